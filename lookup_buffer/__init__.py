@@ -1,0 +1,1 @@
+"""A content-addressed lookup buffer for tensors."""
