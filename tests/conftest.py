@@ -1,0 +1,48 @@
+"""Shared by all tests: the fixtures of tests/servers.py and a guard against leaks.
+
+The guard: when a test ends, no process it started is left (also none that was detached from us),
+and no thread. A test that leaks fails, with what is needed to find the leak in the message; leaked
+processes are then killed so that they cannot spoil the tests after it. What fixtures of a wider
+scope started before the test is not counted against it; they have to be named in its arguments.
+"""
+
+import importlib.util
+from collections.abc import Iterator
+
+import pytest
+from leaks import LeakGuard
+
+# Real servers for every test that asks: see tests/servers.py.
+pytest_plugins = ["servers"] if importlib.util.find_spec("servers") else []
+# These are not named test_*, so without this a failed assert in them would not be explained.
+pytest.register_assert_rewrite("contract_store", "contract_pipe", "servers")
+
+_guard = pytest.StashKey[LeakGuard]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_guard] = LeakGuard.install()
+
+
+@pytest.fixture(autouse=True)
+def leak_guard(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Set up first of the function's fixtures, so it looks after all of them are torn down."""
+    guard = request.config.stash[_guard]
+    baseline = guard.baseline()
+    yield
+    # An engine inside the test's process leaves threads of vLLM and torch behind; those are not
+    # ours to end. Its processes are.
+    threads = request.node.get_closest_marker("vllm") is None
+    report = guard.leaked_since(baseline, threads=threads, timeout_seconds=10.0)
+    if report:
+        pytest.fail(f"{request.node.nodeid} left something behind:\n{report}", pytrace=False)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """The same for fixtures of wider scope: after the last test nothing at all is left."""
+    guard = session.config.stash[_guard]
+    report = guard.leaked_since(guard.at_start, threads=False, timeout_seconds=10.0)
+    if report:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        print(f"\nThe test session left something behind:\n{report}")

@@ -1,0 +1,115 @@
+"""The leak guard must itself be able to fail: each kind of leak is made and has to be found."""
+
+import os
+import select
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from leaks import LeakGuard
+
+SLEEPER = "import time; time.sleep(60)"
+# Detaches as a node does, so that it is no descendant of the test process any more.
+DETACHER = f"""
+import os, subprocess, sys
+child = subprocess.Popen(
+    [sys.executable, "-c", {SLEEPER!r}], start_new_session=True, stdout=subprocess.DEVNULL
+)
+print(child.pid, flush=True)
+os._exit(0)
+"""
+
+
+@pytest.fixture
+def guard() -> LeakGuard:
+    """The run's own mark is reused: a second one would hide our children from the outer guard."""
+    return LeakGuard(os.environ["LOOKUP_BUFFER_TEST_RUN"])
+
+
+def _wait_for_exit(pid: int) -> None:
+    """A detached process is not our child: only its pidfd tells when it has ended."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    select.select([descriptor], [], [], 10.0)
+    os.close(descriptor)
+
+
+def test_a_child_is_found_and_killed(guard: LeakGuard) -> None:
+    baseline = guard.baseline()
+    child = subprocess.Popen([sys.executable, "-c", SLEEPER])
+    report = guard.leaked_since(baseline, threads=True, timeout_seconds=0.1)
+    assert f"process {child.pid}" in report
+    assert "time.sleep(60)" in report
+    assert child.wait(timeout=10) == -9
+
+
+def test_a_detached_process_is_found_and_killed(guard: LeakGuard) -> None:
+    baseline = guard.baseline()
+    out = subprocess.run(
+        [sys.executable, "-c", DETACHER], capture_output=True, text=True, timeout=30, check=True
+    )
+    pid = int(out.stdout)
+    report = guard.leaked_since(baseline, threads=True, timeout_seconds=0.1)
+    assert f"process {pid}" in report
+    _wait_for_exit(pid)
+
+
+def test_a_thread_is_found_with_its_stack(guard: LeakGuard) -> None:
+    baseline = guard.baseline()
+    stop = threading.Event()
+    thread = threading.Thread(target=stop.wait, args=(30,), name="leaky")
+    thread.start()
+    report = guard.leaked_since(baseline, threads=True, timeout_seconds=0.1)
+    ignored = guard.leaked_since(baseline, threads=False, timeout_seconds=0.1)
+    stop.set()
+    thread.join(timeout=10)
+    assert "thread 'leaky'" in report
+    assert "wait" in report
+    assert ignored == ""
+
+
+def test_it_waits_for_what_is_about_to_end(guard: LeakGuard) -> None:
+    baseline = guard.baseline()
+    thread = threading.Thread(target=threading.Event().wait, args=(0.2,))
+    thread.start()
+    assert guard.leaked_since(baseline, threads=True, timeout_seconds=10) == ""
+
+
+def test_what_was_there_before_is_not_counted(guard: LeakGuard) -> None:
+    with subprocess.Popen([sys.executable, "-c", SLEEPER]) as child:
+        baseline = guard.baseline()
+        assert guard.leaked_since(baseline, threads=True, timeout_seconds=0.1) == ""
+        child.kill()
+
+
+def test_a_leaking_test_fails_and_says_what_it_left(tmp_path: Path) -> None:
+    """The fixture itself, in a run of its own: one test leaks, the one after it is not harmed."""
+    here = Path(__file__).parent
+    (tmp_path / "conftest.py").write_text((here / "conftest.py").read_text())
+    (tmp_path / "leaks.py").write_text(
+        (here / "leaks.py").read_text().replace('"LOOKUP_BUFFER_TEST_RUN"', '"INNER_TEST_RUN"')
+    )
+    (tmp_path / "test_inner.py").write_text(
+        "import subprocess, sys\n"
+        f"def test_leaks(): subprocess.Popen([sys.executable, '-c', {SLEEPER!r}])\n"
+        "def test_is_clean(): pass\n"
+    )
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = vllm\n")
+    text = (
+        (tmp_path / "conftest.py")
+        .read_text()
+        .replace("timeout_seconds=10.0", "timeout_seconds=0.2")
+    )
+    (tmp_path / "conftest.py").write_text(text)
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)],
+        capture_output=True, text=True, timeout=60, cwd=tmp_path, check=False,
+    )  # fmt: skip
+    assert run.returncode == 1, run.stdout + run.stderr
+    assert "test_leaks left something behind" in run.stdout
+    assert "time.sleep(60)" in run.stdout
+    assert "2 passed, 1 error" in run.stdout
