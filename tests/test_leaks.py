@@ -15,7 +15,8 @@ SLEEPER = "import time; time.sleep(60)"
 DETACHER = f"""
 import os, subprocess, sys
 child = subprocess.Popen(
-    [sys.executable, "-c", {SLEEPER!r}], start_new_session=True, stdout=subprocess.DEVNULL
+    [sys.executable, "-c", {SLEEPER!r}],
+    start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
 )
 print(child.pid, flush=True)
 os._exit(0)
