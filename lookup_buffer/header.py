@@ -36,6 +36,9 @@ DTYPES: Final[Mapping[str, int]] = {
     "float8_e5m2fnuz": 1,
     "float8_e8m0fnu": 1,
     "float4_e2m1fn_x2": 1,
+    # torch keeps each element of these in a byte of its own.
+    **{f"int{bits}": 1 for bits in range(1, 8)},
+    **{f"uint{bits}": 1 for bits in range(1, 8)},
 }
 """The dtypes that travel: torch's name without `torch.` → bytes of one element."""
 
@@ -79,7 +82,9 @@ class TensorHeader:
         return cls(dtype, shape, nbytes)
 
     def validate(self, *, max_nbytes: int = MAX_TENSOR_BYTES) -> None:
-        """Raises:
+        """Check a header from outside.
+
+        Raises:
             ProtocolError: the fields have wrong types, contradict each other, or exceed a bound.
         """
         nbytes = _checked_int("nbytes", self.nbytes, 0, max_nbytes + 1)
@@ -138,7 +143,9 @@ class PayloadHeader:
     tensor: TensorHeader
 
     def validate(self, *, max_nbytes: int = MAX_TENSOR_BYTES) -> None:
-        """Raises:
+        """Check a header from outside.
+
+        Raises:
             ProtocolError: the fields have wrong types, contradict each other, or exceed a bound.
         """
         _checked_str("namespace", self.namespace, _MAX_NAMESPACE_CHARACTERS)

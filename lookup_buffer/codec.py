@@ -1,0 +1,214 @@
+"""The codec: torch tensors as (header, bytes) and back, bit for bit. The one module with torch.
+
+Owns the mapping of dtype names to torch's, the way to a tensor's bytes without a copy, and the way
+from bytes to a tensor. Pure functions; any thread; the large copies run without the GIL. Knows
+nothing of where the bytes lie (arena, socket) or who wants them.
+
+What travels is the value in row-major order: strides, gradients, device, and the lazy conjugate
+and negative bits do not. Sparse, nested, quantized and storage-less (meta, fake) tensors are not
+carried, because bytes, dtype and shape do not describe them.
+"""
+
+import ctypes
+from typing import Final
+
+import torch
+
+from lookup_buffer.errors import CodecError
+from lookup_buffer.header import DTYPES, MAX_DIMENSIONS, TensorHeader
+
+_TORCH_DTYPES: Final[dict[str, torch.dtype]] = {
+    name: found for name in DTYPES if isinstance(found := getattr(torch, name, None), torch.dtype)
+}
+_NAMES: Final = {dtype: name for name, dtype in _TORCH_DTYPES.items()}
+
+# Integers of the same width stand in for dtypes that torch cannot copy, or only with a warning.
+_CARRIERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def header_of(tensor: torch.Tensor | None) -> TensorHeader:
+    """What describes this value.
+
+    Raises:
+        CodecError: a tensor of a kind that is not carried.
+    """
+    if tensor is None:
+        return TensorHeader.of_none()
+    return _header_of(_strided(tensor))
+
+
+def contiguous_bytes(tensor: torch.Tensor) -> tuple[torch.Tensor, int, int]:
+    """The value's bytes in row-major order, as (owner, address, nbytes).
+
+    The address is good as long as the owner is kept. For a contiguous CPU tensor nothing is
+    copied and the owner shares its memory: a later write by the caller changes the bytes. A tensor
+    on another device is moved with `.cpu()`, which waits for the device.
+
+    Raises:
+        CodecError: a tensor of a kind that is not carried.
+    """
+    plain = _strided(tensor)
+    nbytes = _header_of(plain).nbytes
+    plain = plain.resolve_conj().resolve_neg().cpu()
+    if not plain.is_contiguous():
+        carrier = _CARRIERS.get(plain.itemsize)
+        plain = (plain if carrier is None else plain.view(carrier)).contiguous()
+    return plain, plain.data_ptr(), nbytes
+
+
+def empty_tensor(header: TensorHeader) -> torch.Tensor:
+    """A new CPU tensor of this dtype and shape, with unspecified content.
+
+    Raises:
+        CodecError: the header is that of a None, or this torch lacks its dtype.
+    """
+    return _empty(header.shape, _torch_dtype(header))
+
+
+def tensor_over(buffer: bytes | bytearray | memoryview, header: TensorHeader) -> torch.Tensor:
+    """A tensor that shares the memory of `buffer`, which may be read-only.
+
+    The buffer stays exported as long as the tensor or a view of it lives, so its owner (an mmap,
+    a bytearray) cannot be closed or resized meanwhile. torch knows no read-only tensors: writing
+    to one over read-only memory kills the process. The caller sees to it that nobody does.
+
+    Raises:
+        CodecError: the buffer is not exactly `header.nbytes` long, or see `empty_tensor`.
+    """
+    dtype = _torch_dtype(header)
+    exported = memoryview(buffer)
+    if exported.nbytes != header.nbytes:
+        raise CodecError(f"{exported.nbytes} bytes cannot hold a value of {header.nbytes}")
+    if header.nbytes == 0:
+        return _empty(header.shape, dtype)
+    return _tensor_at(_address_of(exported), header.nbytes, dtype, header.shape, keep=exported)
+
+
+def check_out(out: torch.Tensor, header: TensorHeader) -> None:
+    """Refuse a destination that this value cannot be copied into.
+
+    Raises:
+        CodecError: another dtype or shape, overlapping elements, or a kind that is not carried.
+    """
+    dtype = _torch_dtype(header)
+    if out.dtype is not dtype or tuple(out.shape) != header.shape:
+        raise CodecError(
+            f"out is {_dtype_name(out)} {tuple(out.shape)}, the value {header.dtype} {header.shape}"
+        )
+    strided = zip(_strided(out).shape, out.stride(), strict=True)
+    if any(size > 1 and stride == 0 for size, stride in strided):
+        raise CodecError("out is an expanded tensor: its elements share memory")
+
+
+def copy_into(out: torch.Tensor, address: int, nbytes: int) -> None:
+    """Copy the row-major bytes at `address` into a destination that `check_out` accepts.
+
+    A contiguous CPU destination is filled by one memmove, without the GIL. Gradients are not
+    recorded. The caller keeps the memory at `address` readable until this returns.
+
+    Raises:
+        CodecError: the destination has not exactly `nbytes` bytes.
+    """
+    target = _strided(out)
+    if _header_of(target).nbytes != nbytes:
+        raise CodecError(f"out has {_header_of(target).nbytes} bytes, the value {nbytes}")
+    if nbytes == 0:
+        return
+    lazy = target.is_conj() or target.is_neg()
+    if target.device.type == "cpu" and target.is_contiguous() and not lazy:
+        ctypes.memmove(target.data_ptr(), address, nbytes)
+        return
+    carrier = None if lazy else _CARRIERS.get(target.itemsize)
+    if carrier is not None:
+        target = target.view(carrier)
+    source = _tensor_at(address, nbytes, target.dtype, tuple(target.shape), keep=None)
+    target.copy_(source)
+
+
+def _strided(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor without its gradient, if it is of a kind that is carried."""
+    if not isinstance(tensor, torch.Tensor):
+        raise CodecError(f"a {type(tensor).__name__} is not a tensor")
+    plain = tensor.detach()
+    # A subclass that survives detach wraps its memory in something (fake, distributed, masked).
+    if type(plain) is not torch.Tensor or plain.layout is not torch.strided or plain.is_nested:
+        raise CodecError(f"a {type(plain).__name__} of layout {plain.layout} is not carried")
+    if plain.is_meta:
+        raise CodecError("a meta tensor has no bytes")
+    return plain
+
+
+def _header_of(plain: torch.Tensor) -> TensorHeader:
+    if plain.dtype not in _NAMES:
+        raise CodecError(f"dtype {_dtype_name(plain)} is not carried")
+    if plain.dim() > MAX_DIMENSIONS:
+        raise CodecError(f"{plain.dim()} dimensions, at most {MAX_DIMENSIONS} are carried")
+    return TensorHeader.for_tensor(_NAMES[plain.dtype], tuple(plain.shape))
+
+
+def _torch_dtype(header: TensorHeader) -> torch.dtype:
+    if header.kind != "tensor":
+        raise CodecError("the value is None, not a tensor")
+    dtype = _TORCH_DTYPES.get(header.dtype)
+    if dtype is None:
+        raise CodecError(f"torch {torch.__version__} has no dtype {header.dtype}")
+    return dtype
+
+
+def _dtype_name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    # Not torch.empty of the dtype itself: for complex32 that warns.
+    carrier = _CARRIERS.get(dtype.itemsize)
+    return torch.empty(shape, dtype=carrier or dtype).view(dtype)
+
+
+def _tensor_at(
+    address: int, nbytes: int, dtype: torch.dtype, shape: tuple[int, ...], *, keep: object
+) -> torch.Tensor:
+    # torch.frombuffer warns of a read-only buffer, and silencing a warning is not thread-safe.
+    # So it gets a ctypes array, which is writable as far as it can tell, and which torch keeps.
+    array = (ctypes.c_ubyte * nbytes).from_address(address)
+    array.__dict__["keep"] = keep
+    return torch.frombuffer(array, dtype=torch.uint8).view(dtype).view(shape)
+
+
+class _PyBuffer(ctypes.Structure):
+    """`Py_buffer` of the stable ABI; only `buf` is read."""
+
+    _fields_ = (
+        ("buf", ctypes.c_void_p),
+        ("obj", ctypes.c_void_p),
+        ("len", ctypes.c_ssize_t),
+        ("itemsize", ctypes.c_ssize_t),
+        ("readonly", ctypes.c_int),
+        ("ndim", ctypes.c_int),
+        ("format", ctypes.c_void_p),
+        ("shape", ctypes.c_void_p),
+        ("strides", ctypes.c_void_p),
+        ("suboffsets", ctypes.c_void_p),
+        ("internal", ctypes.c_void_p),
+    )
+
+
+# A pair of functions of our own: the prototypes on ctypes.pythonapi are shared by the process.
+_get_buffer: Final = ctypes.PYFUNCTYPE(
+    ctypes.c_int, ctypes.py_object, ctypes.POINTER(_PyBuffer), ctypes.c_int
+)(("PyObject_GetBuffer", ctypes.pythonapi))
+_release_buffer: Final = ctypes.PYFUNCTYPE(None, ctypes.POINTER(_PyBuffer))(
+    ("PyBuffer_Release", ctypes.pythonapi)
+)
+
+
+def _address_of(exported: memoryview) -> int:
+    """Where the bytes lie. ctypes' own `from_buffer` refuses read-only memory."""
+    view = _PyBuffer()
+    try:
+        _get_buffer(exported, ctypes.byref(view), 0)  # PyBUF_SIMPLE: contiguous bytes
+    except BufferError as error:
+        raise CodecError("the buffer is not contiguous") from error
+    address = int(view.buf)
+    _release_buffer(ctypes.byref(view))
+    return address
