@@ -1,0 +1,212 @@
+"""One real vLLM engine in processes of its own, as the demo and the end-to-end tests see it.
+
+Runs in the commanding process and imports neither vLLM nor torch. The engine is a session leader
+with its own process group: a Ctrl-C in the terminal does not reach it, and whatever it started
+ends with it.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from connectors.demo.engine_settings import EngineSettings, engine_arguments, engine_environment
+from connectors.demo.schedule_log import ScheduleLog
+
+_LOG_TAIL_LINES = 40
+_POLL_SECONDS = 0.02
+
+
+class EngineFailure(Exception):
+    """The engine did not start, did not answer in time, or ended. The text holds its log's tail."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One request: a prompt with one "<image>" for each photograph."""
+
+    images: tuple[str, ...]
+    prompt: str
+    tokens: int = 8
+
+    @classmethod
+    def about(cls, photograph: Path, text: str, *, tokens: int = 8) -> Self:
+        return cls((str(photograph),), f"<image>{text}", tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What an engine answered, and how it came by the images."""
+
+    request: str
+    tokens: tuple[int, ...]
+    finish_reason: str
+    queued_seconds: float
+    ttft_seconds: float
+    """From queued to first token, both by the clock of vLLM's engine core."""
+    origins: tuple[str, ...]
+    """"encoded" or "loaded" for each image that vLLM's own encoder cache did not hold."""
+
+
+@dataclass(frozen=True, slots=True)
+class StartFacts:
+    import_seconds: float
+    start_seconds: float
+    pid: int
+
+
+class DemoEngine:
+    """A running engine. Not thread-safe: one command at a time. `close` is idempotent.
+
+    `start` and `submit` return at once, `wait_ready` and `collect` wait, so that two engines can
+    start or answer at the same time.
+    """
+
+    def __init__(self, settings: EngineSettings) -> None:
+        self.settings = settings
+        self.schedule = ScheduleLog(settings.schedule_path)
+        self.facts: StartFacts | None = None
+        settings.work_directory.mkdir(parents=True, exist_ok=True)
+        settings.schedule_path.unlink(missing_ok=True)
+        ours, theirs = socket.socketpair()
+        self._connection = ours
+        self._received = b""
+        with theirs, settings.log_path.open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "connectors.demo.engine_process", str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=os.environ | engine_environment(settings),
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
+        self._closed = False
+        # Not in the arguments of the process: the connector's settings may hold a secret.
+        self._send(
+            {
+                "cpu": settings.cpu,
+                "arguments": engine_arguments(settings),
+                "schedule_path": str(settings.schedule_path),
+            }
+        )
+
+    @property
+    def pid(self) -> int:
+        """Process and process group of the engine; all it started is in the group."""
+        return self._process.pid
+
+    def wait_ready(self, *, timeout_seconds: float = 300.0) -> StartFacts:
+        """Returns when the engine can answer; raises EngineFailure if it never will."""
+        if self.facts is None:
+            self.facts = StartFacts(**self._receive("ready", timeout_seconds))
+        return self.facts
+
+    def generate(self, question: Question, *, timeout_seconds: float = 120.0) -> Answer:
+        """The answer to one question."""
+        self.submit([question])
+        return self.collect(timeout_seconds=timeout_seconds)[0]
+
+    def submit(self, questions: Sequence[Question]) -> None:
+        """Hands over questions that the engine works on together."""
+        self._send({"generate": [asdict(question) for question in questions]})
+
+    def collect(self, *, timeout_seconds: float = 120.0) -> list[Answer]:
+        """The answers to the questions of the last `submit`, in their order."""
+        received = self._receive("answers", timeout_seconds)
+        return [
+            Answer(
+                **{**fields, "tokens": tuple(fields["tokens"])},
+                origins=tuple(self.schedule.origins(fields["request"])),
+            )
+            for fields in received
+        ]
+
+    @property
+    def encoder_runs(self) -> int:
+        """Images that vLLM's scheduler had encoded since the start."""
+        return self.schedule.encoder_runs()
+
+    def log_tail(self) -> str:
+        text = self.settings.log_path.read_text(encoding="utf-8", errors="replace")
+        return "\n".join(text.splitlines()[-_LOG_TAIL_LINES:])
+
+    def kill(self) -> None:
+        """Ends every process of the engine at once, as a crash of the machine would."""
+        self._end(patience_seconds=0.0)
+
+    def close(self, *, timeout_seconds: float = 15.0) -> None:
+        """Asks the engine to end, and kills what is left of it after the timeout."""
+        if self._closed:
+            return
+        with contextlib.suppress(EngineFailure):
+            self._send({"stop": True})
+        self._end(patience_seconds=timeout_seconds)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        # In a hurry when something failed or the user pressed Ctrl-C.
+        self.close(timeout_seconds=15.0 if kind is None else 0.0)
+
+    def _end(self, *, patience_seconds: float) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        deadline = time.monotonic() + patience_seconds
+        # WNOWAIT leaves the process unreaped: its number, which is also that of the group, stays
+        # ours until the group was killed.
+        options = os.WEXITED | os.WNOWAIT | os.WNOHANG
+        while os.waitid(os.P_PID, self.pid, options) is None and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self._process.wait(timeout=10.0)
+        self._connection.close()
+
+    def _send(self, message: dict[str, Any]) -> None:
+        try:
+            self._connection.sendall(json.dumps(message).encode() + b"\n")
+        except OSError as error:
+            raise self._failure("does not listen") from error
+
+    def _receive(self, kind: str, timeout_seconds: float) -> Any:
+        message = json.loads(self._receive_line(timeout_seconds))
+        if kind not in message:
+            raise self._failure(f"answered {message.get('error', message)}")
+        return message[kind]
+
+    def _receive_line(self, timeout_seconds: float) -> bytes:
+        deadline = time.monotonic() + timeout_seconds
+        while b"\n" not in self._received:
+            self._connection.settimeout(max(deadline - time.monotonic(), _POLL_SECONDS))
+            try:
+                received = self._connection.recv(1 << 16)
+            except TimeoutError as error:
+                raise self._failure(f"said nothing for {timeout_seconds:.0f} s") from error
+            except OSError as error:
+                raise self._failure("broke its connection") from error
+            if not received:
+                raise self._failure("ended")
+            self._received += received
+        line, _, self._received = self._received.partition(b"\n")
+        return line
+
+    def _failure(self, what: str) -> EngineFailure:
+        name, path = self.settings.name, self.settings.log_path
+        return EngineFailure(f"engine {name} {what}; end of {path}:\n{self.log_tail()}")

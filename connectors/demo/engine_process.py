@@ -1,0 +1,114 @@
+"""The engine's own process: one real vLLM engine, commanded by JSON lines over a socket.
+
+Main thread: vLLM. A second thread reads the socket, so that the end of the commanding process is
+noticed in the middle of an answer too; this process then takes its whole process group with it.
+"""
+
+import json
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+from typing import Any
+
+Message = dict[str, Any]
+
+
+def main() -> None:
+    """Entry point of `python -m connectors.demo.engine_process FD`."""
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    # vLLM's children must not keep the socket open.
+    os.set_inheritable(connection.fileno(), False)
+    commands: queue.Queue[Message] = queue.Queue(maxsize=16)
+    reader = threading.Thread(target=_read_commands, args=(connection, commands), daemon=True)
+    reader.start()
+    start = commands.get()
+    try:
+        engine = _Engine(start)
+        _send(connection, {"ready": engine.facts})
+        while True:
+            command = commands.get()
+            if "stop" in command:
+                break
+            _send(connection, {"answers": engine.answer(command["generate"])})
+    except Exception as error:  # the top of this process: the commander must hear why it ends
+        _send(connection, {"error": f"{type(error).__name__}: {error}"})
+        raise
+    engine.close()
+
+
+class _Engine:
+    """A `vllm.LLM` and the facts about its start."""
+
+    def __init__(self, start: Message) -> None:
+        began = time.monotonic()
+        if start["cpu"] is not None:
+            # In one process nobody else binds the arithmetic to its core.
+            os.sched_setaffinity(0, {start["cpu"]})
+        from PIL import Image
+        from vllm import LLM, SamplingParams
+
+        from connectors.demo.counting_scheduler import LOG_SETTING, CountingScheduler
+
+        imported = time.monotonic()
+        self._open_image = Image.open
+        self._sampling = SamplingParams
+        self._llm = LLM(
+            **start["arguments"],
+            scheduler_cls=CountingScheduler,
+            additional_config={LOG_SETTING: start["schedule_path"]},
+        )
+        self.facts = {
+            "import_seconds": imported - began,
+            "start_seconds": time.monotonic() - began,
+            "pid": os.getpid(),
+        }
+
+    def answer(self, questions: list[Message]) -> list[Message]:
+        prompts = []
+        for question in questions:
+            images = [self._open_image(path).convert("RGB") for path in question["images"]]
+            prompts.append({"prompt": question["prompt"], "multi_modal_data": {"image": images}})
+        sampling = [
+            # Greedy, and always as many tokens as asked for: a random model may say "end" early.
+            self._sampling(temperature=0.0, max_tokens=question["tokens"], ignore_eos=True)
+            for question in questions
+        ]
+        outputs = self._llm.generate(prompts, sampling, use_tqdm=False)
+        return [self._describe(output) for output in outputs]
+
+    def close(self) -> None:
+        self._llm.llm_engine.engine_core.shutdown()
+
+    @staticmethod
+    def _describe(output: Any) -> Message:
+        metrics, completion = output.metrics, output.outputs[0]
+        return {
+            "request": output.request_id,
+            "tokens": list(completion.token_ids),
+            "finish_reason": completion.finish_reason,
+            "queued_seconds": metrics.scheduled_ts - metrics.queued_ts,
+            "ttft_seconds": metrics.first_token_ts - metrics.queued_ts,
+        }
+
+
+def _read_commands(connection: socket.socket, commands: "queue.Queue[Message]") -> None:
+    with connection.makefile("r", encoding="utf-8") as lines:
+        for line in lines:
+            command = json.loads(line)
+            commands.put(command)
+            if "stop" in command:
+                return
+    # End of file without "stop": the commander is gone. Nobody is left to clean up after us.
+    os.killpg(os.getpgid(0), signal.SIGKILL)
+
+
+def _send(connection: socket.socket, message: Message) -> None:
+    connection.sendall(json.dumps(message).encode() + b"\n")
+
+
+if __name__ == "__main__":
+    main()

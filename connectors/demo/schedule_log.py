@@ -1,0 +1,86 @@
+"""What vLLM's own scheduler did, step by step, as JSON lines in a file.
+
+The scheduler process writes (`counting_scheduler.py`), the process that commands the engine reads.
+It is the demo's independent witness: it counts what was scheduled and asks no connector.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One image of one request, by the names that vLLM gave to both."""
+
+    request: str
+    identifier: str
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One scheduling pass that scheduled something."""
+
+    number: int
+    tokens: int
+    requests: tuple[str, ...]
+    encoded: tuple[Item, ...]
+    """Images that the vision tower was told to encode in this step."""
+    loaded: tuple[Item, ...]
+    """Images that the scheduler took from the connector instead."""
+
+    def to_line(self) -> str:
+        fields = {
+            "number": self.number,
+            "tokens": self.tokens,
+            "requests": list(self.requests),
+            "encoded": [[item.request, item.identifier] for item in self.encoded],
+            "loaded": [[item.request, item.identifier] for item in self.loaded],
+        }
+        return json.dumps(fields, separators=(",", ":")) + "\n"
+
+    @classmethod
+    def from_line(cls, line: str) -> "Step":
+        fields: dict[str, Any] = json.loads(line)
+        return cls(
+            number=fields["number"],
+            tokens=fields["tokens"],
+            requests=tuple(fields["requests"]),
+            encoded=tuple(Item(*pair) for pair in fields["encoded"]),
+            loaded=tuple(Item(*pair) for pair in fields["loaded"]),
+        )
+
+
+class ScheduleLog:
+    """Reads the steps written so far; a last line still being written is left for the next call."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def steps(self) -> list[Step]:
+        if not self._path.exists():
+            return []
+        text = self._path.read_text(encoding="utf-8")
+        return [Step.from_line(line) for line in text.splitlines(keepends=True) if line[-1] == "\n"]
+
+    def encoder_runs(self) -> int:
+        """Images encoded since the engine started."""
+        return sum(len(step.encoded) for step in self.steps())
+
+    def origins(self, request: str) -> list[str]:
+        """How each image of a request was had, in the order of the schedule.
+
+        "encoded" here, "loaded" through the connector; an image that vLLM's own encoder cache
+        held, or that another request of the same step brought, leaves no trace and is not listed.
+        `request` is the id the engine's caller knows; vLLM appends a random suffix to it.
+        """
+        found = []
+        for step in self.steps():
+            found += ["encoded" for item in step.encoded if _same_request(item, request)]
+            found += ["loaded" for item in step.loaded if _same_request(item, request)]
+        return found
+
+
+def _same_request(item: Item, request: str) -> bool:
+    return item.request == request or item.request.rpartition("-")[0] == request
