@@ -1,0 +1,63 @@
+"""The documents against the code they speak of: names, commands, targets and links must exist."""
+
+import ast
+import importlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCUMENTS = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def _blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", README, flags=re.DOTALL | re.MULTILINE)
+
+
+def test_the_library_example_imports_only_what_there_is() -> None:
+    (example,) = _blocks("python")
+    imports = [node for node in ast.walk(ast.parse(example)) if isinstance(node, ast.ImportFrom)]
+    assert imports
+    for node in imports:
+        module = importlib.import_module(node.module or "")
+        for alias in node.names:
+            assert hasattr(module, alias.name), f"{node.module} has no {alias.name}"
+
+
+def test_the_commands_of_the_readme_exist() -> None:
+    named = set(re.findall(r"^lookup-buffer ([a-z]+) ", README, flags=re.MULTILINE))
+    assert len(named) >= 7
+    run = subprocess.run(
+        [Path(sys.executable).with_name("lookup-buffer"), "--help"],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    missing = {name for name in named if not re.search(rf"\b{name}\b", run.stdout)}
+    assert not missing
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_make_target_that_is_named_exists(document: str) -> None:
+    text = (ROOT / document).read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    named = set(re.findall(r"(?:^ *|`)make ([a-z-]+)", text, flags=re.MULTILINE))
+    assert named <= targets
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_linked_file_exists(document: str) -> None:
+    text = (ROOT / document).read_text(encoding="utf-8")
+    links = [link for link in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in link]
+    missing = [link for link in links if not (ROOT / link).exists()]
+    assert not missing
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_nothing_is_left_to_be_filled_in(document: str) -> None:
+    text = (ROOT / document).read_text(encoding="utf-8")
+    open_places = [line for line in text.splitlines() if "TODO" in line]
+    assert not open_places
