@@ -1,0 +1,147 @@
+"""Frames: how messages are cut out of a byte stream.
+
+A frame is a 16-byte prologue, a header and a payload:
+
+    magic b"LB01" | header length, u32 | payload length, u64 | header | payload
+
+Numbers are big endian; the header is a msgpack map or list of plain data; the payload is bytes
+that this module never sees. Owns the prologue, its bounds, and the incremental decoder for
+non-blocking control sockets. No I/O; an object belongs to one thread at a time.
+"""
+
+import struct
+from typing import Any, Final, NamedTuple
+
+from lookup_buffer.errors import ProtocolError
+from lookup_buffer.plain import pack, unpack
+
+MAGIC: Final = b"LB01"
+MAX_HEADER_BYTES: Final = 1 << 20
+_PROLOGUE: Final = struct.Struct(">4sIQ")
+PROLOGUE_BYTES: Final = _PROLOGUE.size
+
+Header = dict[str, Any] | list[Any]
+
+
+class Frame(NamedTuple):
+    """A decoded header, and how many payload bytes its frame announces."""
+
+    header: Any
+    payload_nbytes: int
+
+
+def encode_frame(
+    header: Header, payload_nbytes: int = 0, *, max_header_bytes: int = MAX_HEADER_BYTES
+) -> bytes:
+    """Prologue and header; the payload's bytes are to follow them on the stream.
+
+    Raises:
+        ProtocolError: the header is not plain data, or larger than the bound.
+    """
+    if not isinstance(header, dict | list):
+        raise ProtocolError("a frame's header is a map or a list")
+    packed = pack(header)
+    if len(packed) > max_header_bytes:
+        raise ProtocolError(f"header of {len(packed)} bytes, allowed are {max_header_bytes}")
+    if not 0 <= payload_nbytes < 1 << 64:
+        raise ProtocolError(f"a payload cannot have {payload_nbytes} bytes")
+    return _PROLOGUE.pack(MAGIC, len(packed), payload_nbytes) + packed
+
+
+def decode_prologue(
+    prologue: bytes | bytearray | memoryview, *, max_header_bytes: int, max_payload_bytes: int
+) -> tuple[int, int]:
+    """(header bytes, payload bytes) announced by exactly `PROLOGUE_BYTES` bytes.
+
+    Raises:
+        ProtocolError: not a prologue, or it announces more than is allowed.
+    """
+    magic, header_nbytes, payload_nbytes = _PROLOGUE.unpack(prologue)
+    if magic != MAGIC:
+        raise ProtocolError("not a frame: wrong magic")
+    if header_nbytes == 0:
+        raise ProtocolError("a frame without a header")
+    if header_nbytes > max_header_bytes:
+        raise ProtocolError(f"header of {header_nbytes} bytes, allowed are {max_header_bytes}")
+    if payload_nbytes > max_payload_bytes:
+        raise ProtocolError(f"payload of {payload_nbytes} bytes, allowed are {max_payload_bytes}")
+    return header_nbytes, payload_nbytes
+
+
+def decode_header(packed: bytes | bytearray | memoryview) -> Any:
+    """The map or list in exactly these bytes.
+
+    Raises:
+        ProtocolError: anything else.
+    """
+    header = unpack(packed)
+    if not isinstance(header, dict | list):
+        raise ProtocolError("a frame's header is neither a map nor a list")
+    return header
+
+
+class FrameDecoder:
+    """Cuts the headers out of a control stream that arrives in arbitrary pieces.
+
+    Control streams carry headers only. A payload length other than zero (up to
+    `max_payload_bytes`) announces bytes that travel beside the stream, in shared memory; they are
+    never part of it.
+
+    Between two calls it holds at most one incomplete frame: `max_header_bytes` and a prologue.
+    After a ProtocolError it stays failed, because the stream's next boundary is unknown.
+    """
+
+    def __init__(
+        self, max_header_bytes: int = MAX_HEADER_BYTES, max_payload_bytes: int = 0
+    ) -> None:
+        self._max_header_bytes = max_header_bytes
+        self._max_payload_bytes = max_payload_bytes
+        self._pending = bytearray()
+        self._wanted_bytes = PROLOGUE_BYTES  # of the incomplete frame, as far as it is known
+        self._failed = False
+
+    @property
+    def buffered_bytes(self) -> int:
+        """Bytes of an incomplete frame held now; 0 means that the stream may end here."""
+        return len(self._pending)
+
+    def feed(self, data: bytes | bytearray | memoryview) -> list[Frame]:
+        """The frames that these bytes complete, in order.
+
+        Raises:
+            ProtocolError: a frame is not valid. Frames before it in the same call are lost; close
+                the connection.
+        """
+        if self._failed:
+            raise ProtocolError("this stream had an invalid frame")
+        try:
+            return self._frames(memoryview(data))
+        except ProtocolError:
+            self._failed = True
+            self._pending.clear()
+            raise
+
+    def _frames(self, data: memoryview) -> list[Frame]:
+        frames: list[Frame] = []
+        pending = self._pending
+        position = 0
+        while position < len(data):
+            # Only what the current frame is known to need, so that the bound holds at all times.
+            piece = data[position : position + self._wanted_bytes - len(pending)]
+            pending += piece
+            position += len(piece)
+            if len(pending) < self._wanted_bytes:
+                break
+            header_nbytes, payload_nbytes = decode_prologue(
+                pending[:PROLOGUE_BYTES],
+                max_header_bytes=self._max_header_bytes,
+                max_payload_bytes=self._max_payload_bytes,
+            )
+            self._wanted_bytes = PROLOGUE_BYTES + header_nbytes
+            if len(pending) < self._wanted_bytes:
+                continue
+            header = decode_header(bytes(pending[PROLOGUE_BYTES:]))
+            pending.clear()
+            self._wanted_bytes = PROLOGUE_BYTES
+            frames.append(Frame(header, payload_nbytes))
+        return frames
