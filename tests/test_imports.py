@@ -98,3 +98,9 @@ def test_the_store_loads_nothing_heavy() -> None:
 def test_the_plugin_entry_point_loads_nothing_heavy() -> None:
     """vLLM runs it in every process, also for people who never configured us."""
     assert not _loaded_by("connectors.plugin")
+
+
+def test_every_folder_with_modules_is_a_package() -> None:
+    """Without __init__.py a folder still imports, but import-linter does not see what is in it."""
+    folders = {path.parent for name in PACKAGES for path in (ROOT / name).rglob("*.py")}
+    assert not [folder for folder in folders if not (folder / "__init__.py").exists()]
