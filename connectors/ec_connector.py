@@ -1,0 +1,159 @@
+"""`LookupBufferECConnector`: vLLM's encoder-cache interface, routed to one of two delegates.
+
+vLLM makes one instance for the scheduler and one per worker, in one process or in several. A method
+here forwards to the delegate of its side and does nothing on the other. vLLM's API server imports
+this module only for the class methods, so it imports no delegate until an instance is made.
+
+Parameter names are vLLM's: it passes some by keyword. Newer hosts may pass more, older ones call
+fewer methods (see README for what each host version gets).
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.ec_transfer.ec_connector.base import (
+    ECConnectorBase,
+    ECConnectorMetadata,
+    ECConnectorRole,
+)
+
+from connectors.ec_metadata import StepMetadata
+
+if TYPE_CHECKING:
+    import torch
+
+    from connectors.ec_scheduler import EcScheduler
+    from connectors.ec_worker import EcWorker
+    from connectors.settings import ConnectorSettings
+
+# vLLM only asks that the metadata counts as one of these; inheriting would make the plain data,
+# and with it the scheduler side and its tests, import vLLM.
+ECConnectorMetadata.register(StepMetadata)
+
+
+class LookupBufferECConnector(ECConnectorBase):
+    """Shares encoder outputs between engines through lookup buffer nodes and Redis."""
+
+    def __init__(self, vllm_config: Any, role: ECConnectorRole) -> None:
+        super().__init__(vllm_config=vllm_config, role=role)
+        self.scheduler: EcScheduler | None = None
+        self.worker: EcWorker | None = None
+        settings = _checked_settings(vllm_config, role)
+        if role == ECConnectorRole.SCHEDULER:
+            self.scheduler = _make_scheduler(vllm_config, settings)
+        else:
+            self.worker = _make_worker(vllm_config, settings)
+
+    # -- worker --------------------------------------------------------------------------------
+
+    def start_worker_services(self, **kwargs: Any) -> None:
+        if self.worker is not None:
+            self.worker.start()
+
+    def start_load_caches(self, encoder_cache: "dict[str, torch.Tensor]", **kwargs: Any) -> None:
+        metadata = self._connector_metadata
+        if self.worker is not None and metadata is not None:
+            self.worker.load(encoder_cache, metadata)
+
+    def save_caches(
+        self, encoder_cache: "dict[str, torch.Tensor]", mm_hash: str, **kwargs: Any
+    ) -> None:
+        metadata = self._connector_metadata  # not bound for encoder-decoder models
+        if self.worker is not None and metadata is not None:
+            self.worker.save(encoder_cache, mm_hash, metadata)
+
+    # -- scheduler -----------------------------------------------------------------------------
+
+    def ensure_cache_available(self, request: Any, num_computed_tokens: int, **kwargs: Any) -> bool:
+        assert self.scheduler is not None
+        return self.scheduler.gate.ensure_cache_available(request, num_computed_tokens)
+
+    def has_cache_item(self, identifier: str, **kwargs: Any) -> bool:
+        assert self.scheduler is not None
+        return self.scheduler.has_cache_item(identifier)
+
+    def has_caches(self, request: Any, **kwargs: Any) -> list[bool]:
+        """Hosts before 0.15 ask for a whole request, in every step, and know no gate: what is not
+        here at once is encoded."""
+        self.ensure_cache_available(request, request.num_computed_tokens)
+        return [self.has_cache_item(feature.identifier) for feature in request.mm_features]
+
+    def update_state_after_alloc(self, request: Any, index: int, **kwargs: Any) -> None:
+        # Hosts before 0.18 call this for loads only, later ones for every item. Asked on `self`,
+        # because vLLM's own tests replace the method there.
+        assert self.scheduler is not None
+        is_hit = self.has_cache_item(request.mm_features[index].identifier)
+        self.scheduler.item_allocated(request, index, is_hit=is_hit)
+
+    def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
+        assert self.scheduler is not None
+        return self.scheduler.build_metadata(scheduler_output)
+
+    def take_unavailable_requests(self) -> set[str]:
+        assert self.scheduler is not None
+        return self.scheduler.gate.take_unavailable_requests()
+
+    def request_finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
+        # Never True: nothing in vLLM would ever free the request.
+        assert self.scheduler is not None
+        self.scheduler.gate.forget(request.request_id)
+        return False, None
+
+    # -- both ----------------------------------------------------------------------------------
+
+    def get_ec_connector_stats(self) -> Any:
+        side = self.scheduler or self.worker
+        fresh = side.counters.take() if side is not None else {}
+        return self.build_ec_connector_stats(fresh) if fresh else None
+
+    @classmethod
+    def build_ec_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:
+        from connectors.ec_stats import EcStats
+
+        return EcStats(data=data or {})
+
+    def shutdown(self) -> None:
+        if self.scheduler is not None:
+            self.scheduler.close()
+        if self.worker is not None:
+            self.worker.close()
+
+
+def _checked_settings(vllm_config: Any, role: ECConnectorRole) -> "ConnectorSettings":
+    """The settings, or vLLM's start ends here with one line of ours that says why."""
+    from connectors.counters import logger
+    from connectors.identifiers import refuse_counted_identifiers
+    from connectors.settings import parse_settings
+    from lookup_buffer.errors import ConfigError
+
+    try:
+        settings = parse_settings(vllm_config.ec_transfer_config.ec_connector_extra_config or {})
+        refuse_counted_identifiers(vllm_config)
+    except ConfigError as error:
+        if role == ECConnectorRole.SCHEDULER or vllm_config.parallel_config.rank == 0:
+            logger.error("LookupBufferECConnector: %s", error)
+        raise
+    return settings
+
+
+def _make_scheduler(vllm_config: Any, settings: "ConnectorSettings") -> "EcScheduler":
+    from connectors.ec_scheduler import EcScheduler
+    from connectors.ec_seat import engine_shape, open_buffer
+    from connectors.media import MetadataFields
+
+    return EcScheduler(
+        open_buffer(vllm_config, settings, rank=None),
+        settings,
+        engine_shape(vllm_config),
+        metadata_fields=MetadataFields(vllm_config.model_config),
+    )
+
+
+def _make_worker(vllm_config: Any, settings: "ConnectorSettings") -> "EcWorker | None":
+    from connectors.ec_seat import open_buffer, worker_seat
+    from connectors.ec_worker import EcWorker
+
+    seat = worker_seat(vllm_config)
+    if seat is None:
+        return None
+    rank = seat.rank
+    return EcWorker(lambda: open_buffer(vllm_config, settings, rank), settings, seat)

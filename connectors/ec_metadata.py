@@ -1,0 +1,35 @@
+"""What the scheduler side tells the workers about one step.
+
+Written by `EcScheduler.build_metadata` in the scheduler's thread, carried to every rank by vLLM's
+own channel (which pickles; we never do), read by `EcWorker`. Plain data without vLLM or torch.
+"""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lookup_buffer.client import LoadOrder
+
+
+@dataclass(frozen=True, slots=True)
+class ItemLoad:
+    """One item to be put into the engine's encoder cache before the model runs.
+
+    The names `mm_hash` and `num_token` are vLLM's own convention, which its tests rely on.
+    """
+
+    mm_hash: str
+    num_token: int
+    order: "LoadOrder | None"
+    """Where the bytes lie, pinned. None only if a hit was promised by somebody else than us; the
+    worker then has to look for it."""
+
+
+@dataclass(slots=True)
+class StepMetadata:
+    """Loads and saves of one step."""
+
+    mm_datas: list[ItemLoad] = field(default_factory=list)
+    """The loads, and nothing but the loads."""
+    saves: dict[str, str] = field(default_factory=dict)
+    """Items that are encoded in this step and may be stored: identifier -> text of the key."""

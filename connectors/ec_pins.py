@@ -1,0 +1,147 @@
+"""Pins of the scheduler side: which bytes are held, for whom, and until when.
+
+Owned by the scheduler's thread; no other may touch it. Pure bookkeeping beside one-way `release`
+calls. A pin is in exactly one of these places:
+
+    waiting     wanted by requests that were not scheduled yet
+    promised    vLLM was told in this pass that the item can be loaded; kept whatever happens until
+                the pass ends, because the promise cannot be taken back
+    flying      handed to the workers with a step, kept until that step has surely run
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from lookup_buffer.client import PrefetchState
+
+if TYPE_CHECKING:
+    from lookup_buffer.client import LoadOrder, LookupBuffer, Prefetched
+
+
+@dataclass(slots=True, eq=False)
+class Pin:
+    """One prefetched item."""
+
+    identifier: str
+    handle: "Prefetched"
+    num_embeds: int
+    """Rows that the engine expects; bytes of another shape are never handed to it."""
+    nbytes: int
+    """What counts against the budget: an estimate, as the true size is only known on arrival."""
+    wanted_by: set[str] = field(default_factory=set)
+    order: "LoadOrder | None" = None
+    """Where the bytes lie, as it was when vLLM was promised them."""
+
+    def fits(self) -> bool:
+        """Whether the bytes are here and are what the engine expects."""
+        order = self.handle.order
+        if self.handle.state is not PrefetchState.RESIDENT or order is None:
+            return False
+        shape = order.header.shape
+        return order.header.kind == "tensor" and bool(shape) and shape[0] == self.num_embeds
+
+
+class PinTable:
+    """All pins of one engine.
+
+    Args:
+        buffer: to which pins are given back.
+        budget_bytes: bound on the bytes of all pins together.
+        steps_in_flight: how many steps vLLM may have scheduled and not finished. A step has surely
+            run when that many more were built.
+    """
+
+    def __init__(self, buffer: "LookupBuffer", budget_bytes: int, steps_in_flight: int) -> None:
+        self._buffer = buffer
+        self._budget_bytes = budget_bytes
+        self._steps_in_flight = steps_in_flight
+        self._waiting: dict[str, Pin] = {}
+        self._promised: dict[str, Pin] = {}
+        self._flying: deque[tuple[int, list[Pin]]] = deque()
+        self.held_bytes = 0
+
+    def __len__(self) -> int:
+        """Pins held, in any place."""
+        flying = sum(len(pins) for _, pins in self._flying)
+        promised = sum(self._waiting.get(key) is not pin for key, pin in self._promised.items())
+        return len(self._waiting) + promised + flying
+
+    @property
+    def budget_bytes(self) -> int:
+        return self._budget_bytes
+
+    def has_room(self, nbytes: int) -> bool:
+        return self.held_bytes + nbytes <= self._budget_bytes
+
+    def get(self, identifier: str) -> Pin | None:
+        """The pin that waits for this item's request to be scheduled."""
+        return self._waiting.get(identifier)
+
+    def add(self, pin: Pin) -> None:
+        assert pin.identifier not in self._waiting, "one pin per identifier"
+        self._waiting[pin.identifier] = pin
+        self.held_bytes += pin.nbytes
+
+    def drop(self, identifier: str, request_id: str) -> None:
+        """This request wants the item no more; the last one to go gives it back."""
+        pin = self._waiting.get(identifier)
+        if pin is None:
+            return
+        pin.wanted_by.discard(request_id)
+        if not pin.wanted_by:
+            self.discard(identifier)
+
+    def discard(self, identifier: str) -> None:
+        """Nobody needs this item loaded any more."""
+        pin = self._waiting.pop(identifier, None)
+        if pin is not None and self._promised.get(identifier) is not pin:
+            self.release(pin)
+
+    def promise(self, pin: Pin) -> None:
+        """vLLM was told that it can have this item in the current pass."""
+        pin.order = pin.handle.order
+        self._promised[pin.identifier] = pin
+
+    def take(self, identifier: str) -> Pin | None:
+        """The promised pin of an item that vLLM made room for; the caller now owns it."""
+        pin = self._promised.pop(identifier, None)
+        if pin is not None and self._waiting.get(identifier) is pin:
+            del self._waiting[identifier]
+        return pin
+
+    def end_pass(self) -> None:
+        """Promises that vLLM did not use end; those that nobody wants any more are given back."""
+        for identifier, pin in self._promised.items():
+            if self._waiting.get(identifier) is not pin:
+                self.release(pin)
+        self._promised.clear()
+
+    def fly(self, step: int, pins: list[Pin]) -> None:
+        """The workers were told of these pins with this step."""
+        if pins:
+            self._flying.append((step, pins))
+
+    def land(self, step: int) -> None:
+        """A new step is being built: pins of steps that have surely run are given back.
+
+        The workers have normally said so themselves; giving a pin back twice is harmless.
+        """
+        while self._flying and self._flying[0][0] + self._steps_in_flight <= step:
+            for pin in self._flying.popleft()[1]:
+                self.release(pin)
+
+    def release(self, pin: Pin) -> None:
+        """Give back a pin that is in no place any more."""
+        self.held_bytes -= pin.nbytes
+        self._buffer.release(pin.handle)
+
+    def release_all(self) -> None:
+        """The engine ends."""
+        self._promised.clear()
+        for pin in list(self._waiting.values()):
+            self.release(pin)
+        self._waiting.clear()
+        while self._flying:
+            for pin in self._flying.popleft()[1]:
+                self.release(pin)

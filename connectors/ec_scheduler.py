@@ -1,0 +1,178 @@
+"""The scheduler side: what vLLM is promised in a pass, and what the workers are told at its end.
+
+Runs in vLLM's scheduler thread. Knows the buffer's client and the attributes of vLLM's requests;
+imports neither vLLM nor torch.
+
+The rule that everything here serves: vLLM is told that an item can be loaded only while its bytes
+are pinned on this host. A promise that does not load kills the engine.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from connectors.counters import Counters, logger
+from connectors.ec_engine_cache import EngineCache
+from connectors.ec_gate import EcGate, EngineShape
+from connectors.ec_metadata import ItemLoad, StepMetadata
+from connectors.ec_pins import Pin, PinTable
+from connectors.ec_watch import embeds_of
+from connectors.identifiers import why_not_shareable
+from connectors.media import Carried, carried_by
+from connectors.settings import ConnectorSettings
+from lookup_buffer.key import TensorKey
+
+if TYPE_CHECKING:
+    from lookup_buffer.client import LookupBuffer
+
+RECORDS_KEPT = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class ItemRecord:
+    """What became of one item that vLLM made room for."""
+
+    request_id: str
+    identifier: str
+    source: str
+    """`encoded`, or from where the bytes came: `local` or the id of a node."""
+    nbytes: int
+
+
+class EcScheduler:
+    """See the module. Every method is called by vLLM's scheduler thread only; none raises for a
+    fault of the node, of Redis or of a peer."""
+
+    def __init__(
+        self,
+        buffer: "LookupBuffer",
+        settings: ConnectorSettings,
+        shape: EngineShape,
+        *,
+        metadata_fields: Callable[[str], set[str]],
+        counters: Counters | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._buffer = buffer
+        self._shape = shape
+        self._metadata_fields = metadata_fields
+        self.counters = counters or Counters()
+        self.records: deque[ItemRecord] = deque(maxlen=RECORDS_KEPT)
+        """The last items, newest at the end: for demos, tests and debugging."""
+        self.pins = PinTable(buffer, settings.pin_budget_bytes, shape.steps_in_flight)
+        self._engine_cache = EngineCache()
+        self._step = 0
+        self._answers: dict[str, bool] = {}
+        self._loads: dict[str, tuple[ItemLoad, Pin | None]] = {}
+        self._saves: dict[str, str] = {}
+        self.gate = EcGate(
+            buffer,
+            settings,
+            shape,
+            pins=self.pins,
+            engine_cache=self._engine_cache,
+            answers=self._answers,
+            metadata_fields=metadata_fields,
+            counters=self.counters,
+            clock=clock,
+        )
+
+    def has_cache_item(self, identifier: str) -> bool:
+        """Whether the item can be loaded (on a pure producer: need not be encoded).
+
+        The answer holds for the rest of the pass, whatever happens to the item meanwhile.
+        """
+        answer = self._answers.get(identifier)
+        if answer is None:
+            answer = self._answers[identifier] = self._answer(identifier)
+        return answer
+
+    def _answer(self, identifier: str) -> bool:
+        self._engine_cache.discard(identifier)  # vLLM asks only for what its own cache lacks
+        if not self._shape.is_consumer:
+            return identifier in self.gate.located
+        pin = self.pins.get(identifier)
+        if pin is None or not pin.fits():
+            return False
+        self.pins.promise(pin)
+        return True
+
+    def item_allocated(self, request: Any, index: int, *, is_hit: bool) -> None:
+        """vLLM made room for an item in its own cache, to load it or to encode it."""
+        feature = request.mm_features[index]
+        identifier: str = feature.identifier
+        self._engine_cache.add(identifier)
+        self.gate.allocated(request.request_id, identifier)
+        if not is_hit:
+            self.pins.discard(identifier)
+            self._encode(request, feature)
+        elif not self._shape.is_consumer:
+            self.counters.add("encode_skipped")
+        elif identifier not in self._loads:
+            self._load(request, feature)
+
+    def _load(self, request: Any, feature: Any) -> None:
+        pin = self.pins.take(feature.identifier)
+        order = None if pin is None else pin.order
+        load = ItemLoad(feature.identifier, embeds_of(feature), order)
+        self._loads[feature.identifier] = (load, pin)
+        if pin is None or order is None:
+            return
+        self.gate.embed_bytes = max(1, order.nbytes // max(1, load.num_token))
+        source = pin.handle.source
+        self.counters.add("load_local" if source == "local" else "load_remote")
+        self._record(request.request_id, feature.identifier, source, order.nbytes)
+
+    def _encode(self, request: Any, feature: Any) -> None:
+        self._record(request.request_id, feature.identifier, "encoded", 0)
+        if not self._shape.is_producer:
+            return
+        lora = getattr(request, "lora_request", None)
+        lora_name = None if lora is None else lora.lora_name
+        if why_not_shareable(feature.identifier, request.request_id, lora_name) is not None:
+            return  # counted when the request was first seen
+        if carried_by(feature, self._metadata_fields) is Carried.MEDIA:
+            self._saves[feature.identifier] = TensorKey(feature.identifier).text
+
+    def _record(self, request_id: str, identifier: str, source: str, nbytes: int) -> None:
+        self.records.append(ItemRecord(request_id, identifier, source, nbytes))
+        logger.debug("request %s: item %s %s, %d bytes", request_id, identifier, source, nbytes)
+
+    # -- the end of a pass ---------------------------------------------------------------------
+
+    def build_metadata(self, scheduler_output: Any) -> StepMetadata:
+        """Close the pass: what the workers have to load and may store in this step."""
+        self._step += 1
+        self.pins.land(self._step)
+        for identifier in scheduler_output.free_encoder_mm_hashes:
+            self._engine_cache.discard(identifier)
+            _, pin = self._loads.pop(identifier, (None, None))
+            if pin is not None:
+                self.pins.release(pin)
+        if scheduler_output.free_encoder_mm_hashes:
+            self._engine_cache.evictions += 1
+        for request_id in scheduler_output.finished_req_ids:
+            self.gate.forget(request_id)
+        metadata = StepMetadata()
+        # V1 workers skip a step without tokens before they come to us (encode-only ones do not).
+        if scheduler_output.total_num_scheduled_tokens > 0 or not self._shape.is_consumer:
+            metadata.mm_datas = [load for load, _ in self._loads.values()]
+            metadata.saves = self._saves
+            self.pins.fly(self._step, [pin for _, pin in self._loads.values() if pin is not None])
+            self._loads = {}
+            self._saves = {}
+        self.pins.end_pass()
+        self._answers.clear()
+        self.gate.end_pass()
+        return metadata
+
+    def close(self) -> None:
+        """The engine ends: nothing is held any more, and the client with it. Idempotent."""
+        for _, pin in self._loads.values():
+            if pin is not None:
+                self.pins.release(pin)
+        self._loads.clear()
+        self.pins.release_all()
+        self._buffer.close()

@@ -1,0 +1,99 @@
+"""Where an engine's scheduler and workers sit, read from vLLM's configuration, and their clients.
+
+The one place that knows vLLM's configuration classes apart from `namespace`; called at start.
+"""
+
+from typing import Any
+
+from lookup_buffer.client import EngineSeat, LookupBuffer
+
+from connectors.counters import logger
+from connectors.ec_gate import EngineShape
+from connectors.ec_worker import WorkerSeat
+from connectors.namespace import namespace_parts
+from connectors.settings import ConnectorSettings
+from lookup_buffer.namespace import Namespace
+
+_PARTS = "_lookup_buffer_namespace"
+
+
+def roles(vllm_config: Any) -> tuple[bool, bool]:
+    """Whether the engine produces, and whether it consumes."""
+    ec = vllm_config.ec_transfer_config
+    is_producer = bool(ec.is_ec_producer)
+    # Before 0.17 there is no `ec_both`: whoever does not produce consumes.
+    return is_producer, bool(getattr(ec, "is_ec_consumer", not is_producer))
+
+
+def loading_ranks(vllm_config: Any) -> int:
+    """How many workers load each item: those of the first pipeline stage."""
+    parallel = vllm_config.parallel_config
+    return int(
+        parallel.tensor_parallel_size * getattr(parallel, "prefill_context_parallel_size", 1)
+    )
+
+
+def engine_shape(vllm_config: Any) -> EngineShape:
+    is_producer, is_consumer = roles(vllm_config)
+    model = vllm_config.model_config
+    itemsize = getattr(model.dtype, "itemsize", 2)
+    return EngineShape(
+        is_producer=is_producer,
+        is_consumer=is_consumer,
+        steps_in_flight=_steps_in_flight(vllm_config),
+        embed_bytes=int(model.get_hidden_size()) * itemsize,
+    )
+
+
+def _steps_in_flight(vllm_config: Any) -> int:
+    known = getattr(vllm_config, "max_concurrent_batches", None)
+    if known is not None:
+        return int(known)
+    # Hosts that keep the number in the executor; one more than theirs costs only a later release.
+    return int(vllm_config.parallel_config.pipeline_parallel_size) + 1
+
+
+def worker_seat(vllm_config: Any) -> WorkerSeat | None:
+    """This worker's seat, or None on the pipeline stages that run no encoder."""
+    stage, rank = divmod(int(vllm_config.parallel_config.rank), loading_ranks(vllm_config))
+    if stage > 0:
+        return None
+    from vllm.platforms import current_platform
+
+    device = str(current_platform.device_type)
+    if device != "cpu":
+        import torch
+
+        device = f"{device}:{torch.accelerator.current_device_index()}"
+    return WorkerSeat(rank=rank, is_producer=roles(vllm_config)[0], device=device)
+
+
+def open_buffer(vllm_config: Any, settings: ConnectorSettings, rank: int | None) -> LookupBuffer:
+    """The client of the scheduler (`rank` None) or of one worker.
+
+    Raises:
+        LookupBufferError: the configuration is refused, or node or store are required and absent.
+    """
+    seat = EngineSeat(
+        engine_id=str(vllm_config.ec_transfer_config.engine_id),
+        rank=rank,
+        world_size=loading_ranks(vllm_config),
+    )
+    namespace = _namespace(vllm_config, settings)
+    if rank in (None, 0):
+        logger.info("lookup buffer: namespace %s", namespace.fingerprint)
+    return LookupBuffer(settings.buffer_config(), namespace, engine=seat)
+
+
+def _namespace(vllm_config: Any, settings: ConnectorSettings) -> Namespace:
+    """One namespace per engine.
+
+    Where scheduler and worker share a process they share the configuration's objects too, and a
+    model may change its own configuration while it loads. So the first to ask leaves its answer.
+    """
+    ec = vllm_config.ec_transfer_config
+    parts = getattr(ec, _PARTS, None)
+    if parts is None:
+        parts = namespace_parts(vllm_config, settings)
+        object.__setattr__(ec, _PARTS, parts)
+    return Namespace(parts)

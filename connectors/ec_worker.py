@@ -1,0 +1,154 @@
+"""The worker side: puts promised items into vLLM's encoder cache, and stores fresh ones.
+
+Runs in the thread of vLLM's model runner, one instance per rank. Loading is a copy out of the
+mapped arena and needs no socket; storing is one reference into a queue.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from lookup_buffer.client import InsertOutcome
+
+from connectors.counters import Counters, RateLimitedLog, logger
+from connectors.ec_metadata import ItemLoad, StepMetadata
+from connectors.save_queue import SaveQueue
+from connectors.settings import ConnectorSettings
+from lookup_buffer.errors import LookupBufferError
+from lookup_buffer.key import TensorKey
+
+if TYPE_CHECKING:
+    import torch
+    from lookup_buffer.client import LoadOrder, LookupBuffer
+
+LAST_RESORT_SECONDS = 2.0
+INSERT_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSeat:
+    """Which of the engine's workers this is."""
+
+    rank: int
+    """Among the ranks that load, counted from 0. Rank 0 stores: all hold the same outputs."""
+    is_producer: bool
+    device: str = "cpu"
+    """Where the model expects its tensors, as torch names it."""
+
+
+class EcWorker:
+    """See the module. `load` and `save` never raise.
+
+    Args:
+        open_buffer: connects to the node; called once, by `start` or on first use.
+    """
+
+    def __init__(
+        self,
+        open_buffer: Callable[[], "LookupBuffer"],
+        settings: ConnectorSettings,
+        seat: WorkerSeat,
+        *,
+        counters: Counters | None = None,
+        log: RateLimitedLog | None = None,
+    ) -> None:
+        self._open_buffer = open_buffer
+        self._settings = settings
+        self._seat = seat
+        self._buffer: LookupBuffer | None = None
+        self._saves: SaveQueue | None = None
+        self.counters = counters or Counters()
+        self._log = log or RateLimitedLog()
+
+    def start(self) -> None:
+        """Connect and map the arena. Idempotent.
+
+        Raises:
+            LookupBufferError: the configuration is refused, or the node is required and absent.
+        """
+        if self._buffer is not None:
+            return
+        self._buffer = self._open_buffer()
+        if self._seat.is_producer and self._seat.rank == 0:
+            self._saves = SaveQueue(
+                self._insert,
+                bytes_max=self._settings.save_queue_bytes,
+                items_max=self._settings.save_queue_items,
+                counters=self.counters,
+                log=self._log,
+            )
+
+    def load(self, encoder_cache: "dict[str, torch.Tensor]", metadata: StepMetadata) -> None:
+        """Make every item of the step's loads present, and give their pins back."""
+        if not metadata.mm_datas:
+            return
+        orders: list[LoadOrder] = []
+        for item in metadata.mm_datas:
+            if item.mm_hash not in encoder_cache:
+                tensor = self._load(item)
+                if tensor is not None:
+                    encoder_cache[item.mm_hash] = tensor
+            if item.order is not None:
+                orders.append(item.order)
+        if orders and self._buffer is not None:
+            self._buffer.done(orders)
+
+    def _load(self, item: ItemLoad) -> "torch.Tensor | None":
+        tensor = None
+        try:
+            self.start()  # hosts before 0.30 have no hook for it
+            assert self._buffer is not None
+            if item.order is not None:
+                tensor = self._buffer.load(item.order)
+        except LookupBufferError as error:
+            self._log.warn("load", "item %s did not load as promised: %s", item.mm_hash, error)
+        if tensor is None:
+            tensor = self._load_at_last(item)
+        if tensor is None or self._seat.device == "cpu":
+            return tensor
+        return tensor.to(self._seat.device)
+
+    def _load_at_last(self, item: ItemLoad) -> "torch.Tensor | None":
+        """The promise is broken. Whatever this costs is less than the engine's end."""
+        self.counters.add("load_broken")
+        if self._buffer is None:
+            return None
+        try:
+            tensor = self._buffer.select(TensorKey(item.mm_hash), timeout=LAST_RESORT_SECONDS)
+        except LookupBufferError as error:
+            logger.error("lookup buffer: item %s is lost, vLLM will stop: %s", item.mm_hash, error)
+            return None
+        return tensor if tensor is not None and tensor.shape[0] == item.num_token else None
+
+    def save(
+        self, encoder_cache: "dict[str, torch.Tensor]", identifier: str, metadata: StepMetadata
+    ) -> None:
+        """Queue a fresh output, if the scheduler said that it may be stored."""
+        if self._saves is None:
+            return
+        key = metadata.saves.get(identifier)
+        if key is None:
+            return
+        tensor = encoder_cache[identifier].detach()
+        if not tensor.is_cpu:
+            # Waits for the encoder, but is in order with it. A copy on a stream of its own needs
+            # an event per output and pinned memory.
+            tensor = tensor.cpu()
+        self._saves.offer(key, tensor)
+
+    def _insert(self, key: str, tensor: "torch.Tensor") -> bool:
+        assert self._buffer is not None, "the queue starts after the buffer"
+        outcome = self._buffer.insert(
+            TensorKey.parse(key),
+            tensor,
+            ttl_seconds=self._settings.ttl_seconds,
+            timeout=INSERT_SECONDS,
+        )
+        return outcome is InsertOutcome.STORED
+
+    def close(self) -> None:
+        """Store what waits, within `drain_seconds`, and disconnect. Idempotent."""
+        if self._saves is not None:
+            self._saves.close(self._settings.drain_seconds)
+        if self._buffer is not None:
+            self._buffer.close()

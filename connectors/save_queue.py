@@ -1,0 +1,126 @@
+"""Encoder outputs on their way into the buffer, without holding up the model.
+
+`offer` runs in the model's thread and only keeps a reference; one background thread does the rest.
+An output is immutable once encoded: vLLM reads it and may drop its own reference meanwhile.
+"""
+
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from connectors.counters import Counters, RateLimitedLog
+from lookup_buffer.errors import BufferFull, Closed, LookupBufferError, TensorTooLarge
+
+if TYPE_CHECKING:
+    import torch
+
+
+class SaveQueue:
+    """A bounded queue and its thread.
+
+    Args:
+        insert: stores one tensor under the text of a key and says whether it was new; may raise
+            any `LookupBufferError`.
+        bytes_max: bound on the bytes that wait. One output is always taken, whatever its size.
+        items_max: bound on the number of outputs that wait.
+    """
+
+    def __init__(
+        self,
+        insert: Callable[[str, "torch.Tensor"], bool],
+        *,
+        bytes_max: int,
+        items_max: int,
+        counters: Counters,
+        log: RateLimitedLog,
+    ) -> None:
+        self._insert = insert
+        self._bytes_max = bytes_max
+        self._items_max = items_max
+        self._counters = counters
+        self._log = log
+        self._queue: queue.SimpleQueue[tuple[str, torch.Tensor] | None] = queue.SimpleQueue()
+        self._changed = threading.Condition()
+        self._waiting_bytes = 0
+        self._waiting_items = 0
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="lb-save", daemon=True)
+        self._thread.start()
+
+    def offer(self, key: str, tensor: "torch.Tensor") -> bool:
+        """Take the tensor, or count it as skipped. Never waits for room, never raises."""
+        nbytes = tensor.nbytes
+        with self._changed:
+            is_full = self._waiting_items > 0 and (
+                self._waiting_items >= self._items_max
+                or self._waiting_bytes + nbytes > self._bytes_max
+            )
+            accepted = not (is_full or self._closed)
+            if accepted:
+                self._waiting_items += 1
+                self._waiting_bytes += nbytes
+        if accepted:
+            self._queue.put((key, tensor))
+        else:
+            self._counters.add("save_skipped:queue_full")
+            self._log.warn("queue_full", "an encoder output is not stored: the queue is full")
+        return accepted
+
+    def drain(self, timeout: float) -> bool:
+        """Wait until all that was offered is dealt with; False when the time was too short."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._waiting_items == 0, timeout)
+
+    def close(self, timeout: float) -> None:
+        """Store what waits, for at most `timeout` seconds. Idempotent."""
+        deadline = time.monotonic() + timeout
+        with self._changed:
+            was_closed, self._closed = self._closed, True
+        if not was_closed:
+            self._queue.put(None)
+        self.drain(timeout)
+        self._thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _run(self) -> None:
+        _use_every_core()
+        while (entry := self._queue.get()) is not None:
+            key, tensor = entry
+            nbytes = tensor.nbytes
+            self._store(key, tensor)
+            del entry, tensor  # not a reference longer than needed: vLLM counts this memory as free
+            with self._changed:
+                self._waiting_items -= 1
+                self._waiting_bytes -= nbytes
+                self._changed.notify_all()
+
+    def _store(self, key: str, tensor: "torch.Tensor") -> None:
+        try:
+            is_new = self._insert(key, tensor)
+        except TensorTooLarge as error:
+            self._skip("too_large", error)
+        except BufferFull as error:
+            self._skip("buffer_full", error)
+        except Closed:
+            self._counters.add("save_skipped:closed")
+        except LookupBufferError as error:
+            self._skip("node", error)
+        except Exception as error:  # noqa: BLE001 -- top of a thread: one output must not end it
+            self._skip("internal", error)
+        else:
+            self._counters.add("saved" if is_new else "save_exists")
+
+    def _skip(self, reason: str, error: Exception) -> None:
+        self._counters.add(f"save_skipped:{reason}")
+        self._log.warn(reason, "an encoder output is not stored (%s): %s", reason, error)
+
+
+def _use_every_core() -> None:
+    """vLLM binds each CPU worker to one core, which its threads inherit; a copy there would steal
+    the model's time. In Linux this concerns the calling thread alone."""
+    try:
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    except OSError:
+        pass  # a sandbox may forbid it; it is only slower then

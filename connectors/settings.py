@@ -1,0 +1,99 @@
+"""Everything a vLLM user may write into `ec_connector_extra_config`, validated before use.
+
+The buffer's own settings keep their names (`store_url`, `capacity_bytes`, `node_socket`, ...; see
+`BufferConfig`); here are those of the connector. Pure, but for the two files that may hold secrets.
+"""
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, SecretStr, ValidationError, field_validator
+
+from lookup_buffer.config import GIB, BufferConfig, Bytes, explain
+from lookup_buffer.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+SECRET_FILES = {"token_file": "token", "store_password_file": "store_password"}
+MILLISECOND_SECONDS = 1e-3
+
+
+class ConnectorSettings(BufferConfig):
+    """Settings of one engine's connector. Immutable; unknown names are refused."""
+
+    required: bool = False
+    """Whether the engine shall refuse to start when node or store cannot be reached."""
+    token_file: Path | None = None
+    """File with the fleet's token, instead of `token`."""
+    store_password_file: Path | None = None
+    """File with the store's password, instead of `store_password`."""
+    weights_version: str = Field(default="", max_length=256)
+    """Names the weights where their content cannot be seen: change it when they change in place."""
+    namespace_extra: str = Field(default="", max_length=256)
+    """Kept apart from engines with another value, e.g. one per tenant."""
+    ttl_seconds: float | None = Field(default=None, ge=1)
+    """How long a stored encoder output lives; none means until it is evicted."""
+    fetch_wait_seconds: float = Field(default=2.0, ge=0, le=600)
+    """How long one request may wait, in all, for bytes on their way before it encodes itself."""
+    first_sight_seconds: float = Field(default=MILLISECOND_SECONDS, ge=0, le=1)
+    """How long one scheduling pass may wait, in all, for answers about requests new to it."""
+    prefetch_bytes: Bytes | None = Field(default=None, ge=0)
+    """Bound on bytes held for requests that wait; none means a quarter of the arena."""
+    save_queue_bytes: Bytes = Field(default=GIB // 2, ge=0)
+    """Bound on encoder outputs that wait to be stored; one is always taken, whatever its size."""
+    save_queue_items: int = Field(default=256, ge=1, le=65536)
+    """Bound on the number of encoder outputs that wait to be stored."""
+    drain_seconds: float = Field(default=2.0, ge=0, le=60)
+    """How long an engine that ends waits for outputs that are still to be stored."""
+
+    @field_validator("token_file", "store_password_file")
+    @classmethod
+    def _readable(cls, value: Path | None) -> Path | None:
+        if value is not None and not value.is_file():
+            raise ValueError("a file that exists")
+        return value
+
+    @property
+    def pin_budget_bytes(self) -> int:
+        """Most bytes that waiting requests may hold. The node allows a third of its arena."""
+        return self.capacity_bytes // 4 if self.prefetch_bytes is None else self.prefetch_bytes
+
+    def buffer_config(self) -> BufferConfig:
+        """The part that concerns the buffer, with the secrets that lie in files."""
+        values = {name: getattr(self, name) for name in BufferConfig.model_fields}
+        for file_setting, name in SECRET_FILES.items():
+            path: Path | None = getattr(self, file_setting)
+            if path is not None:
+                values[name] = _secret_in(path, file_setting)
+        return BufferConfig(**values)
+
+
+def _secret_in(path: Path, setting: str) -> SecretStr:
+    try:
+        secret = path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"setting {setting!r} is '{path}'; allowed: a readable file") from error
+    if not secret:
+        raise ConfigError(f"setting {setting!r} is '{path}'; allowed: a file that is not empty")
+    return SecretStr(secret)
+
+
+def parse_settings(raw: Mapping[str, Any]) -> ConnectorSettings:
+    """The settings in `ec_connector_extra_config`.
+
+    Raises:
+        ConfigError: one line that names the first wrong setting, its value (unless it is a secret)
+            and what is allowed; for an unknown name, the one that was probably meant.
+    """
+    try:
+        settings = ConnectorSettings(**raw)
+    except ValidationError as error:
+        raise explain(error, ConnectorSettings, raw) from None
+    except TypeError as error:  # a key that is no string cannot be a keyword
+        raise ConfigError("ec_connector_extra_config: every name must be a text") from error
+    for file_setting, name in SECRET_FILES.items():
+        if getattr(settings, file_setting) is not None and getattr(settings, name) is not None:
+            raise ConfigError(f"both {name!r} and {file_setting!r} are set; allowed: one of them")
+    return settings
