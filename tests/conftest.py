@@ -10,6 +10,7 @@ import importlib.util
 from collections.abc import Iterator
 
 import pytest
+
 from leaks import LeakGuard
 
 # Real servers for every test that asks: see tests/servers.py.

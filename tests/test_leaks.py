@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 
 import pytest
+
 from leaks import LeakGuard
 
 SLEEPER = "import time; time.sleep(60)"
