@@ -1,0 +1,162 @@
+"""What a plain socket lacks: safe closing between threads, deadlines, errors in our words.
+
+Owns the moment at which a descriptor is closed, and the translation of socket errors. Runs on the
+threads of its callers. Knows nothing of frames.
+"""
+
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Final
+
+from lookup_buffer.errors import PipeBroken, PipeClosed, PipeTimeout
+
+_TIMEVAL: Final = struct.Struct("@ll")
+_LONGEST_SECONDS: Final = 1e6
+_RESET_ON_CLOSE: Final = struct.pack("@ii", 1, 0)
+
+# On loopback the two ends share caches: with small socket buffers the bytes are still in them when
+# they are read. Between hosts the kernel sizes the buffers by bandwidth and delay: leave it alone.
+_LOOPBACK_BUFFER_BYTES: Final = 256 << 10
+
+
+class SocketGuard:
+    """Counts the operations on a socket, so that its descriptor is closed after the last one.
+
+    Closing it under a thread that is about to enter a system call could make that thread read
+    from whatever connection the kernel gives the same number next. Also the one place where
+    socket errors become ours, and where a failed operation ends the connection.
+
+    `with guard:` is one operation. Any thread.
+    """
+
+    def __init__(self, stream: socket.socket) -> None:
+        self._socket = stream
+        self._lock = threading.Lock()
+        self._operations = 0
+        self.closed = False
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self.closed:
+                raise PipeClosed("this link is closed")
+            self._operations += 1
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        closed_by_another = self.closed
+        if error is not None:
+            self.shut(reset=True)
+        self._leave()
+        if closed_by_another and isinstance(error, OSError | PipeClosed | PipeBroken):
+            raise PipeClosed("this link was closed by another thread") from error
+        if isinstance(error, TimeoutError | BlockingIOError):
+            raise PipeTimeout("the peer did not move its bytes in time") from error
+        if isinstance(error, OSError):
+            raise PipeBroken(f"the connection failed: {error.strerror or error}") from error
+
+    def shut(self, *, reset: bool = False) -> None:
+        """End the connection, wake its threads; with `reset` drop what is under way. Idempotent."""
+        with self._lock:
+            if self.closed:
+                return
+            self.closed = True
+            self._operations += 1
+        if reset:
+            linger = (socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
+            ignore_errors(lambda: self._socket.setsockopt(*linger))
+        ignore_errors(lambda: self._socket.shutdown(socket.SHUT_RDWR))
+        self._leave()
+
+    def _leave(self) -> None:
+        with self._lock:
+            self._operations -= 1
+            last = self.closed and self._operations == 0
+        if last:
+            self._socket.close()
+
+
+class KernelTimeout:
+    """The timeout of one direction of a blocking socket, set to meet deadlines.
+
+    SO_RCVTIMEO or SO_SNDTIMEO, and not `settimeout`, because they belong to a direction, so that
+    a sending and a receiving thread do not change each other's, and because a read then costs
+    one system call, not two. One thread at a time.
+    """
+
+    def __init__(self, stream: socket.socket, option: int) -> None:
+        self._socket = stream
+        self._option = option
+        self._set_seconds = 0.0
+
+    def allow_until(self, deadline: float) -> None:
+        """Let the next system call wait until a monotonic time, or up to a tenth longer.
+
+        The tenth saves most of the calls that would set it anew.
+
+        Raises:
+            TimeoutError: that time has passed.
+        """
+        remaining = deadline - time.monotonic()
+        if remaining <= self._set_seconds <= remaining * 1.1:
+            return
+        if remaining <= 0:
+            raise TimeoutError("the deadline passed")
+        self._set_seconds = min(remaining * 1.05, _LONGEST_SECONDS)
+        seconds = int(self._set_seconds)
+        # Never 0.0, which would mean "for ever".
+        microseconds = max(1, int((self._set_seconds - seconds) * 1e6))
+        value = _TIMEVAL.pack(seconds, microseconds)
+        self._socket.setsockopt(socket.SOL_SOCKET, self._option, value)
+
+
+def connected_socket(host: str, port: int, deadline: float) -> socket.socket:
+    """A TCP socket connected to the first address of `host` that answers.
+
+    Raises:
+        PipeBroken: no address, or none that takes the connection.
+        PipeTimeout: the deadline, a monotonic time, passed.
+    """
+    failure: OSError | None = None
+    try:
+        targets = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise PipeBroken(f"cannot resolve {host}: {error.strerror}") from error
+    for family, kind, protocol, _, address in targets:
+        remaining = deadline - time.monotonic()
+        if remaining <= 0:
+            break
+        stream = socket.socket(family, kind, protocol)
+        try:
+            stream.settimeout(remaining)
+            stream.connect(address)
+        except OSError as error:
+            stream.close()
+            failure = error
+        else:
+            return stream
+    if failure is None or isinstance(failure, TimeoutError):
+        raise PipeTimeout(f"no connection to {host}:{port} in time") from failure
+    raise PipeBroken(f"no connection to {host}:{port}: {failure.strerror}") from failure
+
+
+def tune(stream: socket.socket) -> None:
+    """No delay for small frames; small buffers where both ends are on one host."""
+    if stream.family not in (socket.AF_INET, socket.AF_INET6):
+        return
+    ignore_errors(lambda: stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1))
+
+
+def ignore_errors(action: Callable[[], object]) -> None:
+    """Do something to a socket that may be dead already, where that changes nothing."""
+    try:
+        action()
+    except OSError:
+        return  # the peer was faster
