@@ -94,7 +94,7 @@ class DemoEngine:
         # Not in the arguments of the process: the connector's settings may hold a secret.
         self._send(
             {
-                "cpu": settings.cpu,
+                "cores": settings.cores,
                 "arguments": engine_arguments(settings),
                 "schedule_path": str(settings.schedule_path),
             }

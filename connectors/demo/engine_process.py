@@ -52,9 +52,9 @@ class _Engine:
 
     def __init__(self, start: Message) -> None:
         began = time.monotonic()
-        if start["cpu"] is not None:
-            # In one process nobody else binds the arithmetic to its core.
-            os.sched_setaffinity(0, {start["cpu"]})
+        if start["cores"]:
+            # vLLM binds a worker to its cores only where it has a process of its own.
+            os.sched_setaffinity(0, start["cores"])
         from PIL import Image
         from vllm import LLM, SamplingParams
 

@@ -37,8 +37,9 @@ class EngineSettings:
     images_cached: int = 1
     """How many images vLLM's own encoder cache holds."""
     images_per_prompt: int = 1
-    cpu: int | None = None
-    """The core that does the engine's arithmetic; None leaves it to vLLM."""
+    cores: tuple[int, ...] = ()
+    """Cores that do the engine's arithmetic; none named leaves it to vLLM. Engines whose tokens are
+    compared need equally many: the number of threads decides the order of floating-point sums."""
     environment: dict[str, str] = field(default_factory=dict)
     """Added to the engine's environment."""
     extra_arguments: dict[str, Any] = field(default_factory=dict)
@@ -64,9 +65,9 @@ def engine_environment(settings: EngineSettings) -> dict[str, str]:
         # An engine imports 3,000 modules in each of its processes: compiled ones halve its start.
         "PYTHONDONTWRITEBYTECODE": "",
     }
-    if settings.cpu is not None:
-        variables["OMP_NUM_THREADS"] = "1"
-        variables["VLLM_CPU_OMP_THREADS_BIND"] = str(settings.cpu)
+    if settings.cores:
+        variables["OMP_NUM_THREADS"] = str(len(settings.cores))
+        variables["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, settings.cores))
     return variables | settings.environment
 
 
