@@ -1,0 +1,69 @@
+"""Who holds which tensor: records, claims, beats and counters, in Redis, Valkey or memory.
+
+Metadata only, never tensor bytes. Imports nothing of the other packages, reads no environment and
+no logger. `open_store` is the door.
+"""
+
+from store.answers import Beat, ClaimAnswer, NodeInfo, Publication, ServerInfo
+from store.base import TTL_SECONDS, MetadataStore
+from store.embedded import EmbeddedServer
+from store.errors import (
+    EmbeddedServerError,
+    StoreCorrupt,
+    StoreError,
+    StoreFull,
+    StoreUnavailable,
+    StoreUrlError,
+)
+from store.memory import MemoryStore
+from store.record import LOCATIONS_MAX, Location, Record
+from store.url import parse, redact
+
+__all__ = [
+    "LOCATIONS_MAX",
+    "TTL_SECONDS",
+    "Beat",
+    "ClaimAnswer",
+    "EmbeddedServer",
+    "EmbeddedServerError",
+    "Location",
+    "MemoryStore",
+    "MetadataStore",
+    "NodeInfo",
+    "Publication",
+    "Record",
+    "ServerInfo",
+    "StoreCorrupt",
+    "StoreError",
+    "StoreFull",
+    "StoreUnavailable",
+    "StoreUrlError",
+    "open_store",
+    "redact",
+]
+
+
+def open_store(
+    url: str,
+    *,
+    call_timeout_seconds: float = 0.25,
+    connect_timeout_seconds: float = 0.25,
+    password: str | None = None,
+) -> MetadataStore:
+    """The store behind `url`. Connects at first use, so a server that is down is no error here.
+
+    `password` is for those who keep it apart from the URL; it comes before one in the URL. Raises
+    StoreUrlError. The first call for a server imports redis-py, which takes 0.3 s and more; call
+    it from a background thread where that hurts.
+    """
+    address = parse(url)
+    if address.scheme == "memory":
+        return MemoryStore()
+    from store.redis_store import RedisStore
+
+    return RedisStore(
+        address,
+        call_timeout_seconds=call_timeout_seconds,
+        connect_timeout_seconds=connect_timeout_seconds,
+        password=password,
+    )

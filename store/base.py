@@ -1,0 +1,186 @@
+"""The contract of a metadata store. Implementations document only what they do differently.
+
+A store holds who has what: records, claims, beats, counters. It never holds tensor bytes, and it
+is a hint: it may lose everything at any moment, and what it says is checked where bytes arrive.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Self
+
+from store.answers import Beat, ClaimAnswer, NodeInfo, Publication, ServerInfo
+from store.record import Location, Record
+
+TTL_SECONDS = 30 * 60.0
+"""How long a record lives that nobody renews."""
+
+
+class MetadataStore(ABC):
+    """Who holds which key.
+
+    Threads: any method from any thread at any time. A store must not be used on both sides of a
+    fork at once; a child that wants one uses it first after the fork, or opens its own.
+
+    Time: an operation waits for the server once, for the call timeout at most, plus the connect
+    timeout where there is no connection yet. Nothing is retried behind the caller's back. (The
+    resolver looks a host's name up in its own time: name the server by address where that counts.)
+
+    Errors, of every method: StoreUnavailable, also after `close`; StoreCorrupt where a key of ours
+    holds something foreign. StoreFull only where it is said. ValueError for arguments that no store
+    could hold (see `Record.check`). Whatever is garbled inside a record is a miss, never an error.
+
+    Repeating: every operation may be repeated after StoreUnavailable, but `add_hits` and
+    `add_stats` may then count twice.
+
+    Order: operations of one thread take effect in the order of the calls. But one that failed with
+    StoreUnavailable may still take effect later, even after others that were called after it: a
+    frozen server carries out on waking what was sent to it.
+    """
+
+    @abstractmethod
+    def publish(
+        self,
+        record: Record,
+        location: Location,
+        *,
+        ttl_seconds: float = TTL_SECONDS,
+        claim_token: str | None = None,
+    ) -> Publication:
+        """Make it known that `location` has the bytes of `record`, whose own locations are ignored.
+
+        A record that is there must agree in dtype, shape, nbytes and kind, else CONFLICT and
+        nothing changes. A newer generation, or another boot, takes the place of the same node's
+        older location. A node that would be one more than LOCATIONS_MAX is not added: FULL; such
+        an answer does not renew the record, so one whose holders are all dead ends by itself.
+        ADDED and PRESENT let the record live for `ttl_seconds` from now, never shorter than it
+        would have, and remove the tombstone. All but CONFLICT drop the claim that `claim_token`
+        holds. Raises StoreFull.
+        """
+
+    @abstractmethod
+    def locate(self, namespace: str, keys: Sequence[str]) -> list[Record | None]:
+        """The records of `keys`, in their order; None for a miss. Does not renew them.
+
+        One round trip for each 1,000 keys. Whether a location's node lives is for the caller to
+        judge, by `beats`.
+        """
+
+    @abstractmethod
+    def withdraw(
+        self,
+        namespace: str,
+        key: str,
+        location_node: str,
+        *,
+        reason: str,
+        exactly: Location | None = None,
+    ) -> bool:
+        """Remove that node's location; True where there was one. Works when memory is full.
+
+        With the last location the record goes, and `reason` is kept for an hour (see `gone`).
+        With `exactly`, only that very location is removed: for whoever found it stale, while the
+        node may have published anew.
+        """
+
+    @abstractmethod
+    def claim(
+        self, namespace: str, key: str, *, holder: str, token: str, lease_seconds: float
+    ) -> ClaimAnswer:
+        """Take the right to produce `key` for `lease_seconds`, if nobody has it.
+
+        The same token renews. `token` is unguessable to others by its randomness and has no colon;
+        `holder` is for people and for those who wait. Raises StoreFull.
+        """
+
+    @abstractmethod
+    def release_claim(self, namespace: str, key: str, *, token: str) -> bool:
+        """Give the claim back; False where `token` does not hold it. Works when memory is full."""
+
+    @abstractmethod
+    def beat(self, node: str, boot: str, sequence: int) -> bool:
+        """Say that the node lives. Works when memory is full.
+
+        True where this boot of the node was known. False at its first beat, and when the server
+        has lost its data or another observer struck the node off: then it has to publish anew.
+        """
+
+    @abstractmethod
+    def leave(self, node: str, boot: str) -> None:
+        """Strike the node off, with its description and counters, if its boot is still this one.
+
+        For a node that stops, and for an observer that has seen it dead for long. Works when
+        memory is full.
+        """
+
+    @abstractmethod
+    def beats(self) -> dict[str, Beat]:
+        """The last beat of every node that has not left, dead ones included."""
+
+    @abstractmethod
+    def describe_node(self, info: NodeInfo) -> None:
+        """Say where a node is reached and what it has; kept for a day. Raises StoreFull."""
+
+    @abstractmethod
+    def node_infos(self, nodes: Sequence[str]) -> dict[str, NodeInfo]:
+        """What those nodes said of themselves; the unknown ones are left out. One round trip."""
+
+    @abstractmethod
+    def describe_namespace(self, fingerprint: str, parts: Mapping[str, str]) -> None:
+        """Publish what a namespace stands for, in clear text. Raises StoreFull."""
+
+    @abstractmethod
+    def namespaces(self) -> dict[str, dict[str, str]]:
+        """All described namespaces. Walks the whole server: for people and tools."""
+
+    @abstractmethod
+    def add_hits(self, namespace: str, hits: Mapping[str, int]) -> None:
+        """Count hits of keys. Only the 10,000 keys with the most are kept. Raises StoreFull."""
+
+    @abstractmethod
+    def hits(self, namespace: str, keys: Sequence[str]) -> list[int]:
+        """The hits of `keys`, in their order; 0 where nothing is known."""
+
+    @abstractmethod
+    def add_stats(self, node: str, counters: Mapping[str, int]) -> None:
+        """Add to a node's counters, kept for a week. Raises StoreFull."""
+
+    @abstractmethod
+    def stats(self) -> dict[str, dict[str, int]]:
+        """The counters of every node that has not left."""
+
+    @abstractmethod
+    def scan(self, namespace: str | None = None, *, limit: int | None = None) -> Iterator[Record]:
+        """All records, or one namespace's, at most `limit`; in pages, so the server never stops.
+
+        A record that is there all the while appears at least once, in rare cases twice; one that
+        comes or goes meanwhile may or may not appear. Each page is an operation of its own, with
+        its own timeout and its own errors.
+        """
+
+    @abstractmethod
+    def gone(self, namespace: str, key: str) -> str | None:
+        """Why the key's last location went, within the last hour; None where that is not known."""
+
+    @abstractmethod
+    def server_info(self) -> ServerInfo:
+        """What kind of server this is and how full."""
+
+    @abstractmethod
+    def ping(self) -> float:
+        """Seconds that one round trip takes."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release all connections. Idempotent; what others are waiting for ends in an error."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()

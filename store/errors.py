@@ -1,0 +1,32 @@
+"""What a store can fail with. A miss is not an error: it is `None`, `False` or an empty answer."""
+
+
+class StoreError(Exception):
+    """Base of all errors of this package."""
+
+
+class StoreUnavailable(StoreError):
+    """The server was not reached, did not answer in time, is loading, or refuses to serve us.
+
+    It does not say whether a write took effect: the request may have been carried out and only
+    its answer lost. Every operation but the adding of counters may therefore simply be repeated.
+    """
+
+
+class StoreFull(StoreError):
+    """The server is out of memory and may evict nothing: this write was not done.
+
+    Reads, beats, withdrawals and the release of claims still work then.
+    """
+
+
+class StoreCorrupt(StoreError):
+    """A key of ours holds something that is not ours, or the server cannot run our scripts."""
+
+
+class StoreUrlError(StoreError, ValueError):
+    """A store URL that we cannot use. The message names what is allowed, never a password."""
+
+
+class EmbeddedServerError(StoreError):
+    """The embedded server could not be found or started. The message says what to do."""

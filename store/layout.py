@@ -1,0 +1,215 @@
+"""The key layout: which key of Redis holds what, and how records are written in it.
+
+A documented, versioned contract. Other programs, and people with redis-cli, may rely on it:
+
+| key                    | type          | holds                                                  |
+|------------------------|---------------|--------------------------------------------------------|
+| lb:rec:<ns>:{<key>}    | HASH, expires | v, key, namespace, dtype, shape, nbytes, kind, created;|
+|                        |               | per location at:<node> = boot:generation:checksum      |
+| lb:claim:<ns>:{<key>}  | STRING, lease | <holder>:<token>: who is producing the key right now   |
+| lb:gone:<ns>:{<key>}   | STRING, 1 h   | why the last location went                             |
+| lb:nodes               | HASH          | <node> = boot:sequence, moved by each beat             |
+| lb:node:<node>         | HASH, 1 day   | boot, endpoint, host, version, capacity, used, items   |
+| lb:ns:<ns>             | HASH          | the parts of the namespace in clear text               |
+| lb:hits:<ns>           | ZSET, 7 days  | hits per key, the 10,000 highest                       |
+| lb:stats:<node>        | HASH, 7 days  | the node's counters                                    |
+
+<ns> is the namespace's fingerprint. <key> is the key as written where it is short and has only
+harmless characters, else "h." and the hex of a 128-bit hash: such names can collide, so the raw
+key and the whole namespace are fields of the record and are compared on every read and write.
+The braces make the three keys of one item share a slot of Redis Cluster, as the scripts need.
+
+A change that an older reader would misunderstand raises VERSION: records of another version are
+a miss to readers and a conflict to publishers, until they expire.
+"""
+
+import hashlib
+import re
+from collections.abc import Mapping
+from functools import lru_cache
+
+from store.answers import Beat, NodeInfo, ServerInfo
+from store.record import Location, Record
+
+VERSION = "1"
+
+NODES = "lb:nodes"
+NAMESPACES = "lb:ns:*"
+GONE_SECONDS = 3600
+NODE_SECONDS = 24 * 3600
+HITS_SECONDS = 7 * 24 * 3600
+STATS_SECONDS = 7 * 24 * 3600
+HITS_MAX = 10_000
+
+# ':' would be harmless too, but it separates the parts of a name for the people who read it.
+_SHORT_SAFE_KEY = re.compile(r"[A-Za-z0-9._%#@=+,/-]{1,128}\Z")
+_SHAPE = re.compile(rb"\[(\d+(?:,\d+)*)?\]\Z")
+_DIMENSIONS_MAX = 16
+
+
+def key_name(key: str) -> str:
+    """How a key is spelled inside the braces."""
+    # Keys that look like a hash are hashed as well, so that no key can pose as another's hash.
+    if _SHORT_SAFE_KEY.match(key) and not key.startswith("h."):
+        return key
+    # surrogatepass: any str is a key, also one that came from undecodable bytes.
+    return "h." + hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+
+def record(namespace: str, key: str) -> str:
+    return f"lb:rec:{namespace}:{{{key_name(key)}}}"
+
+
+def claim(namespace: str, key: str) -> str:
+    return f"lb:claim:{namespace}:{{{key_name(key)}}}"
+
+
+def gone(namespace: str, key: str) -> str:
+    return f"lb:gone:{namespace}:{{{key_name(key)}}}"
+
+
+def records(namespace: str | None) -> str:
+    """The pattern of all records, or of one namespace's."""
+    return f"lb:rec:{namespace or '*'}:{{*"
+
+
+def node(name: str) -> str:
+    return f"lb:node:{name}"
+
+
+def namespace(fingerprint: str) -> str:
+    return f"lb:ns:{fingerprint}"
+
+
+def hits(namespace: str) -> str:
+    return f"lb:hits:{namespace}"
+
+
+def stats(node: str) -> str:
+    return f"lb:stats:{node}"
+
+
+def identity_fields(record: Record) -> list[str | int | bytes]:
+    """Fields and values, alternating, that two publishers of one key have to agree on."""
+    key = record.key.encode("utf-8", "surrogatepass")
+    shape = f"[{','.join(map(str, record.shape))}]"
+    return [
+        "v", VERSION, "key", key, "namespace", record.namespace, "dtype", record.dtype,
+        "shape", shape, "nbytes", record.nbytes, "kind", record.kind,
+    ]  # fmt: skip
+
+
+def read_record(fields: Mapping[bytes, bytes]) -> Record | None:
+    """The record in a HASH as it came from the server; None where it is absent or garbled.
+
+    Garbled is a miss and no error: nobody who looks a key up could do anything about it. The
+    caller compares key and namespace with what it asked for.
+    """
+    try:
+        if fields[b"v"] != b"1":
+            return None
+        locations = _read_locations(fields)
+        if not locations:
+            return None  # nobody to fetch from; withdraw never leaves such a record behind
+        return Record(
+            namespace=fields[b"namespace"].decode(),
+            key=fields[b"key"].decode("utf-8", "surrogatepass"),
+            dtype=fields[b"dtype"].decode("ascii"),
+            shape=_read_shape(fields[b"shape"]),
+            nbytes=_read_count(fields[b"nbytes"]),
+            kind=_KINDS[fields[b"kind"]],
+            created=float(fields[b"created"]),
+            locations=locations,
+        )
+    except (KeyError, ValueError):
+        return None
+
+
+_KINDS = {b"tensor": "tensor", b"none": "none"}
+
+
+def node_fields(info: NodeInfo) -> list[str | int]:
+    """The description of a node as fields and values, alternating."""
+    return [
+        "boot", info.boot, "endpoint", info.endpoint, "host", info.host, "version", info.version,
+        "capacity", info.capacity_bytes, "used", info.used_bytes, "items", info.items,
+    ]  # fmt: skip
+
+
+def read_node(name: str, fields: Mapping[bytes, bytes]) -> NodeInfo | None:
+    """The reverse of `node_fields`; None where it is absent or garbled."""
+    try:
+        return NodeInfo(
+            node=name,
+            boot=fields[b"boot"].decode(),
+            endpoint=fields[b"endpoint"].decode(),
+            host=fields[b"host"].decode(),
+            version=fields[b"version"].decode(),
+            capacity_bytes=_read_count(fields[b"capacity"]),
+            used_bytes=_read_count(fields[b"used"]),
+            items=_read_count(fields[b"items"]),
+        )
+    except (KeyError, ValueError):
+        return None
+
+
+def read_beat(value: bytes) -> Beat | None:
+    """The beat in a field of lb:nodes; None where it is garbled."""
+    boot, _, sequence = value.partition(b":")
+    try:
+        return Beat(boot.decode("ascii"), _read_count(sequence))
+    except ValueError:
+        return None
+
+
+def read_counters(fields: Mapping[bytes, bytes]) -> dict[str, int]:
+    """A node's counters. What is no number is left out."""
+    counters = {}
+    for name, value in fields.items():
+        try:
+            counters[name.decode()] = int(value)
+        except ValueError:
+            continue
+    return counters
+
+
+def read_server_info(text: str) -> ServerInfo:
+    """The answer to INFO. Valkey poses as a Redis too; its own name and version come first."""
+    lines = (line.partition(":") for line in text.splitlines() if not line.startswith("#"))
+    info = {name: value.strip() for name, _, value in lines}
+    return ServerInfo(
+        product=info.get("server_name", "redis"),
+        version=info.get("valkey_version", info.get("redis_version", "")),
+        maxmemory_bytes=int(info.get("maxmemory", "0")),
+        used_memory_bytes=int(info.get("used_memory", "0")),
+        policy=info.get("maxmemory_policy", ""),
+        mode=info.get("server_mode", info.get("redis_mode", "")),
+    )
+
+
+def _read_locations(fields: Mapping[bytes, bytes]) -> tuple[Location, ...]:
+    locations = []
+    for name, value in fields.items():
+        if name.startswith(b"at:"):
+            try:
+                locations.append(Location.parse(name[3:].decode(), value.decode()))
+            except ValueError:
+                continue  # one garbled copy is no reason to miss the others
+    return tuple(locations)
+
+
+@lru_cache(maxsize=1024)  # a fleet has few shapes; parsing them anew is a tenth of a locate
+def _read_shape(text: bytes) -> tuple[int, ...]:
+    match = _SHAPE.match(text)
+    if not match:
+        raise ValueError("not a shape")
+    shape = tuple(int(dimension) for dimension in (match[1] or b"").split(b",") if dimension)
+    if len(shape) > _DIMENSIONS_MAX:
+        raise ValueError("too many dimensions")
+    return shape
+
+
+def _read_count(text: bytes) -> int:
+    if not text.isdigit() or len(text) > 19:
+        raise ValueError("not a count")
+    return int(text)

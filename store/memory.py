@@ -1,0 +1,287 @@
+"""MemoryStore: the whole contract in one process, without a server.
+
+The reference that other stores are compared with, and what a single node uses that shares with
+nobody. One lock around plain dictionaries; no call ever waits for anything else.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Generic, TypeVar
+
+from store.answers import Beat, ClaimAnswer, NodeInfo, Publication, ServerInfo
+from store.base import TTL_SECONDS, MetadataStore
+from store.errors import StoreFull, StoreUnavailable
+from store.layout import GONE_SECONDS, HITS_MAX, HITS_SECONDS, NODE_SECONDS, STATS_SECONDS
+from store.record import LOCATIONS_MAX, Location, Record, check_namespace, check_node, check_token
+
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
+
+
+class _Expiring(Generic[_Key, _Value]):
+    """A dictionary whose entries end. Ended ones are swept out before they outnumber the rest."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._entries: dict[_Key, tuple[_Value, float]] = {}
+        self._sweep_at = 1024
+
+    def get(self, key: _Key) -> _Value | None:
+        entry = self._entries.get(key)
+        if entry is None or entry[1] <= self._clock():
+            return None
+        return entry[0]
+
+    def remaining_seconds(self, key: _Key) -> float:
+        entry = self._entries.get(key)
+        return max(0.0, entry[1] - self._clock()) if entry else 0.0
+
+    def put(self, key: _Key, value: _Value, seconds: float) -> None:
+        self._entries[key] = (value, self._clock() + seconds)
+        if len(self._entries) >= self._sweep_at:
+            self._entries = {name: self._entries[name] for name, _ in self.items()}
+            self._sweep_at = max(1024, 2 * len(self._entries))
+
+    def replace(self, key: _Key, value: _Value) -> None:
+        self._entries[key] = (value, self._entries[key][1])
+
+    def drop(self, key: _Key) -> None:
+        self._entries.pop(key, None)
+
+    def items(self) -> list[tuple[_Key, _Value]]:
+        now = self._clock()
+        return [(key, value) for key, (value, end) in self._entries.items() if end > now]
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+class MemoryStore(MetadataStore):
+    """`records_max` bounds it: a new record beyond is refused with StoreFull.
+
+    `clock` counts seconds and never goes back; tests bring their own.
+    """
+
+    def __init__(
+        self, *, clock: Callable[[], float] = time.monotonic, records_max: int = 1_000_000
+    ) -> None:
+        self._lock = threading.Lock()
+        self._closed = False
+        self._records_max = records_max
+        self._records: _Expiring[tuple[str, str], Record] = _Expiring(clock)
+        self._claims: _Expiring[tuple[str, str], tuple[str, str]] = _Expiring(clock)
+        self._gone: _Expiring[tuple[str, str], str] = _Expiring(clock)
+        self._beats: dict[str, Beat] = {}
+        self._infos: _Expiring[str, NodeInfo] = _Expiring(clock)
+        self._namespaces: dict[str, dict[str, str]] = {}
+        self._hits: _Expiring[str, dict[str, int]] = _Expiring(clock)
+        self._stats: _Expiring[str, dict[str, int]] = _Expiring(clock)
+
+    def publish(
+        self,
+        record: Record,
+        location: Location,
+        *,
+        ttl_seconds: float = TTL_SECONDS,
+        claim_token: str | None = None,
+    ) -> Publication:
+        record.check()
+        location.check()
+        item = (record.namespace, record.key)
+        with self._open():
+            known = self._records.get(item)
+            if known and not _agree(known, record):
+                return Publication.CONFLICT
+            if not known and len(self._records) >= self._records_max:
+                raise StoreFull(f"{self._records_max} records are held, no more are taken")
+            base = known or replace(record, locations=())
+            outcome, locations = _with_location(base.locations, location)
+            if outcome is not Publication.FULL:
+                life = max(ttl_seconds, self._records.remaining_seconds(item) if known else 0.0)
+                self._records.put(item, replace(base, locations=locations), life)
+                self._gone.drop(item)
+            if claim_token is not None:
+                self._drop_claim(item, claim_token)
+            return outcome
+
+    def locate(self, namespace: str, keys: Sequence[str]) -> list[Record | None]:
+        check_namespace(namespace)
+        with self._open():
+            return [self._records.get((namespace, key)) for key in keys]
+
+    def withdraw(
+        self,
+        namespace: str,
+        key: str,
+        location_node: str,
+        *,
+        reason: str,
+        exactly: Location | None = None,
+    ) -> bool:
+        check_namespace(namespace)
+        item = (namespace, key)
+        with self._open():
+            record = self._records.get(item)
+            mine = [at for at in record.locations if at.node == location_node] if record else []
+            if not record or not mine or exactly not in (None, mine[0]):
+                return False
+            left = tuple(at for at in record.locations if at.node != location_node)
+            if left:
+                self._records.replace(item, replace(record, locations=left))
+            else:
+                self._records.drop(item)
+                self._gone.put(item, reason, GONE_SECONDS)
+            return True
+
+    def claim(
+        self, namespace: str, key: str, *, holder: str, token: str, lease_seconds: float
+    ) -> ClaimAnswer:
+        check_namespace(namespace)
+        check_token(token)
+        item = (namespace, key)
+        with self._open():
+            held = self._claims.get(item)
+            if held and held[1] != token:
+                return ClaimAnswer(False, held[0], self._claims.remaining_seconds(item))
+            self._claims.put(item, (holder, token), lease_seconds)
+            return ClaimAnswer(True, holder, lease_seconds)
+
+    def release_claim(self, namespace: str, key: str, *, token: str) -> bool:
+        check_namespace(namespace)
+        with self._open():
+            return self._drop_claim((namespace, key), token)
+
+    def beat(self, node: str, boot: str, sequence: int) -> bool:
+        check_node(node, boot)
+        with self._open():
+            previous = self._beats.get(node)
+            self._beats[node] = Beat(boot, sequence)
+            return previous is not None and previous.boot == boot
+
+    def leave(self, node: str, boot: str) -> None:
+        with self._open():
+            previous = self._beats.get(node)
+            if previous and previous.boot == boot:
+                del self._beats[node]
+                self._infos.drop(node)
+                self._stats.drop(node)
+
+    def beats(self) -> dict[str, Beat]:
+        with self._open():
+            return dict(self._beats)
+
+    def describe_node(self, info: NodeInfo) -> None:
+        check_node(info.node, info.boot)
+        with self._open():
+            self._infos.put(info.node, info, NODE_SECONDS)
+
+    def node_infos(self, nodes: Sequence[str]) -> dict[str, NodeInfo]:
+        with self._open():
+            found = ((node, self._infos.get(node)) for node in nodes)
+            return {node: info for node, info in found if info}
+
+    def describe_namespace(self, fingerprint: str, parts: Mapping[str, str]) -> None:
+        check_namespace(fingerprint)
+        with self._open():
+            if parts:
+                self._namespaces[fingerprint] = dict(parts)
+
+    def namespaces(self) -> dict[str, dict[str, str]]:
+        with self._open():
+            return {name: dict(parts) for name, parts in self._namespaces.items()}
+
+    def add_hits(self, namespace: str, hits: Mapping[str, int]) -> None:
+        check_namespace(namespace)
+        with self._open():
+            kept = self._hits.get(namespace) or {}
+            for key, count in hits.items():
+                kept[key] = kept.get(key, 0) + count
+            most = sorted(kept.items(), key=lambda item: (item[1], item[0]), reverse=True)
+            self._hits.put(namespace, dict(most[:HITS_MAX]), HITS_SECONDS)
+
+    def hits(self, namespace: str, keys: Sequence[str]) -> list[int]:
+        check_namespace(namespace)
+        with self._open():
+            kept = self._hits.get(namespace) or {}
+            return [kept.get(key, 0) for key in keys]
+
+    def add_stats(self, node: str, counters: Mapping[str, int]) -> None:
+        with self._open():
+            kept = self._stats.get(node) or {}
+            for name, count in counters.items():
+                kept[name] = kept.get(name, 0) + count
+            self._stats.put(node, kept, STATS_SECONDS)
+
+    def stats(self) -> dict[str, dict[str, int]]:
+        with self._open():
+            found = ((node, self._stats.get(node)) for node in self._beats)
+            return {node: dict(counters) for node, counters in found if counters}
+
+    def scan(self, namespace: str | None = None, *, limit: int | None = None) -> Iterator[Record]:
+        with self._open():
+            found = [
+                record
+                for (of, _), record in self._records.items()
+                if namespace is None or of == namespace
+            ]
+        return iter(found[:limit])
+
+    def gone(self, namespace: str, key: str) -> str | None:
+        check_namespace(namespace)
+        with self._open():
+            return self._gone.get((namespace, key))
+
+    def server_info(self) -> ServerInfo:
+        with self._open():
+            return ServerInfo("memory", "", 0, 0, "noeviction", "standalone")
+
+    def ping(self) -> float:
+        start = time.perf_counter()
+        with self._open():
+            return time.perf_counter() - start
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+
+    @contextmanager
+    def _open(self) -> Iterator[None]:
+        with self._lock:
+            if self._closed:
+                raise StoreUnavailable("the store is closed")
+            yield
+
+    def _drop_claim(self, item: tuple[str, str], token: str) -> bool:
+        held = self._claims.get(item)
+        if not held or held[1] != token:
+            return False
+        self._claims.drop(item)
+        return True
+
+
+def _agree(known: Record, record: Record) -> bool:
+    """Whether two records of one key describe the same bytes."""
+    return (known.dtype, known.shape, known.nbytes, known.kind) == (
+        record.dtype,
+        record.shape,
+        record.nbytes,
+        record.kind,
+    )
+
+
+def _with_location(
+    known: tuple[Location, ...], location: Location
+) -> tuple[Publication, tuple[Location, ...]]:
+    """The locations with one more, as the rules of `publish` want it."""
+    others = tuple(at for at in known if at.node != location.node)
+    if len(others) == len(known):
+        if len(known) >= LOCATIONS_MAX:
+            return Publication.FULL, known
+    else:
+        mine = next(at for at in known if at.node == location.node)
+        if mine.boot == location.boot and mine.generation >= location.generation:
+            return Publication.PRESENT, known
+    return Publication.ADDED, (*others, location)

@@ -1,0 +1,102 @@
+"""What the store says of one key: shape and type of the tensor, and which nodes hold it.
+
+Plain values, used by every layer above. They know neither Redis nor sockets.
+"""
+
+import re
+from dataclasses import dataclass
+
+LOCATIONS_MAX = 4
+"""Nodes named in one record. More copies bring a reader nothing and make the record grow."""
+
+SAFE_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}\Z")
+"""Node ids and namespaces: they stand in key names and before colons, so no other characters."""
+
+_BOOT = re.compile(r"[A-Za-z0-9]{1,24}\Z")
+_LOCATION = re.compile(r"([A-Za-z0-9]{1,24}):([1-9][0-9]{0,15}):([0-9a-f]{16})\Z")
+_GENERATION_LIMIT = 2**53  # Lua has only doubles; above this two generations would look alike
+_CHECKSUM_LIMIT = 2**64
+_NBYTES_LIMIT = 2**63
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """One copy of a key's bytes.
+
+    `boot` changes with every start of the node and `generation` with every insert, so a location
+    that has gone stale is recognised by the node it names. Two copies may differ in checksum: two
+    devices may encode the same image to slightly different bytes.
+    """
+
+    node: str
+    boot: str
+    generation: int
+    checksum: int
+
+    @property
+    def text(self) -> str:
+        """At most 64 bytes: beyond that the server gives up its compact form of the record."""
+        return f"{self.boot}:{self.generation}:{self.checksum:016x}"
+
+    @classmethod
+    def parse(cls, node: str, text: str) -> "Location":
+        """The reverse of `text`. Raises ValueError for anything else."""
+        match = _LOCATION.match(text)
+        if not match or not SAFE_NAME.match(node):
+            raise ValueError("not a location")
+        boot, generation, checksum = match.groups()
+        return cls(node, boot, int(generation), int(checksum, 16))
+
+    def check(self) -> None:
+        """Raise ValueError unless the store may hold this location."""
+        if not SAFE_NAME.match(self.node):
+            raise ValueError(f"node id {self.node!r}: 1 to 128 of A-Z a-z 0-9 . _ - are allowed")
+        if not _BOOT.match(self.boot):
+            raise ValueError(f"boot id {self.boot!r}: 1 to 24 letters and digits are allowed")
+        if not 1 <= self.generation < _GENERATION_LIMIT:
+            raise ValueError(f"generation {self.generation}: 1 to 2**53 - 1 are allowed")
+        if not 0 <= self.checksum < _CHECKSUM_LIMIT:
+            raise ValueError(f"checksum {self.checksum}: 64 bits are allowed")
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What is known of one key. `created` is the first publisher's wall clock, for people only."""
+
+    namespace: str
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    kind: str
+    created: float
+    locations: tuple[Location, ...] = ()
+
+    def check(self) -> None:
+        """Raise ValueError unless the store may hold this record."""
+        check_namespace(self.namespace)
+        if not self.key:
+            raise ValueError("an empty key cannot be published")
+        if self.kind not in ("tensor", "none"):
+            raise ValueError(f"kind {self.kind!r}: 'tensor' and 'none' are allowed")
+        if any(dimension < 0 for dimension in self.shape):
+            raise ValueError(f"shape {self.shape}: a dimension is negative")
+        if not 0 <= self.nbytes < _NBYTES_LIMIT:
+            raise ValueError(f"nbytes {self.nbytes}: 0 to 2**63 - 1 are allowed")
+
+
+def check_namespace(namespace: str) -> None:
+    """Raise ValueError for a text that cannot be a namespace."""
+    if not SAFE_NAME.match(namespace):
+        raise ValueError(f"namespace {namespace!r}: 1 to 128 of A-Z a-z 0-9 . _ - are allowed")
+
+
+def check_node(node: str, boot: str) -> None:
+    """Raise ValueError for what cannot be the id of a node and of its boot."""
+    Location(node, boot, 1, 0).check()
+
+
+def check_token(token: str) -> None:
+    """Raise ValueError for a text that cannot be the token of a claim."""
+    if not SAFE_NAME.match(token):
+        raise ValueError("the token of a claim is 1 to 128 of A-Z a-z 0-9 . _ -")

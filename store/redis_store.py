@@ -1,0 +1,259 @@
+"""RedisStore: the contract on one Redis (7.0 or newer) or Valkey server.
+
+Every write is a script or a single command on keys that share a hash tag, so that a cluster needs
+no other code. Runs in whatever thread calls. Knows key names only through store.layout.
+"""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+
+from store import layout
+from store.answers import Beat, ClaimAnswer, NodeInfo, Publication, ServerInfo
+from store.base import TTL_SECONDS, MetadataStore
+from store.record import (
+    LOCATIONS_MAX,
+    Location,
+    Record,
+    check_namespace,
+    check_node,
+    check_token,
+)
+from store.redis import Part, RedisLink, Script
+from store.url import StoreUrl
+
+_PAGE = 1000  # keys in one round trip: about a millisecond of the server's time
+
+
+class RedisStore(MetadataStore):
+    """See MetadataStore. `call_timeout_seconds` bounds each wait for more bytes of a reply.
+
+    The first script after a start of the server takes a second round trip.
+    """
+
+    def __init__(
+        self,
+        address: StoreUrl,
+        *,
+        call_timeout_seconds: float,
+        connect_timeout_seconds: float,
+        password: str | None = None,
+    ) -> None:
+        self._link = RedisLink(
+            address,
+            call_timeout_seconds=call_timeout_seconds,
+            connect_timeout_seconds=connect_timeout_seconds,
+            password=password,
+        )
+        self._publish = Script("publish")
+        self._withdraw = Script("withdraw")
+        self._claim = Script("claim")
+        self._release = Script("release")
+        self._beat = Script("beat")
+        self._leave = Script("leave")
+        self._hits = Script("hits")
+        self._stats = Script("stats")
+
+    def publish(
+        self,
+        record: Record,
+        location: Location,
+        *,
+        ttl_seconds: float = TTL_SECONDS,
+        claim_token: str | None = None,
+    ) -> Publication:
+        record.check()
+        location.check()
+        item = (record.namespace, record.key)
+        answer = self._link.run(
+            self._publish,
+            (layout.record(*item), layout.claim(*item), layout.gone(*item)),
+            (
+                f"at:{location.node}",
+                location.text,
+                _milliseconds(ttl_seconds),
+                claim_token or "",
+                LOCATIONS_MAX,
+                f"{record.created:.3f}",
+                *layout.identity_fields(record),
+            ),
+        )
+        return Publication(answer.decode())
+
+    def locate(self, namespace: str, keys: Sequence[str]) -> list[Record | None]:
+        check_namespace(namespace)
+        found: list[Record | None] = []
+        for start in range(0, len(keys), _PAGE):
+            page = keys[start : start + _PAGE]
+            replies = self._link.read_hashes([layout.record(namespace, key) for key in page])
+            for key, fields in zip(page, replies, strict=True):
+                record = layout.read_record(fields) if fields else None
+                # Names of long keys are hashes and may collide: then it is somebody else's record.
+                if record and (record.key != key or record.namespace != namespace):
+                    record = None
+                found.append(record)
+        return found
+
+    def withdraw(
+        self,
+        namespace: str,
+        key: str,
+        location_node: str,
+        *,
+        reason: str,
+        exactly: Location | None = None,
+    ) -> bool:
+        check_namespace(namespace)
+        if exactly is not None and exactly.node != location_node:
+            return False
+        removed = self._link.run(
+            self._withdraw,
+            (layout.record(namespace, key), layout.gone(namespace, key)),
+            (
+                key,
+                namespace,
+                f"at:{location_node}",
+                exactly.text if exactly else "",
+                reason,
+                layout.GONE_SECONDS,
+            ),
+        )
+        return bool(removed == 1)
+
+    def claim(
+        self, namespace: str, key: str, *, holder: str, token: str, lease_seconds: float
+    ) -> ClaimAnswer:
+        check_namespace(namespace)
+        check_token(token)
+        granted, current, milliseconds = self._link.run(
+            self._claim,
+            (layout.claim(namespace, key),),
+            (holder, token, _milliseconds(lease_seconds)),
+        )
+        return ClaimAnswer(granted == 1, _text(current), milliseconds / 1000)
+
+    def release_claim(self, namespace: str, key: str, *, token: str) -> bool:
+        check_namespace(namespace)
+        return bool(self._link.run(self._release, (layout.claim(namespace, key),), (token,)) == 1)
+
+    def beat(self, node: str, boot: str, sequence: int) -> bool:
+        check_node(node, boot)
+        return bool(self._link.run(self._beat, (layout.NODES,), (node, boot, sequence)) == 1)
+
+    def leave(self, node: str, boot: str) -> None:
+        if self._link.run(self._leave, (layout.NODES,), (node, boot)) == 1:
+            # One command each: in a cluster these lie on different servers.
+            self._link.batch([("UNLINK", layout.node(node)), ("UNLINK", layout.stats(node))])
+
+    def beats(self) -> dict[str, Beat]:
+        (fields,) = self._link.read_hashes([layout.NODES])
+        found = ((name, layout.read_beat(value)) for name, value in fields.items())
+        return {_text(name): beat for name, beat in found if beat}
+
+    def describe_node(self, info: NodeInfo) -> None:
+        check_node(info.node, info.boot)
+        name = layout.node(info.node)
+        fields = layout.node_fields(info)
+        self._link.batch([("HSET", name, *fields), ("EXPIRE", name, layout.NODE_SECONDS)])
+
+    def node_infos(self, nodes: Sequence[str]) -> dict[str, NodeInfo]:
+        replies = self._link.read_hashes([layout.node(node) for node in nodes])
+        found = (layout.read_node(*pair) for pair in zip(nodes, replies, strict=True))
+        return {info.node: info for info in found if info}
+
+    def describe_namespace(self, fingerprint: str, parts: Mapping[str, str]) -> None:
+        check_namespace(fingerprint)
+        if parts:
+            fields = [text for pair in parts.items() for text in pair]
+            self._link.batch([("HSET", layout.namespace(fingerprint), *fields)])
+
+    def namespaces(self) -> dict[str, dict[str, str]]:
+        described = {}
+        for names in self._walk(layout.namespace("*")):
+            for name, fields in zip(names, self._link.read_hashes(names), strict=True):
+                parts = {_text(part): _text(value) for part, value in fields.items()}
+                if parts:
+                    described[_text(name).rpartition(":")[2]] = parts
+        return described
+
+    def add_hits(self, namespace: str, hits: Mapping[str, int]) -> None:
+        check_namespace(namespace)
+        head = (layout.HITS_MAX, layout.HITS_SECONDS)
+        self._add(self._hits, layout.hits(namespace), head, hits)
+
+    def hits(self, namespace: str, keys: Sequence[str]) -> list[int]:
+        check_namespace(namespace)
+        if not keys:
+            return []
+        (scores,) = self._link.batch([("ZMSCORE", layout.hits(namespace), *keys)])
+        return [int(float(score)) if score else 0 for score in scores]
+
+    def add_stats(self, node: str, counters: Mapping[str, int]) -> None:
+        self._add(self._stats, layout.stats(node), (layout.STATS_SECONDS,), counters)
+
+    def stats(self) -> dict[str, dict[str, int]]:
+        nodes = list(self.beats())
+        replies = self._link.read_hashes([layout.stats(node) for node in nodes])
+        found = zip(nodes, map(layout.read_counters, replies), strict=True)
+        return {node: counters for node, counters in found if counters}
+
+    def scan(self, namespace: str | None = None, *, limit: int | None = None) -> Iterator[Record]:
+        if namespace is not None:
+            check_namespace(namespace)
+        return self._scan(namespace, limit)
+
+    def _scan(self, namespace: str | None, limit: int | None) -> Iterator[Record]:
+        left = limit
+        for names in self._walk(layout.records(namespace)):
+            for name, fields in zip(names, self._link.read_hashes(names), strict=True):
+                if left is not None and left <= 0:
+                    return
+                record = layout.read_record(fields) if fields else None
+                if record and layout.record(record.namespace, record.key).encode() == name:
+                    left = None if left is None else left - 1
+                    yield record
+
+    def gone(self, namespace: str, key: str) -> str | None:
+        check_namespace(namespace)
+        (reason,) = self._link.batch([("GET", layout.gone(namespace, key))])
+        return None if reason is None else _text(reason)
+
+    def server_info(self) -> ServerInfo:
+        (text,) = self._link.batch([("INFO",)])
+        return layout.read_server_info(_text(text))
+
+    def ping(self) -> float:
+        start = time.perf_counter()
+        self._link.batch([("PING",)])
+        return time.perf_counter() - start
+
+    def close(self) -> None:
+        self._link.close()
+
+    def _add(
+        self, script: Script, key: str, head: tuple[int, ...], counts: Mapping[str, int]
+    ) -> None:
+        """Run a script that takes names and increments, in pages that do not hold the server."""
+        pairs = list(counts.items())
+        for start in range(0, len(pairs), _PAGE):
+            page = [part for pair in pairs[start : start + _PAGE] for part in pair]
+            self._link.run(script, (key,), (*head, *page))
+
+    def _walk(self, pattern: str) -> Iterator[list[bytes]]:
+        """Names of keys, in pages. The server looks at a bounded number of keys for each."""
+        cursor: Part = 0
+        while True:
+            ((cursor, names),) = self._link.batch(
+                [("SCAN", cursor, "MATCH", pattern, "COUNT", _PAGE)]
+            )
+            if names:
+                yield names
+            if cursor in (0, b"0"):
+                return
+
+
+def _milliseconds(seconds: float) -> int:
+    return max(1, round(seconds * 1000))
+
+
+def _text(raw: bytes) -> str:
+    return raw.decode("utf-8", "replace")

@@ -1,0 +1,10 @@
+#!lua
+-- Add hits and keep only the keys with the most of them.
+-- KEYS: the hits of a namespace.
+-- ARGV: most keys kept, life in seconds, then key, hits, key, hits ...
+for i = 3, #ARGV, 2 do
+  redis.call('ZINCRBY', KEYS[1], ARGV[i + 1], ARGV[i])
+end
+redis.call('ZREMRANGEBYRANK', KEYS[1], 0, -tonumber(ARGV[1]) - 1)
+redis.call('EXPIRE', KEYS[1], ARGV[2])
+return 1

@@ -1,0 +1,60 @@
+#!lua
+-- Add a node's location to the record of a key, and drop the claim if it is the publisher's.
+-- KEYS: record, claim, tombstone.
+-- ARGV: location field, location value, TTL in ms, claim token or "", most locations allowed,
+--       created, then the identity of the record as field, value, field, value ...
+-- Returns "added", "present", "full" or "conflict"; see Publication.
+-- Without allow-oom: when memory is full a new copy is the thing to do without.
+local record, claim, gone = KEYS[1], KEYS[2], KEYS[3]
+local at, location, ttl, token, most = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4], tonumber(ARGV[5])
+
+local known = redis.call('EXISTS', record) == 1
+if known then
+  for i = 7, #ARGV, 2 do
+    local value = redis.call('HGET', record, ARGV[i])
+    if not value then
+      -- Garbled: readers miss it already. Start anew instead of waiting for it to expire.
+      redis.call('DEL', record)
+      known = false
+      break
+    elseif value ~= ARGV[i + 1] then
+      return 'conflict'
+    end
+  end
+end
+
+-- boot:generation:checksum; nothing where the field holds something else.
+local function parse(value)
+  return string.match(value, '^(%w+):(%d+):%x+$')
+end
+
+local outcome = 'added'
+local current = known and redis.call('HGET', record, at)
+if current then
+  local boot, generation = parse(location)
+  local current_boot, current_generation = parse(current)
+  -- A late publication must not bring back a generation that the node has already replaced.
+  if current_boot == boot and tonumber(current_generation) >= tonumber(generation) then
+    outcome = 'present'
+  end
+elseif known then
+  local copies = 0
+  for _, field in ipairs(redis.call('HKEYS', record)) do
+    if string.sub(field, 1, 3) == 'at:' then copies = copies + 1 end
+  end
+  if copies >= most then outcome = 'full' end
+end
+
+if outcome ~= 'full' then
+  if not known then redis.call('HSET', record, 'created', ARGV[6], unpack(ARGV, 7)) end
+  if outcome == 'added' then redis.call('HSET', record, at, location) end
+  -- A copy with little time left must not shorten the life of the others.
+  if redis.call('PTTL', record) < ttl then redis.call('PEXPIRE', record, ttl) end
+  redis.call('DEL', gone)
+end
+
+if token ~= '' then
+  local held = redis.call('GET', claim)
+  if held and string.match(held, ':([^:]*)$') == token then redis.call('DEL', claim) end
+end
+return outcome
