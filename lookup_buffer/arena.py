@@ -1,0 +1,155 @@
+"""Shared memory: the node's `Arena`, its read-only `Mapping` in clients, and a client's `Staging`.
+
+All are memfds, passed over the unix socket by descriptor: there is nothing in /dev/shm to leak or
+to name. The arena is sealed against shrinking, growing *and future writable mappings* once the
+node has mapped it: only the node ever writes it, so bytes that were promised to an engine cannot
+be changed or cut off by any client, whatever it does with the descriptor. Clients hand bytes in
+through a staging area of their own, which the node maps read-only after it has checked its seals.
+
+Nothing here knows what lies where; see `allocator` and `inventory`.
+"""
+
+import ctypes
+import fcntl
+import mmap
+import os
+import threading
+
+from lookup_buffer.errors import ProtocolError
+
+POPULATE_STEP_BYTES = 16 << 20
+MADV_POPULATE_READ = 22
+MADV_POPULATE_WRITE = 23
+F_SEAL_FUTURE_WRITE = 0x0010
+_FIXED_SIZE = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+class Mapping:
+    """A memfd mapped into this process: `view` for Python, `address` for memmove.
+
+    `close` unmaps it, or leaves that to the garbage collector while views are still held.
+    """
+
+    def __init__(self, fd: int, nbytes: int, *, writable: bool) -> None:
+        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        self.nbytes = nbytes
+        self.writable = writable
+        self._map = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, protection)
+        self.view = memoryview(self._map)
+        self.address = _address_of(self._map)
+        self._stop = threading.Event()
+        self._populating: threading.Thread | None = None
+
+    def populate_in_background(self, *, skip_bytes: int = 0) -> None:
+        """Fault the pages in from a thread of its own, so that no copy pays for it later."""
+        self._populating = threading.Thread(
+            target=self.populate, args=(skip_bytes, self.nbytes), name="lb-populate", daemon=True
+        )
+        self._populating.start()
+
+    def populate(self, start: int, stop: int) -> None:
+        """Fault in the pages of [start, stop), in steps that release the GIL.
+
+        mmap.madvise would hold the GIL for the whole call; ctypes does not.
+        """
+        advice = MADV_POPULATE_WRITE if self.writable else MADV_POPULATE_READ
+        for offset in range(start, stop, POPULATE_STEP_BYTES):
+            step = min(POPULATE_STEP_BYTES, stop - offset)
+            if self._stop.is_set() or _libc.madvise(self.address + offset, step, advice) != 0:
+                return  # kernels before 5.14 lack the advice: pages then fault in on first use
+
+    def close(self) -> None:
+        self._stop.set()
+        if self._populating is not None:
+            self._populating.join()
+        try:
+            self.view.release()
+            self._map.close()
+        except BufferError:
+            pass  # a tensor over these bytes is still alive; the last one to go unmaps them
+
+
+class Arena(Mapping):
+    """The node's shared memory. `fd` may be handed to anyone: it can only be read."""
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self.fd = os.memfd_create("lookup-buffer-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self.fd, capacity_bytes)
+        super().__init__(self.fd, capacity_bytes, writable=True)
+        seals = _FIXED_SIZE | F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, seals)
+
+    def close(self) -> None:
+        super().close()
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+class Staging(Mapping):
+    """A client's area through which it hands bytes to the node; warm after its first use."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.fd = os.memfd_create("lookup-buffer-staging", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self.fd, nbytes)
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _FIXED_SIZE | fcntl.F_SEAL_SEAL)
+        super().__init__(self.fd, nbytes, writable=True)
+
+    def close(self) -> None:
+        super().close()
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+def adopt_staging(fd: int, capacity_bytes: int) -> Mapping:
+    """Map a staging descriptor that a client sent; the caller keeps owning `fd`.
+
+    Raises:
+        ProtocolError: when it is no memfd of fixed size (its owner could then truncate it and kill
+            the node by SIGBUS), is empty, or is larger than the arena could ever take.
+    """
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError as error:
+        raise ProtocolError("the staging descriptor is no memfd") from error
+    nbytes = os.fstat(fd).st_size
+    if seals & _FIXED_SIZE != _FIXED_SIZE or not 0 < nbytes <= 2 * capacity_bytes:
+        raise ProtocolError(f"a staging area must be sealed in size and hold 1 to {capacity_bytes}")
+    return Mapping(fd, nbytes, writable=False)
+
+
+def copy_bytes(target_address: int, source_address: int, nbytes: int) -> None:
+    """memmove without the GIL."""
+    ctypes.memmove(target_address, source_address, nbytes)
+
+
+class _Buffer(ctypes.Structure):
+    """CPython's Py_buffer, as far as the address: the way to one over read-only memory."""
+
+    _fields_ = (
+        ("buf", ctypes.c_void_p),
+        ("obj", ctypes.py_object),
+        ("len", ctypes.c_ssize_t),
+        ("itemsize", ctypes.c_ssize_t),
+        ("readonly", ctypes.c_int),
+        ("ndim", ctypes.c_int),
+        ("format", ctypes.c_char_p),
+        ("shape", ctypes.c_void_p),
+        ("strides", ctypes.c_void_p),
+        ("suboffsets", ctypes.c_void_p),
+        ("internal", ctypes.c_void_p),
+    )
+
+
+def _address_of(buffer: mmap.mmap) -> int:
+    """Where `buffer` lies; valid until it is closed."""
+    description = _Buffer()
+    get, release = ctypes.pythonapi.PyObject_GetBuffer, ctypes.pythonapi.PyBuffer_Release
+    get(ctypes.py_object(buffer), ctypes.byref(description), 0)
+    address = description.buf
+    release(ctypes.byref(description))
+    assert address is not None, "a mapping has an address"
+    return int(address)

@@ -1,0 +1,281 @@
+"""The attachment: a client's session with its node, kept up.
+
+It finds or starts the node, maps the arena, keeps a pool of channels, and listens on the session's
+first connection (the anchor) for what the node pushes. When the node is lost it says so, and a
+thread of its own attaches again. An arena that was mapped stays readable after its node died: what
+was promised from it can still be loaded.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from lookup_buffer.arena import Mapping
+from lookup_buffer.channel import Channel, next_request_id
+from lookup_buffer.config import BufferConfig
+from lookup_buffer.errors import Closed, LookupBufferError, NodeRefused, NodeUnavailable
+from lookup_buffer.launch import node_socket
+from lookup_buffer.messages import VERSION, Goodbye, Hello, Join, Request
+
+ATTACH_SECONDS = 10.0
+CALL_SECONDS = 1.0
+CHANNELS_MAX = 16
+RETRY_SECONDS_MIN = 0.1
+RETRY_SECONDS_MAX = 2.0
+RETIRED_SECONDS = 120.0
+"""How long the arena of a lost node stays mapped: longer than any engine step."""
+LISTEN_SECONDS = 30.0
+
+
+@dataclass(slots=True, eq=False)
+class _Live:
+    """One session with one boot of a node."""
+
+    session: int
+    node: str
+    boot: str
+    anchor: Channel
+    idle: list[Channel] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class _MappedArena:
+    mapping: Mapping
+    uses: int = 0
+    lost_at: float | None = None
+    retired: bool = False
+
+
+class Attachment:
+    """Thread-safe, but never to be used in a forked child.
+
+    `on_event(message)` and `on_lost()` are called on the listening thread.
+    """
+
+    def __init__(
+        self,
+        config: BufferConfig,
+        seat: list[Any] | None,
+        *,
+        on_event: Callable[[dict[str, Any]], None],
+        on_attached: Callable[[], None],
+        on_lost: Callable[[], None],
+    ) -> None:
+        self._config = config
+        self._seat = seat
+        self._on_event = on_event
+        self._on_attached = on_attached
+        self._on_lost = on_lost
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._send_lock = threading.Lock()
+        self._slots = threading.BoundedSemaphore(CHANNELS_MAX)
+        self._live: _Live | None = None
+        self._arenas: dict[str, _MappedArena] = {}
+        self._closing = threading.Event()
+        self._listener = threading.Thread(target=self._listen, name="lb-client", daemon=True)
+
+    def open(self, *, required: bool) -> None:
+        """Attach and begin to listen.
+
+        Raises:
+            NodeRefused: the node that runs has another configuration.
+            NodeUnavailable: there is none; not raised where it is not `required`.
+        """
+        try:
+            self._attach()
+        except NodeUnavailable:
+            if required:
+                raise
+        self._listener.start()
+
+    @property
+    def attached(self) -> bool:
+        return self._live is not None
+
+    def call(self, request: Request, timeout: float) -> dict[str, Any]:
+        """One round trip; see `Channel.call`."""
+        with self.channel(timeout) as channel:
+            return channel.call(request, timeout)
+
+    @contextmanager
+    def channel(self, timeout: float = CALL_SECONDS) -> Iterator[Channel]:
+        """A channel for one caller, back in the pool afterwards if it is still sound."""
+        live = self._current()
+        if not self._slots.acquire(timeout=timeout):
+            raise NodeUnavailable(f"all {CHANNELS_MAX} connections to the node are in use")
+        try:
+            channel = self._take(live)
+            try:
+                yield channel
+            finally:
+                self._give_back(live, channel)
+        finally:
+            self._slots.release()
+
+    def post(self, request: Request) -> None:
+        """Send a one-way request; never waits.
+
+        Raises:
+            NodeUnavailable: there is no node now.
+        """
+        live = self._current()
+        with self._send_lock:
+            live.anchor.send_now(request)
+
+    @contextmanager
+    def arena(self, boot: str | None = None) -> Iterator[Mapping]:
+        """The arena of `boot` (None: the node's now), kept mapped meanwhile.
+
+        Raises:
+            NodeUnavailable: it is not mapped here.
+        """
+        with self._lock:
+            if boot is None:
+                boot = self._live.boot if self._live else ""
+            arena = self._arenas.get(boot)
+            if arena is None:
+                raise NodeUnavailable(f"the arena of boot {boot or '(none)'} is not mapped here")
+            arena.uses += 1
+        try:
+            yield arena.mapping
+        finally:
+            with self._lock:
+                arena.uses -= 1
+                if arena.retired and arena.uses == 0:
+                    arena.mapping.close()
+
+    @property
+    def boot(self) -> str:
+        """The boot id of the node attached to, "" when there is none."""
+        live = self._live
+        return live.boot if live else ""
+
+    def close(self) -> None:
+        """Idempotent and bounded; the node releases at once what the session held."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        live = self._live
+        if live is not None and self._pid == os.getpid():
+            try:
+                self.post(Goodbye(next_request_id()))
+            except LookupBufferError:
+                pass  # it is gone, and our session with it
+            live.anchor.close()
+        if self._listener.is_alive() and self._listener is not threading.current_thread():
+            self._listener.join(timeout=2.0)
+        self._lose(live)
+        with self._lock:
+            for boot in list(self._arenas):
+                self._retire(boot)
+
+    # -- attach and listen
+
+    def _current(self) -> _Live:
+        if self._pid != os.getpid():
+            raise Closed("this buffer was opened before a fork; open one in the child")
+        if self._closing.is_set():
+            raise Closed("the buffer is closed")
+        live = self._live
+        if live is None:
+            raise NodeUnavailable("not attached to a node; attaching again in the background")
+        return live
+
+    def _attach(self) -> None:
+        deadline = time.monotonic() + ATTACH_SECONDS
+        path = node_socket(self._config, timeout=ATTACH_SECONDS)
+        anchor = Channel(path, timeout=CALL_SECONDS)
+        try:
+            hello = Hello(next_request_id(), VERSION, self._seat, self._config.expectations())
+            anchor.send(hello, deadline=deadline)
+            welcome, descriptors = anchor.receive_with_descriptor(deadline)
+            try:
+                mapping = Mapping(descriptors[0], welcome["arena_bytes"], writable=False)
+            finally:
+                for descriptor in descriptors:
+                    os.close(descriptor)
+        except BaseException:
+            anchor.close()
+            raise
+        boot = welcome["boot"]
+        with self._lock:
+            self._arenas[boot] = _MappedArena(mapping)
+            self._live = _Live(welcome["session"], welcome["node"], boot, anchor)
+        mapping.populate_in_background()
+        self._on_attached()
+
+    def _listen(self) -> None:
+        retry_seconds = RETRY_SECONDS_MIN
+        while not self._closing.is_set():
+            live = self._live
+            try:
+                if live is None:
+                    self._attach()
+                    retry_seconds = RETRY_SECONDS_MIN
+                else:
+                    self._pump(live)
+            except NodeRefused:
+                self._closing.wait(RETRY_SECONDS_MAX)  # an operator may end the other node
+            except LookupBufferError:
+                self._lose(live)
+                self._closing.wait(retry_seconds)
+                retry_seconds = min(2 * retry_seconds, RETRY_SECONDS_MAX)
+            self._retire_lost()
+
+    def _pump(self, live: _Live) -> None:
+        """Pass on what the node pushes, until the session ends."""
+        while not self._closing.is_set():
+            for message in live.anchor.receive(None):
+                if "event" in message:
+                    self._on_event(message)
+
+    def _lose(self, live: _Live | None) -> None:
+        with self._lock:
+            if live is None or self._live is not live:
+                return
+            self._live = None
+            self._arenas[live.boot].lost_at = time.monotonic()
+            idle, live.idle = live.idle, []
+        live.anchor.close()
+        for channel in idle:
+            channel.close()
+        self._on_lost()
+
+    def _retire_lost(self) -> None:
+        now = time.monotonic()
+        with self._lock:
+            for boot, arena in list(self._arenas.items()):
+                if arena.lost_at is not None and now - arena.lost_at > RETIRED_SECONDS:
+                    self._retire(boot)
+
+    def _retire(self, boot: str) -> None:
+        arena = self._arenas.pop(boot)
+        arena.retired = True
+        if arena.uses == 0:
+            arena.mapping.close()
+
+    # -- channels
+
+    def _take(self, live: _Live) -> Channel:
+        with self._lock:
+            if live.idle:
+                return live.idle.pop()
+        channel = Channel(node_socket(self._config, timeout=0.0), timeout=CALL_SECONDS)
+        try:
+            channel.call(Join(next_request_id(), live.session), CALL_SECONDS)
+        except LookupBufferError as error:
+            channel.close()
+            raise NodeUnavailable(f"the session with the node has ended: {error}") from error
+        return channel
+
+    def _give_back(self, live: _Live, channel: Channel) -> None:
+        with self._lock:
+            if channel.open and self._live is live and not self._closing.is_set():
+                live.idle.append(channel)
+                return
+        channel.close()

@@ -1,0 +1,323 @@
+"""`LookupBuffer`: what programs use. Puts tensors under keys on this host, gets them from any.
+
+Bytes are copied here, between the caller's tensors and shared memory; everything else is asked of
+the node. The design of the two ways:
+
+    insert: tensor → staging area → (node copies, hashes) → arena → published
+    select: node locates, fetches, pins → arena → the caller's tensor → unpinned
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from lookup_buffer import codec
+from lookup_buffer.arena import copy_bytes
+from lookup_buffer.attachment import CALL_SECONDS, Attachment
+from lookup_buffer.channel import Channel, next_request_id
+from lookup_buffer.config import BufferConfig
+from lookup_buffer.errors import (
+    LookupBufferError,
+    LookupTimeout,
+    MissingTensor,
+    NodeUnavailable,
+    TensorTooLarge,
+)
+from lookup_buffer.header import TensorHeader
+from lookup_buffer.key import TensorKey
+from lookup_buffer.messages import (
+    Claim,
+    Contains,
+    Describe,
+    Done,
+    Insert,
+    ReleaseClaim,
+    Select,
+    Stats,
+)
+from lookup_buffer.namespace import Namespace
+from lookup_buffer.prefetched import LoadOrder, Prefetched, PrefetchState
+from lookup_buffer.prefetching import Prefetching
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "ClaimAnswer",
+    "EngineSeat",
+    "InsertOutcome",
+    "LoadOrder",
+    "LookupBuffer",
+    "PrefetchState",
+    "Prefetched",
+]
+
+
+class InsertOutcome(Enum):
+    STORED = "stored"
+    EXISTS = "exists"
+    """The key was there already; shared content never changes, so nothing was done."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSeat:
+    """Which place in which engine a client has. `rank` None is the scheduler's side, whose
+    tickets end when all `world_size` ranks have said done."""
+
+    engine_id: str
+    rank: int | None
+    world_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimAnswer:
+    """Whether the right to produce a key is ours, else who has it and for how long at most."""
+
+    granted: bool
+    holder: str
+    remaining_seconds: float
+
+
+class LookupBuffer:
+    """A client of this host's node, for one namespace. Thread-safe; not to be used after a fork.
+
+    Keys match exactly and never wait for each other. Faults of Redis or of other nodes are
+    misses; a fault of this host's node is `NodeUnavailable` within the call's time, and the
+    client attaches again by itself.
+
+    Raises:
+        NodeUnavailable: no node runs and none could be started; not raised with `required=False`.
+        NodeRefused: the node that runs has another configuration.
+    """
+
+    def __init__(
+        self,
+        config: BufferConfig | None = None,
+        namespace: Namespace | None = None,
+        *,
+        engine: EngineSeat | None = None,
+        required: bool = True,
+    ) -> None:
+        self._namespace = namespace or Namespace.named("default")
+        self._rank = engine.rank or 0 if engine else 0
+        seat = [engine.engine_id, engine.rank, engine.world_size] if engine else None
+        self._attachment = Attachment(
+            config or BufferConfig.from_environment(),
+            seat,
+            on_event=lambda message: self._prefetching.on_event(message),
+            on_attached=self._describe,
+            on_lost=lambda: self._prefetching.on_lost(),
+        )
+        self._prefetching = Prefetching(self._attachment, self._namespace.fingerprint)
+        self._attachment.open(required=required)
+
+    # -- write
+
+    def insert(
+        self,
+        key: TensorKey,
+        tensor: "torch.Tensor | None",
+        *,
+        ttl_seconds: float | None = None,
+        timeout: float = 10.0,
+    ) -> InsertOutcome:
+        """Store `tensor`, or `None` as a value, under `key`.
+
+        When it returns, the tensor may be changed again, and this host's readers see the key;
+        other hosts follow as soon as Redis knows.
+
+        Raises:
+            TensorTooLarge: larger than the arena.
+            BufferFull: no room; everything that is left is pinned or being written.
+            NodeUnavailable: the node did not take it in time.
+        """
+        header = codec.header_of(tensor)
+        self._check_fits(header)
+        deadline = time.monotonic() + timeout
+        with self._attachment.channel() as channel:
+            if tensor is not None and header.nbytes:
+                self._fill(channel, tensor, header, timeout)
+            request = Insert(
+                next_request_id(),
+                self._namespace.fingerprint,
+                key.text,
+                header.to_fields(),
+                ttl_seconds,
+            )
+            reply = channel.call(request, deadline - time.monotonic())
+        return InsertOutcome(reply["outcome"])
+
+    def _fill(
+        self, channel: Channel, tensor: "torch.Tensor", header: TensorHeader, timeout: float
+    ) -> None:
+        staging = channel.stage(header.nbytes, timeout)
+        source, address, nbytes = codec.contiguous_bytes(tensor)
+        copy_bytes(staging.address, address, nbytes)
+        del source  # kept the memory at `address` alive until here
+
+    def _check_fits(self, header: TensorHeader) -> None:
+        with self._attachment.arena() as arena:
+            if header.nbytes > arena.nbytes:
+                raise TensorTooLarge(
+                    f"a tensor of {header.nbytes} bytes exceeds the arena of "
+                    f"{arena.nbytes} bytes; raise capacity_bytes"
+                )
+
+    # -- read
+
+    def select(
+        self, key: TensorKey, *, timeout: float = 0.0, out: "torch.Tensor | None" = None
+    ) -> "torch.Tensor | None":
+        """The tensor under `key`, a copy; into `out` where given (much quicker when warm).
+
+        `timeout` bounds the wait for the key to appear; a transfer that has begun has a bound of
+        its own, by its size.
+
+        Raises:
+            MissingTensor: nobody alive holds it.
+            LookupTimeout: it did not appear within `timeout` seconds.
+            CodecError: `out` does not fit.
+            NodeUnavailable: the node did not answer in time.
+        """
+        order = self._locate(key, timeout)
+        try:
+            return self.load(order, out=out)
+        finally:
+            self.release(order)
+
+    @contextmanager
+    def view(self, key: TensorKey, *, timeout: float = 0.0) -> "Iterator[torch.Tensor | None]":
+        """The tensor in place: read-only shared memory, pinned inside the `with`, not copied.
+
+        Raises:
+            As `select`.
+        """
+        order = self._locate(key, timeout)
+        try:
+            with self._attachment.arena(order.boot) as arena:
+                if order.header.kind == "none":
+                    yield None
+                else:
+                    window = arena.view[order.offset : order.offset + order.nbytes]
+                    yield codec.tensor_over(window, order.header)
+        finally:
+            self.release(order)
+
+    def has_caches(self, keys: Sequence[TensorKey], *, timeout: float = 0.05) -> list[bool]:
+        """For each key, whether a live node holds a complete copy; in doubt False.
+
+        At most one round trip to the store for the whole list; never longer than `timeout`.
+        """
+        request = Contains(
+            next_request_id(),
+            self._namespace.fingerprint,
+            [key.text for key in keys],
+            timeout,
+        )
+        try:
+            reply = self._attachment.call(request, timeout + 0.01)
+        except NodeUnavailable:
+            return [False] * len(keys)
+        return list(reply["present"])
+
+    def prefetch(self, keys: Sequence[TensorKey], *, timeout: float = 0.0) -> list[Prefetched]:
+        """Bring `keys` to this host and pin them; one handle each, in order.
+
+        Returns when all have settled or `timeout` seconds passed; what is PENDING then settles
+        later. Each handle is to be given to `release`, settled or not. Never raises for a fault
+        of the node, of Redis or of a peer: those are MISSING or FAILED with a reason.
+        """
+        return self._prefetching.prefetch(keys, timeout)
+
+    def release(self, held: Prefetched | LoadOrder) -> None:
+        """Let go of a pin. One-way; idempotent; never raises."""
+        if isinstance(held, Prefetched):
+            self._prefetching.release(held)
+        else:
+            self._prefetching.release_order(held)
+
+    def load(self, order: LoadOrder, *, out: "torch.Tensor | None" = None) -> "torch.Tensor | None":
+        """Copy pinned bytes out of the arena: no socket, no node needed.
+
+        Raises:
+            NodeUnavailable: the arena of that boot is not mapped in this process.
+            CodecError: `out` does not fit.
+        """
+        header = order.header
+        if header.kind == "none":
+            return None
+        if out is None:
+            out = codec.empty_tensor(header)
+        else:
+            codec.check_out(out, header)
+        with self._attachment.arena(order.boot) as arena:
+            codec.copy_into(out, arena.address + order.offset, order.nbytes)
+        return out
+
+    def done(self, orders: Sequence[LoadOrder]) -> None:
+        """This rank of the engine has taken its copies of `orders`. One-way; never raises."""
+        boot = self._attachment.boot
+        rank = self._rank
+        tickets = [order.ticket for order in orders if order.boot == boot]
+        if tickets:
+            try:
+                self._attachment.post(Done(next_request_id(), tickets, rank))
+            except LookupBufferError:
+                pass  # the node is gone, and the pins with it
+
+    # -- claims and inspection
+
+    def claim(self, key: TensorKey, *, lease_seconds: float) -> ClaimAnswer:
+        """Ask for the right to produce `key`; asking again renews it.
+
+        A store that is down grants it: producing twice is the most that a fault may cost.
+        """
+        request = Claim(
+            next_request_id(), self._namespace.fingerprint, key.text, float(lease_seconds)
+        )
+        reply = self._attachment.call(request, CALL_SECONDS)
+        return ClaimAnswer(reply["granted"], reply["holder"], reply["remaining_seconds"])
+
+    def release_claim(self, key: TensorKey) -> bool:
+        """Give the claim back; whether it was still ours."""
+        request = ReleaseClaim(next_request_id(), self._namespace.fingerprint, key.text)
+        return bool(self._attachment.call(request, CALL_SECONDS)["released"])
+
+    def stats(self) -> dict[str, int]:
+        """The node's gauges (items, bytes, pins, …) and counters (hits, misses by reason, …)."""
+        return dict(self._attachment.call(Stats(next_request_id()), CALL_SECONDS)["stats"])
+
+    @property
+    def attached(self) -> bool:
+        """Whether there is a node now."""
+        return self._attachment.attached
+
+    def close(self) -> None:
+        """Idempotent and bounded. What this client had pinned is released."""
+        self._attachment.close()
+
+    def __enter__(self) -> "LookupBuffer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _locate(self, key: TensorKey, timeout: float) -> LoadOrder:
+        request = Select(next_request_id(), self._namespace.fingerprint, key.text, float(timeout))
+        reply = self._attachment.call(request, timeout + CALL_SECONDS)
+        if reply["state"] == "resident":
+            return LoadOrder.of(reply)
+        if timeout:
+            raise LookupTimeout(f"{key} did not appear within {timeout} s ({reply['reason']})")
+        raise MissingTensor(f"{key}: {reply['reason']}")
+
+    def _describe(self) -> None:
+        namespace = self._namespace
+        request = Describe(next_request_id(), namespace.fingerprint, dict(namespace.parts))
+        try:
+            self._attachment.post(request)
+        except LookupBufferError:
+            pass  # lost again already; the next attachment says it

@@ -1,0 +1,210 @@
+"""What a user may set, validated when built: `BufferConfig`.
+
+This is the only module that reads the environment, and it does so in one function
+(`BufferConfig.from_environment`). Secrets are `SecretStr`: they show in no repr, error or log line.
+"""
+
+import hashlib
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+from urllib.parse import urlsplit
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationError,
+    field_validator,
+)
+
+from lookup_buffer.errors import ConfigError
+from store import redact
+
+GIB = 1 << 30
+ENVIRONMENT_PREFIX = "LOOKUP_BUFFER_"
+STORE_SCHEMES = ("redis", "rediss", "valkey", "valkeys", "unix")
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kKmMgGtT]?)(i?[bB])?\s*")
+_SIZE_STEPS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+
+
+def parse_bytes(value: object) -> object:
+    """Bytes of `8GiB`, `512MB` or a plain number; anything else is passed on to be refused."""
+    if isinstance(value, str) and (match := _SIZE.fullmatch(value)):
+        number, step, suffix = match.groups()
+        base = 1000 if suffix in ("b", "B") and step else 1024
+        return int(float(number) * base ** _SIZE_STEPS[step.lower()])
+    return value
+
+
+def memory_bytes() -> int:
+    """Bytes of memory that this process may use: the smaller of the machine's and its cgroup's."""
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+    except OSError:
+        return machine
+    return min(machine, int(limit)) if limit.isdigit() else machine
+
+
+Bytes = Annotated[int, BeforeValidator(parse_bytes)]
+
+
+class BufferConfig(BaseModel):
+    """Settings of a node and of the clients that start it. Immutable; unknown names are refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+
+    store_url: str = "embedded"
+    """Where the metadata lives: `embedded` (a Valkey of this host) or a Redis or Valkey URL."""
+    store_password: SecretStr | None = None
+    """Password for the store, kept out of the URL."""
+    store_timeout_seconds: float = Field(default=0.25, gt=0, le=30)
+    """Bound on one call to the store."""
+    capacity_bytes: Bytes = Field(default=4 * GIB, ge=1 << 20)
+    """Size of the arena, a number of bytes or `8GiB`."""
+    node_socket: Path | None = None
+    """Unix socket of a running node; none means: find this host's node, or start it."""
+    directory: Path | None = None
+    """Runtime directory (sockets, lock, log); none means one per user."""
+    node_id: str | None = Field(default=None, pattern=r"^[A-Za-z0-9._-]{1,48}$")
+    """Name of the node in Redis; none means the host's name and a random suffix."""
+    listen: str = "tcp://127.0.0.1:0"
+    """Address on which the node serves other nodes; port 0 picks a free one."""
+    advertise: str | None = None
+    """Address that other nodes are told; none means the address listened on."""
+    token: SecretStr | None = None
+    """Secret that the nodes of a fleet share; needed to listen beyond loopback."""
+    record_ttl_seconds: float = Field(default=1800.0, ge=3)
+    """How long Redis keeps a record that its holder stops renewing."""
+    idle_exit_seconds: float = Field(default=600.0, gt=0)
+    """A node that was started automatically ends when it had no client for so long."""
+
+    @field_validator("store_url")
+    @classmethod
+    def _known_store(cls, value: str) -> str:
+        if value != "embedded" and urlsplit(value).scheme not in STORE_SCHEMES:
+            raise ValueError(
+                "'embedded' or a URL that begins with one of "
+                + ", ".join(f"{scheme}://" for scheme in STORE_SCHEMES)
+            )
+        return value
+
+    @field_validator("capacity_bytes")
+    @classmethod
+    def _fits_memory(cls, value: int) -> int:
+        if value > (limit := memory_bytes()):
+            raise ValueError(f"at most {limit} bytes, the memory of this machine")
+        return value
+
+    @field_validator("listen", "advertise")
+    @classmethod
+    def _tcp_address(cls, value: str | None) -> str | None:
+        if value is not None:
+            parse_tcp(value)
+        return value
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> "BufferConfig":
+        """The configuration of `settings`.
+
+        Raises:
+            ConfigError: naming the first wrong setting, its value and what is allowed.
+        """
+        try:
+            return cls(**settings)
+        except ValidationError as error:
+            raise explain(error, cls, settings) from None
+
+    @classmethod
+    def from_environment(cls, **overrides: Any) -> "BufferConfig":
+        """Settings from `LOOKUP_BUFFER_<NAME>` variables; `overrides` that are not None win.
+
+        `LOOKUP_BUFFER_TOKEN_FILE` and `LOOKUP_BUFFER_STORE_PASSWORD_FILE` name files instead.
+        """
+        settings: dict[str, Any] = {}
+        for name in cls.model_fields:
+            variable = ENVIRONMENT_PREFIX + name.upper()
+            if variable in os.environ:
+                settings[name] = os.environ[variable]
+            elif variable + "_FILE" in os.environ:
+                settings[name] = Path(os.environ[variable + "_FILE"]).read_text().strip()
+        settings |= {name: value for name, value in overrides.items() if value is not None}
+        return cls.of(settings)
+
+    def runtime_directory(self) -> Path:
+        """The directory of this host's node, created with mode 0700 and checked to be ours.
+
+        Raises:
+            ConfigError: when it belongs to somebody else or is open to others.
+        """
+        path = self.directory or _default_directory()
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        state = path.stat()
+        if state.st_uid != os.getuid() or state.st_mode & 0o077:
+            raise ConfigError(
+                f"directory {path} must belong to you with mode 0700; it belongs to uid "
+                f"{state.st_uid} with mode {state.st_mode & 0o777:04o}"
+            )
+        return path
+
+    def expectations(self) -> dict[str, str | int]:
+        """What a client and a node must agree on; compared when a session begins."""
+        token = self.token.get_secret_value() if self.token else ""
+        return {
+            "capacity_bytes": self.capacity_bytes,
+            "store_url": redact(self.store_url),
+            "token": hashlib.sha256(f"lookup-buffer:{token}".encode()).hexdigest()[:16],
+        }
+
+    def socket_path(self) -> Path:
+        """The node's unix socket: `node_socket`, or the one in the runtime directory."""
+        return self.node_socket or self.runtime_directory() / "node.sock"
+
+
+def parse_tcp(address: str) -> tuple[str, int]:
+    """Host and port of `tcp://host:port`; ValueError says what is allowed."""
+    parts = urlsplit(address)
+    if parts.scheme != "tcp" or not parts.hostname or parts.port is None:
+        raise ValueError("an address of the form tcp://host:port")
+    return parts.hostname, parts.port
+
+
+def _default_directory() -> Path:
+    base = Path(f"/run/user/{os.getuid()}")
+    if base.is_dir() and os.access(base, os.W_OK):
+        return base / "lookup-buffer"
+    return Path(f"/tmp/lookup-buffer-{os.getuid()}")
+
+
+def explain(
+    error: ValidationError, model: type[BaseModel], settings: Mapping[str, Any]
+) -> ConfigError:
+    """One line for the first thing that is wrong: the setting, its value, what is allowed."""
+    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    name = str(first["loc"][0]) if first["loc"] else "settings"
+    if first["type"] == "extra_forbidden":
+        return ConfigError(f"unknown setting {name!r}{_nearest(name, model)}")
+    field = model.model_fields.get(name)
+    secret = field is not None and "Secret" in str(field.annotation)
+    shown = "(hidden)" if secret else repr(_shown(settings.get(name)))
+    allowed = first["msg"].removeprefix("Value error, ")
+    return ConfigError(f"setting {name!r} is {shown}; allowed: {allowed}")
+
+
+def _nearest(name: str, model: type[BaseModel]) -> str:
+    from difflib import get_close_matches  # 6 ms that only a mistake should pay
+
+    near = get_close_matches(name, model.model_fields, n=1)
+    return f"; did you mean {near[0]!r}?" if near else f"; allowed: {sorted(model.model_fields)}"
+
+
+def _shown(value: object) -> object:
+    """`value` without the credentials that a URL may carry."""
+    if isinstance(value, str) and "@" in value:
+        return re.sub(r"//[^/@]*@", "//***@", value)
+    return value

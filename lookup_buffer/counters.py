@@ -1,0 +1,79 @@
+"""The node's counters: what happened, by reason. Names form a closed set; see `COUNTERS`.
+
+Any thread may count. Totals are for clients of the node; deltas go to Redis in batches, and so do
+hits per key, so that a hit never costs a round trip.
+"""
+
+import threading
+from collections import Counter
+from typing import Final
+
+from lookup_buffer.inventory import Address
+
+MISS_REASONS: Final = (
+    "absent",
+    "owner_dead",
+    "stale",
+    "checksum",
+    "peer_failed",
+    "store_down",
+    "timeout",
+    "no_room",
+)
+COUNTERS: Final = frozenset(
+    {
+        "hits_local",
+        "hits_remote",
+        "inserts_stored",
+        "inserts_exists",
+        "inserts_refused",
+        "evicted",
+        "expired",
+        "bytes_inserted",
+        "bytes_fetched",
+        "bytes_served",
+        "publish_refused",
+        "publish_conflict",
+        "protocol_errors",
+        "sessions_opened",
+        *(f"misses_{reason}" for reason in MISS_REASONS),
+    }
+)
+
+
+class Counters:
+    """Totals since the node's start, and what has not been flushed yet."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._totals: Counter[str] = Counter()
+        self._unflushed: Counter[str] = Counter()
+        self._hits: Counter[Address] = Counter()
+
+    def add(self, name: str, amount: int = 1) -> None:
+        assert name in COUNTERS, name
+        with self._lock:
+            self._totals[name] += amount
+            self._unflushed[name] += amount
+
+    def hit(self, address: Address, origin: str) -> None:
+        """One reader got `address`, that a client of this node stored or that was fetched."""
+        self.add("hits_local" if origin == "local" else "hits_remote")
+        with self._lock:
+            self._hits[address] += 1
+
+    def totals(self) -> dict[str, int]:
+        with self._lock:
+            return dict(self._totals)
+
+    def take_unflushed(self) -> tuple[dict[str, int], dict[Address, int]]:
+        """Counters and hits since the last call; give them back by `put_back` on failure."""
+        with self._lock:
+            counters, hits = self._unflushed, self._hits
+            self._unflushed, self._hits = Counter(), Counter()
+        return dict(counters), dict(hits)
+
+    def put_back(self, counters: dict[str, int], hits: dict[Address, int]) -> None:
+        with self._lock:
+            self._unflushed.update(counters)
+            self._hits.update(hits)

@@ -1,0 +1,34 @@
+"""Namespace: the fingerprint of everything the bytes depend on and the key does not contain.
+
+Two users of one namespace promise that equal keys mean equal tensors. The parts stay readable:
+they are published in clear text beside the fingerprint, so that two namespaces can be compared.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Namespace:
+    """Named parts and their fingerprint (64 hex characters, never truncated).
+
+    The order of the parts does not matter; any difference in a name or a value does.
+    """
+
+    parts: Mapping[str, str]
+    fingerprint: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        canonical = json.dumps(dict(self.parts), sort_keys=True, ensure_ascii=True)
+        object.__setattr__(self, "parts", dict(self.parts))
+        object.__setattr__(self, "fingerprint", hashlib.sha256(canonical.encode()).hexdigest())
+
+    @classmethod
+    def named(cls, name: str) -> "Namespace":
+        """The namespace of a library user who tells contents apart by a name of their own."""
+        return cls({"name": name})
+
+    def __hash__(self) -> int:
+        return hash(self.fingerprint)

@@ -1,0 +1,34 @@
+"""A circuit breaker: after a few failures in a row, stop asking for a while.
+
+Pure; the clock is an argument. One thread uses it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+FAILURES_TO_OPEN = 3
+OPEN_SECONDS_MIN = 0.1
+OPEN_SECONDS_MAX = 1.0
+
+
+@dataclass(slots=True)
+class Breaker:
+    """Closed: calls pass. Open: they do not, until the pause is over; then one call probes."""
+
+    clock: Callable[[], float]
+    _failures: int = 0
+    _pause_seconds: float = OPEN_SECONDS_MIN
+    _closed_at: float = 0.0
+
+    def allows(self) -> bool:
+        return self._failures < FAILURES_TO_OPEN or self.clock() >= self._closed_at
+
+    def succeeded(self) -> None:
+        self._failures = 0
+        self._pause_seconds = OPEN_SECONDS_MIN
+
+    def failed(self) -> None:
+        self._failures += 1
+        if self._failures >= FAILURES_TO_OPEN:
+            self._closed_at = self.clock() + self._pause_seconds
+            self._pause_seconds = min(2 * self._pause_seconds, OPEN_SECONDS_MAX)

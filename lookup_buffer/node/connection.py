@@ -1,0 +1,137 @@
+"""One client's unix socket on the node's loop: frames in, frames out, descriptors both ways.
+
+Non-blocking. Input is bounded by the decoder, output by `OUTPUT_MAX_BYTES`: a client that does
+not read its replies is cut off. Runs on the loop's thread only.
+"""
+
+import array
+import asyncio
+import os
+import socket
+import struct
+from collections.abc import Callable
+from typing import Any
+
+from lookup_buffer.errors import LookupBufferError, ProtocolError
+from lookup_buffer.wire import FrameDecoder, encode_frame
+
+READ_BYTES = 64 << 10
+HEADER_MAX_BYTES = 4 << 20
+OUTPUT_MAX_BYTES = 16 << 20
+DESCRIPTORS_MAX = 4
+
+
+class Connection:
+    """`on_message(connection, message, descriptors)` for each frame; `on_end(connection, error)`
+    once, with None where the client closed in order."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        sock: socket.socket,
+        on_message: Callable[["Connection", Any], None],
+        on_end: Callable[["Connection", LookupBufferError | None], None],
+    ) -> None:
+        self._loop = loop
+        self._socket = sock
+        self._on_message = on_message
+        self._on_end = on_end
+        self._decoder = FrameDecoder(max_header_bytes=HEADER_MAX_BYTES, max_payload_bytes=0)
+        self._output = bytearray()
+        self._descriptors: list[int] = []
+        self._open = True
+        self.pid, self.uid = _peer_of(sock)
+        sock.setblocking(False)
+        loop.add_reader(sock.fileno(), self._readable)
+
+    def send(self, message: Any) -> None:
+        """Queue a frame; sent at once where the socket takes it. Silently nothing once ended."""
+        if not self._open:
+            return
+        self._output += encode_frame(message)
+        self._flush()
+
+    def send_with_descriptor(self, message: Any, descriptor: int) -> None:
+        """Send the first frame of a session with a descriptor beside it."""
+        assert not self._output, "the descriptor goes with the first frame"
+        frame = encode_frame(message)
+        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))]
+        try:
+            sent = self._socket.sendmsg([frame], ancillary)
+        except OSError:
+            self.end(None)
+            return
+        self._output += frame[sent:]
+        self._flush()
+
+    def take_descriptor(self) -> int:
+        """The next descriptor that the client sent; the caller owns it.
+
+        Raises:
+            ProtocolError: there is none.
+        """
+        if not self._descriptors:
+            raise ProtocolError("the request needs a descriptor beside it")
+        return self._descriptors.pop(0)
+
+    def end(self, error: LookupBufferError | None) -> None:
+        """Close now. Idempotent."""
+        if not self._open:
+            return
+        self._open = False
+        self._loop.remove_reader(self._socket.fileno())
+        self._loop.remove_writer(self._socket.fileno())
+        self._socket.close()
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+        self._descriptors.clear()
+        self._on_end(self, error)
+
+    def _readable(self) -> None:
+        try:
+            data, descriptors, flags, _ = socket.recv_fds(
+                self._socket, READ_BYTES, DESCRIPTORS_MAX, socket.MSG_CMSG_CLOEXEC
+            )
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            self.end(None)
+            return
+        self._descriptors.extend(descriptors)
+        if not data:
+            self.end(None)
+            return
+        if flags & socket.MSG_CTRUNC or len(self._descriptors) > DESCRIPTORS_MAX:
+            self.end(ProtocolError("too many descriptors"))
+            return
+        try:
+            for message, _ in self._decoder.feed(data):
+                if not self._open:
+                    return
+                self._on_message(self, message)
+        except ProtocolError as error:
+            self.end(error)
+
+    def _flush(self) -> None:
+        try:
+            while self._output:
+                sent = self._socket.send(self._output)
+                del self._output[:sent]
+        except (BlockingIOError, InterruptedError):
+            if len(self._output) > OUTPUT_MAX_BYTES:
+                self.end(ProtocolError("the client does not read its replies"))
+            else:
+                self._loop.add_writer(self._socket.fileno(), self._writable)
+        except OSError:
+            self.end(None)
+
+    def _writable(self) -> None:
+        self._loop.remove_writer(self._socket.fileno())
+        self._flush()
+
+
+def _peer_of(sock: socket.socket) -> tuple[int, int]:
+    """(pid, uid) of the other end; pid 0 where it lives in another pid namespace."""
+    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    pid, uid, _ = struct.unpack("3i", credentials)
+    return pid, uid

@@ -1,0 +1,207 @@
+"""The control server: clients' sessions on the unix socket.
+
+One loop, one thread. It accepts, opens and ends sessions, and passes requests to `Desk`, which
+answers them. Nothing here waits: store, payload and peers have threads of their own.
+"""
+
+import asyncio
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lookup_buffer.arena import adopt_staging
+from lookup_buffer.counters import Counters
+from lookup_buffer.errors import LookupBufferError, NodeRefused, ProtocolError
+from lookup_buffer.messages import VERSION, Goodbye, Hello, Join, Request, Stage, failure, parse
+from lookup_buffer.node.connection import Connection
+from lookup_buffer.node.desk import Desk
+from lookup_buffer.node.identity import Identity
+from lookup_buffer.node.session import QUARANTINE_SECONDS, Seat, Session
+
+CONNECTIONS_MAX = 1024
+HELLO_SECONDS = 5.0
+"""A connection that has not said hello or join by then is cut off."""
+
+
+@dataclass(slots=True)
+class Control:
+    """Runs on the loop's thread only."""
+
+    loop: asyncio.AbstractEventLoop
+    desk: Desk
+    identity: Identity
+    counters: Counters
+    expects: Mapping[str, str | int]
+    """What a client's configuration must say of this node; see `Hello.expects`."""
+    idle_since: float = field(default_factory=time.monotonic)
+    _sessions: dict[int, Session] = field(default_factory=dict)
+    _of: dict[Connection, Session | None] = field(default_factory=dict)
+    """Every connection; None until it said hello or join."""
+    _next_session: Callable[[], int] = field(default=lambda: int.from_bytes(os.urandom(7), "big"))
+    _listener: socket.socket | None = None
+
+    def listen(self, path: Path) -> None:
+        """Listen on `path` with mode 0600; a stale socket file is replaced.
+
+        The caller holds the lock that makes this node the only one here.
+        """
+        path.unlink(missing_ok=True)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.setblocking(False)
+        self._listener.bind(str(path))
+        path.chmod(0o600)
+        self._listener.listen(128)
+        self.loop.add_reader(self._listener.fileno(), self._accept)
+
+    def close(self) -> None:
+        if self._listener is not None:
+            self.loop.remove_reader(self._listener.fileno())
+            self._listener.close()
+        for connection in list(self._of):
+            connection.end(None)
+
+    def idle_seconds(self) -> float:
+        """How long there has been no connection; 0 while there is one."""
+        return 0.0 if self._of else time.monotonic() - self.idle_since
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        try:
+            sock, _ = self._listener.accept()
+        except OSError:
+            return
+        if len(self._of) >= CONNECTIONS_MAX:
+            sock.close()
+            return
+        connection = Connection(self.loop, sock, self._on_message, self._on_end)
+        self._of[connection] = None
+        if connection.uid not in (os.getuid(), 0):
+            connection.end(None)
+            return
+        self.loop.call_later(HELLO_SECONDS, self._expect_hello, connection)
+
+    def _expect_hello(self, connection: Connection) -> None:
+        if connection in self._of and self._of[connection] is None:
+            connection.end(None)
+
+    def _on_message(self, connection: Connection, message: Any) -> None:
+        request = parse(message)
+        session = self._of[connection]
+        try:
+            match request:
+                case Hello() if session is None:
+                    self._hello(connection, request)
+                case Join() if session is None:
+                    self._join(connection, request)
+                case Stage() if session is not None:
+                    self._stage(connection, session, request)
+                case Goodbye() if session is not None:
+                    self._finish(session)
+                case Request() if session is not None and not session.over:
+                    self.desk.handle(connection, session, request)
+                case _:
+                    connection.end(ProtocolError(f"{request.op} out of turn"))
+        except ProtocolError:
+            raise  # the connection ends by it
+        except LookupBufferError as error:
+            connection.send(failure(request.id, error))
+
+    def _hello(self, connection: Connection, request: Hello) -> None:
+        if request.version != VERSION:
+            raise NodeRefused(
+                f"this node speaks version {VERSION}, the client {request.version}; "
+                "install the same lookup-buffer on both, or end the node"
+            )
+        for name, wanted in request.expects.items():
+            if self.expects.get(name) != wanted:
+                raise NodeRefused(
+                    f"the node that runs here has {name} = {self.expects.get(name)!r}, this "
+                    f"configuration says {wanted!r}; make them equal, or use another directory"
+                )
+        seat = None if request.seat is None else Seat(*request.seat)
+        session = Session(self._next_session(), connection, seat)
+        session.connections.add(connection)
+        self._sessions[session.id] = self._of[connection] = session
+        self.counters.add("sessions_opened")
+        self.desk.attach(session)
+        arena = self.desk.shelf.arena
+        fields = {
+            "id": request.id,
+            "session": session.id,
+            "node": self.identity.node,
+            "boot": self.identity.boot,
+            "arena_bytes": arena.nbytes,
+        }
+        connection.send_with_descriptor(fields, arena.fd)
+
+    def _join(self, connection: Connection, request: Join) -> None:
+        session = self._sessions.get(request.session)
+        if session is None:
+            raise NodeRefused("no such session: it has ended, or the node was restarted")
+        session.connections.add(connection)
+        self._of[connection] = session
+        connection.send({"id": request.id})
+
+    def _stage(self, connection: Connection, session: Session, request: Stage) -> None:
+        descriptor = connection.take_descriptor()
+        try:
+            staging = adopt_staging(descriptor, self.desk.shelf.arena.nbytes)
+        finally:
+            os.close(descriptor)
+        self.desk.unstage(session, connection)
+        session.stagings[connection] = staging
+        connection.send({"id": request.id})
+
+    def _on_end(self, connection: Connection, error: LookupBufferError | None) -> None:
+        if isinstance(error, ProtocolError):
+            self.counters.add("protocol_errors")
+        session = self._of.pop(connection, None)
+        if not self._of:
+            self.idle_since = time.monotonic()
+        if session is None:
+            return
+        session.connections.discard(connection)
+        self.desk.unstage(session, connection)
+        if connection is session.anchor and not session.over:
+            self._lose(session)
+
+    def _lose(self, session: Session) -> None:
+        """The anchor broke without a goodbye: see `session` for what that means."""
+        process = _pidfd(session.anchor.pid)
+        self._leave(session)
+        if process is None:
+            self.loop.call_later(QUARANTINE_SECONDS, self.desk.release_all, session)
+            return
+
+        def ended() -> None:
+            self.loop.remove_reader(process)
+            os.close(process)
+            bound.cancel()
+            self.desk.release_all(session)
+
+        bound = self.loop.call_later(QUARANTINE_SECONDS, ended)
+        self.loop.add_reader(process, ended)
+
+    def _finish(self, session: Session) -> None:
+        """An orderly end: everything goes back at once."""
+        self._leave(session)
+        self.desk.release_all(session)
+
+    def _leave(self, session: Session) -> None:
+        session.over = True
+        self._sessions.pop(session.id, None)
+        self.desk.detach(session)
+        for connection in list(session.connections):
+            connection.end(None)
+
+
+def _pidfd(pid: int) -> int | None:
+    """A descriptor that becomes readable when process `pid` ends; None where it cannot be had."""
+    try:
+        return os.pidfd_open(pid) if pid > 0 else None
+    except OSError:
+        return None  # it has ended already, or lives in another pid namespace

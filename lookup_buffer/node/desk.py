@@ -1,0 +1,332 @@
+"""The desk: answers the requests of clients.
+
+Runs on the loop's thread. What cannot be answered at once (a copy, a question to the store, a
+transfer) is handed to the thread that does it, and the reply follows when it calls back.
+"""
+
+import asyncio
+import functools
+import itertools
+import os
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from lookup_buffer.arena import Mapping
+from lookup_buffer.counters import Counters
+from lookup_buffer.errors import BufferFull, LookupBufferError, ProtocolError
+from lookup_buffer.header import TensorHeader
+from lookup_buffer.inventory import Address, Item
+from lookup_buffer.messages import (
+    Claim,
+    Contains,
+    Describe,
+    Done,
+    Insert,
+    Prefetch,
+    Release,
+    ReleaseClaim,
+    Request,
+    Select,
+    Stats,
+    failure,
+)
+from lookup_buffer.node.claims import Claims
+from lookup_buffer.node.connection import Connection
+from lookup_buffer.node.locator import Located, Locator
+from lookup_buffer.node.loop import call_from_thread
+from lookup_buffer.node.registrar import Registrar
+from lookup_buffer.node.resolver import Resolver
+from lookup_buffer.node.session import Session
+from lookup_buffer.node.shelf import Held, Shelf
+from lookup_buffer.node.waiting import Waiting
+
+COPY_INLINE_BYTES = 128 << 10
+"""Up to here a copy is quicker than handing it to a thread."""
+ASK_AGAIN_SECONDS = (0.005, 0.01, 0.02, 0.05)
+"""How long a waiting `select` pauses before it asks the store again; the last one repeats."""
+
+
+@dataclass(slots=True)
+class Desk:
+    loop: asyncio.AbstractEventLoop
+    boot: str
+    shelf: Shelf
+    resolver: Resolver
+    locator: Locator
+    registrar: Registrar
+    claims: Claims
+    counters: Counters
+    waiting: Waiting
+    _attached: dict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
+    """Engine → ranks whose workers have the arena mapped."""
+    _copying: set[Mapping] = field(default_factory=set)
+    _copiers: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(2, thread_name_prefix="lb-copy")
+    )
+
+    # -- sessions
+
+    def attach(self, session: Session) -> None:
+        if session.seat is not None and session.seat.rank is not None:
+            self._attached[session.seat.engine_id].add(session.seat.rank)
+
+    def detach(self, session: Session) -> None:
+        if session.seat is not None and session.seat.rank is not None:
+            self._attached[session.seat.engine_id].discard(session.seat.rank)
+        self.claims.release_all(session)
+
+    def release_all(self, session: Session) -> None:
+        self.shelf.release_all(session.id)
+
+    def unstage(self, session: Session, connection: Connection) -> None:
+        """Unmap the connection's staging area, after the copy that may be reading it."""
+        staging = session.stagings.pop(connection, None)
+        if staging is not None and staging not in self._copying:
+            staging.close()
+
+    def close(self) -> None:
+        self._copiers.shutdown(wait=True, cancel_futures=True)
+
+    # -- requests
+
+    def handle(self, connection: Connection, session: Session, request: Request) -> None:
+        """Answer `request`, now or later.
+
+        Raises:
+            LookupBufferError: to be sent as the reply.
+        """
+        match request:
+            case Select():
+                self._select(connection, session, request)
+            case Prefetch():
+                self._prefetch(session, request)
+            case Release():
+                self.shelf.release(request.tickets, session.id)
+            case Done():
+                self.shelf.done(request.tickets, request.rank)
+            case Contains():
+                self._contains(connection, request)
+            case Insert():
+                self._insert(connection, session, request)
+            case Claim():
+                self.claims.claim(session, request, functools.partial(_reply, connection, request))
+            case ReleaseClaim():
+                self.claims.release(
+                    session, request, functools.partial(_reply, connection, request)
+                )
+            case Describe():
+                self.registrar.describe(request.namespace, request.parts)
+            case Stats():
+                _reply(connection, request, {"stats": self.stats()})
+            case _:
+                raise ProtocolError(f"{request.op} out of turn")
+
+    def stats(self) -> dict[str, int]:
+        """Gauges and counters."""
+        return {
+            **asdict(self.shelf.gauges()),
+            "unpublished": self.registrar.pending(),
+            "open_files": len(os.listdir("/proc/self/fd")),
+            **self.counters.totals(),
+        }
+
+    # -- select and prefetch
+
+    def _hold(self, session: Session, address: Address) -> Held | None:
+        held = self.shelf.hold(address, session.id, session.ranks())
+        if held is not None:
+            self.counters.hit(address, held.item.origin)
+        return held
+
+    def _select(self, connection: Connection, session: Session, request: Select) -> None:
+        address = (request.namespace, request.key)
+        until = time.monotonic() + request.wait_seconds
+        pauses = itertools.chain(ASK_AGAIN_SECONDS, itertools.repeat(ASK_AGAIN_SECONDS[-1]))
+
+        def settle(_: Address) -> Callable[[str], None]:
+            return settled
+
+        def settled(reason: str) -> None:
+            if session.over:
+                return
+            try:
+                held = self._hold(session, address)
+            except LookupBufferError as error:
+                connection.send(failure(request.id, error))
+                return
+            if held is not None:
+                _reply(connection, request, self._resident(held))
+            elif time.monotonic() < until:
+                pause = min(next(pauses), max(0.0, until - time.monotonic()))
+                self.waiting.sleep(address, pause, attempt)
+            else:
+                self.counters.add("misses_timeout" if request.wait_seconds else _miss(reason))
+                _reply(connection, request, {"state": "missing", "reason": reason or "absent"})
+
+        def fetching(nbytes: int) -> None:
+            _reply(connection, request, {"fetching": nbytes})
+
+        def attempt() -> None:
+            self.resolver.resolve([address], settle, fetching)
+
+        if (held := self._hold(session, address)) is not None:
+            _reply(connection, request, self._resident(held))
+        else:
+            attempt()
+
+    def _prefetch(self, session: Session, request: Prefetch) -> None:
+        entries: list[tuple[int, dict[str, Any]]] = []
+        pending: dict[Address, list[int]] = {}
+        for index, key in enumerate(request.keys):
+            address = (request.namespace, key)
+            entry = self._try_hold(session, address)
+            if entry is None:
+                pending.setdefault(address, []).append(index)
+            else:
+                entries.append((index, entry))
+
+        def settle(address: Address) -> Callable[[str], None]:
+            return lambda reason: self._settled(session, request, pending[address], reason)
+
+        if entries:
+            _push(session, request, entries)
+        if pending:
+            self.resolver.resolve(list(pending), settle)
+
+    def _try_hold(self, session: Session, address: Address) -> dict[str, Any] | None:
+        """How `address` stands for this session, None where it is not here."""
+        seat = session.seat
+        if seat is not None and len(self._attached[seat.engine_id]) < seat.world_size:
+            return {"state": "failed", "reason": "ranks_not_attached"}
+        try:
+            held = self._hold(session, address)
+        except BufferFull:
+            self.counters.add("misses_no_room")
+            return {"state": "failed", "reason": "no_room"}
+        return None if held is None else self._resident(held)
+
+    def _settled(
+        self, session: Session, request: Prefetch, indexes: list[int], reason: str
+    ) -> None:
+        """Tell the session what became of one key that was not here when it asked."""
+        if session.over:
+            return
+        entries = []
+        for index in indexes:
+            entry = self._try_hold(session, (request.namespace, request.keys[index]))
+            if entry is None:
+                self.counters.add(_miss(reason))
+                entry = {"state": "missing", "reason": reason or "absent"}
+            entries.append((index, entry))
+        _push(session, request, entries)
+
+    def _resident(self, held: Held) -> dict[str, Any]:
+        item = held.item
+        return {
+            "state": "resident",
+            "boot": self.boot,
+            "ticket": held.ticket,
+            "offset": item.offset,
+            "generation": item.generation,
+            "header": item.header.to_fields(),
+            "source": item.origin,
+        }
+
+    # -- contains
+
+    def _contains(self, connection: Connection, request: Contains) -> None:
+        addresses = [(request.namespace, key) for key in request.keys]
+        present = [self.shelf.holds(address) for address in addresses]
+        unknown = [index for index, here in enumerate(present) if not here]
+        if not unknown:
+            _reply(connection, request, {"present": present})
+            return
+
+        def answer() -> None:
+            if not answered:
+                answered.append(True)
+                bound.cancel()
+                _reply(connection, request, {"present": present})
+
+        def located(found: list[Located]) -> None:
+            for index, entry in zip(unknown, found, strict=True):
+                present[index] = bool(entry.sources)
+            answer()
+
+        answered: list[bool] = []
+        bound = self.loop.call_later(request.budget_seconds, answer)
+        self.locator.ask(
+            [addresses[index] for index in unknown],
+            lambda found: call_from_thread(self.loop, located, found),
+        )
+
+    # -- insert
+
+    def _insert(self, connection: Connection, session: Session, request: Insert) -> None:
+        header = TensorHeader.from_fields(request.header)
+        staging = session.stagings.get(connection)
+        if header.nbytes and (staging is None or staging.nbytes < header.nbytes):
+            raise ProtocolError("the staging area does not hold the tensor")
+        if staging is not None and staging in self._copying:
+            raise ProtocolError("one insert at a time on a connection")
+        address = (request.namespace, request.key)
+        try:
+            item = self.shelf.reserve(
+                address, header, origin="local", ttl_seconds=request.ttl_seconds
+            )
+        except LookupBufferError:
+            self.counters.add("inserts_refused")
+            raise
+        if item is None:
+            self.counters.add("inserts_exists")
+            _reply(connection, request, {"outcome": "exists"})
+            return
+        written = functools.partial(self._written, connection, session, request, item)
+        if staging is None or header.nbytes <= COPY_INLINE_BYTES:
+            written(staging, self.shelf.fill(item, staging) if staging else 0)
+            return
+        self._copying.add(staging)
+        self._copiers.submit(self._copy, item, staging, written)
+
+    def _copy(
+        self, item: Item, staging: Mapping, written: Callable[[Mapping | None, int], None]
+    ) -> None:
+        checksum = self.shelf.fill(item, staging)
+        call_from_thread(self.loop, written, staging, checksum)
+
+    def _written(
+        self,
+        connection: Connection,
+        session: Session,
+        request: Insert,
+        item: Item,
+        staging: Mapping | None,
+        checksum: int,
+    ) -> None:
+        ticket = self.shelf.commit(item, checksum, session.id)
+        self.counters.add("inserts_stored")
+        self.counters.add("bytes_inserted", item.nbytes)
+        self.resolver.arrived(item.address)
+        self.waiting.arrived(item.address)
+        self.shelf.release([ticket], session.id)
+        if staging is not None:
+            self._copying.discard(staging)
+            if session.stagings.get(connection) is not staging:
+                staging.close()  # its connection ended, or it was replaced, during the copy
+        _reply(connection, request, {"outcome": "stored"})
+
+
+def _reply(connection: Connection, request: Request, fields: dict[str, Any]) -> None:
+    connection.send({"id": request.id, **fields})
+
+
+def _push(session: Session, request: Request, entries: list[tuple[int, dict[str, Any]]]) -> None:
+    session.anchor.send({"event": "settled", "id": request.id, "entries": entries})
+
+
+def _miss(reason: str) -> str:
+    return f"misses_{reason or 'absent'}"

@@ -1,0 +1,180 @@
+"""The fetcher: brings a tensor from another node straight into the arena.
+
+A few threads, each with at most one transfer under way. Links are kept per endpoint and thrown
+away at their first error. Whatever arrives is compared with what was asked for and its checksum
+taken on the way; nobody sees it before both are right. A source that fails is passed over for
+the next; how it failed is counted.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from xxhash import xxh3_64
+
+from lookup_buffer.config import parse_tcp
+from lookup_buffer.counters import Counters
+from lookup_buffer.errors import (
+    BufferFull,
+    CorruptTensor,
+    MissingTensor,
+    NodeRefused,
+    PipeError,
+    ProtocolError,
+    TensorTooLarge,
+)
+from lookup_buffer.header import PayloadHeader
+from lookup_buffer.inventory import Address, Item
+from lookup_buffer.link import Link, connect
+from lookup_buffer.node.locator import Located
+from lookup_buffer.node.shelf import Held, Shelf
+from store import Location
+
+THREADS = 4
+IDLE_LINKS_MAX = 4
+CONNECT_SECONDS = 1.0
+ANSWER_SECONDS = 2.0
+"""Bound on the wait for a peer's answer; the payload has its own, by its size."""
+
+FETCH_OWNER = -1
+"""Owner of the pin that holds a fetched item until its readers have theirs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """What became of a fetch: `held` for the caller to release, or the reason it failed."""
+
+    held: Held | None
+    reason: str = ""
+
+
+@dataclass(slots=True)
+class Fetcher:
+    """`fetch` from any thread; `done` is called on one of the fetcher's threads."""
+
+    shelf: Shelf
+    counters: Counters
+    token: str | None
+    clock: Callable[[], float] = time.monotonic
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _idle_links: dict[str, list[Link]] = field(default_factory=dict)
+    _pool: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(THREADS, thread_name_prefix="lb-fetch")
+    )
+
+    def fetch(self, address: Address, located: Located, done: Callable[[Fetched], None]) -> None:
+        self._pool.submit(self._fetch, address, located, done)
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            for links in self._idle_links.values():
+                for link in links:
+                    link.abort()
+            self._idle_links.clear()
+
+    def _fetch(self, address: Address, located: Located, done: Callable[[Fetched], None]) -> None:
+        fetched = Fetched(None, located.reason or "absent")
+        try:
+            for location, endpoint in located.sources:
+                fetched = self._try(address, location, endpoint)
+                if fetched.held is not None or fetched.reason == "no_room":
+                    break
+        finally:
+            done(fetched)
+
+    def _try(self, address: Address, location: Location, endpoint: str) -> Fetched:
+        try:
+            return Fetched(self._transfer(address, location, endpoint))
+        except (BufferFull, TensorTooLarge):
+            return Fetched(None, "no_room")
+        except MissingTensor:
+            return Fetched(None, "stale")
+        except CorruptTensor:
+            return Fetched(None, "checksum")
+        except (PipeError, ProtocolError, NodeRefused):
+            return Fetched(None, "peer_failed")
+
+    def _transfer(self, address: Address, location: Location, endpoint: str) -> Held:
+        with self._link(endpoint) as link:
+            namespace, key = address
+            request = {
+                "op": "get",
+                "namespace": namespace,
+                "key": key,
+                "boot": location.boot,
+                "generation": location.generation,
+            }
+            link.send(request, timeout=ANSWER_SECONDS)
+            answer, nbytes = link.recv_header(timeout=ANSWER_SECONDS)
+            if isinstance(answer, dict) and answer.get("status") == "stale":
+                raise MissingTensor(f"{location.node} no longer holds {key}")
+            header = self._checked(answer, nbytes, address, location)
+            item = self._reserve(address, header, location.node)
+            try:
+                hasher = xxh3_64()
+                link.recv_into(self.shelf.bytes_of(item), timeout=ANSWER_SECONDS, hasher=hasher)
+                _check(hasher.intdigest(), header, location)
+            except BaseException:
+                self.shelf.abandon(item)
+                raise
+        ticket = self.shelf.commit(item, header.checksum, FETCH_OWNER)
+        self.counters.add("bytes_fetched", item.nbytes)
+        return Held(ticket, item)
+
+    def _checked(
+        self, answer: object, nbytes: int, address: Address, location: Location
+    ) -> PayloadHeader:
+        """The peer's header, if it is of what was asked for.
+
+        Redis was only a hint; what counts is what the holder says and what the bytes hash to.
+        """
+        fields = answer.get("payload") if isinstance(answer, dict) else None
+        header = PayloadHeader.from_fields(fields, max_nbytes=self.shelf.arena.nbytes)
+        if nbytes != header.tensor.nbytes:
+            raise ProtocolError("the payload is not as long as its header says")
+        if (header.namespace, header.key) != address or header.generation != location.generation:
+            raise CorruptTensor(f"{location.node} sent another tensor than was asked for")
+        return header
+
+    def _reserve(self, address: Address, header: PayloadHeader, node: str) -> Item:
+        ttl_seconds = None if header.ttl_ms is None else header.ttl_ms / 1000
+        item = self.shelf.reserve(address, header.tensor, origin=node, ttl_seconds=ttl_seconds)
+        if item is None:
+            raise BufferFull("the key is being written by a client of this node")
+        return item
+
+    @contextmanager
+    def _link(self, endpoint: str) -> Iterator[Link]:
+        """A link to `endpoint`, kept for the next transfer unless something went wrong."""
+        with self._lock:
+            links = self._idle_links.get(endpoint)
+            link = links.pop() if links else None
+        if link is None:
+            host, port = parse_tcp(endpoint)
+            link = connect(host, port, token=self.token, timeout=CONNECT_SECONDS)
+        try:
+            yield link
+        except MissingTensor:
+            self._keep(endpoint, link)  # an orderly answer: the stream is in step
+            raise
+        except BaseException:
+            link.abort()
+            raise
+        self._keep(endpoint, link)
+
+    def _keep(self, endpoint: str, link: Link) -> None:
+        with self._lock:
+            links = self._idle_links.setdefault(endpoint, [])
+            if len(links) < IDLE_LINKS_MAX:
+                links.append(link)
+                return
+        link.close()
+
+
+def _check(checksum: int, header: PayloadHeader, location: Location) -> None:
+    if checksum != header.checksum:
+        raise CorruptTensor(f"{location.node} sent other bytes than it published")

@@ -1,0 +1,42 @@
+"""Who a node is: its name, this start of it, and what others are told."""
+
+import secrets
+import socket
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+from lookup_buffer.inventory import Gauges
+from store import NodeInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """`boot` is new at every start: locations of an earlier start are void by it."""
+
+    node: str
+    boot: str
+    endpoint: str
+
+    @classmethod
+    def create(cls, node_id: str | None, endpoint: str) -> "Identity":
+        boot = secrets.token_hex(8)
+        return cls(node_id or f"{socket.gethostname()[:40]}-{boot[:4]}", boot, endpoint)
+
+    def info(self, gauges: Gauges) -> NodeInfo:
+        return NodeInfo(
+            node=self.node,
+            boot=self.boot,
+            endpoint=self.endpoint,
+            host=socket.gethostname(),
+            version=distribution_version(),
+            capacity_bytes=gauges.capacity_bytes,
+            used_bytes=gauges.used_bytes,
+            items=gauges.items,
+        )
+
+
+def distribution_version() -> str:
+    try:
+        return version("lookup-buffer")
+    except PackageNotFoundError:  # run from a checkout that was not installed
+        return "0+checkout"

@@ -1,0 +1,134 @@
+"""The node: builds its parts, runs the loop until told to stop, and takes them down in order.
+
+clients → control → desk → shelf                      (loop's thread)
+                     ├→ resolver → locator → store     (lb-locate)
+                     │           └→ fetcher → peers    (lb-fetch)
+                     └→ registrar → store              (lb-registrar)
+other nodes → peer server → shelf                      (lb-peer, one a connection)
+"""
+
+import asyncio
+import signal
+import sys
+from pathlib import Path
+
+from lookup_buffer.config import BufferConfig
+from lookup_buffer.counters import Counters
+from lookup_buffer.errors import ConfigError
+from lookup_buffer.inventory import Address
+from lookup_buffer.node.claims import Claims
+from lookup_buffer.node.control import Control
+from lookup_buffer.node.desk import Desk
+from lookup_buffer.node.directory import Directory
+from lookup_buffer.node.fetcher import Fetcher
+from lookup_buffer.node.identity import Identity
+from lookup_buffer.node.locator import Locator
+from lookup_buffer.node.peers import PeerServer
+from lookup_buffer.node.registrar import Registrar
+from lookup_buffer.node.resolver import Resolver
+from lookup_buffer.node.shelf import Shelf
+from lookup_buffer.node.storage import Storage
+from lookup_buffer.node.waiting import Waiting
+
+SWITCH_SECONDS = 0.0005
+"""How long a Python thread may keep the GIL from the loop (CPython's own default is ten times)."""
+IDLE_CHECK_SECONDS = 1.0
+FIRST_BYTES = 64 << 20
+"""Faulted in before the node says it is ready; the rest follows in the background."""
+
+
+class Node:
+    """One node. `run` blocks the main thread until SIGTERM, SIGINT, `stop` or idleness."""
+
+    def __init__(self, config: BufferConfig, *, ends_when_idle: bool) -> None:
+        self._config = config
+        self._ends_when_idle = ends_when_idle
+        self._loop = asyncio.new_event_loop()
+        self._counters = Counters()
+        self._shelf = Shelf(config.capacity_bytes, self._changed)
+        token = config.token.get_secret_value() if config.token else None
+        self._peers = PeerServer(self._shelf, self._counters, token)
+        self._identity = self._listen_to_peers()
+        self._storage = Storage(config)
+        directory = Directory(self._identity.node)
+        self._locator = Locator(self._storage, directory)
+        self._fetcher = Fetcher(self._shelf, self._counters, token)
+        self._registrar = Registrar(
+            self._storage,
+            self._shelf,
+            directory,
+            self._identity,
+            self._counters,
+            config.record_ttl_seconds,
+        )
+        self._claims = Claims(self._loop, self._storage, self._identity)
+        self._desk = Desk(
+            loop=self._loop,
+            boot=self._identity.boot,
+            shelf=self._shelf,
+            resolver=Resolver(self._loop, self._shelf, self._locator, self._fetcher),
+            locator=self._locator,
+            registrar=self._registrar,
+            claims=self._claims,
+            counters=self._counters,
+            waiting=Waiting(self._loop),
+        )
+        self._control = Control(
+            self._loop, self._desk, self._identity, self._counters, config.expectations()
+        )
+
+    @property
+    def identity(self) -> Identity:
+        return self._identity
+
+    def run(self, socket_path: Path) -> None:
+        """Serve until told to stop. The caller holds the lock on the runtime directory."""
+        sys.setswitchinterval(SWITCH_SECONDS)
+        first = min(FIRST_BYTES, self._config.capacity_bytes)
+        self._shelf.arena.populate(0, first)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._loop.add_signal_handler(number, self._loop.stop)
+        self._peers.start(self._identity.boot)
+        self._locator.start()
+        self._registrar.start()
+        self._control.listen(socket_path)
+        self._shelf.arena.populate_in_background(skip_bytes=first)
+        if self._ends_when_idle:
+            self._loop.call_later(IDLE_CHECK_SECONDS, self._check_idle)
+        try:
+            self._loop.run_forever()
+        finally:
+            socket_path.unlink(missing_ok=True)
+            self._close()
+
+    def _check_idle(self) -> None:
+        if self._control.idle_seconds() > self._config.idle_exit_seconds:
+            self._loop.stop()
+        else:
+            self._loop.call_later(IDLE_CHECK_SECONDS, self._check_idle)
+
+    def _changed(self, address: Address, reason: str) -> None:
+        self._registrar.changed(address, reason)
+
+    def _listen_to_peers(self) -> Identity:
+        config = self._config
+        try:
+            endpoint = self._peers.listen(config.listen)
+        except OSError as error:
+            raise ConfigError(
+                f"setting 'listen' is {config.listen!r}: {error.strerror}; "
+                "allowed: a free address of this host"
+            ) from error
+        return Identity.create(config.node_id, config.advertise or endpoint)
+
+    def _close(self) -> None:
+        self._control.close()
+        self._peers.close()
+        self._fetcher.close()
+        self._desk.close()
+        self._claims.close()
+        self._registrar.close()
+        self._locator.close()
+        self._storage.close()
+        self._loop.close()
+        self._shelf.close()

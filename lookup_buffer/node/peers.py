@@ -1,0 +1,146 @@
+"""The peer server: answers other nodes' requests for tensors over TCP.
+
+One thread a connection, a bounded number of them; the payload goes out straight from the arena,
+pinned meanwhile. Truth is answered, not what Redis says: another boot or generation than ours is
+`stale`.
+"""
+
+import socket
+import threading
+from dataclasses import dataclass, field
+
+from lookup_buffer.config import parse_tcp
+from lookup_buffer.counters import Counters
+from lookup_buffer.errors import BufferFull, LookupBufferError, ProtocolError
+from lookup_buffer.header import PayloadHeader
+from lookup_buffer.link import Link, accept_handshake
+from lookup_buffer.node.shelf import Held, Shelf
+from lookup_buffer.wire import Frame
+
+CONNECTIONS_MAX = 128
+HANDSHAKE_SECONDS = 2.0
+IDLE_SECONDS = 300.0
+SEND_SECONDS = 2.0
+PEER_OWNER = -2
+"""Owner of the pins that hold what is being sent."""
+
+
+@dataclass(slots=True)
+class PeerServer:
+    shelf: Shelf
+    counters: Counters
+    token: str | None
+    boot: str = ""
+    _listener: socket.socket | None = None
+    _slots: threading.Semaphore = field(
+        default_factory=lambda: threading.Semaphore(CONNECTIONS_MAX)
+    )
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _links: set[Link] = field(default_factory=set)
+    _closing: bool = False
+
+    def listen(self, address: str) -> str:
+        """Bind; the answer is the address with the port that was really taken.
+
+        Raises:
+            OSError: the address is taken or not ours.
+        """
+        host, port = parse_tcp(address)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, port), family=family, backlog=CONNECTIONS_MAX)
+        shown = f"[{host}]" if family == socket.AF_INET6 else host
+        return f"tcp://{shown}:{self._listener.getsockname()[1]}"
+
+    def start(self, boot: str) -> None:
+        self.boot = boot
+        threading.Thread(target=self._accept, name="lb-peer-accept", daemon=True).start()
+
+    def close(self) -> None:
+        self._closing = True
+        if self._listener is not None:
+            try:
+                self._listener.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass  # not connected is what a listener always says
+            self._listener.close()
+        with self._lock:
+            for link in self._links:
+                link.abort()
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        while not self._closing:
+            self._slots.acquire()
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                self._slots.release()
+                if self._closing:
+                    return
+                continue
+            threading.Thread(
+                target=self._serve, args=(connection,), name="lb-peer", daemon=True
+            ).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        link: Link | None = None
+        try:
+            link = accept_handshake(connection, token=self.token, timeout=HANDSHAKE_SECONDS)
+            with self._lock:
+                self._links.add(link)
+            while not self._closing:
+                self._answer(link, link.recv_header(timeout=IDLE_SECONDS))
+        except ProtocolError:
+            self.counters.add("protocol_errors")
+        except LookupBufferError:
+            pass  # the peer left, was too slow, or was refused: its connection ends, nothing else
+        finally:
+            if link is None:
+                connection.close()
+            else:
+                with self._lock:
+                    self._links.discard(link)
+                link.abort()
+            self._slots.release()
+
+    def _answer(self, link: Link, request: Frame) -> None:
+        held = self._hold(request)
+        if held is None:
+            link.send({"status": "stale"}, timeout=SEND_SECONDS)
+            return
+        try:
+            item = held.item
+            remaining = self.shelf.remaining_seconds(item)
+            namespace, key = item.address
+            header = PayloadHeader(
+                namespace=namespace,
+                key=key,
+                generation=item.generation,
+                checksum=item.checksum,
+                ttl_ms=None if remaining is None else int(remaining * 1000),
+                tensor=item.header,
+            )
+            answer = {"status": "ok", "payload": header.to_fields()}
+            link.send(answer, self.shelf.bytes_of(item), timeout=SEND_SECONDS)
+            self.counters.add("bytes_served", item.nbytes)
+        finally:
+            self.shelf.release([held.ticket], PEER_OWNER)
+
+    def _hold(self, frame: Frame) -> Held | None:
+        """The item asked for, held; None where this boot has no such generation of it."""
+        request = frame.header
+        if frame.payload_nbytes or not isinstance(request, dict) or request.get("op") != "get":
+            raise ProtocolError("a peer may only ask to get")
+        namespace, key = request.get("namespace"), request.get("key")
+        if not isinstance(namespace, str) or not isinstance(key, str):
+            raise ProtocolError("a request names a namespace and a key")
+        if request.get("boot") != self.boot:
+            return None
+        try:
+            held = self.shelf.hold((namespace, key), PEER_OWNER)
+        except BufferFull:
+            return None  # the reader tries another holder, or encodes
+        if held is not None and held.item.generation != request.get("generation"):
+            self.shelf.release([held.ticket], PEER_OWNER)
+            return None
+        return held

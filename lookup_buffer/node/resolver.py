@@ -1,0 +1,91 @@
+"""The resolver: how a key that is not here comes here.
+
+Locate, then fetch; one flight per key whoever asks, and everybody who asked is told how it went.
+Runs on the loop's thread; locator and fetcher work on theirs and call back through the loop.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+from lookup_buffer.inventory import Address
+from lookup_buffer.node.fetcher import FETCH_OWNER, Fetched, Fetcher
+from lookup_buffer.node.locator import Located, Locator
+from lookup_buffer.node.loop import call_from_thread
+from lookup_buffer.node.shelf import Shelf
+
+Settle = Callable[[str], None]
+"""Told "" when the item is here (look at once: it is held until all were told), else the reason."""
+
+
+@dataclass(slots=True)
+class Flight:
+    """One key on its way. `fetching_bytes` is set once a transfer has begun."""
+
+    waiting: list[Settle] = field(default_factory=list)
+    fetching_bytes: int | None = None
+    on_fetch: list[Callable[[int], None]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Resolver:
+    loop: asyncio.AbstractEventLoop
+    shelf: Shelf
+    locator: Locator
+    fetcher: Fetcher
+    _flights: dict[Address, Flight] = field(default_factory=dict)
+
+    def resolve(
+        self,
+        addresses: list[Address],
+        settle: Callable[[Address], Settle],
+        on_fetch: Callable[[int], None] | None = None,
+    ) -> None:
+        """Bring all `addresses` here; `settle(address)` makes the callback for each.
+
+        `on_fetch(nbytes)` is called when bytes of one of them begin to move.
+        """
+        unasked = []
+        for address in addresses:
+            flight = self._flights.get(address)
+            if flight is None:
+                flight = self._flights[address] = Flight()
+                unasked.append(address)
+            flight.waiting.append(settle(address))
+            if on_fetch is not None:
+                if flight.fetching_bytes is not None:
+                    on_fetch(flight.fetching_bytes)
+                flight.on_fetch.append(on_fetch)
+        if unasked:
+            located = partial(call_from_thread, self.loop, self._located, unasked)
+            self.locator.ask(unasked, located)
+
+    def arrived(self, address: Address) -> None:
+        """A client of this node inserted the key: whoever waits for it has it."""
+        if address in self._flights:
+            self._settle(address, "")
+
+    def _located(self, addresses: list[Address], found: list[Located]) -> None:
+        for address, located in zip(addresses, found, strict=True):
+            flight = self._flights.get(address)
+            if flight is None:
+                continue  # it arrived meanwhile
+            if not located.sources or located.record is None:
+                self._settle(address, located.reason)
+                continue
+            flight.fetching_bytes = located.record.nbytes
+            for begun in flight.on_fetch:
+                begun(located.record.nbytes)
+            fetched = partial(call_from_thread, self.loop, self._fetched, address)
+            self.fetcher.fetch(address, located, fetched)
+
+    def _fetched(self, address: Address, fetched: Fetched) -> None:
+        self._settle(address, "" if fetched.held or self.shelf.holds(address) else fetched.reason)
+        if fetched.held is not None:
+            self.shelf.release([fetched.held.ticket], FETCH_OWNER)
+
+    def _settle(self, address: Address, reason: str) -> None:
+        flight = self._flights.pop(address, None)
+        for settle in flight.waiting if flight else ():
+            settle(reason)

@@ -1,0 +1,40 @@
+"""A client's session: what it owns, and when it is really over.
+
+It begins with `hello` on its first connection (the anchor) and ends with `goodbye` or with the
+end of the client's process. An anchor that breaks while the process lives on ends the session
+too, but what it had pinned stays untouched until the process is gone or a bound has passed: the
+client may be in the middle of a copy. Runs on the loop's thread only.
+"""
+
+from dataclasses import dataclass, field
+
+from lookup_buffer.arena import Mapping
+from lookup_buffer.node.connection import Connection
+
+QUARANTINE_SECONDS = 120.0
+"""Longer than any engine step: how long the pins of a lost session outlive its anchor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """Which place in which engine a client has; `rank` None is the scheduler's side."""
+
+    engine_id: str
+    rank: int | None
+    world_size: int
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    id: int
+    anchor: Connection
+    seat: Seat | None
+    connections: set[Connection] = field(default_factory=set)
+    stagings: dict[Connection, Mapping] = field(default_factory=dict)
+    claims: dict[tuple[str, str], str] = field(default_factory=dict)
+    """Address → token of the claims this session holds."""
+    over: bool = False
+
+    def ranks(self) -> range | None:
+        """The ranks that must report before a ticket of this session ends; None: it releases."""
+        return None if self.seat is None else range(self.seat.world_size)

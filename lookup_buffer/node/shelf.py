@@ -1,0 +1,164 @@
+"""The shelf: the arena and its inventory under one lock, for all threads of the node.
+
+The loop pins and unpins, payload threads write. The lock is held for bookkeeping only, never
+while bytes are copied or hashed.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from xxhash import xxh3_64_intdigest
+
+from lookup_buffer.arena import Arena, Mapping, copy_bytes
+from lookup_buffer.header import TensorHeader
+from lookup_buffer.inventory import Address, Gauges, Inventory, Item
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """An item and the ticket that holds it."""
+
+    ticket: int
+    item: Item
+
+
+class Shelf:
+    """Thread-safe. `on_change(address, reason)` is called, without the lock, for each item that
+    appeared (reason "") or went (why)."""
+
+    def __init__(
+        self,
+        capacity_bytes: int,
+        on_change: Callable[[Address, str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.arena = Arena(capacity_bytes)
+        self._clock = clock
+        self._on_change = on_change
+        self._lock = threading.Lock()
+        self._inventory = Inventory(capacity_bytes, clock)
+
+    # -- read
+
+    def hold(self, address: Address, owner: int, ranks: Iterable[int] | None = None) -> Held | None:
+        """Pin the complete item at `address` for `owner`; None where there is none.
+
+        Raises:
+            BufferFull: too much is pinned already.
+        """
+        with self._lock:
+            item = self._inventory.find(address)
+            ticket = None if item is None else self._inventory.pin(item, owner, ranks)
+        self._report()
+        return None if item is None or ticket is None else Held(ticket, item)
+
+    def holds(self, address: Address) -> bool:
+        """Whether a complete item lies at `address`."""
+        with self._lock:
+            return self._inventory.find(address) is not None
+
+    def taken(self, address: Address) -> bool:
+        """Whether `address` has an item or is being written."""
+        with self._lock:
+            return self._inventory.holds(address)
+
+    def release(self, tickets: Iterable[int], owner: int) -> None:
+        """Let go of tickets; those of other owners are left alone."""
+        with self._lock:
+            for ticket in tickets:
+                self._inventory.unpin(ticket, owner)
+
+    def done(self, tickets: Iterable[int], rank: int) -> None:
+        with self._lock:
+            for ticket in tickets:
+                self._inventory.done(ticket, rank)
+
+    def release_all(self, owner: int) -> None:
+        with self._lock:
+            for ticket in self._inventory.pins_of(owner):
+                self._inventory.unpin(ticket, owner)
+
+    def bytes_of(self, item: Item) -> memoryview:
+        """The item's bytes. The caller holds it."""
+        return self.arena.view[item.offset : item.offset + item.nbytes]
+
+    def remaining_seconds(self, item: Item) -> float | None:
+        """What is left of the item's time to live; None where it has no end."""
+        return None if item.expires_at is None else max(0.0, item.expires_at - self._clock())
+
+    # -- write
+
+    def reserve(
+        self, address: Address, header: TensorHeader, *, origin: str, ttl_seconds: float | None
+    ) -> Item | None:
+        """Room to write into, or None where the address is taken. Then commit or abandon.
+
+        Raises:
+            TensorTooLarge, BufferFull: see `Inventory.reserve`.
+        """
+        try:
+            with self._lock:
+                if self._inventory.holds(address):
+                    return None
+                return self._inventory.reserve(
+                    address, header, origin=origin, ttl_seconds=ttl_seconds
+                )
+        finally:
+            self._report()
+
+    def commit(self, item: Item, checksum: int, owner: int) -> int:
+        """Make a written item visible; the answer is a ticket that holds it for `owner`."""
+        with self._lock:
+            self._inventory.commit(item, checksum)
+            ticket = self._inventory.pin(item, owner)
+        self._on_change(item.address, "")
+        return ticket
+
+    def abandon(self, item: Item) -> None:
+        with self._lock:
+            self._inventory.abandon(item)
+
+    def fill(self, item: Item, source: Mapping) -> int:
+        """Copy a reservation's bytes from the start of `source`; the answer is their checksum.
+
+        The checksum is taken of the copy, so what is read later is what was checked, whatever a
+        client does to its staging area meanwhile.
+        """
+        copy_bytes(self.arena.address + item.offset, source.address, item.nbytes)
+        return xxh3_64_intdigest(self.bytes_of(item))
+
+    def remove(self, item: Item, reason: str) -> None:
+        with self._lock:
+            self._inventory.remove(item, reason)
+        self._report()
+
+    def remove_expired(self) -> None:
+        with self._lock:
+            self._inventory.remove_expired()
+        self._report()
+
+    # -- inspect
+
+    def peek(self, address: Address) -> Item | None:
+        """The complete item at `address`, without marking it as used."""
+        with self._lock:
+            return self._inventory.peek(address)
+
+    def addresses(self) -> list[Address]:
+        with self._lock:
+            return [item.address for item in self._inventory.items()]
+
+    def gauges(self) -> Gauges:
+        with self._lock:
+            return self._inventory.gauges()
+
+    def close(self) -> None:
+        self.arena.close()
+
+    def _report(self) -> None:
+        with self._lock:
+            removed = self._inventory.take_removed()
+        for item, reason in removed:
+            self._on_change(item.address, reason)

@@ -1,0 +1,69 @@
+"""The node's door to the store: opens it when first needed, starting the embedded server if asked.
+
+Opening takes half a second (the client library is slow to import), so it happens on the threads
+that need the store and the node is ready before.
+"""
+
+import threading
+from pathlib import Path
+
+from lookup_buffer.config import BufferConfig
+from store import EmbeddedServer, EmbeddedServerError, MetadataStore, StoreUnavailable, open_store
+
+
+def embedded_url(directory: Path) -> str:
+    """Where the embedded server of the node in `directory` listens."""
+    return f"unix://{directory}/valkey/server.sock"
+
+
+def store_url(config: BufferConfig) -> str:
+    if config.store_url == "embedded":
+        return embedded_url(config.runtime_directory())
+    return config.store_url
+
+
+class Storage:
+    """Thread-safe; one store for all threads of the node."""
+
+    def __init__(self, config: BufferConfig) -> None:
+        self._config = config
+        self._lock = threading.Lock()
+        self._store: MetadataStore | None = None
+        self._server: EmbeddedServer | None = None
+
+    def store(self) -> MetadataStore:
+        """The store, opened on the first call.
+
+        Raises:
+            StoreUnavailable: the embedded server cannot be started.
+        """
+        if self._store is None:
+            with self._lock:
+                if self._store is None:
+                    self._store = self._open()
+        return self._store
+
+    def _open(self) -> MetadataStore:
+        config = self._config
+        url = config.store_url
+        if url == "embedded":
+            try:
+                directory = config.runtime_directory() / "valkey"
+                self._server = EmbeddedServer.start(directory, timeout_seconds=10.0)
+            except EmbeddedServerError as error:
+                raise StoreUnavailable(str(error)) from error
+            url = self._server.url
+        password = config.store_password
+        return open_store(
+            url,
+            call_timeout_seconds=config.store_timeout_seconds,
+            connect_timeout_seconds=config.store_timeout_seconds,
+            password=password.get_secret_value() if password else None,
+        )
+
+    def close(self) -> None:
+        with self._lock:
+            if self._store is not None:
+                self._store.close()
+            if self._server is not None:
+                self._server.close()
