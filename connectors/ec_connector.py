@@ -42,6 +42,8 @@ class LookupBufferECConnector(ECConnectorBase):
             self.scheduler = _make_scheduler(vllm_config, settings)
         else:
             self.worker = _make_worker(vllm_config, settings)
+            if not hasattr(ECConnectorBase, "start_worker_services"):
+                self.start_worker_services()  # hosts before 0.30 never call it
 
     # -- worker --------------------------------------------------------------------------------
 

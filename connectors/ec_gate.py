@@ -10,8 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lookup_buffer.client import PrefetchState
-
 from connectors.counters import Counters
 from connectors.ec_engine_cache import EngineCache
 from connectors.ec_pins import Pin, PinTable
@@ -19,9 +17,11 @@ from connectors.ec_watch import Phase, RequestWatch, WatchedItem
 from connectors.media import Carried
 from connectors.settings import ConnectorSettings
 from lookup_buffer.key import TensorKey
+from lookup_buffer.prefetched import PrefetchState
 
 if TYPE_CHECKING:
-    from lookup_buffer.client import LookupBuffer, Prefetched
+    from lookup_buffer.client import LookupBuffer
+    from lookup_buffer.prefetched import Prefetched
 
 # vLLM polls an idle engine's waiting request every 1.4 ms; a node need not be asked as often.
 ASK_AGAIN_SECONDS = 0.01
@@ -92,6 +92,7 @@ class EcGate:
             and len(request.mm_features) == watch.feature_count
         ):
             # Decoding: every step of every running request comes here.
+            watch.computed_tokens = num_computed_tokens
             if watch.wanted:
                 self._drop_all(watch)
             return True
@@ -99,11 +100,13 @@ class EcGate:
             watch.look_at(request, self._metadata_fields, self._skipped)
             if not self._is_consumer:  # it encodes what it can and serves nobody
                 watch.metadata_only, watch.hopeless_end = False, 0
+        preemptions = getattr(request, "num_preemptions", 0)
+        if num_computed_tokens < watch.computed_tokens or preemptions != watch.preemptions:
+            watch.preemptions = preemptions
+            watch.rewind()
         return self._may_pass(watch, num_computed_tokens)
 
     def _may_pass(self, watch: RequestWatch, computed: int) -> bool:
-        if computed < watch.computed_tokens:
-            watch.rewind()
         if computed != watch.computed_tokens:
             watch.computed_tokens = computed
             self._drop_passed(watch)
@@ -140,7 +143,7 @@ class EcGate:
 
     def _is_pinned(self, item: WatchedItem) -> bool:
         pin = self._pins.get(item.identifier)
-        return pin is not None and pin.fits()
+        return pin is not None and self._pins.fits(pin)
 
     def _needed(self, watch: RequestWatch, *, anew: bool = False) -> list[WatchedItem]:
         """Items that still need bytes; `anew`: those that were asked for in vain as well."""
@@ -203,7 +206,7 @@ class EcGate:
                 continue  # it went with another request's step: vLLM's own cache has it
             if pin.handle.state is PrefetchState.PENDING:
                 pending.append(identifier)
-            elif pin.fits():
+            elif self._pins.fits(pin):
                 # An earlier request of this pass may have been told no, when it was still so.
                 if self._answers.get(identifier) is False:
                     del self._answers[identifier]

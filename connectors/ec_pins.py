@@ -13,10 +13,11 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from lookup_buffer.client import PrefetchState
+from lookup_buffer.prefetched import PrefetchState
 
 if TYPE_CHECKING:
-    from lookup_buffer.client import LoadOrder, LookupBuffer, Prefetched
+    from lookup_buffer.client import LookupBuffer
+    from lookup_buffer.prefetched import LoadOrder, Prefetched
 
 
 @dataclass(slots=True, eq=False)
@@ -32,14 +33,6 @@ class Pin:
     wanted_by: set[str] = field(default_factory=set)
     order: "LoadOrder | None" = None
     """Where the bytes lie, as it was when vLLM was promised them."""
-
-    def fits(self) -> bool:
-        """Whether the bytes are here and are what the engine expects."""
-        order = self.handle.order
-        if self.handle.state is not PrefetchState.RESIDENT or order is None:
-            return False
-        shape = order.header.shape
-        return order.header.kind == "tensor" and bool(shape) and shape[0] == self.num_embeds
 
 
 class PinTable:
@@ -77,6 +70,21 @@ class PinTable:
     def get(self, identifier: str) -> Pin | None:
         """The pin that waits for this item's request to be scheduled."""
         return self._waiting.get(identifier)
+
+    def fits(self, pin: Pin) -> bool:
+        """Whether the bytes are here, in the arena that is mapped now, and are what is expected.
+
+        The arena of a lost node stays mapped for a while, so what was dispatched still loads; what
+        waits may wait longer than that.
+        """
+        handle = pin.handle
+        order = handle.order
+        if handle.state is not PrefetchState.RESIDENT or order is None:
+            return False
+        if order.boot != getattr(self._buffer, "boot", order.boot):
+            return False
+        shape = order.header.shape
+        return order.header.kind == "tensor" and bool(shape) and shape[0] == pin.num_embeds
 
     def add(self, pin: Pin) -> None:
         assert pin.identifier not in self._waiting, "one pin per identifier"

@@ -94,7 +94,7 @@ class EcScheduler:
         if not self._shape.is_consumer:
             return identifier in self.gate.located
         pin = self.pins.get(identifier)
-        if pin is None or not pin.fits():
+        if pin is None or not self.pins.fits(pin):
             return False
         self.pins.promise(pin)
         return True

@@ -5,13 +5,12 @@ The one place that knows vLLM's configuration classes apart from `namespace`; ca
 
 from typing import Any
 
-from lookup_buffer.client import EngineSeat, LookupBuffer
-
 from connectors.counters import logger
 from connectors.ec_gate import EngineShape
 from connectors.ec_worker import WorkerSeat
 from connectors.namespace import namespace_parts
 from connectors.settings import ConnectorSettings
+from lookup_buffer.client import EngineSeat, LookupBuffer
 from lookup_buffer.namespace import Namespace
 
 _PARTS = "_lookup_buffer_namespace"
@@ -82,7 +81,12 @@ def open_buffer(vllm_config: Any, settings: ConnectorSettings, rank: int | None)
     namespace = _namespace(vllm_config, settings)
     if rank in (None, 0):
         logger.info("lookup buffer: namespace %s", namespace.fingerprint)
-    return LookupBuffer(settings.buffer_config(), namespace, engine=seat)
+    buffer = LookupBuffer(
+        settings.buffer_config(), namespace, engine=seat, required=settings.required
+    )
+    if not buffer.attached and rank in (None, 0):
+        logger.warning("lookup buffer: no node yet; until there is one, nothing is shared")
+    return buffer
 
 
 def _namespace(vllm_config: Any, settings: ConnectorSettings) -> Namespace:

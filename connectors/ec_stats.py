@@ -3,7 +3,7 @@
 Made in scheduler and workers, merged and printed in the API server. Needs vLLM 0.31.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.distributed.ec_transfer.ec_connector.metrics import ECConnectorStats
@@ -12,6 +12,8 @@ from vllm.distributed.ec_transfer.ec_connector.metrics import ECConnectorStats
 @dataclass
 class EcStats(ECConnectorStats):
     """`data` maps a counter's name to what it grew by."""
+
+    data: dict[str, int] = field(default_factory=dict)
 
     def reset(self) -> None:
         self.data = {}

@@ -41,7 +41,7 @@ class RequestWatch:
     __slots__ = (
         "absent", "allocated", "ask_again_at", "computed_tokens", "deadline", "evictions",
         "feature_count", "hopeless_end", "items", "items_end", "metadata_only", "over_budget",
-        "phase", "request_id", "wanted",
+        "phase", "preemptions", "request_id", "wanted",
     )  # fmt: skip
 
     def __init__(self, request_id: str) -> None:
@@ -56,6 +56,7 @@ class RequestWatch:
         self.hopeless_end = 0
         """End of the last item that can neither be encoded here nor come from elsewhere."""
         self.computed_tokens = 0
+        self.preemptions = 0
         self.deadline: float | None = None
         """When the one wait budget of the request ends; set at its first wait, never again."""
         self.ask_again_at = 0.0

@@ -4,24 +4,28 @@ Runs in the thread of vLLM's model runner, one instance per rank. Loading is a c
 mapped arena and needs no socket; storing is one reference into a queue.
 """
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
-
-from lookup_buffer.client import InsertOutcome
 
 from connectors.counters import Counters, RateLimitedLog, logger
 from connectors.ec_metadata import ItemLoad, StepMetadata
 from connectors.save_queue import SaveQueue
 from connectors.settings import ConnectorSettings
-from lookup_buffer.errors import LookupBufferError
+from lookup_buffer.client import InsertOutcome
+from lookup_buffer.errors import LookupBufferError, NodeUnavailable
 from lookup_buffer.key import TensorKey
 
 if TYPE_CHECKING:
     import torch
-    from lookup_buffer.client import LoadOrder, LookupBuffer
 
-LAST_RESORT_SECONDS = 2.0
+    from lookup_buffer.client import LookupBuffer
+    from lookup_buffer.prefetched import LoadOrder
+
+LAST_RESORT_SECONDS = 5.0
+RETRY_SECONDS = 0.02
+SELECT_SECONDS = 0.5
 INSERT_SECONDS = 5.0
 
 
@@ -40,7 +44,7 @@ class EcWorker:
     """See the module. `load` and `save` never raise.
 
     Args:
-        open_buffer: connects to the node; called once, by `start` or on first use.
+        open_buffer: connects to the node; called once, by `start`.
     """
 
     def __init__(
@@ -51,6 +55,7 @@ class EcWorker:
         *,
         counters: Counters | None = None,
         log: RateLimitedLog | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._open_buffer = open_buffer
         self._settings = settings
@@ -59,6 +64,7 @@ class EcWorker:
         self._saves: SaveQueue | None = None
         self.counters = counters or Counters()
         self._log = log or RateLimitedLog()
+        self._clock = clock
 
     def start(self) -> None:
         """Connect and map the arena. Idempotent.
@@ -94,31 +100,41 @@ class EcWorker:
             self._buffer.done(orders)
 
     def _load(self, item: ItemLoad) -> "torch.Tensor | None":
-        tensor = None
         try:
-            self.start()  # hosts before 0.30 have no hook for it
-            assert self._buffer is not None
-            if item.order is not None:
-                tensor = self._buffer.load(item.order)
+            tensor = self._copy(item)
         except LookupBufferError as error:
             self._log.warn("load", "item %s did not load as promised: %s", item.mm_hash, error)
-        if tensor is None:
-            tensor = self._load_at_last(item)
+            tensor = self._copy_at_last(item)
         if tensor is None or self._seat.device == "cpu":
             return tensor
         return tensor.to(self._seat.device)
 
-    def _load_at_last(self, item: ItemLoad) -> "torch.Tensor | None":
-        """The promise is broken. Whatever this costs is less than the engine's end."""
-        self.counters.add("load_broken")
+    def _copy(self, item: ItemLoad) -> "torch.Tensor | None":
         if self._buffer is None:
-            return None
-        try:
-            tensor = self._buffer.select(TensorKey(item.mm_hash), timeout=LAST_RESORT_SECONDS)
-        except LookupBufferError as error:
-            logger.error("lookup buffer: item %s is lost, vLLM will stop: %s", item.mm_hash, error)
-            return None
+            raise NodeUnavailable("the worker was never started")
+        if item.order is not None:
+            return self._buffer.load(item.order)
+        tensor = self._buffer.select(TensorKey(item.mm_hash), timeout=SELECT_SECONDS)
         return tensor if tensor is not None and tensor.shape[0] == item.num_token else None
+
+    def _copy_at_last(self, item: ItemLoad) -> "torch.Tensor | None":
+        """The promise did not hold at once: perhaps the node restarted and this rank attaches
+        later than the scheduler did. Whatever the wait costs is less than the engine's end."""
+        self.counters.add("load_late")
+        deadline = self._clock() + LAST_RESORT_SECONDS
+        by_key = ItemLoad(item.mm_hash, item.num_token, None)
+        while self._clock() < deadline:
+            time.sleep(RETRY_SECONDS)
+            for way in (item, by_key):
+                try:
+                    tensor = self._copy(way)
+                except LookupBufferError:
+                    continue
+                if tensor is not None:
+                    return tensor
+        self.counters.add("load_lost")
+        logger.error("lookup buffer: item %s is lost, and vLLM stops without it", item.mm_hash)
+        return None
 
     def save(
         self, encoder_cache: "dict[str, torch.Tensor]", identifier: str, metadata: StepMetadata

@@ -1,0 +1,155 @@
+"""Stand-ins for the two neighbours of the connector's scheduler side: the buffer's client and vLLM.
+
+`LedgerBuffer` has the client's prefetch surface and keeps a ledger of every pin, so that a test can
+ask whether bytes were still held when a worker read them. `Request` and `Feature` have the
+attributes of vLLM's classes that the connector reads.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from lookup_buffer.header import TensorHeader
+from lookup_buffer.key import TensorKey
+from lookup_buffer.prefetched import LoadOrder, PrefetchState
+
+EMBED_BYTES = 8
+EMBEDS = 4
+
+
+@dataclass(slots=True, eq=False)
+class LedgerHandle:
+    """Looks like `Prefetched`."""
+
+    key: TensorKey
+    state: PrefetchState
+    reason: str = ""
+    source: str = "local"
+    order: LoadOrder | None = None
+    is_released: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Stored:
+    """What the fleet knows of one item."""
+
+    outcome: PrefetchState = PrefetchState.RESIDENT
+    needs_fetch: bool = False
+    rows: int = EMBEDS
+
+
+class LedgerBuffer:
+    """Looks like `LookupBuffer`, as far as the scheduler side uses it."""
+
+    def __init__(self) -> None:
+        self.stored: dict[str, Stored] = {}
+        self.pinned: dict[int, LedgerHandle] = {}
+        self.pending: list[LedgerHandle] = []
+        self.calls: list[tuple[str, list[str], float]] = []
+        self.is_closed = False
+        self.boot = "b" * 16
+        self._ticket = 0
+
+    def prefetch(self, keys: Sequence[TensorKey], *, timeout: float = 0.0) -> list[LedgerHandle]:
+        self.calls.append(("prefetch", [key.mm_hash for key in keys], timeout))
+        handles = []
+        for key in keys:
+            stored = self.stored.get(key.mm_hash)
+            handle = LedgerHandle(key, PrefetchState.MISSING, "absent")
+            if stored is not None and stored.needs_fetch:
+                handle.state, handle.reason = PrefetchState.PENDING, "fetching"
+                self.pending.append(handle)
+            elif stored is not None:
+                self._settle(handle, stored.outcome, stored.rows)
+            handles.append(handle)
+        return handles
+
+    def _settle(self, handle: LedgerHandle, state: PrefetchState, rows: int = EMBEDS) -> None:
+        if state is PrefetchState.RESIDENT:
+            self._ticket += 1
+            header = TensorHeader("float32", (rows, EMBED_BYTES // 4), rows * EMBED_BYTES)
+            handle.order = LoadOrder(self.boot, self._ticket, 0, header.nbytes, 1, header)
+            self.pinned[self._ticket] = handle
+        handle.state = state
+        handle.reason = "" if state is PrefetchState.RESIDENT else "node_down"
+
+    def settle(self, index: int, state: PrefetchState) -> None:
+        """An answer arrives for one pending handle."""
+        handle = self.pending.pop(index)
+        if not handle.is_released:
+            self._settle(handle, state)
+
+    def release(self, handle: LedgerHandle) -> None:
+        handle.is_released = True
+        if handle.order is not None:
+            self.pinned.pop(handle.order.ticket, None)
+
+    def done(self, orders: Iterable[LoadOrder]) -> None:
+        for order in orders:
+            self.pinned.pop(order.ticket, None)
+
+    def has_caches(self, keys: Sequence[TensorKey], *, timeout: float = 0.05) -> list[bool]:
+        self.calls.append(("has_caches", [key.mm_hash for key in keys], timeout))
+        return [key.mm_hash in self.stored for key in keys]
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    offset: int
+    length: int
+
+    def get_num_embeds(self) -> int:
+        return self.length
+
+
+@dataclass(slots=True)
+class Feature:
+    identifier: str
+    mm_position: Position
+    modality: str = "image"
+    data: dict[str, Any] | None = None
+
+
+def pixels(nbytes: int = 4096) -> dict[str, Any]:
+    """Fields of an item that carries its media."""
+    return {"pixel_values": SimpleNamespace(data=SimpleNamespace(nbytes=nbytes))}
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    request_id: str
+    mm_features: list[Feature]
+    num_tokens: int = 0
+    num_computed_tokens: int = 0
+    num_preemptions: int = 0
+    lora_request: Any = None
+    ec_transfer_params: Any = None
+
+    def get_num_encoder_embeds(self, index: int) -> int:
+        return self.mm_features[index].mm_position.length
+
+
+def make_request(
+    request_id: str, *identifiers: str, gap: int = 2, metadata_only: bool = False
+) -> Request:
+    """A prompt of `gap` tokens, an item of `EMBEDS`, `gap` tokens, an item, ... and a tail."""
+    features: list[Feature] = []
+    offset = gap
+    for identifier in identifiers:
+        data = None if metadata_only else pixels()
+        features.append(Feature(identifier, Position(offset, EMBEDS), data=data))
+        offset += EMBEDS + gap
+    return Request(request_id, features, num_tokens=offset)
+
+
+def step_output(tokens: int = 1, *, freed: Sequence[str] = (), finished: Iterable[str] = ()) -> Any:
+    """The part of vLLM's SchedulerOutput that `build_metadata` reads."""
+    return SimpleNamespace(
+        total_num_scheduled_tokens=tokens,
+        free_encoder_mm_hashes=list(freed),
+        finished_req_ids=set(finished),
+    )
