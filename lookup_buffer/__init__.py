@@ -55,7 +55,7 @@ _HOMES = {
     "prefetched": ("LoadOrder", "PrefetchState", "Prefetched"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
-__all__ = ["MetadataStore", *_HOME_OF]  # noqa: PLE0604, names that __getattr__ answers
+__all__ = ["MetadataStore", *_HOME_OF]
 
 
 def __getattr__(name: str) -> Any:

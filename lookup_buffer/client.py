@@ -295,6 +295,12 @@ class LookupBuffer:
         """Whether there is a node now."""
         return self._attachment.attached
 
+    @property
+    def boot(self) -> str:
+        """The start of the node attached to, "" while there is none. Orders of another boot load
+        for a while longer, but their pins are gone."""
+        return self._attachment.boot
+
     def close(self) -> None:
         """Idempotent and bounded. What this client had pinned is released."""
         self._attachment.close()
