@@ -22,7 +22,8 @@ class Allocator:
     every block has an offset of its own. All sizes reported here are rounded sizes.
 
     `allocate` and `free` cost two or three binary searches and insertions into flat lists (about
-    15 µs among 100,000 blocks), `eviction_window` one walk over all blocks (30 ms among as many).
+    15 µs among 100,000 blocks), `eviction_window` one walk over all blocks (50 ms
+    among as many).
     """
 
     def __init__(self, capacity_bytes: int, alignment: int = 64) -> None:

@@ -1,0 +1,288 @@
+"""The allocator against a naive model, and its windows against brute force."""
+
+import time
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from lookup_buffer.allocator import Allocator
+
+
+def fill(allocator: Allocator, *units: int) -> list[int]:
+    offsets = [allocator.allocate(unit * 64) for unit in units]
+    assert None not in offsets
+    return [offset for offset in offsets if offset is not None]
+
+
+def test_blocks_are_aligned_and_rounded_up() -> None:
+    allocator = Allocator(1000, alignment=64)
+    assert allocator.capacity_bytes == 960
+    assert allocator.allocate(1) == 0
+    assert allocator.allocate(65) == 64
+    assert allocator.allocate(64) == 192
+    assert (allocator.used_bytes, allocator.free_bytes) == (256, 704)
+    assert allocator.block_bytes(64) == 128
+    assert 64 in allocator
+    assert 65 not in allocator
+
+
+def test_a_block_of_no_bytes_has_an_offset_of_its_own() -> None:
+    allocator = Allocator(128)
+    assert {allocator.allocate(0), allocator.allocate(0)} == {0, 64}
+    assert allocator.allocate(0) is None
+
+
+def test_the_smallest_gap_that_fits_is_taken_and_the_lowest_among_equals() -> None:
+    allocator = Allocator(64 * 20)
+    offsets = fill(allocator, 3, 1, 2, 1, 2, 1, 10)
+    for index in (0, 2, 4):
+        allocator.free(offsets[index])
+    assert allocator.allocate(2 * 64) == offsets[2]
+    assert allocator.allocate(2 * 64) == offsets[4]
+    assert allocator.allocate(2 * 64) == offsets[0]
+    assert allocator.allocate(2 * 64) is None
+    assert allocator.allocate(64) == offsets[0] + 128
+    assert allocator.free_bytes == 0
+    assert allocator.largest_free_bytes == 0
+
+
+def test_neighbouring_gaps_are_one() -> None:
+    allocator = Allocator(64 * 3)
+    first, second, third = fill(allocator, 1, 1, 1)
+    allocator.free(first)
+    allocator.free(third)
+    assert allocator.largest_free_bytes == 64
+    allocator.free(second)
+    assert allocator.largest_free_bytes == 192
+    assert allocator.allocate(192) == 0
+
+
+def test_wrong_uses_are_refused() -> None:
+    allocator = Allocator(128)
+    offset = allocator.allocate(1)
+    assert offset is not None
+    allocator.free(offset)
+    for wrong in (offset, 1, -64, 4096):
+        with pytest.raises(KeyError):
+            allocator.free(wrong)
+    with pytest.raises(ValueError, match="-1"):
+        allocator.allocate(-1)
+    with pytest.raises(ValueError, match="capacity"):
+        Allocator(-1)
+    with pytest.raises(ValueError, match="alignment"):
+        Allocator(64, alignment=0)
+    assert allocator.free_bytes == 128
+
+
+def test_a_range_without_room() -> None:
+    allocator = Allocator(63)
+    assert allocator.allocate(0) is None
+    assert allocator.eviction_window(0, lambda _: 0.0) is None
+
+
+def test_the_window_with_the_oldest_youngest_wins() -> None:
+    allocator = Allocator(64 * 6)
+    offsets = fill(allocator, 1, 1, 1, 1, 1, 1)
+    last_use = dict(zip(offsets, [1.0, 9.0, 3.0, 4.0, 2.0, 8.0], strict=True))
+    assert allocator.eviction_window(64, last_use.get) == [offsets[0]]
+    assert allocator.eviction_window(128, last_use.get) == offsets[2:4]
+    assert allocator.eviction_window(192, last_use.get) == offsets[2:5]
+    assert allocator.eviction_window(385, last_use.get) is None
+
+
+def test_gaps_beside_the_blocks_count() -> None:
+    allocator = Allocator(64 * 8)
+    offsets = fill(allocator, 2, 1, 2, 1, 2)
+    allocator.free(offsets[0])
+    allocator.free(offsets[2])
+    last_use = dict.fromkeys(offsets, 1.0)
+    assert allocator.eviction_window(2 * 64, last_use.get) == []
+    assert allocator.eviction_window(5 * 64, last_use.get) == [offsets[1]]
+    assert allocator.eviction_window(6 * 64, last_use.get) == [offsets[1], offsets[3]]
+
+
+def test_no_window_crosses_a_pinned_block() -> None:
+    allocator = Allocator(64 * 5)
+    offsets = fill(allocator, 1, 1, 1, 1, 1)
+    last_use: dict[int, float | None] = dict.fromkeys(offsets, 1.0)
+    last_use[offsets[2]] = None
+    assert allocator.eviction_window(2 * 64, last_use.get) == offsets[:2]
+    assert allocator.eviction_window(3 * 64, last_use.get) is None
+
+
+def test_among_equal_ages_the_fewest_bytes_are_evicted() -> None:
+    allocator = Allocator(64 * 8)
+    offsets = fill(allocator, 4, 1, 3)
+    last_use = {offsets[0]: 5.0, offsets[1]: None, offsets[2]: 5.0}
+    assert allocator.eviction_window(2 * 64, last_use.get) == [offsets[2]]
+
+
+def brute_force(
+    blocks: dict[int, int], capacity: int, need: int, last_use: dict[int, float | None]
+) -> list[tuple[float, int]]:
+    """The costs of all runs of blocks whose eviction makes room, by trying every one."""
+    offsets = sorted(blocks)
+    costs = []
+    for first in range(len(offsets)):
+        for last in range(first, len(offsets)):
+            run = offsets[first : last + 1]
+            times = [time for offset in run if (time := last_use[offset]) is not None]
+            if len(times) < len(run):
+                break
+            start = 0 if first == 0 else offsets[first - 1] + blocks[offsets[first - 1]]
+            end = offsets[last + 1] if last + 1 < len(offsets) else capacity
+            if end - start >= need:
+                costs.append((max(times), sum(blocks[offset] for offset in run)))
+    return costs
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_the_window_is_the_best_of_all(data: st.DataObject) -> None:
+    allocator = Allocator(64 * data.draw(st.integers(1, 24)))
+    blocks: dict[int, int] = {}
+    for units in data.draw(st.lists(st.integers(1, 4), max_size=14)):
+        offset = allocator.allocate(units * 64)
+        if offset is not None:
+            blocks[offset] = units * 64
+    for offset in sorted(blocks):
+        if data.draw(st.booleans(), label=f"free {offset}"):
+            allocator.free(offset)
+            del blocks[offset]
+    times = st.none() | st.integers(0, 5).map(float)
+    last_use = {offset: data.draw(times) for offset in sorted(blocks)}
+    need = 64 * data.draw(st.integers(1, 26))
+
+    window = allocator.eviction_window(need, last_use.__getitem__)
+
+    costs = brute_force(blocks, allocator.capacity_bytes, need, last_use)
+    if allocator.largest_free_bytes >= need:
+        assert window == []
+    elif not costs:
+        assert window is None
+    else:
+        assert window is not None
+        ages = [time for offset in window if (time := last_use[offset]) is not None]
+        assert len(ages) == len(window)
+        assert (max(ages), sum(blocks[offset] for offset in window)) == min(costs)
+        for offset in window:
+            allocator.free(offset)
+        assert allocator.allocate(need) is not None
+
+
+class AllocatorMachine(RuleBasedStateMachine):
+    """The model is an array that says of each unit of 64 bytes whose it is."""
+
+    allocator: Allocator
+
+    @initialize(units=st.integers(1, 40), ragged=st.integers(0, 63))
+    def begin(self, units: int, ragged: int) -> None:
+        self.allocator = Allocator(units * 64 + ragged)
+        self.owners: list[int | None] = [None] * units
+        self.blocks: dict[int, int] = {}
+
+    def gaps(self) -> list[int]:
+        runs = "".join(" " if owner is None else "x" for owner in self.owners).split("x")
+        return [len(run) for run in runs if run]
+
+    @rule(nbytes=st.integers(0, 64 * 12))
+    def allocate(self, nbytes: int) -> None:
+        units = max(1, -(-nbytes // 64))
+        fitting = [gap for gap in self.gaps() if gap >= units]
+        offset = self.allocator.allocate(nbytes)
+        if not fitting:
+            assert offset is None
+            return
+        assert offset is not None
+        assert offset % 64 == 0
+        start = offset // 64
+        assert self.owners[start : start + units] == [None] * units
+        end = next(
+            (i for i in range(start, len(self.owners)) if self.owners[i] is not None),
+            len(self.owners),
+        )
+        assert end - start == min(fitting), "not the best fit"
+        self.owners[start : start + units] = [offset] * units
+        self.blocks[offset] = units
+
+    @precondition(lambda self: self.blocks)
+    @rule(data=st.data())
+    def free(self, data: st.DataObject) -> None:
+        offset = data.draw(st.sampled_from(sorted(self.blocks)))
+        self.allocator.free(offset)
+        units = self.blocks.pop(offset)
+        self.owners[offset // 64 : offset // 64 + units] = [None] * units
+
+    @precondition(lambda self: self.blocks)
+    @rule(units=st.integers(1, 40), modulus=st.integers(1, 5))
+    def evict(self, units: int, modulus: int) -> None:
+        def last_use(offset: int) -> float | None:
+            return None if offset // 64 % 7 == modulus else float(offset // 64 % modulus)
+
+        window = self.allocator.eviction_window(units * 64, last_use)
+        if window is None:
+            return
+        for offset in window:
+            assert last_use(offset) is not None
+            self.allocator.free(offset)
+            freed = self.blocks.pop(offset)
+            self.owners[offset // 64 : offset // 64 + freed] = [None] * freed
+        self.allocate(units * 64)
+
+    @invariant()
+    def counts_are_right(self) -> None:
+        if not hasattr(self, "allocator"):
+            return
+        used = sum(owner is not None for owner in self.owners) * 64
+        assert self.allocator.used_bytes == used
+        assert self.allocator.free_bytes == len(self.owners) * 64 - used
+        assert self.allocator.largest_free_bytes == max(self.gaps(), default=0) * 64
+        assert len(self.allocator) == len(self.blocks)
+        for offset, units in self.blocks.items():
+            assert self.allocator.block_bytes(offset) == units * 64
+
+
+TestAllocatorMachine = AllocatorMachine.TestCase
+TestAllocatorMachine.settings = settings(max_examples=80, stateful_step_count=60, deadline=None)
+
+
+def test_a_hundred_thousand_blocks_do_not_slow_it_down() -> None:
+    """Growth with the number of blocks, not a time: machines differ."""
+
+    def seconds_per_pair(count: int) -> float:
+        allocator = Allocator(64 * 3 * count)
+        offsets = fill(allocator, *(1 + i % 3 for i in range(count)))
+        for offset in offsets[::2]:
+            allocator.free(offset)
+        best = float("inf")
+        for _ in range(5):
+            started = time.perf_counter()
+            taken = [allocator.allocate(64 * (1 + i % 3)) for i in range(200)]
+            for new in taken:
+                assert new is not None
+                allocator.free(new)
+            best = min(best, (time.perf_counter() - started) / 200)
+        return best
+
+    # A walk over all blocks would be 100 times slower.
+    assert seconds_per_pair(100_000) < 40 * seconds_per_pair(1_000)
+
+
+def test_one_window_asks_of_each_block_once() -> None:
+    allocator = Allocator(64 * 5000)
+    fill(allocator, *[1] * 5000)
+    asked: list[int] = []
+
+    def last_use(offset: int) -> float:
+        asked.append(offset)
+        return float(offset * 7919 % 5003)
+
+    window = allocator.eviction_window(64 * 40, last_use)
+    assert window is not None
+    assert len(window) == 40
+    assert all(after - before == 64 for before, after in pairwise(window))
+    assert asked == sorted(set(asked))
+    assert len(asked) == 5000
