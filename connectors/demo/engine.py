@@ -55,6 +55,8 @@ class Answer:
     """From queued to first token, both by the clock of vLLM's engine core."""
     origins: tuple[str, ...]
     """"encoded" or "loaded" for each image that vLLM's own encoder cache did not hold."""
+    identifiers: tuple[str, ...]
+    """vLLM's names of the same images."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,14 +124,15 @@ class DemoEngine:
 
     def collect(self, *, timeout_seconds: float = 120.0) -> list[Answer]:
         """The answers to the questions of the last `submit`, in their order."""
-        received = self._receive("answers", timeout_seconds)
-        return [
-            Answer(
-                **{**fields, "tokens": tuple(fields["tokens"])},
-                origins=tuple(self.schedule.origins(fields["request"])),
-            )
-            for fields in received
-        ]
+        return [self._answer(fields) for fields in self._receive("answers", timeout_seconds)]
+
+    def _answer(self, fields: dict[str, Any]) -> Answer:
+        images = self.schedule.images(fields["request"])
+        return Answer(
+            **{**fields, "tokens": tuple(fields["tokens"])},
+            origins=tuple(origin for origin, _ in images),
+            identifiers=tuple(item.identifier for _, item in images),
+        )
 
     @property
     def encoder_runs(self) -> int:

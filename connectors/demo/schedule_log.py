@@ -68,7 +68,7 @@ class ScheduleLog:
         """Images encoded since the engine started."""
         return sum(len(step.encoded) for step in self.steps())
 
-    def origins(self, request: str) -> list[str]:
+    def images(self, request: str) -> list[tuple[str, Item]]:
         """How each image of a request was had, in the order of the schedule.
 
         "encoded" here, "loaded" through the connector; an image that vLLM's own encoder cache
@@ -77,8 +77,8 @@ class ScheduleLog:
         """
         found = []
         for step in self.steps():
-            found += ["encoded" for item in step.encoded if _same_request(item, request)]
-            found += ["loaded" for item in step.loaded if _same_request(item, request)]
+            found += [("encoded", item) for item in step.encoded if _same_request(item, request)]
+            found += [("loaded", item) for item in step.loaded if _same_request(item, request)]
         return found
 
 

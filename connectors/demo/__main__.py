@@ -1,0 +1,172 @@
+"""`python -m connectors.demo`, also behind `lookup-buffer demo`: the whole story on one machine.
+
+Exit codes: 0 every promise kept, 1 one broken (named in the output), 2 something did not start or
+answer, 130 interrupted. Whatever the end, every process that was started is gone.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import Progress
+
+from connectors.demo.engine import DemoEngine, EngineFailure
+from connectors.demo.engine_settings import EngineSettings, Placement
+from connectors.demo.fleet import Fleet, NodeFailure
+from connectors.demo.model import ensure_model
+from connectors.demo.model_size import HEAVY, SIZES, ModelSize
+from connectors.demo.outcome import Result, judge
+from connectors.demo.report import describe, promise_table, record_table, request_table
+from connectors.demo.story import Story, records_in_store, reference_tokens, warm_up
+from store import MetadataStore, StoreError
+
+_ENGINES = ("host-a", "host-b")
+_CORES_PER_ENGINE_MAX = 8
+_HITS_WAIT_SECONDS = 5.0
+_WIDTH_OF_A_FILE = 120
+
+
+def main() -> int:
+    arguments = _parser().parse_args()
+    console = Console() if sys.stdout.isatty() else Console(width=_WIDTH_OF_A_FILE)
+    # So that an orderly end by a supervisor cleans up as Ctrl-C does.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        return _demo(SIZES[arguments.model], arguments.directory, arguments.json, console)
+    except (EngineFailure, NodeFailure, StoreError) as error:
+        console.print(f"[red]The demo failed:[/red] {error}", highlight=False)
+        return 2
+    except KeyboardInterrupt:
+        console.print("Interrupted; everything that was started is stopped.")
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="lookup-buffer demo", description=__doc__)
+    parser.add_argument(
+        "--model",
+        choices=sorted(SIZES),
+        default=HEAVY.name,
+        help="heavy encodes like a SigLIP-so400m; tiny only shows that it works (default: heavy)",
+    )
+    parser.add_argument(
+        "--directory",
+        type=Path,
+        default=Path("build"),
+        help="keeps the generated model and the logs (default: build)",
+    )
+    parser.add_argument(
+        "--json",
+        type=Path,
+        default=Path("build/demo.json"),
+        help="where the figures go (default: build/demo.json)",
+    )
+    return parser
+
+
+def _demo(size: ModelSize, directory: Path, json_path: Path, console: Console) -> int:
+    began = time.monotonic()
+    model = _model(size, directory / "models", console)
+    work = directory / "demo"
+    work.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as stack:
+        console.print("Starting a Valkey and two nodes …")
+        fleet = stack.enter_context(Fleet(_ENGINES, work))
+        console.print("Starting three vLLM engines, one of them without a connector …")
+        baseline = stack.enter_context(_engine("baseline", size, model, work))
+        engines = {
+            name: stack.enter_context(_engine(name, size, model, work, fleet=fleet))
+            for name in _ENGINES
+        }
+        baseline.wait_ready()
+        console.print("The engine without a connector says what the tokens have to be …")
+        expected = reference_tokens(baseline)
+        baseline.close()
+        for engine in engines.values():
+            engine.wait_ready()
+        for engine in engines.values():
+            warm_up(engine, size)
+        story = Story(
+            engines, fleet.store, expected, lambda outcome: console.print(describe(outcome))
+        )
+        story.run()
+        _wait_for_hits(fleet.store, story)
+        result = Result(
+            model=size.name,
+            nbytes_per_image=size.nbytes_per_image,
+            outcomes=tuple(story.outcomes),
+            encoder_runs={name: engine.encoder_runs for name, engine in engines.items()},
+            records=records_in_store(fleet.store),
+            seconds=time.monotonic() - began,
+        )
+        console.print("Stopping everything …")
+    return _report(result, size, json_path, console)
+
+
+def _model(size: ModelSize, directory: Path, console: Console) -> Path:
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("Making the model's random weights", total=None)
+        return ensure_model(
+            size,
+            directory,
+            progress=lambda made, total: progress.update(task, completed=made, total=total),
+        ).resolve()
+
+
+def _engine(
+    name: str, size: ModelSize, model: Path, work: Path, *, fleet: Fleet | None = None
+) -> DemoEngine:
+    """The engine on the node of the same name, or one without a connector."""
+    settings = EngineSettings(
+        name=f"engine-{name}",
+        size=size,
+        model_directory=model,
+        work_directory=work,
+        placement=Placement.ONE_PROCESS if fleet is None else Placement.TWO_PROCESSES,
+        ec_transfer_config=None if fleet is None else fleet.nodes[name].ec_transfer_config(),
+        cores=_cores(_ENGINES.index(name) if name in _ENGINES else 0),
+    )
+    return DemoEngine(settings)
+
+
+def _cores(index: int) -> tuple[int, ...]:
+    """The share of the machine's cores that engine number `index` gets; all get equally many."""
+    cores = sorted(os.sched_getaffinity(0))
+    each = min(max(len(cores) // len(_ENGINES), 1), _CORES_PER_ENGINE_MAX)
+    first = index * each % len(cores)
+    return tuple(cores[first : first + each])
+
+
+def _wait_for_hits(store: MetadataStore, story: Story) -> None:
+    """Nodes count hits in batches; give them the time to arrive."""
+    expected = sum(bool(outcome.source) for outcome in story.outcomes)
+    deadline = time.monotonic() + _HITS_WAIT_SECONDS
+    while sum(record.hits for record in records_in_store(store)) < expected:
+        if time.monotonic() > deadline:
+            return
+        time.sleep(0.1)
+
+
+def _report(result: Result, size: ModelSize, json_path: Path, console: Console) -> int:
+    promises = judge(result, times_count=size is HEAVY)
+    json_path.parent.mkdir(parents=True, exist_ok=True)
+    json_path.write_text(json.dumps(result.to_json(promises), indent=2) + "\n", encoding="utf-8")
+    console.print(
+        request_table(result.outcomes), record_table(result.records), promise_table(promises)
+    )
+    runs = ", ".join(f"{name} {count}" for name, count in result.encoder_runs.items())
+    console.print(f"Encoder runs by vLLM's scheduler: {runs}. Figures: {json_path}.")
+    broken = [promise for promise in promises if not promise.kept]
+    for promise in broken:
+        console.print(f"[red]Not kept:[/red] {promise.text} ({promise.found})")
+    return 1 if broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,139 @@
+"""The demo's requests, in their order, to two running engines.
+
+Runs in the commanding process; knows engines and the store, not how they were started.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from connectors.demo.engine import Answer, DemoEngine, Question
+from connectors.demo.model_size import ModelSize
+from connectors.demo.outcome import KeyFacts, Origin, Outcome, Purpose
+from store import MetadataStore
+
+PROMPT = "What is in this picture?"
+_OWN_REPEATS = 3
+_WARM_UPS = 3
+_PHOTOGRAPHS = Path(__file__).parent / "photographs"
+FIRST_PHOTOGRAPH, SECOND_PHOTOGRAPH = "cat", "coffee"
+
+Expected = Mapping[str, tuple[int, ...]]
+Tell = Callable[[Outcome], None]
+
+
+def question(photograph: str) -> Question:
+    return Question.about(_PHOTOGRAPHS / f"{photograph}.jpg", PROMPT)
+
+
+def warm_up(engine: DemoEngine, size: ModelSize) -> None:
+    """Runs the text model a few times, on a prompt as long as the real ones, without any image.
+
+    The first passes of a fresh engine pay for its memory and its threads, wherever
+    an encoding comes from.
+    """
+    prompt = "." * (size.embeddings_per_image + len(PROMPT))
+    for _ in range(_WARM_UPS):
+        engine.generate(Question((), prompt))
+
+
+def reference_tokens(baseline: DemoEngine) -> dict[str, tuple[int, ...]]:
+    """The tokens that every other engine has to reproduce, from one without a connector."""
+    return {
+        photograph: baseline.generate(question(photograph)).tokens
+        for photograph in (FIRST_PHOTOGRAPH, SECOND_PHOTOGRAPH)
+    }
+
+
+class Story:
+    """Asks, and notes what came of it. `engines` maps a node's name to the engine on that node."""
+
+    def __init__(
+        self,
+        engines: Mapping[str, DemoEngine],
+        store: MetadataStore,
+        expected: Expected,
+        tell: Tell,
+    ) -> None:
+        self._engines = engines
+        self._store = store
+        self._expected = expected
+        self._tell = tell
+        self.outcomes: list[Outcome] = []
+
+    def run(self) -> None:
+        """All requests. Each engine's own cache holds one image, so the second photograph drives
+        the first one out."""
+        first, second = self._engines
+        self._ask(Purpose.FIRST, first, FIRST_PHOTOGRAPH)
+        for _ in range(_OWN_REPEATS):
+            self._ask(Purpose.REPEAT, first, FIRST_PHOTOGRAPH)
+        self._ask(Purpose.OTHER, second, FIRST_PHOTOGRAPH)
+        self._ask_both(SECOND_PHOTOGRAPH)
+        self._ask(Purpose.AGAIN, first, FIRST_PHOTOGRAPH)
+
+    def _ask(self, purpose: Purpose, name: str, photograph: str) -> None:
+        holders = self._holders()
+        engine = self._engines[name]
+        self._note(purpose, name, photograph, engine.generate(question(photograph)), holders)
+
+    def _ask_both(self, photograph: str) -> None:
+        holders = self._holders()
+        for engine in self._engines.values():
+            engine.submit([question(photograph)])
+        for name, engine in self._engines.items():
+            self._note(Purpose.AT_ONCE, name, photograph, engine.collect()[0], holders)
+
+    def _note(
+        self,
+        purpose: Purpose,
+        name: str,
+        photograph: str,
+        answer: Answer,
+        holders: Mapping[str, tuple[str, ...]],
+    ) -> None:
+        origin = Origin(answer.origins[0]) if answer.origins else Origin.CACHED
+        source = ""
+        if origin is Origin.LOADED:
+            source = self._source(name, holders.get(answer.identifiers[0], ()))
+        outcome = Outcome(
+            purpose=purpose,
+            engine=name,
+            photograph=photograph,
+            origin=origin,
+            source=source,
+            ttft_seconds=answer.ttft_seconds,
+            tokens=answer.tokens,
+            tokens_expected=self._expected[photograph],
+        )
+        self.outcomes.append(outcome)
+        self._tell(outcome)
+
+    def _source(self, name: str, holders: tuple[str, ...]) -> str:
+        """Where the bytes lay when the request was asked, going by the records in Redis then."""
+        if name in holders:
+            return f"arena of {name}"
+        others = holders or tuple(other for other in self._engines if other != name)
+        return f"{', '.join(others)} over TCP"
+
+    def _holders(self) -> dict[str, tuple[str, ...]]:
+        return {
+            record.key: tuple(location.node for location in record.locations)
+            for record in self._store.scan()
+        }
+
+
+def records_in_store(store: MetadataStore) -> tuple[KeyFacts, ...]:
+    """All records with their hits, oldest first."""
+    records = sorted(store.scan(), key=lambda record: record.created)
+    return tuple(
+        KeyFacts(
+            namespace=record.namespace,
+            key=record.key,
+            dtype=record.dtype,
+            shape=record.shape,
+            nbytes=record.nbytes,
+            nodes=tuple(sorted(location.node for location in record.locations)),
+            hits=store.hits(record.namespace, [record.key])[0],
+        )
+        for record in records
+    )
