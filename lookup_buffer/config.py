@@ -20,6 +20,7 @@ from pydantic import (
     SecretStr,
     ValidationError,
     field_validator,
+    model_validator,
 )
 
 from lookup_buffer.errors import ConfigError
@@ -27,6 +28,8 @@ from store import redact
 
 GIB = 1 << 30
 ENVIRONMENT_PREFIX = "LOOKUP_BUFFER_"
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+WILDCARDS = ("0.0.0.0", "::")
 STORE_SCHEMES = ("redis", "rediss", "valkey", "valkeys", "unix")
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kKmMgGtT]?)(i?[bB])?\s*")
 _SIZE_STEPS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
@@ -108,6 +111,17 @@ class BufferConfig(BaseModel):
             parse_tcp(value)
         return value
 
+    @model_validator(mode="after")
+    def _reachable_and_guarded(self) -> "BufferConfig":
+        host, _ = parse_tcp(self.listen)
+        if host not in LOOPBACK and self.token is None:
+            raise ValueError(f"a token, because 'listen' is {self.listen!r} and not loopback")
+        if host in WILDCARDS and self.advertise is None:
+            raise ValueError(
+                f"'advertise', because 'listen' is {self.listen!r}: no peer gets there"
+            )
+        return self
+
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> "BufferConfig":
         """The configuration of `settings`.
@@ -186,13 +200,15 @@ def explain(
 ) -> ConfigError:
     """One line for the first thing that is wrong: the setting, its value, what is allowed."""
     first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-    name = str(first["loc"][0]) if first["loc"] else "settings"
+    allowed = first["msg"].removeprefix("Value error, ")
+    if not first["loc"]:  # several settings that do not go together
+        return ConfigError(f"the settings need {allowed}")
+    name = str(first["loc"][0])
     if first["type"] == "extra_forbidden":
         return ConfigError(f"unknown setting {name!r}{_nearest(name, model)}")
     field = model.model_fields.get(name)
     secret = field is not None and "Secret" in str(field.annotation)
     shown = "(hidden)" if secret else repr(_shown(settings.get(name)))
-    allowed = first["msg"].removeprefix("Value error, ")
     return ConfigError(f"setting {name!r} is {shown}; allowed: {allowed}")
 
 

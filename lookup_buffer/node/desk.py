@@ -130,6 +130,7 @@ class Desk:
         return {
             **asdict(self.shelf.gauges()),
             "unpublished": self.registrar.pending(),
+            "store_up": int(self.registrar.store_up),
             "open_files": len(os.listdir("/proc/self/fd")),
             **self.counters.totals(),
         }

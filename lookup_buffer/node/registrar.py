@@ -38,6 +38,8 @@ class Registrar:
     counters: Counters
     record_ttl_seconds: float
     clock: Callable[[], float] = time.monotonic
+    store_up: bool = False
+    """Whether the last call to the store succeeded."""
     _wake: threading.Condition = field(default_factory=threading.Condition)
     _dirty: dict[Address, str] = field(default_factory=dict)
     _namespaces: dict[str, dict[str, str]] = field(default_factory=dict)
@@ -96,14 +98,23 @@ class Registrar:
             try:
                 store = self.storage.store()
                 if self.clock() >= beat_at:
-                    beat_at = self.clock() + BEAT_SECONDS
                     self._beat(store)
+                    beat_at = self.clock() + BEAT_SECONDS
                 self._write_dirty(store, until=beat_at)
             except StoreError:
+                self.store_up = False
                 breaker.failed()
+                self._revive()
             else:
+                self.store_up = True
                 breaker.succeeded()
         self._leave()
+
+    def _revive(self) -> None:
+        try:
+            self.storage.revive()
+        except StoreError:
+            pass  # tried again with the next beat
 
     def _wait(self, beat_at: float, breaker: Breaker) -> None:
         with self._wake:

@@ -43,15 +43,29 @@ class Storage:
                     self._store = self._open()
         return self._store
 
+    def revive(self) -> None:
+        """Start the embedded server again if it died; its socket stays the same.
+
+        Raises:
+            StoreUnavailable: it cannot be started.
+        """
+        with self._lock:
+            if self._server is not None and not self._server.running:
+                self._server.close()
+                self._server = self._start_server()
+
+    def _start_server(self) -> EmbeddedServer:
+        try:
+            directory = self._config.runtime_directory() / "valkey"
+            return EmbeddedServer.start(directory, timeout_seconds=10.0)
+        except EmbeddedServerError as error:
+            raise StoreUnavailable(str(error)) from error
+
     def _open(self) -> MetadataStore:
         config = self._config
         url = config.store_url
         if url == "embedded":
-            try:
-                directory = config.runtime_directory() / "valkey"
-                self._server = EmbeddedServer.start(directory, timeout_seconds=10.0)
-            except EmbeddedServerError as error:
-                raise StoreUnavailable(str(error)) from error
+            self._server = self._start_server()
             url = self._server.url
         password = config.store_password
         return open_store(
