@@ -13,6 +13,7 @@ Starts a Valkey and two nodes that treat each other as two hosts. In interleaved
 
 import argparse
 import ctypes
+import functools
 import json
 import multiprocessing
 import socket
@@ -103,11 +104,14 @@ def measure_fetch(
         while not reader.has_caches([key])[0]:
             time.sleep(0.002)
         transfers.append(seconds(lambda: receive_bare(bare, target)))
-        handles: list[Any] = []
-        fetches.append(seconds(lambda: handles.extend(reader.prefetch([key], timeout=30.0))))
-        assert handles[0].state is PrefetchState.RESIDENT, handles[0]
-        reader.release(handles[0])
+        fetches.append(seconds(functools.partial(fetch, reader, key)))
     return compared(fetches, transfers, "bare_socket", nbytes)
+
+
+def fetch(reader: LookupBuffer, key: TensorKey) -> None:
+    (handle,) = reader.prefetch([key], timeout=30.0)
+    assert handle.state is PrefetchState.RESIDENT, handle
+    reader.release(handle)
 
 
 def receive_bare(stream: socket.socket, target: memoryview) -> None:

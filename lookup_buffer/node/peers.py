@@ -37,7 +37,7 @@ class PeerServer:
     )
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _links: set[Link] = field(default_factory=set)
-    _closing: bool = False
+    _closing: threading.Event = field(default_factory=threading.Event)
 
     def listen(self, address: str) -> str:
         """Bind; the answer is the address with the port that was really taken.
@@ -56,7 +56,7 @@ class PeerServer:
         threading.Thread(target=self._accept, name="lb-peer-accept", daemon=True).start()
 
     def close(self) -> None:
-        self._closing = True
+        self._closing.set()
         if self._listener is not None:
             try:
                 self._listener.shutdown(socket.SHUT_RDWR)
@@ -69,13 +69,13 @@ class PeerServer:
 
     def _accept(self) -> None:
         assert self._listener is not None
-        while not self._closing:
+        while not self._closing.is_set():
             self._slots.acquire()
             try:
                 connection, _ = self._listener.accept()
             except OSError:
                 self._slots.release()
-                if self._closing:
+                if self._closing.is_set():
                     return
                 continue
             threading.Thread(
@@ -88,7 +88,7 @@ class PeerServer:
             link = accept_handshake(connection, token=self.token, timeout=HANDSHAKE_SECONDS)
             with self._lock:
                 self._links.add(link)
-            while not self._closing:
+            while not self._closing.is_set():
                 self._answer(link, link.recv_header(timeout=IDLE_SECONDS))
         except ProtocolError:
             self.counters.add("protocol_errors")
