@@ -28,6 +28,7 @@ class _Expiring(Generic[_Key, _Value]):
         self._clock = clock
         self._entries: dict[_Key, tuple[_Value, float]] = {}
         self._sweep_at = 1024
+        self._swept_at_seconds = clock()
 
     def get(self, key: _Key) -> _Value | None:
         entry = self._entries.get(key)
@@ -42,8 +43,13 @@ class _Expiring(Generic[_Key, _Value]):
     def put(self, key: _Key, value: _Value, seconds: float) -> None:
         self._entries[key] = (value, self._clock() + seconds)
         if len(self._entries) >= self._sweep_at:
-            self._entries = {name: self._entries[name] for name, _ in self.items()}
-            self._sweep_at = max(1024, 2 * len(self._entries))
+            self._sweep()
+
+    def has_room(self, entries_max: int) -> bool:
+        """Whether one more fits. Looks for ended entries once a second at most: it looks at all."""
+        if len(self._entries) >= entries_max and self._clock() >= self._swept_at_seconds + 1:
+            self._sweep()
+        return len(self._entries) < entries_max
 
     def replace(self, key: _Key, value: _Value) -> None:
         self._entries[key] = (value, self._entries[key][1])
@@ -55,8 +61,10 @@ class _Expiring(Generic[_Key, _Value]):
         now = self._clock()
         return [(key, value) for key, (value, end) in self._entries.items() if end > now]
 
-    def __len__(self) -> int:
-        return len(self._entries)
+    def _sweep(self) -> None:
+        self._entries = {name: self._entries[name] for name, _ in self.items()}
+        self._sweep_at = max(1024, 2 * len(self._entries))
+        self._swept_at_seconds = self._clock()
 
 
 class MemoryStore(MetadataStore):
@@ -95,7 +103,7 @@ class MemoryStore(MetadataStore):
             known = self._records.get(item)
             if known and not _agree(known, record):
                 return Publication.CONFLICT
-            if not known and len(self._records) >= self._records_max:
+            if not known and not self._records.has_room(self._records_max):
                 raise StoreFull(f"{self._records_max} records are held, no more are taken")
             base = known or replace(record, locations=())
             outcome, locations = _with_location(base.locations, location)

@@ -117,15 +117,16 @@ class RedisLink:
                 if self._closed.is_set():
                     self._pool.disconnect(inuse_connections=False)
         except (redis.RedisError, OSError) as error:
-            raise self._translated(error) from error
+            # Also a refusal during the handshake: no such user, no such database.
+            raise StoreUnavailable(f"store {self._name}: {error}") from error
 
-    def _translated(self, error: Exception) -> StoreError:
-        text = f"store {self._name}: {error}"
-        if isinstance(error, redis.exceptions.OutOfMemoryError):
+    def _translated(self, refusal: redis.ResponseError) -> StoreError:
+        """What the server's refusal of one command means to callers."""
+        text = f"store {self._name}: {refusal}"
+        if isinstance(refusal, redis.exceptions.OutOfMemoryError):
             return StoreFull(text)
-        if not isinstance(error, redis.ResponseError) or isinstance(error, _REFUSALS):
-            return StoreUnavailable(text)
-        if str(error).partition(" ")[0] in _REFUSAL_CODES:
+        code = str(refusal).partition(" ")[0]
+        if isinstance(refusal, _REFUSALS) or code in _REFUSAL_CODES:
             return StoreUnavailable(text)
         return StoreCorrupt(text)
 

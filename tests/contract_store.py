@@ -1,0 +1,346 @@
+"""What every MetadataStore has to do. A store's test inherits it and says how to make one.
+
+Times: leases and TTLs run on the clock of the store, so tests that wait use short real ones, and
+check only that nothing ends early and that all ends.
+"""
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from store import (
+    LOCATIONS_MAX,
+    Location,
+    MetadataStore,
+    NodeInfo,
+    Publication,
+    Record,
+    StoreUnavailable,
+)
+
+BOOT, OTHER_BOOT = "b" * 16, "c" * 16
+
+ODD_KEYS = [
+    "a" * 64,
+    "a" * 64 + "#layer.3@chatcmpl-1",
+    "x" * 5000,
+    "h." + "0" * 32,
+    "}{",
+    "{tag}rest",
+    "with space:and:colons",
+    "Ω*?[a-z]",
+    "line\r\nbreak\0",
+    "\udcff not decodable",
+]
+
+
+def a_location(node: str = "node-1", **changes: object) -> Location:
+    return replace(Location(node, BOOT, 1, 0xFEED), **changes)  # type: ignore[arg-type]
+
+
+def a_record(namespace: str, key: str, **changes: object) -> Record:
+    record = Record(namespace, key, "bfloat16", (729, 1152), 1_679_616, "tensor", 1763718000.125)
+    return replace(record, **changes)  # type: ignore[arg-type]
+
+
+class StoreContract:
+    """Subclasses give a `store` fixture that is empty at the start of each test."""
+
+    @pytest.fixture
+    def store(self) -> Iterator[MetadataStore]:
+        raise NotImplementedError
+
+    # ---- publish and locate
+
+    def test_what_is_published_is_located_whole(self, store: MetadataStore, namespace: str) -> None:
+        record = a_record(namespace, "k")
+        assert store.publish(record, a_location()) is Publication.ADDED
+        assert store.locate(namespace, ["k"]) == [replace(record, locations=(a_location(),))]
+
+    @pytest.mark.parametrize("shape", [(), (0,), (1,), (2, 3, 4), tuple(range(16))])
+    def test_any_shape(
+        self, store: MetadataStore, namespace: str, shape: tuple[int, ...]
+    ) -> None:
+        store.publish(a_record(namespace, "k", shape=shape, nbytes=0, kind="none"), a_location())
+        (found,) = store.locate(namespace, ["k"])
+        assert found is not None
+        assert (found.shape, found.nbytes, found.kind) == (shape, 0, "none")
+
+    def test_locate_keeps_order_and_says_none(self, store: MetadataStore, namespace: str) -> None:
+        for key in ("a", "c"):
+            store.publish(a_record(namespace, key), a_location())
+        found = store.locate(namespace, ["c", "missing", "a", "c"])
+        assert [record and record.key for record in found] == ["c", None, "a", "c"]
+        assert store.locate(namespace, []) == []
+
+    def test_locate_more_than_a_page(self, store: MetadataStore, namespace: str) -> None:
+        store.publish(a_record(namespace, "last"), a_location())
+        found = store.locate(namespace, [f"missing-{n}" for n in range(2500)] + ["last"])
+        assert found[:2500] == [None] * 2500
+        assert found[2500] is not None
+
+    @pytest.mark.parametrize("key", ODD_KEYS, ids=range(len(ODD_KEYS)))
+    def test_odd_keys(self, store: MetadataStore, namespace: str, key: str) -> None:
+        assert store.publish(a_record(namespace, key), a_location()) is Publication.ADDED
+        (found,) = store.locate(namespace, [key])
+        assert found is not None
+        assert found.key == key
+        others = [other for other in ODD_KEYS if other != key]
+        assert store.locate(namespace, others) == [None] * len(others)
+        assert [record.key for record in store.scan(namespace)] == [key]
+        assert store.claim(namespace, key, holder="n", token="t", lease_seconds=9).granted
+        store.add_hits(namespace, {key: 2})
+        assert store.hits(namespace, [key]) == [2]
+        assert store.withdraw(namespace, key, "node-1", reason="evicted")
+        assert store.gone(namespace, key) == "evicted"
+
+    def test_namespaces_are_apart(self, store: MetadataStore, namespace: str) -> None:
+        store.publish(a_record(namespace, "k"), a_location())
+        assert store.locate("other", ["k"]) == [None]
+        assert not store.withdraw("other", "k", "node-1", reason="evicted")
+        assert store.claim("other", "k", holder="n", token="t", lease_seconds=9).granted
+        assert store.claim(namespace, "k", holder="n", token="u", lease_seconds=9).granted
+
+    def test_the_same_again_is_present(self, store: MetadataStore, namespace: str) -> None:
+        record = a_record(namespace, "k")
+        store.publish(record, a_location())
+        assert store.publish(record, a_location()) is Publication.PRESENT
+
+    def test_who_encoded_it_when_does_not_conflict(
+        self, store: MetadataStore, namespace: str
+    ) -> None:
+        store.publish(a_record(namespace, "k"), a_location())
+        later = a_record(namespace, "k", created=1763719999.0)
+        second = a_location("node-2", checksum=0xBEEF)
+        assert store.publish(later, second) is Publication.ADDED
+        (found,) = store.locate(namespace, ["k"])
+        assert found is not None
+        assert set(found.locations) == {a_location(), second}
+        assert found.created == 1763718000.125
+
+    @pytest.mark.parametrize(
+        "changes",
+        [{"dtype": "float32"}, {"shape": (1152, 729)}, {"nbytes": 4}, {"kind": "none"}],
+        ids=["dtype", "shape", "nbytes", "kind"],
+    )
+    def test_other_bytes_conflict(
+        self, store: MetadataStore, namespace: str, changes: dict[str, object]
+    ) -> None:
+        store.publish(a_record(namespace, "k"), a_location())
+        before = store.locate(namespace, ["k"])
+        store.claim(namespace, "k", holder="n", token="t", lease_seconds=9)
+        other = a_record(namespace, "k", **changes)
+        answer = store.publish(other, a_location("node-2"), claim_token="t")
+        assert answer is Publication.CONFLICT
+        assert store.locate(namespace, ["k"]) == before
+        assert store.release_claim(namespace, "k", token="t"), "the claim went with a conflict"
+
+    def test_a_newer_copy_of_a_node_replaces_its_older(
+        self, store: MetadataStore, namespace: str
+    ) -> None:
+        record = a_record(namespace, "k")
+        store.publish(record, a_location(generation=9))
+        for newer in (a_location(generation=10), a_location(boot=OTHER_BOOT, generation=1)):
+            assert store.publish(record, newer) is Publication.ADDED
+            (found,) = store.locate(namespace, ["k"])
+            assert found is not None
+            assert found.locations == (newer,)
+
+    def test_a_late_older_copy_does_not_come_back(
+        self, store: MetadataStore, namespace: str
+    ) -> None:
+        record = a_record(namespace, "k")
+        newest = a_location(generation=10)
+        store.publish(record, newest)
+        assert store.publish(record, a_location(generation=9)) is Publication.PRESENT
+        (found,) = store.locate(namespace, ["k"])
+        assert found is not None
+        assert found.locations == (newest,)
+
+    def test_at_most_four_locations(self, store: MetadataStore, namespace: str) -> None:
+        record = a_record(namespace, "k")
+        for n in range(LOCATIONS_MAX):
+            assert store.publish(record, a_location(f"node-{n}")) is Publication.ADDED
+        assert store.publish(record, a_location("one-more")) is Publication.FULL
+        newer = a_location("node-0", generation=2)
+        assert store.publish(record, newer) is Publication.ADDED, "a holder may renew its own"
+        assert store.withdraw(namespace, "k", "node-1", reason="evicted")
+        assert store.publish(record, a_location("one-more")) is Publication.ADDED
+        (found,) = store.locate(namespace, ["k"])
+        assert found is not None
+        assert len(found.locations) == LOCATIONS_MAX
+
+    def test_a_record_ends_with_its_ttl(self, store: MetadataStore, namespace: str) -> None:
+        store.publish(a_record(namespace, "short"), a_location(), ttl_seconds=0.3)
+        store.publish(a_record(namespace, "long"), a_location(), ttl_seconds=60)
+        # A copy with little time left does not shorten the life of the others.
+        store.publish(a_record(namespace, "long"), a_location("node-2"), ttl_seconds=0.1)
+        assert None not in store.locate(namespace, ["short", "long"])
+        time.sleep(0.35)
+        short, long = store.locate(namespace, ["short", "long"])
+        assert short is None
+        assert long is not None
+
+    @pytest.mark.parametrize(
+        "changes", [{"boot": "no:colon"}, {"generation": 0}, {"checksum": 2**64}, {"node": ""}]
+    )
+    def test_a_location_that_nobody_could_read_is_refused(
+        self, store: MetadataStore, namespace: str, changes: dict[str, object]
+    ) -> None:
+        with pytest.raises(ValueError):
+            store.publish(a_record(namespace, "k"), a_location(**changes))
+        assert store.locate(namespace, ["k"]) == [None]
+
+    def test_a_namespace_that_could_name_other_keys_is_refused(self, store: MetadataStore) -> None:
+        for namespace in ("", "*", "a:{b", "a b", "x" * 129):
+            with pytest.raises(ValueError):
+                store.locate(namespace, ["k"])
+
+    # ---- withdraw
+
+    def test_withdraw_leaves_the_others(self, store: MetadataStore, namespace: str) -> None:
+        for node in ("node-1", "node-2"):
+            store.publish(a_record(namespace, "k"), a_location(node))
+        assert store.withdraw(namespace, "k", "node-1", reason="evicted")
+        assert not store.withdraw(namespace, "k", "node-1", reason="evicted")
+        (found,) = store.locate(namespace, ["k"])
+        assert found is not None
+        assert found.locations == (a_location("node-2"),)
+        assert store.gone(namespace, "k") is None, "it is not gone: node-2 has it"
+
+    def test_the_last_withdrawal_says_why(self, store: MetadataStore, namespace: str) -> None:
+        store.publish(a_record(namespace, "k"), a_location())
+        assert store.withdraw(namespace, "k", "node-1", reason="evicted on node-1")
+        assert store.locate(namespace, ["k"]) == [None]
+        assert store.gone(namespace, "k") == "evicted on node-1"
+        store.publish(a_record(namespace, "k", dtype="float32"), a_location())
+        assert store.gone(namespace, "k") is None
+
+    def test_withdraw_of_nothing(self, store: MetadataStore, namespace: str) -> None:
+        assert not store.withdraw(namespace, "k", "node-1", reason="evicted")
+        assert store.gone(namespace, "k") is None
+
+    def test_withdraw_exactly_spares_a_newer_copy(
+        self, store: MetadataStore, namespace: str
+    ) -> None:
+        stale, fresh = a_location(generation=1), a_location(generation=2)
+        store.publish(a_record(namespace, "k"), fresh)
+        assert not store.withdraw(namespace, "k", "node-1", reason="stale", exactly=stale)
+        assert store.withdraw(namespace, "k", "node-1", reason="stale", exactly=fresh)
+
+    # ---- claims
+
+    def test_one_claim_at_a_time(self, store: MetadataStore, namespace: str) -> None:
+        first = store.claim(namespace, "k", holder="a:1", token="t1", lease_seconds=30)
+        assert (first.granted, first.holder) == (True, "a:1")
+        second = store.claim(namespace, "k", holder="b:2", token="t2", lease_seconds=30)
+        assert (second.granted, second.holder) == (False, "a:1")
+        assert 25 < second.remaining_seconds <= 30
+        assert not store.release_claim(namespace, "k", token="t2")
+        assert store.release_claim(namespace, "k", token="t1")
+        assert not store.release_claim(namespace, "k", token="t1")
+        assert store.claim(namespace, "k", holder="b:2", token="t2", lease_seconds=30).granted
+
+    def test_a_claim_ends_with_its_lease_unless_renewed(
+        self, store: MetadataStore, namespace: str
+    ) -> None:
+        for key in ("left", "renewed"):
+            store.claim(namespace, key, holder="a", token="t1", lease_seconds=0.3)
+        assert store.claim(namespace, "renewed", holder="a", token="t1", lease_seconds=30).granted
+        assert not store.claim(namespace, "left", holder="b", token="t2", lease_seconds=1).granted
+        time.sleep(0.35)
+        assert store.claim(namespace, "left", holder="b", token="t2", lease_seconds=1).granted
+        late = store.claim(namespace, "left", holder="a", token="t1", lease_seconds=1)
+        assert (late.granted, late.holder) == (False, "b")
+        other = store.claim(namespace, "renewed", holder="b", token="t2", lease_seconds=1)
+        assert not other.granted
+
+    def test_publishing_drops_my_claim_only(self, store: MetadataStore, namespace: str) -> None:
+        store.claim(namespace, "k", holder="a", token="t1", lease_seconds=30)
+        store.publish(a_record(namespace, "k"), a_location("node-2"), claim_token="t2")
+        assert not store.claim(namespace, "k", holder="b", token="t2", lease_seconds=30).granted
+        store.publish(a_record(namespace, "k"), a_location(), claim_token="t1")
+        assert store.claim(namespace, "k", holder="b", token="t2", lease_seconds=30).granted
+
+    def test_a_full_record_drops_the_claim_too(self, store: MetadataStore, namespace: str) -> None:
+        for n in range(LOCATIONS_MAX):
+            store.publish(a_record(namespace, "k"), a_location(f"node-{n}"))
+        store.claim(namespace, "k", holder="a", token="t1", lease_seconds=30)
+        store.publish(a_record(namespace, "k"), a_location("one-more"), claim_token="t1")
+        assert not store.release_claim(namespace, "k", token="t1")
+
+    def test_a_token_with_a_colon_is_refused(self, store: MetadataStore, namespace: str) -> None:
+        with pytest.raises(ValueError):
+            store.claim(namespace, "k", holder="a", token="x:y", lease_seconds=1)
+
+    # ---- nodes, namespaces, counters
+
+    def test_beats(self, store: MetadataStore) -> None:
+        assert not store.beat("node-1", BOOT, 1), "the first beat"
+        assert store.beat("node-1", BOOT, 2)
+        assert not store.beat("node-1", OTHER_BOOT, 1), "a node that was started anew"
+        store.beat("node-2", BOOT, 7)
+        found = {node: (beat.boot, beat.sequence) for node, beat in store.beats().items()}
+        assert found == {"node-1": (OTHER_BOOT, 1), "node-2": (BOOT, 7)}
+
+    def test_leave_spares_a_newer_boot(self, store: MetadataStore) -> None:
+        info = NodeInfo("node-1", BOOT, "tcp://10.0.0.1:7000", "host", "0.1", 1 << 33, 12, 3)
+        store.beat("node-1", BOOT, 1)
+        store.describe_node(info)
+        store.add_stats("node-1", {"hits": 1})
+        store.leave("node-1", OTHER_BOOT)
+        assert store.node_infos(["missing", "node-1"]) == {"node-1": info}
+        assert store.stats() == {"node-1": {"hits": 1}}
+        store.leave("node-1", BOOT)
+        assert (store.beats(), store.node_infos(["node-1"]), store.stats()) == ({}, {}, {})
+        store.leave("node-1", BOOT)
+
+    def test_namespaces(self, store: MetadataStore, namespace: str) -> None:
+        parts = {"model": "some/model: 7B", "dtype": "bfloat16", "empty": ""}
+        store.describe_namespace(namespace, parts)
+        store.describe_namespace("other", {})
+        assert store.namespaces() == {namespace: parts}
+
+    def test_counters_add_up(self, store: MetadataStore, namespace: str) -> None:
+        store.beat("node-1", BOOT, 1)
+        for _ in range(2):
+            store.add_hits(namespace, {"a": 1, "b": 20})
+            store.add_stats("node-1", {"hits_local": 3, "bytes": 1 << 40})
+        store.add_hits(namespace, {})
+        assert store.hits(namespace, ["b", "missing", "a"]) == [40, 0, 2]
+        assert store.hits(namespace, []) == []
+        assert store.stats() == {"node-1": {"hits_local": 6, "bytes": 1 << 41}}
+
+    def test_only_the_most_hit_keys_are_kept(self, store: MetadataStore, namespace: str) -> None:
+        store.add_hits(namespace, {f"rare-{n}": 1 for n in range(9_999)})
+        store.add_hits(namespace, {"top": 50, "second": 40})
+        assert store.hits(namespace, ["top", "second"]) == [50, 40]
+        assert sum(store.hits(namespace, [f"rare-{n}" for n in range(9_999)])) == 9_998
+
+    # ---- the rest
+
+    def test_scan(self, store: MetadataStore, namespace: str) -> None:
+        for n in range(30):
+            store.publish(a_record(namespace, f"k{n}"), a_location())
+        store.publish(a_record("other", "k0"), a_location())
+        found = list(store.scan(namespace))
+        assert {record.key for record in found} == {f"k{n}" for n in range(30)}
+        assert {record.namespace for record in store.scan()} == {namespace, "other"}
+        assert len(list(store.scan(limit=7))) == 7
+        assert list(store.scan(limit=0)) == []
+
+    def test_ping_and_info(self, store: MetadataStore) -> None:
+        assert 0 <= store.ping() < 5
+        info = store.server_info()
+        assert info.product
+        assert info.mode == "standalone"
+
+    def test_closed(self, store: MetadataStore, namespace: str) -> None:
+        store.ping()
+        store.close()
+        store.close()
+        with pytest.raises(StoreUnavailable):
+            store.locate(namespace, ["k"])
+        with pytest.raises(StoreUnavailable):
+            store.beat("node-1", BOOT, 1)

@@ -1,0 +1,295 @@
+"""RedisStore on servers that are frozen, killed, full, loading, read-only or refuse us."""
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from contract_store import BOOT, a_location, a_record
+from servers import StartServer, alive, command, frozen, redis_executable, valkey_executable
+from store import (
+    EmbeddedServer,
+    MetadataStore,
+    NodeInfo,
+    StoreError,
+    StoreFull,
+    StoreUnavailable,
+    open_store,
+)
+
+CALL_SECONDS = 0.1
+MARGIN_SECONDS = 0.05
+
+CALLS: dict[str, Callable[[MetadataStore], object]] = {
+    "publish": lambda store: store.publish(a_record("ns", "k"), a_location()),
+    "locate": lambda store: store.locate("ns", ["k"] * 32),
+    "withdraw": lambda store: store.withdraw("ns", "k", "node-1", reason="evicted"),
+    "claim": lambda store: store.claim("ns", "k", holder="n", token="t", lease_seconds=1),
+    "release_claim": lambda store: store.release_claim("ns", "k", token="t"),
+    "beat": lambda store: store.beat("node-1", BOOT, 1),
+    "leave": lambda store: store.leave("node-1", BOOT),
+    "beats": lambda store: store.beats(),
+    "describe_node": lambda store: store.describe_node(
+        NodeInfo("node-1", BOOT, "tcp://h:1", "h", "0", 1, 1, 1)
+    ),
+    "node_infos": lambda store: store.node_infos(["node-1"]),
+    "describe_namespace": lambda store: store.describe_namespace("ns", {"model": "m"}),
+    "namespaces": lambda store: store.namespaces(),
+    "add_hits": lambda store: store.add_hits("ns", {"k": 1}),
+    "hits": lambda store: store.hits("ns", ["k"]),
+    "add_stats": lambda store: store.add_stats("node-1", {"hits": 1}),
+    "stats": lambda store: store.stats(),
+    "scan": lambda store: list(store.scan()),
+    "gone": lambda store: store.gone("ns", "k"),
+    "server_info": lambda store: store.server_info(),
+    "ping": lambda store: store.ping(),
+}
+
+
+def test_every_operation_is_tried() -> None:
+    assert set(CALLS) == MetadataStore.__abstractmethods__ - {"close"}
+
+
+@pytest.fixture
+def server(start_server: StartServer) -> EmbeddedServer:
+    return start_server()
+
+
+@pytest.fixture
+def store(server: EmbeddedServer) -> Iterator[MetadataStore]:
+    with open_store(server.url, call_timeout_seconds=CALL_SECONDS) as store:
+        yield store
+
+
+def fails_within(seconds: float, call: Callable[[], object]) -> StoreError:
+    """The error of a call, which has to come in time. Once more, should the machine have dozed."""
+    for attempt in range(3):
+        start = time.monotonic()
+        with pytest.raises(StoreUnavailable) as caught:
+            call()
+        elapsed = time.monotonic() - start
+        if elapsed <= seconds:
+            return caught.value
+        print(f"attempt {attempt}: {elapsed:.3f} s")
+    pytest.fail(f"the call took {elapsed:.3f} s, {seconds:.3f} were allowed")
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_frozen_server_costs_one_timeout(
+    store: MetadataStore, server: EmbeddedServer, name: str
+) -> None:
+    store.beat("node-1", BOOT, 1)
+    call = CALLS[name]
+    with frozen(server):
+        error = fails_within(CALL_SECONDS + MARGIN_SECONDS, lambda: call(store))
+        assert error.__cause__ is not None
+        # Now without a connection: the kernel accepts in the frozen server's name.
+        fails_within(CALL_SECONDS + MARGIN_SECONDS, lambda: call(store))
+    call(store)
+
+
+def test_replies_to_abandoned_calls_reach_nobody(
+    store: MetadataStore, server: EmbeddedServer
+) -> None:
+    for n in range(3):
+        store.publish(a_record("ns", f"k{n}"), a_location())
+    with frozen(server), pytest.raises(StoreUnavailable):
+        store.locate("ns", ["k0", "k1"])
+    for _ in range(20):
+        found = store.locate("ns", ["k2", "missing"])
+        assert [record and record.key for record in found] == ["k2", None]
+
+
+def test_a_killed_server_is_refused_at_once_and_used_again_when_it_is_back(
+    store: MetadataStore, server: EmbeddedServer
+) -> None:
+    store.ping()
+    os.kill(server.pid, signal.SIGKILL)
+    while alive(server.pid):
+        time.sleep(0.005)
+    for call in CALLS.values():
+        fails_within(MARGIN_SECONDS, lambda call=call: call(store))  # type: ignore[misc]
+    again = EmbeddedServer.start(
+        server.directory, timeout_seconds=10, executable=valkey_executable()
+    )
+    with again:
+        assert not store.beat("node-1", BOOT, 2), "the next call works, and sees the loss"
+        assert store.locate("ns", ["k"]) == [None]
+
+
+def test_a_server_restarted_between_two_calls_is_not_even_noticed(
+    store: MetadataStore, server: EmbeddedServer
+) -> None:
+    store.ping()
+    server.close()
+    with EmbeddedServer.start(
+        server.directory, timeout_seconds=10, executable=valkey_executable()
+    ):
+        store.ping()
+
+
+@pytest.mark.parametrize("which", ["valkey", "redis"])
+def test_a_full_server_takes_no_copies_but_all_that_frees_memory(
+    start_server: StartServer, which: str
+) -> None:
+    executable = valkey_executable() if which == "valkey" else redis_executable()
+    server = start_server(executable=executable, policy="noeviction")
+    with open_store(server.url, call_timeout_seconds=5) as store:
+        store.publish(a_record("ns", "k"), a_location())
+        store.claim("ns", "k", holder="n", token="t", lease_seconds=60)
+        store.beat("node-1", BOOT, 1)
+        command(server.url, "CONFIG", "SET", "maxmemory", "1")
+        with pytest.raises(StoreFull):
+            store.publish(a_record("ns", "other"), a_location())
+        for name in ("claim", "describe_node", "describe_namespace", "add_hits", "add_stats"):
+            with pytest.raises(StoreFull):
+                CALLS[name](store)
+        assert store.locate("ns", ["k"]) != [None]
+        assert store.beat("node-1", BOOT, 2)
+        assert store.beats()["node-1"].sequence == 2
+        assert store.release_claim("ns", "k", token="t")
+        assert store.withdraw("ns", "k", "node-1", reason="evicted")
+        assert store.gone("ns", "k") == "evicted"
+        store.leave("node-1", BOOT)
+        assert store.beats() == {}
+
+
+def test_the_embedded_servers_policy_evicts_records_and_keeps_beats(
+    start_server: StartServer,
+) -> None:
+    server = start_server()
+    with open_store(server.url, call_timeout_seconds=5) as store:
+        store.beat("node-1", BOOT, 1)
+        used = store.server_info().used_memory_bytes
+        command(server.url, "CONFIG", "SET", "maxmemory", used + 300_000)
+        for n in range(1500):
+            store.publish(a_record("ns", f"k{n}"), a_location())
+        held = len(list(store.scan()))
+        assert 0 < held < 1500
+        assert store.beats()["node-1"].sequence == 1
+
+
+def test_a_replica_refuses_writes(store: MetadataStore, server: EmbeddedServer) -> None:
+    command(server.url, "REPLICAOF", "127.0.0.1", "1")
+    with pytest.raises(StoreUnavailable):
+        store.publish(a_record("ns", "k"), a_location())
+    command(server.url, "REPLICAOF", "NO", "ONE")
+    store.publish(a_record("ns", "k"), a_location())
+
+
+def test_a_wrong_password_is_unavailable_and_stays_secret(server: EmbeddedServer) -> None:
+    command(server.url, "CONFIG", "SET", "requirepass", "the-right-one")
+    path = server.url.removeprefix("unix://")
+    right = f"unix://:the-right-one@{path}"
+    with open_store(right) as store:
+        store.beat("node-1", BOOT, 1)
+    with open_store(f"unix://:wrong@{path}", password="the-right-one") as store:
+        assert store.beat("node-1", BOOT, 2), "the argument comes before the URL"
+    for url in (f"unix://:hunter2@{path}", server.url):
+        with open_store(url, password=None) as store:
+            with pytest.raises(StoreUnavailable) as caught:
+                store.ping()
+            shown = f"{caught.value!r} {caught.value.__cause__!r} {store!r}"
+            assert "hunter2" not in shown
+
+
+def test_a_user_without_rights_is_unavailable(server: EmbeddedServer) -> None:
+    path = server.url.removeprefix("unix://")
+    command(
+        server.url, "ACL", "SETUSER", "lb", "on", ">pw", "resetkeys", "~lb:*", "resetchannels",
+        "+@read", "+@write", "+@scripting", "+@connection", "-@dangerous",
+    )  # fmt: skip
+    with open_store(f"unix://lb:pw@{path}", call_timeout_seconds=5) as store:
+        store.publish(a_record("ns", "k"), a_location())
+        assert store.withdraw("ns", "k", "node-1", reason="evicted")
+        assert store.claim("ns", "k", holder="n", token="t", lease_seconds=1).granted
+        with pytest.raises(StoreUnavailable, match="permission"):
+            store.server_info()
+        command(server.url, "ACL", "SETUSER", "lb", "resetkeys", "~other:*")
+        with pytest.raises(StoreUnavailable):
+            store.locate("ns", ["k"])
+
+
+def test_nobody_listens(tmp_path: Path) -> None:
+    with open_store(f"unix://{tmp_path}/nothing.sock") as store:
+        fails_within(MARGIN_SECONDS, lambda: store.locate("ns", ["k"]))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        with open_store(f"redis://127.0.0.1:{free.getsockname()[1]}") as store:
+            fails_within(MARGIN_SECONDS, lambda: store.locate("ns", ["k"]))
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        b"HTTP/1.1 400 Bad Request\r\n\r\n",
+        b"*1\r\n$9999999\r\n",
+        b"",
+        b"-LOADING the dataset is being loaded\r\n",
+        b"-MISCONF the disk is full\r\n",
+        b"-CLUSTERDOWN the cluster is down\r\n",
+    ],
+    ids=["no RESP", "cut off", "nothing", "loading", "disk full", "cluster down"],
+)
+def test_whoever_answers_like_that_is_unavailable(reply: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(5)
+
+        def answer() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                while connection.recv(4096):
+                    connection.sendall(reply)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with open_store(f"redis://127.0.0.1:{listener.getsockname()[1]}") as store:
+            with pytest.raises(StoreUnavailable):
+                store.beat("node-1", BOOT, 1)
+        thread.join(timeout=5)
+        assert not thread.is_alive()
+
+
+def test_over_tcp_with_a_database(start_server: StartServer) -> None:
+    server = start_server()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command(server.url, "CONFIG", "SET", "bind", "127.0.0.1")
+    command(server.url, "CONFIG", "SET", "port", port)
+    with open_store(f"valkey://127.0.0.1:{port}/3", call_timeout_seconds=CALL_SECONDS) as store:
+        store.publish(a_record("ns", "k"), a_location())
+        assert store.locate("ns", ["k"]) != [None]
+        assert command(server.url, "DBSIZE") == b":0", "database 0 is empty, 3 is not"
+        with frozen(server):
+            fails_within(CALL_SECONDS + MARGIN_SECONDS, lambda: store.locate("ns", ["k"]))
+
+
+def test_closing_while_others_wait_is_bounded(
+    store: MetadataStore, server: EmbeddedServer
+) -> None:
+    outcome: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            store.ping()
+        except BaseException as error:
+            outcome.append(error)
+
+    store.ping()
+    with frozen(server):
+        thread = threading.Thread(target=wait)
+        thread.start()
+        time.sleep(0.02)
+        start = time.monotonic()
+        store.close()
+        assert time.monotonic() - start < MARGIN_SECONDS
+        thread.join(timeout=5)
+    assert [type(error) for error in outcome] == [StoreUnavailable]
+    while b"connected_clients:1\r" not in command(server.url, "INFO", "clients"):
+        assert time.monotonic() - start < 5, "a connection outlived its store"
+        time.sleep(0.01)

@@ -1,0 +1,50 @@
+"""MemoryStore: the contract, and what only it has."""
+
+from collections.abc import Iterator
+
+import pytest
+from contract_store import StoreContract, a_location, a_record
+from store import MemoryStore, MetadataStore, Publication, StoreFull, open_store
+
+
+class TestMemoryStore(StoreContract):
+    @pytest.fixture
+    def store(self) -> Iterator[MetadataStore]:
+        with open_store("memory://") as store:
+            yield store
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_time_is_the_clock_it_was_given() -> None:
+    clock = Clock()
+    store = MemoryStore(clock=clock)
+    store.publish(a_record("ns", "k"), a_location(), ttl_seconds=1800)
+    store.publish(a_record("ns", "gone"), a_location(), ttl_seconds=1800)
+    store.withdraw("ns", "gone", "node-1", reason="evicted")
+    clock.now += 1799
+    assert store.locate("ns", ["k"]) != [None]
+    assert store.gone("ns", "gone") == "evicted"
+    clock.now += 1
+    assert store.locate("ns", ["k"]) == [None]
+    clock.now += 1800
+    assert store.gone("ns", "gone") is None
+
+
+def test_it_is_bounded_and_forgets_what_ended() -> None:
+    clock = Clock()
+    store = MemoryStore(clock=clock, records_max=2000)
+    for n in range(2000):
+        store.publish(a_record("ns", f"k{n}"), a_location(), ttl_seconds=10)
+    with pytest.raises(StoreFull):
+        store.publish(a_record("ns", "one more"), a_location())
+    assert store.publish(a_record("ns", "k0"), a_location("node-2")) is Publication.ADDED
+    clock.now += 11
+    assert store.publish(a_record("ns", "one more"), a_location()) is Publication.ADDED
+    assert {record.key for record in store.scan()} == {"k0", "one more"}

@@ -1,0 +1,387 @@
+"""RedisStore: the contract on real servers, what lies in them, and several processes at once."""
+
+import random
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from contract_store import BOOT, StoreContract, a_location, a_record
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
+from servers import command, flush, python
+from store import (
+    LOCATIONS_MAX,
+    EmbeddedServer,
+    MemoryStore,
+    MetadataStore,
+    Publication,
+    StoreCorrupt,
+    layout,
+    open_store,
+)
+
+# The machine is shared with other tests: a patient store, for what is not about time.
+PATIENT_SECONDS = 5.0
+
+
+def patient(server: EmbeddedServer) -> MetadataStore:
+    return open_store(
+        server.url, call_timeout_seconds=PATIENT_SECONDS, connect_timeout_seconds=PATIENT_SECONDS
+    )
+
+
+class TestValkeyStore(StoreContract):
+    @pytest.fixture
+    def store(self, valkey_server: EmbeddedServer) -> Iterator[MetadataStore]:
+        flush(valkey_server.url)
+        with patient(valkey_server) as store:
+            yield store
+
+
+class TestRedis70Store(StoreContract):
+    @pytest.fixture
+    def store(self, redis_server: EmbeddedServer) -> Iterator[MetadataStore]:
+        flush(redis_server.url)
+        with patient(redis_server) as store:
+            yield store
+
+
+@pytest.fixture
+def store(valkey_server: EmbeddedServer) -> Iterator[MetadataStore]:
+    flush(valkey_server.url)
+    with patient(valkey_server) as store:
+        yield store
+
+
+# ---- what a person with redis-cli sees: the documented layout
+
+
+def test_the_layout_is_what_it_says(
+    store: MetadataStore, valkey_server: EmbeddedServer, namespace: str
+) -> None:
+    url = valkey_server.url
+    store.publish(a_record(namespace, "k"), a_location(), ttl_seconds=1800)
+    name = f"lb:rec:{namespace}:{{k}}"
+    fields = [
+        "v", "key", "namespace", "dtype", "shape", "nbytes", "kind", "created", "at:node-1"
+    ]  # fmt: skip
+    values = [command(url, "HGET", name, field).decode() for field in fields]
+    assert values == [
+        "1", "k", namespace, "bfloat16", "[729,1152]", "1679616", "tensor", "1763718000.125",
+        f"{BOOT}:1:000000000000feed",
+    ]  # fmt: skip
+    assert command(url, "HLEN", name) == b":9"
+    assert 1_790_000 < int(command(url, "PTTL", name)[1:]) <= 1_800_000
+    store.claim(namespace, "k", holder="node-1:engine", token="t1", lease_seconds=9)
+    assert command(url, "GET", f"lb:claim:{namespace}:{{k}}") == b"node-1:engine:t1"
+    store.beat("node-1", BOOT, 3)
+    assert command(url, "HGET", "lb:nodes", "node-1") == f"{BOOT}:3".encode()
+    assert command(url, "TTL", "lb:nodes") == b":-1", "beats must not be evicted"
+    store.withdraw(namespace, "k", "node-1", reason="evicted")
+    assert command(url, "GET", f"lb:gone:{namespace}:{{k}}") == b"evicted"
+    assert 3590 < int(command(url, "TTL", f"lb:gone:{namespace}:{{k}}")[1:]) <= 3600
+
+
+def test_a_record_of_four_copies_stays_compact(
+    store: MetadataStore, valkey_server: EmbeddedServer, namespace: str
+) -> None:
+    key = "f" * 64
+    name = layout.record(namespace, key)
+    used = []
+    for n in range(LOCATIONS_MAX):
+        largest = a_location(f"host-name-{n}-ab12", generation=2**53 - 1, checksum=2**64 - 1)
+        store.publish(a_record(namespace, key), largest)
+        assert len(largest.text) <= 64
+        used.append(int(command(valkey_server.url, "MEMORY", "USAGE", name)[1:]))
+    assert command(valkey_server.url, "OBJECT", "ENCODING", name) == b"listpack"
+    assert used[-1] < 900, used
+
+
+def test_the_keys_of_one_item_share_a_slot(valkey_server: EmbeddedServer) -> None:
+    for key in ("plain", "}{", "{}", "", "x" * 300, "a{b}c", "h.0"):
+        names = [layout.record("ns", key), layout.claim("ns", key), layout.gone("ns", key)]
+        tags = {name[name.index("{") + 1 : name.index("}")] for name in names}
+        assert len(tags) == 1
+        assert tags != {""}
+
+
+def test_a_colliding_name_is_a_miss_and_a_conflict(
+    store: MetadataStore, valkey_server: EmbeddedServer, namespace: str
+) -> None:
+    mine = "x" * 300
+    store.publish(a_record(namespace, mine), a_location())
+    name = layout.record(namespace, mine)
+    # What a second long key with the same 128-bit hash would find.
+    command(valkey_server.url, "HSET", name, "key", "y" * 300)
+    assert store.locate(namespace, [mine]) == [None]
+    assert store.publish(a_record(namespace, mine), a_location()) is Publication.CONFLICT
+    assert not store.withdraw(namespace, mine, "node-1", reason="evicted")
+    assert list(store.scan(namespace)) == []
+    command(valkey_server.url, "HSET", name, "key", mine, "namespace", "other")
+    assert store.locate(namespace, [mine]) == [None]
+    assert not store.withdraw(namespace, mine, "node-1", reason="evicted")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("shape", "[1,-2]"), ("shape", "1,2"), ("shape", "[1_0]"), ("shape", f"[{'1,' * 99}1]"),
+        ("nbytes", "-1"), ("nbytes", "many"), ("nbytes", "9" * 40), ("created", "now"),
+        ("kind", "pickle"), ("dtype", b"\xff"), ("key", b"\xff\xfe"), ("v", "2"),
+        ("at:node-1", "nonsense"), ("at:node-1", b"\xff:1:2"),
+    ],
+)  # fmt: skip
+def test_a_garbled_record_is_a_miss(
+    store: MetadataStore,
+    valkey_server: EmbeddedServer,
+    namespace: str,
+    field: str,
+    value: str | bytes,
+) -> None:
+    for key in ("good", "bad"):
+        store.publish(a_record(namespace, key), a_location())
+    name = layout.record(namespace, "bad")
+    command(valkey_server.url, "HSET", name, field, value)
+    good, bad = store.locate(namespace, ["good", "bad"])
+    assert good is not None
+    assert bad is None
+    assert [record.key for record in store.scan(namespace)] == ["good"]
+
+
+def test_a_record_with_a_field_missing_is_published_anew(
+    store: MetadataStore, valkey_server: EmbeddedServer, namespace: str
+) -> None:
+    store.publish(a_record(namespace, "k"), a_location("node-2"))
+    command(valkey_server.url, "HDEL", layout.record(namespace, "k"), "dtype")
+    assert store.locate(namespace, ["k"]) == [None]
+    assert store.publish(a_record(namespace, "k"), a_location()) is Publication.ADDED
+    (found,) = store.locate(namespace, ["k"])
+    assert found == replace(a_record(namespace, "k"), locations=(a_location(),))
+
+
+def test_one_garbled_copy_does_not_hide_the_others(
+    store: MetadataStore, valkey_server: EmbeddedServer, namespace: str
+) -> None:
+    store.publish(a_record(namespace, "k"), a_location())
+    command(valkey_server.url, "HSET", layout.record(namespace, "k"), "at:node-2", "nonsense")
+    (found,) = store.locate(namespace, ["k"])
+    assert found is not None
+    assert found.locations == (a_location(),)
+
+
+def test_a_foreign_type_is_a_miss_to_readers_and_an_error_to_writers(
+    store: MetadataStore, valkey_server: EmbeddedServer, namespace: str
+) -> None:
+    store.publish(a_record(namespace, "good"), a_location())
+    command(valkey_server.url, "SET", layout.record(namespace, "bad"), "a string")
+    good, bad = store.locate(namespace, ["good", "bad"])
+    assert good is not None
+    assert bad is None
+    with pytest.raises(StoreCorrupt, match="WRONGTYPE"):
+        store.publish(a_record(namespace, "bad"), a_location())
+    assert store.locate(namespace, ["good"]) == [good], "the connection is still in step"
+
+
+def test_scripts_come_back_by_themselves(
+    store: MetadataStore, valkey_server: EmbeddedServer, namespace: str
+) -> None:
+    store.beat("node-1", BOOT, 1)
+    command(valkey_server.url, "SCRIPT", "FLUSH")
+    assert store.beat("node-1", BOOT, 2)
+
+
+def test_a_server_that_lost_its_data_is_noticed_by_the_next_beat(
+    store: MetadataStore, valkey_server: EmbeddedServer
+) -> None:
+    store.beat("node-1", BOOT, 1)
+    assert store.beat("node-1", BOOT, 2)
+    flush(valkey_server.url)
+    assert not store.beat("node-1", BOOT, 3)
+
+
+def test_scan_pages_through_five_thousand_records(
+    store: MetadataStore, valkey_server: EmbeddedServer, namespace: str
+) -> None:
+    for n in range(5000):
+        store.publish(a_record(namespace, f"k{n}"), a_location())
+    command(valkey_server.url, "CONFIG", "RESETSTAT")
+    assert {record.key for record in store.scan(namespace)} == {f"k{n}" for n in range(5000)}
+    calls = command(valkey_server.url, "INFO", "commandstats").decode()
+    scans = int(calls.partition("cmdstat_scan:calls=")[2].partition(",")[0])
+    assert 5 <= scans <= 20, "in pages, and not one call for each record"
+    assert "cmdstat_keys" not in calls
+    assert len(list(store.scan(limit=1500))) == 1500
+
+
+def test_locate_reads_a_list_in_one_round_trip(
+    store: MetadataStore, valkey_server: EmbeddedServer, namespace: str
+) -> None:
+    store.ping()
+    command(valkey_server.url, "CONFIG", "RESETSTAT")
+    store.locate(namespace, [f"k{n}" for n in range(32)])
+    stats = command(valkey_server.url, "INFO", "stats").decode()
+    reads = int(stats.partition("total_reads_processed:")[2].split()[0])
+    # One for the list; the others are the end of RESETSTAT's connection, and INFO.
+    assert reads <= 3
+
+
+# ---- several at once
+
+PUBLISHER = """
+import sys
+from store import Location, Record, open_store
+
+url, node, namespace, count = sys.argv[1:]
+with open_store(url, call_timeout_seconds=10, connect_timeout_seconds=10) as store:
+    print("ready", flush=True)
+    while store.gone(namespace, "start") is None:
+        pass
+    outcomes, claims = {}, 0
+    for n in range(int(count)):
+        key, token = f"k{n}", f"{node}-{n}"
+        claims += store.claim(namespace, key, holder=node, token=token, lease_seconds=60).granted
+        record = Record(namespace, key, "uint8", (4,), 4, "tensor", 1.0)
+        answer = store.publish(record, Location(node, "b" * 16, n + 1, n), claim_token="never")
+        outcomes[answer.value] = outcomes.get(answer.value, 0) + 1
+    print(claims, outcomes.get("added", 0), outcomes.get("full", 0), len(outcomes))
+"""
+
+
+def test_processes_publish_and_claim_the_same_keys_at_once(
+    store: MetadataStore, valkey_server: EmbeddedServer, namespace: str
+) -> None:
+    count, publishers = 150, LOCATIONS_MAX + 1
+    processes = [
+        python(PUBLISHER, valkey_server.url, f"node-{n}", namespace, str(count))
+        for n in range(publishers)
+    ]
+    try:
+        for process in processes:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+        command(valkey_server.url, "SET", layout.gone(namespace, "start"), "now")
+        answers = [process.communicate(timeout=60)[0].split() for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+    claims, added, full = (sum(int(answer[n]) for answer in answers) for n in range(3))
+    assert claims == count, "each claim was granted to exactly one"
+    assert added == count * LOCATIONS_MAX
+    assert full == count, "of five publishers of a key, one found it full"
+    for record in store.locate(namespace, [f"k{n}" for n in range(count)]):
+        assert record is not None
+        assert len({location.node for location in record.locations}) == LOCATIONS_MAX
+
+
+def test_threads_share_one_store(store: MetadataStore, namespace: str) -> None:
+    errors: list[BaseException] = []
+
+    def work(seed: int) -> None:
+        dice = random.Random(seed)
+        try:
+            for n in range(100):
+                keys = [f"t{seed}-{n}-{m}" for m in range(dice.randrange(1, 5))]
+                for key in keys:
+                    store.publish(a_record(namespace, key), a_location())
+                found = store.locate(namespace, keys)
+                assert [record and record.key for record in found] == keys
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert errors == []
+
+
+# ---- the same answers as the reference
+
+_keys = st.sampled_from(["a", "b" * 200])
+_nodes = st.sampled_from([f"n{n}" for n in range(6)])
+_boots = st.sampled_from(["boot1", "boot2"])
+
+
+class SameAsMemory(RuleBasedStateMachine):
+    """Any sequence of operations has the same answers from RedisStore as from MemoryStore."""
+
+    def __init__(self, redis: MetadataStore) -> None:
+        super().__init__()
+        self.redis, self.memory = redis, MemoryStore()
+        self.namespace = ""
+
+    @initialize()
+    def start(self) -> None:
+        self.namespace = f"{random.getrandbits(128):032x}{time.monotonic_ns()}"
+
+    @rule(
+        key=_keys, node=_nodes, boot=_boots, generation=st.integers(1, 3),
+        dtype=st.sampled_from(["uint8"] * 4 + ["int8"]), token=st.sampled_from([None, "t1", "t2"]),
+    )  # fmt: skip
+    def publish(
+        self, key: str, node: str, boot: str, generation: int, dtype: str, token: str | None
+    ) -> None:
+        record = a_record(self.namespace, key, dtype=dtype)
+        location = a_location(node, boot=boot, generation=generation)
+        first, second = (
+            store.publish(record, location, claim_token=token) for store in self.both()
+        )
+        assert first is second
+        self.same_records()
+
+    @rule(key=_keys, node=_nodes, boot=_boots, generation=st.integers(1, 3), exact=st.booleans())
+    def withdraw(self, key: str, node: str, boot: str, generation: int, exact: bool) -> None:
+        location = a_location(node, boot=boot, generation=generation) if exact else None
+        first, second = (
+            store.withdraw(self.namespace, key, node, reason=f"by {node}", exactly=location)
+            for store in self.both()
+        )
+        assert first is second
+        self.same_records()
+
+    @rule(key=_keys, holder=_nodes, token=st.sampled_from(["t1", "t2"]))
+    def claim(self, key: str, holder: str, token: str) -> None:
+        first, second = (
+            store.claim(self.namespace, key, holder=holder, token=token, lease_seconds=600)
+            for store in self.both()
+        )
+        assert (first.granted, first.holder) == (second.granted, second.holder)
+
+    @rule(key=_keys, token=st.sampled_from(["t1", "t2"]))
+    def release(self, key: str, token: str) -> None:
+        first, second = (
+            store.release_claim(self.namespace, key, token=token) for store in self.both()
+        )
+        assert first is second
+
+    def both(self) -> tuple[MetadataStore, MetadataStore]:
+        return self.redis, self.memory
+
+    def same_records(self) -> None:
+        keys = ["a", "b" * 200]
+        first, second = (
+            [
+                record and replace(record, locations=tuple(sorted(record.locations, key=str)))
+                for record in store.locate(self.namespace, keys)
+            ]
+            for store in self.both()
+        )
+        assert first == second
+        for key in keys:
+            reasons = {store.gone(self.namespace, key) for store in self.both()}
+            assert len(reasons) == 1
+
+
+def test_redis_answers_as_memory_does(store: MetadataStore) -> None:
+    run_state_machine_as_test(  # type: ignore[no-untyped-call]
+        lambda: SameAsMemory(store),
+        settings=settings(
+            max_examples=40, stateful_step_count=30, deadline=None, database=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )  # fmt: skip
