@@ -104,7 +104,7 @@ class Link:
 
     def recv_header(self, timeout: float) -> Frame:
         """The next frame's header; its payload, if any, is to be received next."""
-        if self._payload_left:
+        if self._payload_left and not self.closed:
             raise RuntimeError("the payload of the previous frame was not received")
         deadline = self._deadline(timeout, 0)
         with self._guard:

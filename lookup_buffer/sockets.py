@@ -53,9 +53,9 @@ class SocketGuard:
         trace: TracebackType | None,
     ) -> None:
         closed_by_another = self.closed
+        self._leave()
         if error is not None:
             self.shut(reset=True)
-        self._leave()
         if closed_by_another and isinstance(error, OSError | PipeClosed | PipeBroken):
             raise PipeClosed("this link was closed by another thread") from error
         if isinstance(error, TimeoutError | BlockingIOError):
@@ -69,11 +69,14 @@ class SocketGuard:
             if self.closed:
                 return
             self.closed = True
+            others = self._operations > 0
             self._operations += 1
         if reset:
             linger = (socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
             ignore_errors(lambda: self._socket.setsockopt(*linger))
-        ignore_errors(lambda: self._socket.shutdown(socket.SHUT_RDWR))
+        if others or not reset:
+            # Wakes the others. It also says an orderly end, which a reset is not to say first.
+            ignore_errors(lambda: self._socket.shutdown(socket.SHUT_RDWR))
         self._leave()
 
     def _leave(self) -> None:

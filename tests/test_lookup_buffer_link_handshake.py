@@ -1,0 +1,269 @@
+"""The handshake: only those who know the token get a link, and strangers learn nothing."""
+
+import hmac
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from lookup_buffer.errors import LookupBufferError, NodeRefused, PipeError, ProtocolError
+from lookup_buffer.link import PROTOCOL_VERSION, Link, accept_handshake, connect
+
+TOKEN = "correct horse battery staple"
+TIMEOUT = 10.0
+
+
+class Server:
+    """Accepts one connection and keeps the outcome."""
+
+    def __init__(self, token: str | None, timeout: float = TIMEOUT) -> None:
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self.listener.getsockname()[1]
+        self.pool = ThreadPoolExecutor(1)
+        self.outcome: Future[Link] = self.pool.submit(self._accept, token, timeout)
+
+    def _accept(self, token: str | None, timeout: float) -> Link:
+        self.listener.settimeout(TIMEOUT)
+        stream, _ = self.listener.accept()
+        return accept_handshake(stream, token=token, timeout=timeout)
+
+    def __enter__(self) -> "Server":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.listener.close()
+        self.pool.shutdown()
+        if self.outcome.exception() is None:
+            self.outcome.result().abort()
+
+
+@pytest.fixture
+def stranger() -> Iterator[tuple[Link, Server]]:
+    """A hand-made client of a server with a token."""
+    with (
+        Server(TOKEN) as server,
+        Link(socket.create_connection(("127.0.0.1", server.port))) as link,
+    ):
+        yield link, server
+
+
+def hello(nonce: bytes | None = None, **changes: Any) -> list[Any]:
+    fields = {"word": "hello", "version": PROTOCOL_VERSION, "nonce": nonce or os.urandom(32)}
+    return list((fields | {"has_token": True} | changes).values())
+
+
+@pytest.mark.parametrize("token", [None, TOKEN, "", "é\ud800"])
+def test_the_same_token_makes_a_link(token: str | None) -> None:
+    with Server(token) as server:
+        link = connect("127.0.0.1", server.port, token=token, timeout=TIMEOUT)
+        with link:
+            other = server.outcome.result(TIMEOUT)
+            link.send({"op": "get"}, timeout=TIMEOUT)
+            assert other.recv_header(TIMEOUT) == ({"op": "get"}, 0)
+            other.send({"x": "y" * 2000}, memoryview(bytes(100_000)), timeout=TIMEOUT)
+            assert link.recv_header(TIMEOUT) == ({"x": "y" * 2000}, 100_000)
+
+
+@pytest.mark.parametrize(
+    ("client", "server_token"),
+    [(None, TOKEN), (TOKEN, None), ("wrong", TOKEN), (TOKEN + " ", TOKEN), ("", TOKEN)],
+)
+def test_another_token_is_refused_on_both_sides(
+    client: str | None, server_token: str | None
+) -> None:
+    with Server(server_token) as server:
+        with pytest.raises(NodeRefused) as caught:
+            connect("127.0.0.1", server.port, token=client, timeout=TIMEOUT)
+        with pytest.raises(NodeRefused) as refused:
+            server.outcome.result(TIMEOUT)
+        assert str(caught.value) == str(refused.value), "the error tells nothing apart"
+        for token in filter(None, (client, server_token)):
+            assert token not in str(caught.value)
+
+
+def test_the_token_never_travels_and_no_proof_comes_twice() -> None:
+    captured = []
+    for _ in range(2):
+        with Server(TOKEN) as server, socket.create_server(("127.0.0.1", 0)) as relay_listener:
+            seen = bytearray()
+
+            def relay(listener: socket.socket, port: int, seen: bytearray) -> None:
+                near, _ = listener.accept()
+                far = socket.create_connection(("127.0.0.1", port))
+
+                def pump(source: socket.socket, target: socket.socket) -> None:
+                    while data := source.recv(4096):
+                        seen.extend(data)
+                        target.sendall(data)
+                    target.shutdown(socket.SHUT_WR)
+
+                back = threading.Thread(target=pump, args=(far, near))
+                back.start()
+                pump(near, far)
+                back.join(TIMEOUT)
+                near.close()
+                far.close()
+
+            thread = threading.Thread(target=relay, args=(relay_listener, server.port, seen))
+            thread.start()
+            port = relay_listener.getsockname()[1]
+            with connect("127.0.0.1", port, token=TOKEN, timeout=TIMEOUT):
+                server.outcome.result(TIMEOUT).close()
+            thread.join(TIMEOUT)
+            captured.append(bytes(seen))
+    one, two = captured
+    assert TOKEN.encode() not in one + two
+    assert len(one) > 150
+    longest_shared = max(
+        end for start in range(len(one)) for end in range(33) if one[start : start + end] in two
+    )
+    assert longest_shared < 32, "nonces and proofs are fresh each time"
+
+
+def test_a_stranger_hears_only_that_a_token_is_wanted(stranger: tuple[Link, Server]) -> None:
+    link, server = stranger
+    link.send(hello(has_token=False), timeout=TIMEOUT)
+    assert link.recv_header(TIMEOUT) == (["refused"], 0)
+    with pytest.raises(PipeError):
+        link.recv_header(TIMEOUT)
+    with pytest.raises(NodeRefused):
+        server.outcome.result(TIMEOUT)
+
+
+def test_the_server_proves_nothing_to_one_who_has_proved_nothing(
+    stranger: tuple[Link, Server],
+) -> None:
+    link, _ = stranger
+    link.send(hello(), timeout=TIMEOUT)
+    word, _, _, has_token = link.recv_header(TIMEOUT).header
+    assert (word, has_token) == ("hello", True)
+    assert not link.wait_readable(0.2)
+    link.send(["proof", bytes(32)], timeout=TIMEOUT)
+    assert link.recv_header(TIMEOUT) == (["refused"], 0)
+
+
+@pytest.mark.parametrize("role", [b"client", b"server"])
+def test_a_proof_is_bound_to_its_role(stranger: tuple[Link, Server], role: bytes) -> None:
+    link, _ = stranger
+    nonce = os.urandom(32)
+    link.send(hello(nonce), timeout=TIMEOUT)
+    server_nonce = link.recv_header(TIMEOUT).header[2]
+    said = b"lookup-buffer link %d %s " % (PROTOCOL_VERSION, role) + nonce + server_nonce
+    link.send(["proof", hmac.digest(TOKEN.encode(), said, "sha256")], timeout=TIMEOUT)
+    answer = link.recv_header(TIMEOUT).header
+    assert answer[0] == ("proof" if role == b"client" else "refused")
+
+
+def test_a_client_refuses_its_own_proof_reflected() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+
+        def mirror() -> None:
+            with Link(listener.accept()[0]) as link:
+                for _ in range(2):
+                    link.send(link.recv_header(TIMEOUT).header, timeout=TIMEOUT)
+
+        mirroring = pool.submit(mirror)
+        with pytest.raises(NodeRefused):
+            connect("127.0.0.1", listener.getsockname()[1], token=TOKEN, timeout=TIMEOUT)
+        mirroring.result(TIMEOUT)
+
+
+def test_an_impostor_without_the_token_is_refused_by_the_client() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+
+        def impostor() -> None:
+            with Link(listener.accept()[0]) as link:
+                link.recv_header(TIMEOUT)
+                link.send(hello(), timeout=TIMEOUT)
+                link.recv_header(TIMEOUT)
+                link.send(["proof", os.urandom(32)], timeout=TIMEOUT)
+
+        pretending = pool.submit(impostor)
+        with pytest.raises(NodeRefused):
+            connect("127.0.0.1", listener.getsockname()[1], token=TOKEN, timeout=TIMEOUT)
+        pretending.result(TIMEOUT)
+
+
+def test_another_version_is_refused(stranger: tuple[Link, Server]) -> None:
+    link, server = stranger
+    link.send(hello(version=PROTOCOL_VERSION + 1), timeout=TIMEOUT)
+    assert link.recv_header(TIMEOUT) == (["refused"], 0)
+    with pytest.raises(NodeRefused):
+        server.outcome.result(TIMEOUT)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        [],
+        ["refuse"],
+        {"hello": 1},
+        hello(version="1"),
+        hello(nonce=b"short"),
+        hello(nonce=bytes(33)),
+        hello(has_token=1),
+        hello(word="proof"),
+        [*hello(), "more"],
+        ["proof", bytes(32)],
+    ],
+    ids=repr,
+)
+def test_other_words_are_a_protocol_error(stranger: tuple[Link, Server], message: Any) -> None:
+    link, server = stranger
+    link.send(message, timeout=TIMEOUT)
+    with pytest.raises(ProtocolError):
+        server.outcome.result(TIMEOUT)
+
+
+def test_a_silent_client_is_dropped_in_time() -> None:
+    with Server(TOKEN, timeout=0.2) as server:
+        started = time.monotonic()
+        with socket.create_connection(("127.0.0.1", server.port), timeout=TIMEOUT) as silent:
+            with pytest.raises(PipeError):
+                server.outcome.result(TIMEOUT)
+            assert time.monotonic() - started < 3
+            with pytest.raises(ConnectionResetError):
+                silent.recv(1)
+
+
+def test_a_client_that_trickles_is_dropped_in_time() -> None:
+    with Server(TOKEN, timeout=0.3) as server:
+        started = time.monotonic()
+        slow = socket.create_connection(("127.0.0.1", server.port), timeout=TIMEOUT)
+        with slow, pytest.raises(ConnectionError):
+            for byte in b"LB01" + bytes(2000):
+                slow.sendall(bytes([byte]))
+                time.sleep(0.02)
+        assert time.monotonic() - started < 3
+        with pytest.raises(LookupBufferError):
+            server.outcome.result(TIMEOUT)
+
+
+def test_a_stranger_cannot_make_the_server_read_much() -> None:
+    with Server(TOKEN) as server:
+        loud = socket.create_connection(("127.0.0.1", server.port), timeout=TIMEOUT)
+        with loud, pytest.raises(ProtocolError):
+            loud.sendall(b"LB01" + (257).to_bytes(4, "big") + bytes(8))
+            server.outcome.result(TIMEOUT)
+
+
+def test_a_server_that_says_nothing_costs_the_client_its_timeout() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        started = time.monotonic()
+        with pytest.raises(PipeError):
+            connect("127.0.0.1", listener.getsockname()[1], token=None, timeout=0.2)
+        assert time.monotonic() - started < 3
+
+
+def test_nobody_there() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    with pytest.raises(PipeError, match=str(port)):
+        connect("127.0.0.1", port, token=TOKEN, timeout=1)
+    with pytest.raises(PipeError):
+        connect("no-such-host.invalid", 1, token=None, timeout=1)
