@@ -7,8 +7,10 @@ check only that nothing ends early and that all ends.
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
+
 from store import (
     LOCATIONS_MAX,
     Location,
@@ -35,13 +37,13 @@ ODD_KEYS = [
 ]
 
 
-def a_location(node: str = "node-1", **changes: object) -> Location:
-    return replace(Location(node, BOOT, 1, 0xFEED), **changes)  # type: ignore[arg-type]
+def a_location(node: str = "node-1", **changes: Any) -> Location:
+    return replace(Location(node, BOOT, 1, 0xFEED), **changes)
 
 
-def a_record(namespace: str, key: str, **changes: object) -> Record:
+def a_record(namespace: str, key: str, **changes: Any) -> Record:
     record = Record(namespace, key, "bfloat16", (729, 1152), 1_679_616, "tensor", 1763718000.125)
-    return replace(record, **changes)  # type: ignore[arg-type]
+    return replace(record, **changes)
 
 
 class StoreContract:
@@ -59,9 +61,7 @@ class StoreContract:
         assert store.locate(namespace, ["k"]) == [replace(record, locations=(a_location(),))]
 
     @pytest.mark.parametrize("shape", [(), (0,), (1,), (2, 3, 4), tuple(range(16))])
-    def test_any_shape(
-        self, store: MetadataStore, namespace: str, shape: tuple[int, ...]
-    ) -> None:
+    def test_any_shape(self, store: MetadataStore, namespace: str, shape: tuple[int, ...]) -> None:
         store.publish(a_record(namespace, "k", shape=shape, nbytes=0, kind="none"), a_location())
         (found,) = store.locate(namespace, ["k"])
         assert found is not None
@@ -125,7 +125,7 @@ class StoreContract:
         ids=["dtype", "shape", "nbytes", "kind"],
     )
     def test_other_bytes_conflict(
-        self, store: MetadataStore, namespace: str, changes: dict[str, object]
+        self, store: MetadataStore, namespace: str, changes: dict[str, Any]
     ) -> None:
         store.publish(a_record(namespace, "k"), a_location())
         before = store.locate(namespace, ["k"])
@@ -186,7 +186,7 @@ class StoreContract:
         "changes", [{"boot": "no:colon"}, {"generation": 0}, {"checksum": 2**64}, {"node": ""}]
     )
     def test_a_location_that_nobody_could_read_is_refused(
-        self, store: MetadataStore, namespace: str, changes: dict[str, object]
+        self, store: MetadataStore, namespace: str, changes: dict[str, Any]
     ) -> None:
         with pytest.raises(ValueError):
             store.publish(a_record(namespace, "k"), a_location(**changes))

@@ -18,6 +18,7 @@ from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
+
 from store import EmbeddedServer
 
 StartServer = Callable[..., EmbeddedServer]

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
 from contract_store import BOOT, a_location, a_record
 from servers import StartServer, alive, command, frozen, redis_executable, valkey_executable
 from store import (
@@ -126,9 +127,7 @@ def test_a_server_restarted_between_two_calls_is_not_even_noticed(
 ) -> None:
     store.ping()
     server.close()
-    with EmbeddedServer.start(
-        server.directory, timeout_seconds=10, executable=valkey_executable()
-    ):
+    with EmbeddedServer.start(server.directory, timeout_seconds=10, executable=valkey_executable()):
         store.ping()
 
 
@@ -247,9 +246,11 @@ def test_whoever_answers_like_that_is_unavailable(reply: bytes) -> None:
 
         thread = threading.Thread(target=answer)
         thread.start()
-        with open_store(f"redis://127.0.0.1:{listener.getsockname()[1]}") as store:
-            with pytest.raises(StoreUnavailable):
-                store.beat("node-1", BOOT, 1)
+        with (
+            open_store(f"redis://127.0.0.1:{listener.getsockname()[1]}") as store,
+            pytest.raises(StoreUnavailable),
+        ):
+            store.beat("node-1", BOOT, 1)
         thread.join(timeout=5)
         assert not thread.is_alive()
 
@@ -269,9 +270,7 @@ def test_over_tcp_with_a_database(start_server: StartServer) -> None:
             fails_within(CALL_SECONDS + MARGIN_SECONDS, lambda: store.locate("ns", ["k"]))
 
 
-def test_closing_while_others_wait_is_bounded(
-    store: MetadataStore, server: EmbeddedServer
-) -> None:
+def test_closing_while_others_wait_is_bounded(store: MetadataStore, server: EmbeddedServer) -> None:
     outcome: list[BaseException] = []
 
     def wait() -> None:

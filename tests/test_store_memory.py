@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 import pytest
+
 from contract_store import StoreContract, a_location, a_record
 from store import MemoryStore, MetadataStore, Publication, StoreFull, open_store
 
