@@ -44,7 +44,7 @@ class Counters:
 
 
 class RateLimitedLog:
-    """Warns at most once per reason and interval; the next line says how many it stands for.
+    """Reports at most once per reason and interval; the next line says how many it stands for.
 
     Reasons are few and fixed, so the memory is bounded.
     """
@@ -60,7 +60,7 @@ class RateLimitedLog:
         self._spoken: dict[str, float] = {}
         self._silent: dict[str, int] = {}
 
-    def warn(self, reason: str, message: str, *args: object) -> None:
+    def report(self, reason: str, message: str, *args: object) -> None:
         now = self._clock()
         with self._lock:
             last = self._spoken.get(reason)

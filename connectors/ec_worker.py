@@ -61,7 +61,7 @@ class EcWorker:
         self._settings = settings
         self._seat = seat
         self._buffer: LookupBuffer | None = None
-        self._saves: SaveQueue | None = None
+        self.saves: SaveQueue | None = None
         self.counters = counters or Counters()
         self._log = log or RateLimitedLog()
         self._clock = clock
@@ -76,7 +76,7 @@ class EcWorker:
             return
         self._buffer = self._open_buffer()
         if self._seat.is_producer and self._seat.rank == 0:
-            self._saves = SaveQueue(
+            self.saves = SaveQueue(
                 self._insert,
                 bytes_max=self._settings.save_queue_bytes,
                 items_max=self._settings.save_queue_items,
@@ -103,7 +103,7 @@ class EcWorker:
         try:
             tensor = self._copy(item)
         except LookupBufferError as error:
-            self._log.warn("load", "item %s did not load as promised: %s", item.mm_hash, error)
+            self._log.report("load", "item %s did not load as promised: %s", item.mm_hash, error)
             tensor = self._copy_at_last(item)
         if tensor is None or self._seat.device == "cpu":
             return tensor
@@ -140,7 +140,7 @@ class EcWorker:
         self, encoder_cache: "dict[str, torch.Tensor]", identifier: str, metadata: StepMetadata
     ) -> None:
         """Queue a fresh output, if the scheduler said that it may be stored."""
-        if self._saves is None:
+        if self.saves is None:
             return
         key = metadata.saves.get(identifier)
         if key is None:
@@ -150,7 +150,7 @@ class EcWorker:
             # Waits for the encoder, but is in order with it. A copy on a stream of its own needs
             # an event per output and pinned memory.
             tensor = tensor.cpu()
-        self._saves.offer(key, tensor)
+        self.saves.offer(key, tensor)
 
     def _insert(self, key: str, tensor: "torch.Tensor") -> bool:
         assert self._buffer is not None, "the queue starts after the buffer"
@@ -164,7 +164,7 @@ class EcWorker:
 
     def close(self) -> None:
         """Store what waits, within `drain_seconds`, and disconnect. Idempotent."""
-        if self._saves is not None:
-            self._saves.close(self._settings.drain_seconds)
+        if self.saves is not None:
+            self.saves.close(self._settings.drain_seconds)
         if self._buffer is not None:
             self._buffer.close()

@@ -66,7 +66,7 @@ class SaveQueue:
             self._queue.put((key, tensor))
         else:
             self._counters.add("save_skipped:queue_full")
-            self._log.warn("queue_full", "an encoder output is not stored: the queue is full")
+            self._log.report("queue_full", "an encoder output is not stored: the queue is full")
         return accepted
 
     def drain(self, timeout: float) -> bool:
@@ -114,7 +114,7 @@ class SaveQueue:
 
     def _skip(self, reason: str, error: Exception) -> None:
         self._counters.add(f"save_skipped:{reason}")
-        self._log.warn(reason, "an encoder output is not stored (%s): %s", reason, error)
+        self._log.report(reason, "an encoder output is not stored (%s): %s", reason, error)
 
 
 def _use_every_core() -> None:

@@ -53,8 +53,9 @@ def _samples(file: BinaryIO, path: Path, size: int) -> list[tuple[int, int]]:
         if header is not None:
             start, tensors = header
             return [(0, start), *_tensor_samples(start, tensors)]
-    step = max(1, (size - SAMPLE_BYTES) // (OPAQUE_SAMPLES - 1))
-    return [(min(index * step, size), SAMPLE_BYTES) for index in range(OPAQUE_SAMPLES)]
+    last = max(0, size - SAMPLE_BYTES)
+    offsets = [index * last // (OPAQUE_SAMPLES - 1) for index in range(OPAQUE_SAMPLES)]
+    return [(offset, SAMPLE_BYTES) for offset in offsets]
 
 
 def _safetensors_header(file: BinaryIO, size: int) -> tuple[int, dict[str, Any]] | None:

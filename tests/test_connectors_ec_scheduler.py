@@ -388,6 +388,17 @@ def test_request_with_metadata_alone_does_not_rely_on_vllms_cache() -> None:
     assert bench.scheduler.has_cache_item("A")
 
 
+def test_item_that_arrived_is_promised_to_the_one_who_depends_on_it() -> None:
+    bench = Bench()
+    bench.store("A", needs_fetch=True)
+    first, dependent = make_request("first", "A"), make_request("r", "A", metadata_only=True)
+    assert not bench.ensure(first)
+    assert not bench.scheduler.has_cache_item("A")
+    bench.buffer.settle(0, PrefetchState.RESIDENT)
+    assert bench.ensure(dependent)
+    assert bench.scheduler.has_cache_item("A"), "the no of before would send it to the encoder"
+
+
 def test_pure_producer_locates_and_never_fetches() -> None:
     bench = Bench(consumer=False)
     bench.store("A")

@@ -1,0 +1,327 @@
+"""The worker side and its save queue, with tensors of torch and a buffer that lives in memory."""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from connectors.counters import Counters, RateLimitedLog
+from connectors.ec_metadata import ItemLoad, StepMetadata
+from connectors.ec_worker import EcWorker, WorkerSeat
+from connectors.save_queue import SaveQueue
+from connectors.settings import ConnectorSettings
+from lookup_buffer.client import InsertOutcome
+from lookup_buffer.errors import BufferFull, MissingTensor, NodeUnavailable, TensorTooLarge
+from lookup_buffer.header import TensorHeader
+from lookup_buffer.key import TensorKey
+from lookup_buffer.prefetched import LoadOrder
+
+ROWS = 4
+
+
+class MemoryBuffer:
+    """The client's surface that a worker uses."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.arena: dict[int, torch.Tensor] = {}
+        self.finished: list[int] = []
+        self.faults: list[Exception] = []
+        self.gate = threading.Event()
+        self.gate.set()
+        self.inserting_on: set[int] = set()
+        self.is_closed = False
+
+    def order(self, tensor: torch.Tensor) -> LoadOrder:
+        ticket = len(self.arena) + 1
+        self.arena[ticket] = tensor
+        header = TensorHeader("float32", tuple(tensor.shape), tensor.nbytes)
+        return LoadOrder("b" * 16, ticket, 0, tensor.nbytes, 1, header)
+
+    def load(self, order: LoadOrder) -> torch.Tensor:
+        if self.faults:
+            raise self.faults.pop(0)
+        return self.arena[order.ticket].clone()
+
+    def select(self, key: TensorKey, *, timeout: float) -> torch.Tensor:
+        if key.mm_hash not in self.tensors:
+            raise MissingTensor(key.text)
+        return self.tensors[key.mm_hash].clone()
+
+    def done(self, orders: Sequence[LoadOrder]) -> None:
+        self.finished += [order.ticket for order in orders]
+
+    def insert(
+        self, key: TensorKey, tensor: torch.Tensor, *, ttl_seconds: float | None, timeout: float
+    ) -> InsertOutcome:
+        self.gate.wait(10)
+        self.inserting_on.add(len(os.sched_getaffinity(0)))
+        if self.faults:
+            raise self.faults.pop(0)
+        if key.mm_hash in self.tensors:
+            return InsertOutcome.EXISTS
+        self.tensors[key.mm_hash] = tensor.clone()
+        return InsertOutcome.STORED
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+@pytest.fixture
+def buffer() -> MemoryBuffer:
+    return MemoryBuffer()
+
+
+@pytest.fixture
+def make_worker(buffer: MemoryBuffer) -> Iterator[Callable[..., EcWorker]]:
+    workers: list[EcWorker] = []
+
+    def make(*, rank: int = 0, is_producer: bool = True, **settings: Any) -> EcWorker:
+        client: Any = buffer
+        worker = EcWorker(
+            lambda: client,
+            ConnectorSettings(capacity_bytes=1 << 24, **settings),
+            WorkerSeat(rank=rank, is_producer=is_producer),
+        )
+        worker.start()
+        workers.append(worker)
+        return worker
+
+    yield make
+    buffer.gate.set()
+    for worker in workers:
+        worker.close()
+
+
+def item(identifier: str, order: LoadOrder | None) -> StepMetadata:
+    return StepMetadata([ItemLoad(identifier, ROWS, order)])
+
+
+def drained(worker: EcWorker) -> EcWorker:
+    assert worker.saves is not None
+    assert worker.saves.drain(5)
+    return worker
+
+
+def test_load_puts_the_bytes_there_and_reports_done(
+    buffer: MemoryBuffer, make_worker: Callable[..., EcWorker]
+) -> None:
+    tensor = torch.randn(ROWS, 8)
+    order = buffer.order(tensor)
+    cache: dict[str, torch.Tensor] = {}
+    make_worker().load(cache, item("A", order))
+    assert torch.equal(cache["A"], tensor)
+    assert buffer.finished == [order.ticket]
+
+
+def test_load_leaves_what_the_engine_has_and_reports_done(
+    buffer: MemoryBuffer, make_worker: Callable[..., EcWorker]
+) -> None:
+    mine = torch.zeros(ROWS, 8)
+    cache = {"A": mine}
+    order = buffer.order(torch.ones(ROWS, 8))
+    make_worker().load(cache, item("A", order))
+    assert cache["A"] is mine
+    assert buffer.finished == [order.ticket]
+
+
+def test_load_waits_for_a_rank_that_attaches_late(
+    buffer: MemoryBuffer, make_worker: Callable[..., EcWorker]
+) -> None:
+    tensor = torch.randn(ROWS, 8)
+    buffer.faults = [NodeUnavailable("not mapped yet") for _ in range(3)]
+    cache: dict[str, torch.Tensor] = {}
+    worker = make_worker()
+    worker.load(cache, item("A", buffer.order(tensor)))
+    assert torch.equal(cache["A"], tensor)
+    assert worker.counters.totals() == {"load_late": 1}
+
+
+@pytest.mark.parametrize("order", [None, LoadOrder("x", 9, 0, 1, 1, TensorHeader("", (), 0))])
+def test_broken_promise_is_kept_by_key(
+    buffer: MemoryBuffer, make_worker: Callable[..., EcWorker], order: LoadOrder | None
+) -> None:
+    buffer.tensors["A"] = torch.randn(ROWS, 8)
+    buffer.faults = [NodeUnavailable("gone")] * 1000 if order is not None else []
+    cache: dict[str, torch.Tensor] = {}
+    make_worker(is_producer=False).load(cache, item("A", order))
+    assert torch.equal(cache["A"], buffer.tensors["A"])
+
+
+def test_lost_item_is_counted_and_does_not_raise(buffer: MemoryBuffer) -> None:
+    client: Any = buffer
+    ticks = iter(range(1000))
+    settings = ConnectorSettings(capacity_bytes=1 << 24)
+    worker = EcWorker(
+        lambda: client, settings, WorkerSeat(0, False), clock=lambda: float(next(ticks))
+    )
+    worker.start()
+    cache: dict[str, torch.Tensor] = {}
+    worker.load(cache, item("A", None))
+    assert cache == {}
+    assert worker.counters.totals() == {"load_late": 1, "load_lost": 1}
+
+
+def test_save_stores_what_the_scheduler_named_and_nothing_else(
+    buffer: MemoryBuffer, make_worker: Callable[..., EcWorker]
+) -> None:
+    cache = {"A%": torch.randn(ROWS, 8), "B": torch.randn(ROWS, 8)}
+    worker = make_worker()
+    metadata = StepMetadata(saves={"A%": "A%25"})
+    for identifier in cache:
+        worker.save(cache, identifier, metadata)
+    drained(worker)
+    assert buffer.tensors.keys() == {"A%"}
+    assert torch.equal(buffer.tensors["A%"], cache["A%"])
+    worker.save(cache, "A%", metadata)
+    assert drained(worker).counters.totals() == {"saved": 1, "save_exists": 1}
+
+
+@pytest.mark.parametrize(("rank", "is_producer"), [(1, True), (0, False)])
+def test_only_rank_0_of_a_producer_saves(
+    buffer: MemoryBuffer, make_worker: Callable[..., EcWorker], rank: int, is_producer: bool
+) -> None:
+    worker = make_worker(rank=rank, is_producer=is_producer)
+    worker.save({"A": torch.ones(ROWS, 8)}, "A", StepMetadata(saves={"A": "A"}))
+    worker.close()
+    assert buffer.tensors == {}
+
+
+def test_save_does_not_wait_for_the_buffer_and_a_full_queue_is_a_counted_skip(
+    buffer: MemoryBuffer, make_worker: Callable[..., EcWorker]
+) -> None:
+    worker = make_worker(save_queue_items=2)
+    buffer.gate.clear()
+    saves = {name: name for name in "ABCD"}
+    cache = {name: torch.ones(ROWS, 8) for name in saves}
+    started = time.monotonic()
+    for name in saves:
+        worker.save(cache, name, StepMetadata(saves=saves))
+    assert time.monotonic() - started < 0.5
+    buffer.gate.set()
+    drained(worker)
+    assert buffer.tensors.keys() == {"A", "B"}
+    assert worker.counters.totals() == {"saved": 2, "save_skipped:queue_full": 2}
+
+
+def test_one_output_above_the_queues_bytes_is_still_taken(
+    buffer: MemoryBuffer, make_worker: Callable[..., EcWorker]
+) -> None:
+    worker = make_worker(save_queue_bytes=1)
+    worker.save({"A": torch.ones(ROWS, 8)}, "A", StepMetadata(saves={"A": "A"}))
+    assert drained(worker).counters.totals() == {"saved": 1}
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        (TensorTooLarge("64 MiB into 1"), "too_large"),
+        (BufferFull("all pinned"), "buffer_full"),
+        (NodeUnavailable("killed"), "node"),
+        (RuntimeError("a bug of ours"), "internal"),
+    ],
+)
+def test_fault_of_the_buffer_is_a_counted_skip_and_the_next_save_works(
+    buffer: MemoryBuffer,
+    make_worker: Callable[..., EcWorker],
+    caplog: pytest.LogCaptureFixture,
+    fault: Exception,
+    reason: str,
+) -> None:
+    buffer.faults = [fault, fault]
+    worker = make_worker()
+    saves = {name: name for name in "ABC"}
+    for name in saves:
+        worker.save({name: torch.ones(ROWS, 8)}, name, StepMetadata(saves=saves))
+    drained(worker)
+    assert worker.counters.totals() == {f"save_skipped:{reason}": 2, "saved": 1}
+
+
+def test_background_thread_is_not_bound_to_the_models_core(
+    buffer: MemoryBuffer, make_worker: Callable[..., EcWorker]
+) -> None:
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(allowed)})
+    try:
+        worker = make_worker()
+        worker.save({"A": torch.ones(ROWS, 8)}, "A", StepMetadata(saves={"A": "A"}))
+        drained(worker)
+        assert os.sched_getaffinity(0) == {min(allowed)}, "the model's own thread stays"
+    finally:
+        os.sched_setaffinity(0, allowed)
+    assert buffer.inserting_on == {len(allowed)}
+
+
+def test_close_stores_what_waits(
+    buffer: MemoryBuffer, make_worker: Callable[..., EcWorker]
+) -> None:
+    worker = make_worker()
+    worker.save({"A": torch.ones(ROWS, 8)}, "A", StepMetadata(saves={"A": "A"}))
+    worker.close()
+    worker.close()
+    assert buffer.tensors.keys() == {"A"}
+    assert buffer.is_closed
+    worker.save({"B": torch.ones(ROWS, 8)}, "B", StepMetadata(saves={"B": "B"}))
+    assert buffer.tensors.keys() == {"A"}
+
+
+def test_close_is_bounded_when_the_node_hangs(
+    buffer: MemoryBuffer, make_worker: Callable[..., EcWorker]
+) -> None:
+    worker = make_worker(drain_seconds=0.1)
+    buffer.gate.clear()
+    worker.save({"A": torch.ones(ROWS, 8)}, "A", StepMetadata(saves={"A": "A"}))
+    started = time.monotonic()
+    worker.close()
+    assert time.monotonic() - started < 1
+
+
+def test_queue_keeps_no_reference_once_stored() -> None:
+    import gc
+    import weakref
+
+    queue = SaveQueue(
+        lambda key, tensor: True,
+        bytes_max=1 << 20,
+        items_max=4,
+        counters=Counters(),
+        log=RateLimitedLog(),
+    )
+    tensor = torch.ones(8)
+    reference = weakref.ref(tensor)
+    queue.offer("A", tensor)
+    assert queue.drain(5)
+    del tensor
+    gc.collect()
+    assert reference() is None
+    queue.close(1)
+
+
+def test_warnings_are_limited_per_reason(caplog: pytest.LogCaptureFixture) -> None:
+    now = [0.0]
+    log = RateLimitedLog(interval_seconds=30, clock=lambda: now[0])
+    with caplog.at_level("WARNING", logger="vllm.lookup_buffer"):
+        for _ in range(5):
+            log.report("a", "thing %d", 1)
+        log.report("b", "other")
+        now[0] = 31
+        log.report("a", "thing %d", 2)
+    assert [record.getMessage() for record in caplog.records] == [
+        "lookup buffer: thing 1",
+        "lookup buffer: other",
+        "lookup buffer: thing 2 (4 more since the last such line)",
+    ]
+
+
+def test_counters_say_what_is_new() -> None:
+    counters = Counters()
+    counters.add("a")
+    assert counters.take() == {"a": 1}
+    assert counters.take() == {}
+    counters.add("a", 2)
+    assert counters.take() == {"a": 2}
+    assert counters.totals() == {"a": 3}

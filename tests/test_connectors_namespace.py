@@ -1,0 +1,263 @@
+"""The namespace: each thing that the bytes depend on changes it, and nothing else does."""
+
+import copy
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from connectors.identifiers import refuse_counted_identifiers, why_not_shareable
+from connectors.namespace import canonical, engine_namespace
+from connectors.settings import ConnectorSettings
+from connectors.weights import SAMPLE_BYTES, weights_digest
+from lookup_buffer.errors import ConfigError
+
+SETTINGS = ConnectorSettings(capacity_bytes=1 << 24)
+
+
+class HfConfig:
+    """Looks like a transformers config."""
+
+    def __init__(self, **values: Any) -> None:
+        self.values = values
+        self._commit_hash: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        return self.values
+
+
+def vllm_config() -> Any:
+    return SimpleNamespace(
+        model_config=SimpleNamespace(
+            model="org/model",
+            revision=None,
+            code_revision=None,
+            dtype="torch.bfloat16",
+            quantization=None,
+            hf_overrides={},
+            seed=0,
+            hf_config=HfConfig(
+                architectures=["Idefics3"],
+                vision_config={"hidden_size": 1152, "image_size": 364},
+                text_config={"hidden_size": 2048},
+                _name_or_path="/models/one",
+                transformers_version="5.0",
+            ),
+            multimodal_config=SimpleNamespace(
+                mm_processor_kwargs=None,
+                media_io_kwargs={},
+                video_pruning_rate=None,
+                mm_processor_cache_gb=4,
+            ),
+        ),
+        load_config=SimpleNamespace(load_format="auto", model_loader_extra_config={}),
+        lora_config=None,
+        cache_config=SimpleNamespace(enable_prefix_caching=True),
+    )
+
+
+def fingerprint(config: Any, settings: ConnectorSettings = SETTINGS) -> str:
+    return engine_namespace(config, settings).fingerprint
+
+
+def change(path: str, value: Any) -> Callable[[Any], None]:
+    *owners, name = path.split(".")
+
+    def apply(config: Any) -> None:
+        for owner in owners:
+            config = getattr(config, owner)
+        if isinstance(config, dict):
+            config[name] = value
+        else:
+            setattr(config, name, value)
+
+    return apply
+
+
+LORA = SimpleNamespace(enable_tower_connector_lora=True, lora_dtype="auto")
+CHANGES: dict[str, Callable[[Any], None]] = {
+    "model": change("model_config.model", "org/other"),
+    "revision": change("model_config.revision", "v2"),
+    "commit": change("model_config.hf_config._commit_hash", "abc"),
+    "code": change("model_config.code_revision", "v2"),
+    "dtype": change("model_config.dtype", "torch.float16"),
+    "quantization": change("model_config.quantization", "fp8"),
+    "overrides": change("model_config.hf_overrides", {"vision_config": {"image_size": 1}}),
+    "encoder": change("model_config.hf_config.values", {"vision_config": {"hidden_size": 1}}),
+    "processor": change("model_config.multimodal_config.mm_processor_kwargs", {"size": 1}),
+    "media": change("model_config.multimodal_config.media_io_kwargs", {"video": {"fps": 1}}),
+    "pruning": change("model_config.multimodal_config.video_pruning_rate", 0.5),
+    "load": change("load_config.load_format", "dummy"),
+    "lora": change("lora_config", LORA),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_each_part_changes_the_fingerprint(name: str) -> None:
+    one, other = vllm_config(), vllm_config()
+    assert fingerprint(one) == fingerprint(other)
+    CHANGES[name](other)
+    assert fingerprint(one) != fingerprint(other)
+
+
+@pytest.mark.parametrize("setting", ["weights_version", "namespace_extra"])
+def test_settings_change_the_fingerprint(setting: str) -> None:
+    other = ConnectorSettings(**{"capacity_bytes": 1 << 24, setting: "x"})
+    assert fingerprint(vllm_config()) != fingerprint(vllm_config(), other)
+
+
+def test_no_two_changes_look_alike() -> None:
+    seen = set()
+    for apply in CHANGES.values():
+        config = vllm_config()
+        apply(config)
+        seen.add(fingerprint(config))
+    assert len(seen) == len(CHANGES)
+
+
+def test_seed_counts_only_where_it_makes_the_weights() -> None:
+    trained, random = vllm_config(), vllm_config()
+    random.load_config.load_format = "dummy"
+    for config, matters in ((trained, False), (random, True)):
+        other = copy.deepcopy(config)
+        other.model_config.seed = 1
+        assert (fingerprint(config) != fingerprint(other)) is matters
+
+
+@pytest.mark.parametrize("name", ["_name_or_path", "transformers_version"])
+def test_what_differs_between_copies_of_a_model_does_not_count(name: str) -> None:
+    other = vllm_config()
+    other.model_config.hf_config.values[name] = "another"
+    assert fingerprint(vllm_config()) == fingerprint(other)
+
+
+def test_formats_of_one_checkpoint_share() -> None:
+    other = vllm_config()
+    other.load_config.load_format = "safetensors"
+    assert fingerprint(vllm_config()) == fingerprint(other)
+
+
+def test_order_does_not_matter() -> None:
+    other = vllm_config()
+    values = other.model_config.hf_config.values
+    other.model_config.hf_config.values = dict(reversed(values.items()))
+    assert fingerprint(vllm_config()) == fingerprint(other)
+
+
+def test_canonical_is_the_same_in_every_process() -> None:
+    assert canonical({"b": {3, 1}, "a": len}) == '{"a":"builtins.len","b":["1","3"]}'
+    assert "0x" not in canonical({"f": lambda: 0})
+
+
+def test_parts_are_readable() -> None:
+    parts = engine_namespace(vllm_config(), SETTINGS).parts
+    assert parts["model"] == "org/model"
+    assert parts["dtype"] == "bfloat16"
+    assert '"hidden_size":1152' in parts["encoder"]
+
+
+# -- weights
+
+
+def write_safetensors(path: Path, tensors: dict[str, bytes]) -> None:
+    header: dict[str, Any] = {}
+    offset = 0
+    for name, data in tensors.items():
+        header[name] = {
+            "dtype": "U8",
+            "shape": [len(data)],
+            "data_offsets": [offset, offset + len(data)],
+        }
+        offset += len(data)
+    encoded = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(encoded)) + encoded + b"".join(tensors.values()))
+
+
+def tensors() -> dict[str, bytes]:
+    names = ["vision_tower.a", "vision_tower.b", "multi_modal_projector.c", "lm_head.d"]
+    return {name: bytes([index]) * 4 * SAMPLE_BYTES for index, name in enumerate(names)}
+
+
+def test_weights_digest_is_about_content(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("one", "two")]
+    for folder in folders:
+        folder.mkdir()
+        write_safetensors(folder / "model.safetensors", tensors())
+        (folder / "README.md").write_text(folder.name)
+    assert weights_digest(folders[0]) == weights_digest(folders[1]) != ""
+
+
+@pytest.mark.parametrize("name", ["vision_tower.b", "multi_modal_projector.c"])
+def test_weights_digest_sees_each_encoder_tensor(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "model.safetensors"
+    write_safetensors(path, tensors())
+    before = weights_digest(tmp_path)
+    write_safetensors(path, tensors() | {name: b"x" * 4 * SAMPLE_BYTES})
+    assert weights_digest(tmp_path) != before
+
+
+@pytest.mark.parametrize("content", [b"", b"1234567", b"\xff" * 100, struct.pack("<Q", 2) + b"[]"])
+def test_malformed_weights_are_the_loaders_business(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "model.safetensors").write_bytes(content)
+    assert weights_digest(tmp_path)
+
+
+def test_other_formats_are_sampled(tmp_path: Path) -> None:
+    path = tmp_path / "pytorch_model.bin"
+    path.write_bytes(bytes(1 << 20))
+    before = weights_digest(tmp_path)
+    path.write_bytes(bytes((1 << 20) - 1) + b"x")
+    assert weights_digest(tmp_path) != before
+
+
+def test_folder_without_weights(tmp_path: Path) -> None:
+    assert weights_digest(tmp_path) == ""
+
+
+def test_local_folder_is_digested(tmp_path: Path) -> None:
+    config = vllm_config()
+    config.model_config.model = str(tmp_path)
+    before = fingerprint(config)
+    write_safetensors(tmp_path / "model.safetensors", tensors())
+    assert fingerprint(config) != before
+
+
+# -- identifiers
+
+
+@pytest.mark.parametrize(
+    ("identifier", "request_id", "lora", "reason"),
+    [
+        ("5f3a" * 16, "r-1", None, None),
+        ("my-own-image-0", "r-1", None, None),
+        ("renderer0-mm-1-image-0", "r-1", None, "identifier_counted"),
+        ("chat-7-image-0", "chat-7", None, "identifier_counted"),
+        ("chat-7-image-0", "chat-7-0a1b2c3d", None, "identifier_counted"),
+        ("chat-7-image-0", "chat-70", None, None),
+        ("cats:5f3a", "r-1", "cats", "lora"),
+        ("5f3a", "r-1", "cats", None),
+        ("", "r-1", None, "identifier_length"),
+        ("x" * 5000, "r-1", None, "identifier_length"),
+    ],
+)
+def test_which_identifiers_are_shared(
+    identifier: str, request_id: str, lora: str | None, reason: str | None
+) -> None:
+    assert why_not_shareable(identifier, request_id, lora) == reason
+
+
+def test_host_with_counted_identifiers_is_refused() -> None:
+    config = vllm_config()
+    config.cache_config.enable_prefix_caching = False
+    refuse_counted_identifiers(config)
+    config.model_config.multimodal_config.mm_processor_cache_gb = 0
+    with pytest.raises(ConfigError, match="mm_processor_cache_gb is 0 and prefix caching is off"):
+        refuse_counted_identifiers(config)
+    config.cache_config.enable_prefix_caching = True
+    refuse_counted_identifiers(config)
+    config.model_config.multimodal_config = None
+    refuse_counted_identifiers(config)

@@ -1,0 +1,73 @@
+"""The entry point: makes the name known, twice is fine, and never an error for a bystander."""
+
+import subprocess
+import sys
+from types import ModuleType
+
+import pytest
+
+from connectors.plugin import CONNECTOR_MODULE, CONNECTOR_NAME, register
+
+FACTORY = "vllm.distributed.ec_transfer.ec_connector.factory"
+
+
+class Registry:
+    """Looks like vLLM's `ECConnectorFactory`."""
+
+    def __init__(self) -> None:
+        self.known: dict[str, tuple[str, str]] = {}
+
+    def register_connector(self, name: str, module_path: str, class_name: str) -> None:
+        if name in self.known:
+            raise ValueError(f"Connector '{name}' is already registered.")
+        self.known[name] = (module_path, class_name)
+
+
+def install(monkeypatch: pytest.MonkeyPatch, factory: object) -> None:
+    parts = FACTORY.split(".")
+    for length in range(1, len(parts)):
+        name = ".".join(parts[:length])
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    module = ModuleType(FACTORY)
+    if factory is not None:
+        module.ECConnectorFactory = factory  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, FACTORY, module)
+
+
+def test_registers_once_however_often_it_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = Registry()
+    install(monkeypatch, registry)
+    register()
+    register()
+    assert registry.known == {CONNECTOR_NAME: (CONNECTOR_MODULE, CONNECTOR_NAME)}
+
+
+def test_vllm_without_a_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, None)
+    register()
+
+
+def test_registry_that_is_quite_different(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    install(monkeypatch, object())
+    register()
+    assert CONNECTOR_NAME in caplog.text
+
+
+def test_no_vllm_at_all_and_nothing_heavy_is_imported() -> None:
+    code = (
+        "import sys; sys.modules['vllm'] = None\n"
+        "from connectors.plugin import register; register()\n"
+        "heavy = {'torch', 'numpy', 'pydantic', 'redis'} & sys.modules.keys()\n"
+        "assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_scheduler_side_needs_neither_vllm_nor_torch() -> None:
+    code = (
+        "import sys; sys.modules['vllm'] = sys.modules['torch'] = None\n"
+        "import connectors.ec_scheduler, connectors.namespace, connectors.settings"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

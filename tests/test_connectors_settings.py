@@ -1,0 +1,99 @@
+"""`ec_connector_extra_config`: what is refused, in which words, and what is never shown."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from connectors.settings import ConnectorSettings, parse_settings
+from lookup_buffer.config import memory_bytes
+from lookup_buffer.errors import ConfigError
+
+
+def test_nothing_set_is_fine() -> None:
+    settings = parse_settings({})
+    assert settings.store_url == "embedded"
+    assert settings.pin_budget_bytes == settings.capacity_bytes // 4
+
+
+def test_sizes_as_people_write_them() -> None:
+    settings = parse_settings({"capacity_bytes": "512MiB", "prefetch_bytes": "1 MB"})
+    assert settings.capacity_bytes == 512 << 20
+    assert settings.pin_budget_bytes == 1_000_000
+    assert settings.buffer_config().capacity_bytes == 512 << 20
+
+
+@pytest.mark.parametrize(
+    ("raw", "words"),
+    [
+        ({"capcity_bytes": 1}, ["'capcity_bytes'", "did you mean 'capacity_bytes'"]),
+        ({"fetch_wait": 1}, ["'fetch_wait'", "did you mean 'fetch_wait_seconds'"]),
+        ({"capacity_bytes": -5}, ["'capacity_bytes'", "-5", "allowed", "greater"]),
+        ({"capacity_bytes": "many"}, ["'capacity_bytes'", "'many'", "allowed"]),
+        ({"store_url": "not a url"}, ["'store_url'", "'not a url'", "redis://"]),
+        ({"store_url": "http://h"}, ["'store_url'", "'http://h'", "redis://"]),
+        ({"fetch_wait_seconds": -1}, ["'fetch_wait_seconds'", "-1", "allowed"]),
+        ({"ttl_seconds": 0}, ["'ttl_seconds'", "0", "allowed"]),
+        ({"required": "perhaps"}, ["'required'", "'perhaps'", "allowed"]),
+        ({"token_file": "/no/such"}, ["'token_file'", "/no/such", "a file that exists"]),
+        ({"token": "s", "token_file": __file__}, ["'token'", "'token_file'", "one of them"]),
+    ],
+)
+def test_wrong_setting_is_named_in_one_line(raw: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_settings(raw)
+    message = str(caught.value)
+    assert "\n" not in message
+    for word in words:
+        assert word in message
+
+
+def test_capacity_above_the_machines_memory() -> None:
+    with pytest.raises(ConfigError, match=r"'capacity_bytes'.*memory of this machine"):
+        parse_settings({"capacity_bytes": memory_bytes() + 1})
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        {"token": "s3cr3t", "capacity_bytes": -1},
+        {"token": ["s3cr3t"]},
+        {"store_password": {"x": "s3cr3t"}},
+        {"tokn": "s3cr3t"},
+        {"store_url": "http://user:s3cr3t@host"},
+    ],
+)
+def test_secret_is_never_shown(raw: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_settings(raw)
+    assert "s3cr3t" not in str(caught.value)
+    assert "s3cr3t" not in repr(caught.value)
+    assert caught.value.__cause__ is None or "s3cr3t" not in str(caught.value.__cause__)
+
+
+def test_secrets_from_files(tmp_path: Path) -> None:
+    token, password = tmp_path / "token", tmp_path / "password"
+    token.write_text("s3cr3t\n")
+    password.write_text("pa55\n")
+    settings = parse_settings({"token_file": str(token), "store_password_file": str(password)})
+    config = settings.buffer_config()
+    assert config.token is not None
+    assert config.token.get_secret_value() == "s3cr3t"
+    assert config.store_password is not None
+    assert config.store_password.get_secret_value() == "pa55"
+    for text in (repr(settings), repr(config), str(config)):
+        assert "s3cr3t" not in text
+        assert "pa55" not in text
+
+
+def test_empty_secret_file_is_refused(tmp_path: Path) -> None:
+    empty = tmp_path / "token"
+    empty.touch()
+    with pytest.raises(ConfigError, match="not empty"):
+        parse_settings({"token_file": str(empty)}).buffer_config()
+
+
+def test_settings_do_not_change() -> None:
+    settings = ConnectorSettings()
+    with pytest.raises(ValueError, match="frozen"):
+        settings.required = True  # type: ignore[misc]
