@@ -40,6 +40,8 @@ class Outcome:
     origin: Origin
     source: str
     """Where a loaded image lay before, in words; empty otherwise."""
+    queued_seconds: float
+    """The part of the next that the request waited for its turn, or for bytes on their way."""
     ttft_seconds: float
     tokens: tuple[int, ...]
     tokens_expected: tuple[int, ...]

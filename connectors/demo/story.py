@@ -101,6 +101,7 @@ class Story:
             photograph=photograph,
             origin=origin,
             source=source,
+            queued_seconds=answer.queued_seconds,
             ttft_seconds=answer.ttft_seconds,
             tokens=answer.tokens,
             tokens_expected=self._expected[photograph],

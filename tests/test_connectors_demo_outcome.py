@@ -1,0 +1,114 @@
+"""What the demo promises: each promise can be broken, and the figures say what they should."""
+
+import json
+from dataclasses import replace
+
+from connectors.demo.outcome import KeyFacts, Origin, Outcome, Promise, Purpose, Result, judge
+
+CAT, COFFEE = (1, 2, 3), (4, 5, 6)
+
+
+def _outcome(
+    purpose: Purpose,
+    engine: str,
+    origin: Origin,
+    seconds: float,
+    photograph: str = "cat",
+) -> Outcome:
+    tokens = CAT if photograph == "cat" else COFFEE
+    source = "host-a over TCP" if origin is Origin.LOADED else ""
+    return Outcome(purpose, engine, photograph, origin, source, 0.0, seconds, tokens, tokens)
+
+
+GOOD = Result(
+    model="heavy",
+    nbytes_per_image=8,
+    outcomes=(
+        _outcome(Purpose.FIRST, "a", Origin.ENCODED, 4.0),
+        _outcome(Purpose.REPEAT, "a", Origin.CACHED, 0.090),
+        _outcome(Purpose.REPEAT, "a", Origin.CACHED, 0.010),
+        _outcome(Purpose.REPEAT, "a", Origin.CACHED, 0.011),
+        _outcome(Purpose.OTHER, "b", Origin.LOADED, 0.040),
+        _outcome(Purpose.AT_ONCE, "a", Origin.ENCODED, 4.0, "coffee"),
+        _outcome(Purpose.AT_ONCE, "b", Origin.LOADED, 4.1, "coffee"),
+        _outcome(Purpose.AGAIN, "a", Origin.LOADED, 0.015),
+    ),
+    encoder_runs={"a": 2, "b": 0},
+    records=(KeyFacts("n", "k", "float32", (1, 2), 8, ("a", "b"), 2),),
+    seconds=1.0,
+)
+
+
+def _broken(result: Result, *, times_count: bool = True) -> list[Promise]:
+    return [promise for promise in judge(result, times_count=times_count) if not promise.kept]
+
+
+def _with(index: int, outcome: Outcome) -> Result:
+    outcomes = list(GOOD.outcomes)
+    outcomes[index] = outcome
+    return replace(GOOD, outcomes=tuple(outcomes))
+
+
+def test_a_good_run_keeps_every_promise() -> None:
+    assert _broken(GOOD) == []
+
+
+def test_one_other_token_breaks_the_first_promise() -> None:
+    (broken,) = _broken(_with(4, replace(GOOD.outcomes[4], tokens=(1, 2, 9))))
+    assert "tokens equal" in broken.text
+
+
+def test_equal_tokens_for_both_photographs_prove_nothing() -> None:
+    same = tuple(replace(o, tokens=CAT, tokens_expected=CAT) for o in GOOD.outcomes)
+    (broken,) = _broken(replace(GOOD, outcomes=same))
+    assert "differ between" in broken.text
+
+
+def test_a_single_photograph_proves_nothing() -> None:
+    only_cat = tuple(o for o in GOOD.outcomes if o.photograph == "cat")
+    (broken,) = _broken(replace(GOOD, outcomes=only_cat))
+    assert "differ between" in broken.text
+
+
+def test_an_encode_on_the_second_engine_is_named() -> None:
+    encoded = _outcome(Purpose.OTHER, "b", Origin.ENCODED, 0.040)
+    texts = [promise.text for promise in _broken(_with(4, encoded))]
+    assert any("second engine loaded" in text for text in texts)
+    assert any("were measured" in text for text in texts)
+
+
+def test_an_encode_after_another_image_is_named() -> None:
+    (broken,) = _broken(_with(7, _outcome(Purpose.AGAIN, "a", Origin.ENCODED, 4.0)))
+    assert "encoded" in broken.found
+
+
+def test_a_missing_request_breaks_its_promise() -> None:
+    (broken,) = _broken(replace(GOOD, outcomes=GOOD.outcomes[:-1]))
+    assert broken.found == "no such request"
+
+
+def test_a_hit_may_cost_thirty_milliseconds_over_the_median_repeat() -> None:
+    assert _broken(_with(4, _outcome(Purpose.OTHER, "b", Origin.LOADED, 0.0409))) == []
+    slow = _with(4, _outcome(Purpose.OTHER, "b", Origin.LOADED, 0.0411))
+    (broken,) = _broken(slow)
+    assert "30 ms above" in broken.text
+    assert _broken(slow, times_count=False) == []
+
+
+def test_a_hit_may_cost_a_tenth_of_an_encode() -> None:
+    slow = _with(4, _outcome(Purpose.OTHER, "b", Origin.LOADED, 0.5))
+    assert any("tenth" in promise.text for promise in _broken(slow))
+
+
+def test_the_figures_hold_what_a_reader_looks_for() -> None:
+    figures = json.loads(json.dumps(GOOD.to_json(judge(GOOD, times_count=True))))
+    assert figures["encoder_runs"] == {"a": 2, "b": 0}
+    assert figures["tokens_equal"] is True
+    assert figures["tokens_differ_between_images"] is True
+    assert figures["hits"] == 3
+    assert figures["hits_in_redis"] == 2
+    assert figures["ttft_seconds"]["own_repeat"] == 0.011
+    assert figures["ttft_seconds"]["waited_for_other_engine"] == 4.1
+    assert len(figures["requests"]) == len(GOOD.outcomes)
+    assert figures["requests"][4]["source"] == "host-a over TCP"
+    assert all(promise["kept"] for promise in figures["promises"])
