@@ -136,7 +136,9 @@ def main() -> None:
             "link_unverified": lambda buffer=buffer: fetch_link(link, buffer, verified=False),  # type: ignore[misc]
         }
         results.append(measure(ways, nbytes, arguments.rounds))
-    print(json.dumps({"benchmark": "link", "rounds": arguments.rounds, "results": results}, indent=1))
+    print(
+        json.dumps({"benchmark": "link", "rounds": arguments.rounds, "results": results}, indent=1)
+    )
     bare.close()
     link.close()
     process.join(TIMEOUT_SECONDS)

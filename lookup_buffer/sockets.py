@@ -54,8 +54,9 @@ class SocketGuard:
     ) -> None:
         closed_by_another = self.closed
         self._leave()
-        if error is not None:
-            self.shut(reset=True)
+        if error is None:
+            return
+        self.shut(reset=True)
         if closed_by_another and isinstance(error, OSError | PipeClosed | PipeBroken):
             raise PipeClosed("this link was closed by another thread") from error
         if isinstance(error, TimeoutError | BlockingIOError):
