@@ -1,0 +1,174 @@
+"""What the connector costs vLLM's own threads, against a real node with an embedded store.
+
+- `save_caches`: the time that the model's thread is held per encoder output, at three sizes, while
+  the background thread really stores each (new keys, with eviction once the arena is full). Beside
+  it one warm memcpy of the same size, which is what a store in place would cost at the least;
+- `ensure_cache_available`: first sight of a request with one resident item, a poll of a request
+  that waits for its turn, and a poll of a request that decodes;
+- `has_cache_item`: within a pass (remembered), and the first of a pass.
+
+Prints microseconds as JSON.
+
+    python -m benchmarks.connector [--saves 200]
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from connectors.ec_gate import EngineShape
+from connectors.ec_metadata import StepMetadata
+from connectors.ec_scheduler import EcScheduler
+from connectors.ec_worker import EcWorker, WorkerSeat
+from connectors.settings import ConnectorSettings
+from lookup_buffer.client import EngineSeat, LookupBuffer
+from lookup_buffer.key import TensorKey
+from lookup_buffer.namespace import Namespace
+
+SIZES_BYTES = (1 << 20, 8 << 20, 64 << 20)
+ENCODE_SECONDS = 0.02
+"""What an encoder would need for one item; the background thread works meanwhile."""
+POLLS = 2000
+ROWS = 676
+
+
+def percentiles(seconds: list[float]) -> dict[str, float]:
+    ordered = sorted(seconds)
+    return {
+        "p50_us": round(statistics.median(ordered) * 1e6, 2),
+        "p99_us": round(ordered[min(len(ordered) - 1, len(ordered) * 99 // 100)] * 1e6, 2),
+    }
+
+
+def timed(call: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
+
+
+def batched(call: Callable[[], object], count: int = 100) -> list[float]:
+    """Times of one call, from batches: a single one is shorter than the clock is precise."""
+    times = []
+    for _ in range(POLLS // count):
+        started = time.perf_counter()
+        for _ in range(count):
+            call()
+        times.append((time.perf_counter() - started) / count)
+    return times
+
+
+@contextmanager
+def engine(directory: Path) -> Iterator[tuple[EcScheduler, EcWorker]]:
+    settings = ConnectorSettings(directory=directory, capacity_bytes="512MiB", idle_exit_seconds=5)
+    namespace = Namespace.named("benchmark")
+
+    def client(rank: int | None) -> LookupBuffer:
+        seat = EngineSeat("benchmark", rank, 1)
+        return LookupBuffer(settings.buffer_config(), namespace, engine=seat)
+
+    worker = EcWorker(lambda: client(0), settings, WorkerSeat(rank=0, is_producer=True))
+    worker.start()
+    shape = EngineShape(True, True, 2, 4096)
+    scheduler = EcScheduler(client(None), settings, shape, metadata_fields=lambda _: set())
+    try:
+        yield scheduler, worker
+    finally:
+        scheduler.close()
+        worker.close()
+
+
+def time_saves(worker: EcWorker, nbytes: int, count: int) -> dict[str, float]:
+    tensor = torch.ones(nbytes // 2, dtype=torch.bfloat16).view(-1, 512)
+    target = torch.zeros_like(tensor)
+    times = []
+    for index in range(count):
+        identifier = f"save-{nbytes}-{index}"
+        cache = {identifier: tensor}
+        metadata = StepMetadata(saves={identifier: TensorKey(identifier).text})
+        times.append(timed(lambda: worker.save(cache, identifier, metadata)))  # noqa: B023
+        time.sleep(ENCODE_SECONDS)
+    assert worker.saves is not None
+    worker.saves.drain(30)
+    time.sleep(0.5)  # the last outputs are still on their way into the directory
+    memcpy = statistics.median(timed(lambda: target.copy_(tensor)) for _ in range(10))
+    return {**percentiles(times), "memcpy_us": round(memcpy * 1e6, 2)}
+
+
+def request(request_id: str, identifier: str) -> Any:
+    data = {"pixel_values": SimpleNamespace(data=SimpleNamespace(nbytes=1 << 20))}
+    position = SimpleNamespace(offset=4, length=ROWS, get_num_embeds=lambda: ROWS)
+    feature = SimpleNamespace(
+        identifier=identifier, modality="image", data=data, mm_position=position
+    )
+    return SimpleNamespace(request_id=request_id, mm_features=[feature], num_preemptions=0)
+
+
+def end_pass(scheduler: EcScheduler, *finished: str) -> None:
+    scheduler.build_metadata(
+        SimpleNamespace(
+            total_num_scheduled_tokens=1, free_encoder_mm_hashes=[], finished_req_ids=set(finished)
+        )
+    )
+
+
+def time_gate(scheduler: EcScheduler, worker: EcWorker) -> dict[str, dict[str, float]]:
+    item = "gate-item"
+    cache = {item: torch.ones(ROWS, 3072, dtype=torch.bfloat16)}
+    worker.save(cache, item, StepMetadata(saves={item: item}))
+    assert worker.saves is not None
+    worker.saves.drain(30)
+    ensure = scheduler.gate.ensure_cache_available
+    first_sights = []
+    for index in range(200):
+        first = request(f"first-{index}", item)
+        first_sights.append(timed(lambda: ensure(first, 0)))  # noqa: B023
+        end_pass(scheduler, first.request_id)
+    waiting = request("waiting", item)
+    while not ensure(waiting, 0):
+        time.sleep(0.001)
+    answer = scheduler.has_cache_item(item)
+    assert answer, "the benchmark times hits"
+    remembered = batched(lambda: scheduler.has_cache_item(item))
+    anew = []
+    for _ in range(200):
+        end_pass(scheduler)
+        anew.append(timed(lambda: scheduler.has_cache_item(item)))
+    return {
+        "ensure_first_sight": percentiles(first_sights),
+        "ensure_poll_waiting": percentiles(batched(lambda: ensure(waiting, 0))),
+        "ensure_poll_decoding": percentiles(batched(lambda: ensure(waiting, ROWS + 10))),
+        "has_cache_item": percentiles(remembered),
+        "has_cache_item_first_of_a_pass": percentiles(anew),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--saves", type=int, default=200, help="outputs per size")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as directory, engine(Path(directory)) as sides:
+        scheduler, worker = sides
+        report: dict[str, Any] = {
+            "save_caches": {
+                str(size): time_saves(worker, size, options.saves) for size in SIZES_BYTES
+            },
+            **time_gate(scheduler, worker),
+            "counters": worker.counters.totals(),
+        }
+    json.dump(report, sys.stdout, indent=2)
+    sys.stdout.write("\n")
+
+
+if __name__ == "__main__":
+    main()
