@@ -121,7 +121,7 @@ class Inventory:
             BufferFull: what could be evicted does not make the room.
         """
         assert address not in self._items, "the caller looks first"
-        if header.nbytes > self.capacity_bytes:
+        if self._allocator.rounded_bytes(header.nbytes) > self._allocator.capacity_bytes:
             raise TensorTooLarge(
                 f"a tensor of {header.nbytes} bytes exceeds the arena of "
                 f"{self.capacity_bytes} bytes; raise capacity_bytes"
@@ -230,7 +230,8 @@ class Inventory:
 
     def _check_held(self, nbytes: int) -> None:
         held_bytes = self._pinned_bytes + self._reserved_bytes
-        if held_bytes and held_bytes + nbytes > self.capacity_bytes * HELD_FRACTION:
+        # What has no bytes always passes, else its writer could be refused the pin at commit.
+        if nbytes and held_bytes and held_bytes + nbytes > self.capacity_bytes * HELD_FRACTION:
             raise BufferFull(
                 f"{held_bytes} bytes are pinned or being written; {nbytes} more exceed "
                 f"a third of the arena of {self.capacity_bytes} bytes"
