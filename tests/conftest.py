@@ -1,4 +1,4 @@
-"""Shared by all tests: the fixtures of tests/servers.py and a guard against leaks.
+"""Shared by all tests: the fixtures of tests/servers.py and nodes.py, and a guard against leaks.
 
 The guard: when a test ends, no process it started is left (also none that was detached from us),
 and no thread. A test that leaks fails, with what is needed to find the leak in the message; leaked
@@ -13,10 +13,10 @@ import pytest
 
 from leaks import LeakGuard
 
-# Real servers for every test that asks: see tests/servers.py.
-pytest_plugins = ["servers"] if importlib.util.find_spec("servers") else []
+# Real servers and nodes for every test that asks: see tests/servers.py and tests/nodes.py.
+pytest_plugins = [name for name in ("servers", "nodes") if importlib.util.find_spec(name)]
 # These are not named test_*, so without this a failed assert in them would not be explained.
-pytest.register_assert_rewrite("contract_store", "contract_pipe", "servers")
+pytest.register_assert_rewrite("contract_store", "contract_pipe", "servers", "nodes")
 
 _guard = pytest.StashKey[LeakGuard]()
 

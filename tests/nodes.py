@@ -1,0 +1,271 @@
+"""Nodes for tests: each a process of its own with a directory of its own, all sharing one Valkey.
+
+`start_node` starts them for one test, `node_pair` is two that live as long as a module. Clients
+made by `NodeProcess.client` never start a node by themselves, so a node that was killed stays
+dead until the test restarts it.
+"""
+
+import json
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lookup_buffer.client import EngineSeat, LookupBuffer
+from lookup_buffer.config import BufferConfig
+from lookup_buffer.key import TensorKey
+from lookup_buffer.launch import to_json
+from lookup_buffer.namespace import Namespace
+from store import EmbeddedServer
+
+ROOT = Path(__file__).resolve().parent.parent
+MIB = 1 << 20
+START_SECONDS = 20.0
+GAUGES_AT_REST = ("pinned_bytes", "reserved_bytes", "pins")
+
+StartNode = Callable[..., "NodeProcess"]
+
+
+class NodeProcess:
+    """One node. `start` again after `kill` is a restart: same id, same directory, new boot."""
+
+    def __init__(self, directory: Path, **settings: Any) -> None:
+        settings = {"capacity_bytes": 64 * MIB, "store_timeout_seconds": 0.25, **settings}
+        self.settings = BufferConfig.of({"directory": directory, **settings})
+        self.config = BufferConfig.of(
+            {"directory": directory, "node_socket": directory / "node.sock", **settings}
+        )
+        self.node_id = self.settings.node_id or ""
+        self.socket_path = self.config.socket_path()
+        self.log = directory / "node.log"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def start(self) -> "NodeProcess":
+        program = (
+            f"import sys; sys.path.insert(0, {str(ROOT)!r}); "
+            "from lookup_buffer.node.main import main; main()"
+        )
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-c", program], stdin=subprocess.PIPE, stderr=log
+            )
+        assert self._process.stdin is not None
+        with self._process.stdin as configuration:
+            configuration.write(to_json(self.settings).encode())
+        wait_until(self._answers, START_SECONDS, f"node {self.node_id} starts: {self.log_text()}")
+        return self
+
+    def client(
+        self, namespace: str = "tests", *, engine: EngineSeat | None = None, required: bool = True
+    ) -> LookupBuffer:
+        return LookupBuffer(self.config, Namespace.named(namespace), engine=engine, required=required)
+
+    def stats(self) -> dict[str, int]:
+        """What a client that comes only to ask is told; it is gone when this returns."""
+        with self.client("stats") as client:
+            return client.stats()
+
+    def kill(self) -> None:
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait()
+
+    def terminate(self, timeout: float = 10.0) -> int:
+        assert self._process is not None
+        self._process.terminate()
+        return self._process.wait(timeout)
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        os.kill(self.pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(self.pid, signal.SIGCONT)
+
+    def alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def log_text(self) -> str:
+        return self.log.read_text(errors="replace") if self.log.exists() else ""
+
+    def end(self) -> None:
+        if self._process is None:
+            return
+        if self.alive():
+            os.kill(self.pid, signal.SIGCONT)
+            self._process.terminate()
+        try:
+            self._process.wait(10.0)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            pytest.fail(f"node {self.node_id} does not end on SIGTERM")
+
+    def _answers(self) -> bool:
+        assert self._process is not None
+        assert self._process.poll() is None, f"the node ended: {self.log_text()}"
+        with socket.socket(socket.AF_UNIX) as probe:
+            return probe.connect_ex(str(self.socket_path)) == 0
+
+
+class Nodes:
+    """Starts nodes in short directories (a unix socket's path is bounded) and ends them all."""
+
+    def __init__(self, store_url: str) -> None:
+        self._store_url = store_url
+        self._base = Path(tempfile.mkdtemp(prefix="lbt-"))
+        self._nodes: list[NodeProcess] = []
+
+    def __call__(self, **settings: Any) -> NodeProcess:
+        directory = self._base / str(len(self._nodes))
+        settings.setdefault("store_url", self._store_url)
+        settings.setdefault("node_id", f"node{len(self._nodes)}-{secrets.token_hex(3)}")
+        node = NodeProcess(directory, **settings)
+        self._nodes.append(node)
+        return node.start()
+
+    def end(self) -> None:
+        try:
+            for node in self._nodes:
+                node.end()
+            for node in self._nodes:
+                assert "Traceback" not in node.log_text(), node.log_text()
+        finally:
+            shutil.rmtree(self._base)
+
+
+@pytest.fixture
+def start_node(valkey_server: EmbeddedServer) -> Iterator[StartNode]:
+    """start_node(capacity_bytes=..., store_url=...): nodes that end with the test."""
+    nodes = Nodes(valkey_server.url)
+    yield nodes
+    nodes.end()
+
+
+@pytest.fixture(scope="module")
+def node_pair(valkey_server: EmbeddedServer) -> Iterator[tuple[NodeProcess, NodeProcess]]:
+    """Two nodes for all tests of a module, as if on two hosts."""
+    nodes = Nodes(valkey_server.url)
+    first, second = nodes(), nodes()
+    yield first, second
+    nodes.end()
+
+
+def wait_until(condition: Callable[[], object], seconds: float, what: str = "") -> float:
+    """Poll until `condition()`; the answer is the seconds it took. Fails when time is up."""
+    started = time.monotonic()
+    while not condition():
+        if time.monotonic() - started > seconds:
+            pytest.fail(f"not within {seconds} s: {what or condition}")
+        time.sleep(0.01)
+    return time.monotonic() - started
+
+
+def at_rest(node: NodeProcess, *, open_files: int | None = None, seconds: float = 5.0) -> None:
+    """Wait until nothing is pinned or reserved (and no more files are open than before)."""
+    last: dict[str, int] = {}
+
+    def rests() -> bool:
+        last.update(node.stats())
+        calm = all(last[name] == 0 for name in GAUGES_AT_REST)
+        return calm and (open_files is None or last["open_files"] <= open_files)
+
+    try:
+        wait_until(rests, seconds)
+    except pytest.fail.Exception:
+        shown = {name: last[name] for name in (*GAUGES_AT_REST, "open_files", "items")}
+        pytest.fail(f"{node.node_id} does not come to rest: {shown}, files before: {open_files}")
+
+
+def key(name: str | None = None) -> TensorKey:
+    """A key that no other test uses."""
+    return TensorKey(f"{name or 'k'}-{secrets.token_hex(8)}")
+
+
+def tensor_of(seed: str, nbytes: int) -> torch.Tensor:
+    """Bytes that follow from the seed alone, in any process."""
+    generator = torch.Generator().manual_seed(int.from_bytes(seed.encode()[-7:], "big"))
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
+
+
+class ClientProcess:
+    """A client in a process of its own: `source` finds `buffer` opened, and `say` and `hear`.
+
+    `say(value)` sends JSON to the test, `hear()` takes a line from it.
+    """
+
+    _PROLOGUE = """
+import json, os, sys, time, torch
+from lookup_buffer.client import EngineSeat, LookupBuffer
+from lookup_buffer.config import BufferConfig
+from lookup_buffer.key import TensorKey
+from lookup_buffer.namespace import Namespace
+from nodes import tensor_of
+def say(value): print(json.dumps(value), flush=True)
+def hear(): return json.loads(sys.stdin.readline())
+torch.set_num_threads(1)
+setup = hear()
+seat = EngineSeat(*setup["seat"]) if setup["seat"] else None
+buffer = LookupBuffer(BufferConfig.of(setup["config"]), Namespace.named(setup["namespace"]), engine=seat)
+"""
+
+    def __init__(
+        self,
+        config: BufferConfig,
+        source: str,
+        *,
+        namespace: str = "tests",
+        seat: tuple[str, int | None, int] | None = None,
+    ) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", self._PROLOGUE + source],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
+        )
+        self.say({"config": json.loads(to_json(config)), "namespace": namespace, "seat": seat})
+
+    def say(self, value: Any) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(value) + "\n")
+        self.process.stdin.flush()
+
+    def hear(self) -> Any:
+        """The next value; pytest's faulthandler timeout bounds the wait."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, f"the client process ended with {self.process.wait(10.0)}"
+        return json.loads(line)
+
+    def __enter__(self) -> "ClientProcess":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait(10.0)
+        for stream in (self.process.stdin, self.process.stdout):
+            if stream is not None:
+                try:
+                    stream.close()
+                except BrokenPipeError:
+                    pass
