@@ -59,7 +59,8 @@ class Link:
     `abort` may be called by any thread at any time and wake the others.
 
     Deadlines: each operation has one, its `timeout` plus its bytes over the minimum rate. A
-    stopped or slow peer cannot hold a caller longer, however it spreads its bytes.
+    stopped or slow peer cannot hold a caller longer (but for a tenth), however it spreads its
+    bytes.
 
     Errors:
         PipeClosed: an end was closed between two frames, or this one by another thread.

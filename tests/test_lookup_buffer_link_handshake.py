@@ -120,9 +120,9 @@ def test_the_token_never_travels_and_no_proof_comes_twice() -> None:
             thread.join(TIMEOUT)
             captured.append(bytes(seen))
     secrets = []
-    for seen in captured:  # the two ends take turns, so their frames do not interleave
-        assert TOKEN.encode() not in seen
-        said = [header for header, _ in FrameDecoder().feed(seen)]
+    for stream in captured:  # the two ends take turns, so their frames do not interleave
+        assert TOKEN.encode() not in stream
+        said = [header for header, _ in FrameDecoder().feed(stream)]
         assert [message[0] for message in said] == ["hello", "hello", "proof", "proof"]
         secrets += [item for message in said for item in message if isinstance(item, bytes)]
     assert len(secrets) == len(set(secrets)) == 8, "nonces and proofs are fresh each time"
