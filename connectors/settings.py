@@ -8,16 +8,20 @@ import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from pydantic import Field, SecretStr, ValidationError, field_validator
 
 from lookup_buffer.config import GIB, BufferConfig, Bytes, explain
 from lookup_buffer.errors import ConfigError
+from store import redact
+from store.url import parse
 
 logger = logging.getLogger(__name__)
 
 SECRET_FILES = {"token_file": "token", "store_password_file": "store_password"}
 MILLISECOND_SECONDS = 1e-3
+_PRINTED = "vLLM prints its settings when it starts, so a secret cannot be one; allowed"
 
 
 class ConnectorSettings(BufferConfig):
@@ -47,6 +51,13 @@ class ConnectorSettings(BufferConfig):
     """Bound on the number of encoder outputs that wait to be stored."""
     drain_seconds: float = Field(default=2.0, ge=0, le=60)
     """How long an engine that ends waits for outputs that are still to be stored."""
+
+    @field_validator("store_url")
+    @classmethod
+    def _readable_url(cls, value: str) -> str:
+        if value != "embedded":
+            parse(value)
+        return value
 
     @field_validator("token_file", "store_password_file")
     @classmethod
@@ -94,6 +105,11 @@ def parse_settings(raw: Mapping[str, Any]) -> ConnectorSettings:
     except TypeError as error:  # a key that is no string cannot be a keyword
         raise ConfigError("ec_connector_extra_config: every name must be a text") from error
     for file_setting, name in SECRET_FILES.items():
-        if getattr(settings, file_setting) is not None and getattr(settings, name) is not None:
-            raise ConfigError(f"both {name!r} and {file_setting!r} are set; allowed: one of them")
+        if getattr(settings, name) is not None:
+            raise ConfigError(f"setting {name!r} is (hidden); {_PRINTED}: {file_setting!r}")
+    if urlsplit(settings.store_url).password is not None:
+        raise ConfigError(
+            f"setting 'store_url' is {redact(settings.store_url)!r}; {_PRINTED}: a URL without "
+            "password, and 'store_password_file'"
+        )
     return settings

@@ -32,11 +32,15 @@ def test_sizes_as_people_write_them() -> None:
         ({"capacity_bytes": "many"}, ["'capacity_bytes'", "'many'", "allowed"]),
         ({"store_url": "not a url"}, ["'store_url'", "'not a url'", "redis://"]),
         ({"store_url": "http://h"}, ["'store_url'", "'http://h'", "redis://"]),
+        ({"store_url": "redis:/h"}, ["'store_url'", "'redis:/h'", "redis://"]),
+        ({"store_url": "redis://h:port"}, ["'store_url'", "'redis://h:port'", "redis://"]),
         ({"fetch_wait_seconds": -1}, ["'fetch_wait_seconds'", "-1", "allowed"]),
         ({"ttl_seconds": 0}, ["'ttl_seconds'", "0", "allowed"]),
         ({"required": "perhaps"}, ["'required'", "'perhaps'", "allowed"]),
         ({"token_file": "/no/such"}, ["'token_file'", "/no/such", "a file that exists"]),
-        ({"token": "s", "token_file": __file__}, ["'token'", "'token_file'", "one of them"]),
+        ({"token": "s"}, ["'token'", "vLLM prints", "'token_file'"]),
+        ({"store_password": "s"}, ["'store_password'", "vLLM prints", "'store_password_file'"]),
+        ({"store_url": "redis://u:s@h"}, ["'store_url'", "vLLM prints", "'store_password_file'"]),
     ],
 )
 def test_wrong_setting_is_named_in_one_line(raw: dict[str, Any], words: list[str]) -> None:
@@ -60,6 +64,8 @@ def test_capacity_above_the_machines_memory() -> None:
         {"token": ["s3cr3t"]},
         {"store_password": {"x": "s3cr3t"}},
         {"tokn": "s3cr3t"},
+        {"token": "s3cr3t"},
+        {"store_url": "redis://user:s3cr3t@host"},
         {"store_url": "http://user:s3cr3t@host"},
     ],
 )
