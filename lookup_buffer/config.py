@@ -25,6 +25,7 @@ from pydantic import (
 
 from lookup_buffer.errors import ConfigError
 from store import redact
+from store.url import parse as parse_store_url
 
 GIB = 1 << 30
 ENVIRONMENT_PREFIX = "LOOKUP_BUFFER_"
@@ -95,6 +96,8 @@ class BufferConfig(BaseModel):
                 "'embedded' or a URL that begins with one of "
                 + ", ".join(f"{scheme}://" for scheme in STORE_SCHEMES)
             )
+        if value != "embedded":
+            parse_store_url(value)
         return value
 
     @field_validator("capacity_bytes")
@@ -146,7 +149,7 @@ class BufferConfig(BaseModel):
             if variable in os.environ:
                 settings[name] = os.environ[variable]
             elif variable + "_FILE" in os.environ:
-                settings[name] = Path(os.environ[variable + "_FILE"]).read_text().strip()
+                settings[name] = _read_setting(name, Path(os.environ[variable + "_FILE"]))
         settings |= {name: value for name, value in overrides.items() if value is not None}
         return cls.of(settings)
 
@@ -195,6 +198,14 @@ def _default_directory() -> Path:
     return Path(f"/tmp/lookup-buffer-{os.getuid()}")
 
 
+def _read_setting(name: str, path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or "not text"
+        raise ConfigError(f"the file {path} of setting {name!r} cannot be read: {why}") from error
+
+
 def explain(
     error: ValidationError, model: type[BaseModel], settings: Mapping[str, Any]
 ) -> ConfigError:
@@ -221,6 +232,6 @@ def _nearest(name: str, model: type[BaseModel]) -> str:
 
 def _shown(value: object) -> object:
     """`value` without the credentials that a URL may carry."""
-    if isinstance(value, str) and "@" in value:
-        return re.sub(r"//[^/@]*@", "//***@", value)
+    if isinstance(value, str) and ("@" in value or ("?" in value and "://" in value)):
+        return redact(value)
     return value

@@ -21,6 +21,8 @@ VERSION: Final = 1
 KEYS_MAX: Final = 4096
 """Bound on the keys or tickets of one request."""
 TEXT_MAX: Final = 4096
+PARTS_MAX: Final = 256
+"""Bound on the entries of a map: parts of a namespace, what a client expects, a header."""
 SECONDS_MAX: Final = 86_400.0
 
 
@@ -220,7 +222,7 @@ def _list_of(check: Callable[[object], bool]) -> Callable[[object], bool]:
 
 
 def _is_small_map(value: object) -> bool:
-    return isinstance(value, dict) and len(value) <= 256 and all(map(_is_text, value))
+    return isinstance(value, dict) and len(value) <= PARTS_MAX and all(map(_is_text, value))
 
 
 def _is_seat(value: object) -> bool:
@@ -230,10 +232,13 @@ def _is_seat(value: object) -> bool:
         return False
     engine_id, rank, world_size = value
     in_world = _is_count(world_size) and 0 < world_size <= 4096
-    return _is_text(engine_id) and in_world and (rank is None or _is_count(rank))
+    if not _is_text(engine_id) or not in_world:
+        return False
+    return rank is None or (_is_count(rank) and rank < world_size)
 
 
-def _is_parts(value: object) -> bool:
+def is_parts(value: object) -> bool:
+    """Whether these are parts of a namespace that a node takes."""
     return _is_small_map(value) and all(isinstance(part, str) for part in value.values())  # type: ignore[attr-defined]
 
 
@@ -255,7 +260,7 @@ _CHECKS: Final[Mapping[str, Callable[[Any], bool]]] = {
     "lease_seconds": _is_seconds,
     "tickets": _list_of(_is_count),
     "rank": _is_count,
-    "parts": _is_parts,
+    "parts": is_parts,
 }
 _KINDS: Final[Mapping[str, type[Request]]] = {
     kind.op: kind

@@ -9,18 +9,29 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from lookup_buffer.errors import ConfigError
+from lookup_buffer.messages import PARTS_MAX, TEXT_MAX, is_parts
+
 
 @dataclass(frozen=True)
 class Namespace:
     """Named parts and their fingerprint (64 hex characters, never truncated).
 
     The order of the parts does not matter; any difference in a name or a value does.
+
+    Raises:
+        ConfigError: a part that is no text, has an empty name, or too many of them.
     """
 
     parts: Mapping[str, str]
     fingerprint: str = field(init=False)
 
     def __post_init__(self) -> None:
+        if not is_parts(dict(self.parts)):
+            raise ConfigError(
+                f"the parts of a namespace are up to {PARTS_MAX} texts under names of 1 to "
+                f"{TEXT_MAX} characters"
+            )
         canonical = json.dumps(dict(self.parts), sort_keys=True, ensure_ascii=True)
         object.__setattr__(self, "parts", dict(self.parts))
         object.__setattr__(self, "fingerprint", hashlib.sha256(canonical.encode()).hexdigest())
