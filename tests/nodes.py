@@ -49,7 +49,7 @@ class NodeProcess:
         )
         self.node_id = self.settings.node_id or ""
         self.socket_path = self.config.socket_path()
-        self.log = directory / "node.log"
+        self.log = self.config.runtime_directory() / "node.log"
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -75,7 +75,9 @@ class NodeProcess:
     def client(
         self, namespace: str = "tests", *, engine: EngineSeat | None = None, required: bool = True
     ) -> LookupBuffer:
-        return LookupBuffer(self.config, Namespace.named(namespace), engine=engine, required=required)
+        return LookupBuffer(
+            self.config, Namespace.named(namespace), engine=engine, required=required
+        )
 
     def stats(self) -> dict[str, int]:
         """What a client that comes only to ask is told; it is gone when this returns."""
@@ -223,7 +225,8 @@ def hear(): return json.loads(sys.stdin.readline())
 torch.set_num_threads(1)
 setup = hear()
 seat = EngineSeat(*setup["seat"]) if setup["seat"] else None
-buffer = LookupBuffer(BufferConfig.of(setup["config"]), Namespace.named(setup["namespace"]), engine=seat)
+config, namespace = BufferConfig.of(setup["config"]), Namespace.named(setup["namespace"])
+buffer = LookupBuffer(config, namespace, engine=seat)
 """
 
     def __init__(

@@ -1,0 +1,194 @@
+"""Settings: each wrong one is refused by name, with its value and what is allowed."""
+
+import os
+import secrets
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from lookup_buffer.config import BufferConfig, memory_bytes, parse_bytes
+from lookup_buffer.errors import ConfigError
+
+SECRET = "hunter2"
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("8GiB", 8 << 30),
+        ("512MB", 512_000_000),
+        ("1.5g", 3 << 29),
+        (" 64 mib ", 64 << 20),
+        ("4096", 4096),
+        ("100B", 100),
+        (12345, 12345),
+    ],
+)
+def test_sizes(text: object, nbytes: int) -> None:
+    assert parse_bytes(text) == nbytes
+
+
+WRONG = [
+    ({"capacity_byte": 1 << 20}, ["capacity_byte", "did you mean 'capacity_bytes'"]),
+    ({"zzz": 1}, ["zzz", "store_url"]),
+    ({"capacity_bytes": -5}, ["capacity_bytes", "-5", "1048576"]),
+    ({"capacity_bytes": "-5GiB"}, ["capacity_bytes", "-5GiB"]),
+    ({"capacity_bytes": "lots"}, ["capacity_bytes", "lots"]),
+    ({"capacity_bytes": "900TiB"}, ["capacity_bytes", "900TiB", str(memory_bytes())]),
+    ({"capacity_bytes": None}, ["capacity_bytes", "None"]),
+    ({"store_url": "no url"}, ["store_url", "no url", "redis://"]),
+    ({"store_url": "http://host"}, ["store_url", "redis://"]),
+    ({"store_url": "redis://"}, ["store_url", "redis://"]),
+    ({"store_url": "redis://host:99999"}, ["store_url", "host:99999"]),
+    ({"store_url": "unix://relative/path"}, ["store_url", "unix://"]),
+    ({"store_timeout_seconds": 0}, ["store_timeout_seconds", "0"]),
+    ({"store_timeout_seconds": float("nan")}, ["store_timeout_seconds", "nan"]),
+    ({"listen": "0.0.0.0:7"}, ["listen", "tcp://host:port"]),
+    ({"listen": "tcp://host"}, ["listen", "tcp://host:port"]),
+    ({"listen": "tcp://host:70000"}, ["listen", "tcp://host:70000"]),
+    ({"listen": "tcp://0.0.0.0:0"}, ["token", "listen"]),
+    ({"listen": "tcp://0.0.0.0:0", "token": SECRET}, ["advertise", "listen"]),
+    ({"listen": "tcp://[::]:0"}, ["token", "listen"]),
+    ({"advertise": "udp://host:1"}, ["advertise", "tcp://host:port"]),
+    ({"node_id": "a b"}, ["node_id", "a b"]),
+    ({"node_id": "n" * 49}, ["node_id"]),
+    ({"record_ttl_seconds": 1}, ["record_ttl_seconds", "1"]),
+    ({"idle_exit_seconds": -1}, ["idle_exit_seconds", "-1"]),
+]
+
+
+@pytest.mark.parametrize(("settings", "said"), WRONG)
+def test_a_wrong_setting_is_named_with_its_value_in_one_line(
+    settings: dict[str, object], said: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        BufferConfig.of(settings)
+    message = str(caught.value)
+    assert "\n" not in message
+    for text in said:
+        assert text in message
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"listen": "tcp://127.0.0.1:0"},
+        {"listen": "tcp://[::1]:0"},
+        {"listen": "tcp://localhost:0"},
+        {"listen": "tcp://0.0.0.0:0", "advertise": "tcp://me:7", "token": SECRET},
+        {"store_url": "unix:///run/valkey.sock"},
+        {"store_url": "rediss://u:p@host:6380/2"},
+        {"capacity_bytes": "1MiB"},
+    ],
+)
+def test_the_control_of_the_refusals(settings: dict[str, object]) -> None:
+    BufferConfig.of(settings)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        f"http://user:{SECRET}@host/",
+        f"redis://user:{SECRET}@",
+        f"http://user:pa/{SECRET}@host",
+        f"http://user:pa@{SECRET}@host",
+        f"redis:user:{SECRET}@host",
+        f"ftp://host/?password={SECRET}",
+        f"redis://host/?password={SECRET}",
+    ],
+)
+def test_a_password_in_a_url_is_never_repeated(url: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        BufferConfig.of({"store_url": url})
+    assert SECRET not in str(caught.value)
+    assert caught.value.__context__ is None or SECRET not in str(caught.value.__context__)
+
+
+def test_secrets_show_nowhere() -> None:
+    config = BufferConfig(token=SECRET, store_password=SECRET)
+    shown = f"{config!r} {config} {config.model_dump()} {config.expectations()}"
+    assert SECRET not in shown
+    with pytest.raises(ConfigError) as caught:
+        BufferConfig.of({"token": [SECRET]})
+    assert SECRET not in str(caught.value)
+    config = BufferConfig(store_url=f"redis://:{SECRET}@host/0")
+    assert SECRET not in str(config.expectations())
+
+
+def test_it_does_not_change() -> None:
+    with pytest.raises(ValidationError):
+        BufferConfig().capacity_bytes = 1  # type: ignore[misc]
+
+
+# -- the environment
+
+
+@pytest.fixture
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    for name in BufferConfig.model_fields:
+        monkeypatch.delenv(f"LOOKUP_BUFFER_{name.upper()}", raising=False)
+    return monkeypatch
+
+
+def test_settings_from_the_environment(
+    clean_environment: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "token").write_text(f"{SECRET}\n")
+    clean_environment.setenv("LOOKUP_BUFFER_CAPACITY_BYTES", "2MiB")
+    clean_environment.setenv("LOOKUP_BUFFER_NODE_ID", "from-environment")
+    clean_environment.setenv("LOOKUP_BUFFER_TOKEN_FILE", str(tmp_path / "token"))
+    config = BufferConfig.from_environment(node_id="from-caller", listen=None)
+    assert config.capacity_bytes == 2 << 20
+    assert config.node_id == "from-caller"
+    assert config.token is not None
+    assert config.token.get_secret_value() == SECRET
+
+
+def test_a_wrong_environment_is_a_config_error(clean_environment: pytest.MonkeyPatch) -> None:
+    clean_environment.setenv("LOOKUP_BUFFER_CAPACITY_BYTES", "-1")
+    with pytest.raises(ConfigError, match="capacity_bytes"):
+        BufferConfig.from_environment()
+    clean_environment.delenv("LOOKUP_BUFFER_CAPACITY_BYTES")
+    clean_environment.setenv("LOOKUP_BUFFER_TOKEN_FILE", "/does/not/exist")
+    with pytest.raises(ConfigError, match="token"):
+        BufferConfig.from_environment()
+
+
+# -- the runtime directory
+
+
+def test_the_directory_is_made_for_its_user_alone(tmp_path: Path) -> None:
+    path = tmp_path / "a" / "b"
+    assert BufferConfig(directory=path).runtime_directory() == path
+    assert path.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o770, 0o701])
+def test_a_directory_that_others_may_enter_is_refused(tmp_path: Path, mode: int) -> None:
+    path = tmp_path / "open"
+    path.mkdir()
+    path.chmod(mode)
+    with pytest.raises(ConfigError, match="0700"):
+        BufferConfig(directory=path).runtime_directory()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a directory to somebody else")
+def test_a_directory_of_somebody_else_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "theirs"
+    path.mkdir(mode=0o700)
+    os.chown(path, 12345, 12345)
+    with pytest.raises(ConfigError, match="12345"):
+        BufferConfig(directory=path).runtime_directory()
+
+
+def test_clients_and_nodes_compare_what_they_must_agree_on() -> None:
+    base = BufferConfig(capacity_bytes=1 << 20)
+    assert base.expectations() == BufferConfig(capacity_bytes=1 << 20).expectations()
+    token = secrets.token_hex(4)
+    for other in (
+        BufferConfig(capacity_bytes=2 << 20),
+        BufferConfig(capacity_bytes=1 << 20, store_url="redis://other"),
+        BufferConfig(capacity_bytes=1 << 20, token=token),
+    ):
+        assert base.expectations() != other.expectations()

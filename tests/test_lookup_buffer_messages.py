@@ -1,0 +1,172 @@
+"""Requests: all that is ours goes through, all else is a ProtocolError and nothing else."""
+
+from dataclasses import fields
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lookup_buffer import errors, messages
+from lookup_buffer.errors import LookupBufferError, ProtocolError
+from lookup_buffer.messages import Request, failure, is_fingerprint, parse
+from lookup_buffer.plain import pack, unpack
+
+FINGERPRINT = "0123456789abcdef" * 4
+KINDS: list[type[Request]] = [
+    messages.Hello, messages.Join, messages.Stage, messages.Contains, messages.Insert,
+    messages.Select, messages.Prefetch, messages.Release, messages.Done, messages.Claim,
+    messages.ReleaseClaim, messages.Describe, messages.Stats, messages.Goodbye,
+]  # fmt: skip
+
+counts = st.integers(0, (1 << 63) - 1)
+texts = st.text(st.characters(codec="utf-8"), min_size=1, max_size=80)
+seconds = st.one_of(st.integers(0, 86_400), st.floats(0, 86_400))
+seats = st.integers(1, 64).flatmap(
+    lambda world: st.tuples(
+        texts, st.one_of(st.none(), st.integers(0, world - 1)), st.just(world)
+    ).map(list)
+)
+FIELDS: dict[str, st.SearchStrategy[Any]] = {
+    "id": counts,
+    "version": counts,
+    "seat": st.one_of(st.none(), seats),
+    "expects": st.dictionaries(texts, st.one_of(texts, counts), max_size=4),
+    "session": counts,
+    "namespace": st.just(FINGERPRINT),
+    "key": texts,
+    "keys": st.lists(texts, max_size=8),
+    "budget_seconds": seconds,
+    "header": st.fixed_dictionaries({"dtype": texts, "shape": st.lists(counts, max_size=3)}),
+    "ttl_seconds": st.one_of(st.none(), seconds),
+    "wait_seconds": seconds,
+    "lease_seconds": seconds,
+    "tickets": st.lists(counts, max_size=8),
+    "rank": counts,
+    "parts": st.dictionaries(texts, texts, max_size=4),
+}
+requests = st.sampled_from(KINDS).flatmap(
+    lambda kind: st.builds(kind, **{field.name: FIELDS[field.name] for field in fields(kind)})
+)
+plain = st.recursive(
+    st.one_of(
+        st.none(), st.booleans(), st.integers(-(1 << 63), (1 << 64) - 1), st.floats(), texts,
+        st.binary(max_size=20),
+    ),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4), st.dictionaries(st.text(max_size=8), inner, max_size=4)
+    ),
+    max_leaves=10,
+)  # fmt: skip
+
+
+@given(requests)
+@settings(deadline=None)
+def test_every_request_survives_the_wire(request: Request) -> None:
+    assert parse(unpack(pack(request.to_wire()))) == request
+
+
+def test_all_requests_are_covered() -> None:
+    assert {kind.op for kind in KINDS} == {kind.op for kind in Request.__subclasses__()}
+
+
+@given(plain)
+def test_garbage_is_a_protocol_error(garbage: Any) -> None:
+    with pytest.raises(ProtocolError):
+        parse(garbage)
+
+
+@given(requests, st.data())
+@settings(max_examples=300, deadline=None)
+def test_a_request_with_one_garbled_field_is_refused_or_still_valid(
+    request: Request, data: st.DataObject
+) -> None:
+    wire = request.to_wire()
+    wire[data.draw(st.sampled_from(sorted(wire)))] = data.draw(plain)
+    try:
+        parsed = parse(wire)
+    except ProtocolError:
+        return
+    assert parsed.to_wire() == wire  # what was let through is what was said
+
+
+@given(requests, st.data())
+@settings(deadline=None)
+def test_a_field_too_few_or_too_many_is_refused(request: Request, data: st.DataObject) -> None:
+    wire = request.to_wire()
+    fewer = dict(wire)
+    del fewer[data.draw(st.sampled_from(sorted(wire)))]
+    for wrong in (fewer, {**wire, "more": 1}):
+        with pytest.raises(ProtocolError):
+            parse(wrong)
+
+
+LIMITS = [
+    ("keys", ["k"] * 4096, ["k"] * 4097),
+    ("keys", ["k" * 4096], ["k" * 4097]),
+    ("keys", ["k"], ["k", ""]),
+    ("keys", ["k"], ["k", 1]),
+    ("budget_seconds", 86_400, 86_401),
+    ("budget_seconds", 0, -0.001),
+    ("budget_seconds", 0.5, float("nan")),
+    ("budget_seconds", 0.5, float("inf")),
+    ("budget_seconds", 1, True),
+    ("namespace", FINGERPRINT, FINGERPRINT[:-1]),
+    ("namespace", FINGERPRINT, FINGERPRINT.upper()),
+    ("namespace", FINGERPRINT, FINGERPRINT + "\n"),
+    ("namespace", FINGERPRINT, None),
+    ("id", (1 << 63) - 1, 1 << 63),
+    ("id", 0, -1),
+    ("id", 1, True),
+    ("id", 1, 1.0),
+]
+
+
+@pytest.mark.parametrize(("name", "good", "bad"), LIMITS)
+def test_bounds_are_where_they_are_said_to_be(name: str, good: object, bad: object) -> None:
+    request = messages.Contains(1, FINGERPRINT, ["k"], 0.5)
+    assert isinstance(parse({**request.to_wire(), name: good}), messages.Contains)
+    with pytest.raises(ProtocolError):
+        parse({**request.to_wire(), name: bad})
+
+
+@pytest.mark.parametrize(
+    "seat",
+    [
+        ["engine", 2, 2],
+        ["engine", 0, 0],
+        ["engine", -1, 2],
+        ["engine", None, 5000],
+        ["", 0, 1],
+        ["engine", 0],
+        ["engine", 0, 1, 1],
+        ["engine", 0.0, 1],
+        "engine",
+        {},
+    ],
+)
+def test_a_seat_that_no_engine_has_is_refused(seat: object) -> None:
+    hello = messages.Hello(1, messages.VERSION, ["engine", 1, 2], {})
+    assert parse(hello.to_wire()) == hello
+    with pytest.raises(ProtocolError):
+        parse({**hello.to_wire(), "seat": seat})
+
+
+def test_messages_of_errors_do_not_repeat_what_was_sent() -> None:
+    """A garbled request may hold anything, a secret included."""
+    with pytest.raises(ProtocolError) as caught:
+        parse({"op": "hello", "id": 1, "version": "s3cret", "seat": None, "expects": {}})
+    assert "s3cret" not in str(caught.value)
+
+
+def test_failures_name_a_class_that_the_client_knows() -> None:
+    for name, kind in vars(errors).items():
+        if isinstance(kind, type) and issubclass(kind, LookupBufferError):
+            reply = failure(7, kind("why"))
+            assert reply == {"id": 7, "error": name, "message": "why"}
+
+
+def test_fingerprints() -> None:
+    assert is_fingerprint(FINGERPRINT)
+    assert not is_fingerprint("x" * 64)
+    assert not is_fingerprint(FINGERPRINT.encode())
