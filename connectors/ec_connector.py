@@ -158,4 +158,4 @@ def _make_worker(vllm_config: Any, settings: "ConnectorSettings") -> "EcWorker |
     if seat is None:
         return None
     rank = seat.rank
-    return EcWorker(lambda: open_buffer(vllm_config, settings, rank), settings, seat)
+    return EcWorker(lambda: open_buffer(vllm_config, settings, rank=rank), settings, seat)

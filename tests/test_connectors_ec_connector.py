@@ -1,0 +1,155 @@
+"""The shell in vLLM's own frame: found by its name, routed by role, true to vLLM's conventions."""
+
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from connector_standins import EMBEDS, LedgerBuffer, Stored, make_request, step_output
+from lookup_buffer.errors import ConfigError
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from vllm.config import ECTransferConfig
+    from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorMetadata, ECConnectorRole
+    from vllm.distributed.ec_transfer.ec_connector.factory import ECConnectorFactory
+
+from connectors import ec_seat
+from connectors.ec_connector import LookupBufferECConnector
+from connectors.plugin import CONNECTOR_MODULE, CONNECTOR_NAME, register
+
+
+def vllm_config(role: str = "ec_both", **extra: Any) -> Any:
+    return SimpleNamespace(
+        ec_transfer_config=ECTransferConfig(
+            ec_connector=CONNECTOR_NAME,
+            ec_role=role,
+            ec_connector_module_path=CONNECTOR_MODULE,
+            ec_connector_extra_config={"capacity_bytes": "64MiB", **extra},
+        ),
+        model_config=SimpleNamespace(
+            multimodal_config=SimpleNamespace(mm_processor_cache_gb=4),
+            dtype=SimpleNamespace(itemsize=2),
+            get_hidden_size=lambda: 64,
+        ),
+        cache_config=SimpleNamespace(enable_prefix_caching=False),
+        parallel_config=SimpleNamespace(
+            rank=0,
+            tensor_parallel_size=1,
+            pipeline_parallel_size=1,
+            prefill_context_parallel_size=1,
+        ),
+        max_concurrent_batches=1,
+    )
+
+
+@pytest.fixture
+def buffer(monkeypatch: pytest.MonkeyPatch) -> LedgerBuffer:
+    buffer = LedgerBuffer()
+    monkeypatch.setattr(ec_seat, "open_buffer", lambda *_, rank: buffer)
+    return buffer
+
+
+@pytest.fixture
+def scheduler(buffer: LedgerBuffer) -> LookupBufferECConnector:
+    return LookupBufferECConnector(vllm_config(), ECConnectorRole.SCHEDULER)
+
+
+def test_found_by_module_path_and_by_name(buffer: LedgerBuffer) -> None:
+    config = vllm_config().ec_transfer_config
+    assert ECConnectorFactory.get_connector_class(config) is LookupBufferECConnector
+    register()
+    register()
+    config.ec_connector_module_path = None
+    assert ECConnectorFactory.get_connector_class(config) is LookupBufferECConnector
+
+
+def test_a_request_from_gate_to_metadata(
+    scheduler: LookupBufferECConnector, buffer: LedgerBuffer
+) -> None:
+    buffer.stored["A"] = Stored()
+    request = make_request("r", "A", "B")
+    assert scheduler.ensure_cache_available(request, num_computed_tokens=0)
+    assert [scheduler.has_cache_item(item) for item in "AB"] == [True, False]
+    for index in (0, 1):
+        scheduler.update_state_after_alloc(request, index)
+    metadata = scheduler.build_connector_meta(step_output())
+    assert isinstance(metadata, ECConnectorMetadata)
+    assert [(data.mm_hash, data.num_token) for data in metadata.mm_datas] == [("A", EMBEDS)]
+    assert metadata.saves == {"B": "B"}
+    assert scheduler.request_finished(request) == (False, None)
+    assert scheduler.take_unavailable_requests() == set()
+    stats = scheduler.get_ec_connector_stats()
+    assert stats.reduce() == {"load_local": 1, "miss:absent": 1}
+    assert scheduler.get_ec_connector_stats() is None
+    scheduler.shutdown()
+    assert buffer.is_closed
+
+
+def test_stats_of_two_steps_add_up() -> None:
+    one = LookupBufferECConnector.build_ec_connector_stats({"saved": 1})
+    two = LookupBufferECConnector.build_ec_connector_stats({"saved": 2, "load_local": 1})
+    assert one.aggregate(two).reduce() == {"load_local": 1, "saved": 3}
+
+
+def test_load_list_follows_a_has_cache_item_that_a_test_replaced(
+    scheduler: LookupBufferECConnector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler, "has_cache_item", lambda identifier: identifier == "A")
+    request = make_request("r", "A", "B")
+    for index in (0, 1):
+        scheduler.update_state_after_alloc(request, index)
+    metadata = scheduler.build_connector_meta(step_output())
+    assert [data.mm_hash for data in metadata.mm_datas] == ["A"]
+    assert metadata.mm_datas[0].order is None, "the worker has to look for it"
+
+
+def test_hosts_before_0_15_ask_for_a_request(
+    scheduler: LookupBufferECConnector, buffer: LedgerBuffer
+) -> None:
+    buffer.stored["B"] = Stored()
+    assert scheduler.has_caches(make_request("r", "A", "B")) == [False, True]
+
+
+def test_worker_without_metadata_does_nothing(buffer: LedgerBuffer) -> None:
+    worker = LookupBufferECConnector(vllm_config("ec_consumer"), ECConnectorRole.WORKER)
+    worker.start_worker_services()
+    cache: dict[str, Any] = {}
+    worker.start_load_caches(cache)
+    worker.save_caches(encoder_cache=cache, mm_hash="A")
+    assert worker.get_ec_connector_stats() is None
+    worker.shutdown()
+    worker.shutdown()
+
+
+def test_later_pipeline_stages_connect_to_nothing(
+    buffer: LedgerBuffer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = vllm_config()
+    config.parallel_config.pipeline_parallel_size = 2
+    config.parallel_config.rank = 1
+    connector = LookupBufferECConnector(config, ECConnectorRole.WORKER)
+    assert connector.worker is None
+    connector.start_worker_services()
+    connector.shutdown()
+
+
+@pytest.mark.parametrize("role", list(ECConnectorRole))
+def test_wrong_setting_ends_the_start_with_one_line(
+    role: ECConnectorRole, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import logging
+
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    with pytest.raises(ConfigError, match="did you mean 'capacity_bytes'"):
+        LookupBufferECConnector(vllm_config(capcity_bytes=1), role)
+    (record,) = [r for r in caplog.records if "LookupBufferECConnector" in r.getMessage()]
+    assert "'capcity_bytes'" in record.getMessage()
+
+
+def test_counted_identifiers_end_the_start(buffer: LedgerBuffer) -> None:
+    config = vllm_config()
+    config.model_config.multimodal_config.mm_processor_cache_gb = 0
+    with pytest.raises(ConfigError, match="repeats on every instance"):
+        LookupBufferECConnector(config, ECConnectorRole.SCHEDULER)
