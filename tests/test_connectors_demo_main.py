@@ -1,0 +1,63 @@
+"""The whole demo with the tiny model: two real engines share through a real Redis."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+# Two engines of three processes each start at once, on as few as two cores.
+DEMO_SECONDS = 500
+
+
+def _start(directory: Path) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-m", "connectors.demo", "--model", "tiny"]
+    command += ["--directory", str(directory), "--json", str(directory / "demo.json")]
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | {"PYTHONUNBUFFERED": "1"},
+    )
+
+
+@pytest.mark.vllm
+def test_two_engines_share_what_one_of_them_encoded(tmp_path: Path) -> None:
+    with _start(tmp_path) as demo:
+        output, _ = demo.communicate(timeout=DEMO_SECONDS)
+    assert demo.returncode == 0, output
+    figures = json.loads((tmp_path / "demo.json").read_text())
+    assert figures["tokens_equal"]
+    assert figures["tokens_differ_between_images"]
+    by_purpose = {request["purpose"]: request for request in figures["requests"]}
+    assert by_purpose["first sight"]["origin"] == "encoded"
+    assert by_purpose["own repeat"]["origin"] == "own cache"
+    assert by_purpose["other engine"]["origin"] == "loaded"
+    assert by_purpose["other engine"]["source"] == "host-a over TCP"
+    assert by_purpose["after another image"]["origin"] == "loaded"
+    assert by_purpose["after another image"]["source"] == "arena of host-a"
+    # The first photograph once on the first engine; the second once or, asked of both at the same
+    # moment, twice.
+    assert figures["encoder_runs"]["host-a"] + figures["encoder_runs"]["host-b"] in (2, 3)
+    assert {record["nbytes"] for record in figures["records"]} == {figures["nbytes_per_image"]}
+    assert {tuple(record["nodes"]) for record in figures["records"]} == {("host-a", "host-b")}
+    assert figures["hits_in_redis"] >= 2
+
+
+@pytest.mark.vllm
+def test_ctrl_c_stops_everything(tmp_path: Path) -> None:
+    with _start(tmp_path) as demo:
+        assert demo.stdout is not None
+        while "vLLM engines" not in demo.stdout.readline():
+            assert demo.poll() is None
+        demo.send_signal(signal.SIGINT)
+        output, _ = demo.communicate(timeout=60)
+    # That no process is left is checked for every test (tests/conftest.py).
+    assert demo.returncode == 130, output
+    assert "Interrupted" in output
