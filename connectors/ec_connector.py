@@ -151,11 +151,13 @@ def _make_scheduler(vllm_config: Any, settings: "ConnectorSettings") -> "EcSched
 
 
 def _make_worker(vllm_config: Any, settings: "ConnectorSettings") -> "EcWorker | None":
-    from connectors.ec_seat import open_buffer, worker_seat
+    from connectors.ec_seat import engine_namespace, open_buffer, worker_seat
     from connectors.ec_worker import EcWorker
 
     seat = worker_seat(vllm_config)
     if seat is None:
         return None
+    # Now, as the scheduler does: a model may change its own configuration while it loads.
+    engine_namespace(vllm_config, settings)
     rank = seat.rank
     return EcWorker(lambda: open_buffer(vllm_config, settings, rank=rank), settings, seat)

@@ -3,6 +3,7 @@
 The one place that knows vLLM's configuration classes apart from `namespace`; called at start.
 """
 
+import time
 from typing import Any
 
 from connectors.counters import logger
@@ -11,8 +12,11 @@ from connectors.ec_worker import WorkerSeat
 from connectors.namespace import namespace_parts
 from connectors.settings import ConnectorSettings
 from lookup_buffer.client import EngineSeat, LookupBuffer
+from lookup_buffer.errors import NodeUnavailable
 from lookup_buffer.namespace import Namespace
+from store import redact
 
+STORE_SECONDS = 5.0
 _PARTS = "_lookup_buffer_namespace"
 
 
@@ -78,18 +82,43 @@ def open_buffer(vllm_config: Any, settings: ConnectorSettings, rank: int | None)
         rank=rank,
         world_size=loading_ranks(vllm_config),
     )
-    namespace = _namespace(vllm_config, settings)
+    namespace = engine_namespace(vllm_config, settings)
     if rank in (None, 0):
         logger.info("lookup buffer: namespace %s", namespace.fingerprint)
     buffer = LookupBuffer(
         settings.buffer_config(), namespace, engine=seat, required=settings.required
     )
-    if not buffer.attached and rank in (None, 0):
-        logger.warning("lookup buffer: no node yet; until there is one, nothing is shared")
+    if rank is None:
+        _check_reachable(buffer, settings)
     return buffer
 
 
-def _namespace(vllm_config: Any, settings: ConnectorSettings) -> Namespace:
+def _check_reachable(buffer: LookupBuffer, settings: ConnectorSettings) -> None:
+    """Say at start what would otherwise only show as misses."""
+    if not buffer.attached:
+        logger.warning("lookup buffer: no node yet; until there is one, nothing is shared")
+    elif not _store_comes_up(buffer):
+        what = f"the store at {redact(settings.store_url)} cannot be reached"
+        if settings.required:
+            buffer.close()
+            raise NodeUnavailable(f"{what}, and setting 'required' is on")
+        logger.warning("lookup buffer: %s; until it can, hosts share nothing", what)
+
+
+def _store_comes_up(buffer: LookupBuffer) -> bool:
+    """Whether the node reaches its store; a node that just started is given time to connect."""
+    deadline = time.monotonic() + STORE_SECONDS
+    while time.monotonic() < deadline:
+        try:
+            if buffer.stats()["store_up"]:
+                return True
+        except NodeUnavailable:
+            return False
+        time.sleep(0.05)
+    return False
+
+
+def engine_namespace(vllm_config: Any, settings: ConnectorSettings) -> Namespace:
     """One namespace per engine.
 
     Where scheduler and worker share a process they share the configuration's objects too, and a

@@ -43,7 +43,12 @@ class Mapping:
         self._populating: threading.Thread | None = None
 
     def populate_in_background(self, *, skip_bytes: int = 0) -> None:
-        """Fault the pages in from a thread of its own, so that no copy pays for it later."""
+        """Fault the pages in from a thread of its own, so that no copy pays for it later.
+
+        Once; further calls do nothing.
+        """
+        if self._populating is not None:
+            return
         self._populating = threading.Thread(
             target=self.populate, args=(skip_bytes, self.nbytes), name="lb-populate", daemon=True
         )

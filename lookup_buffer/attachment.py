@@ -206,7 +206,8 @@ class Attachment:
         with self._lock:
             self._arenas[boot] = _MappedArena(mapping)
             self._live = _Live(welcome["session"], welcome["node"], boot, anchor)
-        mapping.populate_in_background()
+        if self._seat is None:
+            mapping.populate_in_background()
         self._on_attached()
 
     def _listen(self) -> None:
