@@ -44,6 +44,10 @@ class Connection:
         sock.setblocking(False)
         loop.add_reader(sock.fileno(), self._readable)
 
+    @property
+    def open(self) -> bool:
+        return self._open
+
     def send(self, message: Any) -> None:
         """Queue a frame; sent at once where the socket takes it. Silently nothing once ended."""
         if not self._open:

@@ -1,6 +1,6 @@
 """The desk: answers the requests of clients.
 
-Runs on the loop's thread. What cannot be answered at once (a copy, a question to the store, a
+Runs on the loop's thread. What cannot be answered at once (a question to the store, a
 transfer) is handed to the thread that does it, and the reply follows when it calls back.
 """
 
@@ -11,15 +11,12 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from lookup_buffer.arena import Mapping
 from lookup_buffer.counters import Counters
 from lookup_buffer.errors import BufferFull, LookupBufferError, ProtocolError
-from lookup_buffer.header import TensorHeader
-from lookup_buffer.inventory import Address, Item
+from lookup_buffer.inventory import Address
 from lookup_buffer.messages import (
     Claim,
     Contains,
@@ -36,6 +33,7 @@ from lookup_buffer.messages import (
 )
 from lookup_buffer.node.claims import Claims
 from lookup_buffer.node.connection import Connection
+from lookup_buffer.node.intake import Intake
 from lookup_buffer.node.locator import Located, Locator
 from lookup_buffer.node.loop import call_from_thread
 from lookup_buffer.node.registrar import Registrar
@@ -44,8 +42,8 @@ from lookup_buffer.node.session import Session
 from lookup_buffer.node.shelf import Held, Shelf
 from lookup_buffer.node.waiting import Waiting
 
-COPY_INLINE_BYTES = 128 << 10
-"""Up to here a copy is quicker than handing it to a thread."""
+ENTRIES_MAX = 1024
+"""Entries in one event: at most a kilobyte each, and a frame takes a mebibyte."""
 ASK_AGAIN_SECONDS = (0.005, 0.01, 0.02, 0.05)
 """How long a waiting `select` pauses before it asks the store again; the last one repeats."""
 
@@ -61,35 +59,27 @@ class Desk:
     claims: Claims
     counters: Counters
     waiting: Waiting
-    _attached: dict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
-    """Engine → ranks whose workers have the arena mapped."""
-    _copying: set[Mapping] = field(default_factory=set)
-    _copiers: ThreadPoolExecutor = field(
-        default_factory=lambda: ThreadPoolExecutor(2, thread_name_prefix="lb-copy")
-    )
+    intake: Intake
+    _attached: dict[str, dict[int, int]] = field(default_factory=lambda: defaultdict(dict))
+    """Engine → session → rank, of its workers that have the arena mapped. By session, because a
+    worker that attaches again may do so before the end of its last session was noticed."""
 
     # -- sessions
 
     def attach(self, session: Session) -> None:
         if session.seat is not None and session.seat.rank is not None:
-            self._attached[session.seat.engine_id].add(session.seat.rank)
+            self._attached[session.seat.engine_id][session.id] = session.seat.rank
 
     def detach(self, session: Session) -> None:
         if session.seat is not None and session.seat.rank is not None:
-            self._attached[session.seat.engine_id].discard(session.seat.rank)
+            sessions = self._attached[session.seat.engine_id]
+            sessions.pop(session.id, None)
+            if not sessions:
+                del self._attached[session.seat.engine_id]
         self.claims.release_all(session)
 
     def release_all(self, session: Session) -> None:
         self.shelf.release_all(session.id)
-
-    def unstage(self, session: Session, connection: Connection) -> None:
-        """Unmap the connection's staging area, after the copy that may be reading it."""
-        staging = session.stagings.pop(connection, None)
-        if staging is not None and staging not in self._copying:
-            staging.close()
-
-    def close(self) -> None:
-        self._copiers.shutdown(wait=True, cancel_futures=True)
 
     # -- requests
 
@@ -111,7 +101,7 @@ class Desk:
             case Contains():
                 self._contains(connection, request)
             case Insert():
-                self._insert(connection, session, request)
+                self.intake.insert(connection, session, request)
             case Claim():
                 self.claims.claim(session, request, functools.partial(_reply, connection, request))
             case ReleaseClaim():
@@ -152,7 +142,7 @@ class Desk:
             return settled
 
         def settled(reason: str) -> None:
-            if session.over:
+            if session.over or not connection.open:
                 return
             try:
                 held = self._hold(session, address)
@@ -160,7 +150,7 @@ class Desk:
                 connection.send(failure(request.id, error))
                 return
             if held is not None:
-                _reply(connection, request, self._resident(held))
+                self._hand_over(connection, session, request, held)
             elif time.monotonic() < until:
                 pause = min(next(pauses), max(0.0, until - time.monotonic()))
                 self.waiting.sleep(address, pause, attempt)
@@ -175,9 +165,16 @@ class Desk:
             self.resolver.resolve([address], settle, fetching)
 
         if (held := self._hold(session, address)) is not None:
-            _reply(connection, request, self._resident(held))
+            self._hand_over(connection, session, request, held)
         else:
             attempt()
+
+    def _hand_over(
+        self, connection: Connection, session: Session, request: Select, held: Held
+    ) -> None:
+        _reply(connection, request, self._resident(held))
+        if not connection.open:  # the client gave up and will never release what it was not told
+            self.shelf.release([held.ticket], session.id)
 
     def _prefetch(self, session: Session, request: Prefetch) -> None:
         entries: list[tuple[int, dict[str, Any]]] = []
@@ -201,8 +198,10 @@ class Desk:
     def _try_hold(self, session: Session, address: Address) -> dict[str, Any] | None:
         """How `address` stands for this session, None where it is not here."""
         seat = session.seat
-        if seat is not None and len(self._attached[seat.engine_id]) < seat.world_size:
-            return {"state": "failed", "reason": "ranks_not_attached"}
+        if seat is not None:
+            ranks = set(self._attached.get(seat.engine_id, {}).values())
+            if len(ranks) < seat.world_size:
+                return {"state": "failed", "reason": "ranks_not_attached"}
         try:
             held = self._hold(session, address)
         except BufferFull:
@@ -265,68 +264,15 @@ class Desk:
             lambda found: call_from_thread(self.loop, located, found),
         )
 
-    # -- insert
-
-    def _insert(self, connection: Connection, session: Session, request: Insert) -> None:
-        header = TensorHeader.from_fields(request.header)
-        staging = session.stagings.get(connection)
-        if header.nbytes and (staging is None or staging.nbytes < header.nbytes):
-            raise ProtocolError("the staging area does not hold the tensor")
-        if staging is not None and staging in self._copying:
-            raise ProtocolError("one insert at a time on a connection")
-        address = (request.namespace, request.key)
-        try:
-            item = self.shelf.reserve(
-                address, header, origin="local", ttl_seconds=request.ttl_seconds
-            )
-        except LookupBufferError:
-            self.counters.add("inserts_refused")
-            raise
-        if item is None:
-            self.counters.add("inserts_exists")
-            _reply(connection, request, {"outcome": "exists"})
-            return
-        written = functools.partial(self._written, connection, session, request, item)
-        if staging is None or header.nbytes <= COPY_INLINE_BYTES:
-            written(staging, self.shelf.fill(item, staging) if staging else 0)
-            return
-        self._copying.add(staging)
-        self._copiers.submit(self._copy, item, staging, written)
-
-    def _copy(
-        self, item: Item, staging: Mapping, written: Callable[[Mapping | None, int], None]
-    ) -> None:
-        checksum = self.shelf.fill(item, staging)
-        call_from_thread(self.loop, written, staging, checksum)
-
-    def _written(
-        self,
-        connection: Connection,
-        session: Session,
-        request: Insert,
-        item: Item,
-        staging: Mapping | None,
-        checksum: int,
-    ) -> None:
-        ticket = self.shelf.commit(item, checksum, session.id)
-        self.counters.add("inserts_stored")
-        self.counters.add("bytes_inserted", item.nbytes)
-        self.resolver.arrived(item.address)
-        self.waiting.arrived(item.address)
-        self.shelf.release([ticket], session.id)
-        if staging is not None:
-            self._copying.discard(staging)
-            if session.stagings.get(connection) is not staging:
-                staging.close()  # its connection ended, or it was replaced, during the copy
-        _reply(connection, request, {"outcome": "stored"})
-
 
 def _reply(connection: Connection, request: Request, fields: dict[str, Any]) -> None:
     connection.send({"id": request.id, **fields})
 
 
 def _push(session: Session, request: Request, entries: list[tuple[int, dict[str, Any]]]) -> None:
-    session.anchor.send({"event": "settled", "id": request.id, "entries": entries})
+    for start in range(0, len(entries), ENTRIES_MAX):
+        part = entries[start : start + ENTRIES_MAX]
+        session.anchor.send({"event": "settled", "id": request.id, "entries": part})
 
 
 def _miss(reason: str) -> str:

@@ -1,6 +1,6 @@
 """The node: builds its parts, runs the loop until told to stop, and takes them down in order.
 
-clients → control → desk → shelf                      (loop's thread)
+clients → control → desk → intake → shelf             (loop's thread, lb-copy)
                      ├→ resolver → locator → store     (lb-locate)
                      │           └→ fetcher → peers    (lb-fetch)
                      └→ registrar → store              (lb-registrar)
@@ -22,6 +22,7 @@ from lookup_buffer.node.desk import Desk
 from lookup_buffer.node.directory import Directory
 from lookup_buffer.node.fetcher import Fetcher
 from lookup_buffer.node.identity import Identity
+from lookup_buffer.node.intake import Intake
 from lookup_buffer.node.locator import Locator
 from lookup_buffer.node.peers import PeerServer
 from lookup_buffer.node.registrar import Registrar
@@ -61,17 +62,26 @@ class Node:
             self._counters,
             config.record_ttl_seconds,
         )
+        waiting = Waiting(self._loop)
+        resolver = Resolver(self._loop, self._shelf, self._locator, self._fetcher)
+
+        def stored(address: Address) -> None:
+            resolver.arrived(address)
+            waiting.arrived(address)
+
+        self._intake = Intake(self._loop, self._shelf, self._counters, waiting, stored)
         self._claims = Claims(self._loop, self._storage, self._identity)
         self._desk = Desk(
             loop=self._loop,
             boot=self._identity.boot,
             shelf=self._shelf,
-            resolver=Resolver(self._loop, self._shelf, self._locator, self._fetcher),
+            resolver=resolver,
             locator=self._locator,
             registrar=self._registrar,
             claims=self._claims,
             counters=self._counters,
-            waiting=Waiting(self._loop),
+            waiting=waiting,
+            intake=self._intake,
         )
         self._control = Control(
             self._loop, self._desk, self._identity, self._counters, config.expectations()
@@ -125,7 +135,7 @@ class Node:
         self._control.close()
         self._peers.close()
         self._fetcher.close()
-        self._desk.close()
+        self._intake.close()
         self._claims.close()
         self._registrar.close()
         self._locator.close()

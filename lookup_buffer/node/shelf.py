@@ -75,6 +75,10 @@ class Shelf:
             for ticket in tickets:
                 self._inventory.done(ticket, rank)
 
+    def holds_pins(self, owner: int) -> bool:
+        with self._lock:
+            return bool(self._inventory.pins_of(owner))
+
     def release_all(self, owner: int) -> None:
         with self._lock:
             for ticket in self._inventory.pins_of(owner):
@@ -95,12 +99,14 @@ class Shelf:
     ) -> Item | None:
         """Room to write into, or None where the address is taken. Then commit or abandon.
 
+        An item that has expired does not take its address any more.
+
         Raises:
             TensorTooLarge, BufferFull: see `Inventory.reserve`.
         """
         try:
             with self._lock:
-                if self._inventory.holds(address):
+                if self._inventory.find(address) or self._inventory.holds(address):
                     return None
                 return self._inventory.reserve(
                     address, header, origin=origin, ttl_seconds=ttl_seconds
@@ -120,13 +126,16 @@ class Shelf:
         with self._lock:
             self._inventory.abandon(item)
 
-    def fill(self, item: Item, source: Mapping) -> int:
+    def fill(self, item: Item, source: Mapping | None) -> int:
         """Copy a reservation's bytes from the start of `source`; the answer is their checksum.
+
+        What has no bytes needs no source, and has a checksum all the same.
 
         The checksum is taken of the copy, so what is read later is what was checked, whatever a
         client does to its staging area meanwhile.
         """
-        copy_bytes(self.arena.address + item.offset, source.address, item.nbytes)
+        if source is not None:
+            copy_bytes(self.arena.address + item.offset, source.address, item.nbytes)
         return xxh3_64_intdigest(self.bytes_of(item))
 
     def remove(self, item: Item, reason: str) -> None:

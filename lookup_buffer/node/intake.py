@@ -1,0 +1,133 @@
+"""The intake: takes what clients insert, from their staging areas into the arena.
+
+Runs on the loop's thread; copies that take longer than handing them over are made on threads of
+its own. A key that is just being written, by another client or from another node, is waited for:
+"exists" is only ever said of what a reader can have.
+"""
+
+import asyncio
+import functools
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from lookup_buffer.arena import Mapping
+from lookup_buffer.counters import Counters
+from lookup_buffer.errors import LookupBufferError, ProtocolError
+from lookup_buffer.header import TensorHeader
+from lookup_buffer.inventory import Address, Item
+from lookup_buffer.messages import Insert, failure
+from lookup_buffer.node.connection import Connection
+from lookup_buffer.node.loop import call_from_thread
+from lookup_buffer.node.session import Session
+from lookup_buffer.node.shelf import Shelf
+from lookup_buffer.node.waiting import Waiting
+
+COPY_INLINE_BYTES = 128 << 10
+"""Up to here a copy is quicker than handing it to a thread."""
+LOOK_AGAIN_SECONDS = 0.02
+"""A key that is being fetched arrives without waking who waits to insert it."""
+
+
+@dataclass(slots=True)
+class Intake:
+    """`on_stored(address)` is called for each item that is complete, while it is held."""
+
+    loop: asyncio.AbstractEventLoop
+    shelf: Shelf
+    counters: Counters
+    waiting: Waiting
+    on_stored: Callable[[Address], None]
+    _busy: set[Connection] = field(default_factory=set)
+    """With an insert that waits or is being copied: one at a time on a connection."""
+    _copying: set[Mapping] = field(default_factory=set)
+    _copiers: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(2, thread_name_prefix="lb-copy")
+    )
+
+    def insert(self, connection: Connection, session: Session, request: Insert) -> None:
+        """Take the first bytes of the connection's staging area, or say that the key exists.
+
+        Raises:
+            LookupBufferError: to be sent as the reply.
+        """
+        if connection in self._busy:
+            raise ProtocolError("one insert at a time on a connection")
+        header = TensorHeader.from_fields(request.header)
+        staging = session.stagings.get(connection)
+        if header.nbytes and (staging is None or staging.nbytes < header.nbytes):
+            raise ProtocolError("the staging area does not hold the tensor")
+        address = (request.namespace, request.key)
+        try:
+            item = self.shelf.reserve(
+                address, header, origin="local", ttl_seconds=request.ttl_seconds
+            )
+        except LookupBufferError:
+            self.counters.add("inserts_refused")
+            raise
+        if item is None:
+            self._taken(connection, session, request)
+            return
+        written = functools.partial(self._written, connection, session, request, item)
+        if staging is None or header.nbytes <= COPY_INLINE_BYTES:
+            written(staging, self.shelf.fill(item, staging))
+            return
+        self._busy.add(connection)
+        self._copying.add(staging)
+        self._copiers.submit(self._copy, item, staging, written)
+
+    def unstage(self, session: Session, connection: Connection) -> None:
+        """Unmap the connection's staging area, after the copy that may be reading it."""
+        staging = session.stagings.pop(connection, None)
+        if staging is not None and staging not in self._copying:
+            staging.close()
+
+    def close(self) -> None:
+        self._copiers.shutdown(wait=True, cancel_futures=True)
+
+    def _taken(self, connection: Connection, session: Session, request: Insert) -> None:
+        address = (request.namespace, request.key)
+        if self.shelf.holds(address):
+            self.counters.add("inserts_exists")
+            connection.send({"id": request.id, "outcome": "exists"})
+            return
+        self._busy.add(connection)
+        again = functools.partial(self._again, connection, session, request)
+        self.waiting.sleep(address, LOOK_AGAIN_SECONDS, again)
+
+    def _again(self, connection: Connection, session: Session, request: Insert) -> None:
+        self._busy.discard(connection)
+        if session.over or not connection.open:
+            return
+        try:
+            self.insert(connection, session, request)
+        except ProtocolError as error:
+            connection.end(error)
+        except LookupBufferError as error:
+            connection.send(failure(request.id, error))
+
+    def _copy(self, item: Item, staging: Mapping, written: Callable[[Any, int], None]) -> None:
+        checksum = self.shelf.fill(item, staging)
+        call_from_thread(self.loop, written, staging, checksum)
+
+    def _written(
+        self,
+        connection: Connection,
+        session: Session,
+        request: Insert,
+        item: Item,
+        staging: Mapping | None,
+        checksum: int,
+    ) -> None:
+        self._busy.discard(connection)
+        ticket = self.shelf.commit(item, checksum, session.id)
+        self.counters.add("inserts_stored")
+        self.counters.add("bytes_inserted", item.nbytes)
+        self.on_stored(item.address)
+        self.shelf.release([ticket], session.id)
+        if staging is not None:
+            self._copying.discard(staging)
+            if session.stagings.get(connection) is not staging:
+                staging.close()  # its connection ended, or it was replaced, during the copy
+        connection.send({"id": request.id, "outcome": "stored"})
