@@ -1,0 +1,17 @@
+"""`lookup-buffer demo`: becomes `python -m connectors.demo`, which nothing here may import."""
+
+import os
+import sys
+
+import typer
+
+
+def demo(context: typer.Context) -> None:
+    """Two real vLLM engines share encoder outputs.
+
+    `demo --help` lists its options.
+    """
+    # -P: a folder named `store` in the working directory must not shadow ours. This process is
+    # replaced, so Ctrl-C, signals and exit codes are the demo's own.
+    command = [sys.executable, "-P", "-m", "connectors.demo", *context.args]
+    os.execv(command[0], command)

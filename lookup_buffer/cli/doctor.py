@@ -1,0 +1,50 @@
+"""`lookup-buffer doctor`: looks at everything that has to be right, and says what to do."""
+
+from dataclasses import asdict
+
+import typer
+
+from lookup_buffer.cli.checks import Check, Verdict
+from lookup_buffer.cli.exits import ExitCode
+from lookup_buffer.cli.options import Directory, Json, StorePasswordFile, StoreUrl, configure
+from lookup_buffer.cli.output import print_json, print_outline
+
+
+def doctor(
+    store_url: StoreUrl = None,
+    store_password_file: StorePasswordFile = None,
+    directory: Directory = None,
+    json: Json = False,
+) -> None:
+    """Check the store, this host and its node.
+
+    Says what to do where something fails; the exit code is then 1.
+    """
+    from lookup_buffer.cli.host_checks import host_checks
+    from lookup_buffer.cli.store_checks import store_checks
+
+    config = configure(
+        store_url=store_url, store_password_file=store_password_file, directory=directory
+    )
+    checks = [*store_checks(config), *host_checks(config)]
+    failed = any(check.verdict is Verdict.FAIL for check in checks)
+    if json:
+        print_json({"ok": not failed, "checks": [asdict(check) for check in checks]})
+    else:
+        _print(checks)
+    if failed:
+        raise typer.Exit(ExitCode.FOUND)
+
+
+def _print(checks: list[Check]) -> None:
+    styles = {Verdict.OK: "green", Verdict.WARN: "yellow", Verdict.FAIL: "bold red"}
+    print_outline(
+        [
+            (
+                (check.verdict.value, styles[check.verdict]),
+                check.name,
+                f"{check.found}\n-> {check.advice}" if check.advice else check.found,
+            )
+            for check in checks
+        ]
+    )

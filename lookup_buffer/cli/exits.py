@@ -1,0 +1,52 @@
+"""How a command ends: the exit codes, and one line for every error that is to be expected."""
+
+from enum import IntEnum
+from typing import Any, NoReturn
+
+import typer
+from typer.core import TyperGroup
+
+from lookup_buffer.cli.output import shown
+from lookup_buffer.errors import ConfigError, InvalidKey, LookupBufferError
+from store import StoreCorrupt, StoreError, StoreUnavailable, StoreUrlError
+
+
+class ExitCode(IntEnum):
+    OK = 0
+    FOUND = 1
+    """Something wrong was found, or the key is not there."""
+    USAGE = 2
+    UNREACHABLE = 3
+
+
+class CommandError(Exception):
+    """A command cannot go on. The text is one line that says what to do."""
+
+    def __init__(self, sentence: str, code: ExitCode) -> None:
+        super().__init__(sentence)
+        self.code = code
+
+
+class Commands(TyperGroup):
+    """Turns expected errors of any command into one line and an exit code, without a traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except CommandError as error:
+            _end(str(error), error.code)
+        except (ConfigError, InvalidKey, StoreUrlError) as error:
+            _end(str(error), ExitCode.USAGE)
+        except StoreCorrupt as error:
+            _end(f"{error}; another program uses our keys, `lb:*`: remove them", ExitCode.FOUND)
+        except StoreUnavailable as error:
+            advice = "start the server, or name another by --store-url or LOOKUP_BUFFER_STORE_URL"
+            _end(f"{error}; {advice}", ExitCode.UNREACHABLE)
+        except (StoreError, LookupBufferError) as error:
+            _end(str(error), ExitCode.UNREACHABLE)
+
+
+def _end(sentence: str, code: ExitCode) -> NoReturn:
+    # One line, whatever a server or the system put into its message.
+    typer.echo(f"lookup-buffer: {shown(' '.join(sentence.split()))}", err=True)
+    raise typer.Exit(code)

@@ -1,0 +1,70 @@
+"""`lookup-buffer nodes`: which nodes there are, whether they live, and how full they are."""
+
+from dataclasses import asdict
+from typing import Any
+
+from lookup_buffer.cli.access import opened_store
+from lookup_buffer.cli.beat_watch import BeatWatch
+from lookup_buffer.cli.options import Directory, Json, StorePasswordFile, StoreUrl, configure
+from lookup_buffer.cli.output import print_json, print_line, print_table, size_text
+from store import Beat, NodeInfo
+
+
+def nodes(
+    store_url: StoreUrl = None,
+    store_password_file: StorePasswordFile = None,
+    directory: Directory = None,
+    json: Json = False,
+) -> None:
+    """List nodes: which live, and how full they are.
+
+    Watches their beats, for 2 s at most.
+    """
+    config = configure(
+        store_url=store_url, store_password_file=store_password_file, directory=directory
+    )
+    with opened_store(config) as store:
+        watch = BeatWatch(store)
+        watch.settle()
+        infos = store.node_infos(sorted(watch.last))
+    found = [
+        _facts(node, beat, infos.get(node), watch.alive(node))
+        for node, beat in sorted(watch.last.items())
+    ]
+    if json:
+        print_json({"nodes": found})
+    elif not found:
+        print_line("no nodes: none has joined this store, or all have left it")
+    else:
+        _print(found)
+
+
+def _facts(node: str, beat: Beat, info: NodeInfo | None, alive: bool) -> dict[str, Any]:
+    """The stable JSON form. What a node said of itself is null where it is not known any more."""
+    unknown = dict.fromkeys(
+        ("endpoint", "host", "version", "capacity_bytes", "used_bytes", "items")
+    )
+    said = asdict(info) if info is not None else unknown
+    return {**said, "node": node, "boot": beat.boot, "alive": alive}
+
+
+def _print(found: list[dict[str, Any]]) -> None:
+    rows = []
+    for facts in found:
+        row = [facts["node"], "yes" if facts["alive"] else "no"]
+        if facts["host"] is None:
+            rows.append([*row, *["-"] * 6])
+            continue
+        rows.append(
+            [
+                *row,
+                facts["host"],
+                facts["endpoint"].removeprefix("tcp://"),
+                facts["version"],
+                str(facts["items"]),
+                size_text(facts["used_bytes"]),
+                size_text(facts["capacity_bytes"]),
+            ]
+        )
+    numeric = ("ITEMS", "USED", "OF")
+    print_table(["NODE", "ALIVE", "HOST", "ENDPOINT", "VERSION", *numeric], rows, numeric=numeric)

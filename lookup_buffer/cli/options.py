@@ -1,0 +1,97 @@
+"""The options that commands share, and the configuration that comes of them.
+
+What an option does not say comes from the configuration file, where there is one, then from the
+environment, then from the defaults of `BufferConfig`.
+"""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from lookup_buffer.cli.exits import CommandError, ExitCode
+
+if TYPE_CHECKING:
+    from lookup_buffer.config import BufferConfig
+
+StoreUrl = Annotated[
+    str | None,
+    typer.Option(
+        metavar="URL",
+        help="Where the metadata lives: 'embedded', or a redis://, rediss://, valkey://, "
+        "valkeys:// or unix:// URL without a password.",
+    ),
+]
+StorePasswordFile = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="File that holds the store's password.")
+]
+Directory = Annotated[
+    Path | None,
+    typer.Option(metavar="DIR", help="Runtime directory of this host's node (sockets, lock, log)."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+OfNamespace = Annotated[
+    str | None,
+    typer.Option(metavar="FINGERPRINT", help="Only this namespace; its beginning is enough."),
+]
+
+
+def configure(
+    *,
+    config_file: Path | None = None,
+    token_file: Path | None = None,
+    store_password_file: Path | None = None,
+    **settings: Any,
+) -> "BufferConfig":
+    """The configuration; `settings` that are None are not said.
+
+    Raises:
+        ConfigError: a setting is wrong.
+        CommandError: a file cannot be read, or a secret stands on the command line.
+    """
+    from lookup_buffer.config import BufferConfig
+
+    _refuse_password(settings.get("store_url"))
+    if token_file is not None:
+        settings["token"] = _read(token_file, "--token-file").strip()
+    if store_password_file is not None:
+        settings["store_password"] = _read(store_password_file, "--store-password-file").strip()
+    said = {name: value for name, value in settings.items() if value is not None}
+    merged = (_read_settings(config_file) if config_file is not None else {}) | said
+    for name in ("directory", "node_socket"):
+        if merged.get(name):
+            merged[name] = Path(merged[name]).absolute()  # it goes into URLs, and nodes move to /
+    return BufferConfig.from_environment(**merged)
+
+
+def _refuse_password(url: str | None) -> None:
+    from store.url import parse
+
+    if url is not None and url != "embedded" and "://" in url and parse(url).password is not None:
+        raise CommandError(
+            "a password in --store-url is visible to every user of this machine; put the URL "
+            "into LOOKUP_BUFFER_STORE_URL or the password into a file for --store-password-file",
+            ExitCode.USAGE,
+        )
+
+
+def _read_settings(path: Path) -> dict[str, Any]:
+    try:
+        settings = json.loads(_read(path, "--config"))
+    except ValueError as error:
+        raise CommandError(f"--config {path} is not JSON: {error}", ExitCode.USAGE) from error
+    if not isinstance(settings, dict):
+        raise CommandError(
+            f'--config {path} has to hold one JSON object, as {{"capacity_bytes": "8GiB"}}',
+            ExitCode.USAGE,
+        )
+    return settings
+
+
+def _read(path: Path, option: str) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or "it is not text"
+        raise CommandError(f"{option} {path} cannot be read: {why}", ExitCode.USAGE) from error

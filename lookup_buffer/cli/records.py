@@ -1,0 +1,65 @@
+"""Records as people and programs are shown them."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from lookup_buffer.cli.beat_watch import BeatWatch
+from lookup_buffer.cli.output import age_since
+from store import MetadataStore, Record
+
+
+def hits_of(store: MetadataStore, records: Sequence[Record]) -> dict[tuple[str, str], int]:
+    """Hits by (namespace, key), in bounded requests."""
+    by_namespace: dict[str, list[str]] = {}
+    for record in records:
+        by_namespace.setdefault(record.namespace, []).append(record.key)
+    hits = {}
+    for namespace, keys in by_namespace.items():
+        for start in range(0, len(keys), 1000):
+            page = keys[start : start + 1000]
+            for key, count in zip(page, store.hits(namespace, page), strict=True):
+                hits[namespace, key] = count
+    return hits
+
+
+def nodes_of(records: Iterable[Record]) -> set[str]:
+    return {location.node for record in records for location in record.locations}
+
+
+def to_json(record: Record, hits: int, watch: BeatWatch) -> dict[str, Any]:
+    """The stable JSON form of a record."""
+    return {
+        "namespace": record.namespace,
+        "key": record.key,
+        "kind": record.kind,
+        "dtype": record.dtype,
+        "shape": list(record.shape),
+        "nbytes": record.nbytes,
+        "created": record.created,
+        "age_seconds": round(age_since(record.created), 3),
+        "hits": hits,
+        "locations": [
+            {
+                **asdict(location),
+                "checksum": f"{location.checksum:016x}",
+                "alive": watch.alive(location.node, location.boot),
+            }
+            for location in record.locations
+        ],
+    }
+
+
+def tensor_text(record: Record) -> str:
+    """`bfloat16 729x1152`; `none` for a stored None."""
+    if record.kind == "none":
+        return "none"
+    return f"{record.dtype} {'x'.join(map(str, record.shape)) or 'scalar'}"
+
+
+def nodes_text(record: Record, watch: BeatWatch) -> str:
+    """`+host-a -host-b`: alive, and not."""
+    return " ".join(
+        ("+" if watch.alive(location.node, location.boot) else "-") + location.node
+        for location in record.locations
+    )

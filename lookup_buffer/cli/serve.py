@@ -1,0 +1,139 @@
+"""`lookup-buffer serve`: be this host's node, in the foreground, until told to stop.
+
+The node runs on the main thread; one thread waits until it answers and says so.
+"""
+
+import sys
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from lookup_buffer.cli.access import answers, shown_url
+from lookup_buffer.cli.exits import CommandError, ExitCode
+from lookup_buffer.cli.options import Directory, StorePasswordFile, StoreUrl, configure
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from lookup_buffer.config import BufferConfig
+    from lookup_buffer.node.identity import Identity
+
+READY_SECONDS = 60.0
+READY_POLL_SECONDS = 0.01
+
+
+def serve(
+    config: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="JSON file of settings, named as in BufferConfig."),
+    ] = None,
+    store_url: StoreUrl = None,
+    store_password_file: StorePasswordFile = None,
+    store_timeout_seconds: Annotated[
+        float | None, typer.Option(help="Bound on one call to the store.")
+    ] = None,
+    capacity_bytes: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Size of the arena, as 8GiB.")
+    ] = None,
+    directory: Directory = None,
+    node_socket: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Unix socket for clients, elsewhere than in DIR."),
+    ] = None,
+    node_id: Annotated[
+        str | None, typer.Option(metavar="ID", help="Name of the node; none: made from the host's.")
+    ] = None,
+    listen: Annotated[
+        str | None, typer.Option(metavar="ADDRESS", help="tcp://host:port for other nodes.")
+    ] = None,
+    advertise: Annotated[
+        str | None, typer.Option(metavar="ADDRESS", help="Address that other nodes are told.")
+    ] = None,
+    token_file: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="File with the secret that the fleet's nodes share."),
+    ] = None,
+    record_ttl_seconds: Annotated[
+        float | None, typer.Option(help="How long a record lives that nobody renews.")
+    ] = None,
+    idle_exit_seconds: Annotated[
+        float | None, typer.Option(help="End when no client was there for so long; else never.")
+    ] = None,
+) -> None:
+    """Run a node in the foreground.
+
+    It says one line when it answers. SIGTERM or Ctrl-C ends it in good order.
+    """
+    settings = configure(
+        config_file=config,
+        token_file=token_file,
+        store_password_file=store_password_file,
+        store_url=store_url,
+        store_timeout_seconds=store_timeout_seconds,
+        capacity_bytes=capacity_bytes,
+        directory=directory,
+        node_socket=node_socket,
+        node_id=node_id,
+        listen=listen,
+        advertise=advertise,
+        record_ttl_seconds=record_ttl_seconds,
+        idle_exit_seconds=idle_exit_seconds,
+    )
+    try:
+        _run(settings, ends_when_idle=idle_exit_seconds is not None)
+    except OSError as error:
+        raise CommandError(f"the node cannot run: {error}", ExitCode.USAGE) from error
+
+
+def _run(config: "BufferConfig", *, ends_when_idle: bool) -> None:
+    from lookup_buffer.errors import NodeUnavailable
+    from lookup_buffer.launch import lock
+    from lookup_buffer.node.main import LOCK_SECONDS
+    from lookup_buffer.node.node import Node
+
+    directory, path = config.runtime_directory(), config.socket_path()
+    if answers(path):
+        raise _taken(directory, path)
+    try:
+        with lock(directory / "node.lock", timeout=LOCK_SECONDS):
+            node = Node(config, ends_when_idle=ends_when_idle)
+            with _announced(node.identity, path, shown_url(config)):
+                node.run(path)
+    except NodeUnavailable as error:
+        raise _taken(directory, path) from error
+
+
+def _taken(directory: Path, path: Path) -> CommandError:
+    return CommandError(
+        f"a node already runs in {directory} (socket {path}); end it, or choose another place by "
+        "--directory",
+        ExitCode.USAGE,
+    )
+
+
+@contextmanager
+def _announced(identity: "Identity", path: Path, store: str) -> "Iterator[None]":
+    """Say that the node is ready as soon as it answers."""
+    over = threading.Event()
+
+    def announce() -> None:
+        polls = int(READY_SECONDS / READY_POLL_SECONDS)
+        for _ in range(polls):
+            if over.wait(READY_POLL_SECONDS):
+                return
+            if answers(path):
+                line = f"node {identity.node} is ready: socket {path}, endpoint {identity.endpoint}"
+                sys.stdout.write(f"{line}, store {store}\n")
+                sys.stdout.flush()
+                return
+
+    thread = threading.Thread(target=announce, name="lb-announce", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join(timeout=2.0)

@@ -1,0 +1,139 @@
+"""`lookup-buffer show KEY`: one record in full, or why there is none."""
+
+import time
+from typing import Annotated, Any
+
+import typer
+
+from lookup_buffer.cli.access import opened_store
+from lookup_buffer.cli.beat_watch import BeatWatch
+from lookup_buffer.cli.exits import CommandError, ExitCode
+from lookup_buffer.cli.options import (
+    Directory,
+    Json,
+    OfNamespace,
+    StorePasswordFile,
+    StoreUrl,
+    configure,
+)
+from lookup_buffer.cli.output import (
+    age_since,
+    age_text,
+    print_fields,
+    print_json,
+    print_line,
+    print_table,
+    size_text,
+)
+from lookup_buffer.cli.records import hits_of, nodes_of, tensor_text, to_json
+from store import MetadataStore, Record
+from store.record import SAFE_NAME
+
+NAMED_WHEN_AMBIGUOUS = 5
+
+
+def show(
+    key: Annotated[str, typer.Argument(metavar="KEY", help="A key, or how one begins.")],
+    namespace: OfNamespace = None,
+    store_url: StoreUrl = None,
+    store_password_file: StorePasswordFile = None,
+    directory: Directory = None,
+    json: Json = False,
+) -> None:
+    """Show one record in full, or why it is gone.
+
+    From each namespace that has the key, unless --namespace chooses one.
+    """
+    config = configure(
+        store_url=store_url, store_password_file=store_password_file, directory=directory
+    )
+    with opened_store(config) as store:
+        watch = BeatWatch(store)
+        described = store.namespaces()
+        spaces = {
+            fingerprint: parts
+            for fingerprint, parts in described.items()
+            if fingerprint.startswith(namespace or "") and SAFE_NAME.match(fingerprint)
+        }
+        records = _find(store, key, namespace or "", sorted(spaces))
+        gone = _reasons(store, key, sorted(spaces)) if not records else {}
+        hits = hits_of(store, records)
+        watch.settle(nodes_of(records))
+    shown = [
+        {
+            **to_json(record, hits[record.namespace, record.key], watch),
+            "namespace_parts": spaces.get(record.namespace, {}),
+        }
+        for record in records
+    ]
+    if json:
+        reasons = [{"namespace": space, "reason": reason} for space, reason in gone.items()]
+        print_json({"key": key, "records": shown, "gone": reasons})
+    else:
+        for record, facts in zip(records, shown, strict=True):
+            _print(record, facts)
+    if not records:
+        raise CommandError(_absence(key, gone), ExitCode.FOUND)
+
+
+def _find(store: MetadataStore, key: str, namespace: str, spaces: list[str]) -> list[Record]:
+    """The records of `key` itself; else those of the one key that begins so."""
+    exact = [record for space in spaces for record in store.locate(space, [key]) if record]
+    if exact:
+        return exact
+    # Either a beginning, or a key in a namespace that nobody described.
+    found = {
+        (record.namespace, record.key): record
+        for record in store.scan()
+        if record.namespace.startswith(namespace) and record.key.startswith(key)
+    }
+    keys = sorted({record.key for record in found.values()})
+    if key in keys:
+        keys = [key]
+    if len(keys) > 1:
+        named = ", ".join(keys[:NAMED_WHEN_AMBIGUOUS])
+        more = ", …" if len(keys) > NAMED_WHEN_AMBIGUOUS else ""
+        raise CommandError(f"{len(keys)} keys begin with {key!r}: {named}{more}", ExitCode.USAGE)
+    return [found[address] for address in sorted(found) if address[1] in keys]
+
+
+def _reasons(store: MetadataStore, key: str, spaces: list[str]) -> dict[str, str]:
+    reasons = ((space, store.gone(space, key)) for space in spaces)
+    return {space: reason for space, reason in reasons if reason is not None}
+
+
+def _absence(key: str, gone: dict[str, str]) -> str:
+    if not gone:
+        return f"no record of {key!r}: never published, or it expired, or went over an hour ago"
+    reasons = ", ".join(f"{reason} (namespace {space[:8]})" for space, reason in gone.items())
+    return f"no record of {key!r} any more; its last copy went within the last hour: {reasons}"
+
+
+def _print(record: Record, facts: dict[str, Any]) -> None:
+    created = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.created))
+    fields = {
+        "key": record.key,
+        "tensor": tensor_text(record),
+        "size": f"{size_text(record.nbytes)} ({record.nbytes} bytes)",
+        "hits": str(facts["hits"]),
+        "created": f"{created} ({age_text(age_since(record.created))} ago)",
+        "namespace": record.namespace,
+    }
+    fields |= {f"  {name}": value for name, value in facts["namespace_parts"].items()}
+    print_fields(fields)
+    print_line()
+    print_table(
+        ["NODE", "ALIVE", "BOOT", "GENERATION", "CHECKSUM"],
+        [
+            [
+                copy["node"],
+                "yes" if copy["alive"] else "no",
+                copy["boot"],
+                str(copy["generation"]),
+                copy["checksum"],
+            ]
+            for copy in facts["locations"]
+        ],
+        numeric=("GENERATION",),
+    )
+    print_line()

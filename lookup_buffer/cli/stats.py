@@ -1,0 +1,68 @@
+"""`lookup-buffer stats`: the counters of all nodes, as they flushed them to the store."""
+
+from collections import Counter
+from collections.abc import Mapping
+
+from lookup_buffer.cli.access import opened_store
+from lookup_buffer.cli.options import Directory, Json, StorePasswordFile, StoreUrl, configure
+from lookup_buffer.cli.output import print_json, print_line, print_table, size_text
+
+_TOTAL = "(all)"
+_MISS_PREFIX = "misses_"
+_BYTES = ("bytes_inserted", "bytes_fetched", "bytes_served")
+_HITS = ("hits_local", "hits_remote")
+
+
+def stats(
+    store_url: StoreUrl = None,
+    store_password_file: StorePasswordFile = None,
+    directory: Directory = None,
+    json: Json = False,
+) -> None:
+    """Show hits, misses by reason, and bytes, of all nodes."""
+    config = configure(
+        store_url=store_url, store_password_file=store_password_file, directory=directory
+    )
+    with opened_store(config) as store:
+        counters = dict(sorted(store.stats().items()))
+    totals: Counter[str] = Counter()
+    for of_node in counters.values():
+        totals.update(of_node)
+    if json:
+        print_json({"nodes": counters, "totals": dict(sorted(totals.items()))})
+    elif not counters:
+        print_line("no counters: no node has counted anything yet")
+    else:
+        _print(counters, totals)
+
+
+def _print(counters: Mapping[str, Mapping[str, int]], totals: Counter[str]) -> None:
+    rows = {**counters, _TOTAL: totals} if len(counters) > 1 else dict(counters)
+    columns = ["HITS LOCAL", "REMOTE", "MISSES", "INSERTED", "FETCHED", "SERVED"]
+    print_table(
+        ["NODE", *columns],
+        [
+            [
+                node,
+                *(str(of_node.get(name, 0)) for name in _HITS),
+                str(sum(n for name, n in of_node.items() if name.startswith(_MISS_PREFIX))),
+                *(size_text(of_node.get(name, 0)) for name in _BYTES),
+            ]
+            for node, of_node in rows.items()
+        ],
+        numeric=columns,
+    )
+    reasons = sorted(
+        (-count, name.removeprefix(_MISS_PREFIX))
+        for name, count in totals.items()
+        if name.startswith(_MISS_PREFIX) and count
+    )
+    others = sorted(
+        (name, count)
+        for name, count in totals.items()
+        if count and name not in (*_HITS, *_BYTES) and not name.startswith(_MISS_PREFIX)
+    )
+    if reasons:
+        print_line("misses: " + ", ".join(f"{reason} {-count}" for count, reason in reasons))
+    if others:
+        print_line("others: " + ", ".join(f"{name} {count}" for name, count in others))

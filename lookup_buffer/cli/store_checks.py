@@ -1,0 +1,163 @@
+"""What `doctor` asks of the store: the client library, the server, the nodes that beat there."""
+
+import statistics
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
+
+from lookup_buffer.cli.access import opened_store, shown_url
+from lookup_buffer.cli.beat_watch import BeatWatch
+from lookup_buffer.cli.checks import Check, fail, ok, warn
+from lookup_buffer.cli.exits import CommandError, ExitCode
+from lookup_buffer.cli.output import size_text
+from lookup_buffer.errors import ConfigError
+from store import MetadataStore, ServerInfo, StoreError
+
+if TYPE_CHECKING:
+    from lookup_buffer.config import BufferConfig
+
+OLDEST = {"redis": (7, 0), "valkey": (8, 0)}
+OLDEST_CLIENT = (5, 3)
+MEMORY_PART_MAX = 0.9
+PINGS = 5
+PING_SECONDS_MAX = 0.005
+"""A look-up is one round trip; slower than this a hit is no longer nearly free."""
+
+
+def store_checks(config: "BufferConfig") -> Iterator[Check]:
+    yield from _client()
+    try:
+        with opened_store(config) as store:
+            info = store.server_info()
+            yield ok("store", f"{shown_url(config)} answers")
+            yield from _server(config, store, info)
+            yield from _fleet(store)
+    except CommandError as error:
+        if error.code is ExitCode.UNREACHABLE:  # the embedded one, which a node would start
+            yield warn("store", str(error), "it starts with the node")
+        # Else it is the directory's fault, which the checks of this host explain.
+    except ConfigError:
+        pass  # likewise
+    except StoreError as error:
+        yield fail(
+            "store", str(error), "start the server, or correct the URL, password and firewall"
+        )
+
+
+def _client() -> Iterator[Check]:
+    try:
+        found = version("redis")
+    except PackageNotFoundError:
+        yield fail("store client", "redis-py is not installed", "pip install 'redis>=5.3'")
+        return
+    if version_tuple(found) < OLDEST_CLIENT:
+        yield fail("store client", f"redis-py {found} is too old", "pip install 'redis>=5.3'")
+        return
+    try:
+        yield ok("store client", f"redis-py {found}, hiredis {version('hiredis')}")
+    except PackageNotFoundError:
+        yield warn(
+            "store client",
+            f"redis-py {found} without hiredis: look-ups take several times as long",
+            "pip install hiredis",
+        )
+
+
+def _server(config: "BufferConfig", store: MetadataStore, info: ServerInfo) -> Iterator[Check]:
+    yield _version(info)
+    if info.mode == "standalone":
+        yield ok("store mode", info.mode)
+    else:
+        yield fail(
+            "store mode",
+            f"the server runs as {info.mode or 'unknown'}",
+            "name a single server: Sentinel and Cluster are not supported yet",
+        )
+    yield policy_check(info)
+    yield memory_check(info)
+    seconds = statistics.median(store.ping() for _ in range(PINGS))
+    found = f"{seconds * 1000:.2f} ms for one round trip"
+    if seconds > config.store_timeout_seconds / 2:
+        yield fail(
+            "store latency",
+            f"{found}, store_timeout_seconds is {config.store_timeout_seconds:g}",
+            "bring the server nearer, or raise store_timeout_seconds",
+        )
+    elif seconds > PING_SECONDS_MAX:
+        yield warn("store latency", found, "bring the server nearer: each look-up takes so long")
+    else:
+        yield ok("store latency", found)
+
+
+def _version(info: ServerInfo) -> Check:
+    found = f"{info.product} {info.version}"
+    oldest = OLDEST.get(info.product)
+    wanted = "use Redis 7.0 or newer, or Valkey 8 or newer"
+    if oldest is None:
+        return warn("store version", f"{found} was never tried", wanted)
+    if version_tuple(info.version) < oldest:
+        return fail("store version", f"{found} is too old", wanted)
+    return ok("store version", found)
+
+
+def policy_check(info: ServerInfo) -> Check:
+    """Records may be evicted; the beats of nodes and claims must not go at random."""
+    advice = "CONFIG SET maxmemory-policy volatile-lru, and in the server's configuration file"
+    if "random" in info.policy or info.policy == "volatile-ttl":
+        return fail(
+            "store policy", f"{info.policy} evicts what is in use as soon as what is not", advice
+        )
+    if info.policy == "noeviction":
+        found = "noeviction: a full server refuses new records until old ones expire"
+        return warn("store policy", found, advice)
+    if info.policy.startswith("allkeys-"):
+        found = f"{info.policy} may also evict what never expires, as the list of nodes"
+        return warn("store policy", found, advice)
+    return ok("store policy", info.policy)
+
+
+def memory_check(info: ServerInfo) -> Check:
+    used = size_text(info.used_memory_bytes)
+    if info.maxmemory_bytes == 0:
+        return warn(
+            "store memory",
+            f"{used} in use, and no limit",
+            "CONFIG SET maxmemory 256mb: without a limit the server never evicts",
+        )
+    found = f"{used} of {size_text(info.maxmemory_bytes)} in use"
+    if info.used_memory_bytes > MEMORY_PART_MAX * info.maxmemory_bytes:
+        return warn("store memory", found, "raise maxmemory")
+    return ok("store memory", found)
+
+
+def _fleet(store: MetadataStore) -> Iterator[Check]:
+    watch = BeatWatch(store)
+    watch.settle()
+    alive = [node for node in watch.last if watch.alive(node)]
+    silent = sorted(watch.last.keys() - set(alive))
+    versions = {info.version for info in store.node_infos(alive).values()}
+    if silent:
+        yield warn(
+            "fleet",
+            f"nodes alive: {len(alive)}; silent for 2 s: {', '.join(silent)}",
+            "start them again, or let it be: what only they held is a miss",
+        )
+    elif len(versions) > 1:
+        yield warn(
+            "fleet",
+            f"nodes alive: {len(alive)}, of versions {', '.join(sorted(versions))}",
+            "install the same lookup-buffer everywhere",
+        )
+    else:
+        yield ok("fleet", f"nodes alive: {len(alive)}")
+
+
+def version_tuple(text: str) -> tuple[int, ...]:
+    """The leading numbers of a version: (7, 0, 15) of `7.0.15-rc1`."""
+    numbers = []
+    for piece in text.split("."):
+        digits = piece[: len(piece) - len(piece.lstrip("0123456789"))]
+        if not digits:
+            break
+        numbers.append(int(digits))
+    return tuple(numbers)
