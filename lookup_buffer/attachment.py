@@ -98,18 +98,20 @@ class Attachment:
         return self._live is not None
 
     def call(self, request: Request, timeout: float) -> dict[str, Any]:
-        """One round trip; see `Channel.call`."""
+        """One round trip; see `Channel.call`. `timeout` bounds all of it."""
+        deadline = time.monotonic() + timeout
         with self.channel(timeout) as channel:
-            return channel.call(request, timeout)
+            return channel.call(request, deadline - time.monotonic())
 
     @contextmanager
     def channel(self, timeout: float = CALL_SECONDS) -> Iterator[Channel]:
         """A channel for one caller, back in the pool afterwards if it is still sound."""
         live = self._current()
+        deadline = time.monotonic() + min(timeout, CALL_SECONDS)
         if not self._slots.acquire(timeout=timeout):
             raise NodeUnavailable(f"all {CHANNELS_MAX} connections to the node are in use")
         try:
-            channel = self._take(live)
+            channel = self._take(live, deadline)
             try:
                 yield channel
             finally:
@@ -118,7 +120,7 @@ class Attachment:
             self._slots.release()
 
     def post(self, request: Request) -> None:
-        """Send a one-way request; never waits.
+        """Send a one-way request, without waiting for anything but room in the socket.
 
         Raises:
             NodeUnavailable: there is no node now.
@@ -133,7 +135,9 @@ class Attachment:
 
         Raises:
             NodeUnavailable: it is not mapped here.
+            Closed: see `close`.
         """
+        self._check_usable()
         with self._lock:
             if boot is None:
                 boot = self._live.boot if self._live else ""
@@ -160,10 +164,13 @@ class Attachment:
         if self._closing.is_set():
             return
         self._closing.set()
+        if self._pid != os.getpid():
+            return  # the connections are the parent's: shutting them down would end its session
         live = self._live
-        if live is not None and self._pid == os.getpid():
+        if live is not None:
             try:
-                self.post(Goodbye(next_request_id()))
+                with self._send_lock:  # not `post`, which is closed by now
+                    live.anchor.send_now(Goodbye(next_request_id()))
             except LookupBufferError:
                 pass  # it is gone, and our session with it
             live.anchor.close()
@@ -176,11 +183,14 @@ class Attachment:
 
     # -- attach and listen
 
-    def _current(self) -> _Live:
+    def _check_usable(self) -> None:
         if self._pid != os.getpid():
             raise Closed("this buffer was opened before a fork; open one in the child")
         if self._closing.is_set():
             raise Closed("the buffer is closed")
+
+    def _current(self) -> _Live:
+        self._check_usable()
         live = self._live
         if live is None:
             raise NodeUnavailable("not attached to a node; attaching again in the background")
@@ -199,6 +209,9 @@ class Attachment:
             finally:
                 for descriptor in descriptors:
                     os.close(descriptor)
+        except (OSError, IndexError, KeyError) as error:
+            anchor.close()
+            raise NodeUnavailable(f"the node at {path} cannot be attached to: {error}") from error
         except BaseException:
             anchor.close()
             raise
@@ -227,6 +240,7 @@ class Attachment:
                 self._closing.wait(retry_seconds)
                 retry_seconds = min(2 * retry_seconds, RETRY_SECONDS_MAX)
             self._retire_lost()
+        self._lose(self._live)  # attached while it was being closed
 
     def _pump(self, live: _Live) -> None:
         """Pass on what the node pushes, until the session ends."""
@@ -262,13 +276,15 @@ class Attachment:
 
     # -- channels
 
-    def _take(self, live: _Live) -> Channel:
+    def _take(self, live: _Live, deadline: float) -> Channel:
         with self._lock:
             if live.idle:
                 return live.idle.pop()
-        channel = Channel(node_socket(self._config, timeout=0.0), timeout=CALL_SECONDS)
+        channel = Channel(
+            self._config.socket_path(), timeout=max(deadline - time.monotonic(), 1e-3)
+        )
         try:
-            channel.call(Join(next_request_id(), live.session), CALL_SECONDS)
+            channel.call(Join(next_request_id(), live.session), deadline - time.monotonic())
         except LookupBufferError as error:
             channel.close()
             raise NodeUnavailable(f"the session with the node has ended: {error}") from error

@@ -6,6 +6,7 @@ many. A channel that missed a deadline is closed: its late reply can never be ta
 
 import array
 import itertools
+import select
 import socket
 import time
 from collections.abc import Iterable
@@ -21,6 +22,8 @@ from lookup_buffer.wire import FrameDecoder, encode_frame
 READ_BYTES = 256 << 10
 HEADER_MAX_BYTES = 4 << 20
 STAGING_BYTES_MIN = 1 << 20
+FULL_SECONDS = 0.05
+"""So long, and once, a full socket may hold up who only says something: its session then ends."""
 TRANSFER_SECONDS = 5.0
 TRANSFER_BYTES_PER_SECOND_MIN = 20e6
 """A transfer that the node announces may take so long on top, and so much for its size."""
@@ -84,14 +87,20 @@ class Channel:
             raise self._failed(error) from error
 
     def send_now(self, request: Request) -> None:
-        """Send without ever waiting; a node whose socket is full counts as gone."""
-        frame = encode_frame(request.to_wire())
-        try:
-            sent = self._socket.send(frame, socket.MSG_DONTWAIT)
-        except OSError as error:
-            raise self._failed(error) from error
-        if sent < len(frame):
-            raise self._failed(OSError("its socket is full"))
+        """Send without waiting for an answer. A node whose socket stays full counts as gone."""
+        frame = memoryview(encode_frame(request.to_wire()))
+        deadline = time.monotonic() + FULL_SECONDS
+        while frame:
+            try:
+                # Not settimeout: another thread receives on this socket.
+                frame = frame[self._socket.send(frame, socket.MSG_DONTWAIT) :]
+            except BlockingIOError as error:
+                writable = select.poll()
+                writable.register(self._socket, select.POLLOUT)
+                if not writable.poll(max(0.0, deadline - time.monotonic()) * 1000):
+                    raise self._failed(OSError("its socket is full")) from error
+            except OSError as error:
+                raise self._failed(error) from error
 
     def receive(self, deadline: float | None) -> list[dict[str, Any]]:
         """The next messages; at least a wait for bytes that may not complete one."""
@@ -128,9 +137,13 @@ class Channel:
             staging = Staging(max(STAGING_BYTES_MIN, 1 << (nbytes - 1).bit_length()))
             request = Stage(next_request_id())
             deadline = time.monotonic() + timeout
-            self.send(request, deadline=deadline, descriptors=[staging.fd])
-            while not any(message.get("id") == request.id for message in self.receive(deadline)):
-                pass
+            try:
+                self.send(request, deadline=deadline, descriptors=[staging.fd])
+                while not any(m.get("id") == request.id for m in self.receive(deadline)):
+                    pass
+            except BaseException:
+                staging.close()
+                raise
             if self._staging is not None:
                 self._staging.close()
             self._staging = staging

@@ -29,6 +29,7 @@ from lookup_buffer.errors import (
 from lookup_buffer.header import TensorHeader
 from lookup_buffer.key import TensorKey
 from lookup_buffer.messages import (
+    KEYS_MAX,
     Claim,
     Contains,
     Describe,
@@ -37,6 +38,9 @@ from lookup_buffer.messages import (
     ReleaseClaim,
     Select,
     Stats,
+    lasting,
+    split,
+    waiting,
 )
 from lookup_buffer.namespace import Namespace
 from lookup_buffer.prefetched import LoadOrder, Prefetched, PrefetchState
@@ -133,7 +137,10 @@ class LookupBuffer:
             TensorTooLarge: larger than the arena.
             BufferFull: no room; everything that is left is pinned or being written.
             NodeUnavailable: the node did not take it in time.
+            ConfigError: `ttl_seconds` is none.
         """
+        if ttl_seconds is not None:
+            ttl_seconds = lasting("ttl_seconds", ttl_seconds)
         header = codec.header_of(tensor)
         self._check_fits(header)
         deadline = time.monotonic() + timeout
@@ -209,19 +216,18 @@ class LookupBuffer:
     def has_caches(self, keys: Sequence[TensorKey], *, timeout: float = 0.05) -> list[bool]:
         """For each key, whether a live node holds a complete copy; in doubt False.
 
-        At most one round trip to the store for the whole list; never longer than `timeout`.
+        At most one round trip to the store for 4,096 keys; never longer than `timeout`.
         """
-        request = Contains(
-            next_request_id(),
-            self._namespace.fingerprint,
-            [key.text for key in keys],
-            timeout,
-        )
-        try:
-            reply = self._attachment.call(request, timeout + 0.01)
-        except NodeUnavailable:
-            return [False] * len(keys)
-        return list(reply["present"])
+        deadline = time.monotonic() + waiting(timeout)
+        present: list[bool] = []
+        for part in split([key.text for key in keys]):
+            budget = waiting(deadline - time.monotonic())
+            request = Contains(next_request_id(), self._namespace.fingerprint, list(part), budget)
+            try:
+                present += self._attachment.call(request, budget + 0.01)["present"]
+            except NodeUnavailable:
+                break
+        return present + [False] * (len(keys) - len(present))
 
     def prefetch(self, keys: Sequence[TensorKey], *, timeout: float = 0.0) -> list[Prefetched]:
         """Bring `keys` to this host and pin them; one handle each, in order.
@@ -264,9 +270,10 @@ class LookupBuffer:
         boot = self._attachment.boot
         rank = self._rank
         tickets = [order.ticket for order in orders if order.boot == boot]
-        if tickets:
+        for start in range(0, len(tickets), KEYS_MAX):
+            part = tickets[start : start + KEYS_MAX]
             try:
-                self._attachment.post(Done(next_request_id(), tickets, rank))
+                self._attachment.post(Done(next_request_id(), part, rank))
             except LookupBufferError:
                 pass  # the node is gone, and the pins with it
 
@@ -277,9 +284,8 @@ class LookupBuffer:
 
         A store that is down grants it: producing twice is the most that a fault may cost.
         """
-        request = Claim(
-            next_request_id(), self._namespace.fingerprint, key.text, float(lease_seconds)
-        )
+        lease = lasting("lease_seconds", lease_seconds)
+        request = Claim(next_request_id(), self._namespace.fingerprint, key.text, lease)
         reply = self._attachment.call(request, CALL_SECONDS)
         return ClaimAnswer(reply["granted"], reply["holder"], reply["remaining_seconds"])
 
@@ -314,8 +320,9 @@ class LookupBuffer:
         self.close()
 
     def _locate(self, key: TensorKey, timeout: float) -> LoadOrder:
-        request = Select(next_request_id(), self._namespace.fingerprint, key.text, float(timeout))
-        reply = self._attachment.call(request, timeout + CALL_SECONDS)
+        wait = waiting(timeout)
+        request = Select(next_request_id(), self._namespace.fingerprint, key.text, wait)
+        reply = self._attachment.call(request, wait + CALL_SECONDS)
         if reply["state"] == "resident":
             return LoadOrder.of(reply)
         if timeout:

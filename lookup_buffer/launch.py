@@ -21,6 +21,7 @@ from lookup_buffer.errors import NodeUnavailable
 
 LOG_TAIL_BYTES = 2000
 POLL_SECONDS = 0.01
+PROBE_SECONDS = 1.0
 _PACKAGES = Path(__file__).resolve().parent.parent
 
 
@@ -98,8 +99,11 @@ def _start(config: BufferConfig, directory: Path, path: Path, deadline: float) -
 
 def _answers(path: Path) -> bool:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(PROBE_SECONDS)
         try:
             probe.connect(str(path))
+        except BlockingIOError:
+            return True  # its queue is full: a node is there, busy or stopped
         except OSError:
             return False
     return True

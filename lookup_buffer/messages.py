@@ -11,15 +11,17 @@ Nothing larger than a header crosses the socket: bytes lie in shared memory.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Final
 
-from lookup_buffer.errors import ProtocolError
+from lookup_buffer.errors import ConfigError, ProtocolError
 
 VERSION: Final = 1
 KEYS_MAX: Final = 4096
 """Bound on the keys or tickets of one request."""
+KEYS_BYTES_MAX: Final = 256 << 10
+"""Bound on the keys of one request together, that `split` keeps; a frame takes four times that."""
 TEXT_MAX: Final = 4096
 PARTS_MAX: Final = 256
 """Bound on the entries of a map: parts of a namespace, what a client expects, a header."""
@@ -190,6 +192,34 @@ def parse(message: object) -> Request:
             raise ProtocolError(f"bad request: {op} with a bad {name}")
         values.append(value)
     return kind(*values)
+
+
+def split(keys: Sequence[str]) -> Iterator[Sequence[str]]:
+    """Any number of keys, cut into what one request takes."""
+    start = nbytes = 0
+    for index, key in enumerate(keys):
+        nbytes += len(key)
+        if nbytes > KEYS_BYTES_MAX or index - start == KEYS_MAX:
+            yield keys[start:index]
+            start, nbytes = index, len(key)
+    if start < len(keys):
+        yield keys[start:]
+
+
+def lasting(name: str, value: float) -> float:
+    """`value` in seconds, if a request may carry it.
+
+    Raises:
+        ConfigError: it is negative, no number, or more than a day.
+    """
+    if not _is_seconds(value):
+        raise ConfigError(f"{name} is {value!r}; allowed: 0 to {SECONDS_MAX:.0f} seconds")
+    return float(value)
+
+
+def waiting(timeout: float) -> float:
+    """As much of a caller's timeout as a request may carry."""
+    return min(max(0.0, float(timeout)), SECONDS_MAX)
 
 
 def failure(request_id: int, error: Exception) -> dict[str, Any]:

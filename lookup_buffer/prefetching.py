@@ -11,7 +11,7 @@ from lookup_buffer.attachment import Attachment
 from lookup_buffer.channel import next_request_id
 from lookup_buffer.errors import LookupBufferError
 from lookup_buffer.key import TensorKey
-from lookup_buffer.messages import Prefetch, Release
+from lookup_buffer.messages import Prefetch, Release, split
 from lookup_buffer.prefetched import LoadOrder, Prefetched, PrefetchState
 
 
@@ -26,15 +26,16 @@ class Prefetching:
     def prefetch(self, keys: Sequence[TensorKey], timeout: float) -> list[Prefetched]:
         """See `LookupBuffer.prefetch`."""
         handles = [Prefetched(key, self._settled) for key in keys]
-        request = Prefetch(next_request_id(), self._namespace, [key.text for key in keys])
-        with self._settled:
-            for index, handle in enumerate(handles):
-                self._waiting[request.id, index] = handle
-        try:
-            self._attachment.post(request)
-        except LookupBufferError:
-            self._fail([(request.id, index) for index in range(len(handles))])
-            return handles
+        left = iter(handles)
+        for part in split([key.text for key in keys]):
+            request = Prefetch(next_request_id(), self._namespace, list(part))
+            entries = [(request.id, index) for index in range(len(part))]
+            with self._settled:
+                self._waiting.update(zip(entries, left, strict=False))
+            try:
+                self._attachment.post(request)
+            except LookupBufferError:
+                self._fail(entries)
         if timeout > 0:
             with self._settled:
                 self._settled.wait_for(lambda: _all_settled(handles), timeout)
