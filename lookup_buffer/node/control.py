@@ -177,7 +177,11 @@ class Control:
         self._leave(session)
         if not self.desk.shelf.holds_pins(session.id):
             return  # a client that comes and goes must not cost a descriptor each time
-        process = _pidfd(session.anchor.pid)
+        try:
+            process = _pidfd(session.anchor.pid)
+        except ProcessLookupError:
+            self.desk.release_all(session)
+            return
         if process is None:
             self.loop.call_later(QUARANTINE_SECONDS, self.desk.release_all, session)
             return
@@ -205,8 +209,14 @@ class Control:
 
 
 def _pidfd(pid: int) -> int | None:
-    """A descriptor that becomes readable when process `pid` ends; None where it cannot be had."""
+    """A descriptor that becomes readable when process `pid` ends; None where it cannot be had.
+
+    Raises:
+        ProcessLookupError: it has ended already.
+    """
     try:
-        return os.pidfd_open(pid) if pid > 0 else None
+        return os.pidfd_open(pid) if pid > 0 else None  # 0: it lives in another pid namespace
+    except ProcessLookupError:
+        raise
     except OSError:
-        return None  # it has ended already, or lives in another pid namespace
+        return None
