@@ -6,6 +6,7 @@ dead until the test restarts it.
 """
 
 import json
+import multiprocessing
 import os
 import secrets
 import shutil
@@ -18,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -29,6 +30,9 @@ from lookup_buffer.key import TensorKey
 from lookup_buffer.launch import to_json
 from lookup_buffer.namespace import Namespace
 from store import EmbeddedServer
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
 
 ROOT = Path(__file__).resolve().parent.parent
 MIB = 1 << 20
@@ -210,24 +214,9 @@ def tensor_of(seed: str, nbytes: int) -> torch.Tensor:
 class ClientProcess:
     """A client in a process of its own: `source` finds `buffer` opened, and `say` and `hear`.
 
-    `say(value)` sends JSON to the test, `hear()` takes a line from it.
+    `say(value)` and `hear()` exchange values with the test. The processes are forked from one
+    that has torch imported, which else costs seconds each.
     """
-
-    _PROLOGUE = """
-import json, os, sys, time, torch
-from lookup_buffer.client import EngineSeat, LookupBuffer
-from lookup_buffer.config import BufferConfig
-from lookup_buffer.key import TensorKey
-from lookup_buffer.namespace import Namespace
-from nodes import tensor_of
-def say(value): print(json.dumps(value), flush=True)
-def hear(): return json.loads(sys.stdin.readline())
-torch.set_num_threads(1)
-setup = hear()
-seat = EngineSeat(*setup["seat"]) if setup["seat"] else None
-config, namespace = BufferConfig.of(setup["config"]), Namespace.named(setup["namespace"])
-buffer = LookupBuffer(config, namespace, engine=seat)
-"""
 
     def __init__(
         self,
@@ -237,38 +226,59 @@ buffer = LookupBuffer(config, namespace, engine=seat)
         namespace: str = "tests",
         seat: tuple[str, int | None, int] | None = None,
     ) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", self._PROLOGUE + source],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["pytest", "torch", "lookup_buffer.client"])
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(
+            target=_run_client, args=(theirs, to_json(config), source, namespace, seat)
         )
-        self.say({"config": json.loads(to_json(config)), "namespace": namespace, "seat": seat})
+        self._process.start()
+        theirs.close()
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
 
     def say(self, value: Any) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(value) + "\n")
-        self.process.stdin.flush()
+        self._pipe.send(value)
 
-    def hear(self) -> Any:
-        """The next value; pytest's faulthandler timeout bounds the wait."""
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert line, f"the client process ended with {self.process.wait(10.0)}"
-        return json.loads(line)
+    def hear(self, timeout: float = 30.0) -> Any:
+        """The next value."""
+        if not self._pipe.poll(timeout):
+            pytest.fail(f"the client process said nothing for {timeout} s")
+        try:
+            return self._pipe.recv()
+        except EOFError:
+            pytest.fail(f"the client process ended with {self.wait()}")
+
+    def wait(self, timeout: float = 10.0) -> int | None:
+        self._process.join(timeout)
+        return self._process.exitcode
+
+    def kill(self) -> None:
+        self._process.kill()
+        self.wait()
 
     def __enter__(self) -> "ClientProcess":
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait(10.0)
-        for stream in (self.process.stdin, self.process.stdout):
-            if stream is not None:
-                try:
-                    stream.close()
-                except BrokenPipeError:
-                    pass
+        self._pipe.close()
+        if self._process.is_alive():
+            self.kill()
+        self._process.close()
+
+
+def _run_client(
+    pipe: "Connection[Any, Any]",
+    config: str,
+    source: str,
+    namespace: str,
+    seat: tuple[str, int | None, int] | None,
+) -> None:
+    torch.set_num_threads(1)
+    settings = BufferConfig.of(json.loads(config))
+    engine = EngineSeat(*seat) if seat else None
+    buffer = LookupBuffer(settings, Namespace.named(namespace), engine=engine)
+    exec(source, {**globals(), "buffer": buffer, "say": pipe.send, "hear": pipe.recv})

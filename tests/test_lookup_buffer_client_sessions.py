@@ -1,0 +1,376 @@
+"""Sessions of clients: refused, closed, forked, started by themselves, with a seat in an engine."""
+
+import multiprocessing
+import os
+import shutil
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from lookup_buffer.client import EngineSeat, LookupBuffer
+from lookup_buffer.config import BufferConfig
+from lookup_buffer.errors import Closed, LookupBufferError, NodeRefused, NodeUnavailable
+from lookup_buffer.prefetched import PrefetchState
+from nodes import MIB, ClientProcess, NodeProcess, at_rest, key, tensor_of, wait_until
+from servers import alive
+from store import EmbeddedServer
+
+Pair = tuple[NodeProcess, NodeProcess]
+
+
+@pytest.fixture
+def buffer(node_pair: Pair) -> Iterator[LookupBuffer]:
+    with node_pair[0].client() as buffer:
+        yield buffer
+    at_rest(node_pair[0])
+
+
+def test_a_node_of_another_configuration_refuses_and_names_both(node_pair: Pair) -> None:
+    node = node_pair[0]
+    wrong = node.config.model_copy(update={"capacity_bytes": 32 * MIB})
+    with pytest.raises(NodeRefused) as caught:
+        LookupBuffer(wrong)
+    for said in ("capacity_bytes", str(32 * MIB), str(64 * MIB)):
+        assert said in str(caught.value)
+    wrong = type(wrong).of(
+        {"token": "s3cret", "node_socket": node.socket_path, "capacity_bytes": 64 * MIB,
+         "store_url": node.config.store_url}
+    )  # fmt: skip
+    with pytest.raises(NodeRefused, match="token") as caught:
+        LookupBuffer(wrong)
+    for digest in (wrong.expectations()["token"], node.config.expectations()["token"]):
+        assert str(digest) not in str(caught.value), "a digest lets a weak token be guessed"
+
+
+def test_close_is_idempotent_and_final(node_pair: Pair) -> None:
+    client = node_pair[0].client()
+    where = key()
+    client.insert(where, torch.ones(2))
+    handle = client.prefetch([where], timeout=2.0)[0]
+    started = time.monotonic()
+    for _ in range(3):
+        client.close()
+    assert time.monotonic() - started < 1.0
+    for use in (
+        lambda: client.insert(key(), torch.ones(2)),
+        lambda: client.select(where),
+        lambda: client.has_caches([where]),
+        client.stats,
+    ):
+        with pytest.raises(Closed):
+            use()
+    client.release(handle)
+    assert client.prefetch([where])[0].state.value == "failed"
+    at_rest(node_pair[0])
+
+
+def test_close_wakes_who_waits(node_pair: Pair) -> None:
+    client = node_pair[0].client()
+    errors = list[Exception]()
+
+    def wait() -> None:
+        try:
+            client.select(key(), timeout=30.0)
+        except LookupBufferError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    time.sleep(0.2)
+    started = time.monotonic()
+    client.close()
+    thread.join(5.0)
+    assert time.monotonic() - started < 2.0
+    assert len(errors) == 1
+    assert isinstance(errors[0], Closed | NodeUnavailable)
+
+
+def _use_in_child(client: LookupBuffer, answers: "multiprocessing.SimpleQueue[str]") -> None:
+    for use in (client.stats, lambda: client.insert(key(), torch.ones(2)), client.close):
+        try:
+            use()
+            answers.put("nothing")
+        except Exception as error:
+            answers.put(type(error).__name__)
+
+
+def test_a_forked_child_is_refused_and_does_not_hurt_its_parent(buffer: LookupBuffer) -> None:
+    where = key()
+    buffer.insert(where, torch.ones(2))
+    context = multiprocessing.get_context("fork")
+    answers: multiprocessing.SimpleQueue[str] = context.SimpleQueue()
+    with buffer.view(where):
+        child = context.Process(target=_use_in_child, args=(buffer, answers))
+        child.start()
+        assert [answers.get() for _ in range(3)] == ["Closed", "Closed", "nothing"]
+        child.join(10.0)
+        answers.close()
+        time.sleep(0.2)
+        assert buffer.attached
+        assert buffer.stats()["pins"] == 1
+    assert buffer.select(where) is not None
+
+
+# -- tickets of an engine
+
+WORKER = """
+say("attached")
+while (order := hear()) is not None:
+    say(int(buffer.load(order).sum()))
+    buffer.done([order])
+buffer.close()
+"""
+
+
+def test_tickets_are_given_back_by_all_ranks(node_pair: Pair) -> None:
+    node = node_pair[0]
+    names = [key("layer") for _ in range(3)]
+    engine = f"engine-{names[0]}"
+    with node.client(engine=EngineSeat(engine, None, 2)) as scheduler:
+        for name in names:
+            scheduler.insert(name, tensor_of(str(name), 1000))
+        with ClientProcess(node.config, WORKER, seat=(engine, 0, 2)) as first:
+            assert first.hear() == "attached"
+            early = scheduler.prefetch(names, timeout=2.0)
+            assert {(h.state, h.reason) for h in early} == {
+                (PrefetchState.FAILED, "ranks_not_attached")
+            }
+            with ClientProcess(node.config, WORKER, seat=(engine, 1, 2)) as second:
+                assert second.hear() == "attached"
+                handles = scheduler.prefetch([*names, key()], timeout=2.0)
+                assert [h.state.value for h in handles] == ["resident"] * 3 + ["missing"]
+                assert node.stats()["pins"] == 3
+                for rank, expected in ((first, 3), (second, 0)):
+                    for name, handle in zip(names, handles, strict=False):
+                        rank.say(handle.order)  # pickled, as vLLM does
+                        assert rank.hear() == int(tensor_of(str(name), 1000).sum())
+                    wait_until(lambda n=expected: node.stats()["pins"] == n, 2.0)  # type: ignore[misc]
+                # One that the scheduler takes back, with no word from any rank.
+                again = scheduler.prefetch(names[:1], timeout=2.0)
+                assert node.stats()["pins"] == 1
+                for _ in range(2):
+                    scheduler.release(again[0])
+                wait_until(lambda: node.stats()["pins"] == 0, 2.0)
+                second.say(None)
+                assert second.wait() == 0
+            gone = scheduler.prefetch(names, timeout=2.0)
+            assert {h.reason for h in gone} == {"ranks_not_attached"}
+    at_rest(node)
+
+
+def test_a_worker_that_attaches_again_counts(node_pair: Pair) -> None:
+    node, name, engine = node_pair[0], key(), f"engine-{key()}"
+    with node.client(engine=EngineSeat(engine, None, 1)) as scheduler:
+        scheduler.insert(name, torch.ones(2))
+        worker = node.client(engine=EngineSeat(engine, 0, 1))
+        again = node.client(engine=EngineSeat(engine, 0, 1))
+        worker.close()
+        handle = scheduler.prefetch([name], timeout=2.0)[0]
+        assert handle.state is PrefetchState.RESIDENT
+        again.close()
+    at_rest(node)
+
+
+def test_an_engine_that_is_killed_gives_its_pins_back(node_pair: Pair) -> None:
+    node, name, engine = node_pair[0], key(), f"engine-{key()}"
+    source = """
+name = hear()
+buffer.insert(name, tensor_of("x", 5 << 20))
+hear()
+handles = buffer.prefetch([name], timeout=5.0)
+say(handles[0].state.value)
+hear()
+"""
+    with ClientProcess(node.config, source, seat=(engine, None, 1)) as scheduler:
+        scheduler.say(name)
+        with ClientProcess(node.config, WORKER, seat=(engine, 0, 1)) as worker:
+            assert worker.hear() == "attached"
+            scheduler.say("go")
+            assert scheduler.hear() == "resident"
+            assert node.stats()["pinned_bytes"] == 5 * MIB
+            scheduler.kill()
+            at_rest(node, seconds=2.0)
+
+
+# -- prefetch
+
+
+def test_prefetch_brings_what_another_node_has(node_pair: Pair, buffer: LookupBuffer) -> None:
+    there, nowhere = [key() for _ in range(20)], key()
+    with node_pair[1].client() as elsewhere:
+        for name in there:
+            elsewhere.insert(name, tensor_of(str(name), 50_000))
+        wait_until(lambda: all(buffer.has_caches(there, timeout=1.0)), 5.0)
+    handles = buffer.prefetch([*there, nowhere, there[0]], timeout=10.0)
+    assert [h.state.value for h in handles] == ["resident"] * 20 + ["missing", "resident"]
+    assert {h.source for h in handles[:20]} == {node_pair[1].node_id}
+    assert handles[20].reason == "absent"
+    for handle in (*handles[:20], handles[21]):
+        assert handle.order is not None
+        found = buffer.load(handle.order)
+        assert found is not None
+        assert torch.equal(found, tensor_of(str(handle.key), 50_000))
+    assert buffer.stats()["pins"] == 21
+    for handle in handles:
+        buffer.release(handle)
+        buffer.release(handle)
+    wait_until(lambda: buffer.stats()["pins"] == 0, 2.0)
+
+
+def test_a_handle_released_before_it_settles_leaves_no_pin(node_pair: Pair) -> None:
+    with node_pair[1].client() as elsewhere, node_pair[0].client() as buffer:
+        names = [key() for _ in range(10)]
+        for name in names:
+            elsewhere.insert(name, tensor_of(str(name), MIB))
+        wait_until(lambda: all(buffer.has_caches(names, timeout=1.0)), 5.0)
+        handles = buffer.prefetch(names)
+        assert handles[-1].state is PrefetchState.PENDING
+        for handle in handles:
+            buffer.release(handle)
+        at_rest(node_pair[0])
+        wait_until(lambda: all(buffer.has_caches(names)), 5.0)
+
+
+def test_more_is_wanted_than_may_be_pinned(node_pair: Pair, buffer: LookupBuffer) -> None:
+    names = [key() for _ in range(5)]
+    for name in names:
+        buffer.insert(name, tensor_of(str(name), 6 * MIB))
+    handles = buffer.prefetch(names, timeout=5.0)
+    states = [(h.state.value, h.reason) for h in handles]
+    assert states == [("resident", "")] * 3 + [("failed", "no_room")] * 2  # a third of 64 MiB
+    for handle in handles:
+        buffer.release(handle)
+    again = buffer.prefetch(names[3:], timeout=5.0)
+    assert {h.state.value for h in again} == {"resident"}
+    for handle in again:
+        buffer.release(handle)
+
+
+# -- claims
+
+
+def test_a_claim_has_one_holder_until_it_is_over(node_pair: Pair) -> None:
+    name = key()
+    with node_pair[1].client() as other:
+        with node_pair[0].client() as holder:
+            first = holder.claim(name, lease_seconds=30.0)
+            assert first.granted
+            refused = other.claim(name, lease_seconds=30.0)
+            assert not refused.granted
+            assert refused.holder.startswith(node_pair[0].node_id)
+            assert 25.0 < refused.remaining_seconds <= 30.0
+            assert holder.claim(name, lease_seconds=60.0).granted  # renewed
+            assert other.claim(name, lease_seconds=1.0).remaining_seconds > 50.0
+            assert not other.release_claim(name)
+            assert holder.release_claim(name)
+            assert other.claim(name, lease_seconds=30.0).granted
+            assert not holder.claim(name, lease_seconds=30.0).granted
+            assert other.release_claim(name)
+            assert holder.claim(name, lease_seconds=30.0).granted
+        # The holder's session ended.
+        wait_until(lambda: other.claim(name, lease_seconds=0.2).granted, 2.0)
+        time.sleep(0.3)
+        with node_pair[0].client() as later:
+            assert later.claim(name, lease_seconds=5.0).granted  # the lease ran out
+        with pytest.raises(ValueError, match="lease_seconds"):
+            other.claim(name, lease_seconds=-1.0)
+
+
+def test_the_claims_of_a_killed_client_are_released(node_pair: Pair) -> None:
+    name = key()
+    source = "say(buffer.claim(hear(), lease_seconds=60.0).granted); hear()"
+    with ClientProcess(node_pair[0].config, source) as client, node_pair[1].client() as other:
+        client.say(name)
+        assert client.hear() is True
+        assert not other.claim(name, lease_seconds=1.0).granted
+        client.kill()
+        wait_until(lambda: other.claim(name, lease_seconds=1.0).granted, 2.0)
+
+
+# -- nodes that start by themselves
+
+
+def node_pids(directory: Path) -> list[int]:
+    """The processes that hold the node's lock in `directory`: found by what they have open."""
+    lock = str(directory / "node.lock")
+    return sorted(
+        {int(file.parts[2]) for file in Path("/proc").glob("[0-9]*/fd/*") if _is(file, lock)}
+    )
+
+
+def _is(link: Path, target: str) -> bool:
+    try:
+        return str(link.readlink()) == target
+    except OSError:
+        return False  # closed meanwhile
+
+
+@pytest.fixture
+def automatic(valkey_server: EmbeddedServer, tmp_path: Path) -> Iterator[BufferConfig]:
+    """A configuration that names no node."""
+    directory = Path(tempfile.mkdtemp(prefix="lba-"))
+    yield BufferConfig(
+        directory=directory,
+        store_url=valkey_server.url,
+        capacity_bytes=16 * MIB,
+        idle_exit_seconds=0.5,
+    )
+    wait_until(lambda: not node_pids(directory), 15.0, "the idle node ends")
+    assert not (directory / "node.sock").exists()
+    shutil.rmtree(directory)
+
+
+def test_two_that_start_at_once_get_one_node_which_ends_when_idle(automatic: BufferConfig) -> None:
+    source = """
+hear()
+say((buffer.boot, buffer.stats()["sessions_opened"]))
+hear()
+"""
+    assert automatic.directory is not None
+    with ClientProcess(automatic, source) as one, ClientProcess(automatic, source) as two:
+        one.say("go")
+        two.say("go")
+        boots = {one.hear()[0], two.hear()[0]}
+        assert len(boots) == 1
+        (pid,) = node_pids(automatic.directory)
+        with LookupBuffer(automatic) as third:
+            assert {third.boot} == boots
+            name = key()
+            third.insert(name, torch.ones(2))
+        with pytest.raises(NodeRefused, match="capacity_bytes"):
+            LookupBuffer(automatic.model_copy(update={"capacity_bytes": 8 * MIB}))
+        time.sleep(1.8)
+        assert alive(pid), "it ended while it had clients"
+    wait_until(lambda: not alive(pid), 10.0)
+
+
+def test_a_killed_automatic_node_is_started_again(automatic: BufferConfig) -> None:
+    assert automatic.directory is not None
+    with LookupBuffer(automatic) as buffer:
+        boot, name = buffer.boot, key()
+        (pid,) = node_pids(automatic.directory)
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: buffer.boot not in ("", boot), 10.0)
+        with pytest.raises(LookupBufferError):
+            buffer.select(name)
+        buffer.insert(name, torch.ones(2))
+        assert buffer.select(name) is not None
+
+
+def test_no_node_where_one_is_named_is_said_at_once(tmp_path: Path) -> None:
+    config = BufferConfig(node_socket=tmp_path / "none.sock", directory=tmp_path / "d")
+    started = time.monotonic()
+    with pytest.raises(NodeUnavailable, match=r"none\.sock"):
+        LookupBuffer(config)
+    assert time.monotonic() - started < 1.0
+    with LookupBuffer(config, required=False) as buffer:
+        assert buffer.has_caches([key()]) == [False]
+        assert buffer.prefetch([key()])[0].reason == "node_down"
+        with pytest.raises(NodeUnavailable):
+            buffer.insert(key(), torch.ones(1))
