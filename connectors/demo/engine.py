@@ -11,7 +11,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -20,6 +19,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from connectors.demo.engine_settings import EngineSettings, engine_arguments, engine_environment
+from connectors.demo.interpreter import python_command
 from connectors.demo.schedule_log import ScheduleLog
 
 _LOG_TAIL_LINES = 40
@@ -84,7 +84,7 @@ class DemoEngine:
         self._received = b""
         with theirs, settings.log_path.open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "connectors.demo.engine_process", str(theirs.fileno())],
+                python_command("connectors.demo.engine_process", str(theirs.fileno())),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

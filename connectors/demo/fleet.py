@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from connectors.demo.interpreter import python_command
 from connectors.plugin import CONNECTOR_NAME
 from lookup_buffer.config import BufferConfig
 from lookup_buffer.launch import to_json
@@ -78,7 +79,7 @@ def start_node(name: str, directory: Path, store_url: str, log_path: Path) -> De
     directory.mkdir(mode=0o700)
     command = [
         *(sys.executable, "-I", "-S", str(run_with_owner.__file__), str(os.getpid())),
-        *(sys.executable, "-m", "lookup_buffer.node.main"),
+        *python_command("lookup_buffer.node.main"),
     ]
     with log_path.open("wb") as log:
         process = subprocess.Popen(
