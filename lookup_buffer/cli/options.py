@@ -66,9 +66,14 @@ def configure(
 
 
 def _refuse_password(url: str | None) -> None:
+    from store import StoreUrlError
     from store.url import parse
 
-    if url is not None and url != "embedded" and "://" in url and parse(url).password is not None:
+    try:
+        exposed = url is not None and parse(url).password is not None
+    except StoreUrlError:
+        return  # 'embedded', or no URL: the configuration says so and names the setting
+    if exposed:
         raise CommandError(
             "a password in --store-url is visible to every user of this machine; put the URL "
             "into LOOKUP_BUFFER_STORE_URL or the password into a file for --store-password-file",

@@ -1,0 +1,160 @@
+"""`doctor`: what is right, and each thing that it must find wrong."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from command_line import run, run_at_terminal, run_json
+from nodes import NodeProcess, StartNode, wait_until
+from servers import StartServer, command, frozen
+from store import EmbeddedServer, open_store
+
+MIB = 1 << 20
+
+
+def examine(code: int, *arguments: str, **settings: str) -> dict[str, dict[str, Any]]:
+    """The checks by name; the document agrees with the exit code."""
+    document = run_json("doctor", *arguments, code=code, **settings)
+    assert document["ok"] is (code == 0)
+    for check in document["checks"]:
+        assert sorted(check) == ["advice", "found", "name", "verdict"]
+        assert check["verdict"] in ("ok", "warn", "fail")
+        assert bool(check["advice"]) == (check["verdict"] != "ok")
+    return {check["name"]: check for check in document["checks"]}
+
+
+def verdicts(checks: dict[str, dict[str, Any]], verdict: str) -> set[str]:
+    return {name for name, check in checks.items() if check["verdict"] == verdict}
+
+
+def settings_of(node: NodeProcess) -> dict[str, str]:
+    """The environment of somebody who uses this node."""
+    return {
+        "LOOKUP_BUFFER_DIRECTORY": str(node.settings.directory),
+        "LOOKUP_BUFFER_STORE_URL": node.settings.store_url,
+        "LOOKUP_BUFFER_CAPACITY_BYTES": str(node.settings.capacity_bytes),
+    }
+
+
+def test_all_is_well(start_node: StartNode, start_server: StartServer) -> None:
+    node = start_node(store_url=start_server().url)
+    checks = examine(0, **settings_of(node))
+    assert verdicts(checks, "ok") == {
+        "store client", "store", "store version", "store mode", "store policy", "store memory",
+        "store latency", "fleet", "directory", "node", "node's settings", "arena", "arena in use",
+    }  # fmt: skip
+    assert node.node_id in checks["node"]["found"]
+    assert checks["store version"]["found"].startswith("valkey ")
+    text = run("doctor", **settings_of(node)).stdout
+    assert [line.split()[0] for line in text.splitlines()] == ["ok"] * len(checks)
+
+
+def test_redis_of_debian_will_do(redis_server: EmbeddedServer, tmp_path: Path) -> None:
+    directory = str(tmp_path / "d")
+    checks = examine(0, "--store-url", redis_server.url, "--directory", directory)
+    assert checks["store version"]["verdict"] == "ok"
+    assert checks["store version"]["found"].startswith("redis 7.")
+
+
+@pytest.mark.parametrize(
+    ("policy", "verdict"),
+    [
+        ("allkeys-random", "fail"),
+        ("volatile-random", "fail"),
+        ("volatile-ttl", "fail"),
+        ("noeviction", "warn"),
+        ("allkeys-lru", "warn"),
+        ("volatile-lru", "ok"),
+        ("volatile-lfu", "ok"),
+    ],
+)
+def test_policies(start_server: StartServer, tmp_path: Path, policy: str, verdict: str) -> None:
+    server = start_server()
+    assert command(server.url, "CONFIG", "SET", "maxmemory-policy", policy) == b"+OK"
+    arguments = ("--store-url", server.url, "--directory", str(tmp_path / "d"))
+    checks = examine(1 if verdict == "fail" else 0, *arguments)
+    assert checks["store policy"]["verdict"] == verdict
+    assert policy in checks["store policy"]["found"]
+    assert verdict == "ok" or "volatile-lru" in checks["store policy"]["advice"]
+
+
+@pytest.mark.parametrize("maxmemory_bytes", [0, 1 * MIB])
+def test_memory(start_server: StartServer, tmp_path: Path, maxmemory_bytes: int) -> None:
+    server = start_server()
+    assert command(server.url, "CONFIG", "SET", "maxmemory", maxmemory_bytes) == b"+OK"
+    checks = examine(0, "--store-url", server.url, "--directory", str(tmp_path / "d"))
+    assert checks["store memory"]["verdict"] == "warn"
+
+
+def test_a_store_that_is_down_or_hangs(start_server: StartServer, tmp_path: Path) -> None:
+    directory = str(tmp_path / "d")
+    nowhere = ("--store-url", "redis://127.0.0.1:1", "--directory", directory)
+    checks = examine(1, *nowhere)
+    assert verdicts(checks, "fail") == {"store"}
+    assert "start the server" in checks["store"]["advice"]
+    server = start_server()
+    with frozen(server):
+        checks = examine(1, "--store-url", server.url, "--directory", directory)
+    assert verdicts(checks, "fail") == {"store"}
+
+
+def test_nothing_has_been_started_yet(tmp_path: Path) -> None:
+    checks = examine(0, "--directory", str(tmp_path / "d"))
+    assert verdicts(checks, "warn") >= {"store", "node"}
+    assert "lookup-buffer serve" in checks["node"]["advice"]
+
+
+def test_a_directory_that_is_open_to_others(valkey_server: EmbeddedServer, tmp_path: Path) -> None:
+    tmp_path.chmod(0o750)
+    for arguments in (("--store-url", valkey_server.url), ()):  # the second: an embedded store
+        checks = examine(1, *arguments, "--directory", str(tmp_path))
+        assert verdicts(checks, "fail") == {"directory"}
+        assert "0750" in checks["directory"]["found"]
+        assert "chmod 700" in checks["directory"]["advice"]
+
+
+def test_a_directory_that_is_too_deep_for_sockets(
+    valkey_server: EmbeddedServer, tmp_path: Path
+) -> None:
+    deep = tmp_path / ("d" * 100)
+    checks = examine(1, "--store-url", valkey_server.url, "--directory", str(deep))
+    assert verdicts(checks, "fail") == {"directory"}
+    assert "107" in checks["directory"]["found"]
+
+
+def test_a_node_that_hangs(start_node: StartNode, valkey_server: EmbeddedServer) -> None:
+    node = start_node()
+    with open_store(valkey_server.url) as store:
+        wait_until(lambda: node.node_id in store.beats(), 10.0, "the node joins")
+    with node.frozen():
+        checks = examine(1, **settings_of(node))
+    assert checks["node"]["verdict"] == "fail"
+    assert "no answer in time" in checks["node"]["found"]
+    assert node.node_id in checks["fleet"]["found"]
+    assert checks["fleet"]["verdict"] == "warn"
+
+
+def test_a_node_of_another_configuration(
+    start_node: StartNode, valkey_server: EmbeddedServer
+) -> None:
+    node = start_node()
+    settings = {**settings_of(node), "LOOKUP_BUFFER_CAPACITY_BYTES": str(32 * MIB)}
+    checks = examine(0, **settings)
+    assert checks["node"]["verdict"] == "ok"
+    assert checks["node's settings"]["verdict"] == "warn"
+    for capacity_bytes in (64 * MIB, 32 * MIB):
+        assert str(capacity_bytes) in checks["node's settings"]["found"]
+
+
+def test_a_wrong_setting_is_2(tmp_path: Path) -> None:
+    done = run("doctor", LOOKUP_BUFFER_CAPACITY_BYTES="much", LOOKUP_BUFFER_DIRECTORY=str(tmp_path))
+    assert done.returncode == 2
+    assert "capacity_bytes" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_terminal_of_80_columns_is_enough(tmp_path: Path) -> None:
+    lines = run_at_terminal("doctor", "--directory", str(tmp_path / "d"))
+    assert any("lookup-buffer serve" in line for line in lines)
+    assert [line for line in lines if len(line) > 80] == []
