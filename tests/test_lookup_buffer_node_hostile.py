@@ -1,0 +1,326 @@
+"""The node against whoever says anything to its socket: it serves others, and forgets the rest."""
+
+import array
+import os
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lookup_buffer import messages
+from lookup_buffer.arena import Staging
+from lookup_buffer.errors import MissingTensor
+from lookup_buffer.header import TensorHeader
+from lookup_buffer.messages import Request
+from lookup_buffer.namespace import Namespace
+from lookup_buffer.wire import FrameDecoder, encode_frame
+from nodes import MIB, NodeProcess, at_rest, key
+
+NAMESPACE = Namespace.named("tests").fingerprint
+Pair = tuple[NodeProcess, NodeProcess]
+
+
+class Raw:
+    """A unix socket to a node, without any of the client's good manners."""
+
+    def __init__(self, node: NodeProcess) -> None:
+        self.node = node
+        self.socket = socket.socket(socket.AF_UNIX)
+        self.socket.settimeout(5.0)
+        self.socket.connect(str(node.socket_path))
+        self._decoder = FrameDecoder(max_header_bytes=4 << 20)
+
+    def send(self, request: Request, descriptors: list[int] | None = None) -> None:
+        rights = array.array("i", descriptors or [])
+        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)] if rights else []
+        self.socket.sendmsg([encode_frame(request.to_wire())], ancillary)
+
+    def hello(self, **changes: Any) -> dict[str, Any]:
+        fields: dict[str, Any] = {
+            "version": messages.VERSION,
+            "expects": self.node.config.expectations(),
+        }
+        fields |= changes
+        self.send(messages.Hello(1, fields["version"], None, fields["expects"]))
+        data, descriptors, _, _ = socket.recv_fds(self.socket, 65536, 1)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        answer = self._one(data)
+        self.session = answer.get("session", 0)
+        return answer
+
+    def ask(self, request: Request, descriptors: list[int] | None = None) -> dict[str, Any]:
+        self.send(request, descriptors)
+        return self._one(self.socket.recv(65536))
+
+    def ended(self, seconds: float = 3.0) -> bool:
+        """Whether the node ends the connection (what it still says is thrown away)."""
+        self.socket.settimeout(seconds)
+        try:
+            while self.socket.recv(65536):
+                pass
+        except ConnectionError:
+            return True
+        except TimeoutError:
+            return False
+        return True
+
+    def _one(self, data: bytes) -> dict[str, Any]:
+        assert data, "the node ended the connection"
+        (frame,) = self._decoder.feed(data)
+        header = frame.header
+        assert isinstance(header, dict)
+        return header
+
+
+@contextmanager
+def raw(node: NodeProcess, *, session: bool = True) -> Iterator[Raw]:
+    connection = Raw(node)
+    with connection.socket:
+        if session:
+            connection.hello()
+        yield connection
+
+
+@pytest.fixture
+def node(node_pair: Pair) -> Iterator[NodeProcess]:
+    """The node, which serves others and is at rest as before when the test is over."""
+    node = node_pair[0]
+    with node.client() as client, pytest.raises(MissingTensor):
+        client.select(key())  # so that its connections to the store are open
+    files = node.stats()["open_files"]
+    yield node
+    with node.client() as client:
+        name = key()
+        client.insert(name, torch.ones(3))
+        assert client.select(name) is not None
+    at_rest(node, open_files=files)
+
+
+def frame(
+    header: bytes, *, magic: bytes = b"LB01", nbytes: int | None = None, payload: int = 0
+) -> bytes:
+    return struct.pack(">4sIQ", magic, len(header) if nbytes is None else nbytes, payload) + header
+
+
+STATS = encode_frame(messages.Stats(5).to_wire())
+GARBAGE = {
+    "noise": secrets.token_bytes(4096),
+    "http": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+    "wrong magic": frame(b"\x80", magic=b"LB02"),
+    "no header": frame(b""),
+    "oversized": frame(b"", nbytes=(4 << 20) + 1),
+    "four gigabytes": frame(b"", nbytes=(1 << 32) - 1),
+    "payload": frame(STATS[16:], payload=1),
+    "an exabyte of payload": frame(STATS[16:], payload=1 << 60),
+    "no msgpack": frame(b"\xc1" * 8),
+    "half a map": frame(b"\x85\xa2op"),
+    "number": frame(b"\x07"),
+    "nested": frame(b"\x91" * 10_000 + b"\xc0"),
+    "list bomb": frame(b"\xdd\xff\xff\xff\xff" * 100),
+    "extension": frame(b"\xd4\x01\x00"),
+    "unknown op": encode_frame({"op": "drop tables", "id": 1}),
+    "list": encode_frame(["stats", 1]),
+    "good, then bad": STATS + b"garbage that is no frame",
+}
+
+
+@pytest.mark.parametrize("session", [False, True])
+@pytest.mark.parametrize("name", GARBAGE)
+def test_garbage_ends_that_connection_only(node: NodeProcess, name: str, session: bool) -> None:
+    before = node.stats().get("protocol_errors", 0)
+    with node.client() as bystander, raw(node, session=session) as hostile:
+        hostile.socket.sendall(GARBAGE[name])
+        assert hostile.ended()
+        bystander.stats()
+    assert node.stats()["protocol_errors"] == before + 1
+
+
+@pytest.mark.parametrize("cut", [1, 8, 16, 20, len(STATS) - 1])
+def test_a_truncated_frame_costs_nothing(node: NodeProcess, cut: int) -> None:
+    with raw(node) as hostile:
+        hostile.socket.sendall(STATS[:cut])
+        time.sleep(0.05)
+
+
+def test_a_frame_in_single_bytes_is_a_frame(node: NodeProcess) -> None:
+    with raw(node) as slow:
+        for byte in STATS:
+            slow.socket.sendall(bytes([byte]))
+        assert "stats" in slow._one(slow.socket.recv(65536))
+
+
+def test_the_announced_is_not_allocated(node: NodeProcess) -> None:
+    """A hundred clients that announce 4 MiB each and send nothing."""
+
+    def resident_bytes() -> int:
+        pages = int(Path(f"/proc/{node.pid}/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
+
+    before = resident_bytes()
+    hostile = [Raw(node) for _ in range(100)]
+    for one in hostile:
+        one.socket.sendall(frame(b"", nbytes=4 << 20))
+    node.stats()
+    assert resident_bytes() - before < 50 * MIB
+    for one in hostile:
+        one.socket.close()
+
+
+def test_nothing_is_said_before_hello(node: NodeProcess) -> None:
+    for request in (
+        messages.Stats(1),
+        messages.Select(1, NAMESPACE, "k", 0.0),
+        messages.Stage(1),
+        messages.Goodbye(1),
+    ):
+        with raw(node, session=False) as hostile:
+            hostile.send(request)
+            assert hostile.ended(), request
+
+
+def test_requests_that_do_not_fit_the_moment(node: NodeProcess) -> None:
+    header = TensorHeader("uint8", (10,), 10).to_fields()
+    large = TensorHeader("uint8", (100,), 100).to_fields()
+    wrong: list[Request] = [
+        messages.Hello(2, messages.VERSION, None, {}),
+        messages.Join(2, 5),
+        messages.Stage(2),  # no descriptor
+        messages.Insert(2, NAMESPACE, "k", header, None),  # no staging area
+        messages.Insert(2, NAMESPACE, "k", {**header, "nbytes": 9}, None),
+        messages.Insert(2, NAMESPACE, "k", {"dtype": "uint8"}, None),
+        messages.Insert(2, NAMESPACE, "k", large, None),
+    ]
+    for request in wrong:
+        with raw(node) as hostile:
+            hostile.send(request)
+            assert hostile.ended(), request
+
+
+def test_another_version_or_configuration_is_refused_by_name(node: NodeProcess) -> None:
+    expected = node.config.expectations()
+    for changes, said in (
+        ({"version": 999}, ["999", str(messages.VERSION)]),
+        ({"expects": {**expected, "capacity_bytes": 1}}, ["capacity_bytes", "1", str(64 * MIB)]),
+        ({"expects": {"new_setting": "x"}}, ["new_setting", "'x'", "None"]),
+    ):
+        with raw(node, session=False) as client:
+            answer = client.hello(**changes)
+            assert answer["error"] == "NodeRefused"
+            assert all(text in answer["message"] for text in said)
+            assert client.hello()["node"] == node.node_id  # the control
+
+
+def test_joining_a_session_that_is_not_there(node: NodeProcess) -> None:
+    with raw(node, session=False) as hostile:
+        assert hostile.ask(messages.Join(3, 12345))["error"] == "NodeRefused"
+
+
+def test_silence_is_cut_off(node: NodeProcess) -> None:
+    with raw(node, session=False) as silent:
+        assert silent.ended(7.0)
+
+
+def test_descriptor_bombs(node: NodeProcess) -> None:
+    files = [os.open("/dev/null", os.O_RDONLY) for _ in range(200)]
+    staging = Staging(4096)
+    try:
+        before = node.stats()["open_files"]
+        for session in (False, True):
+            with raw(node, session=session) as hostile:
+                hostile.send(messages.Stats(1), files)
+                assert hostile.ended()
+            with raw(node, session=session) as hostile:
+                for _ in range(8):  # a few at a time, none of them asked for
+                    try:
+                        hostile.socket.sendmsg(
+                            [STATS[:1]],
+                            [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files[:3]))],
+                        )
+                    except BrokenPipeError:
+                        break
+                assert hostile.ended()
+        with raw(node) as hostile:
+            hostile.send(messages.Stage(2), [files[0]])  # no memfd
+            assert hostile.ended()
+        with raw(node) as client:
+            for number in range(50):  # each replaces the one before
+                assert client.ask(messages.Stage(number), [staging.fd]) == {"id": number}
+            assert node.stats()["open_files"] <= before + 3
+    finally:
+        staging.close()
+        for file in files:
+            os.close(file)
+
+
+def test_a_client_that_never_reads_is_cut_off(node: NodeProcess) -> None:
+    with raw(node) as deaf:
+        deaf.socket.setblocking(False)
+        flood, deadline = STATS * 200, time.monotonic() + 20.0
+        while time.monotonic() < deadline:
+            try:
+                deaf.socket.send(flood)
+            except BlockingIOError:
+                time.sleep(0.005)
+            except OSError:
+                break
+        else:
+            pytest.fail("the node goes on answering")
+
+
+def test_pins_of_one_session_are_not_anothers(node: NodeProcess) -> None:
+    with node.client() as owner, raw(node) as thief:
+        name = key()
+        owner.insert(name, torch.ones(3))
+        with owner.view(name):
+            ticket = max(1, owner.stats()["pins"])
+            for number in range(0, 200_000, 4096):
+                thief.send(messages.Release(1, list(range(number, number + 4096))))
+            thief.ask(messages.Stats(2))
+            assert owner.stats()["pins"] == ticket == 1
+
+
+def test_three_hundred_connections_at_once(node: NodeProcess) -> None:
+    crowd = []
+    for _ in range(300):
+        client = Raw(node)
+        assert client.hello()["node"] == node.node_id
+        crowd.append(client)
+    with node.client() as bystander:
+        started = time.monotonic()
+        bystander.stats()
+        assert time.monotonic() - started < 1.0
+        assert bystander.stats()["open_files"] > 300
+        for client in crowd:
+            client.socket.close()  # without a goodbye
+        bystander.stats()
+
+
+def test_a_select_that_its_client_gave_up_leaves_no_pin(node: NodeProcess) -> None:
+    name = key()
+    with raw(node) as anchor, node.client() as writer:
+        with raw(node, session=False) as waits:
+            waits.ask(messages.Join(2, anchor.session))
+            waits.send(messages.Select(3, NAMESPACE, name.text, 60.0))
+            time.sleep(0.1)
+        writer.insert(name, torch.ones(5))
+        with raw(node, session=False) as late:
+            late.ask(messages.Join(2, anchor.session))
+            with node.frozen():
+                late.send(messages.Select(4, NAMESPACE, name.text, 0.0))
+                late.socket.close()
+        time.sleep(0.2)
+        assert writer.stats()["pins"] == 0
+        # The control: a client that is there has its pin.
+        answer = anchor.ask(messages.Select(5, NAMESPACE, name.text, 0.0))
+        assert writer.stats()["pins"] == 1
+        anchor.send(messages.Release(6, [answer["ticket"]]))
+        anchor.send(messages.Goodbye(7))
+        assert anchor.ended()
