@@ -220,7 +220,7 @@ class Attachment:
             self._arenas[boot] = _MappedArena(mapping)
             self._live = _Live(welcome["session"], welcome["node"], boot, anchor)
         if self._seat is None:
-            mapping.populate_in_background()
+            mapping.populate_in_background()  # not in engines: see ARCHITECTURE
         self._on_attached()
 
     def _listen(self) -> None:

@@ -260,8 +260,6 @@ class LookupBuffer:
         else:
             codec.check_out(out, header)
         with self._attachment.arena(order.boot) as arena:
-            # Not before the first load: vLLM sizes its KV cache by what its worker has mapped.
-            arena.populate_in_background()
             codec.copy_into(out, arena.address + order.offset, order.nbytes)
         return out
 
