@@ -1,0 +1,321 @@
+"""Real vLLM engines for tests, on nodes that act as two hosts, and what they have to answer.
+
+The model is as small as an image of more than a mebibyte allows; it is made once and kept under
+build/. `reference` asks an engine without any connector what the tokens are, once for a session,
+before any other engine starts. Every test takes pictures that no engine of its module has seen.
+"""
+
+import itertools
+import os
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from connectors.demo.engine import Answer, DemoEngine, Question
+from connectors.demo.engine_settings import EngineSettings, Placement
+from connectors.demo.model import ensure_model
+from connectors.demo.model_size import ModelSize, TextSize, VisionSize
+from connectors.plugin import CONNECTOR_NAME
+from nodes import ROOT, NodeProcess, wait_until
+from relay import Relay
+from servers import valkey_executable
+from store import EmbeddedServer, MetadataStore, open_store
+
+START_SECONDS = 240.0
+PICTURES = 32
+IMAGES_PER_PROMPT = 3
+PROMPT = "What is in this picture?"
+OUTCOME_SECONDS = 10.0
+
+# One image is 256 rows of 1,152 floats: 1.18 MB, more than the smallest arena holds.
+SIZE = ModelSize(
+    name="test",
+    vision=VisionSize(
+        image_size=224, patch_size=14, hidden=128, intermediate=256, layers=2, heads=4
+    ),
+    text=TextSize(hidden=1152, intermediate=256, layers=2, heads=4, kv_heads=2, head_dim=64),
+)
+# Requests of several pictures, by their numbers in the album; the others are asked for alone.
+NONE_KNOWN, ONE_KNOWN, TWICE = (0, 1, 2), (3, 4, 5), (6, 6)
+SEVERAL = (NONE_KNOWN, ONE_KNOWN, TWICE)
+RETRAINED = 7
+"""The one picture that an engine with other weights is asked about."""
+
+
+@dataclass(frozen=True, slots=True)
+class Album:
+    """Pictures, and questions about them."""
+
+    paths: tuple[Path, ...]
+
+    def about(self, *numbers: int) -> Question:
+        images = tuple(str(self.paths[number]) for number in numbers)
+        return Question(images, "<image>" * len(images) + PROMPT)
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """What an engine without a connector answered."""
+
+    answers: dict[Question, Answer]
+
+    def tokens(self, question: Question) -> tuple[int, ...]:
+        return self.answers[question].tokens
+
+    def identifier(self, question: Question) -> str:
+        """vLLM's name of the one image in `question`, the same in every engine."""
+        (identifier,) = self.answers[question].identifiers
+        return identifier
+
+
+@pytest.fixture(scope="session")
+def album(tmp_path_factory: pytest.TempPathFactory) -> Album:
+    """Pieces of the demo's photographs, no two alike."""
+    from PIL import Image
+
+    folder = tmp_path_factory.mktemp("album")
+    # Not the rocket: most of its pieces are the same sky.
+    sources = [ROOT / f"connectors/demo/photographs/{name}.jpg" for name in ("cat", "coffee")]
+    paths = []
+    for number in range(PICTURES):
+        with Image.open(sources[number % len(sources)]) as photograph:
+            edge = min(photograph.size) // 2
+            corner_x = (photograph.width - edge) * ((number * 7) % PICTURES) // PICTURES
+            corner_y = (photograph.height - edge) * ((number * 11) % PICTURES) // PICTURES
+            piece = photograph.crop((corner_x, corner_y, corner_x + edge, corner_y + edge))
+            path = folder / f"{number}.png"
+            piece.resize((224, 224)).save(path)
+        paths.append(path)
+    return Album(tuple(paths))
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A link, so that a test can put other weights in the same place."""
+    link = tmp_path_factory.mktemp("models") / "model"
+    link.symlink_to(weights(seed=0))
+    return link
+
+
+def weights(*, seed: int) -> Path:
+    return ensure_model(SIZE, ROOT / "build" / "models", seed=seed).resolve()
+
+
+@pytest.fixture(scope="session")
+def reference(album: Album, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    """Also the engine of somebody who merely installed us: nothing of ours may show in it."""
+    questions = [album.about(number) for number in range(PICTURES)]
+    questions += [album.about(*numbers) for numbers in SEVERAL]
+    settings = engine_settings("reference", model, tmp_path_factory.mktemp("reference"))
+    with DemoEngine(settings) as engine:
+        engine.wait_ready(timeout_seconds=START_SECONDS)
+        answers = {question: engine.generate(question) for question in questions}
+        assert "lookup buffer" not in engine.settings.log_path.read_text()
+    tokens = [answers[album.about(number)].tokens for number in range(PICTURES)]
+    assert len(set(tokens)) == PICTURES, f"pictures that tokens do not tell apart: {tokens}"
+    return Reference(answers)
+
+
+def engine_settings(
+    name: str, model: Path, work: Path, *, core: int = 0, **settings: Any
+) -> EngineSettings:
+    """An engine on one core, its own encoder cache with room for one image."""
+    cores = sorted(os.sched_getaffinity(0))
+    return EngineSettings(
+        name=name,
+        size=SIZE,
+        model_directory=model,
+        work_directory=work,
+        images_per_prompt=IMAGES_PER_PROMPT,
+        cores=(cores[core % len(cores)],),
+        **{"placement": Placement.ONE_PROCESS, **settings},
+    )
+
+
+def connector(node: NodeProcess, **extra: Any) -> dict[str, Any]:
+    """What the user of an engine on this node's host writes into `--ec-transfer-config`."""
+    config = node.config
+    return {
+        "ec_connector": CONNECTOR_NAME,
+        "ec_role": "ec_both",
+        "ec_connector_extra_config": {
+            "store_url": config.store_url,
+            "node_socket": str(config.socket_path()),
+            "capacity_bytes": config.capacity_bytes,
+            **extra,
+        },
+    }
+
+
+class TwoHosts:
+    """A Valkey and two nodes at fixed places, so that they can be ended and started again.
+
+    Whatever node b fetches from node a goes through `relay`.
+    """
+
+    def __init__(self) -> None:
+        self.directory = Path(tempfile.mkdtemp(prefix="lbe-"))
+        self.relay = Relay()
+        self.server = self._server()
+        port = _free_port()
+        self.relay.connect_to(port)
+        advertised = f"tcp://127.0.0.1:{self.relay.port}"
+        self.a = self._node("host-a", listen=f"tcp://127.0.0.1:{port}", advertise=advertised)
+        self.b = self._node("host-b")
+        self.store = self._open_store()
+        self._close_server()
+
+    @property
+    def nodes(self) -> tuple[NodeProcess, NodeProcess]:
+        return self.a, self.b
+
+    def start(self) -> None:
+        """Both nodes see each other when this returns."""
+        self.restart_server()
+        for node in self.nodes:
+            node.start()
+        wait_until(lambda: len(self.store.beats()) == 2, OUTCOME_SECONDS, "both nodes beat")
+
+    def restart_server(self) -> None:
+        """After its end by any means: a new one, empty, at the same address."""
+        self._close_server()
+        self.server = self._server()
+        self.store = self._open_store()
+
+    def stop(self) -> None:
+        self.relay.let_go()
+        for node in self.nodes:
+            node.end()
+            assert "Traceback" not in node.log_text(), node.log_text()
+        self._close_server()
+
+    def remove(self) -> None:
+        self.relay.close()
+        shutil.rmtree(self.directory)
+
+    def holders(self, identifier: str) -> set[str]:
+        """The nodes that Redis names for an image."""
+        records = [record for record in self.store.scan() if record.key == identifier]
+        return {location.node for record in records for location in record.locations}
+
+    def wait_for_holder(self, identifier: str, node: NodeProcess) -> None:
+        """What an engine encodes is stored and published in the background."""
+        wait_until(
+            lambda: node.node_id in self.holders(identifier),
+            OUTCOME_SECONDS,
+            f"{node.node_id} publishes {identifier}",
+        )
+
+    def wait_until_attached(self) -> None:
+        """Until scheduler and worker of one engine on each node have come (back) to it."""
+        for node in self.nodes:
+            with node.client("stats") as client:  # a session of its own, the third
+                wait_until(
+                    lambda: client.stats()["sessions_opened"] >= 3,
+                    OUTCOME_SECONDS,
+                    f"the engine attaches to {node.node_id}",
+                )
+
+    def _server(self) -> EmbeddedServer:
+        return EmbeddedServer.start(
+            self.directory / "valkey", timeout_seconds=10.0, executable=valkey_executable()
+        )
+
+    def _open_store(self) -> MetadataStore:
+        return open_store(self.server.url, call_timeout_seconds=2.0)
+
+    def _close_server(self) -> None:
+        self.store.close()
+        self.server.close()
+
+    def _node(self, name: str, **settings: Any) -> NodeProcess:
+        return NodeProcess(
+            self.directory / name, node_id=name, store_url=self.server.url, **settings
+        )
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port: int = probe.getsockname()[1]
+    return port
+
+
+@pytest.fixture(scope="module")
+def places() -> Iterator[TwoHosts]:
+    """Where the module's hosts are; nothing runs there yet."""
+    hosts = TwoHosts()
+    yield hosts
+    hosts.remove()
+
+
+class EnginePair:
+    """An engine on each of two hosts, under test; every answer is held against the reference."""
+
+    def __init__(self, a: DemoEngine, b: DemoEngine, album: Album, reference: Reference) -> None:
+        self.a = a
+        self.b = b
+        self._album = album
+        self._reference = reference
+        taken = {RETRAINED, *itertools.chain(*SEVERAL)}
+        self._fresh = (number for number in range(PICTURES) if number not in taken)
+
+    def fresh(self) -> Question:
+        """About a picture that neither engine has seen."""
+        return self._album.about(next(self._fresh))
+
+    def identifier(self, question: Question) -> str:
+        return self._reference.identifier(question)
+
+    def tokens(self, question: Question) -> tuple[int, ...]:
+        return self._reference.tokens(question)
+
+    def ask(self, engine: DemoEngine, question: Question, *, within_seconds: float) -> Answer:
+        """The answer, which is right and in time."""
+        started = time.monotonic()
+        answer = engine.generate(question, timeout_seconds=within_seconds + OUTCOME_SECONDS)
+        seconds = time.monotonic() - started
+        assert answer.tokens == self.tokens(question)
+        assert seconds < within_seconds, f"{seconds:.2f} s, {answer}"
+        return answer
+
+
+@pytest.fixture(scope="module")
+def engine_pair(
+    request: pytest.FixtureRequest,
+    places: TwoHosts,
+    album: Album,
+    model: Path,
+    reference: Reference,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[EnginePair]:
+    """Engine a with scheduler and worker in two processes, engine b with both in one.
+
+    They start without nodes or Redis, and attach when there are some. A module may set
+    PLACEMENTS to have it the other way round.
+    """
+    work = tmp_path_factory.mktemp("engines")
+    placements = getattr(
+        request.module, "PLACEMENTS", (Placement.TWO_PROCESSES, Placement.ONE_PROCESS)
+    )
+    settings = [
+        engine_settings(
+            node.node_id,
+            model,
+            work,
+            core=core,
+            placement=placement,
+            ec_transfer_config=connector(node),
+        )
+        for core, (node, placement) in enumerate(zip(places.nodes, placements, strict=True))
+    ]
+    with DemoEngine(settings[0]) as a, DemoEngine(settings[1]) as b:
+        for engine in (a, b):
+            engine.wait_ready(timeout_seconds=START_SECONDS)
+        yield EnginePair(a, b, album, reference)
