@@ -100,6 +100,6 @@ def _print(
         columns.insert(0, "SPACE")
         for row, record in zip(rows, records, strict=True):
             row.insert(0, record.namespace[:SHOWN_OF_FINGERPRINT])
-    print_table(columns, rows, numeric=("SIZE", "HITS", "AGE"))
+    print_table(columns, rows, numeric=("SIZE", "HITS", "AGE"), cut=("KEY",))
     if more:
         print_line(f"the first {len(records)} that were found; --limit 0 lists all")

@@ -1,6 +1,6 @@
 """What commands print: tables and fields for people, one JSON document for programs.
 
-At a terminal a table fits its width, by cutting what is too long. In a pipe nothing is cut, and
+At a terminal a table fits its width. In a pipe nothing is cut, and
 there is neither colour nor markup. Texts from the store are not ours: control characters in them
 are shown as escapes, so that no key can drive a terminal.
 """
@@ -24,18 +24,28 @@ def print_json(document: Mapping[str, Any]) -> None:
 
 
 def print_table(
-    columns: Sequence[str], rows: Sequence[Sequence[str]], *, numeric: Sequence[str] = ()
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    numeric: Sequence[str] = (),
+    cut: Sequence[str] = (),
 ) -> None:
-    """A table without lines; the columns named in `numeric` end at the right."""
+    """A table without lines. The columns named in `numeric` end at the right.
+
+    Where a terminal is too narrow, the columns named in `cut` end in …; of the others, what is too
+    long goes on below.
+    """
     from rich.table import Table
     from rich.text import Text
 
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name in columns:
-        right = name in numeric
-        # Numbers are never cut; of other columns the widest gives way first.
+        # Numbers keep their width; of the other columns the widest gives way first.
         table.add_column(
-            name, justify="right" if right else "left", no_wrap=right, overflow="ellipsis"
+            name,
+            justify="right" if name in numeric else "left",
+            no_wrap=name in numeric,
+            overflow="ellipsis" if name in cut or name in numeric else "fold",
         )
     for row in rows:
         table.add_row(*(Text(shown(cell)) for cell in row))
