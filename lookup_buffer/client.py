@@ -144,9 +144,9 @@ class LookupBuffer:
         header = codec.header_of(tensor)
         self._check_fits(header)
         deadline = time.monotonic() + timeout
-        with self._attachment.channel() as channel:
+        with self._attachment.channel(timeout) as channel:
             if tensor is not None and header.nbytes:
-                self._fill(channel, tensor, header, timeout)
+                self._fill(channel, tensor, header, deadline - time.monotonic())
             request = Insert(
                 next_request_id(),
                 self._namespace.fingerprint,

@@ -20,6 +20,8 @@ MISS_REASONS: Final = (
     "timeout",
     "no_room",
 )
+FETCH_FAILURES: Final = ("stale", "checksum", "peer_failed", "no_room")
+"""Why one source was passed over, whether or not another had the tensor."""
 COUNTERS: Final = frozenset(
     {
         "hits_local",
@@ -37,6 +39,7 @@ COUNTERS: Final = frozenset(
         "protocol_errors",
         "sessions_opened",
         *(f"misses_{reason}" for reason in MISS_REASONS),
+        *(f"fetches_failed_{reason}" for reason in FETCH_FAILURES),
     }
 )
 

@@ -81,6 +81,8 @@ class Fetcher:
         try:
             for location, endpoint in located.sources:
                 fetched = self._try(address, location, endpoint)
+                if fetched.held is None:
+                    self.counters.add(f"fetches_failed_{fetched.reason}")
                 if fetched.held is not None or fetched.reason == "no_room":
                     break
         finally:
@@ -95,7 +97,7 @@ class Fetcher:
             return Fetched(None, "stale")
         except CorruptTensor:
             return Fetched(None, "checksum")
-        except (PipeError, ProtocolError, NodeRefused):
+        except (PipeError, ProtocolError, NodeRefused, ValueError):  # the endpoint is no address
             return Fetched(None, "peer_failed")
 
     def _transfer(self, address: Address, location: Location, endpoint: str) -> Held:
@@ -150,9 +152,7 @@ class Fetcher:
     @contextmanager
     def _link(self, endpoint: str) -> Iterator[Link]:
         """A link to `endpoint`, kept for the next transfer unless something went wrong."""
-        with self._lock:
-            links = self._idle_links.get(endpoint)
-            link = links.pop() if links else None
+        link = self._idle_link(endpoint)
         if link is None:
             host, port = parse_tcp(endpoint)
             link = connect(host, port, token=self.token, timeout=CONNECT_SECONDS)
@@ -165,6 +165,19 @@ class Fetcher:
             link.abort()
             raise
         self._keep(endpoint, link)
+
+    def _idle_link(self, endpoint: str) -> Link | None:
+        """A kept link that is still in order. One with something to read is not: nothing was
+        asked on it, so the peer has ended it, or is another boot."""
+        while True:
+            with self._lock:
+                links = self._idle_links.get(endpoint)
+                if not links:
+                    return None
+                link = links.pop()
+            if not link.closed and not link.wait_readable(0.0):
+                return link
+            link.abort()
 
     def _keep(self, endpoint: str, link: Link) -> None:
         with self._lock:
