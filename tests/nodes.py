@@ -26,6 +26,7 @@ import torch
 
 from lookup_buffer.client import EngineSeat, LookupBuffer
 from lookup_buffer.config import BufferConfig
+from lookup_buffer.errors import MissingTensor
 from lookup_buffer.key import TensorKey
 from lookup_buffer.launch import to_json
 from lookup_buffer.namespace import Namespace
@@ -87,6 +88,13 @@ class NodeProcess:
         """What a client that comes only to ask is told; it is gone when this returns."""
         with self.client("stats") as client:
             return client.stats()
+
+    def open_files(self) -> int:
+        """Its open files at rest: with its connections to the store, and one client that asks."""
+        wait_until(lambda: self.stats()["store_up"], 5.0)
+        with self.client() as client, pytest.raises(MissingTensor):
+            client.select(key())
+        return self.stats()["open_files"]
 
     def kill(self) -> None:
         assert self._process is not None

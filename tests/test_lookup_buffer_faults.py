@@ -1,0 +1,320 @@
+"""What a fault may cost: each is done to real processes, and what follows has a stated bound."""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import pytest
+import torch
+
+from lookup_buffer.client import InsertOutcome
+from lookup_buffer.errors import LookupBufferError, MissingTensor, NodeUnavailable
+from lookup_buffer.key import TensorKey
+from lookup_buffer.prefetched import PrefetchState
+from nodes import (
+    MIB,
+    ClientProcess,
+    NodeProcess,
+    StartNode,
+    at_rest,
+    key,
+    tensor_of,
+    wait_until,
+)
+from peer_proxy import PeerProxy, free_port
+
+BIG_BYTES = 64 * MIB
+BIG_ARENA_BYTES = 96 * MIB
+
+
+@pytest.fixture
+def proxies() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def behind(proxy: PeerProxy, start_node: StartNode, **settings: object) -> NodeProcess:
+    """A node that others reach only through `proxy`."""
+    proxy.target = free_port()
+    listen = f"tcp://127.0.0.1:{proxy.target}"
+    return start_node(listen=listen, advertise=proxy.address, **settings)
+
+
+def nothing_left(node: NodeProcess) -> None:
+    at_rest(node)
+    stats = node.stats()
+    assert (stats["items"], stats["used_bytes"]) == (0, 0)
+
+
+# -- a holder dies, stops or lies in the middle of a transfer
+
+
+def test_a_holder_killed_in_the_middle_of_a_transfer(
+    start_node: StartNode, proxies: ExitStack
+) -> None:
+    proxy = proxies.enter_context(PeerProxy(hold_after_bytes=10 * MIB))
+    holder = behind(proxy, start_node, capacity_bytes=BIG_ARENA_BYTES)
+    reader = start_node(capacity_bytes=BIG_ARENA_BYTES)
+    name = key()
+    with holder.client() as writer, reader.client() as client:
+        writer.insert(name, tensor_of("big", BIG_BYTES))
+        wait_until(lambda: client.has_caches([name], timeout=1.0)[0], 5.0)
+        handle = client.prefetch([name])[0]
+        assert proxy.held.wait(5.0)
+        time.sleep(0.1)
+        # In the middle: reserved, partly written, and seen by nobody.
+        stats = reader.stats()
+        assert stats["reserved_bytes"] == BIG_BYTES
+        assert stats["pins"] == 0
+        assert handle.state is PrefetchState.PENDING
+        holder.kill()
+        killed = time.monotonic()
+        proxy.release()
+        assert handle.wait(5.0) is PrefetchState.MISSING
+        assert time.monotonic() - killed < 2.0
+        assert handle.reason == "peer_failed"
+        with pytest.raises(MissingTensor):
+            client.select(name)
+        nothing_left(reader)
+        # The space is free again, and the key can be encoded here.
+        assert client.insert(name, tensor_of("big", BIG_BYTES)) is InsertOutcome.STORED
+
+
+def test_another_holder_takes_over_in_the_middle(start_node: StartNode, proxies: ExitStack) -> None:
+    doors = [proxies.enter_context(PeerProxy(hold_after_bytes=MIB)) for _ in range(2)]
+    holders = [behind(door, start_node) for door in doors]
+    reader = start_node()
+    name, tensor = key(), tensor_of("twice", 16 * MIB)
+    with reader.client() as client:
+        for holder in holders:
+            with holder.client() as writer:
+                writer.insert(name, tensor)
+        wait_until(lambda: client.has_caches([name], timeout=1.0)[0], 5.0)
+        time.sleep(0.2)  # both locations are published
+        handle = client.prefetch([name])[0]
+        wait_until(lambda: any(door.held.is_set() for door in doors), 5.0)
+        first = 0 if doors[0].held.is_set() else 1
+        doors[1 - first].hold_after_bytes = None
+        holders[first].kill()
+        doors[first].release()
+        assert handle.wait(5.0) is PrefetchState.RESIDENT
+        assert handle.source == holders[1 - first].node_id
+        assert handle.order is not None
+        found = client.load(handle.order)
+        assert found is not None
+        assert torch.equal(found, tensor)
+        client.release(handle)
+        assert reader.stats()["fetches_failed_peer_failed"] == 1
+    at_rest(reader)
+
+
+def test_a_holder_frozen_in_the_middle_of_a_transfer(
+    start_node: StartNode, proxies: ExitStack
+) -> None:
+    """The bound: two seconds for the answer, and the bytes at 16 MB/s."""
+    nbytes = 16 * MIB
+    proxy = proxies.enter_context(PeerProxy(hold_after_bytes=2 * MIB))
+    holder, reader = behind(proxy, start_node), start_node()
+    name = key()
+    with holder.client() as writer, reader.client() as client:
+        writer.insert(name, tensor_of("ice", nbytes))
+        wait_until(lambda: client.has_caches([name], timeout=1.0)[0], 5.0)
+        with holder.frozen():
+            started = time.monotonic()
+            with pytest.raises(MissingTensor, match="peer_failed"):
+                client.select(name)
+            assert time.monotonic() - started < 2.0 + nbytes / 16e6 + 1.5
+            nothing_left(reader)
+
+
+@pytest.mark.parametrize("place", [100_000, 2 * MIB])
+def test_a_byte_flipped_on_the_way_is_noticed(
+    start_node: StartNode, proxies: ExitStack, place: int
+) -> None:
+    flipping = proxies.enter_context(PeerProxy(flip_after_bytes=place))
+    faithful = proxies.enter_context(PeerProxy())
+    bad, good = behind(flipping, start_node), behind(faithful, start_node)
+    reader = start_node()
+    name, tensor = key(), tensor_of("flip", 4 * MIB)
+    with reader.client() as client, bad.client() as writer, good.client() as second:
+        writer.insert(name, tensor)
+        wait_until(lambda: client.has_caches([name], timeout=1.0)[0], 5.0)
+        with pytest.raises(MissingTensor, match="checksum"):
+            client.select(name)
+        assert reader.stats()["fetches_failed_checksum"] == 1
+        assert reader.stats()["misses_checksum"] == 1
+        nothing_left(reader)
+        second.insert(name, tensor)
+        found = client.select(name, timeout=5.0)  # whichever is asked first
+        assert found is not None
+        assert torch.equal(found, tensor)
+
+
+# -- the node of this host
+
+
+def test_a_restarted_node_voids_what_it_held(start_node: StartNode) -> None:
+    holder, reader = start_node(listen=f"tcp://127.0.0.1:{free_port()}"), start_node()
+    name, other = key(), key()
+    with holder.client() as writer, reader.client() as client:
+        writer.insert(name, torch.ones(3))
+        wait_until(lambda: client.has_caches([name], timeout=1.0)[0], 5.0)
+        writer.insert(other, torch.ones(3))
+        assert client.select(other, timeout=5.0) is not None  # so that a link is kept
+        boot = writer.boot
+        holder.kill()
+        holder.start()
+        # The writer attaches again by itself, to the new boot.
+        wait_until(lambda: writer.boot not in ("", boot), 5.0)
+        wait_until(lambda: client.has_caches([name], timeout=1.0) == [False], 3.0)
+        with pytest.raises(MissingTensor):
+            client.select(name)
+        with pytest.raises(MissingTensor):
+            writer.select(name)
+        assert client.select(other) is not None
+        again = key()
+        writer.insert(again, torch.zeros(2))
+        wait_until(lambda: client.has_caches([again], timeout=1.0)[0], 3.0)
+        # At the first try: a link to the node's last boot is no reason to miss.
+        assert client.select(again) is not None
+
+
+def test_orders_of_a_dead_node_can_still_be_loaded(start_node: StartNode) -> None:
+    node, name, tensor = start_node(), key(), tensor_of("kept", MIB)
+    with node.client() as client:
+        client.insert(name, tensor)
+        handle = client.prefetch([name], timeout=5.0)[0]
+        assert handle.order is not None
+        node.kill()
+        wait_until(lambda: not client.attached, 2.0)
+        found = client.load(handle.order)
+        assert found is not None
+        assert torch.equal(found, tensor)
+        client.release(handle)
+        client.done([handle.order])
+        started = time.monotonic()
+        assert client.has_caches([name]) == [False]
+        assert client.prefetch([name])[0].reason == "node_down"
+        with pytest.raises(NodeUnavailable):
+            client.select(name, timeout=5.0)
+        assert time.monotonic() - started < 0.2
+
+
+def test_a_frozen_node_bounds_its_clients_and_then_serves_them(start_node: StartNode) -> None:
+    node, name = start_node(), key()
+    with node.client() as client:
+        client.insert(name, torch.ones(3))
+        files = node.open_files()
+        mine = open_files()
+        with node.frozen():
+            for _ in range(3):
+                for bound, use in (
+                    (0.3, lambda: client.has_caches([name], timeout=0.05)),
+                    (0.3, lambda: client.prefetch([name], timeout=0.1)),
+                    (1.6, lambda: client.select(name)),
+                    (0.9, lambda: client.insert(key(), torch.ones(MIB), timeout=0.5)),
+                ):
+                    started = time.monotonic()
+                    try:
+                        use()
+                    except NodeUnavailable:
+                        pass
+                    assert time.monotonic() - started < bound
+            assert open_files() <= mine + 1
+        wait_until(lambda: attempt(lambda: client.select(name)), 5.0)
+        for handle in client.prefetch([name], timeout=5.0):
+            client.release(handle)
+    at_rest(node, open_files=files)
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def attempt(use: Callable[[], object]) -> bool:
+    try:
+        use()
+    except LookupBufferError:
+        return False
+    return True
+
+
+# -- clients
+
+
+def test_a_client_killed_with_pins_and_in_the_middle_of_inserts(start_node: StartNode) -> None:
+    node = start_node(capacity_bytes=BIG_ARENA_BYTES)
+    source = """
+import itertools
+name = TensorKey("held")
+buffer.insert(name, tensor_of("held", 10 << 20))
+handles = [buffer.prefetch([name], timeout=5.0)[0] for _ in range(5)]
+say([handle.state.value for handle in handles])
+tensor = tensor_of("much", 16 << 20)
+for number in itertools.count():
+    buffer.insert(TensorKey(f"n{number}"), tensor)
+"""
+    files = node.open_files()
+    for pause in (0.0, 0.02, 0.05):
+        with ClientProcess(node.config, source) as client:
+            assert client.hear() == ["resident"] * 5
+            assert node.stats()["pins"] >= 5
+            time.sleep(pause)
+            client.kill()
+            at_rest(node, open_files=files, seconds=2.0)
+    with node.client() as client_after:
+        assert client_after.select(TensorKey("held")) is not None
+
+
+def test_a_lost_anchor_keeps_the_pins_while_the_process_lives(start_node: StartNode) -> None:
+    """The process may be in the middle of a copy: its bytes stay until it has ended."""
+    node = start_node(capacity_bytes=32 * MIB)
+    source = """
+import socket
+name = TensorKey("held")
+tensor = tensor_of("held", 10 << 20)
+buffer.insert(name, tensor)
+order = buffer.prefetch([name], timeout=5.0)[0].order
+buffer._attachment._live.anchor._socket.shutdown(socket.SHUT_RDWR)
+say("broken")
+hear()
+say(bool(torch.equal(buffer.load(order), tensor)))
+hear()
+"""
+    with ClientProcess(node.config, source) as client, node.client() as other:
+        assert client.hear() == "broken"
+        time.sleep(0.3)
+        assert node.stats()["pinned_bytes"] == 10 * MIB
+        for number in range(8):  # all else is evicted
+            other.insert(key(), tensor_of(str(number), 5 * MIB // 8))
+        for number in range(30):
+            other.insert(key(), tensor_of(str(number), 512 << 10))
+        client.say("load")
+        assert client.hear() is True
+        assert node.stats()["pinned_bytes"] == 10 * MIB
+        client.kill()
+        at_rest(node, seconds=2.0)
+
+
+def test_many_threads_and_a_node_that_dies_leave_nobody_waiting(start_node: StartNode) -> None:
+    node, ended = start_node(), list[float]()
+    with node.client() as client:
+
+        def wait() -> None:
+            try:
+                client.select(key(), timeout=60.0)
+            except LookupBufferError:
+                ended.append(time.monotonic())
+
+        threads = [threading.Thread(target=wait) for _ in range(24)]  # more than has channels
+        for thread in threads:
+            thread.start()
+        time.sleep(0.5)
+        node.kill()
+        killed = time.monotonic()
+        for thread in threads:
+            thread.join(5.0)
+        assert len(ended) == 24
+        assert max(ended) - killed < 3.0
