@@ -42,13 +42,20 @@ class Relay:
             self._allowance_bytes = None
             self._changed.notify_all()
 
+    def cut(self) -> None:
+        """Break what is connected now, and with it what is still on the way."""
+        for connection in self._sockets:
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self.cut()
         for connection in [self._listener, *self._sockets]:
-            with suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
             connection.close()
         for thread in self._threads:
             thread.join(CONNECT_SECONDS)

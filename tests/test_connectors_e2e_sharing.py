@@ -39,10 +39,12 @@ BOTH_WAYS = pytest.mark.parametrize("way", ["a to b", "b to a"])
 @pytest.fixture(scope="module")
 def hosts(places: TwoHosts) -> Iterator[TwoHosts]:
     places.start()
-    yield places
-    for node in places.nodes:
-        at_rest(node)
-    places.stop()
+    try:
+        yield places
+        for node in places.nodes:
+            at_rest(node)
+    finally:
+        places.stop()
 
 
 @pytest.fixture(scope="module")
