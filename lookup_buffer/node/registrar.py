@@ -221,7 +221,10 @@ class Registrar:
 
     def _ttl_seconds(self, item: Item) -> float:
         remaining = self.shelf.remaining_seconds(item)
-        return self.record_ttl_seconds if remaining is None else max(remaining, 0.001)
+        if remaining is None:
+            return self.record_ttl_seconds
+        # Never longer than what is renewed: the record of a dead holder ends by itself.
+        return min(self.record_ttl_seconds, max(remaining, 0.001))
 
     def _leave(self) -> None:
         try:
