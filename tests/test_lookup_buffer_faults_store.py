@@ -1,0 +1,224 @@
+"""The store killed, frozen, flushed, full or garbled: local hits go on, the rest misses in time."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from lookup_buffer.client import InsertOutcome, LookupBuffer
+from lookup_buffer.errors import LookupTimeout, MissingTensor
+from nodes import MIB, NodeProcess, StartNode, at_rest, key, tensor_of, wait_until
+from servers import StartServer, command, flush, frozen
+from store import EmbeddedServer
+
+BACK_SECONDS = 5.0
+"""The stated bound is about three seconds: a beat, a breaker's pause, a walk. The rest is noise."""
+
+
+def seconds_of(use: Callable[[], object]) -> float:
+    started = time.monotonic()
+    use()
+    return time.monotonic() - started
+
+
+class Pair:
+    """Two nodes on a store of their own, and a client of each."""
+
+    def __init__(self, server: EmbeddedServer, start_node: StartNode) -> None:
+        self.server = server
+        self.nodes: list[NodeProcess] = [start_node(store_url=server.url) for _ in range(2)]
+        self.here, self.there = (node.client() for node in self.nodes)
+        for node in self.nodes:
+            wait_until(lambda n=node: n.stats()["store_up"], 5.0)  # type: ignore[misc]
+
+    def share(self, seconds: float = BACK_SECONDS) -> float:
+        """Insert there, select here; the answer is how long it took to be seen."""
+        name, tensor = key("shared"), torch.randn(50)
+        self.there.insert(name, tensor)
+        return seconds_of(lambda: self.expect(self.here, name, tensor, seconds))
+
+    def expect(
+        self, reader: LookupBuffer, name: object, tensor: torch.Tensor, seconds: float = 0.0
+    ) -> None:
+        found = reader.select(name, timeout=seconds)  # type: ignore[arg-type]
+        assert found is not None
+        assert torch.equal(found, tensor)
+
+    def end(self) -> None:
+        self.here.close()
+        self.there.close()
+        for node in self.nodes:
+            at_rest(node)
+
+
+@pytest.fixture
+def server(start_server: StartServer) -> EmbeddedServer:
+    return start_server()
+
+
+@pytest.fixture
+def pair(server: EmbeddedServer, start_node: StartNode) -> Iterator[Pair]:
+    pair = Pair(server, start_node)
+    pair.share()
+    yield pair
+    pair.end()
+
+
+def goes_on_locally(pair: Pair, name: object, tensor: torch.Tensor) -> None:
+    """What this host can do without a store, in the times it takes with one."""
+    assert seconds_of(lambda: pair.expect(pair.here, name, tensor)) < 0.3
+    fresh = key("fresh")
+    assert seconds_of(lambda: pair.here.insert(fresh, tensor)) < 0.3
+    assert seconds_of(lambda: pair.expect(pair.here, fresh, tensor)) < 0.3
+    assert pair.here.insert(fresh, tensor) is InsertOutcome.EXISTS
+    handle = pair.here.prefetch([fresh], timeout=1.0)[0]
+    assert handle.state.value == "resident"
+    pair.here.release(handle)
+
+
+def misses_in_time(pair: Pair, remote: object) -> None:
+    def select() -> None:
+        with pytest.raises(MissingTensor):
+            pair.here.select(remote)  # type: ignore[arg-type]
+
+    def wait() -> None:
+        with pytest.raises(LookupTimeout):
+            pair.here.select(remote, timeout=0.5)  # type: ignore[arg-type]
+
+    for _ in range(5):
+        assert seconds_of(select) < 1.5
+        assert seconds_of(lambda: pair.here.has_caches([remote] * 20, timeout=0.05)) < 0.4  # type: ignore[list-item]
+    assert pair.here.has_caches([remote], timeout=0.05) == [False]  # type: ignore[list-item]
+    assert seconds_of(wait) < 2.0
+    handle = pair.here.prefetch([remote], timeout=3.0)[0]  # type: ignore[list-item]
+    assert (handle.state.value, handle.reason) == ("missing", "store_down")
+    assert pair.here.stats()["misses_store_down"] > 0
+    started = time.monotonic()
+    threads = [
+        threading.Thread(target=lambda: answers.append(pair.here.claim(key(), lease_seconds=9.0)))
+        for _ in range(12)
+    ]
+    answers: list[object] = []
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(answers) == 12, "a store that is down grants every claim"
+    assert time.monotonic() - started < 2.0
+
+
+def test_the_store_is_frozen_and_goes_on(pair: Pair) -> None:
+    local, remote, tensor = key("local"), key("remote"), torch.randn(1000)
+    pair.here.insert(local, tensor)
+    pair.there.insert(remote, tensor)
+    wait_until(lambda: pair.here.has_caches([remote], timeout=1.0)[0], BACK_SECONDS)
+    with frozen(pair.server):
+        goes_on_locally(pair, local, tensor)
+        misses_in_time(pair, remote)
+        while_frozen = key("while frozen")
+        pair.there.insert(while_frozen, tensor)
+        time.sleep(5.5)  # longer than a node may be silent before it counts as dead
+        goes_on_locally(pair, local, tensor)
+    pair.expect(pair.here, while_frozen, tensor, BACK_SECONDS)
+    pair.expect(pair.here, remote, tensor, BACK_SECONDS)
+    assert pair.share() < BACK_SECONDS
+
+
+def test_the_store_is_killed_and_comes_back_empty(
+    start_server: StartServer, start_node: StartNode, tmp_path: Path
+) -> None:
+    pair = Pair(start_server(), start_node)
+    tensor, names = torch.randn(100), [key("before") for _ in range(50)]
+    local, during = key("local"), key("during")
+    pair.here.insert(local, tensor)
+    for name in names:
+        pair.there.insert(name, tensor)
+    os.kill(pair.server.pid, signal.SIGKILL)
+    wait_until(lambda: not pair.server.running, 5.0)
+    goes_on_locally(pair, local, tensor)
+    misses_in_time(pair, names[0])
+    pair.there.insert(during, tensor)
+    pair.server.close()
+    with EmbeddedServer.start(pair.server.directory, timeout_seconds=10.0):
+        back = time.monotonic()
+        wanted = [*names, during]
+        wait_until(lambda: all(pair.here.has_caches(wanted, timeout=1.0)), BACK_SECONDS)
+        assert time.monotonic() - back < BACK_SECONDS
+        for name in wanted:
+            pair.expect(pair.here, name, tensor)
+        assert pair.share() < BACK_SECONDS
+        pair.end()
+
+
+def test_a_flushed_store_is_filled_again(pair: Pair) -> None:
+    names = [key() for _ in range(100)]
+    for name in names:
+        pair.there.insert(name, torch.ones(2))
+    wait_until(lambda: all(pair.here.has_caches(names, timeout=1.0)), BACK_SECONDS)
+    flush(pair.server.url)
+    wait_until(lambda: all(pair.here.has_caches(names, timeout=1.0)), BACK_SECONDS)
+    assert pair.nodes[1].stats()["unpublished"] == 0
+
+
+def test_foreign_things_under_our_keys_are_misses(pair: Pair) -> None:
+    name, healthy = key("poisoned"), key("healthy")
+    pair.there.insert(name, torch.ones(3))
+    wait_until(lambda: pair.here.has_caches([name], timeout=1.0)[0], BACK_SECONDS)
+    record = next(
+        line
+        for line in command_keys(pair.server.url)
+        if line.startswith("lb:rec:") and name.mm_hash in line
+    )
+    assert command(pair.server.url, "SET", record, "not a hash") == b"+OK"
+    with pytest.raises(MissingTensor):
+        pair.here.select(name)
+    pair.there.insert(healthy, torch.ones(2))
+    pair.expect(pair.here, healthy, torch.ones(2), BACK_SECONDS)
+    # Endpoints and beats of nodes that never were: passed over.
+    assert command(pair.server.url, "DEL", record) == b":1"
+    garbage = ("node", "ghost", "boot", "beef", "endpoint", "http://[no/address", "host", "x")
+    command(pair.server.url, "HSET", "lb:nodes", "ghost", "beef:1", "worse", "no beat")
+    command(pair.server.url, "HSET", "lb:node:ghost", *garbage)
+    assert pair.share() < BACK_SECONDS
+
+
+def command_keys(url: str) -> list[str]:
+    """All keys of the server, by SCAN through a script: its reply is one text."""
+    script = "return table.concat(redis.call('KEYS', 'lb:*'), '\\n')"
+    return command(url, "EVAL", script, 0).decode().split("\n")
+
+
+def test_a_full_store_costs_sharing_only(start_server: StartServer, start_node: StartNode) -> None:
+    pair = Pair(start_server(policy="noeviction"), start_node)
+    tensor = torch.randn(100)
+    pair.share()
+    assert command(pair.server.url, "CONFIG", "SET", "maxmemory", "1") == b"+OK"
+    name = key("refused")
+    pair.there.insert(name, tensor)
+    pair.expect(pair.there, name, tensor)
+    wait_until(lambda: pair.nodes[1].stats().get("publish_refused", 0) > 0, BACK_SECONDS)
+    assert pair.here.has_caches([name], timeout=0.2) == [False]
+    time.sleep(1.0)
+    assert command(pair.server.url, "CONFIG", "SET", "maxmemory", "0") == b"+OK"
+    assert pair.share() < BACK_SECONDS
+    pair.end()
+
+
+def test_no_store_at_the_start(start_node: StartNode, tmp_path: Path) -> None:
+    node = start_node(store_url=f"unix://{tmp_path}/nobody.sock")
+    with node.client() as client:
+        name, tensor = key(), tensor_of("alone", MIB)
+        client.insert(name, tensor)
+        found = client.select(name)
+        assert found is not None
+        assert torch.equal(found, tensor)
+        assert seconds_of(lambda: client.has_caches([key()], timeout=0.05)) < 0.4
+        with pytest.raises(MissingTensor, match="store_down"):
+            client.select(key())
+        assert client.stats()["store_up"] == 0
+    at_rest(node)
