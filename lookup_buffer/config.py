@@ -157,11 +157,16 @@ class BufferConfig(BaseModel):
         """The directory of this host's node, created with mode 0700 and checked to be ours.
 
         Raises:
-            ConfigError: when it belongs to somebody else or is open to others.
+            ConfigError: it cannot be made, belongs to somebody else, or is open to others.
         """
         path = self.directory or _default_directory()
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        state = path.stat()
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            state = path.stat()
+        except OSError as error:
+            raise ConfigError(
+                f"setting 'directory' is '{path}': {error.strerror}; allowed: a directory of yours"
+            ) from error
         if state.st_uid != os.getuid() or state.st_mode & 0o077:
             raise ConfigError(
                 f"directory {path} must belong to you with mode 0700; it belongs to uid "

@@ -1,11 +1,9 @@
 """`lookup-buffer serve`: be this host's node, in the foreground, until told to stop.
 
-The node runs on the main thread; one thread waits until it answers and says so.
+The node runs on the main thread.
 """
 
 import sys
-import threading
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,13 +14,8 @@ from lookup_buffer.cli.exits import CommandError, ExitCode
 from lookup_buffer.cli.options import Directory, StorePasswordFile, StoreUrl, configure
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from lookup_buffer.config import BufferConfig
     from lookup_buffer.node.identity import Identity
-
-READY_SECONDS = 60.0
-READY_POLL_SECONDS = 0.01
 
 
 def serve(
@@ -100,8 +93,7 @@ def _run(config: "BufferConfig", *, ends_when_idle: bool) -> None:
     try:
         with lock(directory / "node.lock", timeout=LOCK_SECONDS):
             node = Node(config, ends_when_idle=ends_when_idle)
-            with _announced(node.identity, path, shown_url(config)):
-                node.run(path)
+            node.run(path, lambda: _announce(node.identity, path, shown_url(config)))
     except NodeUnavailable as error:
         raise _taken(directory, path) from error
 
@@ -114,26 +106,7 @@ def _taken(directory: Path, path: Path) -> CommandError:
     )
 
 
-@contextmanager
-def _announced(identity: "Identity", path: Path, store: str) -> "Iterator[None]":
-    """Say that the node is ready as soon as it answers."""
-    over = threading.Event()
-
-    def announce() -> None:
-        polls = int(READY_SECONDS / READY_POLL_SECONDS)
-        for _ in range(polls):
-            if over.wait(READY_POLL_SECONDS):
-                return
-            if answers(path):
-                line = f"node {identity.node} is ready: socket {path}, endpoint {identity.endpoint}"
-                sys.stdout.write(f"{line}, store {store}\n")
-                sys.stdout.flush()
-                return
-
-    thread = threading.Thread(target=announce, name="lb-announce", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join(timeout=2.0)
+def _announce(identity: "Identity", path: Path, store: str) -> None:
+    line = f"node {identity.node} is ready: socket {path}, endpoint {identity.endpoint}"
+    sys.stdout.write(f"{line}, store {store}\n")
+    sys.stdout.flush()

@@ -10,6 +10,7 @@ other nodes → peer server → shelf                      (lb-peer, one a conne
 import asyncio
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from lookup_buffer.config import BufferConfig
@@ -91,8 +92,11 @@ class Node:
     def identity(self) -> Identity:
         return self._identity
 
-    def run(self, socket_path: Path) -> None:
-        """Serve until told to stop. The caller holds the lock on the runtime directory."""
+    def run(self, socket_path: Path, on_ready: Callable[[], None] = lambda: None) -> None:
+        """Serve until told to stop. The caller holds the lock on the runtime directory.
+
+        `on_ready` is called once clients are answered.
+        """
         sys.setswitchinterval(SWITCH_SECONDS)
         first = min(FIRST_BYTES, self._config.capacity_bytes)
         self._shelf.arena.populate(0, first)
@@ -103,6 +107,7 @@ class Node:
         self._registrar.start()
         self._control.listen(socket_path)
         self._shelf.arena.populate_in_background(skip_bytes=first)
+        self._loop.call_soon(on_ready)
         if self._ends_when_idle:
             self._loop.call_later(IDLE_CHECK_SECONDS, self._check_idle)
         try:

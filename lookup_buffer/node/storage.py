@@ -6,6 +6,7 @@ that need the store and the node is ready before.
 
 import threading
 from pathlib import Path
+from urllib.parse import quote
 
 from lookup_buffer.config import BufferConfig
 from store import EmbeddedServer, EmbeddedServerError, MetadataStore, StoreUnavailable, open_store
@@ -13,7 +14,7 @@ from store import EmbeddedServer, EmbeddedServerError, MetadataStore, StoreUnava
 
 def embedded_url(directory: Path) -> str:
     """Where the embedded server of the node in `directory` listens."""
-    return f"unix://{directory}/valkey/server.sock"
+    return f"unix://{quote(str(directory))}/valkey/server.sock"
 
 
 def store_url(config: BufferConfig) -> str:
