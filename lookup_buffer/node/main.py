@@ -1,12 +1,13 @@
 """The node's process: reads its configuration as JSON from standard input and serves.
 
-With `--detach` it leaves its parent first; see `launch`. Exit codes: 0 told to end, idle, or
-another node serves here already; 2 the configuration is wrong.
+With `--detach` it leaves its parent first; see `launch`. Exit codes: 0 told to end, or
+idle; 2 the configuration is wrong, or another node serves here already.
 """
 
 import json
 import os
 import sys
+from typing import Any
 
 from lookup_buffer.config import BufferConfig
 from lookup_buffer.errors import ConfigError, NodeUnavailable
@@ -30,10 +31,20 @@ def serve(config: BufferConfig, *, ends_when_idle: bool) -> int:
     return 0
 
 
+def _settings(text: str) -> dict[str, Any]:
+    try:
+        settings = json.loads(text)
+    except ValueError:
+        settings = None  # and no cause: the text may hold secrets
+    if not isinstance(settings, dict):
+        raise ConfigError("standard input is no JSON map of settings")
+    return settings
+
+
 def main() -> None:
     detach = "--detach" in sys.argv[1:]
     try:
-        config = BufferConfig.of(json.load(sys.stdin))
+        config = BufferConfig.of(_settings(sys.stdin.read()))
     except ConfigError as error:
         sys.stderr.write(f"lookup-buffer: {error}\n")
         sys.exit(2)
