@@ -10,9 +10,10 @@ from connectors.counters import logger
 from connectors.ec_gate import EngineShape
 from connectors.ec_worker import WorkerSeat
 from connectors.namespace import namespace_parts
+from connectors.plugin import CONNECTOR_NAME
 from connectors.settings import ConnectorSettings
 from lookup_buffer.client import EngineSeat, LookupBuffer
-from lookup_buffer.errors import NodeUnavailable
+from lookup_buffer.errors import LookupBufferError, NodeUnavailable
 from lookup_buffer.namespace import Namespace
 from store import redact
 
@@ -85,11 +86,16 @@ def open_buffer(vllm_config: Any, settings: ConnectorSettings, rank: int | None)
     namespace = engine_namespace(vllm_config, settings)
     if rank in (None, 0):
         logger.info("lookup buffer: namespace %s", namespace.fingerprint)
-    buffer = LookupBuffer(
-        settings.buffer_config(), namespace, engine=seat, required=settings.required
-    )
-    if rank is None:
-        _check_reachable(buffer, settings)
+    try:
+        buffer = LookupBuffer(
+            settings.buffer_config(), namespace, engine=seat, required=settings.required
+        )
+        if rank is None:
+            _check_reachable(buffer, settings)
+    except LookupBufferError as error:
+        if rank in (None, 0):  # the first of them ends the start, so this is said once
+            logger.error("%s: %s", CONNECTOR_NAME, error)
+        raise
     return buffer
 
 

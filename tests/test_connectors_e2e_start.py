@@ -46,8 +46,12 @@ def mistake(*named: str, arguments: dict[str, Any] | None = None, **settings: An
 MISTAKES = {
     "misspelt": mistake("'capacity_byte'", "did you mean 'capacity_bytes'?", capacity_byte="1GiB"),
     "unknown": mistake("'flavour'", "allowed: ", "capacity_bytes", flavour="mild"),
-    "negative": mistake("'capacity_bytes' is -1", "allowed: ", capacity_bytes=-1),
-    "no number": mistake("'capacity_bytes' is 'much'", "allowed: ", capacity_bytes="much"),
+    "negative": mistake(
+        "'capacity_bytes' is -1", "allowed: greater than or equal to 1048576", capacity_bytes=-1
+    ),
+    "no number": mistake(
+        "'capacity_bytes' is 'much'", "allowed: a valid integer", capacity_bytes="much"
+    ),
     "too large": mistake("'capacity_bytes' is '900TiB'", "the memory of", capacity_bytes="900TiB"),
     "no url": mistake("'store_url' is 'localhost'", "redis://", store_url="localhost"),
     "password": mistake(
@@ -206,20 +210,28 @@ def test_redis_that_cannot_be_reached_is_a_warning_and_misses(
     at_rest(node)
 
 
-@pytest.mark.parametrize("absent", ["node", "store"])
-def test_what_is_required_and_absent_ends_the_start(
-    start_node: StartNode, absent_server: Path, model: Path, tmp_path: Path, absent: str
+@pytest.mark.parametrize("wrong", ["no node", "no store", "another node's settings"])
+def test_a_node_that_cannot_serve_ends_the_start_with_one_line(
+    start_node: StartNode, absent_server: Path, model: Path, tmp_path: Path, wrong: str
 ) -> None:
+    """The first two only because the setting `required` is on."""
     node = start_node(store_url=f"unix://{absent_server}/server.sock")
-    config = connector(node, required=True)
-    if absent == "node":
+    config = connector(node, required=wrong != "another node's settings")
+    named = [str(node.socket_path)]
+    if wrong == "no node":
         node.terminate()
+    elif wrong == "no store":
+        named = [str(absent_server), "'required'"]
+    else:
+        config["ec_connector_extra_config"]["capacity_bytes"] = 1 << 20
+        named = [f"capacity_bytes = {node.config.capacity_bytes}", str(1 << 20)]
     settings = engine_settings("strict", model, tmp_path, ec_transfer_config=config)
-    missing = node.socket_path if absent == "node" else absent_server
     with DemoEngine(settings) as engine:
-        with pytest.raises(EngineFailure, match="NodeUnavailable") as failure:
+        with pytest.raises(EngineFailure, match=r"NodeUnavailable|NodeRefused"):
             engine.wait_ready(timeout_seconds=REFUSED_SECONDS)
-        assert str(missing) in str(failure.value)
+        (said,) = log_lines(engine, "LookupBufferECConnector: ")
+    assert "ERROR" in said
+    assert all(piece in said for piece in named), said
 
 
 def test_an_output_larger_than_the_arena_is_counted_and_not_stored(
