@@ -216,7 +216,7 @@ def explain(
 ) -> ConfigError:
     """One line for the first thing that is wrong: the setting, its value, what is allowed."""
     first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-    allowed = first["msg"].removeprefix("Value error, ")
+    allowed = first["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
     if not first["loc"]:  # several settings that do not go together
         return ConfigError(f"the settings need {allowed}")
     name = str(first["loc"][0])
