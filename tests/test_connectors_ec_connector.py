@@ -48,6 +48,7 @@ def vllm_config(role: str = "ec_both", **extra: Any) -> Any:
 def buffer(monkeypatch: pytest.MonkeyPatch) -> LedgerBuffer:
     buffer = LedgerBuffer()
     monkeypatch.setattr(ec_seat, "open_buffer", lambda *_, rank: buffer)
+    monkeypatch.setattr(ec_seat, "engine_namespace", lambda *_: None)
     return buffer
 
 
