@@ -28,7 +28,8 @@ RETRY_SECONDS_MIN = 0.1
 RETRY_SECONDS_MAX = 2.0
 RETIRED_SECONDS = 120.0
 """How long the arena of a lost node stays mapped: longer than any engine step."""
-LISTEN_SECONDS = 30.0
+RELEASE_SECONDS = 0.1
+"""How long at most a pin outlives its reader; see `Channel.unreleased`."""
 
 
 @dataclass(slots=True, eq=False)
@@ -245,9 +246,20 @@ class Attachment:
     def _pump(self, live: _Live) -> None:
         """Pass on what the node pushes, until the session ends."""
         while not self._closing.is_set():
-            for message in live.anchor.receive(None):
-                if "event" in message:
-                    self._on_event(message)
+            if live.anchor.readable_within(RELEASE_SECONDS):
+                for message in live.anchor.receive(None):
+                    if "event" in message:
+                        self._on_event(message)
+            self._release_idle(live)
+
+    def _release_idle(self, live: _Live) -> None:
+        """Tell the node what readers are done with, where no request took it along."""
+        with self._lock:
+            releases = [channel.unreleased for channel in live.idle if channel.unreleased]
+            for channel in live.idle:
+                channel.unreleased = None
+        for release in releases:
+            self.post(release)
 
     def _lose(self, live: _Live | None) -> None:
         with self._lock:
@@ -296,3 +308,5 @@ class Attachment:
                 live.idle.append(channel)
                 return
         channel.close()
+        if channel.unreleased is not None and self._live is live:
+            self.post(channel.unreleased)

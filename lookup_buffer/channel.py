@@ -16,7 +16,7 @@ from typing import Any
 from lookup_buffer import errors
 from lookup_buffer.arena import Staging
 from lookup_buffer.errors import LookupBufferError, NodeUnavailable, ProtocolError
-from lookup_buffer.messages import Request, Stage
+from lookup_buffer.messages import Release, Request, Stage
 from lookup_buffer.wire import FrameDecoder, encode_frame
 
 READ_BYTES = 256 << 10
@@ -44,6 +44,10 @@ class Channel:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.settimeout(timeout)
         self._staging: Staging | None = None
+        self.unreleased: Release | None = None
+        """What the last reader on this channel is done with: told with the next request, because
+        waking the node for it alone would cost as much as the request. The attachment tells it
+        where no request follows soon."""
         self.open = True
         try:
             self._socket.connect(str(path))
@@ -74,6 +78,8 @@ class Channel:
 
     def send(self, request: Request, *, deadline: float, descriptors: Iterable[int] = ()) -> None:
         frame = encode_frame(request.to_wire())
+        if self.unreleased is not None:
+            frame = encode_frame(self.unreleased.to_wire()) + frame
         ancillary = [
             (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))
             for descriptor in descriptors
@@ -85,6 +91,7 @@ class Channel:
                 self._socket.sendall(frame[sent:])
         except OSError as error:
             raise self._failed(error) from error
+        self.unreleased = None
 
     def send_now(self, request: Request) -> None:
         """Send without waiting for an answer. A node whose socket stays full counts as gone."""
@@ -101,6 +108,12 @@ class Channel:
                     raise self._failed(OSError("its socket is full")) from error
             except OSError as error:
                 raise self._failed(error) from error
+
+    def readable_within(self, seconds: float) -> bool:
+        """Whether `receive` has something to say (be it the end) within so long."""
+        readable = select.poll()
+        readable.register(self._socket, select.POLLIN)
+        return bool(readable.poll(seconds * 1000))
 
     def receive(self, deadline: float | None) -> list[dict[str, Any]]:
         """The next messages; at least a wait for bytes that may not complete one."""

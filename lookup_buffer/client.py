@@ -35,6 +35,7 @@ from lookup_buffer.messages import (
     Describe,
     Done,
     Insert,
+    Release,
     ReleaseClaim,
     Select,
     Stats,
@@ -189,11 +190,12 @@ class LookupBuffer:
             CodecError: `out` does not fit.
             NodeUnavailable: the node did not answer in time.
         """
-        order = self._locate(key, timeout)
-        try:
-            return self.load(order, out=out)
-        finally:
-            self.release(order)
+        with self._attachment.channel(waiting(timeout) + CALL_SECONDS) as channel:
+            order = self._locate(key, timeout, channel)
+            try:
+                return self.load(order, out=out)
+            finally:
+                channel.unreleased = Release(next_request_id(), [order.ticket])
 
     @contextmanager
     def view(self, key: TensorKey, *, timeout: float = 0.0) -> "Iterator[torch.Tensor | None]":
@@ -202,7 +204,8 @@ class LookupBuffer:
         Raises:
             As `select`.
         """
-        order = self._locate(key, timeout)
+        with self._attachment.channel(waiting(timeout) + CALL_SECONDS) as channel:
+            order = self._locate(key, timeout, channel)
         try:
             with self._attachment.arena(order.boot) as arena:
                 if order.header.kind == "none":
@@ -317,10 +320,10 @@ class LookupBuffer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _locate(self, key: TensorKey, timeout: float) -> LoadOrder:
+    def _locate(self, key: TensorKey, timeout: float, channel: Channel) -> LoadOrder:
         wait = waiting(timeout)
         request = Select(next_request_id(), self._namespace.fingerprint, key.text, wait)
-        reply = self._attachment.call(request, wait + CALL_SECONDS)
+        reply = channel.call(request, wait + CALL_SECONDS)
         if reply["state"] == "resident":
             return LoadOrder.of(reply)
         if timeout:

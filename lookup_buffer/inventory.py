@@ -170,6 +170,10 @@ class Inventory:
             if item.expires_at is not None and item.expires_at <= now:
                 self.remove(item, "expired")
 
+    @property
+    def anything_removed(self) -> bool:
+        return bool(self._removed)
+
     def take_removed(self) -> list[tuple[Item, str]]:
         """Items removed since the last call, and why: they are still to be withdrawn."""
         removed, self._removed = self._removed, []

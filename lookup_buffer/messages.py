@@ -67,8 +67,14 @@ class Stage(Request):
     op = "stage"
 
 
+class DeskRequest(Request):
+    """What the desk answers for a session that is open."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True)
-class Contains(Request):
+class Contains(DeskRequest):
     """→ present: list of booleans, False where in doubt when `budget_seconds` have passed."""
 
     op = "contains"
@@ -78,7 +84,7 @@ class Contains(Request):
 
 
 @dataclass(frozen=True, slots=True)
-class Insert(Request):
+class Insert(DeskRequest):
     """Take the first bytes of this connection's staging area. → outcome: stored or exists."""
 
     op = "insert"
@@ -89,7 +95,7 @@ class Insert(Request):
 
 
 @dataclass(frozen=True, slots=True)
-class Select(Request):
+class Select(DeskRequest):
     """→ ticket, offset, generation, header, source; or state: missing, and why.
 
     While bytes are on their way from another node, an interim reply with `fetching` says so.
@@ -102,7 +108,7 @@ class Select(Request):
 
 
 @dataclass(frozen=True, slots=True)
-class Prefetch(Request):
+class Prefetch(DeskRequest):
     """One-way. Answered by `settled` events on the anchor: `entries` of [index of the key, entry],
     an entry as for `Select`, with state pending, and then another event, where it goes on."""
 
@@ -112,7 +118,7 @@ class Prefetch(Request):
 
 
 @dataclass(frozen=True, slots=True)
-class Release(Request):
+class Release(DeskRequest):
     """One-way. The owner lets go of these tickets."""
 
     op = "release"
@@ -120,7 +126,7 @@ class Release(Request):
 
 
 @dataclass(frozen=True, slots=True)
-class Done(Request):
+class Done(DeskRequest):
     """One-way. This rank has taken its copies."""
 
     op = "done"
@@ -129,7 +135,7 @@ class Done(Request):
 
 
 @dataclass(frozen=True, slots=True)
-class Claim(Request):
+class Claim(DeskRequest):
     """→ granted, holder, remaining_seconds. The claim ends with the session at the latest."""
 
     op = "claim"
@@ -139,7 +145,7 @@ class Claim(Request):
 
 
 @dataclass(frozen=True, slots=True)
-class ReleaseClaim(Request):
+class ReleaseClaim(DeskRequest):
     """→ released."""
 
     op = "release_claim"
@@ -148,7 +154,7 @@ class ReleaseClaim(Request):
 
 
 @dataclass(frozen=True, slots=True)
-class Describe(Request):
+class Describe(DeskRequest):
     """One-way. The clear text behind a namespace's fingerprint, to be published."""
 
     op = "describe"
@@ -157,7 +163,7 @@ class Describe(Request):
 
 
 @dataclass(frozen=True, slots=True)
-class Stats(Request):
+class Stats(DeskRequest):
     """→ stats: gauges and counters of the node."""
 
     op = "stats"

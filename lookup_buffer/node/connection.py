@@ -19,6 +19,9 @@ READ_BYTES = 64 << 10
 HEADER_MAX_BYTES = 4 << 20
 OUTPUT_MAX_BYTES = 16 << 20
 DESCRIPTORS_MAX = 4
+ANCILLARY_BYTES = socket.CMSG_SPACE(DESCRIPTORS_MAX * array.array("i").itemsize)
+_CLOSE_ON_EXEC = int(socket.MSG_CMSG_CLOEXEC)
+_CUT_OFF = int(socket.MSG_CTRUNC)
 
 
 class Connection:
@@ -93,19 +96,20 @@ class Connection:
 
     def _readable(self) -> None:
         try:
-            data, descriptors, flags, _ = socket.recv_fds(
-                self._socket, READ_BYTES, DESCRIPTORS_MAX, socket.MSG_CMSG_CLOEXEC
+            data, ancillary, flags, _ = self._socket.recvmsg(
+                READ_BYTES, ANCILLARY_BYTES, _CLOSE_ON_EXEC
             )
         except (BlockingIOError, InterruptedError):
             return
         except OSError:
             self.end(None)
             return
-        self._descriptors.extend(descriptors)
+        if ancillary:
+            self._descriptors.extend(_descriptors_in(ancillary))
         if not data:
             self.end(None)
             return
-        if flags & socket.MSG_CTRUNC or len(self._descriptors) > DESCRIPTORS_MAX:
+        if flags & _CUT_OFF or len(self._descriptors) > DESCRIPTORS_MAX:
             self.end(ProtocolError("too many descriptors"))
             return
         try:
@@ -132,6 +136,14 @@ class Connection:
     def _writable(self) -> None:
         self._loop.remove_writer(self._socket.fileno())
         self._flush()
+
+
+def _descriptors_in(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
+    found = array.array("i")
+    for level, kind, data in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            found.frombytes(data[: len(data) - len(data) % found.itemsize])
+    return found.tolist()
 
 
 def _peer_of(sock: socket.socket) -> tuple[int, int]:

@@ -16,7 +16,16 @@ from typing import Any
 from lookup_buffer.arena import adopt_staging
 from lookup_buffer.counters import Counters
 from lookup_buffer.errors import LookupBufferError, NodeRefused, ProtocolError
-from lookup_buffer.messages import VERSION, Goodbye, Hello, Join, Request, Stage, failure, parse
+from lookup_buffer.messages import (
+    VERSION,
+    DeskRequest,
+    Goodbye,
+    Hello,
+    Join,
+    Stage,
+    failure,
+    parse,
+)
 from lookup_buffer.node.connection import Connection
 from lookup_buffer.node.desk import Desk
 from lookup_buffer.node.identity import Identity
@@ -93,6 +102,8 @@ class Control:
         session = self._of[connection]
         try:
             match request:
+                case DeskRequest() if session is not None and not session.over:
+                    self.desk.handle(connection, session, request)
                 case Hello() if session is None:
                     self._hello(connection, request)
                 case Join() if session is None:
@@ -101,8 +112,6 @@ class Control:
                     self._stage(connection, session, request)
                 case Goodbye() if session is not None:
                     self._finish(session)
-                case Request() if session is not None and not session.over:
-                    self.desk.handle(connection, session, request)
                 case _:
                     connection.end(ProtocolError(f"{request.op} out of turn"))
         except ProtocolError:

@@ -135,6 +135,16 @@ class Desk:
 
     def _select(self, connection: Connection, session: Session, request: Select) -> None:
         address = (request.namespace, request.key)
+        held = self._hold(session, address)
+        if held is not None:
+            self._hand_over(connection, session, request, held)
+        else:
+            self._select_later(connection, session, request, address)
+
+    def _select_later(
+        self, connection: Connection, session: Session, request: Select, address: Address
+    ) -> None:
+        """What is not here is located and fetched, or waited for."""
         until = time.monotonic() + request.wait_seconds
         pauses = itertools.chain(ASK_AGAIN_SECONDS, itertools.repeat(ASK_AGAIN_SECONDS[-1]))
 
@@ -164,10 +174,7 @@ class Desk:
         def attempt() -> None:
             self.resolver.resolve([address], settle, fetching)
 
-        if (held := self._hold(session, address)) is not None:
-            self._hand_over(connection, session, request, held)
-        else:
-            attempt()
+        attempt()
 
     def _hand_over(
         self, connection: Connection, session: Session, request: Select, held: Held

@@ -167,6 +167,8 @@ class Shelf:
         self.arena.close()
 
     def _report(self) -> None:
+        if not self._inventory.anything_removed:
+            return
         with self._lock:
             removed = self._inventory.take_removed()
         for item, reason in removed:
