@@ -209,7 +209,7 @@ def test_a_frozen_node_bounds_its_clients_and_then_serves_them(start_node: Start
         files = node.open_files()
         mine = open_files()
         with node.frozen():
-            for _ in range(3):
+            for _ in range(2):
                 for bound, use in (
                     (0.3, lambda: client.has_caches([name], timeout=0.05)),
                     (0.3, lambda: client.prefetch([name], timeout=0.1)),

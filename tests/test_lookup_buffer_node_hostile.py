@@ -130,21 +130,21 @@ GARBAGE = {
 
 
 @pytest.mark.parametrize("session", [False, True])
-@pytest.mark.parametrize("name", GARBAGE)
-def test_garbage_ends_that_connection_only(node: NodeProcess, name: str, session: bool) -> None:
-    before = node.stats().get("protocol_errors", 0)
-    with node.client() as bystander, raw(node, session=session) as hostile:
-        hostile.socket.sendall(GARBAGE[name])
-        assert hostile.ended()
-        bystander.stats()
-    assert node.stats()["protocol_errors"] == before + 1
+def test_garbage_ends_that_connection_only(node: NodeProcess, session: bool) -> None:
+    with node.client() as bystander:
+        for name, garbage in GARBAGE.items():
+            before = bystander.stats().get("protocol_errors", 0)
+            with raw(node, session=session) as hostile:
+                hostile.socket.sendall(garbage)
+                assert hostile.ended(), name
+            assert bystander.stats()["protocol_errors"] == before + 1, name
 
 
-@pytest.mark.parametrize("cut", [1, 8, 16, 20, len(STATS) - 1])
-def test_a_truncated_frame_costs_nothing(node: NodeProcess, cut: int) -> None:
-    with raw(node) as hostile:
-        hostile.socket.sendall(STATS[:cut])
-        time.sleep(0.05)
+def test_a_truncated_frame_costs_nothing(node: NodeProcess) -> None:
+    for cut in (1, 8, 16, 20, len(STATS) - 1):
+        with raw(node) as hostile:
+            hostile.socket.sendall(STATS[:cut])
+            time.sleep(0.02)
 
 
 def test_a_frame_in_single_bytes_is_a_frame(node: NodeProcess) -> None:
@@ -244,9 +244,10 @@ def test_descriptor_bombs(node: NodeProcess) -> None:
                     except BrokenPipeError:
                         break
                 assert hostile.ended()
-        with raw(node) as hostile:
-            hostile.send(messages.Stage(2), [files[0]])  # no memfd
-            assert hostile.ended()
+        for _ in range(5):
+            with raw(node) as hostile:
+                hostile.send(messages.Stage(2), [files[0]])  # no memfd
+                assert hostile.ended()
         with raw(node) as client:
             for number in range(50):  # each replaces the one before
                 assert client.ask(messages.Stage(number), [staging.fd]) == {"id": number}
