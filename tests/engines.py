@@ -324,3 +324,5 @@ def engine_pair(
         for engine in (a, b):
             engine.wait_ready(timeout_seconds=START_SECONDS)
         yield EnginePair(a, b, album, reference)
+    for engine in (a, b):
+        assert "Traceback" not in engine.settings.log_path.read_text(), engine.log_tail()

@@ -108,8 +108,11 @@ def test_redis_killed_and_back(hosts: TwoHosts, engine_pair: EnginePair) -> None
 
 def test_redis_stopped(hosts: TwoHosts, engine_pair: EnginePair) -> None:
     pair = engine_pair
-    first, second, _ = known_to_a(hosts, pair, 3)
+    *under_way, first, second, _ = known_to_a(hosts, pair, 6)
+    pair.b.submit(under_way)  # of these, some are asked for before and some after
     with frozen(hosts.server):
+        for question, answer in zip(under_way, pair.b.collect(timeout_seconds=10.0), strict=True):
+            assert answer.tokens == pair.tokens(question)
         encoded(pair.b, pair, first, AT_ONCE_SECONDS)
         loaded(pair.a, pair, first, AT_ONCE_SECONDS)
         encoded(pair.a, pair, pair.fresh(), AT_ONCE_SECONDS)
