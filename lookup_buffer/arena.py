@@ -76,15 +76,14 @@ class Mapping:
             pass  # a tensor over these bytes is still alive; the last one to go unmaps them
 
 
-class Arena(Mapping):
-    """The node's shared memory. `fd` may be handed to anyone: it can only be read."""
+class _Memfd(Mapping):
+    """A memfd of our own making, mapped writable and then sealed."""
 
-    def __init__(self, capacity_bytes: int) -> None:
-        self.fd = os.memfd_create("lookup-buffer-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(self.fd, capacity_bytes)
-        super().__init__(self.fd, capacity_bytes, writable=True)
-        seals = _FIXED_SIZE | F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL
-        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, seals)
+    def __init__(self, name: str, nbytes: int, seals: int) -> None:
+        self.fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self.fd, nbytes)
+        super().__init__(self.fd, nbytes, writable=True)
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, seals | fcntl.F_SEAL_SEAL)
 
     def close(self) -> None:
         super().close()
@@ -93,20 +92,25 @@ class Arena(Mapping):
             self.fd = -1
 
 
-class Staging(Mapping):
+class SealedMemory(_Memfd):
+    """Memory that only its maker writes: `fd` may be handed to anyone, it can only be read."""
+
+    def __init__(self, name: str, nbytes: int) -> None:
+        super().__init__(name, nbytes, _FIXED_SIZE | F_SEAL_FUTURE_WRITE)
+
+
+class Arena(SealedMemory):
+    """The node's memory for payload."""
+
+    def __init__(self, capacity_bytes: int) -> None:
+        super().__init__("lookup-buffer-arena", capacity_bytes)
+
+
+class Staging(_Memfd):
     """A client's area through which it hands bytes to the node; warm after its first use."""
 
     def __init__(self, nbytes: int) -> None:
-        self.fd = os.memfd_create("lookup-buffer-staging", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(self.fd, nbytes)
-        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _FIXED_SIZE | fcntl.F_SEAL_SEAL)
-        super().__init__(self.fd, nbytes, writable=True)
-
-    def close(self) -> None:
-        super().close()
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+        super().__init__("lookup-buffer-staging", nbytes, _FIXED_SIZE)
 
 
 def adopt_staging(fd: int, capacity_bytes: int) -> Mapping:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lookup_buffer.arena import Mapping
+from lookup_buffer.board import BoardReader
 from lookup_buffer.channel import Channel, next_request_id
 from lookup_buffer.config import BufferConfig
 from lookup_buffer.errors import Closed, LookupBufferError, NodeRefused, NodeUnavailable
@@ -28,8 +29,8 @@ RETRY_SECONDS_MIN = 0.1
 RETRY_SECONDS_MAX = 2.0
 RETIRED_SECONDS = 120.0
 """How long the arena of a lost node stays mapped: longer than any engine step."""
-RELEASE_SECONDS = 0.1
-"""How long at most a pin outlives its reader; see `Channel.unreleased`."""
+TICK_SECONDS = 0.1
+"""How often `on_tick` is called, at the least."""
 
 
 @dataclass(slots=True, eq=False)
@@ -43,9 +44,21 @@ class _Live:
     idle: list[Channel] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True)
+class NodeMemory:
+    """What a node shares, mapped here: its arena, and the board that says what lies in it."""
+
+    arena: Mapping
+    board: BoardReader
+
+    def close(self) -> None:
+        self.arena.close()
+        self.board.close()
+
+
 @dataclass(slots=True, eq=False)
-class _MappedArena:
-    mapping: Mapping
+class _Mapped:
+    memory: NodeMemory
     uses: int = 0
     lost_at: float | None = None
     retired: bool = False
@@ -54,7 +67,7 @@ class _MappedArena:
 class Attachment:
     """Thread-safe, but never to be used in a forked child.
 
-    `on_event(message)` and `on_lost()` are called on the listening thread.
+    `on_event(message)`, `on_lost()` and `on_tick()` are called on the listening thread.
     """
 
     def __init__(
@@ -65,18 +78,20 @@ class Attachment:
         on_event: Callable[[dict[str, Any]], None],
         on_attached: Callable[[], None],
         on_lost: Callable[[], None],
+        on_tick: Callable[[], None],
     ) -> None:
         self._config = config
         self._seat = seat
         self._on_event = on_event
         self._on_attached = on_attached
         self._on_lost = on_lost
+        self._on_tick = on_tick
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._send_lock = threading.Lock()
         self._slots = threading.BoundedSemaphore(CHANNELS_MAX)
         self._live: _Live | None = None
-        self._arenas: dict[str, _MappedArena] = {}
+        self._mapped: dict[str, _Mapped] = {}
         self._closing = threading.Event()
         self._listener = threading.Thread(target=self._listen, name="lb-client", daemon=True)
 
@@ -131,8 +146,8 @@ class Attachment:
             live.anchor.send_now(request)
 
     @contextmanager
-    def arena(self, boot: str | None = None) -> Iterator[Mapping]:
-        """The arena of `boot` (None: the node's now), kept mapped meanwhile.
+    def memory(self, boot: str | None = None) -> Iterator[NodeMemory]:
+        """The memory of `boot` (None: the node's now), kept mapped meanwhile.
 
         Raises:
             NodeUnavailable: it is not mapped here.
@@ -142,17 +157,17 @@ class Attachment:
         with self._lock:
             if boot is None:
                 boot = self._live.boot if self._live else ""
-            arena = self._arenas.get(boot)
-            if arena is None:
-                raise NodeUnavailable(f"the arena of boot {boot or '(none)'} is not mapped here")
-            arena.uses += 1
+            mapped = self._mapped.get(boot)
+            if mapped is None:
+                raise NodeUnavailable(f"the memory of boot {boot or '(none)'} is not mapped here")
+            mapped.uses += 1
         try:
-            yield arena.mapping
+            yield mapped.memory
         finally:
             with self._lock:
-                arena.uses -= 1
-                if arena.retired and arena.uses == 0:
-                    arena.mapping.close()
+                mapped.uses -= 1
+                if mapped.retired and mapped.uses == 0:
+                    mapped.memory.close()
 
     @property
     def boot(self) -> str:
@@ -179,7 +194,7 @@ class Attachment:
             self._listener.join(timeout=2.0)
         self._lose(live)
         with self._lock:
-            for boot in list(self._arenas):
+            for boot in list(self._mapped):
                 self._retire(boot)
 
     # -- attach and listen
@@ -204,13 +219,16 @@ class Attachment:
         try:
             hello = Hello(next_request_id(), VERSION, self._seat, self._config.expectations())
             anchor.send(hello, deadline=deadline)
-            welcome, descriptors = anchor.receive_with_descriptor(deadline)
+            welcome, descriptors = anchor.receive_with_descriptors(deadline)
             try:
-                mapping = Mapping(descriptors[0], welcome["arena_bytes"], writable=False)
+                arena, board = descriptors
+                memory = NodeMemory(
+                    Mapping(arena, welcome["arena_bytes"], writable=False), BoardReader(board)
+                )
             finally:
                 for descriptor in descriptors:
                     os.close(descriptor)
-        except (OSError, IndexError, KeyError) as error:
+        except (OSError, ValueError, KeyError) as error:
             anchor.close()
             raise NodeUnavailable(f"the node at {path} cannot be attached to: {error}") from error
         except BaseException:
@@ -218,10 +236,10 @@ class Attachment:
             raise
         boot = welcome["boot"]
         with self._lock:
-            self._arenas[boot] = _MappedArena(mapping)
+            self._mapped[boot] = _Mapped(memory)
             self._live = _Live(welcome["session"], welcome["node"], boot, anchor)
         if self._seat is None:
-            mapping.populate_in_background()  # not in engines: see ARCHITECTURE
+            memory.arena.populate_in_background()  # not in engines: see ARCHITECTURE
         self._on_attached()
 
     def _listen(self) -> None:
@@ -246,27 +264,18 @@ class Attachment:
     def _pump(self, live: _Live) -> None:
         """Pass on what the node pushes, until the session ends."""
         while not self._closing.is_set():
-            if live.anchor.readable_within(RELEASE_SECONDS):
+            if live.anchor.readable_within(TICK_SECONDS):
                 for message in live.anchor.receive(None):
                     if "event" in message:
                         self._on_event(message)
-            self._release_idle(live)
-
-    def _release_idle(self, live: _Live) -> None:
-        """Tell the node what readers are done with, where no request took it along."""
-        with self._lock:
-            releases = [channel.unreleased for channel in live.idle if channel.unreleased]
-            for channel in live.idle:
-                channel.unreleased = None
-        for release in releases:
-            self.post(release)
+            self._on_tick()
 
     def _lose(self, live: _Live | None) -> None:
         with self._lock:
             if live is None or self._live is not live:
                 return
             self._live = None
-            self._arenas[live.boot].lost_at = time.monotonic()
+            self._mapped[live.boot].lost_at = time.monotonic()
             idle, live.idle = live.idle, []
         live.anchor.close()
         for channel in idle:
@@ -276,15 +285,15 @@ class Attachment:
     def _retire_lost(self) -> None:
         now = time.monotonic()
         with self._lock:
-            for boot, arena in list(self._arenas.items()):
-                if arena.lost_at is not None and now - arena.lost_at > RETIRED_SECONDS:
+            for boot, mapped in list(self._mapped.items()):
+                if mapped.lost_at is not None and now - mapped.lost_at > RETIRED_SECONDS:
                     self._retire(boot)
 
     def _retire(self, boot: str) -> None:
-        arena = self._arenas.pop(boot)
-        arena.retired = True
-        if arena.uses == 0:
-            arena.mapping.close()
+        mapped = self._mapped.pop(boot)
+        mapped.retired = True
+        if mapped.uses == 0:
+            mapped.memory.close()
 
     # -- channels
 
@@ -308,5 +317,3 @@ class Attachment:
                 live.idle.append(channel)
                 return
         channel.close()
-        if channel.unreleased is not None and self._live is live:
-            self.post(channel.unreleased)

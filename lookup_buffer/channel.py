@@ -16,10 +16,11 @@ from typing import Any
 from lookup_buffer import errors
 from lookup_buffer.arena import Staging
 from lookup_buffer.errors import LookupBufferError, NodeUnavailable, ProtocolError
-from lookup_buffer.messages import Release, Request, Stage
+from lookup_buffer.messages import Request, Stage
 from lookup_buffer.wire import FrameDecoder, encode_frame
 
 READ_BYTES = 256 << 10
+DESCRIPTORS_MAX = 4
 HEADER_MAX_BYTES = 4 << 20
 STAGING_BYTES_MIN = 1 << 20
 FULL_SECONDS = 0.05
@@ -44,10 +45,6 @@ class Channel:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.settimeout(timeout)
         self._staging: Staging | None = None
-        self.unreleased: Release | None = None
-        """What the last reader on this channel is done with: told with the next request, because
-        waking the node for it alone would cost as much as the request. The attachment tells it
-        where no request follows soon."""
         self.open = True
         try:
             self._socket.connect(str(path))
@@ -78,8 +75,6 @@ class Channel:
 
     def send(self, request: Request, *, deadline: float, descriptors: Iterable[int] = ()) -> None:
         frame = encode_frame(request.to_wire())
-        if self.unreleased is not None:
-            frame = encode_frame(self.unreleased.to_wire()) + frame
         ancillary = [
             (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))
             for descriptor in descriptors
@@ -91,7 +86,6 @@ class Channel:
                 self._socket.sendall(frame[sent:])
         except OSError as error:
             raise self._failed(error) from error
-        self.unreleased = None
 
     def send_now(self, request: Request) -> None:
         """Send without waiting for an answer. A node whose socket stays full counts as gone."""
@@ -127,13 +121,13 @@ class Channel:
             raise self._failed(OSError("it closed the connection"))
         return self._decode(data)
 
-    def receive_with_descriptor(self, deadline: float) -> tuple[dict[str, Any], list[int]]:
+    def receive_with_descriptors(self, deadline: float) -> tuple[dict[str, Any], list[int]]:
         """The first message and the descriptors beside it; the caller owns them."""
         descriptors: list[int] = []
         while True:
             try:
                 self._socket.settimeout(max(deadline - time.monotonic(), 1e-6))
-                data, found, _, _ = socket.recv_fds(self._socket, READ_BYTES, 1)
+                data, found, _, _ = socket.recv_fds(self._socket, READ_BYTES, DESCRIPTORS_MAX)
             except OSError as error:
                 raise self._failed(error) from error
             if not data:

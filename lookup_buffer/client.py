@@ -28,6 +28,7 @@ from lookup_buffer.errors import (
 )
 from lookup_buffer.header import TensorHeader
 from lookup_buffer.key import TensorKey
+from lookup_buffer.local_reads import LocalReads, NotHere
 from lookup_buffer.messages import (
     KEYS_MAX,
     Claim,
@@ -35,7 +36,6 @@ from lookup_buffer.messages import (
     Describe,
     Done,
     Insert,
-    Release,
     ReleaseClaim,
     Select,
     Stats,
@@ -115,7 +115,9 @@ class LookupBuffer:
             on_event=lambda message: self._prefetching.on_event(message),
             on_attached=self._describe,
             on_lost=lambda: self._prefetching.on_lost(),
+            on_tick=lambda: self._local_reads.tell(),
         )
+        self._local_reads = LocalReads(self._attachment, self._namespace.fingerprint)
         self._prefetching = Prefetching(self._attachment, self._namespace.fingerprint)
         self._attachment.open(required=required)
 
@@ -167,12 +169,13 @@ class LookupBuffer:
         del source  # kept the memory at `address` alive until here
 
     def _check_fits(self, header: TensorHeader) -> None:
-        with self._attachment.arena() as arena:
-            if header.nbytes > arena.nbytes:
-                raise TensorTooLarge(
-                    f"a tensor of {header.nbytes} bytes exceeds the arena of "
-                    f"{arena.nbytes} bytes; raise capacity_bytes"
-                )
+        with self._attachment.memory() as memory:
+            capacity_bytes = memory.arena.nbytes
+        if header.nbytes > capacity_bytes:
+            raise TensorTooLarge(
+                f"a tensor of {header.nbytes} bytes exceeds the arena of "
+                f"{capacity_bytes} bytes; raise capacity_bytes"
+            )
 
     # -- read
 
@@ -181,8 +184,9 @@ class LookupBuffer:
     ) -> "torch.Tensor | None":
         """The tensor under `key`, a copy; into `out` where given (much quicker when warm).
 
-        `timeout` bounds the wait for the key to appear; a transfer that has begun has a bound of
-        its own, by its size.
+        What this host holds is copied without asking the node. `timeout` bounds the wait for the
+        key to appear; a transfer that has begun has a bound of its own, by its size. After an
+        error the content of `out` is undefined.
 
         Raises:
             MissingTensor: nobody alive holds it.
@@ -190,12 +194,15 @@ class LookupBuffer:
             CodecError: `out` does not fit.
             NodeUnavailable: the node did not answer in time.
         """
-        with self._attachment.channel(waiting(timeout) + CALL_SECONDS) as channel:
-            order = self._locate(key, timeout, channel)
-            try:
-                return self.load(order, out=out)
-            finally:
-                channel.unreleased = Release(next_request_id(), [order.ticket])
+        try:
+            return self._local_reads.select(key, out)
+        except NotHere:
+            pass
+        order = self._locate(key, timeout)
+        try:
+            return self.load(order, out=out)
+        finally:
+            self.release(order)
 
     @contextmanager
     def view(self, key: TensorKey, *, timeout: float = 0.0) -> "Iterator[torch.Tensor | None]":
@@ -204,14 +211,13 @@ class LookupBuffer:
         Raises:
             As `select`.
         """
-        with self._attachment.channel(waiting(timeout) + CALL_SECONDS) as channel:
-            order = self._locate(key, timeout, channel)
+        order = self._locate(key, timeout)
         try:
-            with self._attachment.arena(order.boot) as arena:
+            with self._attachment.memory(order.boot) as memory:
                 if order.header.kind == "none":
                     yield None
                 else:
-                    window = arena.view[order.offset : order.offset + order.nbytes]
+                    window = memory.arena.view[order.offset : order.offset + order.nbytes]
                     yield codec.tensor_over(window, order.header)
         finally:
             self.release(order)
@@ -222,15 +228,19 @@ class LookupBuffer:
         At most one round trip to the store for 4,096 keys; never longer than `timeout`.
         """
         deadline = time.monotonic() + waiting(timeout)
-        present: list[bool] = []
-        for part in split([key.text for key in keys]):
+        present = self._local_reads.holds(keys)
+        unknown = [index for index, here in enumerate(present) if not here]
+        left = iter(unknown)
+        for part in split([keys[index].text for index in unknown]):
             budget = waiting(deadline - time.monotonic())
             request = Contains(next_request_id(), self._namespace.fingerprint, list(part), budget)
             try:
-                present += self._attachment.call(request, budget + 0.01)["present"]
+                found = self._attachment.call(request, budget + 0.01)["present"]
             except NodeUnavailable:
                 break
-        return present + [False] * (len(keys) - len(present))
+            for there in found:
+                present[next(left)] = there
+        return present
 
     def prefetch(self, keys: Sequence[TensorKey], *, timeout: float = 0.0) -> list[Prefetched]:
         """Bring `keys` to this host and pin them; one handle each, in order.
@@ -258,13 +268,10 @@ class LookupBuffer:
         header = order.header
         if header.kind == "none":
             return None
-        if out is None:
-            out = codec.empty_tensor(header)
-        else:
-            codec.check_out(out, header)
-        with self._attachment.arena(order.boot) as arena:
-            codec.copy_into(out, arena.address + order.offset, order.nbytes)
-        return out
+        tensor = codec.destination(out, header)
+        with self._attachment.memory(order.boot) as memory:
+            codec.copy_into(tensor, memory.arena.address + order.offset, order.nbytes)
+        return tensor
 
     def done(self, orders: Sequence[LoadOrder]) -> None:
         """This rank of the engine has taken its copies of `orders`. One-way; never raises."""
@@ -312,6 +319,7 @@ class LookupBuffer:
 
     def close(self) -> None:
         """Idempotent and bounded. What this client had pinned is released."""
+        self._local_reads.tell()
         self._attachment.close()
 
     def __enter__(self) -> "LookupBuffer":
@@ -320,10 +328,10 @@ class LookupBuffer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _locate(self, key: TensorKey, timeout: float, channel: Channel) -> LoadOrder:
+    def _locate(self, key: TensorKey, timeout: float) -> LoadOrder:
         wait = waiting(timeout)
         request = Select(next_request_id(), self._namespace.fingerprint, key.text, wait)
-        reply = channel.call(request, wait + CALL_SECONDS)
+        reply = self._attachment.call(request, wait + CALL_SECONDS)
         if reply["state"] == "resident":
             return LoadOrder.of(reply)
         if timeout:

@@ -100,6 +100,18 @@ def check_out(out: torch.Tensor, header: TensorHeader) -> None:
         raise CodecError("out is an expanded tensor: its elements share memory")
 
 
+def destination(out: torch.Tensor | None, header: TensorHeader) -> torch.Tensor:
+    """Where a value of `header` is copied to: `out`, if it fits, or a new tensor.
+
+    Raises:
+        CodecError: see `check_out`.
+    """
+    if out is None:
+        return empty_tensor(header)
+    check_out(out, header)
+    return out
+
+
 def copy_into(out: torch.Tensor, address: int, nbytes: int) -> None:
     """Copy the row-major bytes at `address` into a destination that `check_out` accepts.
 

@@ -59,11 +59,11 @@ class Counters:
             self._totals[name] += amount
             self._unflushed[name] += amount
 
-    def hit(self, address: Address, origin: str) -> None:
-        """One reader got `address`, that a client of this node stored or that was fetched."""
-        self.add("hits_local" if origin == "local" else "hits_remote")
+    def hit(self, address: Address, origin: str, count: int = 1) -> None:
+        """Readers got `address`, that a client of this node stored or that was fetched."""
+        self.add("hits_local" if origin == "local" else "hits_remote", count)
         with self._lock:
-            self._hits[address] += 1
+            self._hits[address] += count
 
     def totals(self) -> dict[str, int]:
         with self._lock:

@@ -69,6 +69,8 @@ class Inventory:
 
     capacity_bytes: int
     clock: Callable[[], float]
+    on_gone: Callable[[Address], None] = lambda _: None
+    """Called when an item can no longer be found, before its bytes may be given to another."""
     _items: dict[Address, Item] = field(default_factory=dict)
     _by_offset: dict[int, Item] = field(default_factory=dict)
     _pins: dict[int, Pin] = field(default_factory=dict)
@@ -160,6 +162,7 @@ class Inventory:
             return
         item.gone = True
         del self._items[item.address]
+        self.on_gone(item.address)
         self._removed.append((item, reason))
         if item.pins == 0:
             self._free(item)

@@ -39,7 +39,8 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Hello(Request):
-    """Open a session. → session, node, boot, arena_bytes, and the arena's descriptor.
+    """Open a session. → session, node, boot, arena_bytes, and the descriptors of
+    arena and board.
 
     `seat` is [engine id, rank or None for the scheduler, world size], or None for a client that
     is no engine. `expects` names what the client's configuration says of the node (capacity,
@@ -123,6 +124,16 @@ class Release(DeskRequest):
 
     op = "release"
     tickets: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Touch(DeskRequest):
+    """One-way. How often the client read these keys by the board: hits, and uses."""
+
+    op = "touch"
+    namespace: str
+    keys: list[str]
+    counts: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,13 +306,14 @@ _CHECKS: Final[Mapping[str, Callable[[Any], bool]]] = {
     "wait_seconds": _is_seconds,
     "lease_seconds": _is_seconds,
     "tickets": _list_of(_is_count),
+    "counts": _list_of(_is_count),
     "rank": _is_count,
     "parts": is_parts,
 }
 _KINDS: Final[Mapping[str, type[Request]]] = {
     kind.op: kind
     for kind in (
-        Hello, Join, Stage, Contains, Insert, Select, Prefetch, Release, Done, Claim,
+        Hello, Join, Stage, Contains, Insert, Select, Prefetch, Release, Touch, Done, Claim,
         ReleaseClaim, Describe, Stats, Goodbye,
     )
 }  # fmt: skip

@@ -186,7 +186,7 @@ import time
 anchor = Channel(Path(sys.argv[1]), timeout=5.0)
 deadline = time.monotonic() + 5.0
 anchor.send(Hello(next_request_id(), VERSION, None, {}), deadline=deadline)
-welcome, (arena,) = anchor.receive_with_descriptor(deadline)
+welcome, (arena, board) = anchor.receive_with_descriptors(deadline)
 nbytes = welcome["arena_bytes"]
 writable = mmap.PROT_READ | mmap.PROT_WRITE
 libc = ctypes.CDLL(None)

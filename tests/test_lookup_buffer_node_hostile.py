@@ -48,7 +48,7 @@ class Raw:
         }
         fields |= changes
         self.send(messages.Hello(1, fields["version"], None, fields["expects"]))
-        data, descriptors, _, _ = socket.recv_fds(self.socket, 65536, 1)
+        data, descriptors, _, _ = socket.recv_fds(self.socket, 65536, 4)
         for descriptor in descriptors:
             os.close(descriptor)
         answer = self._one(data)

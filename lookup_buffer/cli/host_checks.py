@@ -134,8 +134,8 @@ def ask_node(path: Path, expects: Mapping[str, str | int]) -> dict[str, Any]:
     try:
         hello = Hello(next_request_id(), VERSION, None, dict(expects))
         channel.send(hello, deadline=deadline)
-        welcome, descriptors = channel.receive_with_descriptor(deadline)
-        for descriptor in descriptors:  # the arena, which we do not read
+        welcome, descriptors = channel.receive_with_descriptors(deadline)
+        for descriptor in descriptors:  # arena and board, which we do not read
             os.close(descriptor)
         reply = channel.call(Stats(next_request_id()), ANSWER_SECONDS)
         channel.send_now(Goodbye(next_request_id()))

@@ -58,11 +58,11 @@ class Connection:
         self._output += encode_frame(message)
         self._flush()
 
-    def send_with_descriptor(self, message: Any, descriptor: int) -> None:
-        """Send the first frame of a session with a descriptor beside it."""
-        assert not self._output, "the descriptor goes with the first frame"
+    def send_with_descriptors(self, message: Any, descriptors: list[int]) -> None:
+        """Send the first frame of a session with descriptors beside it."""
+        assert not self._output, "descriptors go with the first frame"
         frame = encode_frame(message)
-        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))]
+        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
         try:
             sent = self._socket.sendmsg([frame], ancillary)
         except OSError:

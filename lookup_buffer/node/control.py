@@ -140,15 +140,15 @@ class Control:
         self._sessions[session.id] = self._of[connection] = session
         self.counters.add("sessions_opened")
         self.desk.attach(session)
-        arena = self.desk.shelf.arena
+        shelf = self.desk.shelf
         fields = {
             "id": request.id,
             "session": session.id,
             "node": self.identity.node,
             "boot": self.identity.boot,
-            "arena_bytes": arena.nbytes,
+            "arena_bytes": shelf.arena.nbytes,
         }
-        connection.send_with_descriptor(fields, arena.fd)
+        connection.send_with_descriptors(fields, [shelf.arena.fd, shelf.board.fd])
 
     def _join(self, connection: Connection, request: Join) -> None:
         session = self._sessions.get(request.session)

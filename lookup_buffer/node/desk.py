@@ -29,6 +29,7 @@ from lookup_buffer.messages import (
     Request,
     Select,
     Stats,
+    Touch,
     failure,
 )
 from lookup_buffer.node.claims import Claims
@@ -96,6 +97,8 @@ class Desk:
                 self._prefetch(session, request)
             case Release():
                 self.shelf.release(request.tickets, session.id)
+            case Touch():
+                self._touch(request)
             case Done():
                 self.shelf.done(request.tickets, request.rank)
             case Contains():
@@ -132,6 +135,13 @@ class Desk:
         if held is not None:
             self.counters.hit(address, held.item.origin)
         return held
+
+    def _touch(self, request: Touch) -> None:
+        for key, count in zip(request.keys, request.counts, strict=False):
+            address = (request.namespace, key)
+            item = self.shelf.touch(address)
+            if item is not None:
+                self.counters.hit(address, item.origin, count)
 
     def _select(self, connection: Connection, session: Session, request: Select) -> None:
         address = (request.namespace, request.key)

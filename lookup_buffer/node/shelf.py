@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from xxhash import xxh3_64_intdigest
 
 from lookup_buffer.arena import Arena, Mapping, copy_bytes
+from lookup_buffer.board import Board
 from lookup_buffer.header import TensorHeader
 from lookup_buffer.inventory import Address, Gauges, Inventory, Item
 
@@ -38,7 +39,8 @@ class Shelf:
         self._clock = clock
         self._on_change = on_change
         self._lock = threading.Lock()
-        self._inventory = Inventory(capacity_bytes, clock)
+        self.board = Board(capacity_bytes)
+        self._inventory = Inventory(capacity_bytes, clock, self.board.strike)
 
     # -- read
 
@@ -63,6 +65,11 @@ class Shelf:
         """Whether `address` has an item or is being written."""
         with self._lock:
             return self._inventory.holds(address)
+
+    def touch(self, address: Address) -> Item | None:
+        """A client read the item by the board: mark it as used. None where it has gone since."""
+        with self._lock:
+            return self._inventory.find(address)
 
     def release(self, tickets: Iterable[int], owner: int) -> None:
         """Let go of tickets; those of other owners are left alone."""
@@ -118,6 +125,8 @@ class Shelf:
         """Make a written item visible; the answer is a ticket that holds it for `owner`."""
         with self._lock:
             self._inventory.commit(item, checksum)
+            if item.expires_at is None:
+                self.board.list(item.address, item.header, item.offset, item.generation)
             ticket = self._inventory.pin(item, owner)
         self._on_change(item.address, "")
         return ticket
@@ -165,6 +174,7 @@ class Shelf:
 
     def close(self) -> None:
         self.arena.close()
+        self.board.close()
 
     def _report(self) -> None:
         if not self._inventory.anything_removed:

@@ -1,0 +1,169 @@
+"""The board: what the node holds, for every client of the host to read without asking.
+
+A table in shared memory beside the arena. The node lists an item once its bytes are complete and
+strikes it off before they can be given to another; clients map it read-only. A reader takes an
+entry, copies the bytes, and looks again: if the entry is unchanged, so were the bytes (a seqlock).
+So a read on one host costs no round trip, and a stopped node holds nobody up. What is not on the
+board is asked for.
+
+An entry that does not fit (a full bucket, too many dimensions) or that would need a clock (a time
+to live) is left off. Relies on stores being seen in their order, which x86-64 promises: elsewhere
+the board stays empty.
+"""
+
+import hashlib
+import os
+import platform
+import struct
+from dataclasses import dataclass
+from typing import Final
+
+from lookup_buffer.arena import Mapping, SealedMemory
+from lookup_buffer.header import DTYPES, TensorHeader
+
+ENTRY: Final = struct.Struct("@Q32sQQBBBB4x8Q")
+"""sequence, digest, offset, generation, kind, dtype, dimensions, unused, sizes."""
+DIMENSIONS_MAX: Final = 8
+BUCKET_ENTRIES: Final = 8
+BUCKET_BYTES: Final = BUCKET_ENTRIES * ENTRY.size
+BYTES_AN_ENTRY: Final = 256 << 10
+"""An arena of this many bytes per entry is expected; smaller items may be left off."""
+ENTRIES_MIN, ENTRIES_MAX = 1024, 65536
+DIGEST_BYTES: Final = 32
+_NO_DIGEST: Final = bytes(DIGEST_BYTES)
+_WORD: Final = 8
+_DTYPE_NAMES: Final = tuple(DTYPES)
+_DTYPE_CODES: Final = {name: code for code, name in enumerate(_DTYPE_NAMES)}
+_KINDS: Final = ("tensor", "none")
+IS_ORDERED: Final = platform.machine() in ("x86_64", "AMD64")
+
+
+def digest_of(namespace: str, key: str) -> bytes:
+    """What an entry is found by; cryptographic, because clients may choose keys."""
+    return hashlib.blake2b(f"{namespace} {key}".encode(), digest_size=DIGEST_BYTES).digest()
+
+
+def entries_for(capacity_bytes: int) -> int:
+    wanted = min(max(capacity_bytes // BYTES_AN_ENTRY, ENTRIES_MIN), ENTRIES_MAX)
+    return 1 << (wanted - 1).bit_length()
+
+
+class Board:
+    """The node's side. Called under the shelf's lock."""
+
+    def __init__(self, capacity_bytes: int) -> None:
+        nbytes = entries_for(capacity_bytes) * ENTRY.size
+        self._memory = SealedMemory("lookup-buffer-board", nbytes)
+        self._words = self._memory.view.cast("Q")
+        self._buckets = nbytes // BUCKET_BYTES
+        self._sequence = 0
+        self._positions: dict[tuple[str, str], int] = {}
+
+    @property
+    def fd(self) -> int:
+        return self._memory.fd
+
+    @property
+    def nbytes(self) -> int:
+        return self._memory.nbytes
+
+    def list(
+        self, address: tuple[str, str], header: TensorHeader, offset: int, generation: int
+    ) -> None:
+        """Put a complete item up, where it fits."""
+        if not IS_ORDERED or len(header.shape) > DIMENSIONS_MAX:
+            return
+        digest = digest_of(*address)
+        position = self._free_position(digest)
+        if position is None:
+            return
+        self._sequence += 2
+        sizes = header.shape + (0,) * (DIMENSIONS_MAX - len(header.shape))
+        word = position // _WORD
+        self._words[word] = self._sequence - 1  # odd: being written
+        ENTRY.pack_into(
+            self._memory.view,
+            position,
+            self._sequence - 1,
+            digest,
+            offset,
+            generation,
+            _KINDS.index(header.kind),
+            _DTYPE_CODES.get(header.dtype, 0),
+            len(header.shape),
+            0,
+            *sizes,
+        )
+        self._words[word] = self._sequence
+        self._positions[address] = position
+
+    def strike(self, address: tuple[str, str]) -> None:
+        """Take an item off, before its bytes can be given to another."""
+        position = self._positions.pop(address, None)
+        if position is not None:
+            self._words[position // _WORD] = 0
+            self._memory.view[position + _WORD : position + _WORD + DIGEST_BYTES] = _NO_DIGEST
+
+    def close(self) -> None:
+        self._words.release()
+        self._memory.close()
+
+    def _free_position(self, digest: bytes) -> int | None:
+        start = _bucket_of(digest, self._buckets) * BUCKET_BYTES
+        for position in range(start, start + BUCKET_BYTES, ENTRY.size):
+            if self._words[position // _WORD] == 0:
+                return position
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Where an item lay when the board was read. Good as long as `BoardReader.stands`."""
+
+    position: int
+    sequence: int
+    header: TensorHeader
+    offset: int
+
+
+class BoardReader:
+    """A client's side. Any thread."""
+
+    def __init__(self, fd: int) -> None:
+        self._mapping = Mapping(fd, os.fstat(fd).st_size, writable=False)
+        self._words = self._mapping.view.cast("Q")
+        self._buckets = self._mapping.nbytes // BUCKET_BYTES
+
+    def find(self, digest: bytes) -> Entry | None:
+        """The entry of an item that is here, None where the node has to be asked."""
+        start = _bucket_of(digest, self._buckets) * BUCKET_BYTES
+        view = self._mapping.view
+        found = bytes(view[start : start + BUCKET_BYTES]).find(digest)
+        if found < _WORD or (found - _WORD) % ENTRY.size:
+            return None
+        position = start + found - _WORD
+        sequence = self._words[position // _WORD]
+        _, listed, offset, _, kind, dtype, dimensions, _, *sizes = ENTRY.unpack_from(view, position)
+        if listed != digest or sequence % 2 or not self._is(position, sequence):
+            return None
+        shape = tuple(sizes[:dimensions])
+        if _KINDS[kind] == "none":
+            header = TensorHeader.of_none()
+        else:
+            header = TensorHeader.for_tensor(_DTYPE_NAMES[dtype], shape)
+        return Entry(position, sequence, header, offset)
+
+    def stands(self, entry: Entry) -> bool:
+        """Whether the entry is unchanged, and with it the bytes that were read since."""
+        return self._is(entry.position, entry.sequence)
+
+    def close(self) -> None:
+        self._words.release()
+        self._mapping.close()
+
+    def _is(self, position: int, sequence: int) -> bool:
+        return sequence != 0 and self._words[position // _WORD] == sequence
+
+
+def _bucket_of(digest: bytes, buckets: int) -> int:
+    return int.from_bytes(digest[:8], "little") % buckets

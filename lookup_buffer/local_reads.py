@@ -1,0 +1,82 @@
+"""Reads of what this host holds, by the board: no round trip, no pin.
+
+The bytes are copied first and the board is looked at again: if the item went meanwhile, what was
+copied is worthless and the node is asked instead. What was read is told to the node now and then,
+so that hits are counted and what is used is not evicted. Any thread.
+"""
+
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from lookup_buffer import codec
+from lookup_buffer.attachment import Attachment
+from lookup_buffer.board import digest_of
+from lookup_buffer.channel import next_request_id
+from lookup_buffer.errors import LookupBufferError, NodeUnavailable
+from lookup_buffer.key import TensorKey
+from lookup_buffer.messages import Touch, split
+
+if TYPE_CHECKING:
+    import torch
+
+
+class NotHere(Exception):
+    """The board does not list the key, or no longer."""
+
+
+class LocalReads:
+    def __init__(self, attachment: Attachment, namespace: str) -> None:
+        self._attachment = attachment
+        self._namespace = namespace
+        self._lock = threading.Lock()
+        self._read: Counter[str] = Counter()
+
+    def select(self, key: TensorKey, out: "torch.Tensor | None") -> "torch.Tensor | None":
+        """A copy of the tensor under `key`, in `out` where given.
+
+        Raises:
+            NotHere: ask the node. `out` may have been written to.
+            CodecError: `out` does not fit.
+            NodeUnavailable: there is no node now.
+        """
+        with self._attachment.memory() as memory:
+            entry = memory.board.find(digest_of(self._namespace, key.text))
+            if entry is None:
+                raise NotHere
+            header = entry.header
+            if header.kind == "none":
+                tensor = None
+            else:
+                tensor = codec.destination(out, header)
+                codec.copy_into(tensor, memory.arena.address + entry.offset, header.nbytes)
+            if not memory.board.stands(entry):
+                raise NotHere
+        with self._lock:
+            self._read[key.text] += 1
+        return tensor
+
+    def holds(self, keys: Sequence[TensorKey]) -> list[bool]:
+        """For each key, whether the board lists it; False where the node has to be asked."""
+        try:
+            with self._attachment.memory() as memory:
+                board = memory.board
+                return [
+                    board.find(digest_of(self._namespace, key.text)) is not None for key in keys
+                ]
+        except NodeUnavailable:
+            return [False] * len(keys)
+
+    def tell(self) -> None:
+        """Tell the node what was read since the last time. Never raises."""
+        if not self._read:
+            return
+        with self._lock:
+            read, self._read = self._read, Counter()
+        for keys in split(list(read)):
+            counts = [read[key] for key in keys]
+            try:
+                self._attachment.post(Touch(next_request_id(), self._namespace, list(keys), counts))
+            except LookupBufferError:
+                return  # the node is gone, and what it counted
