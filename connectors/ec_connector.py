@@ -16,7 +16,7 @@ from vllm.distributed.ec_transfer.ec_connector.base import (
     ECConnectorRole,
 )
 
-from connectors.ec_metadata import StepMetadata
+from connectors.ec_metadata import StepMetadata, WorkerCounts
 
 if TYPE_CHECKING:
     import torch
@@ -63,7 +63,18 @@ class LookupBufferECConnector(ECConnectorBase):
         if self.worker is not None and metadata is not None:
             self.worker.save(encoder_cache, mm_hash, metadata)
 
+    def build_connector_worker_meta(self) -> WorkerCounts | None:
+        # vLLM 0.32 never asks a worker for its statistics: they go through the scheduler's side.
+        fresh = self.worker.counters.take() if self.worker is not None else {}
+        return WorkerCounts(fresh) if fresh else None
+
     # -- scheduler -----------------------------------------------------------------------------
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        told = getattr(connector_output, "ec_connector_worker_meta", None)
+        if self.scheduler is not None and isinstance(told, WorkerCounts):
+            for name, count in told.counts.items():
+                self.scheduler.counters.add(name, count)
 
     def ensure_cache_available(self, request: Any, num_computed_tokens: int, **kwargs: Any) -> bool:
         assert self.scheduler is not None

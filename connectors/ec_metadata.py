@@ -1,4 +1,4 @@
-"""What the scheduler side tells the workers about one step.
+"""What the scheduler side tells the workers about one step, and what they tell it.
 
 Written by `EcScheduler.build_metadata` in the scheduler's thread, carried to every rank by vLLM's
 own channel (which pickles; we never do), read by `EcWorker`. Plain data without vLLM or torch.
@@ -33,3 +33,14 @@ class StepMetadata:
     """The loads, and nothing but the loads."""
     saves: dict[str, str] = field(default_factory=dict)
     """Items that are encoded in this step and may be stored: identifier -> text of the key."""
+
+
+@dataclass(slots=True)
+class WorkerCounts:
+    """What a worker counted since the step before; vLLM adds up those of all ranks."""
+
+    counts: dict[str, int]
+
+    def aggregate(self, other: "WorkerCounts") -> "WorkerCounts":
+        names = self.counts.keys() | other.counts.keys()
+        return WorkerCounts({n: self.counts.get(n, 0) + other.counts.get(n, 0) for n in names})

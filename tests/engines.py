@@ -140,6 +140,7 @@ def engine_settings(
         work_directory=work,
         images_per_prompt=IMAGES_PER_PROMPT,
         cores=(cores[core % len(cores)],),
+        environment={"VLLM_LOG_STATS_INTERVAL": "0.1"},
         **{"placement": Placement.ONE_PROCESS, **settings},
     )
 

@@ -241,3 +241,14 @@ def test_engines_with_other_weights_share_nothing(
     wait_until(lambda: len(namespaces_of(hosts, *answer.identifiers)) == 2, ANSWER_SECONDS)
     one, other = (dict(n.parts) for n in namespaces_of(hosts, *answer.identifiers))
     assert [name for name in one if one[name] != other[name]] == ["weights"]
+
+
+@BOTH_WAYS
+def test_vllms_own_statistics_tell_what_was_saved_and_loaded(direction: Way) -> None:
+    """The workers' counts too, which vLLM does not ask for by itself."""
+    question = direction.pair.fresh()
+    direction.ask_first(question)
+    direction.ask_second(question)
+    for engine, count in ((direction.first, "saved="), (direction.second, "load_remote=")):
+        lines = engine.settings.log_path.read_text().splitlines()
+        assert any("EC Transfer metrics" in line and count in line for line in lines)

@@ -154,3 +154,22 @@ def test_counted_identifiers_end_the_start(buffer: LedgerBuffer) -> None:
     config.model_config.multimodal_config.mm_processor_cache_gb = 0
     with pytest.raises(ConfigError, match="repeats on every instance"):
         LookupBufferECConnector(config, ECConnectorRole.SCHEDULER)
+
+
+def test_what_workers_count_reaches_the_statistics(
+    scheduler: LookupBufferECConnector, buffer: LedgerBuffer
+) -> None:
+    told = []
+    for saved in (1, 2):
+        worker = LookupBufferECConnector(vllm_config(), ECConnectorRole.WORKER)
+        assert worker.worker is not None
+        worker.worker.counters.add("saved", saved)
+        counts = worker.build_connector_worker_meta()
+        assert counts is not None
+        told.append(counts)
+        assert worker.build_connector_worker_meta() is None  # counted once
+    output = SimpleNamespace(ec_connector_worker_meta=told[0].aggregate(told[1]))
+    scheduler.update_connector_output(output)
+    assert scheduler.get_ec_connector_stats().data == {"saved": 3}
+    scheduler.update_connector_output(SimpleNamespace(ec_connector_worker_meta=None))
+    assert scheduler.get_ec_connector_stats() is None
