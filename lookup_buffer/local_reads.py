@@ -16,7 +16,7 @@ from lookup_buffer.board import digest_of
 from lookup_buffer.channel import next_request_id
 from lookup_buffer.errors import LookupBufferError, NodeUnavailable
 from lookup_buffer.key import TensorKey
-from lookup_buffer.messages import Touch, split
+from lookup_buffer.messages import COUNT_MAX, Touch, split
 
 if TYPE_CHECKING:
     import torch
@@ -31,6 +31,7 @@ class LocalReads:
         self._attachment = attachment
         self._namespace = namespace
         self._lock = threading.Lock()
+        self._telling = threading.Lock()
         self._read: Counter[str] = Counter()
 
     def select(self, key: TensorKey, out: "torch.Tensor | None") -> "torch.Tensor | None":
@@ -70,13 +71,13 @@ class LocalReads:
 
     def tell(self) -> None:
         """Tell the node what was read since the last time. Never raises."""
-        if not self._read:
-            return
-        with self._lock:
-            read, self._read = self._read, Counter()
-        for keys in split(list(read)):
-            counts = [read[key] for key in keys]
-            try:
-                self._attachment.post(Touch(next_request_id(), self._namespace, list(keys), counts))
-            except LookupBufferError:
-                return  # the node is gone, and what it counted
+        with self._telling:  # whoever closes waits for what another thread is about to tell
+            with self._lock:
+                read, self._read = self._read, Counter()
+            for keys in split(list(read)):
+                counts = [min(read[key], COUNT_MAX) for key in keys]
+                touch = Touch(next_request_id(), self._namespace, list(keys), counts)
+                try:
+                    self._attachment.post(touch)
+                except LookupBufferError:
+                    return  # the node is gone, and what it counted

@@ -22,6 +22,8 @@ KEYS_MAX: Final = 4096
 """Bound on the keys or tickets of one request."""
 KEYS_BYTES_MAX: Final = 256 << 10
 """Bound on the keys of one request together, that `split` keeps; a frame takes four times that."""
+COUNT_MAX: Final = (1 << 31) - 1
+"""Bound on the hits of a key that one request can tell."""
 TEXT_MAX: Final = 4096
 PARTS_MAX: Final = 256
 """Bound on the entries of a map: parts of a namespace, what a client expects, a header."""
@@ -306,7 +308,7 @@ _CHECKS: Final[Mapping[str, Callable[[Any], bool]]] = {
     "wait_seconds": _is_seconds,
     "lease_seconds": _is_seconds,
     "tickets": _list_of(_is_count),
-    "counts": _list_of(_is_count),
+    "counts": _list_of(lambda value: _is_count(value) and value <= COUNT_MAX),
     "rank": _is_count,
     "parts": is_parts,
 }

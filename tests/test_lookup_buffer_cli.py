@@ -112,7 +112,7 @@ def test_a_directory_of_others_is_2(tmp_path: Path) -> None:
 
 def test_a_directory_that_cannot_be_made_is_2(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    assert_refused(run("ls", "--directory", str(tmp_path / "file" / "below")), 2, "--directory")
+    assert_refused(run("ls", "--directory", str(tmp_path / "file" / "below")), 2, "'directory'")
 
 
 def test_a_password_on_the_command_line_is_refused() -> None:

@@ -15,8 +15,8 @@ from lookup_buffer.plain import pack, unpack
 FINGERPRINT = "0123456789abcdef" * 4
 KINDS: list[type[Request]] = [
     messages.Hello, messages.Join, messages.Stage, messages.Contains, messages.Insert,
-    messages.Select, messages.Prefetch, messages.Release, messages.Done, messages.Claim,
-    messages.ReleaseClaim, messages.Describe, messages.Stats, messages.Goodbye,
+    messages.Select, messages.Prefetch, messages.Release, messages.Touch, messages.Done,
+    messages.Claim, messages.ReleaseClaim, messages.Describe, messages.Stats, messages.Goodbye,
 ]  # fmt: skip
 
 counts = st.integers(0, (1 << 63) - 1)
@@ -30,6 +30,7 @@ seats = st.integers(1, 64).flatmap(
 FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "id": counts,
     "version": counts,
+    "counts": st.lists(st.integers(0, messages.COUNT_MAX), max_size=8),
     "seat": st.one_of(st.none(), seats),
     "expects": st.dictionaries(texts, st.one_of(texts, counts), max_size=4),
     "session": counts,
