@@ -72,6 +72,8 @@ class LocalReads:
     def tell(self) -> None:
         """Tell the node what was read since the last time. Never raises."""
         with self._telling:  # whoever closes waits for what another thread is about to tell
+            if not self._read:
+                return
             with self._lock:
                 read, self._read = self._read, Counter()
             for keys in split(list(read)):

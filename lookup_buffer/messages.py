@@ -308,7 +308,7 @@ _CHECKS: Final[Mapping[str, Callable[[Any], bool]]] = {
     "wait_seconds": _is_seconds,
     "lease_seconds": _is_seconds,
     "tickets": _list_of(_is_count),
-    "counts": _list_of(lambda value: _is_count(value) and value <= COUNT_MAX),
+    "counts": _list_of(lambda value: type(value) is int and 0 <= value <= COUNT_MAX),
     "rank": _is_count,
     "parts": is_parts,
 }
