@@ -35,6 +35,13 @@ def test_two_engines_share_what_one_of_them_encoded(tmp_path: Path) -> None:
     figures = json.loads((tmp_path / "demo.json").read_text())
     assert figures["tokens_equal"]
     assert figures["tokens_differ_between_images"]
+    warm_up = [request for request in figures["requests"] if request["purpose"] == "warm-up"]
+    assert [(request["engine"], request["origin"]) for request in warm_up] == [
+        ("host-a", "encoded"),
+        ("host-b", "loaded"),
+    ]
+    assert figures["encoder_runs_of_warm_up"] == {"host-a": 1, "host-b": 0}
+    assert figures["hits_of_warm_up"] == 1
     by_purpose = {request["purpose"]: request for request in figures["requests"]}
     assert by_purpose["first sight"]["origin"] == "encoded"
     assert by_purpose["own repeat"]["origin"] == "own cache"
@@ -47,6 +54,8 @@ def test_two_engines_share_what_one_of_them_encoded(tmp_path: Path) -> None:
     assert figures["encoder_runs"]["host-a"] + figures["encoder_runs"]["host-b"] in (2, 3)
     assert {record["nbytes"] for record in figures["records"]} == {figures["nbytes_per_image"]}
     assert {tuple(record["nodes"]) for record in figures["records"]} == {("host-a", "host-b")}
+    photographs = {record["photograph"] for record in figures["records"]}
+    assert photographs == {"rocket", "cat", "coffee"}
     assert figures["hits_in_redis"] >= 2
 
 

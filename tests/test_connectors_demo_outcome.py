@@ -5,7 +5,8 @@ from dataclasses import replace
 
 from connectors.demo.outcome import KeyFacts, Origin, Outcome, Promise, Purpose, Result, judge
 
-CAT, COFFEE = (1, 2, 3), (4, 5, 6)
+TOKENS = {"cat": (1, 2, 3), "coffee": (4, 5, 6), "rocket": (7, 8, 9)}
+CAT = TOKENS["cat"]
 
 
 def _outcome(
@@ -15,7 +16,7 @@ def _outcome(
     seconds: float,
     photograph: str = "cat",
 ) -> Outcome:
-    tokens = CAT if photograph == "cat" else COFFEE
+    tokens = TOKENS[photograph]
     source = "host-a over TCP" if origin is Origin.LOADED else ""
     return Outcome(purpose, engine, photograph, origin, source, 0.0, seconds, tokens, tokens)
 
@@ -32,9 +33,16 @@ GOOD = Result(
         _outcome(Purpose.AT_ONCE, "a", Origin.ENCODED, 4.0, "coffee"),
         _outcome(Purpose.AT_ONCE, "b", Origin.LOADED, 4.1, "coffee"),
         _outcome(Purpose.AGAIN, "a", Origin.LOADED, 0.015),
+        # Last, so that the places above are easy to count; slow, so that it would be noticed.
+        _outcome(Purpose.WARM_UP, "a", Origin.ENCODED, 60.0, "rocket"),
+        _outcome(Purpose.WARM_UP, "b", Origin.LOADED, 50.0, "rocket"),
     ),
     encoder_runs={"a": 2, "b": 0},
-    records=(KeyFacts("n", "k", "float32", (1, 2), 8, ("a", "b"), 2),),
+    encoder_runs_of_warm_up={"a": 1, "b": 0},
+    records=(
+        KeyFacts("rocket", "n", "j", "float32", (1, 2), 8, ("a", "b"), 1),
+        KeyFacts("cat", "n", "k", "float32", (1, 2), 8, ("a", "b"), 2),
+    ),
     seconds=1.0,
 )
 
@@ -58,6 +66,11 @@ def test_one_other_token_breaks_the_first_promise() -> None:
     assert "tokens equal" in broken.text
 
 
+def test_the_warm_ups_tokens_count_too() -> None:
+    (broken,) = _broken(_with(9, replace(GOOD.outcomes[9], tokens=(7, 8, 1))))
+    assert "tokens equal" in broken.text
+
+
 def test_equal_tokens_for_both_photographs_prove_nothing() -> None:
     same = tuple(replace(o, tokens=CAT, tokens_expected=CAT) for o in GOOD.outcomes)
     (broken,) = _broken(replace(GOOD, outcomes=same))
@@ -73,7 +86,7 @@ def test_a_single_photograph_proves_nothing() -> None:
 def test_an_encode_on_the_second_engine_is_named() -> None:
     encoded = _outcome(Purpose.OTHER, "b", Origin.ENCODED, 0.040)
     texts = [promise.text for promise in _broken(_with(4, encoded))]
-    assert any("second engine loaded" in text for text in texts)
+    assert any("second engine only loads" in text for text in texts)
     assert any("were measured" in text for text in texts)
 
 
@@ -83,7 +96,7 @@ def test_an_encode_after_another_image_is_named() -> None:
 
 
 def test_a_missing_request_breaks_its_promise() -> None:
-    (broken,) = _broken(replace(GOOD, outcomes=GOOD.outcomes[:-1]))
+    (broken,) = _broken(replace(GOOD, outcomes=GOOD.outcomes[:7] + GOOD.outcomes[8:]))
     assert broken.found == "no such request"
 
 
@@ -107,6 +120,9 @@ def test_the_figures_hold_what_a_reader_looks_for() -> None:
     assert figures["tokens_differ_between_images"] is True
     assert figures["hits"] == 3
     assert figures["hits_in_redis"] == 2
+    assert figures["encoder_runs_of_warm_up"] == {"a": 1, "b": 0}
+    assert figures["hits_of_warm_up"] == 1
+    assert figures["ttft_seconds"]["warm_up_hit"] == 50.0
     assert figures["ttft_seconds"]["own_repeat"] == 0.011
     assert figures["ttft_seconds"]["waited_for_other_engine"] == 4.1
     assert len(figures["requests"]) == len(GOOD.outcomes)

@@ -22,9 +22,9 @@ from connectors.demo.fleet import Fleet, NodeFailure
 from connectors.demo.model import ensure_model
 from connectors.demo.model_size import HEAVY, SIZES, ModelSize
 from connectors.demo.outcome import Result, judge
-from connectors.demo.report import describe, promise_table, record_table, request_table
-from connectors.demo.story import Story, records_in_store, reference_tokens, warm_up
-from store import MetadataStore, StoreError
+from connectors.demo.report import describe, summary
+from connectors.demo.story import Story, reference_tokens, warm_up_text
+from store import StoreError
 
 _ENGINES = ("host-a", "host-b")
 _CORES_PER_ENGINE_MAX = 8
@@ -78,7 +78,7 @@ def _demo(size: ModelSize, directory: Path, json_path: Path, console: Console) -
     with contextlib.ExitStack() as stack:
         console.print("Starting a Valkey and two nodes …")
         fleet = stack.enter_context(Fleet(_ENGINES, work))
-        console.print("Starting three vLLM engines, one of them without a connector …")
+        console.print("Starting three vLLM engines, one without a connector (about a minute) …")
         baseline = stack.enter_context(_engine("baseline", size, model, work))
         engines = {
             name: stack.enter_context(_engine(name, size, model, work, fleet=fleet))
@@ -90,19 +90,23 @@ def _demo(size: ModelSize, directory: Path, json_path: Path, console: Console) -
         baseline.close()
         for engine in engines.values():
             engine.wait_ready()
-        for engine in engines.values():
-            warm_up(engine, size)
         story = Story(
             engines, fleet.store, expected, lambda outcome: console.print(describe(outcome))
         )
+        console.print("Warming up: text alone, then one photograph that does not count …")
+        for engine in engines.values():
+            warm_up_text(engine, size)
+        story.warm_up()
+        console.print("The requests that count …")
         story.run()
-        _wait_for_hits(fleet.store, story)
+        _wait_for_hits(story)
         result = Result(
             model=size.name,
             nbytes_per_image=size.nbytes_per_image,
             outcomes=tuple(story.outcomes),
-            encoder_runs={name: engine.encoder_runs for name, engine in engines.items()},
-            records=records_in_store(fleet.store),
+            encoder_runs=story.encoder_runs,
+            encoder_runs_of_warm_up=story.encoder_runs_of_warm_up,
+            records=story.records(),
             seconds=time.monotonic() - began,
         )
         console.print("Stopping everything …")
@@ -143,11 +147,11 @@ def _cores(index: int) -> tuple[int, ...]:
     return tuple(cores[first : first + each])
 
 
-def _wait_for_hits(store: MetadataStore, story: Story) -> None:
+def _wait_for_hits(story: Story) -> None:
     """Nodes count hits in batches; give them the time to arrive."""
     expected = sum(bool(outcome.source) for outcome in story.outcomes)
     deadline = time.monotonic() + _HITS_WAIT_SECONDS
-    while sum(record.hits for record in records_in_store(store)) < expected:
+    while sum(record.hits for record in story.records()) < expected:
         if time.monotonic() > deadline:
             return
         time.sleep(0.1)
@@ -157,11 +161,9 @@ def _report(result: Result, size: ModelSize, json_path: Path, console: Console) 
     promises = judge(result, times_count=size is HEAVY)
     json_path.parent.mkdir(parents=True, exist_ok=True)
     json_path.write_text(json.dumps(result.to_json(promises), indent=2) + "\n", encoding="utf-8")
-    console.print(
-        request_table(result.outcomes), record_table(result.records), promise_table(promises)
-    )
-    runs = ", ".join(f"{name} {count}" for name, count in result.encoder_runs.items())
-    console.print(f"Encoder runs by vLLM's scheduler: {runs}. Figures: {json_path}.")
+    console.print()
+    console.print(*summary(result, promises), sep="\n")
+    console.print(f"All figures are in {json_path}.", highlight=False)
     broken = [promise for promise in promises if not promise.kept]
     for promise in broken:
         console.print(f"[red]Not kept:[/red] {promise.text} ({promise.found})")

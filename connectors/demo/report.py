@@ -1,12 +1,15 @@
-"""Shows the demo's result in a terminal. Pure: builds tables, prints nothing."""
+"""Shows the demo's result in a terminal. Pure: builds what is to be printed, prints nothing."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from rich import box
+from rich.console import RenderableType
 from rich.table import Table
+from rich.text import Text
 
-from connectors.demo.outcome import KeyFacts, Origin, Outcome, Promise
+from connectors.demo.outcome import KeyFacts, Origin, Outcome, Promise, Purpose, Result
 
-_TOKENS_SHOWN = 4
+_TOKENS_SHOWN = 3
 _HEX_SHOWN = 12
 
 
@@ -16,43 +19,100 @@ def milliseconds(seconds: float) -> str:
 
 def describe(outcome: Outcome) -> str:
     """One line, told while the demo runs."""
-    origin = f"{outcome.origin} from {outcome.source}" if outcome.source else str(outcome.origin)
     return (
-        f"{outcome.purpose}: {outcome.photograph} to {outcome.engine}: {origin}, "
+        f"  {outcome.purpose}: {outcome.photograph} to {outcome.engine}: {_had(outcome)}, "
         f"first token after {milliseconds(outcome.ttft_seconds)}"
     )
 
 
-def request_table(outcomes: Sequence[Outcome]) -> Table:
-    table = Table(
-        title="Requests: time from queued to first token, tokens as without a connector",
+def summary(result: Result, promises: Sequence[Promise]) -> list[RenderableType]:
+    """What is printed at the end, from top to bottom."""
+    return [
+        _request_table(result.outcomes),
+        Text(_legend(result)),
+        _record_table(result.records),
+        Text("hits: how often a node handed it to an engine; one's own cache asks no node.\n"),
+        _promise_table(promises),
+    ]
+
+
+def _table(title: str) -> Table:
+    # No frame: it takes a quarter of 80 columns.
+    return Table(
+        title=title,
         title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
+        collapse_padding=True,
     )
-    for heading in ("request", "photograph", "engine", "encoding", "from"):
+
+
+def _had(outcome: Outcome) -> str:
+    """How the engine came by the image's encoding."""
+    if outcome.origin is Origin.LOADED:
+        return f"loaded: {outcome.source}"
+    return str(outcome.origin)
+
+
+def _request_table(outcomes: Sequence[Outcome]) -> Table:
+    table = _table("Requests, in their order")
+    for heading in ("request", "photo", "engine", "image encoding"):
         table.add_column(heading)
     table.add_column("first token", justify="right")
-    table.add_column("tokens")
-    table.add_column("as without")
+    table.add_column("tokens", no_wrap=True)
+    table.add_column("equal")
     for outcome in outcomes:
-        style = "bold" if outcome.origin is Origin.ENCODED else None
-        tokens = " ".join(map(str, outcome.tokens[:_TOKENS_SHOWN])) + " …"
+        tokens = " ".join(map(str, outcome.tokens[:_TOKENS_SHOWN])) + "…"
         table.add_row(
             str(outcome.purpose),
             outcome.photograph,
             outcome.engine,
-            str(outcome.origin),
-            outcome.source or "–",
+            _had(outcome),
             milliseconds(outcome.ttft_seconds),
             tokens,
             "yes" if outcome.tokens_equal else "[red]NO[/red]",
-            style=style,
+            style=_style(outcome),
         )
     return table
 
 
-def record_table(records: Sequence[KeyFacts]) -> Table:
-    table = Table(title="As it stands in Redis", title_justify="left")
-    for heading in ("key", "namespace", "tensor"):
+def _style(outcome: Outcome) -> str | None:
+    if outcome.purpose is Purpose.WARM_UP:
+        return "dim"
+    return "bold" if outcome.origin is Origin.ENCODED else None
+
+
+def _legend(result: Result) -> str:
+    lines = [
+        "first token: time from queued to first token, by the clock of vLLM's engine.",
+        "equal: to the tokens of an engine without a connector.",
+        "warm-up: each engine's first photograph, with what a new engine pays only once; "
+        "of the promises below it counts only for those about tokens.",
+    ]
+    at_once = [o for o in result.outcomes if o.purpose is Purpose.AT_ONCE]
+    if at_once and all(outcome.origin is Origin.ENCODED for outcome in at_once):
+        lines.append(
+            "both at once: nobody has it yet, so both encode; "
+            "one encode for a whole fleet comes later."
+        )
+    lines.append(
+        f"Images encoded, as vLLM's schedulers saw it: {_counts(result.encoder_runs)} "
+        f"(and to warm up: {_counts(result.encoder_runs_of_warm_up)}).\n"
+    )
+    return "\n".join(lines)
+
+
+def _counts(runs: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in runs.items())
+
+
+def _record_table(records: Sequence[KeyFacts]) -> Table:
+    namespaces = sorted({record.namespace[:_HEX_SHOWN] for record in records})
+    shown = ", ".join(f"{namespace}…" for namespace in namespaces)
+    table = _table(f"Records in Redis, namespace {shown}")
+    for heading in ("photo", "key", "tensor"):
         table.add_column(heading)
     table.add_column("size", justify="right")
     table.add_column("held by")
@@ -60,8 +120,8 @@ def record_table(records: Sequence[KeyFacts]) -> Table:
     for record in records:
         shape = " × ".join(map(str, record.shape))
         table.add_row(
+            record.photograph or "?",
             f"{record.key[:_HEX_SHOWN]}…",
-            f"{record.namespace[:_HEX_SHOWN]}…",
             f"{record.dtype} {shape}",
             f"{record.nbytes / 1e6:.1f} MB",
             ", ".join(record.nodes),
@@ -70,8 +130,8 @@ def record_table(records: Sequence[KeyFacts]) -> Table:
     return table
 
 
-def promise_table(promises: Sequence[Promise]) -> Table:
-    table = Table(title="What the demo promises", title_justify="left")
+def _promise_table(promises: Sequence[Promise]) -> Table:
+    table = _table("What the demo promises")
     table.add_column("promise")
     table.add_column("found")
     table.add_column("kept")

@@ -19,7 +19,7 @@ _WARM_UPS = 3
 # the other engine's next request, which no two hosts would do to each other.
 _REST_SECONDS = 1.2
 _PHOTOGRAPHS = Path(__file__).parent / "photographs"
-FIRST_PHOTOGRAPH, SECOND_PHOTOGRAPH = "cat", "coffee"
+FIRST_PHOTOGRAPH, SECOND_PHOTOGRAPH, WARM_UP_PHOTOGRAPH = "cat", "coffee", "rocket"
 
 Expected = Mapping[str, tuple[int, ...]]
 Tell = Callable[[Outcome], None]
@@ -29,11 +29,11 @@ def question(photograph: str) -> Question:
     return Question.about(_PHOTOGRAPHS / f"{photograph}.jpg", PROMPT)
 
 
-def warm_up(engine: DemoEngine, size: ModelSize) -> None:
+def warm_up_text(engine: DemoEngine, size: ModelSize) -> None:
     """Runs the text model a few times, on a prompt as long as the real ones, without any image.
 
     The first passes of a fresh engine pay for its memory and its threads, wherever
-    an encoding comes from.
+    an encoding comes from. `Story.warm_up` does the same for the paths of images.
     """
     prompt = "." * (size.embeddings_per_image + len(PROMPT))
     for _ in range(_WARM_UPS):
@@ -44,7 +44,7 @@ def reference_tokens(baseline: DemoEngine) -> dict[str, tuple[int, ...]]:
     """The tokens that every other engine has to reproduce, from one without a connector."""
     return {
         photograph: baseline.generate(question(photograph)).tokens
-        for photograph in (FIRST_PHOTOGRAPH, SECOND_PHOTOGRAPH)
+        for photograph in (WARM_UP_PHOTOGRAPH, FIRST_PHOTOGRAPH, SECOND_PHOTOGRAPH)
     }
 
 
@@ -62,11 +62,30 @@ class Story:
         self._store = store
         self._expected = expected
         self._tell = tell
+        self._photographs: dict[str, str] = {}
         self.outcomes: list[Outcome] = []
+        self.encoder_runs_of_warm_up = dict.fromkeys(engines, 0)
+
+    @property
+    def encoder_runs(self) -> dict[str, int]:
+        """By vLLM's own count, without those of the warm-up."""
+        before = self.encoder_runs_of_warm_up
+        return {name: e.encoder_runs - before[name] for name, e in self._engines.items()}
+
+    def warm_up(self) -> None:
+        """Each engine's first photograph ever: the first engine encodes it, the second loads it.
+
+        A server that has answered one request is past what this costs; the other requests are
+        about such servers.
+        """
+        for name in self._engines:
+            self._ask(Purpose.WARM_UP, name, WARM_UP_PHOTOGRAPH)
+        runs = {name: engine.encoder_runs for name, engine in self._engines.items()}
+        self.encoder_runs_of_warm_up = runs
 
     def run(self) -> None:
-        """All requests. Each engine's own cache holds one image, so the second photograph drives
-        the first one out."""
+        """All requests that count. Each engine's own cache holds one image, so the second
+        photograph drives the first one out."""
         first, second = self._engines
         self._ask(Purpose.FIRST, first, FIRST_PHOTOGRAPH)
         for _ in range(_OWN_REPEATS):
@@ -101,6 +120,7 @@ class Story:
         source = ""
         if origin is Origin.LOADED:
             source = self._source(name, holders.get(answer.identifiers[0], ()))
+        self._photographs.update(dict.fromkeys(answer.identifiers, photograph))
         outcome = Outcome(
             purpose=purpose,
             engine=name,
@@ -128,19 +148,18 @@ class Story:
             for record in self._store.scan()
         }
 
-
-def records_in_store(store: MetadataStore) -> tuple[KeyFacts, ...]:
-    """All records with their hits, oldest first."""
-    records = sorted(store.scan(), key=lambda record: record.created)
-    return tuple(
-        KeyFacts(
-            namespace=record.namespace,
-            key=record.key,
-            dtype=record.dtype,
-            shape=record.shape,
-            nbytes=record.nbytes,
-            nodes=tuple(sorted(location.node for location in record.locations)),
-            hits=store.hits(record.namespace, [record.key])[0],
+    def records(self) -> tuple[KeyFacts, ...]:
+        """All records as they stand in Redis now, oldest first."""
+        return tuple(
+            KeyFacts(
+                photograph=self._photographs.get(record.key, ""),
+                namespace=record.namespace,
+                key=record.key,
+                dtype=record.dtype,
+                shape=record.shape,
+                nbytes=record.nbytes,
+                nodes=tuple(sorted(location.node for location in record.locations)),
+                hits=self._store.hits(record.namespace, [record.key])[0],
+            )
+            for record in sorted(self._store.scan(), key=lambda record: record.created)
         )
-        for record in records
-    )
