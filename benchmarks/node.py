@@ -3,8 +3,10 @@
 Starts a Valkey and two nodes that treat each other as two hosts. In interleaved rounds, medians:
 
 - `select`: a cold `select(out=…)` on one host against one warm single-thread memmove of the size;
-- `fetch`: `prefetch` of a key that only the other node holds, until it is pinned here (locate,
-  transfer, checksum), against a bare socket with `sendall` and `recv_into` into warm memory;
+- `transfer`: node to node, from the fetcher's request until the bytes are verified in the arena,
+  against a bare socket with `sendall` and `recv_into` into warm memory;
+- `fetch`: the same as a client sees it, `prefetch` of a key that only the other node holds, until
+  it is pinned here (locate, transfer, checksum, event), against the same bare socket;
 - `has_caches`: 32 keys that this node holds, and 32 that only the store knows, against one
   redis-py MGET of 32.
 
@@ -21,6 +23,7 @@ import statistics
 import struct
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,8 +32,12 @@ from typing import Any
 
 import torch
 
-from lookup_buffer import BufferConfig, LookupBuffer, PrefetchState, TensorKey
-from store import EmbeddedServer
+from lookup_buffer import BufferConfig, LookupBuffer, Namespace, PrefetchState, TensorKey
+from lookup_buffer.counters import Counters
+from lookup_buffer.node.fetcher import FETCH_OWNER, Fetched, Fetcher
+from lookup_buffer.node.locator import Located
+from lookup_buffer.node.shelf import Held, Shelf
+from store import EmbeddedServer, open_store
 
 SIZES_BYTES = (4 << 10, 1 << 20, 8 << 20, 64 << 20)
 CAPACITY_BYTES = 1 << 30
@@ -114,6 +121,49 @@ def fetch(reader: LookupBuffer, key: TensorKey) -> None:
     reader.release(handle)
 
 
+def measure_transfer(
+    holder: LookupBuffer, url: str, bare: socket.socket, nbytes: int, rounds: int
+) -> dict[str, Any]:
+    """The fetcher of a node, here in this process, against the other node's process."""
+    source, target = bytes_tensor(nbytes), memoryview(bytearray(nbytes))
+    target[:] = bytes(nbytes)
+    key = TensorKey(f"transfer-{nbytes}")
+    holder.insert(key, source)
+    shelf = Shelf(2 * nbytes + (1 << 20), lambda address, reason: None)
+    shelf.arena.populate(0, shelf.arena.nbytes)
+    fetcher = Fetcher(shelf, Counters(), token=None)
+    address = (Namespace.named("default").fingerprint, key.text)
+    transfers, bares = [], []
+    with open_store(url) as store:
+        while (record := store.locate(address[0], [key.text])[0]) is None:
+            time.sleep(0.002)
+        (location,) = record.locations
+        endpoint = store.node_infos([location.node])[location.node].endpoint
+    located = Located(record, ((location, endpoint),))
+    for _ in range(rounds + 1):
+        bares.append(seconds(functools.partial(receive_bare, bare, target)))
+        held: list[Held] = []
+        transfers.append(seconds(functools.partial(transfer, fetcher, address, located, held)))
+        shelf.release([held[0].ticket], FETCH_OWNER)
+        shelf.remove(held[0].item, "measured")
+    fetcher.close()
+    shelf.close()
+    return compared(transfers[1:], bares[1:], "bare_socket", nbytes)  # the first one connects
+
+
+def transfer(fetcher: Fetcher, address: Any, located: Located, held: list[Held]) -> None:
+    """One fetch, until the bytes are verified and visible in the arena."""
+    done = threading.Event()
+
+    def arrived(fetched: Fetched) -> None:
+        assert fetched.held is not None, fetched.reason
+        held.append(fetched.held)
+        done.set()
+
+    fetcher.fetch(address, located, arrived)
+    assert done.wait(60.0)
+
+
 def receive_bare(stream: socket.socket, target: memoryview) -> None:
     stream.sendall(SIZE.pack(len(target)))
     done = 0
@@ -183,6 +233,9 @@ def main() -> None:
         bare.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         report = {
             "select": [measure_select(holder, nbytes, 4 * rounds) for nbytes in SIZES_BYTES],
+            "transfer": [
+                measure_transfer(holder, url, bare, nbytes, rounds) for nbytes in SIZES_BYTES
+            ],
             "fetch": [
                 measure_fetch(holder, reader, bare, nbytes, rounds) for nbytes in SIZES_BYTES
             ],
