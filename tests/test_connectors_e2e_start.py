@@ -26,7 +26,8 @@ from store import EmbeddedServer, open_store
 
 pytestmark = pytest.mark.vllm
 REFUSED_SECONDS = 120.0
-"""Nearly all of it for importing vLLM on a busy machine; the refusal itself comes before the weights are loaded."""
+"""Nearly all of it for importing vLLM on a busy machine; a wrong setting is refused before the
+weights are loaded."""
 ANSWER_SECONDS = 5.0
 SECRET = "correct-horse-battery"
 
