@@ -4,7 +4,7 @@
 #   PIP_FIND_LINKS=/folder     take the CPU build of torch from there instead of PyTorch's index
 
 # An activated environment or a leftover PYTHONPATH must not leak into what is tested.
-unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME CONDA_PREFIX
+unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME CONDA_PREFIX PYTHONDONTWRITEBYTECODE
 
 VENV := .venv
 BIN := $(VENV)/bin

@@ -1,0 +1,60 @@
+"""The scheduler side with all that surrounds it, for tests of its rules."""
+
+from typing import Any
+
+from connector_standins import (
+    EMBED_BYTES,
+    LedgerBuffer,
+    Stored,
+    step_output,
+)
+from connectors.ec_gate import EngineShape
+from connectors.ec_metadata import StepMetadata
+from connectors.ec_scheduler import EcScheduler
+from connectors.settings import ConnectorSettings
+
+WAIT_SECONDS = 5.0
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Bench:
+    """One scheduler side with its surroundings."""
+
+    def __init__(
+        self, *, producer: bool = True, consumer: bool = True, steps_in_flight: int = 2, **raw: Any
+    ) -> None:
+        self.buffer = LedgerBuffer()
+        self.clock = Clock()
+        settings = ConnectorSettings(
+            **{"fetch_wait_seconds": WAIT_SECONDS, "capacity_bytes": "64MiB", **raw}
+        )
+        shape = EngineShape(producer, consumer, steps_in_flight, EMBED_BYTES)
+        client: Any = self.buffer
+        self.scheduler = EcScheduler(
+            client, settings, shape, metadata_fields=lambda _: set(), clock=self.clock
+        )
+
+    def ensure(self, request: Any, computed: int = 0) -> bool:
+        return self.scheduler.gate.ensure_cache_available(request, computed)
+
+    def allocate(self, request: Any, index: int = 0) -> bool:
+        """What vLLM does when it makes room: ask, allocate, tell."""
+        hit = self.scheduler.has_cache_item(request.mm_features[index].identifier)
+        self.scheduler.item_allocated(request, index, is_hit=hit)
+        return hit
+
+    def build(self, *args: Any, **kwargs: Any) -> StepMetadata:
+        return self.scheduler.build_metadata(step_output(*args, **kwargs))
+
+    def store(self, identifier: str, **kwargs: Any) -> None:
+        self.buffer.stored[identifier] = Stored(**kwargs)
+
+    def prefetched(self) -> list[list[str]]:
+        return [keys for name, keys, _ in self.buffer.calls if name == "prefetch"]

@@ -1,0 +1,142 @@
+"""The scheduler side's rules about whose items they are: what is carried, and by whom."""
+
+import pytest
+
+from connector_standins import (
+    EMBEDS,
+    make_request,
+    pixels,
+)
+from connectors.settings import parse_settings
+from lookup_buffer.prefetched import PrefetchState
+from scheduler_bench import WAIT_SECONDS, Bench
+
+
+@pytest.mark.parametrize(
+    "identifier", ["renderer0-mm-1-image-0", "adapter:renderer12-mm-3-audio-1", "r-image-0"]
+)
+def test_counted_identifiers_stay_here(identifier: str) -> None:
+    bench = Bench()
+    bench.store(identifier)
+    request = make_request("r-1a2b3c4d", identifier)
+    assert bench.ensure(request)
+    assert not bench.allocate(request)
+    assert bench.build().saves == {}
+    assert bench.buffer.calls == []
+    assert bench.scheduler.counters.totals() == {"skipped:identifier_counted": 1}
+
+
+def test_client_embeddings_are_neither_looked_up_nor_stored() -> None:
+    bench = Bench()
+    bench.store("A")
+    request = make_request("r", "A")
+    request.mm_features[0].data = {"image_embeds": pixels()["pixel_values"]}
+    assert bench.ensure(request)
+    assert not bench.allocate(request)
+    assert bench.build().saves == {}
+    assert bench.buffer.calls == []
+
+
+def test_request_with_metadata_alone_waits_then_fails_alone() -> None:
+    bench = Bench()
+    request = make_request("r", "A", metadata_only=True)
+    assert not bench.ensure(request)
+    assert bench.scheduler.gate.take_unavailable_requests() == set()
+    bench.clock.now += WAIT_SECONDS
+    assert not bench.ensure(request)
+    assert bench.scheduler.gate.take_unavailable_requests() == {"r"}
+    assert bench.scheduler.gate.take_unavailable_requests() == set()
+
+
+def test_request_with_metadata_alone_passes_once_its_producer_published() -> None:
+    bench = Bench()
+    request = make_request("r", "A", metadata_only=True)
+    assert not bench.ensure(request)
+    bench.store("A")
+    assert not bench.ensure(request), "it is not asked for at every poll"
+    bench.clock.now += 0.02
+    assert bench.ensure(request)
+    assert bench.allocate(request)
+    bench.build()
+    assert bench.ensure(request, EMBEDS - 1), "vLLM's cache holds it for this very request"
+
+
+def test_request_with_metadata_alone_does_not_rely_on_vllms_cache() -> None:
+    bench = Bench()
+    first = make_request("first", "A")
+    bench.ensure(first)
+    bench.allocate(first)
+    bench.build()
+    request = make_request("r", "A", metadata_only=True)
+    assert not bench.ensure(request)
+    bench.store("A")
+    bench.clock.now += 0.02
+    assert bench.ensure(request)
+    assert bench.scheduler.has_cache_item("A")
+
+
+def test_item_that_arrived_is_promised_to_the_one_who_depends_on_it() -> None:
+    bench = Bench()
+    bench.store("A", needs_fetch=True)
+    first, dependent = make_request("first", "A"), make_request("r", "A", metadata_only=True)
+    assert not bench.ensure(first)
+    assert not bench.scheduler.has_cache_item("A")
+    bench.buffer.settle(0, PrefetchState.RESIDENT)
+    assert bench.ensure(dependent)
+    assert bench.scheduler.has_cache_item("A"), "the no of before would send it to the encoder"
+
+
+def test_pure_producer_locates_and_never_fetches() -> None:
+    bench = Bench(consumer=False)
+    bench.store("A")
+    request = make_request("r", "A", "B")
+    assert bench.ensure(request)
+    assert [name for name, _, _ in bench.buffer.calls] == ["has_caches"]
+    assert bench.allocate(request, 0), "stored already: no second encode"
+    assert not bench.allocate(request, 1)
+    metadata = bench.build(0)
+    assert metadata.mm_datas == []
+    assert metadata.saves == {"B": "B"}
+    bench.build(finished=["r"])
+    assert not bench.scheduler.has_cache_item("A")
+    assert bench.scheduler.gate.located == {}
+
+
+def test_pin_in_the_arena_of_a_lost_node_is_not_promised() -> None:
+    bench = Bench()
+    bench.store("A")
+    request = make_request("r", "A")
+    assert bench.ensure(request)
+    bench.buffer.boot = "c" * 16
+    assert not bench.allocate(request)
+    assert bench.build().mm_datas == []
+
+
+def test_request_preempted_between_two_polls_gets_its_item_again() -> None:
+    bench = Bench()
+    bench.store("A")
+    request = make_request("r", "A")
+    bench.ensure(request)
+    bench.allocate(request)
+    bench.build()
+    request.num_preemptions += 1
+    bench.build(freed=["A"])
+    assert bench.ensure(request, 0)
+    assert bench.allocate(request)
+
+
+def test_close_gives_everything_back() -> None:
+    bench = Bench()
+    for name in "AB":
+        bench.store(name)
+    request = make_request("r", "A", "B")
+    bench.ensure(request)
+    bench.allocate(request, 0)
+    bench.scheduler.close()
+    bench.scheduler.close()
+    assert bench.buffer.pinned == {}
+    assert bench.buffer.is_closed
+
+
+def test_settings_of_the_bench_are_valid() -> None:
+    assert parse_settings({"capacity_bytes": "64MiB"}).pin_budget_bytes == 16 << 20

@@ -1,0 +1,212 @@
+"""Links that end: a peer that leaves, stops or trickles, and this end closing."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from links import MIB, TIMEOUT, pattern
+from lookup_buffer.errors import PipeBroken, PipeClosed, PipeTimeout
+from lookup_buffer.link import Link, LinkLimits
+from lookup_buffer.wire import encode_frame
+
+# --- the peer goes ---
+
+
+def test_a_peer_that_closes_between_frames(links: tuple[Link, Link]) -> None:
+    one, other = links
+    one.send([1], timeout=TIMEOUT)
+    one.close()
+    assert other.recv_header(TIMEOUT) == ([1], 0)
+    with pytest.raises(PipeClosed):
+        other.recv_header(TIMEOUT)
+    assert other.closed
+
+
+@pytest.mark.parametrize("kept", [1, 15, 16, 17, 20])
+def test_an_end_within_a_frame_is_a_break(raw: tuple[Link, socket.socket], kept: int) -> None:
+    link, peer = raw
+    peer.sendall(encode_frame(["some text"])[:kept])
+    peer.shutdown(socket.SHUT_WR)
+    with pytest.raises(PipeBroken):
+        link.recv_header(TIMEOUT)
+
+
+def test_an_end_within_a_payload_is_a_break(raw: tuple[Link, socket.socket]) -> None:
+    link, peer = raw
+    peer.sendall(encode_frame([], 100) + b"x" * 99)
+    peer.close()
+    link.recv_header(TIMEOUT)
+    with pytest.raises(PipeBroken):
+        link.recv_into(memoryview(bytearray(100)), timeout=TIMEOUT)
+
+
+def test_abort_is_a_break_for_the_peer(raw: tuple[Link, socket.socket]) -> None:
+    link, peer = raw
+    Link(peer).abort()
+    with pytest.raises(PipeBroken):
+        link.recv_header(TIMEOUT)
+    assert link.closed
+
+
+def test_sending_to_a_closed_peer_is_a_break(raw: tuple[Link, socket.socket]) -> None:
+    link, peer = raw
+    peer.close()
+    with pytest.raises(PipeBroken) as caught:
+        for _ in range(10):
+            link.send([], pattern(MIB), timeout=TIMEOUT)
+    assert isinstance(caught.value.__cause__, OSError)
+
+
+PEER = """
+import socket, sys, time
+from lookup_buffer.wire import encode_frame
+stream = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
+stream.sendall(encode_frame(["ready"]))
+if sys.argv[2] == "half":
+    stream.sendall(encode_frame([], 64 << 20) + bytes(32 << 20))
+time.sleep(60)
+"""
+
+
+@contextlib.contextmanager
+def peer_process(mode: str) -> Iterator[tuple[Link, subprocess.Popen[bytes]]]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(TIMEOUT)
+        port = str(listener.getsockname()[1])
+        process = subprocess.Popen([sys.executable, "-c", PEER, port, mode])
+        try:
+            link = Link(listener.accept()[0], LinkLimits(minimum_bytes_per_second=1e9))
+            with link:
+                assert link.recv_header(TIMEOUT) == (["ready"], 0)
+                yield link, process
+        finally:
+            process.kill()
+            process.wait(TIMEOUT)
+
+
+def test_a_killed_peer_in_the_middle_of_a_payload() -> None:
+    with peer_process("half") as (link, process):
+        link.recv_header(TIMEOUT)
+        link.recv_into(memoryview(bytearray(32 << 20)), timeout=TIMEOUT)
+        killer = threading.Timer(0.2, process.kill)
+        killer.start()
+        with pytest.raises(PipeBroken):
+            link.recv_into(memoryview(bytearray(32 << 20)), timeout=TIMEOUT)
+        killer.join()
+        with pytest.raises(PipeClosed):
+            link.recv_header(TIMEOUT)
+
+
+def test_a_stopped_peer_costs_a_receiver_its_deadline() -> None:
+    with peer_process("half") as (link, process):
+        link.recv_header(TIMEOUT)
+        os.kill(process.pid, signal.SIGSTOP)
+        started = time.monotonic()
+        with pytest.raises(PipeTimeout):
+            link.recv_into(memoryview(bytearray(64 << 20)), timeout=0.3)
+        assert time.monotonic() - started < 3
+        assert link.closed
+
+
+def test_a_stopped_peer_costs_a_sender_its_deadline() -> None:
+    with peer_process("idle") as (link, process):
+        os.kill(process.pid, signal.SIGSTOP)
+        payload = memoryview(bytearray(64 << 20))
+        started = time.monotonic()
+        with pytest.raises(PipeTimeout):
+            link.send([], payload, timeout=0.3)
+        assert time.monotonic() - started < 3
+        assert link.closed
+
+
+def test_a_trickling_peer_cannot_stretch_the_deadline(raw: tuple[Link, socket.socket]) -> None:
+    link, peer = raw
+    stop = threading.Event()
+
+    def trickle() -> None:
+        peer.sendall(encode_frame([], 1000))
+        with contextlib.suppress(OSError):
+            while not stop.wait(0.02):
+                peer.sendall(b"x")
+
+    thread = threading.Thread(target=trickle)
+    thread.start()
+    link.recv_header(TIMEOUT)
+    started = time.monotonic()
+    with pytest.raises(PipeTimeout):
+        link.recv_into(memoryview(bytearray(1000)), timeout=0.3)
+    assert 0.25 < time.monotonic() - started < 3
+    stop.set()
+    thread.join(TIMEOUT)
+
+
+@pytest.mark.parametrize("timeout", [0.0, -1.0])
+def test_no_time_at_all_is_a_timeout(links: tuple[Link, Link], timeout: float) -> None:
+    with pytest.raises(PipeTimeout):
+        links[0].recv_header(timeout)
+    with pytest.raises(PipeTimeout):
+        links[1].send([], timeout=timeout)
+
+
+def test_the_deadline_grows_with_the_payload(raw: tuple[Link, socket.socket]) -> None:
+    _, peer = raw
+    link = Link(raw[0]._socket.dup(), LinkLimits(minimum_bytes_per_second=10_000))
+    peer.sendall(encode_frame([], 10_000))
+    link.recv_header(TIMEOUT)
+    threading.Timer(0.5, peer.sendall, [bytes(10_000)]).start()
+    link.recv_into(memoryview(bytearray(10_000)), timeout=0.01)
+    link.abort()
+
+
+# --- this end goes ---
+
+
+@pytest.mark.parametrize("end", ["close", "abort"])
+def test_ending_wakes_the_threads_inside(
+    raw: tuple[Link, socket.socket], pool: ThreadPoolExecutor, end: str
+) -> None:
+    link, _ = raw
+    receiving = pool.submit(link.recv_header, TIMEOUT)
+    sending = pool.submit(link.send, [], memoryview(bytearray(256 * MIB)), timeout=TIMEOUT)
+    time.sleep(0.2)
+    assert not receiving.done()
+    assert not sending.done()
+    started = time.monotonic()
+    getattr(link, end)()
+    for waiting in (receiving, sending):
+        with pytest.raises(PipeClosed):
+            waiting.result(TIMEOUT)
+    assert time.monotonic() - started < 3
+    assert link._socket.fileno() == -1
+
+
+def test_the_descriptor_outlives_the_operations_on_it(raw: tuple[Link, socket.socket]) -> None:
+    link, _ = raw
+    with contextlib.suppress(PipeClosed), link._guard:
+        link.close()
+        assert link.closed
+        assert link._socket.fileno() >= 0, "a thread inside could hit a reused number"
+    assert link._socket.fileno() == -1
+
+
+def test_close_is_idempotent_and_final(links: tuple[Link, Link]) -> None:
+    one, _ = links
+    for end in (one.close, one.close, one.abort):
+        end()
+    assert repr(one) == "<Link closed>"
+    for use in (
+        lambda: one.send([], timeout=TIMEOUT),
+        lambda: one.recv_header(TIMEOUT),
+        lambda: one.wait_readable(0),
+    ):
+        with pytest.raises(PipeClosed):
+            use()
