@@ -67,7 +67,8 @@ class _Mapped:
 class Attachment:
     """Thread-safe, but never to be used in a forked child.
 
-    `on_event(message)`, `on_lost()` and `on_tick()` are called on the listening thread.
+    `on_event(message)`, `on_lost()` and `on_tick()` are called on the listening thread, `on_tick()`
+    once more by `close`. None of them may raise.
     """
 
     def __init__(
@@ -145,6 +146,15 @@ class Attachment:
         with self._send_lock:
             live.anchor.send_now(request)
 
+    def mention(self, request: Request) -> bool:
+        """As `post`, but only where there is room (for a few 10 KB) now; whether it was sent."""
+        live = self._current()
+        with self._send_lock:
+            if not live.anchor.has_room():
+                return False
+            live.anchor.send_now(request)
+        return True
+
     @contextmanager
     def memory(self, boot: str | None = None) -> Iterator[NodeMemory]:
         """The memory of `boot` (None: the node's now), kept mapped meanwhile.
@@ -179,9 +189,11 @@ class Attachment:
         """Idempotent and bounded; the node releases at once what the session held."""
         if self._closing.is_set():
             return
-        self._closing.set()
         if self._pid != os.getpid():
-            return  # the connections are the parent's: shutting them down would end its session
+            self._closing.set()  # and no more: the connections are the parent's
+            return
+        self._on_tick()
+        self._closing.set()
         live = self._live
         if live is not None:
             try:

@@ -20,9 +20,10 @@ from typing import Final
 
 from lookup_buffer.arena import Mapping, SealedMemory
 from lookup_buffer.header import DTYPES, TensorHeader
+from lookup_buffer.inventory import Address
 
-ENTRY: Final = struct.Struct("@Q32sQQBBBB4x8Q")
-"""sequence, digest, offset, generation, kind, dtype, dimensions, unused, sizes."""
+ENTRY: Final = struct.Struct("@Q32sQBBB13x8Q")
+"""sequence, digest, offset, kind, dtype, dimensions, sizes; two cache lines."""
 DIMENSIONS_MAX: Final = 8
 BUCKET_ENTRIES: Final = 8
 BUCKET_BYTES: Final = BUCKET_ENTRIES * ENTRY.size
@@ -57,19 +58,13 @@ class Board:
         self._words = self._memory.view.cast("Q")
         self._buckets = nbytes // BUCKET_BYTES
         self._sequence = 0
-        self._positions: dict[tuple[str, str], int] = {}
+        self._positions: dict[Address, int] = {}
 
     @property
     def fd(self) -> int:
         return self._memory.fd
 
-    @property
-    def nbytes(self) -> int:
-        return self._memory.nbytes
-
-    def list(
-        self, address: tuple[str, str], header: TensorHeader, offset: int, generation: int
-    ) -> None:
+    def list(self, address: Address, header: TensorHeader, offset: int) -> None:
         """Put a complete item up, where it fits."""
         if not IS_ORDERED or len(header.shape) > DIMENSIONS_MAX:
             return
@@ -87,17 +82,15 @@ class Board:
             self._sequence - 1,
             digest,
             offset,
-            generation,
             _KINDS.index(header.kind),
             _DTYPE_CODES.get(header.dtype, 0),
             len(header.shape),
-            0,
             *sizes,
         )
         self._words[word] = self._sequence
         self._positions[address] = position
 
-    def strike(self, address: tuple[str, str]) -> None:
+    def strike(self, address: Address) -> None:
         """Take an item off, before its bytes can be given to another."""
         position = self._positions.pop(address, None)
         if position is not None:
@@ -134,23 +127,24 @@ class BoardReader:
         self._words = self._mapping.view.cast("Q")
         self._buckets = self._mapping.nbytes // BUCKET_BYTES
 
+    def lists(self, digest: bytes) -> bool:
+        """Whether the item is here; False where the node has to be asked."""
+        return self._place(digest) is not None
+
     def find(self, digest: bytes) -> Entry | None:
         """The entry of an item that is here, None where the node has to be asked."""
-        start = _bucket_of(digest, self._buckets) * BUCKET_BYTES
-        view = self._mapping.view
-        found = bytes(view[start : start + BUCKET_BYTES]).find(digest)
-        if found < _WORD or (found - _WORD) % ENTRY.size:
+        place = self._place(digest)
+        if place is None:
             return None
-        position = start + found - _WORD
-        sequence = self._words[position // _WORD]
-        _, listed, offset, _, kind, dtype, dimensions, _, *sizes = ENTRY.unpack_from(view, position)
-        if listed != digest or sequence % 2 or not self._is(position, sequence):
+        position, sequence = place
+        fields = ENTRY.unpack_from(self._mapping.view, position)
+        if not self._is(position, sequence):
             return None
-        shape = tuple(sizes[:dimensions])
+        _, _, offset, kind, dtype, dimensions, *sizes = fields
         if _KINDS[kind] == "none":
             header = TensorHeader.of_none()
         else:
-            header = TensorHeader.for_tensor(_DTYPE_NAMES[dtype], shape)
+            header = TensorHeader.for_tensor(_DTYPE_NAMES[dtype], tuple(sizes[:dimensions]))
         return Entry(position, sequence, header, offset)
 
     def stands(self, entry: Entry) -> bool:
@@ -161,8 +155,22 @@ class BoardReader:
         self._words.release()
         self._mapping.close()
 
+    def _place(self, digest: bytes) -> tuple[int, int] | None:
+        """Where the item is listed, and the sequence that was there meanwhile."""
+        view = self._mapping.view
+        start = _bucket_of(digest, self._buckets) * BUCKET_BYTES
+        found = bytes(view[start : start + BUCKET_BYTES]).find(digest)
+        if found % ENTRY.size != _WORD:
+            return None
+        position = start + found - _WORD
+        sequence = self._words[position // _WORD]
+        if sequence == 0 or sequence % 2:
+            return None  # struck off, or being written
+        listed = view[position + _WORD : position + _WORD + DIGEST_BYTES]
+        return (position, sequence) if listed == digest and self._is(position, sequence) else None
+
     def _is(self, position: int, sequence: int) -> bool:
-        return sequence != 0 and self._words[position // _WORD] == sequence
+        return self._words[position // _WORD] == sequence
 
 
 def _bucket_of(digest: bytes, buckets: int) -> int:

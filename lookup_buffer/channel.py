@@ -96,18 +96,18 @@ class Channel:
                 # Not settimeout: another thread receives on this socket.
                 frame = frame[self._socket.send(frame, socket.MSG_DONTWAIT) :]
             except BlockingIOError as error:
-                writable = select.poll()
-                writable.register(self._socket, select.POLLOUT)
-                if not writable.poll(max(0.0, deadline - time.monotonic()) * 1000):
+                if not self._ready(select.POLLOUT, max(0.0, deadline - time.monotonic())):
                     raise self._failed(OSError("its socket is full")) from error
             except OSError as error:
                 raise self._failed(error) from error
 
     def readable_within(self, seconds: float) -> bool:
         """Whether `receive` has something to say (be it the end) within so long."""
-        readable = select.poll()
-        readable.register(self._socket, select.POLLIN)
-        return bool(readable.poll(seconds * 1000))
+        return self._ready(select.POLLIN, seconds)
+
+    def has_room(self) -> bool:
+        """Whether `send_now` takes some 100 KB without waiting."""
+        return self._ready(select.POLLOUT, 0.0)
 
     def receive(self, deadline: float | None) -> list[dict[str, Any]]:
         """The next messages; at least a wait for bytes that may not complete one."""
@@ -175,6 +175,14 @@ class Channel:
         except ProtocolError:
             self.close()
             raise
+
+    def _ready(self, event: int, seconds: float) -> bool:
+        poller = select.poll()
+        try:
+            poller.register(self._socket, event)
+        except ValueError as error:  # closed meanwhile, by another thread or a failed send
+            raise self._failed(OSError("the connection is closed")) from error
+        return bool(poller.poll(seconds * 1000))
 
     def _failed(self, error: OSError) -> NodeUnavailable:
         self.close()

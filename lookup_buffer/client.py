@@ -1,10 +1,11 @@
 """`LookupBuffer`: what programs use. Puts tensors under keys on this host, gets them from any.
 
-Bytes are copied here, between the caller's tensors and shared memory; everything else is asked of
-the node. The design of the two ways:
+Bytes are copied here, between the caller's tensors and shared memory; what this host holds is read
+by the board, everything else is asked of the node. The ways:
 
-    insert: tensor → staging area → (node copies, hashes) → arena → published
-    select: node locates, fetches, pins → arena → the caller's tensor → unpinned
+    insert: tensor → staging area → (node copies, hashes) → arena → listed, published
+    select: board → arena → the caller's tensor → board again: unchanged
+       else node locates, fetches, pins → arena → the caller's tensor → unpinned
 """
 
 import time
@@ -225,7 +226,8 @@ class LookupBuffer:
     def has_caches(self, keys: Sequence[TensorKey], *, timeout: float = 0.05) -> list[bool]:
         """For each key, whether a live node holds a complete copy; in doubt False.
 
-        At most one round trip to the store for 4,096 keys; never longer than `timeout`.
+        What this host holds is looked up without asking the node. At most one round trip to the
+        store for 4,096 keys; never waits longer than `timeout`.
         """
         deadline = time.monotonic() + waiting(timeout)
         present = self._local_reads.holds(keys)
@@ -319,7 +321,6 @@ class LookupBuffer:
 
     def close(self) -> None:
         """Idempotent and bounded. What this client had pinned is released."""
-        self._local_reads.tell()
         self._attachment.close()
 
     def __enter__(self) -> "LookupBuffer":

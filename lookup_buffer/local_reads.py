@@ -8,7 +8,7 @@ so that hits are counted and what is used is not evicted. Any thread.
 import threading
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from lookup_buffer import codec
 from lookup_buffer.attachment import Attachment
@@ -20,6 +20,9 @@ from lookup_buffer.messages import COUNT_MAX, Touch, split
 
 if TYPE_CHECKING:
     import torch
+
+TOLD_BYTES_MAX: Final = 32 << 10
+"""Keys of one message together: it fits where there is room at all."""
 
 
 class NotHere(Exception):
@@ -62,24 +65,30 @@ class LocalReads:
         """For each key, whether the board lists it; False where the node has to be asked."""
         try:
             with self._attachment.memory() as memory:
-                board = memory.board
-                return [
-                    board.find(digest_of(self._namespace, key.text)) is not None for key in keys
-                ]
+                lists = memory.board.lists
+                return [lists(digest_of(self._namespace, key.text)) for key in keys]
         except NodeUnavailable:
             return [False] * len(keys)
 
     def tell(self) -> None:
-        """Tell the node what was read since the last time. Never raises."""
+        """Tell the node what was read since the last time. Never raises, never waits.
+
+        What a busy node has no room for now is told the next time.
+        """
         with self._telling:  # whoever closes waits for what another thread is about to tell
             if not self._read:
                 return
             with self._lock:
                 read, self._read = self._read, Counter()
-            for keys in split(list(read)):
-                counts = [min(read[key], COUNT_MAX) for key in keys]
-                touch = Touch(next_request_id(), self._namespace, list(keys), counts)
-                try:
-                    self._attachment.post(touch)
-                except LookupBufferError:
-                    return  # the node is gone, and what it counted
+            try:
+                for keys in split(list(read), TOLD_BYTES_MAX):
+                    reads = {key: min(read[key], COUNT_MAX) for key in keys}
+                    touch = Touch(next_request_id(), self._namespace, reads)
+                    if not self._attachment.mention(touch):
+                        break
+                    for key in keys:
+                        del read[key]
+            except LookupBufferError:
+                return  # the node is gone, and what it counted
+            with self._lock:
+                self._read.update(read)

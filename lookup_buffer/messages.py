@@ -23,7 +23,7 @@ KEYS_MAX: Final = 4096
 KEYS_BYTES_MAX: Final = 256 << 10
 """Bound on the keys of one request together, that `split` keeps; a frame takes four times that."""
 COUNT_MAX: Final = (1 << 31) - 1
-"""Bound on the hits of a key that one request can tell."""
+"""Bound on the hits of a key that one request can tell: no sum of them outgrows a counter."""
 TEXT_MAX: Final = 4096
 PARTS_MAX: Final = 256
 """Bound on the entries of a map: parts of a namespace, what a client expects, a header."""
@@ -130,12 +130,11 @@ class Release(DeskRequest):
 
 @dataclass(frozen=True, slots=True)
 class Touch(DeskRequest):
-    """One-way. How often the client read these keys by the board: hits, and uses."""
+    """One-way. How often the client read each of these keys by the board: hits, and uses."""
 
     op = "touch"
     namespace: str
-    keys: list[str]
-    counts: list[int]
+    reads: dict[str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,12 +212,12 @@ def parse(message: object) -> Request:
     return kind(*values)
 
 
-def split(keys: Sequence[str]) -> Iterator[Sequence[str]]:
+def split(keys: Sequence[str], nbytes_max: int = KEYS_BYTES_MAX) -> Iterator[Sequence[str]]:
     """Any number of keys, cut into what one request takes."""
     start = nbytes = 0
     for index, key in enumerate(keys):
         nbytes += len(key)
-        if nbytes > KEYS_BYTES_MAX or index - start == KEYS_MAX:
+        if nbytes > nbytes_max or index - start == KEYS_MAX:
             yield keys[start:index]
             start, nbytes = index, len(key)
     if start < len(keys):
@@ -274,6 +273,12 @@ def _is_small_map(value: object) -> bool:
     return isinstance(value, dict) and len(value) <= PARTS_MAX and all(map(_is_text, value))
 
 
+def _is_reads(value: object) -> bool:
+    if not isinstance(value, dict) or len(value) > KEYS_MAX or not all(map(_is_text, value)):
+        return False
+    return all(_is_count(count) and 0 < count <= COUNT_MAX for count in value.values())
+
+
 def _is_seat(value: object) -> bool:
     if value is None:
         return True
@@ -308,7 +313,7 @@ _CHECKS: Final[Mapping[str, Callable[[Any], bool]]] = {
     "wait_seconds": _is_seconds,
     "lease_seconds": _is_seconds,
     "tickets": _list_of(_is_count),
-    "counts": _list_of(lambda value: type(value) is int and 0 <= value <= COUNT_MAX),
+    "reads": _is_reads,
     "rank": _is_count,
     "parts": is_parts,
 }

@@ -30,7 +30,6 @@ seats = st.integers(1, 64).flatmap(
 FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "id": counts,
     "version": counts,
-    "counts": st.lists(st.integers(0, messages.COUNT_MAX), max_size=8),
     "seat": st.one_of(st.none(), seats),
     "expects": st.dictionaries(texts, st.one_of(texts, counts), max_size=4),
     "session": counts,
@@ -43,6 +42,7 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "wait_seconds": seconds,
     "lease_seconds": seconds,
     "tickets": st.lists(counts, max_size=8),
+    "reads": st.dictionaries(texts, st.integers(1, messages.COUNT_MAX), max_size=8),
     "rank": counts,
     "parts": st.dictionaries(texts, texts, max_size=4),
 }
@@ -133,6 +133,27 @@ def test_bounds_are_where_they_are_said_to_be(name: str, good: object, bad: obje
     assert isinstance(parse({**request.to_wire(), name: good}), messages.Contains)
     with pytest.raises(ProtocolError):
         parse({**request.to_wire(), name: bad})
+
+
+@pytest.mark.parametrize(
+    "reads",
+    [
+        {"k": 0},
+        {"k": messages.COUNT_MAX + 1},
+        {"k": -1},
+        {"k": True},
+        {"k": 1.0},
+        {"": 1},
+        {1: 1},
+        [["k", 1]],
+        dict.fromkeys(map(str, range(4097)), 1),
+    ],
+)
+def test_reads_that_no_client_can_have_made_are_refused(reads: object) -> None:
+    touch = messages.Touch(1, FINGERPRINT, dict.fromkeys(map(str, range(4096)), messages.COUNT_MAX))
+    assert parse(touch.to_wire()) == touch
+    with pytest.raises(ProtocolError):
+        parse({**touch.to_wire(), "reads": reads})
 
 
 @pytest.mark.parametrize(

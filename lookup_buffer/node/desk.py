@@ -137,7 +137,7 @@ class Desk:
         return held
 
     def _touch(self, request: Touch) -> None:
-        for key, count in zip(request.keys, request.counts, strict=False):
+        for key, count in request.reads.items():
             address = (request.namespace, key)
             item = self.shelf.touch(address)
             if item is not None:

@@ -36,10 +36,10 @@ class Shelf:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.arena = Arena(capacity_bytes)
+        self.board = Board(capacity_bytes)
         self._clock = clock
         self._on_change = on_change
         self._lock = threading.Lock()
-        self.board = Board(capacity_bytes)
         self._inventory = Inventory(capacity_bytes, clock, self.board.strike)
 
     # -- read
@@ -126,7 +126,7 @@ class Shelf:
         with self._lock:
             self._inventory.commit(item, checksum)
             if item.expires_at is None:
-                self.board.list(item.address, item.header, item.offset, item.generation)
+                self.board.list(item.address, item.header, item.offset)
             ticket = self._inventory.pin(item, owner)
         self._on_change(item.address, "")
         return ticket
