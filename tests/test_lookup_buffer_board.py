@@ -240,4 +240,4 @@ def test_a_reader_of_another_process_never_sees_halves() -> None:
         output, _ = reader.communicate(timeout=5.0)
         found, missed, wrong = map(int, output.split())
     assert wrong == 0, f"{wrong} of {found + wrong}"
-    assert found > 100 and missed > 100, "it must have happened at once"
+    assert min(found, missed) > 100, "it must have happened at once"
