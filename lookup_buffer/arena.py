@@ -16,6 +16,7 @@ import os
 import threading
 
 from lookup_buffer.errors import ProtocolError
+from lookup_buffer.pointer import pointer_to
 
 POPULATE_STEP_BYTES = 16 << 20
 MADV_POPULATE_READ = 22
@@ -38,7 +39,7 @@ class Mapping:
         self.writable = writable
         self._map = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, protection)
         self.view = memoryview(self._map)
-        self.address = _address_of(self._map)
+        self.address = pointer_to(self._map)
         self._stop = threading.Event()
         self._populating: threading.Thread | None = None
 
@@ -133,32 +134,3 @@ def adopt_staging(fd: int, capacity_bytes: int) -> Mapping:
 def copy_bytes(target_address: int, source_address: int, nbytes: int) -> None:
     """memmove without the GIL."""
     ctypes.memmove(target_address, source_address, nbytes)
-
-
-class _Buffer(ctypes.Structure):
-    """CPython's Py_buffer, as far as the address: the way to one over read-only memory."""
-
-    _fields_ = (
-        ("buf", ctypes.c_void_p),
-        ("obj", ctypes.py_object),
-        ("len", ctypes.c_ssize_t),
-        ("itemsize", ctypes.c_ssize_t),
-        ("readonly", ctypes.c_int),
-        ("ndim", ctypes.c_int),
-        ("format", ctypes.c_char_p),
-        ("shape", ctypes.c_void_p),
-        ("strides", ctypes.c_void_p),
-        ("suboffsets", ctypes.c_void_p),
-        ("internal", ctypes.c_void_p),
-    )
-
-
-def _address_of(buffer: mmap.mmap) -> int:
-    """Where `buffer` lies; valid until it is closed."""
-    description = _Buffer()
-    get, release = ctypes.pythonapi.PyObject_GetBuffer, ctypes.pythonapi.PyBuffer_Release
-    get(ctypes.py_object(buffer), ctypes.byref(description), 0)
-    address = description.buf
-    release(ctypes.byref(description))
-    assert address is not None, "a mapping has an address"
-    return int(address)

@@ -16,6 +16,7 @@ import torch
 
 from lookup_buffer.errors import CodecError
 from lookup_buffer.header import DTYPES, MAX_DIMENSIONS, TensorHeader
+from lookup_buffer.pointer import pointer_to
 
 _TORCH_DTYPES: Final[dict[str, torch.dtype]] = {
     name: found for name in DTYPES if isinstance(found := getattr(torch, name, None), torch.dtype)
@@ -81,7 +82,11 @@ def tensor_over(buffer: bytes | bytearray | memoryview, header: TensorHeader) ->
         raise CodecError(f"{exported.nbytes} bytes cannot hold a value of {header.nbytes}")
     if header.nbytes == 0:
         return _empty(header.shape, dtype)
-    return _tensor_at(_address_of(exported), header.nbytes, dtype, header.shape, keep=exported)
+    try:
+        address = pointer_to(exported)
+    except BufferError as error:
+        raise CodecError("the buffer is not contiguous") from error
+    return _tensor_at(address, header.nbytes, dtype, header.shape, keep=exported)
 
 
 def check_out(out: torch.Tensor, header: TensorHeader) -> None:
@@ -185,42 +190,3 @@ def _tensor_at(
     array = (ctypes.c_ubyte * nbytes).from_address(address)
     array.__dict__["keep"] = keep
     return torch.frombuffer(array, dtype=torch.uint8).view(dtype).view(shape)
-
-
-class _PyBuffer(ctypes.Structure):
-    """`Py_buffer` of the stable ABI; only `buf` is read."""
-
-    _fields_ = (
-        ("buf", ctypes.c_void_p),
-        ("obj", ctypes.c_void_p),
-        ("len", ctypes.c_ssize_t),
-        ("itemsize", ctypes.c_ssize_t),
-        ("readonly", ctypes.c_int),
-        ("ndim", ctypes.c_int),
-        ("format", ctypes.c_void_p),
-        ("shape", ctypes.c_void_p),
-        ("strides", ctypes.c_void_p),
-        ("suboffsets", ctypes.c_void_p),
-        ("internal", ctypes.c_void_p),
-    )
-
-
-# A pair of functions of our own: the prototypes on ctypes.pythonapi are shared by the process.
-_get_buffer: Final = ctypes.PYFUNCTYPE(
-    ctypes.c_int, ctypes.py_object, ctypes.POINTER(_PyBuffer), ctypes.c_int
-)(("PyObject_GetBuffer", ctypes.pythonapi))
-_release_buffer: Final = ctypes.PYFUNCTYPE(None, ctypes.POINTER(_PyBuffer))(
-    ("PyBuffer_Release", ctypes.pythonapi)
-)
-
-
-def _address_of(exported: memoryview) -> int:
-    """Where the bytes lie. ctypes' own `from_buffer` refuses read-only memory."""
-    view = _PyBuffer()
-    try:
-        _get_buffer(exported, ctypes.byref(view), 0)  # PyBUF_SIMPLE: contiguous bytes
-    except BufferError as error:
-        raise CodecError("the buffer is not contiguous") from error
-    address = int(view.buf)
-    _release_buffer(ctypes.byref(view))
-    return address
