@@ -34,7 +34,6 @@ from store.record import Location, Record
 VERSION = "1"
 
 NODES = "lb:nodes"
-NAMESPACES = "lb:ns:*"
 GONE_SECONDS = 3600
 NODE_SECONDS = 24 * 3600
 HITS_SECONDS = 7 * 24 * 3600
