@@ -36,10 +36,11 @@ def test_two_engines_share_what_one_of_them_encoded(tmp_path: Path) -> None:
     assert figures["tokens_equal"]
     assert figures["tokens_differ_between_images"]
     warm_up = [request for request in figures["requests"] if request["purpose"] == "warm-up"]
-    assert [(request["engine"], request["origin"]) for request in warm_up] == [
+    origins = {(request["engine"], request["origin"]) for request in warm_up}
+    assert origins - {("host-a", "own cache"), ("host-b", "own cache")} == {
         ("host-a", "encoded"),
         ("host-b", "loaded"),
-    ]
+    }
     assert figures["encoder_runs_of_warm_up"] == {"host-a": 1, "host-b": 0}
     assert figures["hits_of_warm_up"] == 1
     by_purpose = {request["purpose"]: request for request in figures["requests"]}

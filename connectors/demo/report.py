@@ -88,7 +88,7 @@ def _legend(result: Result) -> str:
     lines = [
         "first token: time from queued to first token, by the clock of vLLM's engine.",
         "equal: to the tokens of an engine without a connector.",
-        "warm-up: each engine's first photograph, with what a new engine pays only once; "
+        "warm-up: each engine's first photograph and repeats of it, slow where a new engine is; "
         "of the promises below it counts only for those about tokens.",
     ]
     at_once = [o for o in result.outcomes if o.purpose is Purpose.AT_ONCE]
