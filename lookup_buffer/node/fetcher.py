@@ -7,7 +7,6 @@ the next; how it failed is counted.
 """
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -58,7 +57,6 @@ class Fetcher:
     shelf: Shelf
     counters: Counters
     token: str | None
-    clock: Callable[[], float] = time.monotonic
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _idle_links: dict[str, list[Link]] = field(default_factory=dict)
     _pool: ThreadPoolExecutor = field(
