@@ -4,11 +4,21 @@ Metadata only, never tensor bytes. Imports nothing of the other packages, reads 
 no logger. `open_store` is the door.
 """
 
-from store.answers import Beat, ClaimAnswer, NodeInfo, Publication, ServerInfo
+from store.answers import (
+    Beat,
+    ClaimAnswer,
+    ClaimState,
+    NodeInfo,
+    Publication,
+    Publishing,
+    ServerInfo,
+    Withdrawing,
+)
 from store.base import TTL_SECONDS, MetadataStore
 from store.embedded import EmbeddedServer
 from store.errors import (
     EmbeddedServerError,
+    NodeTaken,
     StoreCorrupt,
     StoreError,
     StoreFull,
@@ -24,13 +34,16 @@ __all__ = [
     "TTL_SECONDS",
     "Beat",
     "ClaimAnswer",
+    "ClaimState",
     "EmbeddedServer",
     "EmbeddedServerError",
     "Location",
     "MemoryStore",
     "MetadataStore",
     "NodeInfo",
+    "NodeTaken",
     "Publication",
+    "Publishing",
     "Record",
     "ServerInfo",
     "StoreCorrupt",
@@ -38,6 +51,7 @@ __all__ = [
     "StoreFull",
     "StoreUnavailable",
     "StoreUrlError",
+    "Withdrawing",
     "open_store",
     "redact",
 ]

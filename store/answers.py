@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from enum import Enum
 
+from store.record import Location, Record
+
 
 class Publication(Enum):
     """What became of a publication. Only CONFLICT means that the bytes differ from the record's."""
@@ -15,15 +17,53 @@ class Publication(Enum):
     """Enough other nodes hold it: the location was not added, and nothing was renewed."""
     CONFLICT = "conflict"
     """The record has another dtype, shape, size or kind, or belongs to another key."""
+    REFUSED = "refused"
+    """The server is out of memory and may evict nothing: not stored."""
+
+
+class ClaimState(Enum):
+    """How far the holder of a claim has come."""
+
+    INTENT = "intent"
+    """It means to produce the key soon. Such a claim cannot be renewed, only become the next."""
+    ENCODING = "encoding"
+    """It is at work. Renewed by asking again, on signs of progress and never by a bare timer."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClaimAnswer:
-    """Who may produce the key now. `holder` is the caller's own where `granted`."""
+    """Who may produce the key now. `holder` and `state` are the caller's own where `granted`.
+
+    `record` is the key's record as it stood right after the claim was decided, so that a claim
+    granted just after the previous holder published does not lead to a second encode.
+    """
 
     granted: bool
     holder: str
+    state: ClaimState
     remaining_seconds: float
+    record: Record | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Publishing:
+    """One copy to be made known; see MetadataStore.publish_many."""
+
+    record: Record
+    location: Location
+    ttl_seconds: float
+    claim_token: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Withdrawing:
+    """One copy that is no more; see MetadataStore.withdraw_many."""
+
+    namespace: str
+    key: str
+    node: str
+    reason: str
+    exactly: Location | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
-from store.answers import Beat, ClaimAnswer, NodeInfo, Publication, ServerInfo
+from store.answers import (
+    Beat,
+    ClaimAnswer,
+    ClaimState,
+    NodeInfo,
+    Publication,
+    Publishing,
+    ServerInfo,
+    Withdrawing,
+)
+from store.errors import StoreFull
 from store.record import Location, Record
 
 TTL_SECONDS = 30 * 60.0
@@ -22,13 +32,15 @@ class MetadataStore(ABC):
     Threads: any method from any thread at any time. A store must not be used on both sides of a
     fork at once; a child that wants one uses it first after the fork, or opens its own.
 
-    Time: an operation waits for the server once, for the call timeout at most, plus the connect
-    timeout where there is no connection yet. Nothing is retried behind the caller's back. (The
-    resolver looks a host's name up in its own time: name the server by address where that counts.)
+    Time: an operation ends within the call timeout, plus the connect timeout where there is no
+    connection yet. Within it, what a server of a cluster did not carry out but pointed elsewhere
+    is sent there; nothing else is repeated behind the caller's back. (The resolver looks a host's
+    name up in its own time: name the server by address where that counts.)
 
     Errors, of every method: StoreUnavailable, also after `close`; StoreCorrupt where a key of ours
-    holds something foreign. StoreFull only where it is said. ValueError for arguments that no store
-    could hold (see `Record.check`). Whatever is garbled inside a record is a miss, never an error.
+    holds something foreign. StoreFull and NodeTaken only where it is said. ValueError for arguments
+    that no store could hold (see `Record.check`). What is garbled inside a record is a miss, never
+    an error.
 
     Repeating: every operation may be repeated after StoreUnavailable, but `add_hits` and
     `add_stats` may then count twice.
@@ -39,6 +51,19 @@ class MetadataStore(ABC):
     """
 
     @abstractmethod
+    def publish_many(self, publishings: Sequence[Publishing]) -> list[Publication]:
+        """Make it known that each `location` has the bytes of its `record`, in one round trip.
+
+        The locations of `record` itself are ignored. Answers are in the order of the publishings.
+        A record that is there must agree in dtype, shape, nbytes and kind, else CONFLICT and
+        nothing changes. A newer generation, or another boot, takes the place of the same node's
+        older location. A node that would be one more than LOCATIONS_MAX is not added: FULL; such
+        an answer does not renew the record, so one whose holders are all dead ends by itself.
+        ADDED and PRESENT let the record live for `ttl_seconds` from now, never shorter than it
+        would have, and remove the tombstone. All but CONFLICT and REFUSED drop the claim that
+        `claim_token` holds.
+        """
+
     def publish(
         self,
         record: Record,
@@ -47,26 +72,30 @@ class MetadataStore(ABC):
         ttl_seconds: float = TTL_SECONDS,
         claim_token: str | None = None,
     ) -> Publication:
-        """Make it known that `location` has the bytes of `record`, whose own locations are ignored.
-
-        A record that is there must agree in dtype, shape, nbytes and kind, else CONFLICT and
-        nothing changes. A newer generation, or another boot, takes the place of the same node's
-        older location. A node that would be one more than LOCATIONS_MAX is not added: FULL; such
-        an answer does not renew the record, so one whose holders are all dead ends by itself.
-        ADDED and PRESENT let the record live for `ttl_seconds` from now, never shorter than it
-        would have, and remove the tombstone. All but CONFLICT drop the claim that `claim_token`
-        holds. Raises StoreFull.
-        """
+        """Publish one, as `publish_many` does; but what would be REFUSED raises StoreFull."""
+        publishing = Publishing(record, location, ttl_seconds, claim_token)
+        (publication,) = self.publish_many([publishing])
+        if publication is Publication.REFUSED:
+            raise StoreFull(f"the store has no memory left for {record.key!r}: not stored")
+        return publication
 
     @abstractmethod
     def locate(self, namespace: str, keys: Sequence[str]) -> list[Record | None]:
         """The records of `keys`, in their order; None for a miss. Does not renew them.
 
-        One round trip for each 1,000 keys. Whether a location's node lives is for the caller to
+        One round trip for each 1,000 keys, to all servers of a cluster at once. Whether a location's node lives is for the caller to
         judge, by `beats`.
         """
 
     @abstractmethod
+    def withdraw_many(self, withdrawings: Sequence[Withdrawing]) -> list[bool]:
+        """Remove each node's location, in one round trip; True where there was one.
+
+        With the last location the record goes, and `reason` is kept for an hour (see `gone`).
+        With `exactly`, only that very location is removed: for whoever found it stale, while the
+        node may have published anew. Works when memory is full.
+        """
+
     def withdraw(
         self,
         namespace: str,
@@ -76,21 +105,27 @@ class MetadataStore(ABC):
         reason: str,
         exactly: Location | None = None,
     ) -> bool:
-        """Remove that node's location; True where there was one. Works when memory is full.
-
-        With the last location the record goes, and `reason` is kept for an hour (see `gone`).
-        With `exactly`, only that very location is removed: for whoever found it stale, while the
-        node may have published anew.
-        """
+        """Withdraw one, as `withdraw_many` does."""
+        (gone,) = self.withdraw_many([Withdrawing(namespace, key, location_node, reason, exactly)])
+        return gone
 
     @abstractmethod
     def claim(
-        self, namespace: str, key: str, *, holder: str, token: str, lease_seconds: float
+        self,
+        namespace: str,
+        key: str,
+        *,
+        holder: str,
+        token: str,
+        state: ClaimState,
+        lease_seconds: float,
     ) -> ClaimAnswer:
         """Take the right to produce `key` for `lease_seconds`, if nobody has it.
 
-        The same token renews. `token` is unguessable to others by its randomness and has no colon;
-        `holder` is for people and for those who wait. Raises StoreFull.
+        The same token asks again: an ENCODING claim is renewed, an INTENT becomes ENCODING; an
+        INTENT that asks as such again keeps what is left of its lease, and an ENCODING claim stays
+        one. `token` is unguessable to others by its randomness and has no colon; `holder` is for
+        people and for those who wait. Raises StoreFull.
         """
 
     @abstractmethod
@@ -98,11 +133,14 @@ class MetadataStore(ABC):
         """Give the claim back; False where `token` does not hold it. Works when memory is full."""
 
     @abstractmethod
-    def beat(self, node: str, boot: str, sequence: int) -> bool:
+    def beat(self, node: str, boot: str, sequence: int, *, replacing: Beat | None = None) -> bool:
         """Say that the node lives. Works when memory is full.
 
         True where this boot of the node was known. False at its first beat, and when the server
         has lost its data or another observer struck the node off: then it has to publish anew.
+
+        Raises NodeTaken, and changes nothing, where another boot stands there, unless its beat is
+        exactly `replacing`: the last one of a boot that the caller has seen standing still.
         """
 
     @abstractmethod
@@ -165,6 +203,13 @@ class MetadataStore(ABC):
     @abstractmethod
     def server_info(self) -> ServerInfo:
         """What kind of server this is and how full."""
+
+    @abstractmethod
+    def failovers(self) -> int:
+        """How often another server has taken over, as far as calls have noticed; no round trip.
+
+        The last writes before such a change may be lost, for servers replicate asynchronously.
+        """
 
     @abstractmethod
     def ping(self) -> float:

@@ -1,5 +1,7 @@
 """What a store can fail with. A miss is not an error: it is `None`, `False` or an empty answer."""
 
+from store.answers import Beat
+
 
 class StoreError(Exception):
     """Base of all errors of this package."""
@@ -22,6 +24,15 @@ class StoreFull(StoreError):
 
 class StoreCorrupt(StoreError):
     """A key of ours holds something that is not ours, or the server cannot run our scripts."""
+
+
+class NodeTaken(StoreError):
+    """Another boot stands under this node's id; `beat` is its last one."""
+
+    def __init__(self, node: str, beat: Beat) -> None:
+        super().__init__(f"node id {node!r} belongs to boot {beat.boot}")
+        self.node = node
+        self.beat = beat
 
 
 class StoreUrlError(StoreError, ValueError):
