@@ -1,4 +1,4 @@
-"""RedisStore: the contract on one Redis (7.0 or newer) or Valkey server.
+"""RedisStore: the contract on Redis (7.0 or newer) or Valkey: one server, Sentinel or a cluster.
 
 Every write is a script or a single command on keys that share a hash tag, so that a cluster needs
 no other code. Runs in whatever thread calls. Knows key names only through store.layout.
@@ -6,10 +6,14 @@ no other code. Runs in whatever thread calls. Knows key names only through store
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from store import layout
 from store.answers import Beat, ClaimAnswer, NodeInfo, Publication, ServerInfo
 from store.base import TTL_SECONDS, MetadataStore
+from store.cluster import ClusterTopology
+from store.connection import Access, Endpoint
+from store.link import Link, Script
 from store.record import (
     LOCATIONS_MAX,
     Location,
@@ -18,7 +22,9 @@ from store.record import (
     check_node,
     check_token,
 )
-from store.redis import Part, RedisLink, Script
+from store.sentinel import SentinelTopology
+from store.server import Server
+from store.topology import Standalone, Topology
 from store.url import StoreUrl
 
 _PAGE = 1000  # keys in one round trip: about a millisecond of the server's time
@@ -38,11 +44,8 @@ class RedisStore(MetadataStore):
         connect_timeout_seconds: float,
         password: str | None = None,
     ) -> None:
-        self._link = RedisLink(
-            address,
-            call_timeout_seconds=call_timeout_seconds,
-            connect_timeout_seconds=connect_timeout_seconds,
-            password=password,
+        self._link = Link(
+            _topology(address, call_timeout_seconds, connect_timeout_seconds, password)
         )
         self._publish = Script("publish")
         self._withdraw = Script("withdraw")
@@ -168,7 +171,7 @@ class RedisStore(MetadataStore):
 
     def namespaces(self) -> dict[str, dict[str, str]]:
         described = {}
-        for names in self._walk(layout.namespace("*")):
+        for names in self._link.walk(layout.namespace("*")):
             for name, fields in zip(names, self._link.read_hashes(names), strict=True):
                 parts = {_text(part): _text(value) for part, value in fields.items()}
                 if parts:
@@ -203,7 +206,7 @@ class RedisStore(MetadataStore):
 
     def _scan(self, namespace: str | None, limit: int | None) -> Iterator[Record]:
         left = limit
-        for names in self._walk(layout.records(namespace)):
+        for names in self._link.walk(layout.records(namespace)):
             for name, fields in zip(names, self._link.read_hashes(names), strict=True):
                 if left is not None and left <= 0:
                     return
@@ -218,12 +221,19 @@ class RedisStore(MetadataStore):
         return None if reason is None else _text(reason)
 
     def server_info(self) -> ServerInfo:
-        (text,) = self._link.batch([("INFO",)])
-        return layout.read_server_info(_text(text))
+        infos = [layout.read_server_info(_text(t)) for t in self._link.each_server(("INFO",))]
+        return replace(
+            infos[0],
+            maxmemory_bytes=sum(info.maxmemory_bytes for info in infos),
+            used_memory_bytes=sum(info.used_memory_bytes for info in infos),
+        )
+
+    def failovers(self) -> int:
+        return self._link.topology.failovers()
 
     def ping(self) -> float:
         start = time.perf_counter()
-        self._link.batch([("PING",)])
+        self._link.each_server(("PING",))
         return time.perf_counter() - start
 
     def close(self) -> None:
@@ -238,18 +248,6 @@ class RedisStore(MetadataStore):
             page = [part for pair in pairs[start : start + _PAGE] for part in pair]
             self._link.run(script, (key,), (*head, *page))
 
-    def _walk(self, pattern: str) -> Iterator[list[bytes]]:
-        """Names of keys, in pages. The server looks at a bounded number of keys for each."""
-        cursor: Part = 0
-        while True:
-            ((cursor, names),) = self._link.batch(
-                [("SCAN", cursor, "MATCH", pattern, "COUNT", _PAGE)]
-            )
-            if names:
-                yield names
-            if cursor in (0, b"0"):
-                return
-
 
 def _milliseconds(seconds: float) -> int:
     return max(1, round(seconds * 1000))
@@ -257,3 +255,30 @@ def _milliseconds(seconds: float) -> int:
 
 def _text(raw: bytes) -> str:
     return raw.decode("utf-8", "replace")
+
+
+def _topology(
+    address: StoreUrl,
+    call_timeout_seconds: float,
+    connect_timeout_seconds: float,
+    password: str | None,
+) -> Topology:
+    access = Access(
+        username=address.username,
+        password=password or address.password,
+        database=address.database,
+        tls=address.tls,
+        tls_files=address.tls_files,
+        call_timeout_seconds=call_timeout_seconds,
+        connect_timeout_seconds=connect_timeout_seconds,
+    )
+    if address.path:
+        return Standalone(Server(Endpoint(path=address.path), access))
+    endpoints = [Endpoint(host, port) for host, port in address.hosts]
+    if address.topology == "cluster":
+        return ClusterTopology(endpoints, access)
+    if address.topology == "sentinel":
+        username, password = address.sentinel_username, address.sentinel_password
+        sentinel_access = replace(access, username=username, password=password, database=0)
+        return SentinelTopology(endpoints, address.service, access, sentinel_access)
+    return Standalone(Server(endpoints[0], access))
