@@ -83,8 +83,8 @@ class MetadataStore(ABC):
     def locate(self, namespace: str, keys: Sequence[str]) -> list[Record | None]:
         """The records of `keys`, in their order; None for a miss. Does not renew them.
 
-        One round trip for each 1,000 keys, to all servers of a cluster at once. Whether a location's node lives is for the caller to
-        judge, by `beats`.
+        One round trip for each 1,000 keys, to all servers of a cluster at once. Whether a
+        location's node lives is for the caller to judge, by `beats`.
         """
 
     @abstractmethod

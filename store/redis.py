@@ -76,6 +76,29 @@ class RedisLink:
             raise self._translated(reply) from reply
         return reply
 
+    def run_many(
+        self, script: Script, calls: Sequence[tuple[Sequence[str], Iterable[Part]]]
+    ) -> list[Any]:
+        """Run one script for each (keys, arguments) in `calls`, in one round trip.
+
+        The answers are in the order of the calls. Where the server refused one, its place holds
+        the StoreError; the others were carried out all the same.
+        """
+        flat = [(len(keys), *keys, *arguments) for keys, arguments in calls]
+        replies = self._exchange([(*script.by_digest, *call) for call in flat])
+        unknown = [
+            index
+            for index, reply in enumerate(replies)
+            if isinstance(reply, redis.exceptions.NoScriptError)
+        ]
+        again = self._exchange([(*script.by_text, *flat[index]) for index in unknown])
+        for index, reply in zip(unknown, again, strict=True):
+            replies[index] = reply
+        return [
+            self._translated(reply) if isinstance(reply, redis.ResponseError) else reply
+            for reply in replies
+        ]
+
     def read_hashes(self, names: Sequence[Part]) -> list[dict[bytes, bytes]]:
         """The fields of each HASH; empty where it is missing, or is no HASH at all."""
         hashes = []
