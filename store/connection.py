@@ -82,7 +82,7 @@ class Connection:
         Raises Lost, or StoreUnavailable where the server is there but lets us not in.
         """
         self._name = f"store {endpoint}"
-        self._dialled: Any = _dialled(endpoint, access, protocol)  # hardly annotated in redis-py
+        self._dialled = _dialled(endpoint, access, protocol)
         try:
             self._dialled.connect()
         except redis.exceptions.ConnectionError as error:
@@ -92,7 +92,9 @@ class Connection:
         except (redis.RedisError, OSError) as error:
             raise StoreUnavailable(f"{self._name}: {error}") from error
         self._socket: socket.socket = self._dialled._get_socket()
-        self._reader = hiredis.Reader(replyError=Refusal, protocolError=Lost, notEnoughData=_MORE)
+        self._reader: Any = hiredis.Reader(  # its stubs know no buffers
+            replyError=Refusal, protocolError=Lost, notEnoughData=_MORE
+        )
         self._buffer = bytearray(_READ_BYTES)
 
     def send(self, packed: bytes, deadline: float) -> None:
@@ -197,8 +199,9 @@ def _readable(end: socket.socket) -> bool:
     return bool(waiting.poll(0))
 
 
-def _dialled(endpoint: Endpoint, access: Access, protocol: int) -> redis.Connection:
-    """redis-py's connection, not connected yet; it never retries."""
+def _dialled(endpoint: Endpoint, access: Access, protocol: int) -> Any:
+    """redis-py's connection, not connected yet; it never retries. (Hardly annotated there.)"""
+    kind: Any = redis.Connection
     settings: dict[str, Any] = {
         "db": access.database,
         "username": access.username,
@@ -209,8 +212,11 @@ def _dialled(endpoint: Endpoint, access: Access, protocol: int) -> redis.Connect
         "protocol": protocol,
     }
     if endpoint.path:
-        return redis.UnixDomainSocketConnection(path=endpoint.path, **settings)
-    settings |= {"host": endpoint.host, "port": endpoint.port, "socket_keepalive": True}
-    if access.tls:
-        return redis.SSLConnection(**settings, **dict(access.tls_files))
-    return redis.Connection(**settings)
+        kind = redis.UnixDomainSocketConnection
+        settings["path"] = endpoint.path
+    else:
+        settings |= {"host": endpoint.host, "port": endpoint.port, "socket_keepalive": True}
+        if access.tls:
+            kind = redis.SSLConnection
+            settings |= dict(access.tls_files)
+    return kind(**settings)

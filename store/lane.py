@@ -38,9 +38,10 @@ class _Question:
 
 
 class Lane:
-    """Every method on the loop's thread. `invalidated` gets the lane and the names of keys, None for all.
+    """Every method on the loop's thread.
 
-    `lost` is called when the connection ended: nothing that was read on it is known any more.
+    `invalidated` gets the lane and the names of keys, or None for all of them. `lost` is called
+    when the connection ended: nothing that was read on it is known any more.
     """
 
     def __init__(

@@ -6,7 +6,8 @@ A documented, versioned contract. Other programs, and people with redis-cli, may
 |------------------------|---------------|--------------------------------------------------------|
 | lb:rec:<ns>:{<key>}    | HASH, expires | v, key, namespace, dtype, shape, nbytes, kind, created;|
 |                        |               | per location at:<node> = boot:generation:checksum      |
-| lb:claim:<ns>:{<key>}  | STRING, lease | <holder>:<token>: who is producing the key right now   |
+| lb:claim:<ns>:{<key>}  | STRING, lease | <holder>:<state>:<token>: who is about to produce the  |
+|                        |               | key (state intent) or at work on it (encoding)         |
 | lb:gone:<ns>:{<key>}   | STRING, 1 h   | why the last location went                             |
 | lb:nodes               | HASH          | <node> = boot:sequence, moved by each beat             |
 | lb:node:<node>         | HASH, 1 day   | boot, endpoint, host, version, capacity, used, items   |

@@ -80,16 +80,6 @@ class Link:
             raise answers[0]
         return answers
 
-    def run_and_read(
-        self, script: Script, keys: Sequence[str], arguments: Sequence[Part], name: str
-    ) -> tuple[Any, dict[bytes, bytes]]:
-        """Run a script, then read a HASH of the same slot, in one round trip."""
-        call = (keys, arguments)
-        replies = self._exchange([(name, script.by_digest(call)), (name, ("HGETALL", name))])
-        if _code(replies[0]) == "NOSCRIPT":
-            replies = self._exchange([(name, script.by_text(call)), (name, ("HGETALL", name))])
-        return _checked(_translated(replies[0])), fields_of(replies[1])
-
     def read_hashes(self, names: Sequence[Part]) -> list[dict[bytes, bytes]]:
         """The fields of each HASH; empty where it is missing, or is no HASH at all."""
         return [fields_of(r) for r in self._exchange([(name, ("HGETALL", name)) for name in names])]
@@ -225,6 +215,8 @@ def _translated(reply: Any) -> Any:
     elif reply.code in _NOT_SERVED:
         kind = StoreUnavailable
     error = kind(f"store: {reply}")
+    if isinstance(error, StoreCorrupt):
+        error.wrong_type = reply.code == "WRONGTYPE"
     error.__cause__ = reply
     return error
 

@@ -7,31 +7,38 @@ no other code. Runs in whatever thread calls. Knows key names only through store
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from store import layout
-from store.answers import Beat, ClaimAnswer, NodeInfo, Publication, ServerInfo
-from store.base import TTL_SECONDS, MetadataStore
-from store.cluster import ClusterTopology
-from store.connection import Access, Endpoint
+from store.answers import (
+    Beat,
+    ClaimAnswer,
+    ClaimState,
+    NodeInfo,
+    Publication,
+    Publishing,
+    ServerInfo,
+    Withdrawing,
+)
+from store.base import MetadataStore
+from store.connection import Part
+from store.deployment import open_topology
+from store.errors import NodeTaken, StoreCorrupt, StoreError, StoreFull, StoreUnavailable
 from store.link import Link, Script
 from store.record import (
     LOCATIONS_MAX,
-    Location,
     Record,
     check_namespace,
     check_node,
     check_token,
 )
-from store.sentinel import SentinelTopology
-from store.server import Server
-from store.topology import Standalone, Topology
 from store.url import StoreUrl
 
 _PAGE = 1000  # keys in one round trip: about a millisecond of the server's time
 
 
 class RedisStore(MetadataStore):
-    """See MetadataStore. `call_timeout_seconds` bounds each wait for more bytes of a reply.
+    """See MetadataStore.
 
     The first script after a start of the server takes a second round trip.
     """
@@ -45,7 +52,7 @@ class RedisStore(MetadataStore):
         password: str | None = None,
     ) -> None:
         self._link = Link(
-            _topology(address, call_timeout_seconds, connect_timeout_seconds, password)
+            open_topology(address, call_timeout_seconds, connect_timeout_seconds, password)
         )
         self._publish = Script("publish")
         self._withdraw = Script("withdraw")
@@ -56,31 +63,12 @@ class RedisStore(MetadataStore):
         self._hits = Script("hits")
         self._stats = Script("stats")
 
-    def publish(
-        self,
-        record: Record,
-        location: Location,
-        *,
-        ttl_seconds: float = TTL_SECONDS,
-        claim_token: str | None = None,
-    ) -> Publication:
-        record.check()
-        location.check()
-        item = (record.namespace, record.key)
-        answer = self._link.run(
-            self._publish,
-            (layout.record(*item), layout.claim(*item), layout.gone(*item)),
-            (
-                f"at:{location.node}",
-                location.text,
-                _milliseconds(ttl_seconds),
-                claim_token or "",
-                LOCATIONS_MAX,
-                f"{record.created:.3f}",
-                *layout.identity_fields(record),
-            ),
-        )
-        return Publication(answer.decode())
+    def publish_many(self, publishings: Sequence[Publishing]) -> list[Publication]:
+        for publishing in publishings:
+            publishing.record.check()
+            publishing.location.check()
+        answers = self._link.run_many(self._publish, [_publish_call(one) for one in publishings])
+        return [_publication(answer) for answer in answers]
 
     def locate(self, namespace: str, keys: Sequence[str]) -> list[Record | None]:
         check_namespace(namespace)
@@ -89,58 +77,52 @@ class RedisStore(MetadataStore):
             page = keys[start : start + _PAGE]
             replies = self._link.read_hashes([layout.record(namespace, key) for key in page])
             for key, fields in zip(page, replies, strict=True):
-                record = layout.read_record(fields) if fields else None
-                # Names of long keys are hashes and may collide: then it is somebody else's record.
-                if record and (record.key != key or record.namespace != namespace):
-                    record = None
-                found.append(record)
+                found.append(_record_of(namespace, key, fields))
         return found
 
-    def withdraw(
+    def withdraw_many(self, withdrawings: Sequence[Withdrawing]) -> list[bool | None]:
+        for one in withdrawings:
+            check_namespace(one.namespace)
+        answers = self._link.run_many(self._withdraw, [_withdraw_call(one) for one in withdrawings])
+        return [_withdrawn(answer) for answer in answers]
+
+    def claim(
         self,
         namespace: str,
         key: str,
-        location_node: str,
         *,
-        reason: str,
-        exactly: Location | None = None,
-    ) -> bool:
-        check_namespace(namespace)
-        if exactly is not None and exactly.node != location_node:
-            return False
-        removed = self._link.run(
-            self._withdraw,
-            (layout.record(namespace, key), layout.gone(namespace, key)),
-            (
-                key,
-                namespace,
-                f"at:{location_node}",
-                exactly.text if exactly else "",
-                reason,
-                layout.GONE_SECONDS,
-            ),
-        )
-        return bool(removed == 1)
-
-    def claim(
-        self, namespace: str, key: str, *, holder: str, token: str, lease_seconds: float
+        holder: str,
+        token: str,
+        state: ClaimState,
+        lease_seconds: float,
     ) -> ClaimAnswer:
         check_namespace(namespace)
         check_token(token)
-        granted, current, milliseconds = self._link.run(
+        granted, current, current_state, milliseconds, fields = self._link.run(
             self._claim,
-            (layout.claim(namespace, key),),
-            (holder, token, _milliseconds(lease_seconds)),
+            (layout.claim(namespace, key), layout.record(namespace, key)),
+            (holder, token, state.value, _milliseconds(lease_seconds)),
         )
-        return ClaimAnswer(granted == 1, _text(current), milliseconds / 1000)
+        return ClaimAnswer(
+            granted=granted == 1,
+            holder=_text(current),
+            state=ClaimState(_text(current_state)),
+            remaining_seconds=milliseconds / 1000,
+            record=_record_of(namespace, key, dict(zip(fields[::2], fields[1::2], strict=True))),
+        )
 
     def release_claim(self, namespace: str, key: str, *, token: str) -> bool:
         check_namespace(namespace)
         return bool(self._link.run(self._release, (layout.claim(namespace, key),), (token,)) == 1)
 
-    def beat(self, node: str, boot: str, sequence: int) -> bool:
+    def beat(self, node: str, boot: str, sequence: int, *, replacing: Beat | None = None) -> bool:
         check_node(node, boot)
-        return bool(self._link.run(self._beat, (layout.NODES,), (node, boot, sequence)) == 1)
+        replaced = f"{replacing.boot}:{replacing.sequence}" if replacing else ""
+        answer = self._link.run(self._beat, (layout.NODES,), (node, boot, sequence, replaced))
+        taken = layout.read_beat(answer) if isinstance(answer, bytes) else None
+        if taken is not None:
+            raise NodeTaken(node, taken)
+        return bool(answer == 1)
 
     def leave(self, node: str, boot: str) -> None:
         if self._link.run(self._leave, (layout.NODES,), (node, boot)) == 1:
@@ -249,36 +231,77 @@ class RedisStore(MetadataStore):
             self._link.run(script, (key,), (*head, *page))
 
 
+def _publish_call(publishing: Publishing) -> tuple[Sequence[str], Sequence[Part]]:
+    record, location = publishing.record, publishing.location
+    item = (record.namespace, record.key)
+    return (
+        (layout.record(*item), layout.claim(*item), layout.gone(*item)),
+        (
+            f"at:{location.node}",
+            location.text,
+            _milliseconds(publishing.ttl_seconds),
+            publishing.claim_token or "",
+            LOCATIONS_MAX,
+            f"{record.created:.3f}",
+            *layout.identity_fields(record),
+        ),
+    )
+
+
+def _withdraw_call(withdrawing: Withdrawing) -> tuple[Sequence[str], Sequence[Part]]:
+    item, exactly = (withdrawing.namespace, withdrawing.key), withdrawing.exactly
+    expected = exactly.text if exactly else ""
+    if exactly and exactly.node != withdrawing.node:
+        expected = "another node's"  # which no location reads
+    return (
+        (layout.record(*item), layout.gone(*item)),
+        (
+            withdrawing.key,
+            withdrawing.namespace,
+            f"at:{withdrawing.node}",
+            expected,
+            withdrawing.reason,
+            layout.GONE_SECONDS,
+        ),
+    )
+
+
+def _publication(answer: Any) -> Publication:
+    """What one call of the script among many came to."""
+    if isinstance(answer, StoreFull):
+        return Publication.REFUSED
+    if isinstance(answer, StoreUnavailable):
+        return Publication.UNREACHED
+    if isinstance(answer, StoreCorrupt) and answer.wrong_type:
+        return Publication.CONFLICT  # something of somebody else's under our name
+    if isinstance(answer, StoreError):
+        raise answer
+    return Publication(answer.decode())
+
+
+def _withdrawn(answer: Any) -> bool | None:
+    """The same for a withdrawal; None where its server was not reached."""
+    if isinstance(answer, StoreUnavailable):
+        return None
+    if isinstance(answer, StoreCorrupt) and answer.wrong_type:
+        return False
+    if isinstance(answer, StoreError):
+        raise answer
+    return bool(answer == 1)
+
+
+def _record_of(namespace: str, key: str, fields: Mapping[bytes, bytes]) -> Record | None:
+    """The record in the HASH of a key; None where it is missing, garbled or another key's."""
+    record = layout.read_record(fields) if fields else None
+    # Names of long keys are hashes and may collide: then it is somebody else's record.
+    if record and (record.key != key or record.namespace != namespace):
+        return None
+    return record
+
+
 def _milliseconds(seconds: float) -> int:
     return max(1, round(seconds * 1000))
 
 
 def _text(raw: bytes) -> str:
     return raw.decode("utf-8", "replace")
-
-
-def _topology(
-    address: StoreUrl,
-    call_timeout_seconds: float,
-    connect_timeout_seconds: float,
-    password: str | None,
-) -> Topology:
-    access = Access(
-        username=address.username,
-        password=password or address.password,
-        database=address.database,
-        tls=address.tls,
-        tls_files=address.tls_files,
-        call_timeout_seconds=call_timeout_seconds,
-        connect_timeout_seconds=connect_timeout_seconds,
-    )
-    if address.path:
-        return Standalone(Server(Endpoint(path=address.path), access))
-    endpoints = [Endpoint(host, port) for host, port in address.hosts]
-    if address.topology == "cluster":
-        return ClusterTopology(endpoints, access)
-    if address.topology == "sentinel":
-        username, password = address.sentinel_username, address.sentinel_password
-        sentinel_access = replace(access, username=username, password=password, database=0)
-        return SentinelTopology(endpoints, address.service, access, sentinel_access)
-    return Standalone(Server(endpoints[0], access))
