@@ -8,7 +8,6 @@ import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from pydantic import Field, SecretStr, ValidationError, field_validator
 
@@ -107,7 +106,7 @@ def parse_settings(raw: Mapping[str, Any]) -> ConnectorSettings:
     for file_setting, name in SECRET_FILES.items():
         if getattr(settings, name) is not None:
             raise ConfigError(f"setting {name!r} is (hidden); {_PRINTED}: {file_setting!r}")
-    if urlsplit(settings.store_url).password is not None:
+    if settings.store_url != "embedded" and parse(settings.store_url).with_secret:
         raise ConfigError(
             f"setting 'store_url' is {redact(settings.store_url)!r}; {_PRINTED}: a URL without "
             "password, and 'store_password_file'"

@@ -7,7 +7,7 @@ This is the only module that reads the environment, and it does so in one functi
 import hashlib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlsplit
@@ -25,13 +25,14 @@ from pydantic import (
 
 from lookup_buffer.errors import ConfigError
 from store import redact
+from store.url import SCHEMES
 from store.url import parse as parse_store_url
 
 GIB = 1 << 30
 ENVIRONMENT_PREFIX = "LOOKUP_BUFFER_"
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 WILDCARDS = ("0.0.0.0", "::")
-STORE_SCHEMES = ("redis", "rediss", "valkey", "valkeys", "unix")
+STORE_SCHEMES = tuple(scheme for scheme in SCHEMES if scheme != "memory")
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kKmMgGtT]?)(i?[bB])?\s*")
 _SIZE_STEPS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
@@ -91,13 +92,14 @@ class BufferConfig(BaseModel):
     @field_validator("store_url")
     @classmethod
     def _known_store(cls, value: str) -> str:
-        if value != "embedded" and urlsplit(value).scheme not in STORE_SCHEMES:
+        if value == "embedded":
+            return value
+        if value.partition("://")[0].lower() not in STORE_SCHEMES:
             raise ValueError(
                 "'embedded' or a URL that begins with one of "
                 + ", ".join(f"{scheme}://" for scheme in STORE_SCHEMES)
             )
-        if value != "embedded":
-            parse_store_url(value)
+        parse_store_url(value)
         return value
 
     @field_validator("capacity_bytes")
@@ -152,6 +154,11 @@ class BufferConfig(BaseModel):
                 settings[name] = _read_setting(name, Path(os.environ[variable + "_FILE"]))
         settings |= {name: value for name, value in overrides.items() if value is not None}
         return cls.of(settings)
+
+    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
+        """What repr and str show: not the password that a URL may hold."""
+        for name, value in super().__repr_args__():
+            yield name, _shown(value)
 
     def runtime_directory(self) -> Path:
         """The directory of this host's node, created with mode 0700 and checked to be ours.
@@ -237,6 +244,8 @@ def _nearest(name: str, model: type[BaseModel]) -> str:
 
 def _shown(value: object) -> object:
     """`value` without the credentials that a URL may carry."""
-    if isinstance(value, str) and ("@" in value or ("?" in value and "://" in value)):
-        return redact(value)
-    return value
+    if not isinstance(value, str):
+        return value
+    # Also without '@': redis://:password, which lacks its host.
+    of_store = value.partition("://")[0].lower() in STORE_SCHEMES
+    return redact(value) if of_store or "@" in value or ("?" in value and "://" in value) else value

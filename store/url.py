@@ -5,103 +5,202 @@ Nothing in this module puts a password into a message, a repr or a cause.
 
 import re
 from dataclasses import dataclass, field
-from urllib.parse import parse_qsl, unquote, urlsplit
+from typing import Literal
+from urllib.parse import unquote
 
 from store.errors import StoreUrlError
 
-ALLOWED = (
-    "allowed are redis://[user[:password]@]host[:port][/database], rediss:// (TLS), "
-    "valkey://, valkeys://, unix:///absolute/path[?db=N] and memory://"
-)
-SCHEMES = ("memory", "redis", "rediss", "unix", "valkey", "valkeys")
+Topology = Literal["standalone", "sentinel", "cluster", "memory"]
 
-_TLS_SCHEMES = ("rediss", "valkeys")
+_TLS_PRODUCTS = ("rediss", "valkeys")
+_PRODUCTS = ("redis", "rediss", "valkey", "valkeys")
+_TOPOLOGIES: dict[str, Topology] = {
+    "memory": "memory",
+    "unix": "standalone",
+    **dict.fromkeys(_PRODUCTS, "standalone"),
+    **dict.fromkeys((f"{product}-sentinel" for product in _PRODUCTS), "sentinel"),
+    **dict.fromkeys((f"{product}-cluster" for product in _PRODUCTS), "cluster"),
+}
+SCHEMES = tuple(_TOPOLOGIES)
+
+_HOSTS = "[user[:password]@]host[:port][,host[:port]...]"
+_STANDALONE_FORM = "://[user[:password]@]host[:port][/database]"
+_SENTINEL_FORM = f"://{_HOSTS}/service[/database]"
+_CLUSTER_FORM = f"://{_HOSTS}"
+_UNIX_FORM = "unix:///absolute/path[?db=N]"
+_ALL_FORMS = (
+    f"redis{_STANDALONE_FORM}, redis-sentinel{_SENTINEL_FORM}, redis-cluster{_CLUSTER_FORM}, each "
+    f"also with rediss (TLS), valkey or valkeys (TLS) in the place of redis, {_UNIX_FORM} and "
+    "memory://"
+)
+
 _TLS_OPTIONS = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
+_SENTINEL_OPTIONS = ("sentinel_username", "sentinel_password")
+_SHOWN_OPTIONS = ("db", *_TLS_OPTIONS)
+_PORT = 6379
+_SENTINEL_PORT = 26379
 _HIDDEN = "***"
-_ADDRESS = re.compile(r"(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]*)?")
+_ADDRESS = re.compile(
+    r"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+(?:%25[A-Za-z0-9._-]+)?\])(?::([0-9]{1,5}))?"
+)
+_SERVICE = re.compile(r"[A-Za-z0-9._-]{1,128}")  # Sentinel allows no other characters either
 
 
 @dataclass(frozen=True, slots=True)
 class StoreUrl:
-    """A URL taken apart. Exactly one of `host` and `path` is set, neither for memory://."""
+    """A URL taken apart. `hosts` is empty exactly where `path` is set, and for memory://.
+
+    Standalone has one host; the hosts of the others are where to ask first: sentinels that know
+    the master of `service`, or some of a cluster's servers. User, password and TLS files are for
+    all servers; sentinels have a user and a password of their own, and share the TLS files.
+    """
 
     scheme: str
-    host: str = ""
-    port: int = 6379
+    hosts: tuple[tuple[str, int], ...] = ()
     path: str = ""
     database: int = 0
+    service: str = ""
     username: str | None = None
     password: str | None = field(default=None, repr=False)
     tls_files: tuple[tuple[str, str], ...] = ()
+    sentinel_username: str | None = None
+    sentinel_password: str | None = field(default=None, repr=False)
+
+    @property
+    def host(self) -> str:
+        """The first host; empty where there is none."""
+        return self.hosts[0][0] if self.hosts else ""
+
+    @property
+    def port(self) -> int:
+        """The first host's port."""
+        return self.hosts[0][1] if self.hosts else _PORT
+
+    @property
+    def topology(self) -> Topology:
+        return _TOPOLOGIES[self.scheme]
 
     @property
     def tls(self) -> bool:
-        return self.scheme in _TLS_SCHEMES
+        return self.scheme.partition("-")[0] in _TLS_PRODUCTS
+
+    @property
+    def with_secret(self) -> bool:
+        """Whether it must not be written where others may read it."""
+        return self.password is not None or self.sentinel_password is not None
 
 
 def parse(url: str) -> StoreUrl:
     """Take `url` apart. Raises StoreUrlError that says what is wrong and what is allowed."""
-    try:
-        return _parse(url)
-    except StoreUrlError:
-        raise
-    except ValueError:
-        pass
-    # Outside the handler: what urlsplit raises quotes the part that it could not read, which may
-    # be the password, so it must not even be the hidden context of our error.
-    raise StoreUrlError(f"store URL {redact(url)!r} cannot be read; {ALLOWED}")
-
-
-def _parse(url: str) -> StoreUrl:
     scheme, separator, rest = url.partition("://")
     scheme = scheme.lower()
-    if not separator or scheme not in SCHEMES:
-        raise StoreUrlError(f"store URL {redact(url)!r}: unknown scheme; {ALLOWED}")
-    if scheme == "memory":
+    topology = _TOPOLOGIES.get(scheme)
+    if not separator or topology is None:
+        raise _refusal(url, "unknown scheme")
+    if topology == "memory":
         if rest.strip("/"):
-            raise StoreUrlError(f"store URL {redact(url)!r}: nothing follows memory://; {ALLOWED}")
+            raise _refusal(url, "nothing follows memory://")
         return StoreUrl(scheme)
-    parts = urlsplit(f"{scheme}://{rest}")
-    if parts.fragment:
-        raise StoreUrlError(f"store URL {redact(url)!r}: write '#' as %23; {ALLOWED}")
-    options = dict(parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query)))
-    database = options.pop("db", None)
-    tls_files = tuple((name, options.pop(name)) for name in _TLS_OPTIONS if name in options)
-    if options or (tls_files and scheme not in _TLS_SCHEMES):
-        raise StoreUrlError(
-            f"store URL {redact(url)!r}: unknown option; allowed are db, and with TLS "
-            f"{', '.join(_TLS_OPTIONS)}"
-        )
-    username = unquote(parts.username) if parts.username else None
-    password = unquote(parts.password) if parts.password else None
-    host, path = "", ""
-    if scheme == "unix":
-        path = unquote(parts.path)
-        if parts.hostname or not path.startswith("/") or path == "/" or "\0" in path:
-            raise StoreUrlError(
-                f"store URL {redact(url)!r}: unix:// takes an absolute path, with three slashes "
-                "in a row: unix:///run/valkey.sock"
-            )
-    else:
-        host = unquote(parts.hostname or "")
-        if not host:
-            raise StoreUrlError(f"store URL {redact(url)!r}: the host is missing; {ALLOWED}")
-        if parts.path not in ("", "/"):
-            if database is not None:
-                raise StoreUrlError(f"store URL {redact(url)!r}: names the database twice")
-            database = parts.path.removeprefix("/")
-    port = parts.port or 6379
+    if "#" in rest:
+        raise _refusal(url, "write '#' as %23")
+    address, _, query = rest.partition("?")
+    authority, slash, path = address.partition("/")
+    user, _, hosts = authority.rpartition("@")
+    if topology != "standalone" and "@" in user:
+        raise _refusal(url, "user and password stand once, before the first host; write @ as %40")
+    username, _, password = user.partition(":")
+    options = _options(url, scheme, query)
+    service, database = _service_and_database(url, scheme, path, options)
     return StoreUrl(
-        scheme, host, port, path, _database(database, url), username, password, tls_files
+        scheme,
+        hosts=() if scheme == "unix" else _read_hosts(url, topology, hosts),
+        path=_socket_path(url, hosts, slash + path) if scheme == "unix" else "",
+        database=database,
+        service=service,
+        username=unquote(username) or None,
+        password=unquote(password) or None,
+        tls_files=tuple((name, options[name]) for name in _TLS_OPTIONS if name in options),
+        sentinel_username=options.get("sentinel_username") or None,
+        sentinel_password=options.get("sentinel_password") or None,
     )
 
 
-def _database(text: str | None, url: str) -> int:
-    if text is None:
-        return 0
-    if not (text.isascii() and text.isdigit() and len(text) <= 6):
-        raise StoreUrlError(f"store URL {redact(url)!r}: the database is a number; {ALLOWED}")
-    return int(text)
+def _options(url: str, scheme: str, query: str) -> dict[str, str]:
+    """Name and value of each option. Only what the scheme knows, and each once."""
+    topology = _TOPOLOGIES[scheme]
+    allowed = () if topology == "cluster" else ("db",)
+    allowed += _SENTINEL_OPTIONS if topology == "sentinel" else ()
+    allowed += _TLS_OPTIONS if scheme.partition("-")[0] in _TLS_PRODUCTS else ()
+    options: dict[str, str] = {}
+    for option in query.split("&") if query else ():
+        name, equals, value = option.partition("=")
+        if name not in allowed or not equals:
+            names = f"allowed are {', '.join(allowed)}" if allowed else "none is allowed here"
+            raise _refusal(url, f"unknown option; {names}")
+        if name in options:
+            raise _refusal(url, f"the option {name} stands there twice")
+        options[name] = unquote(value)
+    return options
+
+
+def _service_and_database(
+    url: str, scheme: str, path: str, options: dict[str, str]
+) -> tuple[str, int]:
+    topology = _TOPOLOGIES[scheme]
+    service, database = "", "" if scheme == "unix" else path
+    if topology == "sentinel":
+        service, _, database = path.partition("/")
+        if not _SERVICE.fullmatch(service):
+            raise _refusal(url, "the service is missing, or has other characters than A-Za-z0-9._-")
+    if topology == "cluster" and database:
+        raise _refusal(url, "a cluster has no databases to choose from")
+    if "db" in options:
+        if database:
+            raise _refusal(url, "names the database twice")
+        database = options["db"]
+    elif not database:
+        return service, 0
+    if not (database.isascii() and database.isdigit() and len(database) <= 6):
+        raise _refusal(url, "the database is a number")
+    return service, int(database)
+
+
+def _read_hosts(url: str, topology: Topology, text: str) -> tuple[tuple[str, int], ...]:
+    if not text:
+        raise _refusal(url, "the host is missing")
+    hosts = []
+    for address in text.split(","):
+        match = _ADDRESS.fullmatch(address)
+        default = _SENTINEL_PORT if topology == "sentinel" else _PORT
+        port = int(match[2] or default) if match else 0
+        if not match or not 1 <= port <= 65535:
+            raise _refusal(url, "a host or a port cannot be read")
+        hosts.append((unquote(match[1].strip("[]")).lower(), port))
+    if len(hosts) > 1 and topology == "standalone":
+        raise _refusal(url, "several hosts are for redis-sentinel:// and redis-cluster://")
+    return tuple(hosts)
+
+
+def _socket_path(url: str, host: str, path: str) -> str:
+    path = unquote(path)
+    if host or not path.startswith("/") or path == "/" or "\0" in path:
+        raise _refusal(
+            url,
+            "unix:// takes an absolute path, with three slashes in a row: unix:///run/valkey.sock",
+        )
+    return path
+
+
+def _refusal(url: str, why: str) -> StoreUrlError:
+    scheme = url.partition("://")[0].lower()
+    forms = {"standalone": _STANDALONE_FORM, "sentinel": _SENTINEL_FORM, "cluster": _CLUSTER_FORM}
+    if scheme == "unix":
+        allowed = _UNIX_FORM
+    elif form := forms.get(_TOPOLOGIES.get(scheme, "")):
+        allowed = scheme + form
+    else:
+        allowed = _ALL_FORMS
+    return StoreUrlError(f"store URL {redact(url)!r}: {why}; allowed: {allowed}")
 
 
 def redact(url: str) -> str:
@@ -114,18 +213,22 @@ def redact(url: str) -> str:
         return url if _ADDRESS.fullmatch(url) else _HIDDEN
     if scheme.lower() not in SCHEMES:
         return f"{scheme if scheme.isalnum() else _HIDDEN}://{_HIDDEN}"
-    # What begins with '/' has no user part; '@' is then just a character of a path. A password may
-    # hold unescaped '/', '?' and '#', so all before the last '@' goes.
+    # A path of a socket may hold an '@'; elsewhere it ends a user part, however many slashes a
+    # password or a slip of the finger put before it.
     hidden_user = ""
-    if "@" in rest and not rest.startswith("/"):
-        hidden_user, rest = f"{_HIDDEN}@", rest.rpartition("@")[2]
+    if "@" in rest and not (scheme.lower() == "unix" and rest.startswith("/")):
+        user, _, rest = rest.rpartition("@")
+        if "?" in user:  # then this '@' may be within an option, and a secret goes on behind it
+            return f"{scheme}://{_HIDDEN}"
+        hidden_user = f"{_HIDDEN}@"
     address, question, query = rest.partition("?")
     authority, slash, path = address.partition("/")
-    if authority and not _ADDRESS.fullmatch(authority):
-        authority = _HIDDEN
+    hosts = authority.split(",") if authority or scheme.lower() != "unix" else []
+    if rest and not all(map(_ADDRESS.fullmatch, hosts)):
+        return f"{scheme}://{hidden_user}{_HIDDEN}"  # part of a password, which goes on behind it
     options = "&".join(_shown_option(option) for option in query.split("&")) if query else ""
     return f"{scheme}://{hidden_user}{authority}{slash}{path}{question}{options}"
 
 
 def _shown_option(option: str) -> str:
-    return option if option.partition("=")[0] in ("db", *_TLS_OPTIONS) else _HIDDEN
+    return option if option.partition("=")[0] in _SHOWN_OPTIONS else _HIDDEN

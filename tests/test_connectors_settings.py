@@ -33,7 +33,7 @@ def test_sizes_as_people_write_them() -> None:
         ({"store_url": "not a url"}, ["'store_url'", "'not a url'", "redis://"]),
         ({"store_url": "http://h"}, ["'store_url'", "'http://h'", "redis://"]),
         ({"store_url": "redis:/h"}, ["'store_url'", "'redis:/h'", "redis://"]),
-        ({"store_url": "redis://h:port"}, ["'store_url'", "'redis://h:port'", "redis://"]),
+        ({"store_url": "redis://h:port"}, ["'store_url'", "'redis://***'", "port cannot be read"]),
         ({"fetch_wait_seconds": -1}, ["'fetch_wait_seconds'", "-1", "allowed"]),
         ({"ttl_seconds": 0}, ["'ttl_seconds'", "0", "allowed"]),
         ({"required": "perhaps"}, ["'required'", "'perhaps'", "allowed"]),
@@ -67,6 +67,9 @@ def test_capacity_above_the_machines_memory() -> None:
         {"token": "s3cr3t"},
         {"store_url": "redis://user:s3cr3t@host"},
         {"store_url": "http://user:s3cr3t@host"},
+        {"store_url": "redis://:s3cr3t"},
+        {"store_url": "redis-cluster://:s3cr3t@a,b"},
+        {"store_url": "redis-sentinel://a/service?sentinel_password=s3cr3t"},
     ],
 )
 def test_secret_is_never_shown(raw: dict[str, Any]) -> None:

@@ -79,6 +79,8 @@ def test_a_wrong_setting_is_named_with_its_value_in_one_line(
         {"listen": "tcp://0.0.0.0:0", "advertise": "tcp://me:7", "token": SECRET},
         {"store_url": "unix:///run/valkey.sock"},
         {"store_url": "rediss://u:p@host:6380/2"},
+        {"store_url": "REDIS-CLUSTER://u:p@host:6380,other"},
+        {"store_url": "valkeys-sentinel://host,other:1/service/2"},
         {"capacity_bytes": "1MiB"},
     ],
 )
@@ -96,6 +98,10 @@ def test_the_control_of_the_refusals(settings: dict[str, object]) -> None:
         f"redis:user:{SECRET}@host",
         f"ftp://host/?password={SECRET}",
         f"redis://host/?password={SECRET}",
+        f"redis://:{SECRET}",
+        f"redis-sentinel://:{SECRET}@host,other",
+        f"redis-sentinel://host/service/x?sentinel_password=a@{SECRET}",
+        f"redis-cluster://:{SECRET}@host/1",
     ],
 )
 def test_a_password_in_a_url_is_never_repeated(url: str) -> None:
@@ -113,7 +119,8 @@ def test_secrets_show_nowhere() -> None:
         BufferConfig.of({"token": [SECRET]})
     assert SECRET not in str(caught.value)
     config = BufferConfig(store_url=f"redis://:{SECRET}@host/0")
-    assert SECRET not in str(config.expectations())
+    assert SECRET not in f"{config!r} {config} {config.expectations()}"
+    assert "redis://***@host/0" in repr(config)
 
 
 def test_it_does_not_change() -> None:

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import traceback
+from urllib.parse import quote
 
 import pytest
 from hypothesis import given
@@ -11,20 +12,49 @@ from hypothesis import strategies as st
 from store import MemoryStore, StoreUrlError, open_store, redact
 from store.url import SCHEMES, StoreUrl, parse
 
+ONE = (("host", 6379),)
 UNDERSTOOD = {
     "memory://": StoreUrl("memory"),
-    "redis://host": StoreUrl("redis", "host"),
-    "REDIS://host/": StoreUrl("redis", "host"),
-    "redis://10.0.0.1:7000/2": StoreUrl("redis", "10.0.0.1", 7000, database=2),
-    "valkey://host?db=3": StoreUrl("valkey", "host", database=3),
-    "redis://[::1]:7000": StoreUrl("redis", "::1", 7000),
-    "redis://:p%40ss%2Fword@host": StoreUrl("redis", "host", password="p@ss/word"),
-    "redis://me:pw@host": StoreUrl("redis", "host", username="me", password="pw"),
+    "redis://host": StoreUrl("redis", ONE),
+    "REDIS://Host/": StoreUrl("redis", ONE),
+    "redis://10.0.0.1:7000/2": StoreUrl("redis", (("10.0.0.1", 7000),), database=2),
+    "valkey://host?db=3": StoreUrl("valkey", ONE, database=3),
+    "redis://[::1]:7000": StoreUrl("redis", (("::1", 7000),)),
+    "redis://[fe80::1%25eth0]": StoreUrl("redis", (("fe80::1%eth0", 6379),)),
+    "redis://:p%40ss%2Fword@host": StoreUrl("redis", ONE, password="p@ss/word"),
+    "redis://:p,w@h@host": StoreUrl("redis", ONE, password="p,w@h"),
+    "redis://me:pw@host": StoreUrl("redis", ONE, username="me", password="pw"),
     "unix:///run/a%20b%25.sock?db=1": StoreUrl("unix", path="/run/a b%.sock", database=1),
     "unix://me:pw@/run/s": StoreUrl("unix", path="/run/s", username="me", password="pw"),
     "unix:///run/a@b": StoreUrl("unix", path="/run/a@b"),
-    "rediss://host?ssl_ca_certs=/etc/ca.pem": StoreUrl(
-        "rediss", "host", tls_files=(("ssl_ca_certs", "/etc/ca.pem"),)
+    "rediss://host?ssl_ca_certs=/etc/a+b.pem": StoreUrl(
+        "rediss", ONE, tls_files=(("ssl_ca_certs", "/etc/a+b.pem"),)
+    ),
+    "redis-sentinel://host/mymaster": StoreUrl(
+        "redis-sentinel", (("host", 26379),), service="mymaster"
+    ),
+    "redis-sentinel://me:pw@a,b:1,[::1]:2/m.y-1_/3": StoreUrl(
+        "redis-sentinel",
+        (("a", 26379), ("b", 1), ("::1", 2)),
+        database=3,
+        service="m.y-1_",
+        username="me",
+        password="pw",
+    ),
+    "valkeys-sentinel://host/s?db=1&sentinel_username=u&sentinel_password=p%40+&ssl_keyfile=/k": (
+        StoreUrl(
+            "valkeys-sentinel",
+            (("host", 26379),),
+            database=1,
+            service="s",
+            sentinel_username="u",
+            sentinel_password="p@+",
+            tls_files=(("ssl_keyfile", "/k"),),
+        )
+    ),
+    "redis-cluster://host": StoreUrl("redis-cluster", ONE),
+    "rediss-cluster://:pw@[::1]:7000,b/": StoreUrl(
+        "rediss-cluster", (("::1", 7000), ("b", 6379)), password="pw"
     ),
 }
 
@@ -47,6 +77,9 @@ def test_understood(url: str) -> None:
         ("redis://host:port", "cannot be read"),
         ("redis://host:99999", "cannot be read"),
         ("redis://[::1", "cannot be read"),
+        ("redis://host:", "cannot be read"),
+        ("redis://host:0", "cannot be read"),
+        ("redis://ho st", "cannot be read"),
         ("redis://host/zero", "database is a number"),
         ("redis://host/-1", "database is a number"),
         ("redis://host/1?db=2", "twice"),
@@ -55,6 +88,28 @@ def test_understood(url: str) -> None:
         ("redis://host#1", "%23"),
         ("unix://run/valkey.sock", "absolute path"),
         ("unix://", "absolute path"),
+        ("redis://a,b", r"several hosts are for redis-sentinel:// and redis-cluster://"),
+        ("redis://host?db=1&db=2", "twice"),
+        ("redis://host?db", "unknown option; allowed are db;"),
+        ("rediss://host?verify=no", "allowed are db, ssl_ca_certs, ssl_certfile, ssl_keyfile"),
+        ("redis://host?sentinel_password=p", "unknown option"),
+        ("redis-sentinel://a,b", "the service is missing"),
+        ("redis-sentinel://a,b/", "the service is missing"),
+        ("redis-sentinel://a,b/my service", "other characters"),
+        ("redis-sentinel://a,b/s/zero", "database is a number"),
+        ("redis-sentinel://a,b/s/1/2", "database is a number"),
+        ("redis-sentinel://a,b/s/1?db=1", "twice"),
+        ("redis-sentinel:///s", "host is missing"),
+        ("redis-sentinel://a,/s", "cannot be read"),
+        ("redis-sentinel://a/s?ssl_keyfile=/k", "unknown option"),
+        ("redis-cluster://", "host is missing"),
+        ("redis-cluster://a,,b", "cannot be read"),
+        ("redis-cluster://a/0", "a cluster has no databases .*allowed: redis-cluster://"),
+        ("redis-cluster://a?db=0", "unknown option; none is allowed"),
+        ("redis-cluster://u:p@a,u:p@b", "stand once, before the first host"),
+        ("valkeys-cluster://a?db=0", "allowed are ssl_ca_certs"),
+        ("redis-ring://a,b", "unknown scheme"),
+        ("memory-cluster://a,b", "unknown scheme"),
     ],
 )
 def test_refused(url: str, words: str) -> None:
@@ -66,8 +121,69 @@ def test_refused(url: str, words: str) -> None:
 def test_an_unknown_scheme_is_told_what_is_allowed() -> None:
     with pytest.raises(StoreUrlError) as caught:
         open_store("http://host")
-    for scheme in SCHEMES:
+    for scheme in ("redis", "redis-sentinel", "redis-cluster", "unix", "memory"):
         assert f"{scheme}://" in str(caught.value)
+    for product in ("rediss", "valkey", "valkeys"):
+        assert product in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "topology", "tls"),
+    [
+        ("memory", "memory", False),
+        ("unix", "standalone", False),
+        ("redis", "standalone", False),
+        ("valkey", "standalone", False),
+        ("rediss", "standalone", True),
+        ("valkeys", "standalone", True),
+        ("redis-sentinel", "sentinel", False),
+        ("valkey-sentinel", "sentinel", False),
+        ("rediss-sentinel", "sentinel", True),
+        ("valkeys-sentinel", "sentinel", True),
+        ("redis-cluster", "cluster", False),
+        ("valkey-cluster", "cluster", False),
+        ("rediss-cluster", "cluster", True),
+        ("valkeys-cluster", "cluster", True),
+    ],
+)
+def test_schemes(scheme: str, topology: str, tls: bool) -> None:
+    assert scheme in SCHEMES
+    assert (StoreUrl(scheme).topology, StoreUrl(scheme).tls) == (topology, tls)
+
+
+def test_the_first_host() -> None:
+    both = parse("redis-cluster://b:2,a:1")
+    assert (both.host, both.port) == ("b", 2)
+    assert StoreUrl("unix", path="/s").host == ""
+
+
+@given(
+    st.sampled_from(["redis-cluster", "valkeys-sentinel"]),
+    st.lists(
+        st.tuples(
+            st.one_of(
+                st.from_regex(r"[a-z0-9][a-z0-9._-]{0,20}", fullmatch=True),
+                st.ip_addresses().map(str),
+            ),
+            st.integers(1, 65535),
+        ),
+        min_size=1,
+        max_size=5,
+    ),
+    st.text(min_size=1, max_size=12),
+    st.text(min_size=1, max_size=12),
+)
+def test_what_is_quoted_comes_back(
+    scheme: str, hosts: list[tuple[str, int]], username: str, password: str
+) -> None:
+    listed = ",".join(
+        f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in hosts
+    )
+    path = "/service/1" if "sentinel" in scheme else ""
+    rest = f"{listed}{path}"
+    taken = parse(f"{scheme}://{quote(username, safe='')}:{quote(password, safe='')}@{rest}")
+    assert (taken.hosts, taken.username, taken.password) == (tuple(hosts), username, password)
+    assert redact(f"{scheme}://{rest}") == f"{scheme}://{rest}"
 
 
 @pytest.mark.parametrize(
@@ -76,8 +192,23 @@ def test_an_unknown_scheme_is_told_what_is_allowed() -> None:
         ("redis://host:6379/0", "redis://host:6379/0"),
         ("redis://[::1]:6379", "redis://[::1]:6379"),
         ("redis://me:secret@host", "redis://***@host"),
-        ("redis://:sec/r?e#t@host/1", "redis://***@host/1"),
+        ("redis://:sec/r#t@host/1", "redis://***@host/1"),
+        # What stands behind a '?' may be an option, and the '@' a character of it.
+        ("redis://:sec/r?e#t@host/1", "redis://***"),
+        ("redis-sentinel://a/s?sentinel_password=x@secret", "redis-sentinel://***"),
         ("redis://:secret", "redis://***"),
+        ("redis://:sec/ret", "redis://***"),
+        ("redis:///:secret@host", "redis://***@host"),
+        ("redis:///secret", "redis://***"),
+        ("redis://host#secret", "redis://***"),
+        ("redis-cluster://a:1,[::1]:2", "redis-cluster://a:1,[::1]:2"),
+        ("redis-cluster://me:secret@a:1,b", "redis-cluster://***@a:1,b"),
+        ("redis-cluster://a,me:secret@b,c", "redis-cluster://***@b,c"),
+        ("redis-cluster://a,me:secret", "redis-cluster://***"),
+        (
+            "rediss-sentinel://a,b:1/s/2?sentinel_password=secret&ssl_keyfile=/k",
+            "rediss-sentinel://a,b:1/s/2?***&ssl_keyfile=/k",
+        ),
         ("unix:///run/a@b?db=1&password=secret", "unix:///run/a@b?db=1&***"),
         ("unix://me:secret@/run/s", "unix://***@/run/s"),
         ("https://secret@host", "https://***"),
@@ -92,18 +223,22 @@ def test_redact(url: str, shown: str) -> None:
 @given(
     st.text(
         st.characters(codec="ascii", categories=["L", "N", "P", "S"]), min_size=8, max_size=20
-    ).filter(lambda text: "@" not in text),
+    ),
     st.sampled_from(
         [
             "redis://:{}@host", "redis://me:{}@host:1/0", "unix://:{}@/run/s", "rediss://:{}@h?x=1",
             "valkey://me:{}@[::1]", "redis://host?password={}", "redis://:{}@", "http://:{}@host",
+            "redis://:{}", "redis://me:{}", "redis-cluster://:{}@a,b", "redis-cluster://a,:{}@b",
+            "redis-cluster://:{}@a/1", "redis-sentinel://me:{}@a:1,b/s", "redis-sentinel://:{}@a,b",
+            "redis-sentinel://a,b/s?sentinel_password={}", "rediss-sentinel://a/s/x?ssl=1&p={}",
+            "redis-sentinel://me:{}@a/s?sentinel_password=other", "redis-cluster://a:1,me:{}",
         ]
     ),
 )  # fmt: skip
 def test_no_password_is_ever_shown(password: str, form: str) -> None:
     secret = f"zQ{password}Qz"
     url = form.format(secret)
-    pieces = [piece for piece in (secret, secret[:6]) if piece]
+    pieces = (secret, secret[:6], secret[-6:])
     shown = redact(url)
     refusal: StoreUrlError | None = None
     try:

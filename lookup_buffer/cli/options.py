@@ -19,8 +19,8 @@ StoreUrl = Annotated[
     str | None,
     typer.Option(
         metavar="URL",
-        help="Where the metadata lives: 'embedded', or a redis://, rediss://, valkey://, "
-        "valkeys:// or unix:// URL without a password.",
+        help="Where the metadata lives: 'embedded', or a URL without a password: redis://, "
+        "redis-sentinel://, redis-cluster://, each also with rediss, valkey or valkeys, or unix://.",
     ),
 ]
 StorePasswordFile = Annotated[
