@@ -189,12 +189,11 @@ def read_server_info(text: str) -> ServerInfo:
 
 def _read_locations(fields: Mapping[bytes, bytes]) -> tuple[Location, ...]:
     locations = []
-    for name, value in fields.items():
-        if name.startswith(b"at:"):
-            try:
-                locations.append(Location.parse(name[3:].decode(), value.decode()))
-            except ValueError:
-                continue  # one garbled copy is no reason to miss the others
+    for name in [name for name in fields if name[:3] == b"at:"]:
+        try:
+            locations.append(Location.parse(name[3:].decode(), fields[name].decode()))
+        except ValueError:
+            continue  # one garbled copy is no reason to miss the others
     return tuple(locations)
 
 

@@ -37,6 +37,8 @@ _REARM_SECONDS = 0.1
 Found = Record | None | StoreUnavailable
 """A record, nothing, or why that is not known."""
 Answer = Callable[[list[Found]], None]
+_Group = Sequence[tuple[int, bytes]]
+"""What one lane is asked: positions in the question, and names of keys."""
 
 
 @dataclass(slots=True, eq=False)
@@ -58,13 +60,12 @@ class _Watch:
     key: str
     notify: Callable[[], None]
     names: tuple[bytes, bytes] = field(init=False)
+    """Of the record and of the claim."""
     lane: Lane | None = None
 
     def __post_init__(self) -> None:
-        self.names = (
-            layout.record(self.namespace, self.key).encode("utf-8", "surrogatepass"),
-            layout.claim(self.namespace, self.key).encode("utf-8", "surrogatepass"),
-        )
+        of = (self.namespace, self.key)
+        self.names = (layout.record(*of).encode(), layout.claim(*of).encode())
 
 
 _NO_ENTRIES: Mapping[str, Entry] = MappingProxyType({})
@@ -148,39 +149,34 @@ class Mirror:
     # -- reading
 
     def _read(self, reading: "_Reading", indexes: Sequence[int]) -> None:
-        groups: dict[Lane, list[int]] = {}
+        groups: dict[Lane, list[tuple[int, bytes]]] = {}
         for index in indexes:
+            name = layout.record(reading.namespace, reading.keys[index]).encode()
             try:
-                lane = self._lane_for(layout.record(reading.namespace, reading.keys[index]))
+                lane = self._lane_for(name)
             except StoreUnavailable as error:
                 reading.found[index] = error
             else:
-                groups.setdefault(lane, []).append(index)
+                groups.setdefault(lane, []).append((index, name))
         reading.left = len(groups)
         for lane, group in groups.items():
-            commands = [
-                ("HGETALL", layout.record(reading.namespace, reading.keys[index]))
-                for index in group
-            ]
+            commands = [("HGETALL", name) for _, name in group]
             each = partial(self._read_one, lane, reading, group)
             lane.ask(commands, each, partial(self._read_all, reading, group))
         if not groups:
             reading.answer(reading.found)
 
     def _read_one(
-        self, lane: Lane, reading: "_Reading", group: Sequence[int], at: int, reply: Any
+        self, lane: Lane, reading: "_Reading", group: _Group, at: int, reply: Any
     ) -> None:
-        index = group[at]
+        index, name = group[at]
         key = reading.keys[index]
-        name = layout.record(reading.namespace, key).encode("utf-8", "surrogatepass")
         reading.found[index] = self._take_in(lane, name, reading.namespace, key, reply)
 
-    def _read_all(
-        self, reading: "_Reading", group: Sequence[int], error: StoreError | None
-    ) -> None:
+    def _read_all(self, reading: "_Reading", group: _Group, error: StoreError | None) -> None:
         if error is not None:
             unknown = StoreUnavailable(str(error))
-            for index in group:
+            for index, _ in group:
                 reading.found[index] = unknown
         reading.left -= 1
         if not reading.left:
@@ -283,7 +279,7 @@ class Mirror:
 
     # -- servers
 
-    def _lane_for(self, name: str | bytes) -> Lane:
+    def _lane_for(self, name: bytes) -> Lane:
         try:
             server = self._topology.known_server_for(name)
         except StoreUnavailable:

@@ -4,8 +4,10 @@ Every write is a script or a single command on keys that share a hash tag, so th
 no other code. Runs in whatever thread calls. Knows key names only through store.layout.
 """
 
+import asyncio
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +27,7 @@ from store.connection import Part
 from store.deployment import open_topology
 from store.errors import NodeTaken, StoreCorrupt, StoreError, StoreFull, StoreUnavailable
 from store.link import Link, Script
+from store.mirror import Mirror
 from store.record import (
     LOCATIONS_MAX,
     Record,
@@ -217,6 +220,13 @@ class RedisStore(MetadataStore):
         start = time.perf_counter()
         self._link.each_server(("PING",))
         return time.perf_counter() - start
+
+    def mirror(self, loop: asyncio.AbstractEventLoop, dialler: Executor) -> Mirror:
+        """A mirror of this store's records for `loop`, on whose thread this is called.
+
+        `dialler` is a thread or more, to connect on. Close the mirror before the store.
+        """
+        return Mirror(loop, self._link.topology, dialler)
 
     def close(self) -> None:
         self._link.close()
