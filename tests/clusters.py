@@ -7,6 +7,7 @@ takes it; tests that break one take `own_cluster`.
 import binascii
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ class ValkeyCluster:
         try:
             for member in self.members:
                 member.wait_until_it_answers()
-            self._ids = [member.command("CLUSTER", "MYID").decode() for member in self.members]
+            self._ids: list[str] = [m.command("CLUSTER", "MYID").decode() for m in self.members]
             self._introduce(pairs)
         except BaseException:
             self.close()
@@ -54,16 +55,9 @@ class ValkeyCluster:
             for port, bus in pairs:
                 if port != member.port:
                     member.command("CLUSTER", "MEET", "127.0.0.1", port, bus)
-        for n, replica in enumerate(replicas):
-            wait_until(lambda n=n, replica=replica: self._follow(replica, n), WHOLE_SECONDS)
+        for replica, master in zip(replicas, self._ids, strict=False):
+            wait_until(partial(_follows, replica, master), WHOLE_SECONDS, "the members meet")
         self.wait_until_whole()
-
-    def _follow(self, replica: ServerProcess, master: int) -> bool:
-        try:
-            replica.command("CLUSTER", "REPLICATE", self._ids[master])
-        except RespError:  # it has not met that master yet
-            return False
-        return True
 
     # ---- who is what
 
@@ -177,6 +171,14 @@ def _lines(nodes: bytes) -> list[list[str]]:
     for fields in lines:
         fields[1] = fields[1].partition("@")[0]
     return lines
+
+
+def _follows(replica: ServerProcess, master_id: str) -> bool:
+    try:
+        replica.command("CLUSTER", "REPLICATE", master_id)
+    except RespError:  # it has not met that master yet
+        return False
+    return True
 
 
 def _served(member: ServerProcess) -> Iterator[tuple[str, str]]:
