@@ -70,6 +70,8 @@ class BufferConfig(BaseModel):
     """Password for the store, kept out of the URL."""
     store_timeout_seconds: float = Field(default=0.25, gt=0, le=30)
     """Bound on one call to the store."""
+    mirror: bool = True
+    """Keep what the store said of keys, corrected by its push; off: ask it each time."""
     capacity_bytes: Bytes = Field(default=4 * GIB, ge=1 << 20)
     """Size of the arena, a number of bytes or `8GiB`."""
     node_socket: Path | None = None

@@ -19,6 +19,8 @@ class Publication(Enum):
     """The record has another dtype, shape, size or kind, or belongs to another key."""
     REFUSED = "refused"
     """The server is out of memory and may evict nothing: not stored."""
+    UNREACHED = "unreached"
+    """The server that this key lies on was not reached, while others were: to be repeated."""
 
 
 class ClaimState(Enum):

@@ -56,12 +56,13 @@ class MetadataStore(ABC):
 
         The locations of `record` itself are ignored. Answers are in the order of the publishings.
         A record that is there must agree in dtype, shape, nbytes and kind, else CONFLICT and
-        nothing changes. A newer generation, or another boot, takes the place of the same node's
-        older location. A node that would be one more than LOCATIONS_MAX is not added: FULL; such
-        an answer does not renew the record, so one whose holders are all dead ends by itself.
-        ADDED and PRESENT let the record live for `ttl_seconds` from now, never shorter than it
-        would have, and remove the tombstone. All but CONFLICT and REFUSED drop the claim that
-        `claim_token` holds.
+        nothing changes; so it is with anything else that stands under its name. A newer
+        generation, or another boot, takes the place of the same node's older location. A node that
+        would be one more than LOCATIONS_MAX is not added: FULL; such an answer does not renew the
+        record, so one whose holders are all dead ends by itself. ADDED and PRESENT let the record
+        live for `ttl_seconds` from now, never shorter than it would have, and remove the tombstone.
+        ADDED, PRESENT and FULL drop the claim that `claim_token` holds. What lies on a server that
+        was not reached is UNREACHED; where no server was reached, StoreUnavailable is raised.
         """
 
     def publish(
@@ -72,7 +73,7 @@ class MetadataStore(ABC):
         ttl_seconds: float = TTL_SECONDS,
         claim_token: str | None = None,
     ) -> Publication:
-        """Publish one, as `publish_many` does; but what would be REFUSED raises StoreFull."""
+        """Publish one, as `publish_many` does. Raises StoreFull for what would be REFUSED."""
         publishing = Publishing(record, location, ttl_seconds, claim_token)
         (publication,) = self.publish_many([publishing])
         if publication is Publication.REFUSED:
@@ -83,13 +84,16 @@ class MetadataStore(ABC):
     def locate(self, namespace: str, keys: Sequence[str]) -> list[Record | None]:
         """The records of `keys`, in their order; None for a miss. Does not renew them.
 
-        One round trip for each 1,000 keys, to all servers of a cluster at once. Whether a location's node lives is for the caller to
-        judge, by `beats`.
+        One round trip for each 1,000 keys, to all servers of a cluster at once. Whether a
+        location's node lives is for the caller to judge, by `beats`.
         """
 
     @abstractmethod
-    def withdraw_many(self, withdrawings: Sequence[Withdrawing]) -> list[bool]:
+    def withdraw_many(self, withdrawings: Sequence[Withdrawing]) -> list[bool | None]:
         """Remove each node's location, in one round trip; True where there was one.
+
+        None for what lies on a server that was not reached; where none was reached,
+        StoreUnavailable is raised.
 
         With the last location the record goes, and `reason` is kept for an hour (see `gone`).
         With `exactly`, only that very location is removed: for whoever found it stale, while the
@@ -107,7 +111,7 @@ class MetadataStore(ABC):
     ) -> bool:
         """Withdraw one, as `withdraw_many` does."""
         (gone,) = self.withdraw_many([Withdrawing(namespace, key, location_node, reason, exactly)])
-        return gone
+        return bool(gone)
 
     @abstractmethod
     def claim(

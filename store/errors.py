@@ -23,7 +23,12 @@ class StoreFull(StoreError):
 
 
 class StoreCorrupt(StoreError):
-    """A key of ours holds something that is not ours, or the server cannot run our scripts."""
+    """A key of ours holds something that is not ours, or the server cannot run our scripts.
+
+    `wrong_type` tells the first.
+    """
+
+    wrong_type = False
 
 
 class NodeTaken(StoreError):

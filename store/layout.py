@@ -6,7 +6,8 @@ A documented, versioned contract. Other programs, and people with redis-cli, may
 |------------------------|---------------|--------------------------------------------------------|
 | lb:rec:<ns>:{<key>}    | HASH, expires | v, key, namespace, dtype, shape, nbytes, kind, created;|
 |                        |               | per location at:<node> = boot:generation:checksum      |
-| lb:claim:<ns>:{<key>}  | STRING, lease | <holder>:<token>: who is producing the key right now   |
+| lb:claim:<ns>:{<key>}  | STRING, lease | <holder>:<state>:<token>: who is about to produce the  |
+|                        |               | key (state intent) or at work on it (encoding)         |
 | lb:gone:<ns>:{<key>}   | STRING, 1 h   | why the last location went                             |
 | lb:nodes               | HASH          | <node> = boot:sequence, moved by each beat             |
 | lb:node:<node>         | HASH, 1 day   | boot, endpoint, host, version, capacity, used, items   |
@@ -188,12 +189,11 @@ def read_server_info(text: str) -> ServerInfo:
 
 def _read_locations(fields: Mapping[bytes, bytes]) -> tuple[Location, ...]:
     locations = []
-    for name, value in fields.items():
-        if name.startswith(b"at:"):
-            try:
-                locations.append(Location.parse(name[3:].decode(), value.decode()))
-            except ValueError:
-                continue  # one garbled copy is no reason to miss the others
+    for name in [name for name in fields if name[:3] == b"at:"]:
+        try:
+            locations.append(Location.parse(name[3:].decode(), fields[name].decode()))
+        except ValueError:
+            continue  # one garbled copy is no reason to miss the others
     return tuple(locations)
 
 

@@ -8,15 +8,25 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
-from store.answers import Beat, ClaimAnswer, NodeInfo, Publication, ServerInfo
-from store.base import TTL_SECONDS, MetadataStore
-from store.errors import StoreFull, StoreUnavailable
+from store.answers import (
+    Beat,
+    ClaimAnswer,
+    ClaimState,
+    NodeInfo,
+    Publication,
+    Publishing,
+    ServerInfo,
+    Withdrawing,
+)
+from store.base import MetadataStore
+from store.errors import NodeTaken, StoreUnavailable
 from store.layout import GONE_SECONDS, HITS_MAX, HITS_SECONDS, NODE_SECONDS, STATS_SECONDS
 from store.record import LOCATIONS_MAX, Location, Record, check_namespace, check_node, check_token
 
+_Item = tuple[str, str]  # namespace and key
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
 
@@ -67,8 +77,15 @@ class _Expiring(Generic[_Key, _Value]):
         self._swept_at_seconds = self._clock()
 
 
+@dataclass(frozen=True, slots=True)
+class _Claim:
+    holder: str
+    state: ClaimState
+    token: str
+
+
 class MemoryStore(MetadataStore):
-    """`records_max` bounds it: a new record beyond is refused with StoreFull.
+    """`records_max` bounds it: a new record beyond is REFUSED.
 
     `clock` counts seconds and never goes back; tests bring their own.
     """
@@ -79,93 +96,66 @@ class MemoryStore(MetadataStore):
         self._lock = threading.Lock()
         self._closed = False
         self._records_max = records_max
-        self._records: _Expiring[tuple[str, str], Record] = _Expiring(clock)
-        self._claims: _Expiring[tuple[str, str], tuple[str, str]] = _Expiring(clock)
-        self._gone: _Expiring[tuple[str, str], str] = _Expiring(clock)
+        self._records: _Expiring[_Item, Record] = _Expiring(clock)
+        self._claims: _Expiring[_Item, _Claim] = _Expiring(clock)
+        self._gone: _Expiring[_Item, str] = _Expiring(clock)
         self._beats: dict[str, Beat] = {}
         self._infos: _Expiring[str, NodeInfo] = _Expiring(clock)
         self._namespaces: dict[str, dict[str, str]] = {}
         self._hits: _Expiring[str, dict[str, int]] = _Expiring(clock)
         self._stats: _Expiring[str, dict[str, int]] = _Expiring(clock)
 
-    def publish(
-        self,
-        record: Record,
-        location: Location,
-        *,
-        ttl_seconds: float = TTL_SECONDS,
-        claim_token: str | None = None,
-    ) -> Publication:
-        record.check()
-        location.check()
-        item = (record.namespace, record.key)
+    def publish_many(self, publishings: Sequence[Publishing]) -> list[Publication]:
+        for publishing in publishings:
+            publishing.record.check()
+            publishing.location.check()
         with self._open():
-            known = self._records.get(item)
-            if known and not _agree(known, record):
-                return Publication.CONFLICT
-            if not known and not self._records.has_room(self._records_max):
-                raise StoreFull(f"{self._records_max} records are held, no more are taken")
-            base = known or replace(record, locations=())
-            outcome, locations = _with_location(base.locations, location)
-            if outcome is not Publication.FULL:
-                life = max(ttl_seconds, self._records.remaining_seconds(item) if known else 0.0)
-                self._records.put(item, replace(base, locations=locations), life)
-                self._gone.drop(item)
-            if claim_token is not None:
-                self._drop_claim(item, claim_token)
-            return outcome
+            return [self._publish(publishing) for publishing in publishings]
 
     def locate(self, namespace: str, keys: Sequence[str]) -> list[Record | None]:
         check_namespace(namespace)
         with self._open():
             return [self._records.get((namespace, key)) for key in keys]
 
-    def withdraw(
+    def withdraw_many(self, withdrawings: Sequence[Withdrawing]) -> list[bool | None]:
+        for withdrawing in withdrawings:
+            check_namespace(withdrawing.namespace)
+        with self._open():
+            return [self._withdraw(withdrawing) for withdrawing in withdrawings]
+
+    def claim(
         self,
         namespace: str,
         key: str,
-        location_node: str,
         *,
-        reason: str,
-        exactly: Location | None = None,
-    ) -> bool:
-        check_namespace(namespace)
-        item = (namespace, key)
-        with self._open():
-            record = self._records.get(item)
-            mine = [at for at in record.locations if at.node == location_node] if record else []
-            if not record or not mine or exactly not in (None, mine[0]):
-                return False
-            left = tuple(at for at in record.locations if at.node != location_node)
-            if left:
-                self._records.replace(item, replace(record, locations=left))
-            else:
-                self._records.drop(item)
-                self._gone.put(item, reason, GONE_SECONDS)
-            return True
-
-    def claim(
-        self, namespace: str, key: str, *, holder: str, token: str, lease_seconds: float
+        holder: str,
+        token: str,
+        state: ClaimState,
+        lease_seconds: float,
     ) -> ClaimAnswer:
         check_namespace(namespace)
         check_token(token)
         item = (namespace, key)
         with self._open():
             held = self._claims.get(item)
-            if held and held[1] != token:
-                return ClaimAnswer(False, held[0], self._claims.remaining_seconds(item))
-            self._claims.put(item, (holder, token), lease_seconds)
-            return ClaimAnswer(True, holder, lease_seconds)
+            mine = held is not None and held.token == token
+            if held is None or (mine and state is ClaimState.ENCODING):
+                held, mine = _Claim(holder, state, token), True
+                self._claims.put(item, held, lease_seconds)
+            left = self._claims.remaining_seconds(item)
+            return ClaimAnswer(mine, held.holder, held.state, left, self._records.get(item))
 
     def release_claim(self, namespace: str, key: str, *, token: str) -> bool:
         check_namespace(namespace)
         with self._open():
             return self._drop_claim((namespace, key), token)
 
-    def beat(self, node: str, boot: str, sequence: int) -> bool:
+    def beat(self, node: str, boot: str, sequence: int, *, replacing: Beat | None = None) -> bool:
         check_node(node, boot)
         with self._open():
             previous = self._beats.get(node)
+            if previous and previous.boot != boot and previous != replacing:
+                raise NodeTaken(node, previous)
             self._beats[node] = Beat(boot, sequence)
             return previous is not None and previous.boot == boot
 
@@ -246,6 +236,9 @@ class MemoryStore(MetadataStore):
         with self._open():
             return ServerInfo("memory", "", 0, 0, "noeviction", "standalone")
 
+    def failovers(self) -> int:
+        return 0
+
     def ping(self) -> float:
         start = time.perf_counter()
         with self._open():
@@ -262,9 +255,42 @@ class MemoryStore(MetadataStore):
                 raise StoreUnavailable("the store is closed")
             yield
 
-    def _drop_claim(self, item: tuple[str, str], token: str) -> bool:
+    def _publish(self, publishing: Publishing) -> Publication:
+        record, token = publishing.record, publishing.claim_token
+        item = (record.namespace, record.key)
+        known = self._records.get(item)
+        if known and not _agree(known, record):
+            return Publication.CONFLICT
+        if not known and not self._records.has_room(self._records_max):
+            return Publication.REFUSED
+        base = known or replace(record, locations=())
+        outcome, locations = _with_location(base.locations, publishing.location)
+        if outcome is not Publication.FULL:
+            left = self._records.remaining_seconds(item) if known else 0.0
+            life = max(publishing.ttl_seconds, left)
+            self._records.put(item, replace(base, locations=locations), life)
+            self._gone.drop(item)
+        if token is not None:
+            self._drop_claim(item, token)
+        return outcome
+
+    def _withdraw(self, withdrawing: Withdrawing) -> bool:
+        item, node = (withdrawing.namespace, withdrawing.key), withdrawing.node
+        record = self._records.get(item)
+        mine = [at for at in record.locations if at.node == node] if record else []
+        if not record or not mine or withdrawing.exactly not in (None, mine[0]):
+            return False
+        left = tuple(at for at in record.locations if at.node != node)
+        if left:
+            self._records.replace(item, replace(record, locations=left))
+        else:
+            self._records.drop(item)
+            self._gone.put(item, withdrawing.reason, GONE_SECONDS)
+        return True
+
+    def _drop_claim(self, item: _Item, token: str) -> bool:
         held = self._claims.get(item)
-        if not held or held[1] != token:
+        if held is None or held.token != token:
             return False
         self._claims.drop(item)
         return True

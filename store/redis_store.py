@@ -1,31 +1,47 @@
-"""RedisStore: the contract on one Redis (7.0 or newer) or Valkey server.
+"""RedisStore: the contract on Redis (7.0 or newer) or Valkey: one server, Sentinel or a cluster.
 
 Every write is a script or a single command on keys that share a hash tag, so that a cluster needs
 no other code. Runs in whatever thread calls. Knows key names only through store.layout.
 """
 
+import asyncio
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import replace
+from typing import Any
 
 from store import layout
-from store.answers import Beat, ClaimAnswer, NodeInfo, Publication, ServerInfo
-from store.base import TTL_SECONDS, MetadataStore
+from store.answers import (
+    Beat,
+    ClaimAnswer,
+    ClaimState,
+    NodeInfo,
+    Publication,
+    Publishing,
+    ServerInfo,
+    Withdrawing,
+)
+from store.base import MetadataStore
+from store.connection import Part
+from store.deployment import open_topology
+from store.errors import NodeTaken, StoreCorrupt, StoreError, StoreFull, StoreUnavailable
+from store.link import Link, Script
+from store.mirror import Mirror
 from store.record import (
     LOCATIONS_MAX,
-    Location,
     Record,
     check_namespace,
     check_node,
     check_token,
 )
-from store.redis import Part, RedisLink, Script
 from store.url import StoreUrl
 
 _PAGE = 1000  # keys in one round trip: about a millisecond of the server's time
 
 
 class RedisStore(MetadataStore):
-    """See MetadataStore. `call_timeout_seconds` bounds each wait for more bytes of a reply.
+    """See MetadataStore.
 
     The first script after a start of the server takes a second round trip.
     """
@@ -38,11 +54,8 @@ class RedisStore(MetadataStore):
         connect_timeout_seconds: float,
         password: str | None = None,
     ) -> None:
-        self._link = RedisLink(
-            address,
-            call_timeout_seconds=call_timeout_seconds,
-            connect_timeout_seconds=connect_timeout_seconds,
-            password=password,
+        self._link = Link(
+            open_topology(address, call_timeout_seconds, connect_timeout_seconds, password)
         )
         self._publish = Script("publish")
         self._withdraw = Script("withdraw")
@@ -53,31 +66,12 @@ class RedisStore(MetadataStore):
         self._hits = Script("hits")
         self._stats = Script("stats")
 
-    def publish(
-        self,
-        record: Record,
-        location: Location,
-        *,
-        ttl_seconds: float = TTL_SECONDS,
-        claim_token: str | None = None,
-    ) -> Publication:
-        record.check()
-        location.check()
-        item = (record.namespace, record.key)
-        answer = self._link.run(
-            self._publish,
-            (layout.record(*item), layout.claim(*item), layout.gone(*item)),
-            (
-                f"at:{location.node}",
-                location.text,
-                _milliseconds(ttl_seconds),
-                claim_token or "",
-                LOCATIONS_MAX,
-                f"{record.created:.3f}",
-                *layout.identity_fields(record),
-            ),
-        )
-        return Publication(answer.decode())
+    def publish_many(self, publishings: Sequence[Publishing]) -> list[Publication]:
+        for publishing in publishings:
+            publishing.record.check()
+            publishing.location.check()
+        answers = self._link.run_many(self._publish, [_publish_call(one) for one in publishings])
+        return [_publication(answer) for answer in answers]
 
     def locate(self, namespace: str, keys: Sequence[str]) -> list[Record | None]:
         check_namespace(namespace)
@@ -86,58 +80,52 @@ class RedisStore(MetadataStore):
             page = keys[start : start + _PAGE]
             replies = self._link.read_hashes([layout.record(namespace, key) for key in page])
             for key, fields in zip(page, replies, strict=True):
-                record = layout.read_record(fields) if fields else None
-                # Names of long keys are hashes and may collide: then it is somebody else's record.
-                if record and (record.key != key or record.namespace != namespace):
-                    record = None
-                found.append(record)
+                found.append(_record_of(namespace, key, fields))
         return found
 
-    def withdraw(
+    def withdraw_many(self, withdrawings: Sequence[Withdrawing]) -> list[bool | None]:
+        for one in withdrawings:
+            check_namespace(one.namespace)
+        answers = self._link.run_many(self._withdraw, [_withdraw_call(one) for one in withdrawings])
+        return [_withdrawn(answer) for answer in answers]
+
+    def claim(
         self,
         namespace: str,
         key: str,
-        location_node: str,
         *,
-        reason: str,
-        exactly: Location | None = None,
-    ) -> bool:
-        check_namespace(namespace)
-        if exactly is not None and exactly.node != location_node:
-            return False
-        removed = self._link.run(
-            self._withdraw,
-            (layout.record(namespace, key), layout.gone(namespace, key)),
-            (
-                key,
-                namespace,
-                f"at:{location_node}",
-                exactly.text if exactly else "",
-                reason,
-                layout.GONE_SECONDS,
-            ),
-        )
-        return bool(removed == 1)
-
-    def claim(
-        self, namespace: str, key: str, *, holder: str, token: str, lease_seconds: float
+        holder: str,
+        token: str,
+        state: ClaimState,
+        lease_seconds: float,
     ) -> ClaimAnswer:
         check_namespace(namespace)
         check_token(token)
-        granted, current, milliseconds = self._link.run(
+        granted, current, current_state, milliseconds, fields = self._link.run(
             self._claim,
-            (layout.claim(namespace, key),),
-            (holder, token, _milliseconds(lease_seconds)),
+            (layout.claim(namespace, key), layout.record(namespace, key)),
+            (holder, token, state.value, _milliseconds(lease_seconds)),
         )
-        return ClaimAnswer(granted == 1, _text(current), milliseconds / 1000)
+        return ClaimAnswer(
+            granted=granted == 1,
+            holder=_text(current),
+            state=ClaimState(_text(current_state)),
+            remaining_seconds=milliseconds / 1000,
+            record=_record_of(namespace, key, dict(zip(fields[::2], fields[1::2], strict=True))),
+        )
 
     def release_claim(self, namespace: str, key: str, *, token: str) -> bool:
         check_namespace(namespace)
         return bool(self._link.run(self._release, (layout.claim(namespace, key),), (token,)) == 1)
 
-    def beat(self, node: str, boot: str, sequence: int) -> bool:
+    def beat(self, node: str, boot: str, sequence: int, *, replacing: Beat | None = None) -> bool:
         check_node(node, boot)
-        return bool(self._link.run(self._beat, (layout.NODES,), (node, boot, sequence)) == 1)
+        replaced = f"{replacing.boot}:{replacing.sequence}" if replacing else ""
+        answer = self._link.run(self._beat, (layout.NODES,), (node, boot, sequence, replaced))
+        taken = layout.read_beat(answer) if isinstance(answer, bytes) else None
+        if taken is not None:
+            raise NodeTaken(node, taken)
+        return bool(answer == 1)
 
     def leave(self, node: str, boot: str) -> None:
         if self._link.run(self._leave, (layout.NODES,), (node, boot)) == 1:
@@ -168,7 +156,7 @@ class RedisStore(MetadataStore):
 
     def namespaces(self) -> dict[str, dict[str, str]]:
         described = {}
-        for names in self._walk(layout.namespace("*")):
+        for names in self._link.walk(layout.namespace("*")):
             for name, fields in zip(names, self._link.read_hashes(names), strict=True):
                 parts = {_text(part): _text(value) for part, value in fields.items()}
                 if parts:
@@ -203,7 +191,7 @@ class RedisStore(MetadataStore):
 
     def _scan(self, namespace: str | None, limit: int | None) -> Iterator[Record]:
         left = limit
-        for names in self._walk(layout.records(namespace)):
+        for names in self._link.walk(layout.records(namespace)):
             for name, fields in zip(names, self._link.read_hashes(names), strict=True):
                 if left is not None and left <= 0:
                     return
@@ -218,13 +206,27 @@ class RedisStore(MetadataStore):
         return None if reason is None else _text(reason)
 
     def server_info(self) -> ServerInfo:
-        (text,) = self._link.batch([("INFO",)])
-        return layout.read_server_info(_text(text))
+        infos = [layout.read_server_info(_text(t)) for t in self._link.each_server(("INFO",))]
+        return replace(
+            infos[0],
+            maxmemory_bytes=sum(info.maxmemory_bytes for info in infos),
+            used_memory_bytes=sum(info.used_memory_bytes for info in infos),
+        )
+
+    def failovers(self) -> int:
+        return self._link.topology.failovers()
 
     def ping(self) -> float:
         start = time.perf_counter()
-        self._link.batch([("PING",)])
+        self._link.each_server(("PING",))
         return time.perf_counter() - start
+
+    def mirror(self, loop: asyncio.AbstractEventLoop, dialler: Executor) -> Mirror:
+        """A mirror of this store's records for `loop`, on whose thread this is called.
+
+        `dialler` is a thread or more, to connect on. Close the mirror before the store.
+        """
+        return Mirror(loop, self._link.topology, dialler)
 
     def close(self) -> None:
         self._link.close()
@@ -238,17 +240,73 @@ class RedisStore(MetadataStore):
             page = [part for pair in pairs[start : start + _PAGE] for part in pair]
             self._link.run(script, (key,), (*head, *page))
 
-    def _walk(self, pattern: str) -> Iterator[list[bytes]]:
-        """Names of keys, in pages. The server looks at a bounded number of keys for each."""
-        cursor: Part = 0
-        while True:
-            ((cursor, names),) = self._link.batch(
-                [("SCAN", cursor, "MATCH", pattern, "COUNT", _PAGE)]
-            )
-            if names:
-                yield names
-            if cursor in (0, b"0"):
-                return
+
+def _publish_call(publishing: Publishing) -> tuple[Sequence[str], Sequence[Part]]:
+    record, location = publishing.record, publishing.location
+    item = (record.namespace, record.key)
+    return (
+        (layout.record(*item), layout.claim(*item), layout.gone(*item)),
+        (
+            f"at:{location.node}",
+            location.text,
+            _milliseconds(publishing.ttl_seconds),
+            publishing.claim_token or "",
+            LOCATIONS_MAX,
+            f"{record.created:.3f}",
+            *layout.identity_fields(record),
+        ),
+    )
+
+
+def _withdraw_call(withdrawing: Withdrawing) -> tuple[Sequence[str], Sequence[Part]]:
+    item, exactly = (withdrawing.namespace, withdrawing.key), withdrawing.exactly
+    expected = exactly.text if exactly else ""
+    if exactly and exactly.node != withdrawing.node:
+        expected = "another node's"  # which no location reads
+    return (
+        (layout.record(*item), layout.gone(*item)),
+        (
+            withdrawing.key,
+            withdrawing.namespace,
+            f"at:{withdrawing.node}",
+            expected,
+            withdrawing.reason,
+            layout.GONE_SECONDS,
+        ),
+    )
+
+
+def _publication(answer: Any) -> Publication:
+    """What one call of the script among many came to."""
+    if isinstance(answer, StoreFull):
+        return Publication.REFUSED
+    if isinstance(answer, StoreUnavailable):
+        return Publication.UNREACHED
+    if isinstance(answer, StoreCorrupt) and answer.wrong_type:
+        return Publication.CONFLICT  # something of somebody else's under our name
+    if isinstance(answer, StoreError):
+        raise answer
+    return Publication(answer.decode())
+
+
+def _withdrawn(answer: Any) -> bool | None:
+    """The same for a withdrawal; None where its server was not reached."""
+    if isinstance(answer, StoreUnavailable):
+        return None
+    if isinstance(answer, StoreCorrupt) and answer.wrong_type:
+        return False
+    if isinstance(answer, StoreError):
+        raise answer
+    return bool(answer == 1)
+
+
+def _record_of(namespace: str, key: str, fields: Mapping[bytes, bytes]) -> Record | None:
+    """The record in the HASH of a key; None where it is missing, garbled or another key's."""
+    record = layout.read_record(fields) if fields else None
+    # Names of long keys are hashes and may collide: then it is somebody else's record.
+    if record and (record.key != key or record.namespace != namespace):
+        return None
+    return record
 
 
 def _milliseconds(seconds: float) -> int:

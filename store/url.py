@@ -128,7 +128,7 @@ def parse(url: str) -> StoreUrl:
 def _options(url: str, scheme: str, query: str) -> dict[str, str]:
     """Name and value of each option. Only what the scheme knows, and each once."""
     topology = _TOPOLOGIES[scheme]
-    allowed = () if topology == "cluster" else ("db",)
+    allowed: tuple[str, ...] = () if topology == "cluster" else ("db",)
     allowed += _SENTINEL_OPTIONS if topology == "sentinel" else ()
     allowed += _TLS_OPTIONS if scheme.partition("-")[0] in _TLS_PRODUCTS else ()
     options: dict[str, str] = {}

@@ -20,7 +20,10 @@ pytest_plugins = [
     if importlib.util.find_spec(name)
 ]
 # These are not named test_*, so without this a failed assert in them would not be explained.
-pytest.register_assert_rewrite("contract_store", "contract_pipe", "servers", "nodes", "engines")
+pytest.register_assert_rewrite(
+    "contract_store", "contract_store_claims", "contract_store_nodes", "contract_pipe", "servers",
+    "nodes", "engines",
+)  # fmt: skip
 
 _guard = pytest.StashKey[LeakGuard]()
 

@@ -1,7 +1,9 @@
 """What every MetadataStore has to do. A store's test inherits it and says how to make one.
 
-Times: leases and TTLs run on the clock of the store, so tests that wait use short real ones, and
-check only that nothing ends early and that all ends.
+Claims and nodes have files of their own: contract_store_claims, contract_store_nodes.
+
+TTLs run on the clock of the store, so tests that wait use short real ones, and check only that
+nothing ends early and that all ends.
 """
 
 import time
@@ -13,12 +15,14 @@ import pytest
 
 from store import (
     LOCATIONS_MAX,
+    ClaimState,
     Location,
     MetadataStore,
-    NodeInfo,
     Publication,
+    Publishing,
     Record,
     StoreUnavailable,
+    Withdrawing,
 )
 
 BOOT, OTHER_BOOT = "b" * 16, "c" * 16
@@ -89,7 +93,8 @@ class StoreContract:
         others = [other for other in ODD_KEYS if other != key]
         assert store.locate(namespace, others) == [None] * len(others)
         assert [record.key for record in store.scan(namespace)] == [key]
-        assert store.claim(namespace, key, holder="n", token="t", lease_seconds=9).granted
+        claim: dict[str, Any] = {"holder": "n", "state": ClaimState.ENCODING, "lease_seconds": 9.0}
+        assert store.claim(namespace, key, token="t", **claim).granted
         store.add_hits(namespace, {key: 2})
         assert store.hits(namespace, [key]) == [2]
         assert store.withdraw(namespace, key, "node-1", reason="evicted")
@@ -99,8 +104,9 @@ class StoreContract:
         store.publish(a_record(namespace, "k"), a_location())
         assert store.locate("other", ["k"]) == [None]
         assert not store.withdraw("other", "k", "node-1", reason="evicted")
-        assert store.claim("other", "k", holder="n", token="t", lease_seconds=9).granted
-        assert store.claim(namespace, "k", holder="n", token="u", lease_seconds=9).granted
+        claim: dict[str, Any] = {"holder": "n", "state": ClaimState.ENCODING, "lease_seconds": 9.0}
+        assert store.claim("other", "k", token="t", **claim).granted
+        assert store.claim(namespace, "k", token="u", **claim).granted
 
     def test_the_same_again_is_present(self, store: MetadataStore, namespace: str) -> None:
         record = a_record(namespace, "k")
@@ -129,12 +135,9 @@ class StoreContract:
     ) -> None:
         store.publish(a_record(namespace, "k"), a_location())
         before = store.locate(namespace, ["k"])
-        store.claim(namespace, "k", holder="n", token="t", lease_seconds=9)
         other = a_record(namespace, "k", **changes)
-        answer = store.publish(other, a_location("node-2"), claim_token="t")
-        assert answer is Publication.CONFLICT
+        assert store.publish(other, a_location("node-2")) is Publication.CONFLICT
         assert store.locate(namespace, ["k"]) == before
-        assert store.release_claim(namespace, "k", token="t"), "the claim went with a conflict"
 
     def test_a_newer_copy_of_a_node_replaces_its_older(
         self, store: MetadataStore, namespace: str
@@ -197,7 +200,74 @@ class StoreContract:
             with pytest.raises(ValueError):
                 store.locate(namespace, ["k"])
 
+    def test_many_are_answered_in_their_order(self, store: MetadataStore, namespace: str) -> None:
+        for n in range(LOCATIONS_MAX):
+            store.publish(a_record(namespace, "full"), a_location(f"node-{n}"))
+        for key in ("present", "conflict"):
+            store.publish(a_record(namespace, key), a_location())
+        mine = a_location(checksum=9)
+        wanted = [
+            (a_record(namespace, "conflict", dtype="float32"), a_location(), Publication.CONFLICT),
+            (a_record(namespace, "added"), mine, Publication.ADDED),
+            (a_record(namespace, "full"), a_location("more"), Publication.FULL),
+            (a_record(namespace, "present"), a_location(), Publication.PRESENT),
+            (a_record(namespace, "added"), mine, Publication.PRESENT),
+        ]
+        publishings = [Publishing(record, at, 60.0) for record, at, _ in wanted]
+        assert store.publish_many(publishings) == [answer for _, _, answer in wanted]
+        (found,) = store.locate(namespace, ["added"])
+        assert found == replace(a_record(namespace, "added"), locations=(mine,))
+        assert store.publish_many([]) == []
+
+    def test_many_with_a_bad_one_among_them_are_refused_whole(
+        self, store: MetadataStore, namespace: str
+    ) -> None:
+        good = Publishing(a_record(namespace, "k"), a_location(), 60.0)
+        bad = Publishing(a_record(namespace, "k"), a_location(generation=0), 60.0)
+        with pytest.raises(ValueError):
+            store.publish_many([good, bad])
+        assert store.locate(namespace, ["k"]) == [None]
+
+    def test_a_full_record_is_not_renewed(self, store: MetadataStore, namespace: str) -> None:
+        for n in range(LOCATIONS_MAX):
+            store.publish(a_record(namespace, "k"), a_location(f"n{n}"), ttl_seconds=0.3)
+        more = a_location("one-more")
+        assert store.publish(a_record(namespace, "k"), more, ttl_seconds=60) is Publication.FULL
+        time.sleep(0.35)
+        assert store.locate(namespace, ["k"]) == [None]
+
     # ---- withdraw
+
+    def test_many_withdrawals_are_answered_in_their_order(
+        self, store: MetadataStore, namespace: str
+    ) -> None:
+        for key in ("a", "b", "c"):
+            store.publish(a_record(namespace, key), a_location())
+        stale = a_location(generation=2)
+        answers = store.withdraw_many(
+            [
+                Withdrawing(namespace, "c", "node-1", "evicted"),
+                Withdrawing(namespace, "missing", "node-1", "evicted"),
+                Withdrawing(namespace, "b", "node-1", "stale", exactly=stale),
+                Withdrawing(namespace, "a", "node-1", "expired", exactly=a_location()),
+                Withdrawing(namespace, "a", "node-1", "again"),
+            ]
+        )
+        assert answers == [True, False, False, True, False]
+        left = store.locate(namespace, ["a", "b", "c"])
+        assert [record and record.key for record in left] == [None, "b", None]
+        assert [store.gone(namespace, key) for key in "abc"] == ["expired", None, "evicted"]
+        assert store.withdraw_many([]) == []
+
+    def test_exactly_is_of_that_node(self, store: MetadataStore, namespace: str) -> None:
+        """Two nodes' locations may read the same; `exactly` names one of them."""
+        for node in ("node-1", "node-2"):
+            store.publish(a_record(namespace, "k"), a_location(node))
+        other = a_location("node-2")
+        assert not store.withdraw(namespace, "k", "node-1", reason="stale", exactly=other)
+        (found,) = store.locate(namespace, ["k"])
+        assert found is not None
+        assert len(found.locations) == 2
 
     def test_withdraw_leaves_the_others(self, store: MetadataStore, namespace: str) -> None:
         for node in ("node-1", "node-2"):
@@ -229,72 +299,7 @@ class StoreContract:
         assert not store.withdraw(namespace, "k", "node-1", reason="stale", exactly=stale)
         assert store.withdraw(namespace, "k", "node-1", reason="stale", exactly=fresh)
 
-    # ---- claims
-
-    def test_one_claim_at_a_time(self, store: MetadataStore, namespace: str) -> None:
-        first = store.claim(namespace, "k", holder="a:1", token="t1", lease_seconds=30)
-        assert (first.granted, first.holder) == (True, "a:1")
-        second = store.claim(namespace, "k", holder="b:2", token="t2", lease_seconds=30)
-        assert (second.granted, second.holder) == (False, "a:1")
-        assert 25 < second.remaining_seconds <= 30
-        assert not store.release_claim(namespace, "k", token="t2")
-        assert store.release_claim(namespace, "k", token="t1")
-        assert not store.release_claim(namespace, "k", token="t1")
-        assert store.claim(namespace, "k", holder="b:2", token="t2", lease_seconds=30).granted
-
-    def test_a_claim_ends_with_its_lease_unless_renewed(
-        self, store: MetadataStore, namespace: str
-    ) -> None:
-        for key in ("left", "renewed"):
-            store.claim(namespace, key, holder="a", token="t1", lease_seconds=0.3)
-        assert store.claim(namespace, "renewed", holder="a", token="t1", lease_seconds=30).granted
-        assert not store.claim(namespace, "left", holder="b", token="t2", lease_seconds=1).granted
-        time.sleep(0.35)
-        assert store.claim(namespace, "left", holder="b", token="t2", lease_seconds=1).granted
-        late = store.claim(namespace, "left", holder="a", token="t1", lease_seconds=1)
-        assert (late.granted, late.holder) == (False, "b")
-        other = store.claim(namespace, "renewed", holder="b", token="t2", lease_seconds=1)
-        assert not other.granted
-
-    def test_publishing_drops_my_claim_only(self, store: MetadataStore, namespace: str) -> None:
-        store.claim(namespace, "k", holder="a", token="t1", lease_seconds=30)
-        store.publish(a_record(namespace, "k"), a_location("node-2"), claim_token="t2")
-        assert not store.claim(namespace, "k", holder="b", token="t2", lease_seconds=30).granted
-        store.publish(a_record(namespace, "k"), a_location(), claim_token="t1")
-        assert store.claim(namespace, "k", holder="b", token="t2", lease_seconds=30).granted
-
-    def test_a_full_record_drops_the_claim_too(self, store: MetadataStore, namespace: str) -> None:
-        for n in range(LOCATIONS_MAX):
-            store.publish(a_record(namespace, "k"), a_location(f"node-{n}"))
-        store.claim(namespace, "k", holder="a", token="t1", lease_seconds=30)
-        store.publish(a_record(namespace, "k"), a_location("one-more"), claim_token="t1")
-        assert not store.release_claim(namespace, "k", token="t1")
-
-    def test_a_token_with_a_colon_is_refused(self, store: MetadataStore, namespace: str) -> None:
-        with pytest.raises(ValueError):
-            store.claim(namespace, "k", holder="a", token="x:y", lease_seconds=1)
-
-    # ---- nodes, namespaces, counters
-
-    def test_beats(self, store: MetadataStore) -> None:
-        assert not store.beat("node-1", BOOT, 1), "the first beat"
-        assert store.beat("node-1", BOOT, 2)
-        assert not store.beat("node-1", OTHER_BOOT, 1), "a node that was started anew"
-        store.beat("node-2", BOOT, 7)
-        found = {node: (beat.boot, beat.sequence) for node, beat in store.beats().items()}
-        assert found == {"node-1": (OTHER_BOOT, 1), "node-2": (BOOT, 7)}
-
-    def test_leave_spares_a_newer_boot(self, store: MetadataStore) -> None:
-        info = NodeInfo("node-1", BOOT, "tcp://10.0.0.1:7000", "host", "0.1", 1 << 33, 12, 3)
-        store.beat("node-1", BOOT, 1)
-        store.describe_node(info)
-        store.add_stats("node-1", {"hits": 1})
-        store.leave("node-1", OTHER_BOOT)
-        assert store.node_infos(["missing", "node-1"]) == {"node-1": info}
-        assert store.stats() == {"node-1": {"hits": 1}}
-        store.leave("node-1", BOOT)
-        assert (store.beats(), store.node_infos(["node-1"]), store.stats()) == ({}, {}, {})
-        store.leave("node-1", BOOT)
+    # ---- namespaces, counters
 
     def test_namespaces(self, store: MetadataStore, namespace: str) -> None:
         parts = {"model": "some/model: 7B", "dtype": "bfloat16", "empty": ""}
@@ -324,8 +329,7 @@ class StoreContract:
         for n in range(30):
             store.publish(a_record(namespace, f"k{n}"), a_location())
         store.publish(a_record("other", "k0"), a_location())
-        found = list(store.scan(namespace))
-        assert {record.key for record in found} == {f"k{n}" for n in range(30)}
+        assert {record.key for record in store.scan(namespace)} == {f"k{n}" for n in range(30)}
         assert {record.namespace for record in store.scan()} == {namespace, "other"}
         assert len(list(store.scan(limit=7))) == 7
         assert list(store.scan(limit=0)) == []

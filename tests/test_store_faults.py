@@ -10,15 +10,20 @@ from pathlib import Path
 
 import pytest
 
-from contract_store import BOOT, a_location, a_record
+from contract_store import BOOT, OTHER_BOOT, a_location, a_record
+from contract_store_claims import ask
 from servers import StartServer, alive, command, frozen, redis_executable, valkey_executable
 from store import (
     EmbeddedServer,
     MetadataStore,
     NodeInfo,
+    NodeTaken,
+    Publication,
+    Publishing,
     StoreError,
     StoreFull,
     StoreUnavailable,
+    Withdrawing,
     open_store,
 )
 
@@ -26,10 +31,14 @@ CALL_SECONDS = 0.1
 MARGIN_SECONDS = 0.05
 
 CALLS: dict[str, Callable[[MetadataStore], object]] = {
-    "publish": lambda store: store.publish(a_record("ns", "k"), a_location()),
+    "publish_many": lambda store: store.publish_many(
+        [Publishing(a_record("ns", f"k{n}"), a_location(), 60.0) for n in range(64)]
+    ),
     "locate": lambda store: store.locate("ns", ["k"] * 32),
-    "withdraw": lambda store: store.withdraw("ns", "k", "node-1", reason="evicted"),
-    "claim": lambda store: store.claim("ns", "k", holder="n", token="t", lease_seconds=1),
+    "withdraw_many": lambda store: store.withdraw_many(
+        [Withdrawing("ns", f"k{n}", "node-1", "evicted") for n in range(64)]
+    ),
+    "claim": lambda store: ask(store, "ns", "a"),
     "release_claim": lambda store: store.release_claim("ns", "k", token="t"),
     "beat": lambda store: store.beat("node-1", BOOT, 1),
     "leave": lambda store: store.leave("node-1", BOOT),
@@ -52,7 +61,7 @@ CALLS: dict[str, Callable[[MetadataStore], object]] = {
 
 
 def test_every_operation_is_tried() -> None:
-    assert set(CALLS) == MetadataStore.__abstractmethods__ - {"close"}
+    assert set(CALLS) == MetadataStore.__abstractmethods__ - {"close", "failovers"}
 
 
 @pytest.fixture
@@ -139,18 +148,22 @@ def test_a_full_server_takes_no_copies_but_all_that_frees_memory(
     server = start_server(executable=executable, policy="noeviction")
     with open_store(server.url, call_timeout_seconds=5) as store:
         store.publish(a_record("ns", "k"), a_location())
-        store.claim("ns", "k", holder="n", token="t", lease_seconds=60)
+        ask(store, "ns", "a")
         store.beat("node-1", BOOT, 1)
         command(server.url, "CONFIG", "SET", "maxmemory", "1")
         with pytest.raises(StoreFull):
             store.publish(a_record("ns", "other"), a_location())
+        several = [Publishing(a_record("ns", key), a_location(), 60.0) for key in ("x", "k")]
+        assert store.publish_many(several) == [Publication.REFUSED] * 2
         for name in ("claim", "describe_node", "describe_namespace", "add_hits", "add_stats"):
             with pytest.raises(StoreFull):
                 CALLS[name](store)
         assert store.locate("ns", ["k"]) != [None]
         assert store.beat("node-1", BOOT, 2)
         assert store.beats()["node-1"].sequence == 2
-        assert store.release_claim("ns", "k", token="t")
+        with pytest.raises(NodeTaken):
+            store.beat("node-1", OTHER_BOOT, 1)
+        assert store.release_claim("ns", "k", token="token-of-a"), "a refusal left it"
         assert store.withdraw("ns", "k", "node-1", reason="evicted")
         assert store.gone("ns", "k") == "evicted"
         store.leave("node-1", BOOT)
@@ -205,7 +218,7 @@ def test_a_user_without_rights_is_unavailable(server: EmbeddedServer) -> None:
     with open_store(f"unix://lb:pw@{path}", call_timeout_seconds=5) as store:
         store.publish(a_record("ns", "k"), a_location())
         assert store.withdraw("ns", "k", "node-1", reason="evicted")
-        assert store.claim("ns", "k", holder="n", token="t", lease_seconds=1).granted
+        assert ask(store, "ns", "a").granted
         with pytest.raises(StoreUnavailable, match="permission"):
             store.server_info()
         command(server.url, "ACL", "SETUSER", "lb", "resetkeys", "~other:*")

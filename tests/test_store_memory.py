@@ -5,10 +5,12 @@ from collections.abc import Iterator
 import pytest
 
 from contract_store import StoreContract, a_location, a_record
-from store import MemoryStore, MetadataStore, Publication, StoreFull, open_store
+from contract_store_claims import ClaimContract
+from contract_store_nodes import NodeContract
+from store import MemoryStore, MetadataStore, Publication, Publishing, StoreFull, open_store
 
 
-class TestMemoryStore(StoreContract):
+class TestMemoryStore(StoreContract, ClaimContract, NodeContract):
     @pytest.fixture
     def store(self) -> Iterator[MetadataStore]:
         with open_store("memory://") as store:
@@ -45,7 +47,10 @@ def test_it_is_bounded_and_forgets_what_ended() -> None:
         store.publish(a_record("ns", f"k{n}"), a_location(), ttl_seconds=10)
     with pytest.raises(StoreFull):
         store.publish(a_record("ns", "one more"), a_location())
-    assert store.publish(a_record("ns", "k0"), a_location("node-2")) is Publication.ADDED
+    several = [
+        Publishing(a_record("ns", key), a_location("node-2"), 1800.0) for key in ("one more", "k0")
+    ]
+    assert store.publish_many(several) == [Publication.REFUSED, Publication.ADDED]
     clock.now += 11
     assert store.publish(a_record("ns", "one more"), a_location()) is Publication.ADDED
     assert {record.key for record in store.scan()} == {"k0", "one more"}

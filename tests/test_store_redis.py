@@ -6,13 +6,17 @@ from dataclasses import replace
 import pytest
 
 from contract_store import BOOT, StoreContract, a_location, a_record
+from contract_store_claims import ClaimContract, ask
+from contract_store_nodes import NodeContract
 from servers import command, flush
 from store import (
     LOCATIONS_MAX,
+    ClaimState,
     EmbeddedServer,
     MetadataStore,
     Publication,
-    StoreCorrupt,
+    Publishing,
+    Withdrawing,
     layout,
     open_store,
 )
@@ -27,7 +31,7 @@ def patient(server: EmbeddedServer) -> MetadataStore:
     )
 
 
-class TestValkeyStore(StoreContract):
+class TestValkeyStore(StoreContract, ClaimContract, NodeContract):
     @pytest.fixture
     def store(self, valkey_server: EmbeddedServer) -> Iterator[MetadataStore]:
         flush(valkey_server.url)
@@ -35,7 +39,7 @@ class TestValkeyStore(StoreContract):
             yield store
 
 
-class TestRedis70Store(StoreContract):
+class TestRedis70Store(StoreContract, ClaimContract, NodeContract):
     @pytest.fixture
     def store(self, redis_server: EmbeddedServer) -> Iterator[MetadataStore]:
         flush(redis_server.url)
@@ -69,8 +73,11 @@ def test_the_layout_is_what_it_says(
     ]  # fmt: skip
     assert command(url, "HLEN", name) == b":9"
     assert 1_790_000 < int(command(url, "PTTL", name)[1:]) <= 1_800_000
-    store.claim(namespace, "k", holder="node-1:engine", token="t1", lease_seconds=9)
-    assert command(url, "GET", f"lb:claim:{namespace}:{{k}}") == b"node-1:engine:t1"
+    for state in (ClaimState.INTENT, ClaimState.ENCODING):
+        ask(store, namespace, "node-1", 9, state=state)
+        claim = command(url, "GET", f"lb:claim:{namespace}:{{k}}")
+        assert claim == f"node-1:1:{state.value}:token-of-node-1".encode()
+    assert 8_000 < int(command(url, "PTTL", f"lb:claim:{namespace}:{{k}}")[1:]) <= 9_000
     store.beat("node-1", BOOT, 3)
     assert command(url, "HGET", "lb:nodes", "node-1") == f"{BOOT}:3".encode()
     assert command(url, "TTL", "lb:nodes") == b":-1", "beats must not be evicted"
@@ -166,7 +173,7 @@ def test_one_garbled_copy_does_not_hide_the_others(
     assert found.locations == (a_location(),)
 
 
-def test_a_foreign_type_is_a_miss_to_readers_and_an_error_to_writers(
+def test_a_foreign_type_is_a_miss_to_readers_and_a_conflict_to_writers(
     store: MetadataStore, valkey_server: EmbeddedServer, namespace: str
 ) -> None:
     store.publish(a_record(namespace, "good"), a_location())
@@ -174,9 +181,79 @@ def test_a_foreign_type_is_a_miss_to_readers_and_an_error_to_writers(
     good, bad = store.locate(namespace, ["good", "bad"])
     assert good is not None
     assert bad is None
-    with pytest.raises(StoreCorrupt, match="WRONGTYPE"):
-        store.publish(a_record(namespace, "bad"), a_location())
+    assert store.publish(a_record(namespace, "bad"), a_location()) is Publication.CONFLICT
+    assert store.withdraw(namespace, "bad", "node-1", reason="evicted") is False
     assert store.locate(namespace, ["good"]) == [good], "the connection is still in step"
+
+
+@pytest.mark.parametrize("value", ["a:1:token-of-old", "a:1:pondering:t", "no colon", ""])
+def test_a_claim_that_nobody_can_read_is_taken_over(
+    store: MetadataStore, valkey_server: EmbeddedServer, namespace: str, value: str
+) -> None:
+    command(valkey_server.url, "SET", layout.claim(namespace, "k"), value, "PX", 60_000)
+    assert ask(store, namespace, "b").granted
+    assert not ask(store, namespace, "a").granted
+
+
+def test_a_claim_without_an_end_is_taken_over(
+    store: MetadataStore, valkey_server: EmbeddedServer, namespace: str
+) -> None:
+    command(valkey_server.url, "SET", layout.claim(namespace, "k"), "a:1:encoding:t")
+    assert ask(store, namespace, "b", 9).granted
+    assert int(command(valkey_server.url, "PTTL", layout.claim(namespace, "k"))[1:]) <= 9_000
+
+
+@pytest.mark.parametrize(
+    "garble",
+    [("SET", "a string"), ("HSET", "key", "another"), ("HDEL", "dtype"), ("HSET", "v", "2")],
+    ids=["foreign type", "colliding", "incomplete", "other version"],
+)
+def test_a_claim_goes_on_beside_a_record_that_is_none(
+    store: MetadataStore, valkey_server: EmbeddedServer, namespace: str, garble: tuple[str, ...]
+) -> None:
+    store.publish(a_record(namespace, "k"), a_location())
+    name = layout.record(namespace, "k")
+    command(valkey_server.url, garble[0], name, *garble[1:])
+    answer = ask(store, namespace, "a")
+    assert (answer.granted, answer.record) == (True, None)
+
+
+@pytest.mark.parametrize("value", ["no beat", f"{BOOT}:", ":3", f"{BOOT}:-1", "b:" + "9" * 20])
+def test_a_beat_that_nobody_can_read_takes_no_id(
+    store: MetadataStore, valkey_server: EmbeddedServer, value: str
+) -> None:
+    command(valkey_server.url, "HSET", "lb:nodes", "node-1", value)
+    assert not store.beat("node-1", BOOT[:15], 1)
+    assert store.beat("node-1", BOOT[:15], 2)
+
+
+def test_many_go_out_in_one_round_trip_and_come_back_after_a_flush_of_scripts(
+    store: MetadataStore, valkey_server: EmbeddedServer, namespace: str
+) -> None:
+    many = [Publishing(a_record(namespace, f"k{n}"), a_location(), 60.0) for n in range(64)]
+    store.publish_many(many)
+    command(valkey_server.url, "CONFIG", "RESETSTAT")
+    assert store.publish_many(many) == [Publication.PRESENT] * 64
+    stats = command(valkey_server.url, "INFO", "stats").decode()
+    reads = int(stats.partition("total_reads_processed:")[2].split()[0])
+    assert reads <= 12, "64 calls are 50 KB: a few reads of 16 KB, and not one each"
+    command(valkey_server.url, "SCRIPT", "FLUSH")
+    assert store.publish_many(many) == [Publication.PRESENT] * 64
+    command(valkey_server.url, "SCRIPT", "FLUSH")
+    withdrawings = [Withdrawing(namespace, f"k{n}", "node-1", "evicted") for n in range(64)]
+    assert store.withdraw_many(withdrawings) == [True] * 64
+
+
+def test_one_foreign_key_among_many_does_not_keep_the_others_from_being_written(
+    store: MetadataStore, valkey_server: EmbeddedServer, namespace: str
+) -> None:
+    command(valkey_server.url, "SET", layout.record(namespace, "bad"), "a string")
+    keys = ["first", "bad", "last"]
+    publishings = [Publishing(a_record(namespace, key), a_location(), 60) for key in keys]
+    added, conflict = Publication.ADDED, Publication.CONFLICT
+    assert store.publish_many(publishings) == [added, conflict, added]
+    found = store.locate(namespace, keys)
+    assert [record and record.key for record in found] == ["first", None, "last"]
 
 
 def test_scripts_come_back_by_themselves(

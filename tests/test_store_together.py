@@ -15,9 +15,13 @@ from contract_store import a_location, a_record
 from servers import command, flush, python
 from store import (
     LOCATIONS_MAX,
+    Beat,
+    ClaimState,
     EmbeddedServer,
     MemoryStore,
     MetadataStore,
+    NodeTaken,
+    Record,
     layout,
     open_store,
 )
@@ -32,7 +36,7 @@ def store(valkey_server: EmbeddedServer) -> Iterator[MetadataStore]:
 
 PUBLISHER = """
 import sys
-from store import Location, Record, open_store
+from store import ClaimState, Location, Record, open_store
 
 url, node, namespace, count = sys.argv[1:]
 with open_store(url, call_timeout_seconds=10, connect_timeout_seconds=10) as store:
@@ -42,7 +46,8 @@ with open_store(url, call_timeout_seconds=10, connect_timeout_seconds=10) as sto
     outcomes, claims = {}, 0
     for n in range(int(count)):
         key, token = f"k{n}", f"{node}-{n}"
-        claims += store.claim(namespace, key, holder=node, token=token, lease_seconds=60).granted
+        claim = {"holder": node, "token": token, "lease_seconds": 60}
+        claims += store.claim(namespace, key, state=ClaimState.ENCODING, **claim).granted
         record = Record(namespace, key, "uint8", (4,), 4, "tensor", 1.0)
         answer = store.publish(record, Location(node, "b" * 16, n + 1, n), claim_token="never")
         outcomes[answer.value] = outcomes.get(answer.value, 0) + 1
@@ -144,13 +149,37 @@ class SameAsMemory(RuleBasedStateMachine):
         assert first is second
         self.same_records()
 
-    @rule(key=_keys, holder=_nodes, token=st.sampled_from(["t1", "t2"]))
-    def claim(self, key: str, holder: str, token: str) -> None:
+    @rule(
+        key=_keys, holder=_nodes, token=st.sampled_from(["t1", "t2"]),
+        state=st.sampled_from(ClaimState),
+    )  # fmt: skip
+    def claim(self, key: str, holder: str, token: str, state: ClaimState) -> None:
         first, second = (
-            store.claim(self.namespace, key, holder=holder, token=token, lease_seconds=600)
+            store.claim(
+                self.namespace, key, holder=holder, token=token, state=state, lease_seconds=600
+            )
             for store in self.both()
         )
-        assert (first.granted, first.holder) == (second.granted, second.holder)
+        assert (first.granted, first.holder, first.state) == (
+            second.granted,
+            second.holder,
+            second.state,
+        )
+        assert _sorted(first.record) == _sorted(second.record)
+
+    @rule(
+        node=_nodes, boot=_boots, sequence=st.integers(1, 2),
+        replacing=st.one_of(st.none(), st.builds(Beat, _boots, st.integers(1, 2))),
+    )  # fmt: skip
+    def beat(self, node: str, boot: str, sequence: int, replacing: Beat | None) -> None:
+        name = f"{node}-{self.namespace}"  # the nodes are shared by all examples
+        answers: list[object] = []
+        for store in self.both():
+            try:
+                answers.append(store.beat(name, boot, sequence, replacing=replacing))
+            except NodeTaken as taken:
+                answers.append(taken.beat)
+        assert answers[0] == answers[1]
 
     @rule(key=_keys, token=st.sampled_from(["t1", "t2"]))
     def release(self, key: str, token: str) -> None:
@@ -165,16 +194,18 @@ class SameAsMemory(RuleBasedStateMachine):
     def same_records(self) -> None:
         keys = ["a", "b" * 200]
         first, second = (
-            [
-                record and replace(record, locations=tuple(sorted(record.locations, key=str)))
-                for record in store.locate(self.namespace, keys)
-            ]
+            [_sorted(record) for record in store.locate(self.namespace, keys)]
             for store in self.both()
         )
         assert first == second
         for key in keys:
             reasons = {store.gone(self.namespace, key) for store in self.both()}
             assert len(reasons) == 1
+
+
+def _sorted(record: Record | None) -> Record | None:
+    """The record with its locations in an order that does not depend on the store."""
+    return record and replace(record, locations=tuple(sorted(record.locations, key=str)))
 
 
 def test_redis_answers_as_memory_does(store: MetadataStore) -> None:

@@ -21,7 +21,7 @@ from lookup_buffer.node.identity import Identity
 from lookup_buffer.node.loop import call_from_thread
 from lookup_buffer.node.session import Session
 from lookup_buffer.node.storage import Storage
-from store import StoreError
+from store import ClaimState, StoreError
 
 Answer = Callable[[dict[str, Any]], None]
 
@@ -85,7 +85,11 @@ class Claims:
             return
         try:
             found = self.storage.store().claim(
-                *address, holder=holder, token=token, lease_seconds=lease_seconds
+                *address,
+                holder=holder,
+                token=token,
+                state=ClaimState.ENCODING,
+                lease_seconds=lease_seconds,
             )
         except StoreError:
             self._breaker.failed()

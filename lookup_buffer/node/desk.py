@@ -6,9 +6,7 @@ transfer) is handed to the thread that does it, and the reply follows when it ca
 
 import asyncio
 import functools
-import itertools
 import os
-import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -36,17 +34,15 @@ from lookup_buffer.node.claims import Claims
 from lookup_buffer.node.connection import Connection
 from lookup_buffer.node.intake import Intake
 from lookup_buffer.node.locator import Located, Locator
-from lookup_buffer.node.loop import call_from_thread
 from lookup_buffer.node.registrar import Registrar
 from lookup_buffer.node.resolver import Resolver
+from lookup_buffer.node.selection import Selection
 from lookup_buffer.node.session import Session
 from lookup_buffer.node.shelf import Held, Shelf
 from lookup_buffer.node.waiting import Waiting
 
 ENTRIES_MAX = 1024
 """Entries in one event: at most a kilobyte each, and a frame takes a mebibyte."""
-ASK_AGAIN_SECONDS = (0.005, 0.01, 0.02, 0.05)
-"""How long a waiting `select` pauses before it asks the store again; the last one repeats."""
 
 
 @dataclass(slots=True)
@@ -155,36 +151,27 @@ class Desk:
         self, connection: Connection, session: Session, request: Select, address: Address
     ) -> None:
         """What is not here is located and fetched, or waited for."""
-        until = time.monotonic() + request.wait_seconds
-        pauses = itertools.chain(ASK_AGAIN_SECONDS, itertools.repeat(ASK_AGAIN_SECONDS[-1]))
 
-        def settle(_: Address) -> Callable[[str], None]:
-            return settled
-
-        def settled(reason: str) -> None:
+        def look(reason: str, last: bool) -> bool:
             if session.over or not connection.open:
-                return
+                return True
             try:
                 held = self._hold(session, address)
             except LookupBufferError as error:
                 connection.send(failure(request.id, error))
-                return
+                return True
             if held is not None:
                 self._hand_over(connection, session, request, held)
-            elif time.monotonic() < until:
-                pause = min(next(pauses), max(0.0, until - time.monotonic()))
-                self.waiting.sleep(address, pause, attempt)
-            else:
+            elif last:
                 self.counters.add("misses_timeout" if request.wait_seconds else _miss(reason))
                 _reply(connection, request, {"state": "missing", "reason": reason or "absent"})
+            return last or held is not None
 
         def fetching(nbytes: int) -> None:
             _reply(connection, request, {"fetching": nbytes})
 
-        def attempt() -> None:
-            self.resolver.resolve([address], settle, fetching)
-
-        attempt()
+        until = self.loop.time() + request.wait_seconds
+        Selection(self.loop, self.resolver, self.waiting, address, until, look, fetching).attempt()
 
     def _hand_over(
         self, connection: Connection, session: Session, request: Select, held: Held
@@ -258,7 +245,7 @@ class Desk:
     def _contains(self, connection: Connection, request: Contains) -> None:
         addresses = [(request.namespace, key) for key in request.keys]
         present = [self.shelf.holds(address) for address in addresses]
-        unknown = [index for index, here in enumerate(present) if not here]
+        unknown = self._still_unknown(request, present)
         if not unknown:
             _reply(connection, request, {"present": present})
             return
@@ -276,10 +263,15 @@ class Desk:
 
         answered: list[bool] = []
         bound = self.loop.call_later(request.budget_seconds, answer)
-        self.locator.ask(
-            [addresses[index] for index in unknown],
-            lambda found: call_from_thread(self.loop, located, found),
-        )
+        self.locator.ask([addresses[index] for index in unknown], located)
+
+    def _still_unknown(self, request: Contains, present: list[bool]) -> list[int]:
+        """Fill in what the locator knows at once; the positions of what it would have to ask."""
+        away = [index for index, here in enumerate(present) if not here]
+        known = self.locator.known(request.namespace, [request.keys[index] for index in away])
+        for index, held in zip(away, known, strict=True):
+            present[index] = bool(held)
+        return [index for index, held in zip(away, known, strict=True) if held is None]
 
 
 def _reply(connection: Connection, request: Request, fields: dict[str, Any]) -> None:

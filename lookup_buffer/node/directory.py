@@ -6,10 +6,10 @@ not known yet. Any thread may ask.
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from lookup_buffer.liveness import Liveness
-from store import Location, MetadataStore, NodeInfo
+from store import Location, MetadataStore, NodeInfo, Record
 
 REFRESH_SECONDS_MIN = 0.05
 """An unknown node in a record refreshes the directory at most this often."""
@@ -25,6 +25,9 @@ class Directory:
         self._liveness = Liveness()
         self._infos: dict[tuple[str, str], NodeInfo] = {}
         self._refreshed_at = -REFRESH_SECONDS_MIN
+        self._endpoints: dict[tuple[str, str], str] = {}
+        self.epoch = 0
+        """Grows when a node came, went, or moved: what was judged before then is out of date."""
 
     def refresh(self, store: MetadataStore) -> None:
         """Read all beats, and the description of every boot that is new.
@@ -45,16 +48,33 @@ class Directory:
             with self._lock:
                 for info in infos.values():
                     self._infos[info.node, info.boot] = info
+        self.tick()
+
+    def tick(self) -> None:
+        """See who has died since. To be called each second, also while the store is away."""
+        with self._lock:
+            now = self._clock()
+            endpoints = {
+                (node, boot): info.endpoint
+                for (node, boot), info in self._infos.items()
+                if node != self._node and self._liveness.alive(node, boot, now)
+            }
+            if endpoints != self._endpoints:
+                self._endpoints = endpoints
+                self.epoch += 1
 
     def endpoint(self, location: Location) -> str | None:
         """Where to fetch from `location`; None when that boot of the node is not alive, or us."""
-        if location.node == self._node:
-            return None
-        with self._lock:
-            if not self._liveness.alive(location.node, location.boot, self._clock()):
-                return None
-            info = self._infos.get((location.node, location.boot))
-        return None if info is None else info.endpoint
+        return self._endpoints.get((location.node, location.boot))
+
+    def meet(self, store: MetadataStore, records: Iterable[Record | None]) -> None:
+        """Read the directory if one of the records names a node that was never seen.
+
+        Raises:
+            StoreError: the store did not answer.
+        """
+        if not all(self.knows(at) for record in records if record for at in record.locations):
+            self.refresh(store)
 
     def knows(self, location: Location) -> bool:
         """Whether this boot of the node has been seen, or a refresh is not due yet."""

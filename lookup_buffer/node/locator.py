@@ -1,25 +1,18 @@
-"""The locator: asks the store who holds keys, many at a time, on a thread of its own.
+"""The locator's contract: who holds a key, and when does that change.
 
-Questions that arrive while a round trip is under way go out together in the next one. A store
-that fails is a value (`store_down`), never an exception; a breaker keeps a dead store from
-costing every question its timeout.
+`AskingLocator` (asking.py) puts every question to the store; `MirrorLocator` (mirroring.py) keeps
+the answers, for the store tells when they change. Both answer the same; one is faster.
 """
 
-import queue
-import threading
-import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from lookup_buffer.inventory import Address
-from lookup_buffer.node.breaker import Breaker
 from lookup_buffer.node.directory import Directory
-from lookup_buffer.node.storage import Storage
-from store import Location, MetadataStore, Record, StoreError
+from store import Location, Record
 
-QUESTIONS_MAX = 512
-"""Bound on the questions of one round trip."""
+STORE_DOWN = "store_down"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,79 +25,46 @@ class Located:
     reason: str = ""
 
 
+NOT_REACHED = Located(None, reason=STORE_DOWN)
+
 Answer = Callable[[list[Located]], None]
 
 
-@dataclass(frozen=True, slots=True)
-class _Question:
-    addresses: Sequence[Address]
-    answer: Answer
+def located(record: Record | None, directory: Directory) -> Located:
+    """What a record comes to, with the nodes that live now."""
+    if record is None:
+        return Located(None, reason="absent")
+    sources = tuple(
+        (location, endpoint)
+        for location in record.locations
+        if (endpoint := directory.endpoint(location)) is not None
+    )
+    return Located(record, sources, "" if sources else "owner_dead")
 
 
-@dataclass(slots=True)
-class Locator:
-    """`ask` from any thread; answers are called on the locator's thread and must not block."""
+class Locator(ABC):
+    """All methods, and all callbacks, on the loop's thread. A store that fails is a value."""
 
-    storage: Storage
-    directory: Directory
-    clock: Callable[[], float] = time.monotonic
-    _questions: "queue.SimpleQueue[_Question | None]" = field(default_factory=queue.SimpleQueue)
-    _thread: threading.Thread | None = None
-
+    @abstractmethod
     def start(self) -> None:
-        self._thread = threading.Thread(target=self._run, name="lb-locate", daemon=True)
-        self._thread.start()
+        """Begin to connect, in the background."""
 
+    @abstractmethod
     def ask(self, addresses: Sequence[Address], answer: Answer) -> None:
-        self._questions.put(_Question(addresses, answer))
+        """Tell where `addresses` can be fetched, in their order; maybe before this returns."""
 
+    @abstractmethod
+    def known(self, namespace: str, keys: Sequence[str]) -> list[bool | None]:
+        """Whether a live node holds each key; None where that is not known without asking."""
+
+    @abstractmethod
+    def watch(self, address: Address, notify: Callable[[], None]) -> Callable[[], None]:
+        """Call `notify` when the record or the claim of a key may have changed; until cancelled.
+
+        What is asked in that call, or later, is not older than the change. Called more often than
+        needed. Returns the cancellation, which may be called any number of times.
+        """
+
+    @abstractmethod
     def close(self) -> None:
-        self._questions.put(None)
-        if self._thread is not None:
-            self._thread.join(timeout=2.0)
-
-    def _run(self) -> None:
-        breaker = Breaker(self.clock)
-        while (first := self._questions.get()) is not None:
-            asked = [first]
-            while len(asked) < QUESTIONS_MAX and not self._questions.empty():
-                following = self._questions.get()
-                if following is None:
-                    self._questions.put(None)
-                    break
-                asked.append(following)
-            found = self._locate(
-                {item for question in asked for item in question.addresses}, breaker
-            )
-            for question in asked:
-                question.answer([found[address] for address in question.addresses])
-
-    def _locate(self, addresses: Iterable[Address], breaker: Breaker) -> dict[Address, Located]:
-        found = dict.fromkeys(addresses, Located(None, reason="store_down"))
-        if not breaker.allows():
-            return found
-        keys_by_namespace = defaultdict(list)
-        for namespace, key in found:
-            keys_by_namespace[namespace].append(key)
-        try:
-            store = self.storage.store()
-            for namespace, keys in keys_by_namespace.items():
-                for key, record in zip(keys, store.locate(namespace, keys), strict=True):
-                    found[namespace, key] = self._sources(record, store)
-        except StoreError:
-            breaker.failed()
-        else:
-            breaker.succeeded()
-        return found
-
-    def _sources(self, record: Record | None, store: MetadataStore) -> Located:
-        if record is None:
-            return Located(None, reason="absent")
-        if not all(map(self.directory.knows, record.locations)):
-            self.directory.refresh(store)
-        sources = tuple(
-            (location, endpoint)
-            for location in record.locations
-            if (endpoint := self.directory.endpoint(location)) is not None
-        )
-        return Located(record, sources, "" if sources else "owner_dead")
+        """Stop. Idempotent."""

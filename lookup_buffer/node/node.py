@@ -1,7 +1,7 @@
 """The node: builds its parts, runs the loop until told to stop, and takes them down in order.
 
 clients → control → desk → intake → shelf             (loop's thread, lb-copy)
-                     ├→ resolver → locator → store     (lb-locate)
+                     ├→ resolver → locator → store     (loop's thread; lb-locate)
                      │           └→ fetcher → peers    (lb-fetch)
                      └→ registrar → store              (lb-registrar)
 other nodes → peer server → shelf                      (lb-peer, one a connection)
@@ -17,6 +17,7 @@ from lookup_buffer.config import BufferConfig
 from lookup_buffer.counters import Counters
 from lookup_buffer.errors import ConfigError
 from lookup_buffer.inventory import Address
+from lookup_buffer.node.asking import AskingLocator
 from lookup_buffer.node.claims import Claims
 from lookup_buffer.node.control import Control
 from lookup_buffer.node.desk import Desk
@@ -24,7 +25,7 @@ from lookup_buffer.node.directory import Directory
 from lookup_buffer.node.fetcher import Fetcher
 from lookup_buffer.node.identity import Identity
 from lookup_buffer.node.intake import Intake
-from lookup_buffer.node.locator import Locator
+from lookup_buffer.node.mirroring import MirrorLocator
 from lookup_buffer.node.peers import PeerServer
 from lookup_buffer.node.registrar import Registrar
 from lookup_buffer.node.resolver import Resolver
@@ -53,7 +54,8 @@ class Node:
         self._identity = self._listen_to_peers()
         self._storage = Storage(config)
         directory = Directory(self._identity.node)
-        self._locator = Locator(self._storage, directory)
+        kind = MirrorLocator if config.mirror else AskingLocator
+        self._locator = kind(self._loop, self._storage, directory)
         self._fetcher = Fetcher(self._shelf, self._counters, token)
         self._registrar = Registrar(
             self._storage,
@@ -63,7 +65,7 @@ class Node:
             self._counters,
             config.record_ttl_seconds,
         )
-        waiting = Waiting(self._loop)
+        waiting = Waiting(self._loop, self._locator)
         resolver = Resolver(self._loop, self._shelf, self._locator, self._fetcher)
 
         def stored(address: Address) -> None:

@@ -19,7 +19,7 @@ from lookup_buffer.node.directory import Directory
 from lookup_buffer.node.identity import Identity
 from lookup_buffer.node.shelf import Shelf
 from lookup_buffer.node.storage import Storage
-from store import Location, MetadataStore, Publication, Record, StoreError, StoreFull
+from store import Location, MetadataStore, NodeTaken, Publication, Record, StoreError, StoreFull
 
 BEAT_SECONDS = 1.0
 DIRTY_MAX = 1_000_000
@@ -130,7 +130,11 @@ class Registrar:
         self.shelf.remove_expired()
         self._sequence += 1
         identity = self.identity
-        known = store.beat(identity.node, identity.boot, self._sequence)
+        beat = (identity.node, identity.boot, self._sequence)
+        try:
+            known = store.beat(*beat)
+        except NodeTaken as taken:
+            known = store.beat(*beat, replacing=taken.beat)
         if not known:
             self._undescribed |= self._namespaces.keys()
             self._mark_all()

@@ -1,7 +1,7 @@
 """The resolver: how a key that is not here comes here.
 
 Locate, then fetch; one flight per key whoever asks, and everybody who asked is told how it went.
-Runs on the loop's thread; locator and fetcher work on theirs and call back through the loop.
+Runs on the loop's thread; the fetcher works on its own and calls back through the loop.
 """
 
 import asyncio
@@ -58,8 +58,7 @@ class Resolver:
                     on_fetch(flight.fetching_bytes)
                 flight.on_fetch.append(on_fetch)
         if unasked:
-            located = partial(call_from_thread, self.loop, self._located, unasked)
-            self.locator.ask(unasked, located)
+            self.locator.ask(unasked, partial(self._located, unasked))
 
     def arrived(self, address: Address) -> None:
         """A client of this node inserted the key: whoever waits for it has it."""

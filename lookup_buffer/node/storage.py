@@ -4,12 +4,18 @@ Opening takes half a second (the client library is slow to import), so it happen
 that need the store and the node is ready before.
 """
 
+import asyncio
 import threading
+from concurrent.futures import Executor
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from lookup_buffer.config import BufferConfig
 from store import EmbeddedServer, EmbeddedServerError, MetadataStore, StoreUnavailable, open_store
+
+if TYPE_CHECKING:
+    from store.mirror import Mirror
 
 
 def embedded_url(directory: Path) -> str:
@@ -43,6 +49,14 @@ class Storage:
                 if self._store is None:
                     self._store = self._open()
         return self._store
+
+    def mirror(self, loop: asyncio.AbstractEventLoop, dialler: Executor) -> "Mirror":
+        """A mirror of the opened store, for `loop`, on whose thread this is called."""
+        from store.redis_store import RedisStore  # slow to import, and by now it is
+
+        store = self.store()
+        assert isinstance(store, RedisStore)  # all that a node may be configured with
+        return store.mirror(loop, dialler)
 
     def revive(self) -> None:
         """Start the embedded server again if it died; its socket stays the same.

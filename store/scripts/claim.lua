@@ -1,17 +1,28 @@
 #!lua
--- Take the right to produce a key, or renew it with the same token.
--- KEYS: claim.  ARGV: holder, token (without a colon), lease in ms.
--- Returns granted (0 or 1), the holder, and the ms left.
-local claim, holder, token, lease = KEYS[1], ARGV[1], ARGV[2], tonumber(ARGV[3])
+-- Take the right to produce a key, or ask for it again with the same token.
+-- KEYS: claim, record.  ARGV: holder, token (without a colon), state, lease in ms.
+-- Returns granted (0 or 1), the holder, its state, the ms left, and the record as fields and values.
+local claim, record = KEYS[1], KEYS[2]
+local holder, token, state, lease = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
+
+-- Read in here, so that no publication can come between the decision and the reading. A key that
+-- holds something foreign is no record.
+local function answer(granted, by, in_state, left)
+  local fields = redis.pcall('HGETALL', record)
+  return {granted, by, in_state, left, fields.err and {} or fields}
+end
 
 local held = redis.call('GET', claim)
 if held then
-  local current_holder, current_token = string.match(held, '^(.*):([^:]*)$')
+  local current_holder, current_state, current_token = string.match(held, '^(.*):(%l+):([^:]*)$')
   local left = redis.call('PTTL', claim)
+  local readable = current_state == 'intent' or current_state == 'encoding'
   -- A claim that never ends, or that we cannot read, was not written by us: take it over.
-  if current_token and current_token ~= token and left >= 0 then
-    return {0, current_holder, left}
+  if readable and left >= 0 then
+    if current_token ~= token then return answer(0, current_holder, current_state, left) end
+    -- To mean it once more is no progress: it neither renews the lease nor takes anything back.
+    if state == 'intent' then return answer(1, current_holder, current_state, left) end
   end
 end
-redis.call('SET', claim, holder .. ':' .. token, 'PX', lease)
-return {1, holder, lease}
+redis.call('SET', claim, holder .. ':' .. state .. ':' .. token, 'PX', lease)
+return answer(1, holder, state, lease)

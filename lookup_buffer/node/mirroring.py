@@ -1,0 +1,200 @@
+"""The locator that keeps what the store told it, for the store tells when it changes.
+
+Everything on the loop's thread: a question about keys that were asked for before costs no round
+trip and no hop between threads. One thread beside it opens the store, connects, and reads the
+directory where a record names a node that was never seen.
+"""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from lookup_buffer.inventory import Address
+from lookup_buffer.node.directory import Directory
+from lookup_buffer.node.locator import NOT_REACHED, Answer, Located, Locator, located
+from lookup_buffer.node.loop import call_from_thread
+from lookup_buffer.node.storage import Storage
+from store import Record, StoreError
+
+if TYPE_CHECKING:  # it imports redis-py, for which a starting node does not wait
+    from store.mirror import Entry, Found, Mirror
+
+OPEN_AGAIN_SECONDS = 1.0
+TICK_SECONDS = 1.0
+"""How often the death of nodes is looked for: by the clock, also while the store is away."""
+
+
+@dataclass(slots=True)
+class _Question:
+    addresses: Sequence[Address]
+    answer: Answer
+    records: dict[Address, "Found"] = field(default_factory=dict)
+    left: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Watch:
+    address: Address
+    notify: Callable[[], None]
+    cancel: Callable[[], None] | None = None
+    cancelled: bool = False
+
+
+@dataclass(slots=True)
+class MirrorLocator(Locator):
+    loop: asyncio.AbstractEventLoop
+    storage: Storage
+    directory: Directory
+    _mirror: "Mirror | None" = None
+    _waiting: list[_Question | _Watch] = field(default_factory=list)
+    """What was asked before the store was open."""
+    _opening: bool = False
+    _open_at: float = 0.0
+    _closed: bool = False
+    _ticker: asyncio.TimerHandle | None = None
+    _thread: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="lb-locate")
+    )
+
+    def start(self) -> None:
+        self._open()
+        self._tick()
+
+    def ask(self, addresses: Sequence[Address], answer: Answer) -> None:
+        question = _Question(addresses, answer)
+        if self._mirror is None:
+            self._ask_later(question)
+        else:
+            self._ask(self._mirror, question)
+
+    def known(self, namespace: str, keys: Sequence[str]) -> list[bool | None]:
+        if self._mirror is None:
+            return [None] * len(keys)
+        entry_of = self._mirror.entries(namespace).get
+        epoch = self.directory.epoch
+        found: list[bool | None] = []
+        for key in keys:
+            entry = entry_of(key)
+            if entry is None:
+                found.append(None)
+            elif entry.verdict_epoch == epoch:
+                found.append(entry.verdict)
+            else:
+                found.append(self._judge(entry, epoch))
+        return found
+
+    def watch(self, address: Address, notify: Callable[[], None]) -> Callable[[], None]:
+        watch = _Watch(address, notify)
+
+        def cancel() -> None:
+            watch.cancelled = True
+            if watch.cancel is not None:
+                watch.cancel()
+
+        if self._mirror is None:
+            self._ask_later(watch)
+        else:
+            watch.cancel = self._mirror.watch(*address, notify)
+        return cancel
+
+    def close(self) -> None:
+        self._closed = True
+        if self._ticker is not None:
+            self._ticker.cancel()
+        if self._mirror is not None:
+            self._mirror.close()
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    # -- the mirror
+
+    def _open(self) -> None:
+        self._opening = True
+        opened = self._thread.submit(self.storage.store)
+        opened.add_done_callback(lambda done: call_from_thread(self.loop, self._opened, done))
+
+    def _opened(self, opened: "Future[object]") -> None:
+        self._opening = False
+        if self._closed:
+            return
+        waiting, self._waiting = self._waiting, []
+        if opened.exception() is None:
+            self._mirror = mirror = self.storage.mirror(self.loop, self._thread)
+            for asked in waiting:
+                if isinstance(asked, _Question):
+                    self._ask(mirror, asked)
+                elif not asked.cancelled:
+                    asked.cancel = mirror.watch(*asked.address, asked.notify)
+            return
+        self._open_at = self.loop.time() + OPEN_AGAIN_SECONDS
+        for asked in waiting:
+            if isinstance(asked, _Question):
+                asked.answer([NOT_REACHED] * len(asked.addresses))
+            else:
+                self._waiting.append(asked)  # whoever waits has a bound of his own
+
+    def _ask_later(self, asked: _Question | _Watch) -> None:
+        if not self._opening and self.loop.time() < self._open_at and isinstance(asked, _Question):
+            asked.answer([NOT_REACHED] * len(asked.addresses))
+            return
+        self._waiting.append(asked)
+        if not self._opening:
+            self._open()
+
+    def _tick(self) -> None:
+        self.directory.tick()
+        self._ticker = self.loop.call_later(TICK_SECONDS, self._tick)
+
+    # -- questions
+
+    def _ask(self, mirror: "Mirror", question: _Question) -> None:
+        keys_by_namespace = defaultdict(list)
+        for namespace, key in question.addresses:
+            keys_by_namespace[namespace].append(key)
+        question.left = len(keys_by_namespace)
+        for namespace, keys in keys_by_namespace.items():
+
+            def answered(
+                found: "list[Found]", namespace: str = namespace, keys: list[str] = keys
+            ) -> None:
+                for key, one in zip(keys, found, strict=True):
+                    question.records[namespace, key] = one
+                question.left -= 1
+                if not question.left:
+                    self._answered(question)
+
+            mirror.ask(namespace, keys, answered)
+
+    def _answered(self, question: _Question) -> None:
+        records = [r for r in question.records.values() if isinstance(r, Record)]
+        if all(self.directory.knows(at) for record in records for at in record.locations):
+            question.answer([self._located(question.records[a]) for a in question.addresses])
+            return
+        # A node that was never seen: read the directory first, on the other thread.
+        met = self._thread.submit(self._meet, records)
+        met.add_done_callback(lambda _: call_from_thread(self.loop, self._met, question))
+
+    def _meet(self, records: Sequence[Record]) -> None:
+        try:
+            self.directory.meet(self.storage.store(), records)
+        except StoreError:
+            pass  # then it counts as dead, until the next beat reads the directory
+
+    def _met(self, question: _Question) -> None:
+        question.answer([self._located(question.records[a]) for a in question.addresses])
+
+    def _located(self, found: "Found") -> Located:
+        if found is None or isinstance(found, Record):
+            return located(found, self.directory)
+        return NOT_REACHED
+
+    def _judge(self, entry: "Entry", epoch: int) -> bool | None:
+        """Whether a node that lives holds it; None where one would have to be met first."""
+        record = entry.record
+        if record is not None and not all(map(self.directory.knows, record.locations)):
+            return None
+        entry.verdict = bool(located(record, self.directory).sources)
+        entry.verdict_epoch = epoch
+        return entry.verdict

@@ -1,0 +1,222 @@
+"""Connection: one conversation with one Redis or Valkey server, each exchange with a deadline.
+
+The only module that imports redis-py, and hiredis beside it. redis-py dials: names, TLS and its
+certificates, log-in, database, protocol. From then on the socket is ours, for three things that
+redis-py's own reading does not give: a deadline for a whole exchange instead of for each wait,
+pushes in their order among the replies, and 32 replies parsed in a tenth of the time.
+"""
+
+import contextlib
+import select
+import socket
+import ssl
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import hiredis
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from store.errors import StoreUnavailable
+
+Part = str | int | bytes
+Command = Sequence[Part]
+
+_READ_BYTES = 1 << 16
+_MORE = object()
+"""What the parser says when the next reply is not complete yet."""
+_NOTHING_YET = (BlockingIOError, ssl.SSLWantReadError)
+_NOT_LET_IN = (redis.exceptions.AuthenticationError, redis.exceptions.BusyLoadingError)
+
+
+class Refusal(Exception):
+    """The server's error reply to one command. `code` is its first word."""
+
+    @property
+    def code(self) -> str:
+        return str(self).partition(" ")[0]
+
+
+class Lost(StoreUnavailable):
+    """The connection ended, or was never made: what the server knew may be gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where a server listens; `path` of a Unix socket, else host and port."""
+
+    host: str = ""
+    port: int = 0
+    path: str = ""
+
+    def __str__(self) -> str:
+        return self.path or f"{self.host}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """How to get into every server of one deployment, and how long to wait for it."""
+
+    username: str | None
+    password: str | None = field(repr=False)
+    database: int
+    tls: bool
+    tls_files: tuple[tuple[str, str], ...]
+    call_timeout_seconds: float
+    connect_timeout_seconds: float
+
+
+class Push(list[Any]):
+    """Something the server said unasked: its kind, and what belongs to it."""
+
+
+class Connection:
+    """One thread at a time. After an error it is closed, and its replies with it."""
+
+    def __init__(self, endpoint: Endpoint, access: Access, *, protocol: int = 2) -> None:
+        """Dial and log in. RESP2's flat replies are parsed faster; RESP3 (3) has pushes.
+
+        Raises Lost, or StoreUnavailable where the server is there but lets us not in.
+        """
+        self._name = f"store {endpoint}"
+        self._dialled = _dialled(endpoint, access, protocol)
+        try:
+            self._dialled.connect()
+        except redis.exceptions.ConnectionError as error:
+            # A refused log-in is a kind of connection error to redis-py, but loses no data.
+            kind = StoreUnavailable if isinstance(error, _NOT_LET_IN) else Lost
+            raise kind(f"{self._name}: {error}") from error
+        except (redis.RedisError, OSError) as error:
+            raise StoreUnavailable(f"{self._name}: {error}") from error
+        self._socket: socket.socket = self._dialled._get_socket()
+        self._reader: Any = hiredis.Reader(  # its stubs know no buffers
+            replyError=Refusal, protocolError=Lost, notEnoughData=_MORE
+        )
+        self._buffer = bytearray(_READ_BYTES)
+
+    def send(self, packed: bytes, deadline: float) -> None:
+        """Send what `pack` made. `deadline` is a time.monotonic(). Raises StoreUnavailable."""
+        try:
+            self._socket.settimeout(self._left(deadline))
+            self._socket.sendall(packed)
+        except OSError as error:
+            raise self._failure(error) from error
+
+    def receive(self, count: int, deadline: float) -> list[Any]:
+        """The next `count` replies; a refused command has its Refusal for a reply."""
+        replies: list[Any] = []
+        while len(replies) < count:
+            reply = self._reader.gets()
+            if reply is _MORE:
+                self._wait_for_bytes(deadline)
+            else:
+                replies.append(reply)
+        return replies
+
+    def receive_available(self) -> list[Any]:
+        """All replies and pushes that are here already; never waits. Raises StoreUnavailable."""
+        self._socket.settimeout(0.0)
+        try:
+            with contextlib.suppress(*_NOTHING_YET):
+                while self._read() == _READ_BYTES or self._more_decrypted():
+                    pass
+        except OSError as error:
+            raise self._failure(error) from error
+        found: list[Any] = []
+        while (reply := self._reader.gets()) is not _MORE:
+            found.append(Push(reply) if isinstance(reply, hiredis.PushNotification) else reply)
+        return found
+
+    def send_at_once(self, packed: bytes) -> None:
+        """Send without waiting; a peer that does not read until nothing fits is a lost one."""
+        self.send(packed, time.monotonic())
+
+    @property
+    def in_step(self) -> bool:
+        """Whether nothing is to be read: for a kept connection, that the server has not ended it.
+
+        What arrives unasked over TLS, as session tickets do, is taken in by this look.
+        """
+        if not _readable(self._socket):
+            return True
+        try:
+            return not self.receive_available()
+        except StoreUnavailable:
+            return False
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._dialled.disconnect()
+
+    def _wait_for_bytes(self, deadline: float) -> None:
+        self._socket.settimeout(self._left(deadline))
+        try:
+            self._read()
+        except OSError as error:
+            raise self._failure(error) from error
+
+    def _read(self) -> int:
+        count = self._socket.recv_into(self._buffer)
+        if not count:
+            raise Lost(f"{self._name}: the server closed the connection")
+        self._reader.feed(self._buffer, 0, count)
+        return count
+
+    def _more_decrypted(self) -> bool:
+        return isinstance(self._socket, ssl.SSLSocket) and self._socket.pending() > 0
+
+    def _left(self, deadline: float) -> float:
+        # Never 0: that is the mode that does not wait at all, and a ready reply is still welcome.
+        return max(deadline - time.monotonic(), 0.0005)
+
+    def _failure(self, error: OSError) -> StoreUnavailable:
+        if isinstance(error, TimeoutError):
+            return StoreUnavailable(f"{self._name}: no answer in time")
+        return Lost(f"{self._name}: {error}")
+
+
+def pack(commands: Sequence[Command]) -> bytes:
+    """Commands as they go over the wire."""
+    parts = []
+    for command in commands:
+        parts.append(b"*%d\r\n" % len(command))
+        for part in command:
+            # surrogatepass: any str can be a key, also one that came from undecodable bytes.
+            raw = part if isinstance(part, bytes) else str(part).encode("utf-8", "surrogatepass")
+            parts.append(b"$%d\r\n%b\r\n" % (len(raw), raw))
+    return b"".join(parts)
+
+
+def _readable(end: socket.socket) -> bool:
+    waiting = select.poll()  # not select.select, which fails above 1,023 open files
+    waiting.register(end, select.POLLIN)
+    return bool(waiting.poll(0))
+
+
+def _dialled(endpoint: Endpoint, access: Access, protocol: int) -> Any:
+    """redis-py's connection, not connected yet; it never retries. (Hardly annotated there.)"""
+    kind: Any = redis.Connection
+    settings: dict[str, Any] = {
+        "db": access.database,
+        "username": access.username,
+        "password": access.password,
+        "socket_timeout": access.call_timeout_seconds,
+        "socket_connect_timeout": access.connect_timeout_seconds,
+        "retry": Retry(NoBackoff(), 0),
+        "protocol": protocol,
+    }
+    if endpoint.path:
+        kind = redis.UnixDomainSocketConnection
+        settings["path"] = endpoint.path
+    else:
+        settings |= {"host": endpoint.host, "port": endpoint.port, "socket_keepalive": True}
+        if access.tls:
+            kind = redis.SSLConnection
+            settings |= dict(access.tls_files)
+    return kind(**settings)

@@ -1,0 +1,38 @@
+"""Which topology a store URL asks for. The one place that knows all of them."""
+
+from dataclasses import replace
+
+from store.cluster import ClusterTopology
+from store.connection import Access, Endpoint
+from store.sentinel import SentinelTopology
+from store.server import Server
+from store.topology import Standalone, Topology
+from store.url import StoreUrl
+
+
+def open_topology(
+    address: StoreUrl,
+    call_timeout_seconds: float,
+    connect_timeout_seconds: float,
+    password: str | None,
+) -> Topology:
+    """Nothing is dialled yet. `password` comes before the one in the URL."""
+    access = Access(
+        username=address.username,
+        password=password or address.password,
+        database=address.database,
+        tls=address.tls,
+        tls_files=address.tls_files,
+        call_timeout_seconds=call_timeout_seconds,
+        connect_timeout_seconds=connect_timeout_seconds,
+    )
+    if address.path:
+        return Standalone(Server(Endpoint(path=address.path), access))
+    endpoints = [Endpoint(host, port) for host, port in address.hosts]
+    if address.topology == "cluster":
+        return ClusterTopology(endpoints, access)
+    if address.topology == "sentinel":
+        username, password = address.sentinel_username, address.sentinel_password
+        sentinel_access = replace(access, username=username, password=password, database=0)
+        return SentinelTopology(endpoints, address.service, access, sentinel_access)
+    return Standalone(Server(endpoints[0], access))

@@ -1,0 +1,341 @@
+"""Mirror: the records that were asked for lately, kept true by the servers' own push.
+
+What was read stays known until the server says that it changed; that holds for "there is nothing"
+too. One lane (`lane.py`) for each server that holds keys; what a lost lane had read is forgotten,
+and so is everything when keys moved to other servers. All methods on one asyncio loop's thread.
+
+Only a reading aid: a mirror that is wrong for a moment costs a miss or a fetch that fails, for
+nodes check what they are asked for.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
+from types import MappingProxyType
+from typing import Any
+
+from store import layout
+from store.connection import Command, Endpoint, Refusal
+from store.errors import StoreError, StoreUnavailable
+from store.lane import Lane
+from store.link import fields_of
+from store.record import Record
+from store.topology import Standalone, Topology
+
+ENTRIES_MAX = 200_000
+"""About 2 KB each. Past it the entries that were read longest ago are forgotten."""
+AGE_SECONDS_MAX = 60.0
+"""No entry is believed longer: a bound on what a push that never came could do."""
+RECHECK_SECONDS = 1.0
+"""How often the topology is looked at: a slot that moved is noticed so late at the latest."""
+_REARM_SECONDS = 0.1
+
+Found = Record | None | StoreUnavailable
+"""A record, nothing, or why that is not known."""
+Answer = Callable[[list[Found]], None]
+_Group = Sequence[tuple[int, bytes]]
+"""What one lane is asked: positions in the question, and names of keys."""
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """What the store says of one key, until the mirror drops this object.
+
+    `verdict` belongs to whoever judges the record, at `verdict_epoch` of his own counting.
+    """
+
+    record: Record | None
+    read_at: float
+    verdict: bool = False
+    verdict_epoch: int = -1
+
+
+@dataclass(slots=True, eq=False)
+class _Watch:
+    namespace: str
+    key: str
+    notify: Callable[[], None]
+    names: tuple[bytes, bytes] = field(init=False)
+    """Of the record and of the claim."""
+    lane: Lane | None = None
+
+    def __post_init__(self) -> None:
+        of = (self.namespace, self.key)
+        self.names = (layout.record(*of).encode(), layout.claim(*of).encode())
+
+
+_NO_ENTRIES: Mapping[str, Entry] = MappingProxyType({})
+
+
+class Mirror:
+    """`close` stops it; the topology belongs to the store and stays open."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        topology: Topology,
+        dialler: Executor,
+        *,
+        entries_max: int = ENTRIES_MAX,
+        age_seconds_max: float = AGE_SECONDS_MAX,
+    ) -> None:
+        self._loop = loop
+        self._topology = topology
+        self._dialler = dialler
+        self._entries_max = entries_max
+        self._age_seconds_max = age_seconds_max
+        self._entries: dict[str, dict[str, Entry]] = {}
+        self._order: dict[bytes, tuple[str, str, Lane]] = {}
+        """By the name of the key in Redis, the longest unread first."""
+        self._lanes: dict[Endpoint, Lane] = {}
+        self._watches: dict[bytes, set[_Watch]] = {}
+        self._unarmed: set[_Watch] = set()
+        self._failovers = topology.failovers()
+        self._rechecking = False
+        self._closed = False
+        self.pushes = 0
+        """Invalidations received, for people."""
+        self._ticker = loop.call_later(RECHECK_SECONDS, self._tick)
+
+    def entries(self, namespace: str) -> Mapping[str, Entry]:
+        """What is known of a namespace now. Look, and do not keep it."""
+        return self._entries.get(namespace, _NO_ENTRIES)
+
+    @property
+    def size(self) -> int:
+        return len(self._order)
+
+    def ask(self, namespace: str, keys: Sequence[str], answer: Answer) -> None:
+        """The records of `keys`, in their order; at once where all are known."""
+        entries = self.entries(namespace)
+        found: list[Found] = []
+        missing: list[int] = []
+        for index, key in enumerate(keys):
+            entry = entries.get(key)
+            found.append(None if entry is None else entry.record)
+            if entry is None:
+                missing.append(index)
+        if not missing:
+            answer(found)
+            return
+        reading = _Reading(namespace, keys, found, answer)
+        self._read(reading, missing)
+
+    def watch(self, namespace: str, key: str, notify: Callable[[], None]) -> Callable[[], None]:
+        """Call `notify` once what is known now is known, and after each change; until cancelled.
+
+        A change of the record or of the claim. It is called when the next change can no longer be
+        missed, so what is read or claimed in it, or later, is enough. Returns the cancellation.
+        """
+        watch = _Watch(namespace, key, notify)
+        for name in watch.names:
+            self._watches.setdefault(name, set()).add(watch)
+        self._arm(watch)
+        return partial(self._unwatch, watch)
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._closed = True
+        self._ticker.cancel()
+        self._watches.clear()
+        self._unarmed.clear()
+        for lane in self._lanes.values():
+            lane.close()
+
+    # -- reading
+
+    def _read(self, reading: "_Reading", indexes: Sequence[int]) -> None:
+        groups: dict[Lane, list[tuple[int, bytes]]] = {}
+        for index in indexes:
+            name = layout.record(reading.namespace, reading.keys[index]).encode()
+            try:
+                lane = self._lane_for(name)
+            except StoreUnavailable as error:
+                reading.found[index] = error
+            else:
+                groups.setdefault(lane, []).append((index, name))
+        reading.left = len(groups)
+        for lane, group in groups.items():
+            commands = [("HGETALL", name) for _, name in group]
+            each = partial(self._read_one, lane, reading, group)
+            lane.ask(commands, each, partial(self._read_all, reading, group))
+        if not groups:
+            reading.answer(reading.found)
+
+    def _read_one(
+        self, lane: Lane, reading: "_Reading", group: _Group, at: int, reply: Any
+    ) -> None:
+        index, name = group[at]
+        key = reading.keys[index]
+        reading.found[index] = self._take_in(lane, name, reading.namespace, key, reply)
+
+    def _read_all(self, reading: "_Reading", group: _Group, error: StoreError | None) -> None:
+        if error is not None:
+            unknown = StoreUnavailable(str(error))
+            for index, _ in group:
+                reading.found[index] = unknown
+        reading.left -= 1
+        if not reading.left:
+            reading.answer(reading.found)
+
+    def _take_in(self, lane: Lane, name: bytes, namespace: str, key: str, reply: Any) -> Found:
+        """What a reply says of a key; remembered, unless it says that somebody else knows."""
+        if isinstance(reply, Refusal) and reply.code != "WRONGTYPE":
+            self._topology.doubt(lane.server)
+            self._recheck()
+            return StoreUnavailable(f"store {lane.server.endpoint}: {reply}")
+        fields = fields_of(reply)
+        record = layout.read_record(fields) if fields else None
+        # Names of long keys are hashes and may collide: then it is somebody else's record.
+        if record and (record.key != key or record.namespace != namespace):
+            record = None
+        self._order.pop(name, None)
+        self._order[name] = (namespace, key, lane)
+        self._entries.setdefault(namespace, {})[key] = Entry(record, self._loop.time())
+        while len(self._order) > self._entries_max:
+            self._forget(next(iter(self._order)))
+        return record
+
+    def _forget(self, name: bytes) -> None:
+        item = self._order.pop(name, None)
+        if item is not None:
+            namespace, key, _ = item
+            entries = self._entries[namespace]
+            entries.pop(key, None)
+            if not entries:
+                del self._entries[namespace]
+
+    # -- what servers say unasked
+
+    def _invalidated(self, lane: Lane, names: Sequence[bytes] | None) -> None:
+        self.pushes += 1
+        if names is None:
+            self._forget_all(lane)
+            return
+        for name in names:
+            self._forget(name)
+            for watch in tuple(self._watches.get(name, ())):
+                self._arm(watch)
+
+    def _forget_all(self, lane: Lane) -> None:
+        """All that `lane` had read; what is watched there is read again, now or soon."""
+        for name in [name for name, (_, _, of) in self._order.items() if of is lane]:
+            self._forget(name)
+        for watch in {watch for watches in self._watches.values() for watch in watches}:
+            if watch.lane is lane:
+                self._arm_soon(watch)
+
+    # -- watching
+
+    def _arm(self, watch: _Watch) -> None:
+        """Read both keys, so that the server tells of their next change; then notify."""
+        record, claim = watch.names
+        try:
+            lane = watch.lane = self._lane_for(record)
+        except StoreUnavailable:
+            self._arm_soon(watch)
+            return
+        refused: list[Refusal] = []
+
+        def each(index: int, reply: Any) -> None:
+            if index == 0:
+                found = self._take_in(lane, record, watch.namespace, watch.key, reply)
+                if isinstance(found, StoreUnavailable):
+                    refused.append(reply)
+
+        def done(error: StoreError | None) -> None:
+            if watch not in self._watches.get(record, ()):
+                return
+            if error is not None or refused:
+                self._arm_soon(watch)
+            else:
+                watch.notify()
+
+        commands: list[Command] = [("HGETALL", record), ("GET", claim)]
+        lane.ask(commands, each, done)
+
+    def _arm_soon(self, watch: _Watch) -> None:
+        if not self._unarmed and not self._closed:
+            self._loop.call_later(_REARM_SECONDS, self._arm_again)
+        self._unarmed.add(watch)
+
+    def _arm_again(self) -> None:
+        unarmed, self._unarmed = self._unarmed, set()
+        for watch in unarmed:
+            if watch in self._watches.get(watch.names[0], ()):
+                self._arm(watch)
+
+    def _unwatch(self, watch: _Watch) -> None:
+        for name in watch.names:
+            watches = self._watches.get(name)
+            if watches is not None:
+                watches.discard(watch)
+                if not watches:
+                    del self._watches[name]
+
+    # -- servers
+
+    def _lane_for(self, name: bytes) -> Lane:
+        try:
+            server = self._topology.known_server_for(name)
+        except StoreUnavailable:
+            self._recheck()
+            raise
+        lane = self._lanes.get(server.endpoint)
+        if lane is None:
+            lane = Lane(
+                self._loop,
+                self._dialler,
+                server,
+                invalidated=self._invalidated,
+                lost=self._forget_all,
+            )
+            self._lanes[server.endpoint] = lane
+        return lane
+
+    def _tick(self) -> None:
+        """Once a second: forget what is too old, and see whether keys have moved."""
+        oldest = self._loop.time() - self._age_seconds_max
+        for name, (namespace, key, _) in list(islice(self._order.items(), 1000)):
+            if self._entries[namespace][key].read_at > oldest:
+                break
+            self._forget(name)
+        self._recheck()
+        self._ticker = self._loop.call_later(RECHECK_SECONDS, self._tick)
+
+    def _recheck(self) -> None:
+        """Look at the topology on another thread, unless that is under way."""
+        if not (self._rechecking or self._closed or isinstance(self._topology, Standalone)):
+            self._rechecking = True
+            checked = self._dialler.submit(self._topology.recheck)
+            checked.add_done_callback(self._rechecked_elsewhere)
+
+    def _rechecked_elsewhere(self, checked: "Future[None]") -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is gone, and so are we
+            self._loop.call_soon_threadsafe(self._rechecked)
+
+    def _rechecked(self) -> None:
+        """Forget everything where servers took over from each other, or slots moved."""
+        self._rechecking = False
+        failovers = self._topology.failovers()
+        if failovers == self._failovers or self._closed:
+            return
+        self._failovers = failovers
+        lanes, self._lanes = self._lanes, {}
+        for lane in lanes.values():
+            lane.close()
+
+
+@dataclass(slots=True, eq=False)
+class _Reading:
+    """One `ask` under way, over one lane or more."""
+
+    namespace: str
+    keys: Sequence[str]
+    found: list[Found]
+    answer: Answer
+    left: int = 0

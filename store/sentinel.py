@@ -1,0 +1,110 @@
+"""SentinelTopology: one master that Sentinel names, and may name anew at any time."""
+
+import threading
+import time
+from collections.abc import Sequence
+
+from store.connection import Access, Endpoint, Part, Refusal
+from store.errors import StoreUnavailable
+from store.server import Server
+from store.topology import Topology
+
+
+class SentinelTopology(Topology):
+    """Asks the sentinels in turn; one that failed is asked last from then on.
+
+    A master that Sentinel still names but that no longer is one answers READONLY; that, like any
+    failure, makes the next call ask again. So nothing is ever written to a replica, and what a
+    deposed master is asked in vain costs its caller an error, never a wrong answer for long.
+    """
+
+    def __init__(
+        self,
+        sentinels: Sequence[Endpoint],
+        service: str,
+        access: Access,
+        sentinel_access: Access,
+    ) -> None:
+        self._sentinels = [Server(endpoint, sentinel_access) for endpoint in sentinels]
+        self._service = service
+        self._access = access
+        self._lock = threading.Lock()
+        self._known: dict[Endpoint, Server] = {}
+        self._master: Server | None = None
+        self._certain = False
+        self._changes = 0
+        self._closed = False
+
+    def server_for(self, name: Part) -> Server:
+        master = self._master
+        if master is not None and self._certain:
+            return master
+        return self._find()
+
+    def known_server_for(self, name: Part) -> Server:
+        master = self._master
+        if master is None or not self._certain:
+            raise StoreUnavailable(f"the master of {self._service!r} is being looked for")
+        return master
+
+    def servers(self) -> Sequence[Server]:
+        return (self.server_for(b""),)
+
+    def failovers(self) -> int:
+        with self._lock:
+            return self._changes + sum(server.losses for server in self._known.values())
+
+    def doubt(self, server: Server) -> None:
+        if server is self._master:
+            self._certain = False
+
+    def recheck(self) -> None:
+        self._find()
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            servers = [*self._sentinels, *self._known.values()]
+        for server in servers:
+            server.close()
+
+    def _find(self) -> Server:
+        endpoint = self._ask()
+        with self._lock:
+            if self._closed:
+                raise StoreUnavailable("the store is closed")
+            master = self._known.get(endpoint)
+            if master is None:
+                master = self._known[endpoint] = Server(endpoint, self._access)
+            if self._master is not None and self._master is not master:
+                self._changes += 1
+            self._master = master
+            self._certain = True
+            return master
+
+    def _ask(self) -> Endpoint:
+        cause: Exception | None = None
+        deadline = time.monotonic() + self._access.call_timeout_seconds
+        for sentinel in list(self._sentinels):
+            try:
+                (reply,) = sentinel.exchange(
+                    [("SENTINEL", "GET-MASTER-ADDR-BY-NAME", self._service)], deadline
+                )
+            except StoreUnavailable as error:
+                cause = error
+            else:
+                if not isinstance(reply, Refusal) and reply:
+                    host, port = reply
+                    return Endpoint(host.decode(), int(port))
+                cause = StoreUnavailable(
+                    f"sentinel {sentinel.endpoint} knows no service {self._service!r}: {reply}"
+                )
+            self._ask_last(sentinel)
+            if time.monotonic() >= deadline:
+                break
+        raise StoreUnavailable(f"no sentinel names a master of {self._service!r}") from cause
+
+    def _ask_last(self, sentinel: Server) -> None:
+        with self._lock:
+            self._sentinels.remove(sentinel)
+            self._sentinels.append(sentinel)

@@ -1,0 +1,128 @@
+"""Server: the connections to one server, handed to one caller each."""
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from store.connection import Access, Command, Connection, Endpoint, Lost, pack
+from store.errors import StoreUnavailable
+
+_CONNECTIONS_MAX = 64  # more callers at once than a node has threads; the next is refused
+
+
+class Exchange:
+    """Commands that were sent; `finish` takes their replies, or `abandon` gives them up."""
+
+    def __init__(
+        self, server: "Server", connection: Connection, count: int, deadline: float
+    ) -> None:
+        self._server = server
+        self._connection = connection
+        self._count = count
+        self._deadline = deadline
+
+    def finish(self) -> list[Any]:
+        """The replies, in order; a refused command has its Refusal. Raises StoreUnavailable."""
+        try:
+            replies = self._connection.receive(self._count, self._deadline)
+        except BaseException as error:
+            self.abandon(error)
+            raise
+        self._server.give_back(self._connection)
+        return replies
+
+    def abandon(self, cause: BaseException | None = None) -> None:
+        """Close the connection: its replies may still be on their way."""
+        self._server.give_up(self._connection, cause)
+
+
+class Server:
+    """Up to 64 connections to one server; every method from any thread.
+
+    `losses` counts connections that ended by themselves, or were refused, after the server had
+    once been reached: it may have been restarted since, and may lack what it knew.
+    """
+
+    def __init__(self, endpoint: Endpoint, access: Access) -> None:
+        self.endpoint = endpoint
+        self.access = access
+        self.losses = 0
+        self._lock = threading.Lock()
+        self._idle: list[Connection] = []
+        self._in_use = 0
+        self._reached = False
+        self._closed = False
+
+    def begin(self, commands: Sequence[Command], deadline: float | None = None) -> Exchange:
+        """Send `commands`. By default the call timeout runs from when there is a connection."""
+        packed = pack(commands)
+        connection = self._take()
+        if deadline is None:
+            deadline = time.monotonic() + self.access.call_timeout_seconds
+        try:
+            connection.send(packed, deadline)
+        except BaseException as error:
+            self.give_up(connection, error)
+            raise
+        return Exchange(self, connection, len(commands), deadline)
+
+    def exchange(self, commands: Sequence[Command], deadline: float | None = None) -> list[Any]:
+        """One round trip."""
+        return self.begin(commands, deadline).finish()
+
+    def dial(self) -> Connection:
+        """A connection of the caller's own, with pushes."""
+        return Connection(self.endpoint, self.access, protocol=3)
+
+    def _take(self) -> Connection:
+        while True:
+            with self._lock:
+                if self._closed:
+                    raise StoreUnavailable("the store is closed")
+                if not self._idle:
+                    if self._in_use >= _CONNECTIONS_MAX:
+                        raise StoreUnavailable(
+                            f"store {self.endpoint}: {_CONNECTIONS_MAX} calls are under way"
+                        )
+                    self._in_use += 1
+                    break
+                connection = self._idle.pop()
+                self._in_use += 1
+            if connection.in_step:
+                return connection
+            self.give_up(connection, Lost("ended while it was idle"))
+        try:
+            connection = Connection(self.endpoint, self.access)
+        except BaseException as error:
+            self._forget(error)
+            raise
+        self._reached = True
+        return connection
+
+    def give_back(self, connection: Connection) -> None:
+        with self._lock:
+            self._in_use -= 1
+            if not self._closed:
+                self._idle.append(connection)
+                return
+        connection.close()
+
+    def give_up(self, connection: Connection, cause: BaseException | None) -> None:
+        connection.close()
+        self._forget(cause)
+
+    def _forget(self, cause: BaseException | None) -> None:
+        with self._lock:
+            self._in_use -= 1
+            if isinstance(cause, Lost) and self._reached:
+                self.losses += 1
+                self._reached = False
+
+    def close(self) -> None:
+        """Idempotent. A connection in use is closed by its user, as soon as it has its replies."""
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.close()

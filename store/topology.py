@@ -1,0 +1,81 @@
+"""Topology: which server of a deployment holds a key, and who has taken over from whom.
+
+`Standalone` here; `SentinelTopology` and `ClusterTopology` in modules of their own. A topology
+keeps its servers; it finds out what changed when a call is answered with a hint (MOVED, READONLY)
+or fails, never on a timer of its own.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from store.connection import Endpoint, Part
+from store.server import Server
+
+
+class Topology(ABC):
+    """Thread-safe. Methods that may have to ask a server raise StoreUnavailable."""
+
+    @abstractmethod
+    def server_for(self, name: Part) -> Server:
+        """The server that holds the key of this name."""
+
+    @abstractmethod
+    def known_server_for(self, name: Part) -> Server:
+        """The same, but asks nobody: raises StoreUnavailable where it is not known for certain."""
+
+    @abstractmethod
+    def servers(self) -> Sequence[Server]:
+        """All servers that hold keys."""
+
+    @abstractmethod
+    def failovers(self) -> int:
+        """How often a server was lost or replaced, as far as it was noticed."""
+
+    def moved(self, name: Part, endpoint: Endpoint) -> Server:
+        """A server said that the key now lives at `endpoint`; the server there."""
+        raise NotImplementedError("only a cluster moves keys")
+
+    def aside(self, endpoint: Endpoint) -> Server:
+        """The server at `endpoint`, for one question that the key's server passed on (ASK)."""
+        raise NotImplementedError("only a cluster passes questions on")
+
+    @abstractmethod
+    def doubt(self, server: Server) -> None:
+        """A call to `server` failed or was refused: find out anew before the next."""
+
+    @abstractmethod
+    def recheck(self) -> None:
+        """Find out now whether anything changed. One round trip; for whoever keeps what it read."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close all connections. Idempotent."""
+
+
+class Standalone(Topology):
+    """One server, always the same."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._servers = (server,)
+
+    def server_for(self, name: Part) -> Server:
+        return self._server
+
+    def known_server_for(self, name: Part) -> Server:
+        return self._server
+
+    def servers(self) -> Sequence[Server]:
+        return self._servers
+
+    def failovers(self) -> int:
+        return self._server.losses
+
+    def doubt(self, server: Server) -> None:
+        pass
+
+    def recheck(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self._server.close()

@@ -1,0 +1,158 @@
+"""What every MetadataStore has to do about claims. See contract_store.
+
+Leases run on the clock of the store: tests that wait use short real ones, and check only that
+nothing ends early and that all ends.
+"""
+
+import time
+
+import pytest
+
+from contract_store import a_location, a_record
+from store import LOCATIONS_MAX, ClaimAnswer, ClaimState, MetadataStore, Publication
+
+INTENT, ENCODING = ClaimState.INTENT, ClaimState.ENCODING
+
+
+def ask(
+    store: MetadataStore,
+    namespace: str,
+    who: str,
+    lease_seconds: float = 30.0,
+    *,
+    key: str = "k",
+    state: ClaimState = ENCODING,
+) -> ClaimAnswer:
+    """A claim of `who`, whose token follows from the name."""
+    return store.claim(
+        namespace,
+        key,
+        holder=f"{who}:1",
+        token=f"token-of-{who}",
+        state=state,
+        lease_seconds=lease_seconds,
+    )
+
+
+class ClaimContract:
+    """Subclasses give a `store` fixture that is empty at the start of each test."""
+
+    def test_one_claim_at_a_time(self, store: MetadataStore, namespace: str) -> None:
+        first = ask(store, namespace, "a")
+        assert (first.granted, first.holder, first.state) == (True, "a:1", ENCODING)
+        second = ask(store, namespace, "b")
+        assert (second.granted, second.holder, second.state) == (False, "a:1", ENCODING)
+        assert 25 < second.remaining_seconds <= 30
+        assert not store.release_claim(namespace, "k", token="token-of-b")
+        assert store.release_claim(namespace, "k", token="token-of-a")
+        assert not store.release_claim(namespace, "k", token="token-of-a")
+        assert ask(store, namespace, "b").granted
+
+    def test_a_claim_ends_with_its_lease_unless_renewed(
+        self, store: MetadataStore, namespace: str
+    ) -> None:
+        for key in ("left", "renewed"):
+            ask(store, namespace, "a", 0.3, key=key)
+        assert ask(store, namespace, "a", 30, key="renewed").remaining_seconds > 25
+        assert not ask(store, namespace, "b", key="left").granted
+        time.sleep(0.35)
+        assert ask(store, namespace, "b", key="left").granted
+        late = ask(store, namespace, "a", key="left")
+        assert (late.granted, late.holder) == (False, "b:1")
+        assert not ask(store, namespace, "b", key="renewed").granted
+
+    def test_an_intent_becomes_encoding(self, store: MetadataStore, namespace: str) -> None:
+        meant = ask(store, namespace, "a", 1, state=INTENT)
+        assert (meant.granted, meant.state) == (True, INTENT)
+        assert ask(store, namespace, "b").state is INTENT, "others see how far it has come"
+        at_work = ask(store, namespace, "a", 30)
+        assert (at_work.granted, at_work.state) == (True, ENCODING)
+        seen = ask(store, namespace, "b")
+        assert (seen.granted, seen.state) == (False, ENCODING)
+        assert seen.remaining_seconds > 25
+
+    def test_an_intent_is_not_renewed(self, store: MetadataStore, namespace: str) -> None:
+        ask(store, namespace, "a", 0.3, state=INTENT)
+        again = ask(store, namespace, "a", 30, state=INTENT)
+        assert (again.granted, again.state) == (True, INTENT)
+        assert again.remaining_seconds <= 0.3
+        time.sleep(0.35)
+        assert ask(store, namespace, "b").granted
+
+    def test_an_encoding_claim_stays_one(self, store: MetadataStore, namespace: str) -> None:
+        ask(store, namespace, "a", 30)
+        again = ask(store, namespace, "a", 1, state=INTENT)
+        assert (again.granted, again.state) == (True, ENCODING)
+        assert again.remaining_seconds > 25, "to mean it again takes nothing back"
+        assert ask(store, namespace, "b").remaining_seconds > 25
+
+    def test_an_intent_after_its_end_is_a_new_one(
+        self, store: MetadataStore, namespace: str
+    ) -> None:
+        ask(store, namespace, "a", 0.1)
+        time.sleep(0.15)
+        again = ask(store, namespace, "a", 5, state=INTENT)
+        assert (again.granted, again.state) == (True, INTENT)
+
+    def test_the_answer_has_the_record(self, store: MetadataStore, namespace: str) -> None:
+        assert ask(store, namespace, "a").record is None
+        assert ask(store, namespace, "b").record is None
+        store.publish(a_record(namespace, "k"), a_location(checksum=7), claim_token="token-of-a")
+        late = ask(store, namespace, "b")
+        assert late.granted
+        assert [late.record] == store.locate(namespace, ["k"])
+        assert late.record is not None
+        refused = ask(store, namespace, "c")
+        assert (refused.granted, refused.record) == (False, late.record)
+        again = ask(store, namespace, "b", state=INTENT)
+        assert (again.granted, again.record) == (True, late.record)
+        assert ask(store, namespace, "c", key="other").record is None
+
+    @pytest.mark.parametrize("key", ["x" * 5000, "}{", "Ω*?[a-z]", "\udcff not decodable"])
+    def test_the_record_of_an_odd_key(self, store: MetadataStore, namespace: str, key: str) -> None:
+        store.publish(a_record(namespace, key), a_location())
+        found = ask(store, namespace, "a", key=key).record
+        assert found is not None
+        assert found.key == key
+
+    def test_publishing_drops_my_claim_only(self, store: MetadataStore, namespace: str) -> None:
+        record = a_record(namespace, "k")
+        ask(store, namespace, "a")
+        store.publish(record, a_location("node-2"), claim_token="token-of-b")
+        assert not ask(store, namespace, "b").granted
+        store.publish(record, a_location("node-3"))
+        assert not ask(store, namespace, "b").granted
+        store.publish(record, a_location(), claim_token="token-of-a")
+        assert ask(store, namespace, "b").granted
+
+    def test_what_was_published_already_drops_the_claim_too(
+        self, store: MetadataStore, namespace: str
+    ) -> None:
+        for state in (INTENT, ENCODING):
+            store.publish(a_record(namespace, "k"), a_location())
+            ask(store, namespace, "a", state=state)
+            again = store.publish(a_record(namespace, "k"), a_location(), claim_token="token-of-a")
+            assert again is Publication.PRESENT
+            assert not store.release_claim(namespace, "k", token="token-of-a")
+
+    def test_a_full_record_drops_the_claim_too(self, store: MetadataStore, namespace: str) -> None:
+        for n in range(LOCATIONS_MAX):
+            store.publish(a_record(namespace, "k"), a_location(f"node-{n}"))
+        ask(store, namespace, "a")
+        full = store.publish(
+            a_record(namespace, "k"), a_location("one-more"), claim_token="token-of-a"
+        )
+        assert full is Publication.FULL
+        assert not store.release_claim(namespace, "k", token="token-of-a")
+
+    def test_a_conflict_leaves_the_claim(self, store: MetadataStore, namespace: str) -> None:
+        store.publish(a_record(namespace, "k"), a_location())
+        ask(store, namespace, "a")
+        other = a_record(namespace, "k", dtype="float32")
+        answer = store.publish(other, a_location("node-2"), claim_token="token-of-a")
+        assert answer is Publication.CONFLICT
+        assert store.release_claim(namespace, "k", token="token-of-a")
+
+    def test_a_token_with_a_colon_is_refused(self, store: MetadataStore, namespace: str) -> None:
+        with pytest.raises(ValueError):
+            store.claim(namespace, "k", holder="a", token="x:y", state=ENCODING, lease_seconds=1)

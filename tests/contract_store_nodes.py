@@ -1,0 +1,72 @@
+"""What every MetadataStore has to do about nodes: beats, who an id belongs to, leaving."""
+
+import pytest
+
+from contract_store import BOOT, OTHER_BOOT
+from store import Beat, MetadataStore, NodeInfo, NodeTaken
+
+
+class NodeContract:
+    """Subclasses give a `store` fixture that is empty at the start of each test."""
+
+    def test_beats(self, store: MetadataStore) -> None:
+        assert not store.beat("node-1", BOOT, 1), "the first beat"
+        assert store.beat("node-1", BOOT, 2)
+        store.beat("node-2", OTHER_BOOT, 7)
+        assert store.beats() == {"node-1": Beat(BOOT, 2), "node-2": Beat(OTHER_BOOT, 7)}
+
+    def test_an_id_belongs_to_one_boot(self, store: MetadataStore) -> None:
+        store.beat("node-1", BOOT, 4)
+        for replacing in (None, Beat(BOOT, 3), Beat(OTHER_BOOT, 4), Beat(OTHER_BOOT, 1)):
+            with pytest.raises(NodeTaken) as caught:
+                store.beat("node-1", OTHER_BOOT, 1, replacing=replacing)
+            assert (caught.value.node, caught.value.beat) == ("node-1", Beat(BOOT, 4))
+            assert store.beats() == {"node-1": Beat(BOOT, 4)}, "nothing changed"
+        assert store.beat("node-1", BOOT, 5), "its owner goes on"
+
+    def test_a_boot_that_stands_still_is_replaced(self, store: MetadataStore) -> None:
+        store.beat("node-1", BOOT, 4)
+        assert not store.beat("node-1", OTHER_BOOT, 1, replacing=Beat(BOOT, 4)), "a first beat"
+        assert store.beat("node-1", OTHER_BOOT, 2, replacing=Beat(BOOT, 4))
+        with pytest.raises(NodeTaken) as caught:
+            store.beat("node-1", BOOT, 5)
+        assert caught.value.beat == Beat(OTHER_BOOT, 2)
+
+    def test_of_two_that_replace_one_only_one_does(self, store: MetadataStore) -> None:
+        store.beat("node-1", BOOT, 4)
+        store.beat("node-1", OTHER_BOOT, 1, replacing=Beat(BOOT, 4))
+        with pytest.raises(NodeTaken):
+            store.beat("node-1", "d" * 16, 1, replacing=Beat(BOOT, 4))
+
+    def test_replacing_what_has_left_is_a_first_beat(self, store: MetadataStore) -> None:
+        store.beat("node-1", BOOT, 4)
+        store.leave("node-1", BOOT)
+        assert not store.beat("node-1", OTHER_BOOT, 1, replacing=Beat(BOOT, 4))
+
+    def test_a_node_that_was_struck_off_is_told(self, store: MetadataStore) -> None:
+        store.beat("node-1", BOOT, 4)
+        store.leave("node-1", BOOT)
+        assert not store.beat("node-1", BOOT, 5)
+        assert store.beat("node-1", BOOT, 6)
+
+    def test_leave_spares_a_newer_boot(self, store: MetadataStore) -> None:
+        info = NodeInfo("node-1", BOOT, "tcp://10.0.0.1:7000", "host", "0.1", 1 << 33, 12, 3)
+        store.beat("node-1", BOOT, 1)
+        store.describe_node(info)
+        store.add_stats("node-1", {"hits": 1})
+        store.leave("node-1", OTHER_BOOT)
+        assert store.node_infos(["missing", "node-1"]) == {"node-1": info}
+        assert store.stats() == {"node-1": {"hits": 1}}
+        store.leave("node-1", BOOT)
+        assert (store.beats(), store.node_infos(["node-1"]), store.stats()) == ({}, {}, {})
+        store.leave("node-1", BOOT)
+
+    def test_a_boot_id_that_nobody_could_read_is_refused(self, store: MetadataStore) -> None:
+        for node, boot in (("node-1", "no:colon"), ("node-1", ""), ("a b", BOOT)):
+            with pytest.raises(ValueError):
+                store.beat(node, boot, 1)
+        assert store.beats() == {}
+
+    def test_failovers_are_counted_from_the_start(self, store: MetadataStore) -> None:
+        store.ping()
+        assert store.failovers() == 0
