@@ -1,4 +1,4 @@
-"""A TCP relay that can be held in the middle of a transfer, which real networks do and tests need.
+"""A TCP relay that does what networks do: holds and cuts in the middle, delays, and swallows.
 
 Threads of its own, two for each connection; all end by `close`.
 """
@@ -13,33 +13,45 @@ ANYWHERE = ("127.0.0.1", 0)
 
 
 class Relay:
-    """Passes on whatever comes to `port`, to a port of this machine that `connect_to` names.
+    """Passes on whatever comes to `port`, to what `connect_to` names on this machine.
 
-    `hold_after(n)` lets n more bytes through on the way back to whoever connected, then nothing
-    until `let_go`.
+    All faults are on the way back to whoever connected. `hold_after(n)` lets n more bytes through,
+    then nothing until `let_go` (so `hold_after(0)` swallows); `cut_after(n)` breaks the connection
+    there, once; `delay` keeps each piece for so long.
     """
 
     def __init__(self) -> None:
         self._listener = socket.create_server(ANYWHERE)
         self.port: int = self._listener.getsockname()[1]
-        self._target_port = 0
+        self._target: int | str = 0
         self._changed = threading.Condition()
         self._allowance_bytes: int | None = None
+        self._cuts = False
+        self._delay_seconds = 0.0
         self._closed = False
         self._sockets: list[socket.socket] = []
         self._threads = [threading.Thread(target=self._accept, daemon=True)]
         self._threads[0].start()
 
-    def connect_to(self, port: int) -> None:
-        self._target_port = port
+    def connect_to(self, target: int | str) -> None:
+        """A port, or the path of a unix socket."""
+        self._target = target
 
     def hold_after(self, nbytes: int) -> None:
-        with self._changed:
-            self._allowance_bytes = nbytes
+        self._limit(nbytes, cuts=False)
+
+    def cut_after(self, nbytes: int) -> None:
+        self._limit(nbytes, cuts=True)
 
     def let_go(self) -> None:
+        self._limit(None, cuts=False)
+
+    def delay(self, seconds: float) -> None:
+        self._delay_seconds = seconds
+
+    def _limit(self, nbytes: int | None, *, cuts: bool) -> None:
         with self._changed:
-            self._allowance_bytes = None
+            self._allowance_bytes, self._cuts = nbytes, cuts
             self._changed.notify_all()
 
     def cut(self) -> None:
@@ -68,7 +80,7 @@ class Relay:
                 return
             self._sockets.append(ours)
             try:
-                theirs = socket.create_connection(("127.0.0.1", self._target_port), CONNECT_SECONDS)
+                theirs = self._dial()
             except OSError:
                 ours.close()  # nobody there, and that is what whoever connected shall see
                 continue
@@ -76,6 +88,17 @@ class Relay:
             self._sockets.append(theirs)
             self._pass_on(ours, theirs, held=False)
             self._pass_on(theirs, ours, held=True)
+
+    def _dial(self) -> socket.socket:
+        if isinstance(self._target, int):
+            return socket.create_connection(("127.0.0.1", self._target), CONNECT_SECONDS)
+        theirs = socket.socket(socket.AF_UNIX)
+        try:
+            theirs.connect(self._target)
+        except OSError:
+            theirs.close()
+            raise
+        return theirs
 
     def _pass_on(self, source: socket.socket, target: socket.socket, *, held: bool) -> None:
         thread = threading.Thread(target=self._pump, args=(source, target, held), daemon=True)
@@ -88,7 +111,7 @@ class Relay:
                 while piece:
                     count = self._allowed(len(piece)) if held else len(piece)
                     if count == 0:
-                        return
+                        raise ConnectionAbortedError
                     target.sendall(piece[:count])
                     piece = piece[count:]
         # The end of one side is the end of both: the peers speak in turns.
@@ -97,12 +120,16 @@ class Relay:
                 connection.shutdown(socket.SHUT_RDWR)
 
     def _allowed(self, nbytes: int) -> int:
-        """How many of `nbytes` may pass now, waiting until it is at least one; 0 at the end."""
+        """How many of `nbytes` may pass now, waiting until it is at least one; 0 for a cut."""
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._allowance_bytes != 0)
+            self._changed.wait_for(lambda: self._closed, timeout=self._delay_seconds)
+            self._changed.wait_for(lambda: self._closed or self._cuts or self._allowance_bytes != 0)
             if self._closed:
                 return 0
-            if self._allowance_bytes is not None:
-                nbytes = min(nbytes, self._allowance_bytes)
-                self._allowance_bytes -= nbytes
+            if self._allowance_bytes is None:
+                return nbytes
+            nbytes = min(nbytes, self._allowance_bytes)
+            self._allowance_bytes -= nbytes
+            if nbytes == 0:  # once: whoever connects again gets through
+                self._allowance_bytes, self._cuts = None, False
             return nbytes

@@ -1,0 +1,229 @@
+"""A real cluster for tests: three masters with a replica each, on this machine.
+
+`valkey_cluster` is one for the whole session, and is whole again at the start of each test that
+takes it; tests that break one take `own_cluster`.
+"""
+
+import binascii
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nodes import wait_until
+from resp import RespConnection, RespError
+from server_process import QUIET, ServerProcess, free_ports
+from servers import redis_executable, valkey_executable
+
+SLOTS = 16384
+MASTERS = 3
+NODE_TIMEOUT_MS = 1000
+WHOLE_SECONDS = 15.0
+
+
+class ValkeyCluster:
+    """Members 0 to 2 begin as masters, 3 to 5 as their replicas. `url` is for open_store."""
+
+    def __init__(self, program: str, directory: Path) -> None:
+        ports = free_ports(4 * MASTERS)
+        pairs = list(zip(ports[::2], ports[1::2], strict=True))
+        self.members = [
+            ServerProcess(program, directory / f"member{n}", port, _options(port, bus), wait=False)
+            for n, (port, bus) in enumerate(pairs)
+        ]
+        self.url = "redis-cluster://" + ",".join(f"127.0.0.1:{port}" for port, _ in pairs)
+        try:
+            for member in self.members:
+                member.wait_until_it_answers()
+            self._ids: list[str] = [m.command("CLUSTER", "MYID").decode() for m in self.members]
+            self._introduce(pairs)
+        except BaseException:
+            self.close()
+            raise
+
+    def _introduce(self, pairs: Sequence[tuple[int, int]]) -> None:
+        masters, replicas = self.members[:MASTERS], self.members[MASTERS:]
+        for n, member in enumerate(self.members):
+            member.command("CLUSTER", "SET-CONFIG-EPOCH", n + 1)
+        bounds = [SLOTS * n // MASTERS for n in range(MASTERS + 1)]
+        for n, master in enumerate(masters):
+            master.command("CLUSTER", "ADDSLOTSRANGE", bounds[n], bounds[n + 1] - 1)
+        for member in self.members:  # everybody to everybody, so that nobody waits for gossip
+            for port, bus in pairs:
+                if port != member.port:
+                    member.command("CLUSTER", "MEET", "127.0.0.1", port, bus)
+        for replica, master in zip(replicas, self._ids, strict=False):
+            wait_until(partial(_follows, replica, master), WHOLE_SECONDS, "the members meet")
+        self.wait_until_whole()
+
+    # ---- who is what
+
+    def masters(self) -> list[ServerProcess]:
+        """Those that serve slots now, in the eyes of the living."""
+        ports = {fields[1] for fields in self._nodes() if "master" in fields[2] and len(fields) > 8}
+        return [member for member in self.members if _listed(member) in ports]
+
+    def replica_of(self, master: ServerProcess) -> ServerProcess:
+        """A living replica of that master."""
+        wanted = self._id(master)
+        ports = {fields[1] for fields in self._nodes() if fields[3] == wanted}
+        return next(m for m in self.members if _listed(m) in ports and m.running)
+
+    def owner(self, key: str | bytes | int) -> ServerProcess:
+        """The master that serves the slot of a key, or a slot."""
+        slot = key if isinstance(key, int) else slot_of(key)
+        for fields in self._nodes():
+            for slots in fields[8:]:
+                first, _, last = slots.partition("-")
+                if first.isdigit() and int(first) <= slot <= int(last or first):
+                    return next(m for m in self.members if _listed(m) == fields[1])
+        raise AssertionError(f"nobody serves slot {slot}")
+
+    def command(self, key: str | bytes, *parts: str | bytes | int) -> Any:
+        """The reply to one command, from the master that serves the slot of `key`."""
+        return self.owner(key).command(*parts)
+
+    # ---- what tests do to it
+
+    def move_slot(
+        self,
+        slot: int,
+        target: ServerProcess,
+        *,
+        between: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Give a slot and its keys to another master, as operators do while all goes on.
+
+        `between` runs when the slot is on its way and the source still has all keys: whoever asks
+        it for one that is not there is then sent to the target by ASK.
+        """
+        source = self.owner(slot)
+        if source is target:
+            return
+        with source.connect() as giving, target.connect() as taking:
+            taking("CLUSTER", "SETSLOT", slot, "IMPORTING", self._id(source))
+            giving("CLUSTER", "SETSLOT", slot, "MIGRATING", self._id(target))
+            between()
+            while keys := giving("CLUSTER", "GETKEYSINSLOT", slot, 100):
+                giving("MIGRATE", "127.0.0.1", target.port, "", 0, 5000, "KEYS", *keys)
+            for connection in (taking, giving):
+                connection("CLUSTER", "SETSLOT", slot, "NODE", self._id(target))
+
+    def flush(self) -> None:
+        """Empty all masters, as if the cluster had lost its data."""
+        for master in self.masters():
+            master.command("FLUSHALL")
+
+    def wait_until_whole(self, seconds: float = WHOLE_SECONDS) -> None:
+        """Every living member agrees that all slots are served, and every replica is in step."""
+        wait_until(self._whole, seconds, "the cluster is whole")
+
+    def close(self) -> None:
+        for member in self.members:
+            member.kill()
+
+    def _whole(self) -> bool:
+        living = [member for member in self.members if member.running]
+        with suppress(OSError, RespError):
+            views = {frozenset(_served(member)) for member in living}
+            return (
+                len(views) == 1
+                and all(b"cluster_state:ok" in m.command("CLUSTER", "INFO") for m in living)
+                and all(_in_step(m) for m in living)
+            )
+        return False
+
+    def _id(self, member: ServerProcess) -> str:
+        return self._ids[self.members.index(member)]
+
+    def _nodes(self) -> list[list[str]]:
+        """The lines of CLUSTER NODES, from the first member that answers."""
+        for member in self.members:
+            if member.running:
+                with suppress(OSError), RespConnection(member.port, timeout_seconds=0.5) as asking:
+                    return _lines(asking("CLUSTER", "NODES"))
+        raise AssertionError("no member of the cluster answers")
+
+
+def slot_of(key: str | bytes) -> int:
+    """The slot of a key: of what stands in its first braces, where there is something in them."""
+    raw = key.encode() if isinstance(key, str) else key
+    _, opened, rest = raw.partition(b"{")
+    tag, closed, _ = rest.partition(b"}")
+    return binascii.crc_hqx(tag if opened and closed and tag else raw, 0) % SLOTS
+
+
+def _options(port: int, bus_port: int) -> list[str]:
+    return [
+        "--port", str(port), "--bind", "127.0.0.1", "--cluster-enabled", "yes",
+        "--cluster-port", str(bus_port), "--cluster-node-timeout", str(NODE_TIMEOUT_MS),
+        # A replica takes over however long it was cut off, and is filled without a delay.
+        "--cluster-replica-validity-factor", "0", "--repl-diskless-sync-delay", "0", *QUIET,
+    ]  # fmt: skip
+
+
+def _lines(nodes: bytes) -> list[list[str]]:
+    """Address without bus port and name, and the fields of its line, of each node."""
+    lines = [line.split() for line in nodes.decode().splitlines()]
+    for fields in lines:
+        fields[1] = fields[1].partition("@")[0]
+    return lines
+
+
+def _follows(replica: ServerProcess, master_id: str) -> bool:
+    try:
+        replica.command("CLUSTER", "REPLICATE", master_id)
+    except RespError:  # it has not met that master yet
+        return False
+    return True
+
+
+def _served(member: ServerProcess) -> Iterator[tuple[str, str]]:
+    """Who serves which slots, as one member sees it."""
+    for fields in _lines(member.command("CLUSTER", "NODES")):
+        if "master" in fields[2] and "fail" not in fields[2]:
+            yield fields[0], " ".join(field for field in fields[8:] if not field.startswith("["))
+
+
+def _in_step(member: ServerProcess) -> bool:
+    info = member.command("INFO", "replication")
+    return b"role:master" in info or b"master_link_status:up" in info
+
+
+def _listed(member: ServerProcess) -> str:
+    return f"127.0.0.1:{member.port}"
+
+
+@pytest.fixture(scope="session")
+def shared_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyCluster]:
+    """Take `valkey_cluster`, which is this one, empty."""
+    cluster = ValkeyCluster(valkey_executable(), tmp_path_factory.mktemp("cluster"))
+    yield cluster
+    cluster.close()
+
+
+@pytest.fixture
+def valkey_cluster(shared_cluster: ValkeyCluster) -> ValkeyCluster:
+    """A cluster that is whole and empty; do not break it."""
+    shared_cluster.wait_until_whole()
+    shared_cluster.flush()
+    return shared_cluster
+
+
+@pytest.fixture
+def own_cluster(tmp_path: Path) -> Iterator[ValkeyCluster]:
+    """A cluster to break: killed, frozen and moved about."""
+    cluster = ValkeyCluster(valkey_executable(), tmp_path / "cluster")
+    yield cluster
+    cluster.close()
+
+
+@pytest.fixture
+def redis_cluster(tmp_path: Path) -> Iterator[ValkeyCluster]:
+    """The same of Redis 7.0, where the machine has one."""
+    cluster = ValkeyCluster(redis_executable(), tmp_path / "cluster")
+    yield cluster
+    cluster.close()

@@ -1,0 +1,64 @@
+"""Raw commands to a real server, past the store: what is really in it, and how to set it up."""
+
+import socket
+import ssl
+from typing import Any
+
+import hiredis
+
+TIMEOUT_SECONDS = 5.0
+_MORE = object()
+
+
+class RespError(Exception):
+    """The server refused a command; the text is its own."""
+
+
+class RespConnection:
+    """One conversation, on one thread. Strings in replies are bytes; a refusal is raised.
+
+    `place` is the path of a unix socket or a port of this machine.
+    """
+
+    def __init__(
+        self,
+        place: str | int,
+        *,
+        tls: ssl.SSLContext | None = None,
+        timeout_seconds: float = TIMEOUT_SECONDS,
+    ) -> None:
+        if isinstance(place, str):
+            self._socket = socket.socket(socket.AF_UNIX)
+            self._socket.settimeout(timeout_seconds)
+            self._socket.connect(place)
+        else:
+            self._socket = socket.create_connection(("127.0.0.1", place), timeout_seconds)
+        if tls is not None:
+            self._socket = tls.wrap_socket(self._socket, server_hostname="127.0.0.1")
+        self._reader: Any = hiredis.Reader(replyError=RespError, notEnoughData=_MORE)
+
+    def __call__(self, *parts: str | bytes | int) -> Any:
+        raws = [part if isinstance(part, bytes) else str(part).encode() for part in parts]
+        packed = b"".join(b"$%d\r\n%b\r\n" % (len(raw), raw) for raw in raws)
+        self._socket.sendall(b"*%d\r\n%b" % (len(raws), packed))
+        return self.read()
+
+    def read(self) -> Any:
+        """The next reply, or what the server said unasked."""
+        while (reply := self._reader.gets()) is _MORE:
+            received = self._socket.recv(1 << 16)
+            if not received:
+                raise ConnectionError("the server closed the connection")
+            self._reader.feed(received)
+        if isinstance(reply, RespError):
+            raise reply
+        return reply
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def __enter__(self) -> "RespConnection":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
