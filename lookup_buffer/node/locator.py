@@ -100,11 +100,5 @@ class Locator:
     def _sources(self, record: Record | None, store: MetadataStore) -> Located:
         if record is None:
             return Located(None, reason="absent")
-        if not all(map(self.directory.knows, record.locations)):
-            self.directory.refresh(store)
-        sources = tuple(
-            (location, endpoint)
-            for location in record.locations
-            if (endpoint := self.directory.endpoint(location)) is not None
-        )
+        sources = self.directory.sources(record, store)
         return Located(record, sources, "" if sources else "owner_dead")
