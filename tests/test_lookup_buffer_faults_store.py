@@ -122,7 +122,8 @@ def test_the_store_is_frozen_and_goes_on(pair: Pair) -> None:
     with frozen(pair.server):
         # What the mirror knows goes on, as long as the other node may be believed to live.
         selected = pair.here.select(known)
-        assert selected is not None and torch.equal(selected, tensor)
+        assert selected is not None
+        assert torch.equal(selected, tensor)
         goes_on_locally(pair, local, tensor)
         misses_in_time(pair, remote)
         while_frozen = key("while frozen")
