@@ -41,12 +41,10 @@ from lookup_buffer.node.registrar import Registrar
 from lookup_buffer.node.resolver import Resolver
 from lookup_buffer.node.session import Session
 from lookup_buffer.node.shelf import Held, Shelf
-from lookup_buffer.node.waiting import Waiting
+from lookup_buffer.node.waiting import ASK_AGAIN_SECONDS, Waiting
 
 ENTRIES_MAX = 1024
 """Entries in one event: at most a kilobyte each, and a frame takes a mebibyte."""
-ASK_AGAIN_SECONDS = (0.005, 0.01, 0.02, 0.05)
-"""How long a waiting `select` pauses before it asks the store again; the last one repeats."""
 
 
 @dataclass(slots=True)
@@ -106,7 +104,7 @@ class Desk:
             case Insert():
                 self.intake.insert(connection, session, request)
             case Claim():
-                self.claims.claim(session, request, functools.partial(_reply, connection, request))
+                self._claim(connection, session, request)
             case ReleaseClaim():
                 self.claims.release(
                     session, request, functools.partial(_reply, connection, request)
@@ -252,6 +250,14 @@ class Desk:
             "header": item.header.to_fields(),
             "source": item.origin,
         }
+
+    # -- claims
+
+    def _claim(self, connection: Connection, session: Session, request: Claim) -> None:
+        def wanted() -> bool:
+            return not session.over and connection.open
+
+        self.claims.claim(session, request, wanted, functools.partial(_reply, connection, request))
 
     # -- contains
 

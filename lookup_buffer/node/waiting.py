@@ -5,10 +5,14 @@ each at its own pace. Runs on the loop's thread.
 """
 
 import asyncio
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from lookup_buffer.inventory import Address
+
+ASK_AGAIN_SECONDS = (0.005, 0.01, 0.02, 0.05)
+"""How long who waits pauses before it asks the store again; the last one repeats."""
 
 
 @dataclass(slots=True, eq=False)
@@ -27,6 +31,27 @@ class Waiting:
         sleeper = _Sleeper(again)
         sleeper.timer = self.loop.call_later(seconds, self._wake, address, sleeper)
         self._sleepers.setdefault(address, set()).add(sleeper)
+
+    def watch(self, address: Address, notify: Callable[[], None]) -> Callable[[], None]:
+        """Call `notify` whenever something may have become of `address`, until the answer is
+        called: it was published, anywhere, or its claim was released or ended.
+
+        Nothing that happens after this call goes unnoticed; a call may also be for nothing.
+        """
+        pauses = itertools.chain(ASK_AGAIN_SECONDS, itertools.repeat(ASK_AGAIN_SECONDS[-1]))
+        watching = True
+
+        def woken() -> None:
+            if watching:
+                self.sleep(address, next(pauses), woken)
+                notify()
+
+        def stop() -> None:
+            nonlocal watching
+            watching = False
+
+        self.sleep(address, next(pauses), woken)
+        return stop
 
     def arrived(self, address: Address) -> None:
         """The key is here now."""
