@@ -3,7 +3,8 @@
 clients → control → desk → intake → shelf             (loop's thread, lb-copy)
                      ├→ resolver → locator → store     (loop's thread; lb-locate)
                      │           └→ fetcher → peers    (lb-fetch)
-                     └→ registrar → store              (lb-registrar)
+                     ├→ claims → store                 (lb-claim)
+                     └→ registrar → publisher → store  (lb-registrar)
 other nodes → peer server → shelf                      (lb-peer, one a connection)
 """
 
@@ -75,8 +76,18 @@ class Node:
             resolver.arrived(address)
             waiting.arrived(address)
 
-        self._intake = Intake(self._loop, self._shelf, self._counters, waiting, stored)
-        self._claims = Claims(self._loop, self._storage, self._identity)
+        self._claims = Claims(
+            self._loop,
+            self._storage,
+            self._identity,
+            self._shelf,
+            directory,
+            waiting,
+            self._registrar,
+        )
+        self._intake = Intake(
+            self._loop, self._shelf, self._counters, waiting, self._claims, stored
+        )
         self._desk = Desk(
             loop=self._loop,
             boot=self._identity.boot,
