@@ -55,8 +55,8 @@ class ValkeyCluster:
             for port, bus in pairs:
                 if port != member.port:
                     member.command("CLUSTER", "MEET", "127.0.0.1", port, bus)
-        for replica, master in zip(replicas, self._ids, strict=False):
-            wait_until(partial(_follows, replica, master), WHOLE_SECONDS, "the members meet")
+        for replica, master_id in zip(replicas, self._ids, strict=False):
+            wait_until(partial(_follows, replica, master_id), WHOLE_SECONDS, "the members meet")
         self.wait_until_whole()
 
     # ---- who is what
