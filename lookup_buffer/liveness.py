@@ -5,10 +5,14 @@ last seconds as seen from here; no clock of another machine, and none of the ser
 Pure bookkeeping: no thread, no I/O; the clock is an argument.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 DEAD_AFTER_SECONDS = 5.0
+BLIND_SECONDS = 3.0
+"""Readings come each second. After a longer pause nobody's silence before it counts: the store may
+have been away for all of us."""
 
 
 @dataclass(slots=True)
@@ -24,11 +28,23 @@ class Liveness:
     def __init__(self, dead_after_seconds: float = DEAD_AFTER_SECONDS) -> None:
         self._dead_after_seconds = dead_after_seconds
         self._sightings: dict[str, _Sighting] = {}
+        self._observed_at = -math.inf
+        self._looking_since = math.inf
 
-    def observe(self, beats: Mapping[str, tuple[str, int]], now: float) -> None:
-        """Take in one reading of all beats: node → (boot, sequence). Absent nodes have left."""
-        for node in self._sightings.keys() - beats.keys():
-            del self._sightings[node]
+    def observe(
+        self, beats: Mapping[str, tuple[str, int]], now: float, *, complete: bool = True
+    ) -> None:
+        """Take in one reading of all beats: node → (boot, sequence).
+
+        Absent nodes have left; but where the store has lost its data the reading is not
+        `complete`, and they are judged by their silence, as if it had not been read.
+        """
+        if now - self._observed_at > BLIND_SECONDS or not complete:
+            self._looking_since = now
+        self._observed_at = now
+        if complete:
+            for node in self._sightings.keys() - beats.keys():
+                del self._sightings[node]
         for node, (boot, sequence) in beats.items():
             seen = self._sightings.get(node)
             if seen is None or (seen.boot, seen.sequence) != (boot, sequence):
@@ -42,6 +58,22 @@ class Liveness:
             and seen.boot == boot
             and now - seen.changed_at <= self._dead_after_seconds
         )
+
+    def dead_seconds(self, node: str, boot: str) -> float:
+        """For how long this boot was seen to be dead, at the last reading; 0 where it may live.
+
+        Stricter than `alive`, for who removes what others wrote: time in which nobody looked, or
+        in which the store was losing its data, does not count. Infinite for a boot that another
+        one of the same node has replaced: it never comes back.
+        """
+        seen = self._sightings.get(node)
+        if seen is not None and seen.boot != boot:
+            return math.inf
+        since = self._looking_since
+        if seen is not None:
+            since = max(since, seen.changed_at)
+        silent = self._observed_at - since
+        return silent if silent > self._dead_after_seconds else 0.0
 
     def boots(self) -> Iterable[tuple[str, str]]:
         """(node, boot) of all that have not left, alive or not."""

@@ -130,9 +130,15 @@ class Connection:
             found.append(Push(reply) if isinstance(reply, hiredis.PushNotification) else reply)
         return found
 
-    def send_at_once(self, packed: bytes) -> None:
-        """Send without waiting; a peer that does not read until nothing fits is a lost one."""
-        self.send(packed, time.monotonic())
+    def send_available(self, packed: bytes) -> bytes:
+        """Send as much as fits now, never waiting; what is left. Raises StoreUnavailable."""
+        self._socket.settimeout(0.0)
+        try:
+            return packed[self._socket.send(packed) :]
+        except (*_NOTHING_YET, ssl.SSLWantWriteError):
+            return packed
+        except OSError as error:
+            raise self._failure(error) from error
 
     @property
     def in_step(self) -> bool:

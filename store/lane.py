@@ -79,15 +79,11 @@ class Lane:
         self._questions.append(_Question(deadline, len(commands), each, done))
         if self._timer is None:
             self._timer = self._loop.call_at(deadline, self._check)
-        packed = pack(commands)
+        self._unsent.append(pack(commands))
         if self._connection is None:
-            self._unsent.append(packed)
             self._dial()
-            return
-        try:
-            self._connection.send_at_once(packed)
-        except StoreUnavailable as error:
-            self._lose(error)
+        elif len(self._unsent) == 1:  # else it goes out after what does not fit yet
+            self._send()
 
     def close(self) -> None:
         """Idempotent. What was asked ends in an error."""
@@ -124,11 +120,24 @@ class Lane:
         self._loop.add_reader(connection.fileno(), self._readable)
         tracking = _Question(self._questions[0].deadline, 1, self._tracked, lambda _: None)
         self._questions.appendleft(tracking)
+        self._unsent.insert(0, pack([_TRACK]))
+        self._send()
+
+    def _send(self) -> None:
+        """Send what fits; the rest when there is room again."""
+        connection = self._connection
+        assert connection is not None
+        packed = b"".join(self._unsent)
         try:
-            connection.send_at_once(pack([_TRACK]) + b"".join(self._unsent))
-        except StoreUnavailable as refused:
-            self._lose(refused)
-        self._unsent.clear()
+            left = connection.send_available(packed)
+        except StoreUnavailable as error:
+            self._lose(error)
+            return
+        self._unsent = [left] if left else []
+        if left:
+            self._loop.add_writer(connection.fileno(), self._send)
+        else:
+            self._loop.remove_writer(connection.fileno())
 
     def _tracked(self, _: int, reply: Any) -> None:
         if isinstance(reply, Refusal):
@@ -188,6 +197,7 @@ class Lane:
         connection, self._connection = self._connection, None
         if connection is not None:
             self._loop.remove_reader(connection.fileno())
+            self._loop.remove_writer(connection.fileno())
             connection.close()
         if self._timer is not None:
             self._timer.cancel()

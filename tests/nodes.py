@@ -108,6 +108,11 @@ class NodeProcess:
         self._process.terminate()
         return self._process.wait(timeout)
 
+    def wait(self, timeout: float = 10.0) -> int:
+        """Its exit code, once it has ended by itself."""
+        assert self._process is not None
+        return self._process.wait(timeout)
+
     @contextmanager
     def frozen(self) -> Iterator[None]:
         os.kill(self.pid, signal.SIGSTOP)

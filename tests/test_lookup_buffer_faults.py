@@ -168,7 +168,7 @@ def test_a_restarted_node_voids_what_it_held(start_node: StartNode) -> None:
         holder.start()
         # The writer attaches again by itself, to the new boot.
         wait_until(lambda: writer.boot not in ("", boot), 5.0)
-        wait_until(lambda: client.has_caches([name], timeout=1.0) == [False], 3.0)
+        wait_until(lambda: client.has_caches([name], timeout=1.0) == [False], 6.0)
         with pytest.raises(MissingTensor):
             client.select(name)
         with pytest.raises(MissingTensor):

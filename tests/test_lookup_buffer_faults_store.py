@@ -114,16 +114,23 @@ def misses_in_time(pair: Pair, remote: object) -> None:
 
 def test_the_store_is_frozen_and_goes_on(pair: Pair) -> None:
     local, remote, tensor = key("local"), key("remote"), torch.randn(1000)
+    known, known_too = key("known"), key("known too")
     pair.here.insert(local, tensor)
-    pair.there.insert(remote, tensor)
-    wait_until(lambda: pair.here.has_caches([remote], timeout=1.0)[0], BACK_SECONDS)
+    for name in (remote, known, known_too):
+        pair.there.insert(name, tensor)
+    wait_until(lambda: all(pair.here.has_caches([known, known_too], timeout=1.0)), BACK_SECONDS)
     with frozen(pair.server):
+        # What the mirror knows goes on, as long as the other node may be believed to live.
+        selected = pair.here.select(known)
+        assert selected is not None
+        assert torch.equal(selected, tensor)
         goes_on_locally(pair, local, tensor)
         misses_in_time(pair, remote)
         while_frozen = key("while frozen")
         pair.there.insert(while_frozen, tensor)
-        time.sleep(5.5)  # longer than a node may be silent before it counts as dead
+        time.sleep(6.5)  # longer than a node may be silent before it counts as dead
         goes_on_locally(pair, local, tensor)
+        assert pair.here.has_caches([known_too], timeout=0.05) == [False]
     pair.expect(pair.here, while_frozen, tensor, BACK_SECONDS)
     pair.expect(pair.here, remote, tensor, BACK_SECONDS)
     assert pair.share() < BACK_SECONDS

@@ -81,3 +81,59 @@ def test_it_agrees_with_the_definition(
                 beat, since = changed.get(node, (("", 0), 0.0))
                 expected = beat[0] == boot and now - since <= 5.0
                 assert liveness.alive(node, boot, now) == expected
+
+
+# -- for how long a node has been dead
+
+
+def watched(*, until: float, beats: Mapping[str, tuple[str, int]]) -> Liveness:
+    """Two nodes that beat at first; from second 10 on the readings are `beats`, each second."""
+    liveness = Liveness(dead_after_seconds=5.0)
+    for second in range(int(until) + 1):
+        both = {"x": ("b", second), "y": ("b", second)}
+        liveness.observe(both if second < 10 else {**beats, "y": ("b", second)}, float(second))
+    return liveness
+
+
+def test_dead_is_who_stood_still_while_we_looked() -> None:
+    still = {"x": ("b", 9)}
+    assert watched(until=14, beats=still).dead_seconds("x", "b") == 0.0
+    assert watched(until=75, beats=still).dead_seconds("x", "b") == 66.0
+    assert watched(until=75, beats=still).dead_seconds("y", "b") == 0.0
+
+
+def test_who_left_is_dead_for_as_long_as_we_look() -> None:
+    assert watched(until=75, beats={}).dead_seconds("x", "b") == 75.0
+    assert watched(until=75, beats={}).dead_seconds("never seen", "b") == 75.0
+    assert watched(until=4, beats={}).dead_seconds("never seen", "b") == 0.0
+    assert Liveness().dead_seconds("x", "b") == 0.0
+
+
+def test_a_boot_that_was_replaced_is_dead_for_ever() -> None:
+    liveness = watched(until=11, beats={"x": ("new", 1)})
+    assert liveness.dead_seconds("x", "b") == float("inf")
+    assert liveness.dead_seconds("x", "new") == 0.0
+
+
+def test_silence_while_nobody_looked_does_not_count() -> None:
+    """The store was away for a minute: nobody could beat."""
+    liveness = watched(until=75, beats={"x": ("b", 9)})
+    before = {"x": ("b", 9), "y": ("b", 75)}
+    liveness.observe(before, 140.0)
+    assert liveness.dead_seconds("x", "b") == 0.0
+    assert liveness.dead_seconds("y", "b") == 0.0
+    for second in range(141, 147):
+        liveness.observe({**before, "y": ("b", second)}, float(second))
+    assert liveness.dead_seconds("x", "b") == 6.0
+    assert liveness.dead_seconds("y", "b") == 0.0
+
+
+def test_where_the_store_lost_its_data_nobody_has_left() -> None:
+    liveness = watched(until=75, beats={"x": ("b", 9)})
+    liveness.observe({}, 75.5, complete=False)
+    assert liveness.alive("y", "b", 75.5)
+    assert not liveness.alive("x", "b", 75.5), "who was silent before did not come to life"
+    assert liveness.dead_seconds("x", "b") == 0.0, "but for how long begins anew"
+    liveness.observe({"y": ("b", 76)}, 76.5)
+    assert liveness.alive("y", "b", 76.5)
+    assert not liveness.alive("x", "b", 76.5)

@@ -1,18 +1,25 @@
 """The directory: which other nodes live and where they listen, as read from the store.
 
-Refreshed once a second by the registrar, and by the locator when a record names a node that is
-not known yet. Any thread may ask.
+Refreshed once a second by the registrar, and by whoever finds a record that names a node that is
+not known yet. Any thread may ask. It also remembers locations of the dead that it was asked about,
+for the registrar to withdraw.
 """
 
 import threading
 import time
 from collections.abc import Callable, Iterable
 
-from lookup_buffer.liveness import Liveness
+from lookup_buffer.inventory import Address
+from lookup_buffer.liveness import DEAD_AFTER_SECONDS, Liveness
 from store import Location, MetadataStore, NodeInfo, Record
 
 REFRESH_SECONDS_MIN = 0.05
 """An unknown node in a record refreshes the directory at most this often."""
+LONG_DEAD_SECONDS = 60.0
+"""Who was silent for so long is struck off, and what it had is withdrawn: a node that was only
+frozen then has to publish all it has anew."""
+VOID_MAX = 1000
+"""Bound on locations of dead nodes that are remembered; more are found when they are asked for."""
 
 
 class Directory:
@@ -24,10 +31,14 @@ class Directory:
         self._lock = threading.Lock()
         self._liveness = Liveness()
         self._infos: dict[tuple[str, str], NodeInfo] = {}
-        self._refreshed_at = -REFRESH_SECONDS_MIN
+        self._void: dict[tuple[Address, Location], None] = {}
         self._endpoints: dict[tuple[str, str], str] = {}
+        self.refreshed_at = -REFRESH_SECONDS_MIN
+        """When the beats were last read, by the clock."""
         self.epoch = 0
         """Grows when a node came, went, or moved: what was judged before then is out of date."""
+        self._listed = False
+        self._lost_at = -DEAD_AFTER_SECONDS
 
     def refresh(self, store: MetadataStore) -> None:
         """Read all beats, and the description of every boot that is new.
@@ -37,9 +48,13 @@ class Directory:
         """
         beats = store.beats()
         with self._lock:
-            self._refreshed_at = self._clock()
+            self.refreshed_at = now = self._clock()
+            if self._listed and self._node not in beats:
+                self._lost_at = now  # nobody but a store that lost its data forgets who beats
+            self._listed = self._listed or self._node in beats
             observed = {node: (beat.boot, beat.sequence) for node, beat in beats.items()}
-            self._liveness.observe(observed, self._refreshed_at)
+            complete = now - self._lost_at >= DEAD_AFTER_SECONDS
+            self._liveness.observe(observed, now, complete=complete)
             boots = set(self._liveness.boots())
             self._infos = {boot: info for boot, info in self._infos.items() if boot in boots}
             unknown = [node for node, boot in boots if (node, boot) not in self._infos]
@@ -63,9 +78,10 @@ class Directory:
                 self._endpoints = endpoints
                 self.epoch += 1
 
-    def endpoint(self, location: Location) -> str | None:
-        """Where to fetch from `location`; None when that boot of the node is not alive, or us."""
-        return self._endpoints.get((location.node, location.boot))
+    def store_lost_data(self) -> None:
+        """For the next seconds an absent node has not left: it has not come to beat again."""
+        with self._lock:
+            self._lost_at = self._clock()
 
     def meet(self, store: MetadataStore, records: Iterable[Record | None]) -> None:
         """Read the directory if one of the records names a node that was never seen.
@@ -76,8 +92,63 @@ class Directory:
         if not all(self.knows(at) for record in records if record for at in record.locations):
             self.refresh(store)
 
+    def sources(self, record: Record) -> tuple[tuple[Location, str], ...]:
+        """(location, endpoint) of the other nodes that live and hold `record`."""
+        sources = []
+        for location in record.locations:
+            endpoint = self.endpoint(location)
+            if endpoint is not None:
+                sources.append((location, endpoint))
+            elif self.dead_seconds(location) >= LONG_DEAD_SECONDS:
+                self._note_void((record.namespace, record.key), location)
+        return tuple(sources)
+
+    def endpoint(self, location: Location) -> str | None:
+        """Where to fetch from `location`; None when that boot of the node is not alive, or us."""
+        return self._endpoints.get((location.node, location.boot))
+
     def knows(self, location: Location) -> bool:
         """Whether this boot of the node has been seen, or a refresh is not due yet."""
         with self._lock:
             known = location.node == self._node or (location.node, location.boot) in self._infos
-            return known or self._clock() - self._refreshed_at < REFRESH_SECONDS_MIN
+            return known or self._clock() - self.refreshed_at < REFRESH_SECONDS_MIN
+
+    # -- the dead
+
+    def dead_seconds(self, location: Location) -> float:
+        """For how long the boot that `location` names has been dead, see `Liveness.dead_seconds`.
+
+        Only to be believed of a location that was read before the last `refresh`: a boot beats
+        before it publishes, so one that is missing then is no newcomer.
+        """
+        with self._lock:
+            return self._liveness.dead_seconds(location.node, location.boot)
+
+    def _note_void(self, address: Address, location: Location) -> None:
+        with self._lock:
+            if len(self._void) < VOID_MAX:
+                self._void[address, location] = None
+
+    def take_void(self, most: int) -> list[tuple[Address, Location]]:
+        """Up to `most` locations that were asked about and whose nodes are long dead."""
+        with self._lock:
+            taken = list(self._void)[:most]
+            for entry in taken:
+                del self._void[entry]
+        return [entry for entry in taken if self.dead_seconds(entry[1]) >= LONG_DEAD_SECONDS]
+
+    def long_dead(self) -> list[tuple[str, str]]:
+        """(node, boot) of those that have not left and never will."""
+        with self._lock:
+            return [
+                (node, boot)
+                for node, boot in self._liveness.boots()
+                if node != self._node
+                and self._liveness.dead_seconds(node, boot) >= LONG_DEAD_SECONDS
+            ]
+
+    def count_alive(self) -> int:
+        """How many nodes live, this one included where it beats."""
+        with self._lock:
+            now = self._clock()
+            return sum(self._liveness.alive(*boot, now) for boot in self._liveness.boots())

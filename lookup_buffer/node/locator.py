@@ -34,11 +34,7 @@ def located(record: Record | None, directory: Directory) -> Located:
     """What a record comes to, with the nodes that live now."""
     if record is None:
         return Located(None, reason="absent")
-    sources = tuple(
-        (location, endpoint)
-        for location in record.locations
-        if (endpoint := directory.endpoint(location)) is not None
-    )
+    sources = directory.sources(record)
     return Located(record, sources, "" if sources else "owner_dead")
 
 

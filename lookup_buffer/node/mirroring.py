@@ -193,7 +193,11 @@ class MirrorLocator(Locator):
     def _judge(self, entry: "Entry", epoch: int) -> bool | None:
         """Whether a node that lives holds it; None where one would have to be met first."""
         record = entry.record
-        if record is not None and not all(map(self.directory.knows, record.locations)):
+        if (
+            record is not None
+            and entry.read_at > self.directory.refreshed_at
+            and not all(map(self.directory.knows, record.locations))
+        ):
             return None
         entry.verdict = bool(located(record, self.directory).sources)
         entry.verdict_epoch = epoch

@@ -25,6 +25,7 @@ from lookup_buffer.node.directory import Directory
 from lookup_buffer.node.fetcher import Fetcher
 from lookup_buffer.node.identity import Identity
 from lookup_buffer.node.intake import Intake
+from lookup_buffer.node.loop import call_from_thread
 from lookup_buffer.node.mirroring import MirrorLocator
 from lookup_buffer.node.peers import PeerServer
 from lookup_buffer.node.registrar import Registrar
@@ -47,6 +48,7 @@ class Node:
         self._config = config
         self._ends_when_idle = ends_when_idle
         self._loop = asyncio.new_event_loop()
+        self._fault: ConfigError | None = None
         self._counters = Counters()
         self._shelf = Shelf(config.capacity_bytes, self._changed)
         token = config.token.get_secret_value() if config.token else None
@@ -64,6 +66,7 @@ class Node:
             self._identity,
             self._counters,
             config.record_ttl_seconds,
+            self._give_up,
         )
         waiting = Waiting(self._loop, self._locator)
         resolver = Resolver(self._loop, self._shelf, self._locator, self._fetcher)
@@ -98,6 +101,9 @@ class Node:
         """Serve until told to stop. The caller holds the lock on the runtime directory.
 
         `on_ready` is called once clients are answered.
+
+        Raises:
+            ConfigError: the node's id belongs to another node; what was held is gone.
         """
         sys.setswitchinterval(SWITCH_SECONDS)
         first = min(FIRST_BYTES, self._config.capacity_bytes)
@@ -117,6 +123,13 @@ class Node:
         finally:
             socket_path.unlink(missing_ok=True)
             self._close()
+        if self._fault is not None:
+            raise self._fault
+
+    def _give_up(self, fault: ConfigError) -> None:
+        """From any thread: end, and say why."""
+        self._fault = fault
+        call_from_thread(self._loop, self._loop.stop)
 
     def _check_idle(self) -> None:
         if self._control.idle_seconds() > self._config.idle_exit_seconds:

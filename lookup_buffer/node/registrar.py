@@ -1,35 +1,41 @@
 """The registrar: the node's one ordered writer to the store.
 
-It keeps Redis true to the shelf. Changes only mark an address as dirty; what is written is what
-the shelf holds at the moment of writing, so the newest state always wins and a backlog never
-grows beyond the number of addresses. It also beats, refreshes the directory, flushes counters,
-and marks all items again every third of a record's life, and at once when Redis lost its data.
+It keeps Redis true to the shelf: changes go into a backlog, which its publisher writes in batches.
+It also beats, refreshes the directory, strikes off nodes that are long dead, flushes counters, and
+writes all items again every third of a record's life, and at once when Redis lost its data.
 """
 
 import random
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from lookup_buffer.counters import Counters
-from lookup_buffer.inventory import Address, Item
+from lookup_buffer.errors import ConfigError
+from lookup_buffer.inventory import Address
+from lookup_buffer.node.backlog import AGAIN_PER_SECOND_MAX, Backlog, Change
 from lookup_buffer.node.breaker import Breaker
 from lookup_buffer.node.directory import Directory
+from lookup_buffer.node.heartbeat import Heartbeat, Pulse
 from lookup_buffer.node.identity import Identity
+from lookup_buffer.node.publisher import Publisher
 from lookup_buffer.node.shelf import Shelf
 from lookup_buffer.node.storage import Storage
-from store import Location, MetadataStore, NodeTaken, Publication, Record, StoreError, StoreFull
+from store import MetadataStore, StoreError, StoreFull
 
-BEAT_SECONDS = 1.0
-DIRTY_MAX = 1_000_000
-"""Bound on addresses waiting to be written; past it the oldest withdrawals are forgotten, which
-leaves records that name bytes we no longer have: a reader asks, hears so, and goes on."""
+AGAIN_PER_SECOND_FLEET = 20_000.0
+"""What all nodes together may rewrite: a fifth of what one server takes. Shared out by the nodes
+that live; but a walk of the inventory always ends before the next one begins."""
+
+STRUCK_OFF_MAX = 8
+"""Dead nodes that are struck off with one beat: every node does it, so a few are enough."""
 
 
 @dataclass(slots=True)
 class Registrar:
-    """`changed`, `describe` from any thread; everything else on the registrar's own."""
+    """`changed`, `describe` and `pending` from any thread; the rest on the registrar's own."""
 
     storage: Storage
     shelf: Shelf
@@ -37,51 +43,61 @@ class Registrar:
     identity: Identity
     counters: Counters
     record_ttl_seconds: float
+    give_up: Callable[[ConfigError], None]
+    """Told, on the registrar's thread, that the node has to end, and why."""
     clock: Callable[[], float] = time.monotonic
     store_up: bool = False
     """Whether the last call to the store succeeded."""
-    _wake: threading.Condition = field(default_factory=threading.Condition)
-    _dirty: dict[Address, str] = field(default_factory=dict)
+    _backlog: Backlog = field(init=False)
+    _publisher: Publisher = field(init=False)
+    _heartbeat: Heartbeat = field(init=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _wake: threading.Event = field(default_factory=threading.Event)
+    _closing: threading.Event = field(default_factory=threading.Event)
     _namespaces: dict[str, dict[str, str]] = field(default_factory=dict)
     _undescribed: set[str] = field(default_factory=set)
-    _closing: bool = False
     _thread: threading.Thread | None = None
-    _sequence: int = 0
     _walked_at: float = 0.0
+    _failovers: int = 0
+
+    def __post_init__(self) -> None:
+        self._backlog = Backlog(self.clock)
+        self._heartbeat = Heartbeat(self.identity, self.clock)
+        self._publisher = Publisher(
+            self.shelf, self.directory, self.identity, self.counters, self._backlog,
+            self.record_ttl_seconds, self.clock,
+        )  # fmt: skip
 
     def start(self) -> None:
         self._thread = threading.Thread(target=self._run, name="lb-registrar", daemon=True)
         self._thread.start()
 
-    def changed(self, address: Address, reason: str) -> None:
-        """The item at `address` appeared (reason "") or went (why)."""
+    def changed(self, address: Address, reason: str, claim_token: str | None = None) -> None:
+        """The item at `address` appeared (reason "") or went (why).
+
+        `claim_token` is of the claim under which it was produced, which its publication drops.
+        """
         if reason in ("evicted", "expired"):
             self.counters.add(reason)
-        with self._wake:
-            self._dirty.pop(address, None)
-            self._dirty[address] = reason
-            if len(self._dirty) > DIRTY_MAX:
-                del self._dirty[next(iter(self._dirty))]
-            self._wake.notify()
+        self._backlog.add(Change(address, reason, claim_token))
+        self._wake.set()
 
     def describe(self, fingerprint: str, parts: dict[str, str]) -> None:
         """Publish the clear text of a namespace, now and whenever Redis lost it."""
-        with self._wake:
+        with self._lock:
             if self._namespaces.get(fingerprint) != parts:
                 self._namespaces[fingerprint] = parts
                 self._undescribed.add(fingerprint)
-                self._wake.notify()
+                self._wake.set()
 
     def pending(self) -> int:
         """How many addresses are still to be written."""
-        with self._wake:
-            return len(self._dirty)
+        return len(self._backlog)
 
     def close(self) -> None:
         """Leave the fleet: flush what can be flushed and take the beat back. Bounded."""
-        with self._wake:
-            self._closing = True
-            self._wake.notify()
+        self._closing.set()
+        self._wake.set()
         if self._thread is not None:
             self._thread.join(timeout=5.0)
 
@@ -89,9 +105,8 @@ class Registrar:
 
     def _run(self) -> None:
         breaker = Breaker(self.clock)
-        beat_at = self.clock()
-        self._walked_at = beat_at
-        while not self._closing:
+        self._walked_at = beat_at = self.clock()
+        while not self._closing.is_set():
             self._wait(beat_at, breaker)
             if not breaker.allows():
                 continue
@@ -99,12 +114,17 @@ class Registrar:
                 store = self.storage.store()
                 if self.clock() >= beat_at:
                     self._beat(store)
-                    beat_at = self.clock() + BEAT_SECONDS
-                self._write_dirty(store, until=beat_at)
+                    beat_at = self.clock() + self._heartbeat.pause_seconds()
+                if self._heartbeat.established:
+                    self._describe(store)
+                    self._publisher.write(store, until=beat_at)
             except StoreError:
                 self.store_up = False
                 breaker.failed()
                 self._revive()
+            except ConfigError as error:
+                self.give_up(error)
+                return  # and leave nothing: what stands there is another's
             else:
                 self.store_up = True
                 breaker.succeeded()
@@ -117,41 +137,63 @@ class Registrar:
             pass  # tried again with the next beat
 
     def _wait(self, beat_at: float, breaker: Breaker) -> None:
-        with self._wake:
-            idle = not self._dirty and not self._undescribed
-            if self._closing:
-                return
-            if not breaker.allows():
-                self._wake.wait(0.05)
-            elif idle:
-                self._wake.wait(max(0.0, beat_at - self.clock()))
+        if not breaker.allows():
+            self._closing.wait(0.05)
+            return
+        seconds = beat_at - self.clock()
+        wake = self._closing  # changes do not wake who may not publish yet
+        if self._heartbeat.established:
+            wake = self._wake
+            due = self._backlog.wait_seconds()
+            seconds = seconds if due is None else min(seconds, due)
+        if seconds > 0:
+            wake.wait(seconds)
+        self._wake.clear()
 
     def _beat(self, store: MetadataStore) -> None:
         self.shelf.remove_expired()
-        self._sequence += 1
-        identity = self.identity
-        beat = (identity.node, identity.boot, self._sequence)
-        try:
-            known = store.beat(*beat)
-        except NodeTaken as taken:
-            known = store.beat(*beat, replacing=taken.beat)
-        if not known:
-            self._undescribed |= self._namespaces.keys()
-            self._mark_all()
-        gauges = self.shelf.gauges()
-        store.describe_node(identity.info(gauges))
+        was_established = self._heartbeat.established
+        pulse = self._heartbeat.beat(store)
+        if pulse is Pulse.NEW and was_established:
+            self.directory.store_lost_data()
+        if pulse is not Pulse.WATCHING:
+            with suppress(StoreFull):  # it costs what people like to see, and no node
+                store.describe_node(self.identity.info(self.shelf.gauges()))
         self.directory.refresh(store)
-        if self.clock() - self._walked_at > self.record_ttl_seconds / 3:
-            self._mark_all()
-        self._flush(store)
+        if pulse is Pulse.WATCHING:
+            return  # others' tensors may be had meanwhile
+        if pulse is Pulse.NEW:
+            with self._lock:
+                self._undescribed |= self._namespaces.keys()
+            self._repeat_all()
+        elif self.clock() - self._walked_at > self.record_ttl_seconds / 3:
+            self._repeat_all()
+        self._repeat_after_failover(store)
+        for node, boot in self.directory.long_dead()[:STRUCK_OFF_MAX]:
+            store.leave(node, boot)
+        self._publisher.withdraw_void(store)
+        with suppress(StoreFull):
+            self._flush(store)
 
-    def _mark_all(self) -> None:
+    def _repeat_all(self) -> None:
         self._walked_at = self.clock()
         addresses = self.shelf.addresses()
         random.shuffle(addresses)  # so that a fleet that republishes spreads over the key space
-        with self._wake:
-            for address in addresses:
-                self._dirty.setdefault(address, "")
+        share = AGAIN_PER_SECOND_FLEET / max(1, self.directory.count_alive())
+        needed = len(addresses) / (self.record_ttl_seconds / 3)
+        self._backlog.repeat(addresses, max(needed, min(share, AGAIN_PER_SECOND_MAX)))
+
+    def _repeat_after_failover(self, store: MetadataStore) -> None:
+        failovers = store.failovers()
+        if failovers > self._failovers:
+            self._backlog.repeat_recent()
+        self._failovers = failovers
+
+    def _describe(self, store: MetadataStore) -> None:
+        for fingerprint in list(self._undescribed):
+            with suppress(StoreFull):  # tried again with the next beat
+                store.describe_namespace(fingerprint, self._namespaces[fingerprint])
+                self._undescribed.discard(fingerprint)
 
     def _flush(self, store: MetadataStore) -> None:
         counters, hits = self.counters.take_unflushed()
@@ -170,67 +212,9 @@ class Registrar:
             self.counters.put_back(counters, left)
             raise
 
-    def _write_dirty(self, store: MetadataStore, *, until: float) -> None:
-        """Write addresses, oldest change first, at least one and until it is time to beat."""
-        for fingerprint in list(self._undescribed):
-            store.describe_namespace(fingerprint, self._namespaces[fingerprint])
-            self._undescribed.discard(fingerprint)
-        while True:
-            with self._wake:
-                if not self._dirty:
-                    return
-                address, reason = next(iter(self._dirty.items()))
-                del self._dirty[address]
-            try:
-                self._write(store, address, reason)
-            except StoreError:
-                with self._wake:
-                    self._dirty.setdefault(address, reason)
-                raise
-            if self.clock() >= until:
-                return
-
-    def _write(self, store: MetadataStore, address: Address, reason: str) -> None:
-        item = self.shelf.peek(address)
-        if item is None:
-            store.withdraw(*address, self.identity.node, reason=reason or "gone")
-            return
-        try:
-            outcome = store.publish(
-                self._record(item), self._location(item), ttl_seconds=self._ttl_seconds(item)
-            )
-        except StoreFull:
-            self.counters.add("publish_refused")
-            return
-        if outcome is Publication.CONFLICT:
-            self.counters.add("publish_conflict")
-
-    def _record(self, item: Item) -> Record:
-        header = item.header
-        namespace, key = item.address
-        location = self._location(item)
-        return Record(
-            namespace=namespace,
-            key=key,
-            dtype=header.dtype,
-            shape=header.shape,
-            nbytes=header.nbytes,
-            kind=header.kind,
-            created=time.time(),
-            locations=(location,),
-        )
-
-    def _location(self, item: Item) -> Location:
-        return Location(self.identity.node, self.identity.boot, item.generation, item.checksum)
-
-    def _ttl_seconds(self, item: Item) -> float:
-        remaining = self.shelf.remaining_seconds(item)
-        if remaining is None:
-            return self.record_ttl_seconds
-        # Never longer than what is renewed: the record of a dead holder ends by itself.
-        return min(self.record_ttl_seconds, max(remaining, 0.001))
-
     def _leave(self) -> None:
+        if not self._heartbeat.established:
+            return
         try:
             store = self.storage.store()
             self._flush(store)

@@ -1,0 +1,174 @@
+"""The publisher: writes the backlog to the store, many changes in one round trip.
+
+What is written is what the shelf holds at that moment, so the newest state always wins. Runs on
+the registrar's thread.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from lookup_buffer.counters import Counters
+from lookup_buffer.inventory import Item
+from lookup_buffer.node.backlog import Backlog, Change
+from lookup_buffer.node.directory import Directory
+from lookup_buffer.node.identity import Identity
+from lookup_buffer.node.shelf import Shelf
+from store import (
+    Location,
+    MetadataStore,
+    Publication,
+    Publishing,
+    Record,
+    StoreError,
+    StoreUnavailable,
+    Withdrawing,
+)
+
+VOID_MAX = 64
+"""Locations of dead nodes that are withdrawn with one beat."""
+
+
+@dataclass(slots=True)
+class Publisher:
+    shelf: Shelf
+    directory: Directory
+    identity: Identity
+    counters: Counters
+    backlog: Backlog
+    record_ttl_seconds: float
+    clock: Callable[[], float] = time.monotonic
+
+    def write(self, store: MetadataStore, *, until: float) -> None:
+        """Write what is due, at least one batch and until it is time to beat.
+
+        Raises:
+            StoreError: the store was not reached, or a server of its cluster was not. What was
+                not written is back in the backlog, and what could be was written.
+        """
+        unreached: list[Change] = []
+        try:
+            while changes := self.backlog.take():
+                try:
+                    unreached += self._write(store, changes)
+                except StoreError:
+                    unreached += changes
+                    raise
+                if self.clock() >= until:
+                    break
+        finally:
+            self.backlog.put_back(unreached)
+        if unreached:
+            raise StoreUnavailable("a server of the cluster was not reached")
+
+    def withdraw_void(self, store: MetadataStore) -> None:
+        """Withdraw locations of dead nodes that readers came across, some at a time."""
+        void = self.directory.take_void(VOID_MAX)
+        if void:
+            store.withdraw_many([_void(*address, location) for address, location in void])
+
+    def _write(self, store: MetadataStore, changes: Sequence[Change]) -> list[Change]:
+        """Write one batch; the changes whose server was not reached."""
+        here = [(change, self.shelf.peek(change.address)) for change in changes]
+        gone = [change for change, item in here if item is None]
+        publishings = {
+            change: self._publishing(item, change) for change, item in here if item is not None
+        }
+        unreached = self._withdraw(store, gone) if gone else []
+        return unreached + (self._publish(store, publishings) if publishings else [])
+
+    def _withdraw(self, store: MetadataStore, changes: Sequence[Change]) -> list[Change]:
+        node = self.identity.node
+        outcomes = store.withdraw_many(
+            [Withdrawing(*change.address, node, change.reason or "gone") for change in changes]
+        )
+        for change in changes:
+            if change.claim_token is not None:
+                store.release_claim(*change.address, token=change.claim_token)
+        return [change for change, gone in zip(changes, outcomes, strict=True) if gone is None]
+
+    def _publish(
+        self, store: MetadataStore, publishings: Mapping[Change, Publishing]
+    ) -> list[Change]:
+        full, unreached = [], []
+        outcomes = store.publish_many(list(publishings.values()))
+        for (change, publishing), outcome in zip(publishings.items(), outcomes, strict=True):
+            match outcome:
+                case Publication.FULL:
+                    full.append(publishing)
+                case Publication.UNREACHED:
+                    unreached.append(change)
+                case Publication.REFUSED:
+                    self.counters.add("publish_refused")
+                    self._release(store, publishing)
+                case Publication.CONFLICT:
+                    self.counters.add("publish_conflict")
+                    self._release(store, publishing)
+        if full:
+            self._make_room(store, full)
+        return unreached
+
+    def _release(self, store: MetadataStore, publishing: Publishing) -> None:
+        """Not published: whoever waits for the claim's holder waits in vain."""
+        if publishing.claim_token is not None:
+            record = publishing.record
+            store.release_claim(record.namespace, record.key, token=publishing.claim_token)
+
+    def _make_room(self, store: MetadataStore, publishings: Sequence[Publishing]) -> None:
+        """Where the dead take the places of a record, put this node in theirs."""
+        dead: list[Withdrawing] = []
+        again = []
+        records = self._locate(store, publishings)
+        self.directory.refresh(store)  # after the reading: see Directory.dead_seconds
+        for publishing, record in zip(publishings, records, strict=True):
+            of_dead = [
+                _void(publishing.record.namespace, publishing.record.key, location)
+                for location in (record.locations if record else ())
+                if self.directory.dead_seconds(location) > 0
+            ]
+            if of_dead:
+                again.append(publishing)
+                dead += of_dead
+        if dead:
+            store.withdraw_many(dead)
+            store.publish_many(again)
+
+    def _locate(
+        self, store: MetadataStore, publishings: Sequence[Publishing]
+    ) -> list[Record | None]:
+        keys: dict[str, list[str]] = {}
+        for one in publishings:
+            keys.setdefault(one.record.namespace, []).append(one.record.key)
+        found = {
+            (namespace, key): record
+            for namespace, asked in keys.items()
+            for key, record in zip(asked, store.locate(namespace, asked), strict=True)
+        }
+        return [found[one.record.namespace, one.record.key] for one in publishings]
+
+    def _publishing(self, item: Item, change: Change) -> Publishing:
+        header = item.header
+        namespace, key = item.address
+        identity = self.identity
+        location = Location(identity.node, identity.boot, item.generation, item.checksum)
+        record = Record(
+            namespace=namespace,
+            key=key,
+            dtype=header.dtype,
+            shape=header.shape,
+            nbytes=header.nbytes,
+            kind=header.kind,
+            created=time.time(),
+        )
+        return Publishing(record, location, self._ttl_seconds(item), change.claim_token)
+
+    def _ttl_seconds(self, item: Item) -> float:
+        remaining = self.shelf.remaining_seconds(item)
+        if remaining is None:
+            return self.record_ttl_seconds
+        # Never longer than what is renewed: the record of a dead holder ends by itself.
+        return min(self.record_ttl_seconds, max(remaining, 0.001))
+
+
+def _void(namespace: str, key: str, location: Location) -> Withdrawing:
+    return Withdrawing(namespace, key, location.node, "owner dead", exactly=location)

@@ -1,0 +1,106 @@
+"""The backlog: fresh changes first, rewriting at its pace, nothing twice, claims not forgotten."""
+
+from lookup_buffer.node.backlog import AGAIN_PER_SECOND_MAX, BATCH, Backlog, Change
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def keys(changes: list[Change]) -> list[str]:
+    return [change.address[1] for change in changes]
+
+
+def of(key: str, reason: str = "", token: str | None = None) -> Change:
+    return Change(("ns", key), reason, token)
+
+
+def test_fresh_changes_come_before_rewriting() -> None:
+    backlog = Backlog(Clock())
+    backlog.repeat([("ns", "old1"), ("ns", "old2")], 1000.0)
+    backlog.add(of("new"))
+    assert len(backlog) == 3
+    assert keys(backlog.take(2)) == ["new", "old1"]
+    assert keys(backlog.take(2)) == ["old2"]
+    assert (backlog.take(), backlog.wait_seconds()) == ([], None)
+
+
+def test_rewriting_has_a_pace_and_fresh_changes_have_none() -> None:
+    clock = Clock()
+    backlog = Backlog(clock)
+    backlog.repeat([("ns", f"old{n}") for n in range(10_000)], AGAIN_PER_SECOND_MAX)
+    rewritten = 0
+    for _ in range(1000):  # one second, a millisecond at a time
+        rewritten += len(backlog.take())
+        clock.now += 0.001
+    assert AGAIN_PER_SECOND_MAX * 0.95 <= rewritten <= AGAIN_PER_SECOND_MAX + BATCH
+    for n in range(5000):
+        backlog.add(of(f"new{n}"))
+    assert backlog.wait_seconds() == 0.0
+    fresh = 0
+    while any(key.startswith("new") for key in keys(backlog.take())):
+        fresh += 1
+    assert fresh == -(-5000 // BATCH)
+
+
+def test_it_says_when_a_batch_is_worth_its_round_trip() -> None:
+    clock = Clock()
+    backlog = Backlog(clock)
+    backlog.repeat([("ns", f"old{n}") for n in range(BATCH + 10)], 100.0)
+    assert len(backlog.take()) == BATCH
+    assert backlog.take() == []
+    wait = backlog.wait_seconds()
+    assert wait is not None
+    assert abs(wait - 0.1) < 1e-6, "for the ten that are left"
+    clock.now += wait + 1e-6
+    assert len(backlog.take()) == 10
+
+
+def test_an_address_is_in_it_once_and_the_newest_change_counts() -> None:
+    backlog = Backlog(Clock())
+    backlog.repeat([("ns", "a")], 1000.0)
+    backlog.add(of("a"))
+    backlog.add(of("b"))
+    backlog.add(of("a", "evicted"))
+    backlog.repeat([("ns", "a")], 1000.0)
+    assert backlog.take() == [of("b"), of("a", "evicted")]
+
+
+def test_a_claim_is_not_forgotten_by_a_later_change() -> None:
+    backlog = Backlog(Clock())
+    backlog.add(of("a", token="t1"))
+    backlog.add(of("a", "evicted"))
+    assert backlog.take() == [of("a", "evicted", "t1")]
+
+
+def test_what_failed_comes_back_but_does_not_cover_what_changed_since() -> None:
+    backlog = Backlog(Clock())
+    backlog.add(of("a", token="t1"))
+    backlog.add(of("b"))
+    taken = backlog.take()
+    backlog.add(of("a", "evicted"))
+    backlog.put_back(taken)
+    assert {change.address[1]: change for change in backlog.take()} == {
+        "a": of("a", "evicted", "t1"),
+        "b": of("b"),
+    }
+
+
+def test_the_last_minute_is_written_again_and_no_more() -> None:
+    clock = Clock()
+    backlog = Backlog(clock)
+    backlog.add(of("too old"))
+    backlog.take()
+    clock.now += 30
+    backlog.add(of("inserted", token="t1"))
+    backlog.add(of("withdrawn", "evicted"))
+    backlog.take()
+    backlog.repeat([("ns", "only rewritten")], 1000.0)
+    backlog.take()
+    clock.now += 31
+    backlog.repeat_recent()
+    assert backlog.take() == [of("inserted"), of("withdrawn", "evicted")]

@@ -1,0 +1,115 @@
+"""The directory on a store that forgets: who counts as alive, gone, and long dead."""
+
+from dataclasses import replace
+
+import pytest
+
+from contract_store import a_record
+from lookup_buffer.node.directory import LONG_DEAD_SECONDS, VOID_MAX, Directory
+from store import Location, MemoryStore, NodeInfo
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Fleet:
+    """A directory of node `us`, and other nodes that beat each second."""
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self.store = MemoryStore()
+        self.directory = Directory("us", self.clock)
+        self.sequence = 0
+
+    def pass_seconds(self, seconds: int, *beating: str) -> None:
+        for _ in range(seconds):
+            self.clock.now += 1.0
+            self.sequence += 1
+            for node in beating:
+                self.store.beat(node, f"{node}boot", self.sequence)
+                self.store.describe_node(info(node))
+            self.directory.refresh(self.store)
+
+    def lose_all(self) -> None:
+        for node, beat in self.store.beats().items():
+            self.store.leave(node, beat.boot)
+
+
+def info(node: str) -> NodeInfo:
+    return NodeInfo(node, f"{node}boot", f"tcp://{node}:1", node, "0", 1, 0, 0)
+
+
+def at(node: str, boot: str | None = None) -> Location:
+    return Location(node, boot or f"{node}boot", 1, 7)
+
+
+@pytest.fixture
+def fleet() -> Fleet:
+    return Fleet()
+
+
+def test_the_loss_of_all_data_is_no_departure(fleet: Fleet) -> None:
+    fleet.pass_seconds(3, "us", "a", "b")
+    fleet.lose_all()
+    fleet.directory.refresh(fleet.store)
+    assert fleet.directory.endpoint(at("a")) == "tcp://a:1"
+    fleet.pass_seconds(1, "us", "a")
+    assert fleet.directory.endpoint(at("a")) == "tcp://a:1"
+    assert fleet.directory.endpoint(at("b")) == "tcp://b:1", "it may only be late"
+    fleet.pass_seconds(6, "us", "a")
+    assert fleet.directory.endpoint(at("b")) is None
+    assert fleet.directory.endpoint(at("a")) == "tcp://a:1"
+
+
+def test_a_loss_that_our_own_beat_noticed_first(fleet: Fleet) -> None:
+    fleet.pass_seconds(3, "us", "a")
+    fleet.lose_all()
+    fleet.directory.store_lost_data()
+    fleet.pass_seconds(1, "us")
+    assert fleet.directory.endpoint(at("a")) == "tcp://a:1"
+
+
+def test_who_leaves_is_gone_at_once(fleet: Fleet) -> None:
+    fleet.pass_seconds(3, "us", "a")
+    fleet.store.leave("a", "aboot")
+    fleet.pass_seconds(1, "us")
+    assert fleet.directory.endpoint(at("a")) is None
+
+
+def test_long_dead_are_others_that_stood_still_for_a_minute(fleet: Fleet) -> None:
+    fleet.pass_seconds(3, "us", "a", "b")
+    fleet.pass_seconds(int(LONG_DEAD_SECONDS) - 1, "us", "b")
+    assert fleet.directory.long_dead() == []
+    fleet.pass_seconds(2, "us", "b")
+    assert fleet.directory.long_dead() == [("a", "aboot")]
+    assert fleet.directory.count_alive() == 2
+
+
+def test_locations_of_the_long_dead_are_remembered_when_they_are_found(fleet: Fleet) -> None:
+    fleet.pass_seconds(3, "us", "a", "b")
+    fleet.pass_seconds(int(LONG_DEAD_SECONDS) + 1, "us", "b")
+    record = a_record("ns", "k")
+    held = (at("a"), at("b"), at("us"), at("b", "older"), at("us", "older"))
+    found = fleet.directory.sources(replace(record, locations=held))
+    assert found == ((at("b"), "tcp://b:1"),)
+    void = fleet.directory.take_void(10)
+    assert void == [
+        (("ns", "k"), at("a")), (("ns", "k"), at("b", "older")), (("ns", "k"), at("us", "older"))
+    ]  # fmt: skip
+    assert fleet.directory.take_void(10) == []
+
+
+def test_what_it_remembers_is_bounded_and_judged_again(fleet: Fleet) -> None:
+    fleet.pass_seconds(3, "us", "a")
+    fleet.pass_seconds(int(LONG_DEAD_SECONDS) + 1, "us")
+    for n in range(VOID_MAX + 10):
+        record = a_record("ns", f"k{n}")
+        fleet.directory.sources(replace(record, locations=(at("a"),)))
+    assert len(fleet.directory.take_void(10)) == 10
+    fleet.pass_seconds(1, "us", "a")
+    assert fleet.directory.take_void(VOID_MAX) == [], "it was only frozen"

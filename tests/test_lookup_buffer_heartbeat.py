@@ -1,0 +1,118 @@
+"""The heartbeat: whose a node id is, when it is taken over, and when a node has to give up."""
+
+import pytest
+
+from lookup_buffer.errors import ConfigError
+from lookup_buffer.node.heartbeat import WATCH_SECONDS, Heartbeat, Pulse
+from lookup_buffer.node.identity import Identity
+from store import Beat, MemoryStore, NodeInfo, StoreUnavailable
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    return MemoryStore()
+
+
+def heart(clock: Clock, boot: str = "mine") -> Heartbeat:
+    return Heartbeat(Identity("node-1", boot, "tcp://127.0.0.1:1"), clock)
+
+
+def test_an_id_that_nobody_has_is_ours_at_once(clock: Clock, store: MemoryStore) -> None:
+    mine = heart(clock)
+    assert mine.beat(store) is Pulse.NEW
+    assert mine.established
+    assert mine.beat(store) is Pulse.KNOWN
+
+
+def test_a_store_that_lost_its_data_is_told_from_a_known_node(
+    clock: Clock, store: MemoryStore
+) -> None:
+    mine = heart(clock)
+    mine.beat(store)
+    store.leave("node-1", "mine")
+    assert mine.beat(store) is Pulse.NEW
+    assert mine.established
+
+
+def test_a_boot_that_stands_still_is_replaced(clock: Clock, store: MemoryStore) -> None:
+    store.beat("node-1", "old", 7)
+    mine = heart(clock)
+    while clock.now < 100.0 + WATCH_SECONDS:
+        assert mine.beat(store) is Pulse.WATCHING
+        assert not mine.established
+        assert store.beats() == {"node-1": Beat("old", 7)}
+        clock.now += mine.pause_seconds()
+    assert mine.beat(store) is Pulse.NEW
+    assert mine.established
+    assert store.beats()["node-1"].boot == "mine"
+
+
+def test_a_boot_that_lives_makes_it_give_up(clock: Clock, store: MemoryStore) -> None:
+    store.beat("node-1", "other", 7)
+    store.describe_node(NodeInfo("node-1", "other", "tcp://10.0.0.1:1", "far", "0", 1, 0, 0))
+    mine = heart(clock)
+    assert mine.beat(store) is Pulse.WATCHING
+    clock.now += 1.0
+    store.beat("node-1", "other", 8)
+    with pytest.raises(ConfigError) as caught:
+        mine.beat(store)
+    for part in ("'node-1'", "boot other", "on host far", "another name"):
+        assert part in str(caught.value)
+    assert store.beats() == {"node-1": Beat("other", 8)}
+
+
+def test_two_that_wait_for_one_id_do_not_both_get_it(clock: Clock, store: MemoryStore) -> None:
+    store.beat("node-1", "old", 7)
+    hearts = [heart(clock, "first"), heart(clock, "second")]
+    given_up = []
+    for _ in range(40):
+        for one in list(hearts):
+            try:
+                one.beat(store)
+            except ConfigError:
+                hearts.remove(one)
+                given_up.append(one)
+        clock.now += 0.25
+    assert (len(hearts), len(given_up)) == (1, 1)
+    assert hearts[0].established
+    assert not given_up[0].established
+
+
+def test_a_silence_in_which_the_store_was_away_does_not_count(
+    clock: Clock, store: MemoryStore
+) -> None:
+    store.beat("node-1", "other", 7)
+    mine = heart(clock)
+    assert mine.beat(store) is Pulse.WATCHING
+    gone = MemoryStore()
+    gone.close()
+    clock.now += 10.0
+    with pytest.raises(StoreUnavailable):
+        mine.beat(gone)
+    assert mine.beat(store) is Pulse.WATCHING, "the other could not beat either"
+    clock.now += 1.0
+    store.beat("node-1", "other", 8)
+    with pytest.raises(ConfigError):
+        mine.beat(store)
+
+
+def test_who_was_replaced_while_frozen_ends(clock: Clock, store: MemoryStore) -> None:
+    mine = heart(clock)
+    mine.beat(store)
+    store.beat("node-1", "later", 1, replacing=store.beats()["node-1"])
+    with pytest.raises(ConfigError, match="boot later took it while this node"):
+        mine.beat(store)
+    assert store.beats() == {"node-1": Beat("later", 1)}

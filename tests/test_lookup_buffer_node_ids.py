@@ -1,0 +1,187 @@
+"""Two nodes under one id, and the store that forgets: real processes on a real server."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from lookup_buffer.config import BufferConfig
+from lookup_buffer.launch import to_json
+from lookup_buffer.namespace import Namespace
+from nodes import ROOT, NodeProcess, StartNode, key, wait_until
+from servers import StartServer, command, flush
+from store import EmbeddedServer, open_store
+
+NAMESPACE = Namespace.named("tests").fingerprint
+WATCH_SECONDS = 3.0
+
+
+def run_node(node: NodeProcess, directory: Path) -> "subprocess.CompletedProcess[bytes]":
+    """A second node with the settings of `node`, elsewhere, until it ends by itself."""
+    settings = BufferConfig.of({**node.settings.model_dump(), "directory": directory})
+    program = "from lookup_buffer.node.main import main; main()"
+    directory.mkdir(mode=0o700)
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        input=to_json(settings).encode(),
+        stderr=subprocess.PIPE,
+        cwd=ROOT,
+        timeout=20.0,
+        check=False,
+    )
+
+
+def test_an_id_with_a_foreign_live_boot_refuses_to_start(
+    start_node: StartNode, valkey_server: EmbeddedServer, tmp_path: Path
+) -> None:
+    node = start_node()
+    name, tensor = key(), torch.randn(50)
+    with node.client() as client:
+        client.insert(name, tensor)
+        wait_until(lambda: client.stats()["unpublished"] == 0, 5.0)
+        started = time.monotonic()
+        second = run_node(node, tmp_path / "second")
+        assert time.monotonic() - started < WATCH_SECONDS + 3.0
+        assert second.returncode == 2
+        assert second.stderr.count(b"\n") == 1
+        for part in (node.node_id, f"boot {client.boot}", "on host ", "another name"):
+            assert part in second.stderr.decode()
+        with open_store(valkey_server.url, call_timeout_seconds=2.0) as store:
+            assert store.beats()[node.node_id].boot == client.boot
+            (record,) = store.locate(NAMESPACE, [name.text])
+        assert record is not None
+        assert [at.boot for at in record.locations] == [client.boot]
+        assert client.stats()["store_up"] == 1
+
+
+def test_an_id_that_stands_still_is_taken_over(
+    start_node: StartNode, valkey_server: EmbeddedServer
+) -> None:
+    node, reader = start_node(), start_node()
+    with node.client() as client:
+        wait_until(lambda: client.stats()["store_up"], 5.0)
+        old_boot = client.boot
+    node.kill()
+    node.start()
+    started = time.monotonic()
+    name, tensor = key(), torch.randn(50)
+    with (
+        node.client() as client,
+        reader.client() as other,
+        open_store(valkey_server.url, call_timeout_seconds=2.0) as store,
+    ):
+        client.insert(name, tensor)
+        found = client.select(name)
+        assert found is not None, "this host is served meanwhile"
+        while store.beats()[node.node_id].boot == old_boot:
+            assert store.locate(NAMESPACE, [name.text]) == [None], "published under a foreign id"
+            assert time.monotonic() - started < WATCH_SECONDS + 3.0
+            time.sleep(0.02)
+        assert store.beats()[node.node_id].boot == client.boot
+        found = other.select(name, timeout=5.0)
+        assert found is not None
+        assert torch.equal(found, tensor)
+
+
+def test_a_frozen_node_that_was_replaced_ends(
+    start_node: StartNode, valkey_server: EmbeddedServer
+) -> None:
+    node = start_node()
+    wait_until(lambda: node.stats()["store_up"], 5.0)
+    with node.client() as client:
+        boot = client.boot
+    with node.frozen():
+        second = start_node(node_id=node.node_id)
+        with (
+            second.client() as client,
+            open_store(valkey_server.url, call_timeout_seconds=2.0) as store,
+        ):
+            new_boot = client.boot
+            wait_until(lambda: store.beats()[node.node_id].boot == new_boot, WATCH_SECONDS + 3.0)
+    wait_until(lambda: not node.alive(), 5.0)
+    assert node.wait() == 2
+    for part in (node.node_id, f"boot {new_boot}", f"boot {boot}", "took it"):
+        assert part in node.log_text()
+    assert second.stats()["store_up"] == 1
+    with open_store(valkey_server.url, call_timeout_seconds=2.0) as store:
+        assert store.beats()[node.node_id].boot == new_boot, "it did not strike the other off"
+
+
+def test_a_node_that_left_makes_room_at_once(start_node: StartNode) -> None:
+    node = start_node()
+    wait_until(lambda: node.stats()["store_up"], 5.0)
+    assert node.terminate() == 0
+    node.start()
+    with node.client() as client:
+        client.insert(key(), torch.ones(3))
+        assert wait_until(lambda: client.stats()["unpublished"] == 0, 5.0) < 2.0
+
+
+def test_after_a_loss_the_inventory_comes_back_at_its_pace_and_fresh_keys_at_once(
+    start_server: StartServer, start_node: StartNode
+) -> None:
+    items, per_second = 5000, 2000
+    server = start_server()
+    node, other = (start_node(store_url=server.url) for _ in range(2))
+    names = [key(f"k{number}") for number in range(items)]
+    with (
+        node.client() as client,
+        other.client() as reader,
+        open_store(server.url, call_timeout_seconds=2.0) as store,
+    ):
+        for name in names:
+            client.insert(name, None)
+        wait_until(lambda: client.stats()["unpublished"] == 0, 30.0)
+
+        def published() -> int:
+            found = store.locate(NAMESPACE, [name.text for name in names])
+            return sum(record is not None for record in found)
+
+        assert published() == items
+        flush(server.url)
+        wait_until(lambda: published() > 0, 5.0)
+        before, started = published(), time.monotonic()
+        fresh = key("fresh")
+        client.insert(fresh, torch.ones(3))
+        assert wait_until(lambda: reader.has_caches([fresh], timeout=0.5)[0], 2.0) < 0.5
+        assert published() < items, "it did not come first: all the others were there already"
+        wait_until(lambda: published() == items, 10.0)
+        seconds = time.monotonic() - started
+        assert (items - before) / seconds < 1.3 * per_second
+        # Nobody counted as gone although nobody's beat was there.
+        assert reader.has_caches([names[0]], timeout=0.5) == [True]
+
+
+def test_a_loss_of_beats_alone_makes_nobody_dead(
+    start_server: StartServer, start_node: StartNode
+) -> None:
+    server = start_server()
+    node, other = (start_node(store_url=server.url) for _ in range(2))
+    name = key()
+    with node.client() as client, other.client() as reader:
+        client.insert(name, torch.ones(3))
+        wait_until(lambda: reader.has_caches([name], timeout=0.5)[0], 5.0)
+        for _ in range(3):
+            assert command(server.url, "DEL", "lb:nodes") == b":1"
+            until = time.monotonic() + 1.5
+            while time.monotonic() < until:
+                assert reader.has_caches([name], timeout=0.5) == [True]
+                time.sleep(0.01)
+
+
+@pytest.mark.slow
+def test_who_is_long_dead_is_struck_off(
+    start_node: StartNode, valkey_server: EmbeddedServer
+) -> None:
+    node, observer = start_node(), start_node()
+    for one in (node, observer):
+        wait_until(lambda one=one: one.stats()["store_up"], 5.0)  # type: ignore[misc]
+    node.kill()
+    with open_store(valkey_server.url, call_timeout_seconds=2.0) as store:
+        assert node.node_id in store.beats()
+        seconds = wait_until(lambda: node.node_id not in store.beats(), 70.0)
+    assert seconds > 55.0
+    assert observer.alive()

@@ -1,0 +1,232 @@
+"""The publisher: what the shelf holds reaches the store in batches, whatever stands in the way."""
+
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from contract_store_claims import ask
+from lookup_buffer.counters import Counters
+from lookup_buffer.header import TensorHeader
+from lookup_buffer.node.backlog import Backlog, Change
+from lookup_buffer.node.directory import LONG_DEAD_SECONDS, Directory
+from lookup_buffer.node.identity import Identity
+from lookup_buffer.node.publisher import Publisher
+from lookup_buffer.node.shelf import Shelf
+from servers import command, flush
+from store import (
+    LOCATIONS_MAX,
+    EmbeddedServer,
+    Location,
+    MemoryStore,
+    MetadataStore,
+    StoreUnavailable,
+    layout,
+    open_store,
+)
+
+HEADER = TensorHeader("uint8", (4,), 4)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Bench:
+    """A publisher of node `us` with its shelf and directory, on a store."""
+
+    def __init__(self, store: MetadataStore, namespace: str) -> None:
+        self.store, self.namespace = store, namespace
+        self.clock = Clock()
+        self.backlog = Backlog(self.clock)
+        self.counters = Counters()
+        self.shelf = Shelf(1 << 20, lambda address, reason: None)
+        self.directory = Directory("us", self.clock)
+        identity = Identity("us", "usboot", "tcp://us:1")
+        self.publisher = Publisher(
+            self.shelf, self.directory, identity, self.counters, self.backlog, 60.0, self.clock
+        )
+        self.sequence = 0
+
+    def insert(self, key: str, header: TensorHeader = HEADER, token: str | None = None) -> None:
+        item = self.shelf.reserve((self.namespace, key), header, origin="local", ttl_seconds=None)
+        assert item is not None
+        self.shelf.release([self.shelf.commit(item, 7, 1)], 1)
+        self.backlog.add(Change((self.namespace, key), "", token))
+
+    def write(self) -> None:
+        self.publisher.write(self.store, until=self.clock.now + 1e9)
+
+    def pass_seconds(self, seconds: int, *beating: str) -> None:
+        for _ in range(seconds):
+            self.clock.now += 1.0
+            self.sequence += 1
+            for node in ("us", *beating):
+                self.store.beat(node, f"{node}boot", self.sequence)
+            self.directory.refresh(self.store)
+
+    def held_by(self, key: str) -> set[str]:
+        (record,) = self.store.locate(self.namespace, [key])
+        return {at.node for at in record.locations} if record else set()
+
+    def publish_of(self, node: str, key: str) -> None:
+        (record,) = self.store.locate(self.namespace, [key])
+        assert record is not None
+        self.store.publish(record, Location(node, f"{node}boot", 1, 7))
+
+
+@pytest.fixture
+def bench(valkey_server: EmbeddedServer, namespace: str) -> Iterator[Bench]:
+    flush(valkey_server.url)
+    with open_store(valkey_server.url, call_timeout_seconds=5.0) as store:
+        bench = Bench(store, namespace)
+        yield bench
+        bench.shelf.close()
+
+
+def test_a_thousand_changes_take_a_few_round_trips(
+    bench: Bench, valkey_server: EmbeddedServer
+) -> None:
+    for n in range(1000):
+        bench.insert(f"k{n}")
+        if n % 10 == 0:
+            bench.backlog.add(Change((bench.namespace, f"gone{n}"), "evicted"))
+    bench.store.ping()
+    command(valkey_server.url, "CONFIG", "RESETSTAT")
+    bench.write()
+    stats = command(valkey_server.url, "INFO", "stats").decode()
+    reads = int(stats.partition("total_reads_processed:")[2].split()[0])
+    assert reads < 200, "a batch of 64 is some four reads of the server"
+    found = bench.store.locate(bench.namespace, [f"k{n}" for n in range(1000)])
+    assert None not in found
+
+
+def test_dead_holders_give_their_places_up(bench: Bench) -> None:
+    others = [f"n{n}" for n in range(LOCATIONS_MAX)]
+    bench.pass_seconds(3, *others)
+    bench.insert("k")
+    bench.write()
+    for node in others:
+        bench.publish_of(node, "k") if node != others[-1] else None
+    bench.store.withdraw(bench.namespace, "k", "us", reason="test")
+    bench.publish_of(others[-1], "k")
+    bench.backlog.add(Change((bench.namespace, "k"), ""))
+    bench.write()
+    assert bench.held_by("k") == set(others), "all live: four are enough"
+    bench.pass_seconds(7, *others[1:])
+    bench.backlog.add(Change((bench.namespace, "k"), ""))
+    bench.write()
+    assert bench.held_by("k") == {*others[1:], "us"}
+
+
+def test_the_live_keep_their_places_whatever_the_directory_missed(bench: Bench) -> None:
+    """Nodes that came up after the last refresh are no dead ones."""
+    bench.pass_seconds(70)
+    others = [f"n{n}" for n in range(LOCATIONS_MAX)]
+    bench.insert("k")
+    bench.write()
+    for node in others[:-1]:
+        bench.store.beat(node, f"{node}boot", 1)
+        bench.publish_of(node, "k")
+    bench.store.withdraw(bench.namespace, "k", "us", reason="test")
+    bench.store.beat(others[-1], f"{others[-1]}boot", 1)
+    bench.publish_of(others[-1], "k")
+    bench.backlog.add(Change((bench.namespace, "k"), ""))
+    bench.write()
+    assert bench.held_by("k") == set(others)
+
+
+def test_what_readers_find_of_the_long_dead_is_withdrawn(bench: Bench) -> None:
+    bench.pass_seconds(3, "a", "b")
+    bench.insert("k")
+    bench.write()
+    for node in ("a", "b"):
+        bench.publish_of(node, "k")
+    bench.pass_seconds(int(LONG_DEAD_SECONDS) + 1, "b")
+    (record,) = bench.store.locate(bench.namespace, ["k"])
+    assert record is not None
+    bench.directory.sources(record)
+    bench.publisher.withdraw_void(bench.store)
+    assert bench.held_by("k") == {"us", "b"}
+
+
+@pytest.mark.parametrize("why", ["added", "present", "conflict", "evicted"])
+def test_the_claim_ends_with_the_insert_whatever_becomes_of_it(bench: Bench, why: str) -> None:
+    if why in ("present", "conflict"):
+        bench.insert("k")
+        bench.write()
+    if why == "conflict":
+        bench.shelf.remove(bench.shelf.peek((bench.namespace, "k")), "test")  # type: ignore[arg-type]
+        bench.insert("k", TensorHeader("int8", (4,), 4))
+    ask(bench.store, bench.namespace, "a")
+    if why == "added":
+        bench.insert("k", token="token-of-a")
+    else:
+        bench.backlog.add(Change((bench.namespace, "k"), "", "token-of-a"))
+    bench.write()
+    assert ask(bench.store, bench.namespace, "b").granted
+
+
+def test_what_is_refused_is_counted_and_gives_its_claim_back(namespace: str) -> None:
+    bench = Bench(MemoryStore(records_max=1), namespace)
+    bench.insert("first")
+    bench.write()
+    ask(bench.store, namespace, "a", key="second")
+    bench.insert("second", token="token-of-a")
+    bench.write()
+    assert bench.counters.totals()["publish_refused"] == 1
+    assert bench.held_by("second") == set()
+    assert ask(bench.store, namespace, "b", key="second").granted
+    assert len(bench.backlog) == 0, "the next walk tries again"
+    bench.shelf.close()
+
+
+def test_a_foreign_key_does_not_hold_up_the_others(
+    bench: Bench, valkey_server: EmbeddedServer
+) -> None:
+    command(valkey_server.url, "SET", layout.record(bench.namespace, "k5"), "a string")
+    for n in range(10):
+        bench.insert(f"k{n}")
+    bench.write()
+    assert [bool(bench.held_by(f"k{n}")) for n in range(10)] == [n != 5 for n in range(10)]
+    assert bench.counters.totals()["publish_conflict"] == 1
+    assert len(bench.backlog) == 0
+
+
+def test_what_failed_is_written_when_the_store_is_back(bench: Bench) -> None:
+    gone = MemoryStore()
+    gone.close()
+    for n in range(100):
+        bench.insert(f"k{n}")
+    with pytest.raises(StoreUnavailable):
+        bench.publisher.write(gone, until=0.0)
+    assert len(bench.backlog) == 100
+    evicted = bench.shelf.peek((bench.namespace, "k3"))
+    assert evicted is not None
+    bench.shelf.remove(evicted, "evicted")
+    bench.write()
+    held = [bool(bench.held_by(f"k{n}")) for n in range(100)]
+    assert held == [n != 3 for n in range(100)]
+
+
+def test_the_record_is_what_the_shelf_holds_in_the_end(bench: Bench) -> None:
+    dice = random.Random(3)
+    held = set()
+    for _ in range(500):
+        key = f"k{dice.randrange(20)}"
+        item = bench.shelf.peek((bench.namespace, key))
+        if item is None:
+            bench.insert(key)
+            held.add(key)
+        else:
+            bench.shelf.remove(item, "evicted")
+            bench.backlog.add(Change((bench.namespace, key), "evicted"))
+            held.discard(key)
+        if dice.random() < 0.2:
+            bench.write()
+    bench.write()
+    assert {f"k{n}" for n in range(20) if bench.held_by(f"k{n}")} == held
