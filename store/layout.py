@@ -125,6 +125,17 @@ def read_record(fields: Mapping[bytes, bytes]) -> Record | None:
         return None
 
 
+def unreadable(name: bytes, fields: Mapping[bytes, bytes]) -> str:
+    """Why readers of this version miss what is in the HASH `name`; empty where they do not."""
+    version = fields.get(b"v", b"").decode("utf-8", "replace")
+    if version != VERSION:
+        return f"of version {version}" if version else "without a version: no node wrote it"
+    found = read_record(fields)
+    if found is None:
+        return "garbled, or without a copy"
+    return "" if record(found.namespace, found.key).encode() == name else "under a wrong name"
+
+
 _KINDS = {b"tensor": "tensor", b"none": "none"}
 
 

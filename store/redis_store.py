@@ -26,6 +26,7 @@ from store.base import MetadataStore
 from store.connection import Part
 from store.deployment import open_topology
 from store.errors import NodeTaken, StoreCorrupt, StoreError, StoreFull, StoreUnavailable
+from store.inspection import Inspection
 from store.link import Link, Script
 from store.mirror import Mirror
 from store.record import (
@@ -227,6 +228,10 @@ class RedisStore(MetadataStore):
         `dialler` is a thread or more, to connect on. Close the mirror before the store.
         """
         return Mirror(loop, self._link.topology, dialler)
+
+    def inspection(self) -> Inspection:
+        """A closer look at the servers, for people."""
+        return Inspection(self._link)
 
     def close(self) -> None:
         self._link.close()
