@@ -28,7 +28,7 @@ from lookup_buffer.node.session import Session
 from lookup_buffer.node.shelf import Shelf
 from lookup_buffer.node.storage import Storage
 from lookup_buffer.node.waiting import Waiting
-from store import ClaimAnswer, ClaimState, StoreError
+from store import ClaimAnswer, ClaimState, StoreError, StoreFull
 
 Answer = Callable[[dict[str, Any]], None]
 Owner = str | int
@@ -237,8 +237,11 @@ class Claims:
             stored = found.record is not None and bool(self.directory.sources(found.record))
             if stored and found.granted:
                 store.release_claim(*question.address, token=question.token)
-        except StoreError:
-            self._breaker.failed()
+        except StoreError as error:
+            if isinstance(error, StoreFull):
+                self._breaker.succeeded()  # it answers, and releases still pass
+            else:
+                self._breaker.failed()
             call_from_thread(self.loop, self._granted_unasked, question)
             return
         self._breaker.succeeded()
