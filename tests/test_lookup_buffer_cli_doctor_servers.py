@@ -184,7 +184,7 @@ def test_records_that_nobody_can_read(
 ) -> None:
     flush(valkey_server.url)
     with open_store(valkey_server.url, call_timeout_seconds=5.0) as store:
-        for key in ("good", "newer", "garbled", "moved"):
+        for key in ("good", "newer", "garbled", "moved away"):
             store.publish(a_record(namespace, key), a_location())
 
     def change(*parts: str) -> None:
@@ -192,7 +192,7 @@ def test_records_that_nobody_can_read(
 
     change("HSET", layout.record(namespace, "newer"), "v", "2")
     change("HSET", layout.record(namespace, "garbled"), "shape", "large")
-    change("RENAME", layout.record(namespace, "moved"), layout.record(namespace, "elsewhere"))
+    change("RENAME", layout.record(namespace, "moved away"), layout.record(namespace, "else where"))
     change("SET", layout.record(namespace, "text"), "v")
     change("HSET", layout.record(namespace, "by-hand"), "note", "mine")
     checks = examine(0, valkey_server.url, tmp_path / "d")
@@ -201,8 +201,8 @@ def test_records_that_nobody_can_read(
     assert found.startswith("looked at: 6; nobody can read: 5: ")
     for key, why in {
         "newer": "of version 2",
-        "garbled": "garbled, or without a copy",
-        "elsewhere": "under a wrong name",
+        "garbled": "garbled, without a copy, or misnamed",
+        "else where": "garbled, without a copy, or misnamed",
         "text": "a string",
         "by-hand": "without a version: no node wrote it",
     }.items():

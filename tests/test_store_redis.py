@@ -213,10 +213,11 @@ def test_a_claim_without_an_end_is_taken_over(
 def test_a_claim_goes_on_beside_a_record_that_is_none(
     store: MetadataStore, valkey_server: EmbeddedServer, namespace: str, garble: tuple[str, ...]
 ) -> None:
-    store.publish(a_record(namespace, "k"), a_location())
-    name = layout.record(namespace, "k")
+    key = "a key whose name is a hash"
+    store.publish(a_record(namespace, key), a_location())
+    name = layout.record(namespace, key)
     command(valkey_server.url, garble[0], name, *garble[1:])
-    answer = ask(store, namespace, "a")
+    answer = ask(store, namespace, "a", key=key)
     assert (answer.granted, answer.record) == (True, None)
 
 
