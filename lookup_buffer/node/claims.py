@@ -121,7 +121,7 @@ class Claims:
             if holding.session is session:
                 del self._held[owner, address]
                 token = self._token(session, address)
-                self._threads.submit(self._release, address, token, lambda _: None)
+                self._threads.submit(self._release, address, token, _nobody)
 
     def inserted(self, session: Session, address: Address) -> None:
         """What this engine has a claim for is here: its publication drops the claim."""
@@ -158,6 +158,11 @@ class Claims:
         """The store has spoken."""
         question.asking = False
         bound.cancel()
+        if not stored and self.shelf.holds(question.address):
+            # Inserted here since it was asked for: of copies on this node the record says nothing.
+            stored = True
+            if found.granted:
+                self._threads.submit(self._release, question.address, question.token, _nobody)
         if found.granted and not stored:
             self._hold(question)
         if question.answered:
@@ -204,7 +209,7 @@ class Claims:
             self._held[owner, address] = _Holding(question.session, ends_at)
         else:
             # Nobody is told of it, so nobody would ever give it back.
-            self._threads.submit(self._release, address, question.token, lambda _: None)
+            self._threads.submit(self._release, address, question.token, _nobody)
             return
         self.loop.call_later(question.lease_seconds + 1.0, self._forget, owner, address)
 
@@ -256,6 +261,10 @@ class Claims:
             except StoreError:
                 self._breaker.failed()  # the lease will end it
         call_from_thread(self.loop, answer, {"released": released})
+
+
+def _nobody(fields: dict[str, Any]) -> None:
+    """Who is told of a release that no client asked for."""
 
 
 def _owner(session: Session) -> Owner:
