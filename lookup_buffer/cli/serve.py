@@ -25,6 +25,10 @@ def serve(
     ] = None,
     store_url: StoreUrl = None,
     store_password_file: StorePasswordFile = None,
+    store_sentinel_password_file: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="File that holds the sentinels' password."),
+    ] = None,
     store_timeout_seconds: Annotated[
         float | None, typer.Option(help="Bound on one call to the store.")
     ] = None,
@@ -68,6 +72,7 @@ def serve(
         config_file=config,
         token_file=token_file,
         store_password_file=store_password_file,
+        store_sentinel_password_file=store_sentinel_password_file,
         store_url=store_url,
         store_timeout_seconds=store_timeout_seconds,
         mirror=mirror,
