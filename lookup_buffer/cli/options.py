@@ -26,6 +26,9 @@ StoreUrl = Annotated[
 StorePasswordFile = Annotated[
     Path | None, typer.Option(metavar="FILE", help="File that holds the store's password.")
 ]
+StoreSentinelPasswordFile = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="File that holds the sentinels' password.")
+]
 Directory = Annotated[
     Path | None,
     typer.Option(metavar="DIR", help="Runtime directory of this host's node (sockets, lock, log)."),
