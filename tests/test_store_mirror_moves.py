@@ -84,6 +84,23 @@ def test_what_is_known_of_a_slot_that_moved_becomes_true(
         move(valkey_cluster, slot, source, how)
 
 
+@pytest.mark.parametrize("how", ["key by key", "at once"])
+def test_an_empty_slot_that_moved_without_a_sign(
+    valkey_cluster: ValkeyCluster, other: MetadataStore, namespace: str, how: str
+) -> None:
+    """The old master has nothing to push, and nobody asks it: only a look at the map tells."""
+    masters, owners = where_all_are(valkey_cluster, namespace)
+    slot, source = slot_of(layout.record(namespace, "k0")), owners["k0"]
+    with Mirroring(valkey_cluster.url) as mirroring:
+        assert mirroring.has(namespace, "k0") is False
+        target = next(master for master in masters if master is not source)
+        move(valkey_cluster, slot, target, how)
+        publish(other, namespace, "k0")
+        took = mirroring.wait_to_know(namespace, "k0", there=True, seconds=TRUE_SECONDS)
+        print(f"true {took:.2f} s after the slot moved")
+    move(valkey_cluster, slot, source, how)
+
+
 def test_while_a_slot_is_on_its_way_only_its_missing_keys_are_unknown(
     valkey_cluster: ValkeyCluster, other: MetadataStore, namespace: str
 ) -> None:
