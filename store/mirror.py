@@ -82,6 +82,7 @@ class Mirror:
         self.pushes = 0
         """Invalidations received, for people."""
         self._ticker = loop.call_later(RECHECK_SECONDS, self._tick)
+        self._recheck()  # so that the first question finds it known who holds what
 
     def entries(self, namespace: str) -> Mapping[str, Entry]:
         """What is known of a namespace now. Look, and do not keep it."""

@@ -8,9 +8,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from nodes import wait_until
+from servers import command
 from store import Record, StoreUnavailable, open_store
 from store.mirror import Found, Mirror
 from store.redis_store import RedisStore
+from store.topology import Standalone
 
 CALL_SECONDS = 0.25
 MARGIN_SECONDS = 0.2
@@ -37,6 +39,10 @@ class Mirroring:
         self._dialler = ThreadPoolExecutor(1)
         topology = store._link.topology
         self.mirror: Mirror = self.do(lambda: Mirror(self._loop, topology, self._dialler, **limits))
+
+        if not isinstance(topology, Standalone):
+            self.wait_to_know("nobodys", "k", there=False, seconds=2.0)
+            self.slowest = 0.0
 
     def do(self, call: Callable[[], Any]) -> Any:
         """What `call` returns on the loop's thread."""
@@ -121,3 +127,11 @@ class Watching:
 
     def cancel(self) -> None:
         self._mirroring.do(self._cancel)
+
+
+def kill_lanes(url: str) -> None:
+    """End the connections that have tracking on, as a network that fails does."""
+    for line in command(url, "CLIENT", "LIST").decode().splitlines():
+        fields = dict(field.partition("=")[::2] for field in line.split())
+        if "t" in fields["flags"]:
+            command(url, "CLIENT", "KILL", "ID", fields["id"])

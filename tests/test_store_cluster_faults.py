@@ -10,6 +10,7 @@ import pytest
 from clusters import ValkeyCluster, slot_of
 from contract_store import a_location, a_record
 from nodes import wait_until
+from relay import Blackhole
 from server_process import ServerProcess
 from store import (
     MetadataStore,
@@ -60,6 +61,7 @@ def test_a_master_goes_in_the_middle_of_a_write_load(
         wait_until(lambda: all(reader.had_at[k] > healthy_from for k in names if k not in his), 5.0)
         # Before the replica has noticed, the others are read and written as ever.
         went_on = time.monotonic() - started
+        assert not any(reader.had_at[key] > healthy_from for key in his), "the test came too late"
         assert any(writer.partly for writer in load.writers)
         wait_until(
             lambda: all(at > healthy_from for at in reader.had_at.values()), FAILOVER_SECONDS
@@ -171,6 +173,26 @@ def test_each_operation_of_a_frozen_cluster_has_one_budget(
                 assert time.monotonic() - started < LIMIT_SECONDS
         for member in own_cluster.members:
             member.go_on()
+
+
+def test_servers_that_cannot_even_be_dialled_leave_time_for_the_others(
+    valkey_cluster: ValkeyCluster, namespace: str
+) -> None:
+    publishings = [Publishing(a_record(namespace, "k"), a_location(), 60.0)]
+    with Blackhole() as first, Blackhole() as second:
+        seeds = f"127.0.0.1:{first.port},127.0.0.1:{second.port}"
+        living = valkey_cluster.members[0].port
+        with open_at(f"redis-cluster://{seeds},127.0.0.1:{living}") as store:
+            started = time.monotonic()
+            assert store.publish_many(publishings) == [Publication.ADDED]
+            assert time.monotonic() - started < LIMIT_SECONDS
+        for url in (f"redis-cluster://{seeds}", f"redis://127.0.0.1:{first.port}"):
+            with open_at(url) as store:
+                started = time.monotonic()
+                with pytest.raises(StoreUnavailable):
+                    store.publish_many(publishings)
+                # Dialling has a time of its own.
+                assert time.monotonic() - started < CALL_SECONDS + LIMIT_SECONDS
 
 
 def test_the_whole_cluster_is_gone_and_comes_back_empty(

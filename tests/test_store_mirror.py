@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 
 from contract_store import a_location, a_record
-from mirrors import CALL_SECONDS, MARGIN_SECONDS, Mirroring
+from mirrors import CALL_SECONDS, MARGIN_SECONDS, Mirroring, kill_lanes
 from nodes import wait_until
 from servers import StartServer, alive, command, flush, frozen, valkey_executable
 from store import EmbeddedServer, MetadataStore, StoreUnavailable, layout, open_store
@@ -36,14 +36,6 @@ def mirroring(valkey_server: EmbeddedServer) -> Iterator[Mirroring]:
 
 def publish(store: MetadataStore, namespace: str, key: str, *, ttl_seconds: float = 60.0) -> None:
     store.publish(a_record(namespace, key), a_location(), ttl_seconds=ttl_seconds)
-
-
-def kill_lanes(url: str) -> None:
-    """End the connections that have tracking on, as a network that fails does."""
-    for line in command(url, "CLIENT", "LIST").decode().splitlines():
-        fields = dict(field.partition("=")[::2] for field in line.split())
-        if "t" in fields["flags"]:
-            command(url, "CLIENT", "KILL", "ID", fields["id"])
 
 
 # ---- what is pushed
