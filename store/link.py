@@ -194,14 +194,19 @@ class Link:
         """Ask the servers that refusals (MOVED or ASK) point to."""
         asked: list[tuple[int, Server, list[Command]]] = []
         for i, name, command in redirected:
-            kind, _, address = str(replies[i]).split(" ")[:3]
-            host, _, port = address.rpartition(":")
-            endpoint = Endpoint(host or places[i].endpoint.host, int(port))
-            if kind == "MOVED":
-                places[i] = self.topology.moved(name, endpoint)
-                asked.append((i, places[i], [command]))
-            else:
-                asked.append((i, self.topology.aside(endpoint), [("ASKING",), command]))
+            try:
+                kind, _, address = str(replies[i]).split(" ")[:3]
+                host, _, port = address.rpartition(":")
+                endpoint = Endpoint(host or places[i].endpoint.host, int(port))
+                if kind == "MOVED":
+                    places[i] = self.topology.moved(name, endpoint)
+                    asked.append((i, places[i], [command]))
+                else:
+                    asked.append((i, self.topology.aside(endpoint), [("ASKING",), command]))
+            except StoreUnavailable as error:
+                replies[i] = error
+            except ValueError:
+                replies[i] = StoreUnavailable(f"store: cannot be followed: {replies[i]}")
         found = self._scatter([at for _, at, _ in asked], [sent for *_, sent in asked], budget)
         for (i, *_), reply in zip(asked, found, strict=True):
             replies[i] = reply

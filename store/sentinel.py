@@ -27,7 +27,7 @@ class SentinelTopology(Topology):
         access: Access,
         sentinel_access: Access,
     ) -> None:
-        self._sentinels = [Server(endpoint, sentinel_access) for endpoint in sentinels]
+        self._sentinels = tuple(Server(endpoint, sentinel_access) for endpoint in sentinels)
         self._service = service
         self._access = access
         self._lock = threading.Lock()
@@ -97,7 +97,7 @@ class SentinelTopology(Topology):
 
     def _ask(self, budget: Budget) -> Endpoint:
         cause: Exception | None = None
-        for sentinel in list(self._sentinels):
+        for sentinel in self._sentinels:
             try:
                 with budget.half():
                     (reply,) = sentinel.exchange(
@@ -119,5 +119,5 @@ class SentinelTopology(Topology):
 
     def _ask_last(self, sentinel: Server) -> None:
         with self._lock:
-            self._sentinels.remove(sentinel)
-            self._sentinels.append(sentinel)
+            others = [other for other in self._sentinels if other is not sentinel]
+            self._sentinels = (*others, sentinel)

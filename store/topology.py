@@ -10,7 +10,10 @@ from collections.abc import Sequence
 
 from store.budget import Budget
 from store.connection import Endpoint, Part
+from store.errors import StoreUnavailable
 from store.server import Server
+
+_IS_A_CLUSTER = "store: this server is one of a cluster; its URL begins with redis-cluster://"
 
 
 class Topology(ABC):
@@ -38,11 +41,11 @@ class Topology(ABC):
 
     def moved(self, name: Part, endpoint: Endpoint) -> Server:
         """A server said that the key now lives at `endpoint`; the server there."""
-        raise NotImplementedError("only a cluster moves keys")
+        raise StoreUnavailable(_IS_A_CLUSTER)
 
     def aside(self, endpoint: Endpoint) -> Server:
         """The server at `endpoint`, for one question that the key's server passed on (ASK)."""
-        raise NotImplementedError("only a cluster passes questions on")
+        raise StoreUnavailable(_IS_A_CLUSTER)
 
     @abstractmethod
     def doubt(self, server: Server) -> None:

@@ -244,8 +244,21 @@ def test_nobody_listens(tmp_path: Path) -> None:
         b"-LOADING the dataset is being loaded\r\n",
         b"-MISCONF the disk is full\r\n",
         b"-CLUSTERDOWN the cluster is down\r\n",
+        b"-MOVED 1 127.0.0.1:1\r\n",
+        b"-ASK 1 127.0.0.1:1\r\n",
+        b"-MOVED to a better place\r\n",
     ],
-    ids=["no RESP", "cut off", "nothing", "loading", "disk full", "cluster down"],
+    ids=[
+        "no RESP",
+        "cut off",
+        "nothing",
+        "loading",
+        "disk full",
+        "cluster down",
+        "moved",
+        "ask",
+        "garbled",
+    ],
 )
 def test_whoever_answers_like_that_is_unavailable(reply: bytes) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -261,9 +274,11 @@ def test_whoever_answers_like_that_is_unavailable(reply: bytes) -> None:
         thread.start()
         with (
             open_store(f"redis://127.0.0.1:{listener.getsockname()[1]}") as store,
-            pytest.raises(StoreUnavailable),
+            pytest.raises(StoreUnavailable) as caught,
         ):
             store.beat("node-1", BOOT, 1)
+        if reply.startswith((b"-MOVED 1", b"-ASK")):
+            assert "redis-cluster://" in str(caught.value), "what to write instead"
         thread.join(timeout=5)
         assert not thread.is_alive()
 
