@@ -1,5 +1,6 @@
 """The registrar's thread on stores that fail over, refuse or strike it off."""
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -10,9 +11,10 @@ from lookup_buffer.config import BufferConfig
 from lookup_buffer.counters import Counters
 from lookup_buffer.errors import ConfigError
 from lookup_buffer.header import TensorHeader
+from lookup_buffer.node.backlog import RECENT_SECONDS
 from lookup_buffer.node.directory import Directory
 from lookup_buffer.node.identity import Identity
-from lookup_buffer.node.registrar import Registrar
+from lookup_buffer.node.registrar import WALK_PAUSE_SECONDS, Registrar
 from lookup_buffer.node.shelf import Shelf
 from lookup_buffer.node.storage import Storage
 from nodes import wait_until
@@ -41,12 +43,14 @@ class Given(Storage):
 
 @contextmanager
 def registrar_on(
-    store: MetadataStore, give_up: Callable[[ConfigError], None] = lambda _: None
+    store: MetadataStore,
+    give_up: Callable[[ConfigError], None] = lambda _: None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[tuple[Registrar, Shelf]]:
     shelf = Shelf(1 << 20, lambda address, reason: registrar.changed(address, reason))
     identity = Identity("us", "usboot", "tcp://us:1")
     registrar = Registrar(
-        Given(store), shelf, Directory("us"), identity, Counters(), 1800.0, give_up
+        Given(store), shelf, Directory("us"), identity, Counters(), 1800.0, give_up, clock
     )
     registrar.start()
     yield registrar, shelf
@@ -88,6 +92,23 @@ def test_after_a_failover_the_last_minute_is_written_again() -> None:
         store.withdraw(NAMESPACE, "kept", "us", reason="test")
         with pytest.raises(pytest.fail.Exception):
             wait_until(lambda: held(store, "kept") == [True], 2.5)
+
+
+def test_after_a_server_was_lost_all_is_written_again_but_not_all_the_time() -> None:
+    store, ahead_seconds = FailingOver(), [0.0]
+    with registrar_on(store, clock=lambda: time.monotonic() + ahead_seconds[0]) as (_, shelf):
+        insert(shelf, "old")
+        wait_until(lambda: held(store, "old") == [True], 3.0)
+        ahead_seconds[0] += RECENT_SECONDS + WALK_PAUSE_SECONDS
+        for lost in (True, False):
+            store.withdraw(NAMESPACE, "old", "us", reason="test")  # its server came back empty
+            store.count += 1
+            if lost:
+                wait_until(lambda: held(store, "old") == [True], 4.0)
+        with pytest.raises(pytest.fail.Exception):
+            wait_until(lambda: held(store, "old") == [True], 2.5)
+        ahead_seconds[0] += WALK_PAUSE_SECONDS
+        wait_until(lambda: held(store, "old") == [True], 4.0)
 
 
 def test_a_node_that_was_struck_off_publishes_all_it_has() -> None:

@@ -29,6 +29,10 @@ AGAIN_PER_SECOND_FLEET = 20_000.0
 """What all nodes together may rewrite: a fifth of what one server takes. Shared out by the nodes
 that live; but a walk of the inventory always ends before the next one begins."""
 
+WALK_PAUSE_SECONDS = 60.0
+"""After a server was lost all items are written again, but not more often: connections that come
+and go must not keep the fleet writing."""
+
 STRUCK_OFF_MAX = 8
 """Dead nodes that are struck off with one beat: every node does it, so a few are enough."""
 
@@ -58,6 +62,7 @@ class Registrar:
     _undescribed: set[str] = field(default_factory=set)
     _thread: threading.Thread | None = None
     _walked_at: float = 0.0
+    _walk_due: bool = False
     _failovers: int = 0
 
     def __post_init__(self) -> None:
@@ -184,10 +189,15 @@ class Registrar:
         self._backlog.repeat(addresses, max(needed, min(share, AGAIN_PER_SECOND_MAX)))
 
     def _repeat_after_failover(self, store: MetadataStore) -> None:
+        """The last minute at once, for a replica lags; then all, for a server may be back empty."""
         failovers = store.failovers()
         if failovers > self._failovers:
             self._backlog.repeat_recent()
+            self._walk_due = True
         self._failovers = failovers
+        if self._walk_due and self.clock() - self._walked_at > WALK_PAUSE_SECONDS:
+            self._walk_due = False
+            self._repeat_all()
 
     def _describe(self, store: MetadataStore) -> None:
         for fingerprint in list(self._undescribed):
