@@ -224,12 +224,13 @@ class LookupBuffer:
         deadline = time.monotonic() + waiting(timeout)
         present = self._local_reads.holds(keys)
         unknown = [index for index, here in enumerate(present) if not here]
-        left = iter(unknown)
+        left, of = iter(unknown), self._namespace.fingerprint
         for part in split([keys[index].text for index in unknown]):
             budget = waiting(deadline - time.monotonic())
-            request = Contains(next_request_id(), self._namespace.fingerprint, list(part), budget)
+            # The node answers earlier, for its answer takes its time to come.
+            request = Contains(next_request_id(), of, list(part), 0.9 * budget)
             try:
-                found = self._attachment.call(request, budget + 0.01)["present"]
+                found = self._attachment.call(request, budget)["present"]
             except NodeUnavailable:
                 break
             for there in found:

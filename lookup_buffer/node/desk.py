@@ -252,7 +252,7 @@ class Desk:
 
     def _contains(self, connection: Connection, request: Contains) -> None:
         addresses = [(request.namespace, key) for key in request.keys]
-        present = [self.shelf.holds(address) for address in addresses]
+        present = self.shelf.holds_each(addresses)
         unknown = self._still_unknown(request, present)
         if not unknown:
             _reply(connection, request, {"present": present})

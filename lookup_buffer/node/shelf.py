@@ -6,7 +6,7 @@ while bytes are copied or hashed.
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from xxhash import xxh3_64_intdigest
@@ -60,6 +60,12 @@ class Shelf:
         """Whether a complete item lies at `address`."""
         with self._lock:
             return self._inventory.find(address) is not None
+
+    def holds_each(self, addresses: Sequence[Address]) -> list[bool]:
+        """The same for many at once."""
+        with self._lock:
+            find = self._inventory.find
+            return [find(address) is not None for address in addresses]
 
     def taken(self, address: Address) -> bool:
         """Whether `address` has an item or is being written."""
