@@ -1,0 +1,181 @@
+"""How long a publication takes to reach who waits for it, in another process and on another node.
+
+All times are of CLOCK_MONOTONIC, which is one clock for all processes of a machine.
+"""
+
+import asyncio
+import multiprocessing
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from benchmarks.gauge import NAMESPACE, key_of, microseconds, publishing_of
+from lookup_buffer import BufferConfig, LookupBuffer, TensorKey
+from lookup_buffer.launch import to_json
+from store import open_store
+from store.redis_store import RedisStore
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+CAPACITY_BYTES = 128 << 20
+PUBLISHER = "gpu-host-0003-ab12"
+PAUSE_SECONDS = (0.005, 0.02)
+"""Between the order to publish and the publication: by then whoever waits does so."""
+WAIT_SECONDS = 10.0
+
+
+# -- a watcher of a mirror
+
+
+def publish_when_told(url: str, orders: "Connection[Any, Any]") -> None:
+    """The other process: publishes each key it is told, and says when it began to."""
+    with open_store(url, call_timeout_seconds=5.0) as store:
+        orders.send("ready")
+        while (key := orders.recv()) is not None:
+            time.sleep(random.uniform(*PAUSE_SECONDS))
+            publishing = publishing_of(key, PUBLISHER, 1, 2**63)
+            begun = time.monotonic_ns()
+            store.publish_many([publishing])
+            orders.send(begun)
+
+
+async def measure_watch_wakes(url: str, count: int) -> dict[str, float]:
+    """Until `Mirror.watch` notifies: the record is read again by then."""
+    loop = asyncio.get_running_loop()
+    context = multiprocessing.get_context("spawn")
+    orders, theirs = context.Pipe()
+    process = context.Process(target=publish_when_told, args=(url, theirs), daemon=True)
+    process.start()
+    assert orders.recv() == "ready"
+    store = open_store(url, call_timeout_seconds=5.0)
+    assert isinstance(store, RedisStore)
+    mirror = store.mirror(loop, ThreadPoolExecutor(1))
+    seconds = []
+    for number in range(count):
+        key = key_of(2**40 + number)
+        told: asyncio.Queue[int] = asyncio.Queue()
+        cancel = mirror.watch(NAMESPACE, key, lambda: told.put_nowait(time.monotonic_ns()))  # noqa: B023
+        await told.get()  # from here on no change can be missed
+        orders.send(key)
+        woken = await told.get()
+        seconds.append((woken - orders.recv()) / 1e9)
+        cancel()
+    orders.send(None)
+    process.join(timeout=10.0)
+    mirror.close()
+    store.close()
+    return microseconds(seconds)
+
+
+# -- a client that waits
+
+
+@dataclass(frozen=True, slots=True)
+class Nodes:
+    """Two nodes that treat each other as two hosts, and a client of each."""
+
+    holder: LookupBuffer
+    reader: LookupBuffer
+    holder_config: BufferConfig
+    log: Path
+    """When the holder's node began to publish what."""
+
+
+@contextmanager
+def two_nodes(url: str) -> Iterator[Nodes]:
+    with tempfile.TemporaryDirectory(prefix="lb-") as name:
+        directory = Path(name)
+        configs = [
+            BufferConfig(
+                directory=directory / node,
+                node_id=node,
+                capacity_bytes=CAPACITY_BYTES,
+                store_url=url,
+                idle_exit_seconds=5.0,
+            )
+            for node in ("holder", "reader")
+        ]
+        log = directory / "published"
+        node = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.stamping_node", str(log)], stdin=subprocess.PIPE
+        )
+        assert node.stdin is not None
+        node.stdin.write(to_json(configs[0]).encode())
+        node.stdin.close()
+        while not configs[0].socket_path().exists():
+            assert node.poll() is None, "the node did not start"
+            time.sleep(0.01)
+        clients = [LookupBuffer(config) for config in configs]
+        try:
+            time.sleep(1.0)  # until both arenas are faulted in, here and in the nodes
+            yield Nodes(clients[0], clients[1], configs[0], log)
+        finally:
+            for client in clients:
+                client.close()
+            node.terminate()
+            node.wait(timeout=10.0)
+            wait_until_gone(directory)
+
+
+def wait_until_gone(directory: Path) -> None:
+    """The other node ends by itself soon after its last client."""
+    deadline = time.monotonic() + 15.0
+    while any(directory.glob("*/node.sock")) and time.monotonic() < deadline:
+        time.sleep(0.1)
+
+
+def insert_when_told(
+    config: BufferConfig, nbytes: int | None, orders: "Connection[Any, Any]"
+) -> None:
+    """The other process: a client of the holder's node."""
+    tensor = None if nbytes is None else torch.ones(nbytes, dtype=torch.uint8)
+    with LookupBuffer(config) as buffer:
+        orders.send("ready")
+        while (key := orders.recv()) is not None:
+            time.sleep(random.uniform(*PAUSE_SECONDS))
+            begun = time.monotonic_ns()
+            buffer.insert(TensorKey(key), tensor)
+            orders.send(begun)
+
+
+def measure_client_wakes(nodes: Nodes, nbytes: int | None, count: int) -> dict[str, Any]:
+    """Until a waiting `select` on the other node has returned what was inserted; None is a value.
+
+    From the moment the holder's node began to publish, and from the call of `insert` before it.
+    """
+    context = multiprocessing.get_context("spawn")
+    orders, theirs = context.Pipe()
+    arguments = (nodes.holder_config, nbytes, theirs)
+    process = context.Process(target=insert_when_told, args=arguments, daemon=True)
+    process.start()
+    assert orders.recv() == "ready"
+    out = None if nbytes is None else torch.zeros(nbytes, dtype=torch.uint8)
+    inserted, woken = {}, {}
+    for number in range(count):
+        key = f"wake-{nbytes}-{number}"
+        orders.send(key)
+        nodes.reader.select(TensorKey(key), timeout=WAIT_SECONDS, out=out)
+        woken[key] = time.monotonic_ns()
+        inserted[key] = orders.recv()
+    orders.send(None)
+    process.join(timeout=10.0)
+    time.sleep(0.1)  # until the last line is written
+    published: dict[str, int] = {}
+    for line in nodes.log.read_text().splitlines():
+        key, begun = line.split()
+        published.setdefault(key, int(begun))
+    return {
+        "since_publication": microseconds([(woken[k] - published[k]) / 1e9 for k in woken]),
+        "since_insert": microseconds([(woken[k] - inserted[k]) / 1e9 for k in woken]),
+    }
