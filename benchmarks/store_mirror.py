@@ -110,6 +110,7 @@ class Questions:
             times["mirror_warm"].append(await ask_mirror(mirror, warm))
             times["mirror_cold"].append(await ask_mirror(mirror, cold))
             times["store"].append(seconds_of(lambda: self._store.locate(NAMESPACE, warm)))
+        renewal_pushes = await self._renew(mirror, warm)
         mirror.close()
         locator.close()
         self._storage.close()
@@ -117,7 +118,15 @@ class Questions:
         return {
             name: microseconds(taken) | {"times_mget": paired_ratio(taken, times["mget"])}
             for name, taken in times.items()
-        }
+        } | {"pushes_by_renewing_32": renewal_pushes}
+
+    async def _renew(self, mirror: "Mirror", keys: Sequence[str]) -> int:
+        """How many invalidations it brings that a holder renews its records, as each walk does."""
+        await ask_mirror(mirror, keys)
+        before = mirror.pushes
+        self._store.publish_many([publishing_of(key, HOLDER, 1, 2**63) for key in keys])
+        await asyncio.sleep(0.5)
+        return mirror.pushes - before
 
     def _beat(self) -> None:
         """The holder lives, and the directory knows."""

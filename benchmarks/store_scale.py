@@ -108,7 +108,7 @@ class Filled:
                 location = publishing_of(key_of(n), node_name(index), n + 1, 2**63 + n).location
                 name = layout.record(NAMESPACE, key_of(n))
                 commands.append(("HSET", name, f"at:{location.node}", location.text))
-            self._exchange(commands)
+            self.exchange(commands)
         found = self.store.locate(NAMESPACE, [key_of(0), key_of(self.records - 1)])
         assert all(record and len(record.locations) == index + 1 for record in found)
 
@@ -129,10 +129,8 @@ class Filled:
         self.client.close()
         self.store.close()
 
-    def _exchange(self, commands: Sequence[tuple[str, ...]]) -> None:
-        deadline = time.monotonic() + CALL_SECONDS
-        self._raw.send(pack(commands), deadline)
-        self._raw.receive(len(commands), deadline)
+    def exchange(self, commands: Sequence[tuple[str, ...]]) -> None:
+        exchange(self._raw, commands)
 
     def _cost(self, begun: float, begun_cpu: float, count: int) -> dict[str, float]:
         busy = main_thread_seconds(self.pid) - begun_cpu
@@ -281,6 +279,23 @@ def measure_tracking(program: str | None, records: int) -> dict[str, Any]:
     }
 
 
+def measure_repeated(program: str | None, records: int) -> dict[str, float]:
+    """Bytes a record at 3 locations; and without the two fields that its key's name repeats."""
+    with running(program) as server:
+        filled = Filled(server, records)
+        filled.publish_all()
+        filled.add_location(1)
+        filled.add_location(2)
+        time.sleep(0.5)
+        whole = filled.bytes_a_record()
+        for start in range(0, records, PAGE):
+            names = [layout.record(NAMESPACE, key_of(start + n)) for n in range(PAGE)]
+            filled.exchange([("HDEL", name, "key", "namespace") for name in names])
+        result = {"whole": whole, "without_key_and_namespace": filled.bytes_a_record()}
+        filled.close()
+    return result
+
+
 def read_all(connection: Connection, records: int) -> None:
     """EXISTS is the shortest command that counts as reading a key."""
     for start in range(0, records, PAGE):
@@ -313,8 +328,15 @@ def main() -> None:
             measure_records(program, count, arguments.rounds, count == records[-1])
             for count in records
         ]
-        tracking = measure_tracking(program, min(records[-1], 100_000))
-        report["servers"].append({"server": product, "sizes": sizes, "tracking": tracking})
+        some = min(records[-1], 100_000)
+        report["servers"].append(
+            {
+                "server": product,
+                "sizes": sizes,
+                "tracking": measure_tracking(program, some),
+                "three_locations": {"records": some} | measure_repeated(program, some),
+            }
+        )
     emit(report)
 
 

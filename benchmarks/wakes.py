@@ -153,6 +153,7 @@ def measure_client_wakes(nodes: Nodes, nbytes: int | None, count: int) -> dict[s
     """Until a waiting `select` on the other node has returned what was inserted; None is a value.
 
     From the moment the holder's node began to publish, and from the call of `insert` before it.
+    Beside it a `select` that need not wait: published and known here, but to be fetched.
     """
     context = multiprocessing.get_context("spawn")
     orders, theirs = context.Pipe()
@@ -161,21 +162,32 @@ def measure_client_wakes(nodes: Nodes, nbytes: int | None, count: int) -> dict[s
     process.start()
     assert orders.recv() == "ready"
     out = None if nbytes is None else torch.zeros(nbytes, dtype=torch.uint8)
-    inserted, woken = {}, {}
+    inserted, woken, fetched = {}, {}, []
     for number in range(count):
         key = f"wake-{nbytes}-{number}"
         orders.send(key)
         nodes.reader.select(TensorKey(key), timeout=WAIT_SECONDS, out=out)
         woken[key] = time.monotonic_ns()
         inserted[key] = orders.recv()
+    for number in range(count):
+        key = f"known-{nbytes}-{number}"
+        orders.send(key)
+        orders.recv()
+        while not nodes.reader.has_caches([TensorKey(key)])[0]:
+            time.sleep(0.002)
+        time.sleep(PAUSE_SECONDS[0])
+        begun = time.monotonic_ns()
+        nodes.reader.select(TensorKey(key), out=out)
+        fetched.append((time.monotonic_ns() - begun) / 1e9)
     orders.send(None)
     process.join(timeout=10.0)
     time.sleep(0.1)  # until the last line is written
     published: dict[str, int] = {}
     for line in nodes.log.read_text().splitlines():
-        key, begun = line.split()
-        published.setdefault(key, int(begun))
+        key, _, at = line.partition(" ")
+        published.setdefault(key, int(at))
     return {
         "since_publication": microseconds([(woken[k] - published[k]) / 1e9 for k in woken]),
         "since_insert": microseconds([(woken[k] - inserted[k]) / 1e9 for k in woken]),
+        "select_of_what_is_known": microseconds(fetched),
     }
