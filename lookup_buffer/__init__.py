@@ -13,6 +13,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 try:
+    from store import ClaimState as ClaimState
     from store import MetadataStore as MetadataStore
 except ImportError as error:
     import store
@@ -24,7 +25,8 @@ except ImportError as error:
     ) from error
 
 if TYPE_CHECKING:
-    from lookup_buffer.client import ClaimAnswer as ClaimAnswer
+    from lookup_buffer.claimed import ClaimAnswer as ClaimAnswer
+    from lookup_buffer.claimed import ClaimOutcome as ClaimOutcome
     from lookup_buffer.client import EngineSeat as EngineSeat
     from lookup_buffer.client import InsertOutcome as InsertOutcome
     from lookup_buffer.client import LookupBuffer as LookupBuffer
@@ -41,7 +43,8 @@ if TYPE_CHECKING:
     from lookup_buffer.prefetched import PrefetchState as PrefetchState
 
 _HOMES = {
-    "client": ("ClaimAnswer", "EngineSeat", "InsertOutcome", "LookupBuffer"),
+    "claimed": ("ClaimAnswer", "ClaimOutcome"),
+    "client": ("EngineSeat", "InsertOutcome", "LookupBuffer"),
     "config": ("BufferConfig",),
     "errors": (
         "BufferFull",
@@ -55,7 +58,7 @@ _HOMES = {
     "prefetched": ("LoadOrder", "PrefetchState", "Prefetched"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
-__all__ = ["MetadataStore", *_HOME_OF]
+__all__ = ["ClaimState", "MetadataStore", *_HOME_OF]
 
 
 def __getattr__(name: str) -> Any:

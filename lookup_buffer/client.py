@@ -19,6 +19,7 @@ from lookup_buffer import codec
 from lookup_buffer.arena import copy_bytes
 from lookup_buffer.attachment import CALL_SECONDS, Attachment
 from lookup_buffer.channel import Channel, next_request_id
+from lookup_buffer.claimed import ClaimAnswer
 from lookup_buffer.config import BufferConfig
 from lookup_buffer.errors import (
     LookupBufferError,
@@ -47,12 +48,12 @@ from lookup_buffer.messages import (
 from lookup_buffer.namespace import Namespace
 from lookup_buffer.prefetched import LoadOrder, Prefetched, PrefetchState
 from lookup_buffer.prefetching import Prefetching
+from store import ClaimState
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = [
-    "ClaimAnswer",
     "EngineSeat",
     "InsertOutcome",
     "LoadOrder",
@@ -76,15 +77,6 @@ class EngineSeat:
     engine_id: str
     rank: int | None
     world_size: int
-
-
-@dataclass(frozen=True, slots=True)
-class ClaimAnswer:
-    """Whether the right to produce a key is ours, else who has it and for how long at most."""
-
-    granted: bool
-    holder: str
-    remaining_seconds: float
 
 
 class LookupBuffer:
@@ -289,15 +281,24 @@ class LookupBuffer:
 
     # -- claims and inspection
 
-    def claim(self, key: TensorKey, *, lease_seconds: float) -> ClaimAnswer:
-        """Ask for the right to produce `key`; asking again renews it.
+    def claim(
+        self,
+        key: TensorKey,
+        *,
+        lease_seconds: float,
+        state: ClaimState = ClaimState.ENCODING,
+        timeout: float = 0.0,
+    ) -> ClaimAnswer:
+        """Ask for the right to produce `key`; asking again, as ENCODING, renews it.
 
-        A store that is down grants it: producing twice is the most that a fault may cost.
+        Where another has it, wait up to `timeout` seconds for the key to appear or for the claim
+        to be free. Inserting the key, or closing this client, gives the claim back. A store that
+        is down grants it: producing twice is the most that a fault may cost.
         """
-        lease = lasting("lease_seconds", lease_seconds)
-        request = Claim(next_request_id(), self._namespace.fingerprint, key.text, lease)
-        reply = self._attachment.call(request, CALL_SECONDS)
-        return ClaimAnswer(reply["granted"], reply["holder"], reply["remaining_seconds"])
+        lease, wait = lasting("lease_seconds", lease_seconds), waiting(timeout)
+        fingerprint = self._namespace.fingerprint
+        request = Claim(next_request_id(), fingerprint, key.text, lease, state.value, wait)
+        return ClaimAnswer.of(self._attachment.call(request, wait + CALL_SECONDS))
 
     def release_claim(self, key: TensorKey) -> bool:
         """Give the claim back; whether it was still ours."""

@@ -16,8 +16,9 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Final
 
 from lookup_buffer.errors import ConfigError, ProtocolError
+from store import ClaimState
 
-VERSION: Final = 1
+VERSION: Final = 2
 KEYS_MAX: Final = 4096
 """Bound on the keys or tickets of one request."""
 KEYS_BYTES_MAX: Final = 256 << 10
@@ -148,12 +149,19 @@ class Done(DeskRequest):
 
 @dataclass(frozen=True, slots=True)
 class Claim(DeskRequest):
-    """→ granted, holder, remaining_seconds. The claim ends with the session at the latest."""
+    """→ outcome: granted, held (by another: holder, state, remaining_seconds) or stored (a live
+    node holds the key), after `wait_seconds` at most where it is held.
+
+    `state` is how far the client has come: intent or encoding. The claim ends with the session at
+    the latest.
+    """
 
     op = "claim"
     namespace: str
     key: str
     lease_seconds: float
+    state: str
+    wait_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,6 +306,7 @@ def is_parts(value: object) -> bool:
 
 _FINGERPRINT = re.compile(r"[0-9a-f]{64}")
 _ABSENT = object()
+_CLAIM_STATES = [state.value for state in ClaimState]  # a list: what is looked up may be unhashable
 _CHECKS: Final[Mapping[str, Callable[[Any], bool]]] = {
     "id": _is_count,
     "version": _is_count,
@@ -312,6 +321,7 @@ _CHECKS: Final[Mapping[str, Callable[[Any], bool]]] = {
     "ttl_seconds": lambda value: value is None or _is_seconds(value),
     "wait_seconds": _is_seconds,
     "lease_seconds": _is_seconds,
+    "state": _CLAIM_STATES.__contains__,
     "tickets": _list_of(_is_count),
     "reads": _is_reads,
     "rank": _is_count,

@@ -2,10 +2,9 @@
 
 import threading
 import time
+from binascii import crc_hqx
 from collections.abc import Iterable, Sequence
 from typing import Any
-
-from redis.crc import key_slot
 
 from store.connection import Access, Endpoint, Part, Refusal
 from store.errors import StoreUnavailable
@@ -143,8 +142,10 @@ class ClusterTopology(Topology):
 def slot_of(name: Part) -> int:
     """The slot of a key: of what stands in its first braces, where it has any."""
     raw = name if isinstance(name, bytes) else str(name).encode("utf-8", "surrogatepass")
-    slot: int = key_slot(raw)
-    return slot
+    start = raw.find(b"{")
+    end = raw.find(b"}", start + 1)
+    tag = raw[start + 1 : end] if 0 <= start < end - 1 else raw
+    return crc_hqx(tag, 0) % SLOTS
 
 
 def _endpoint(host: Any, port: int, teller: Server) -> Endpoint:

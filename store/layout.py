@@ -4,7 +4,7 @@ A documented, versioned contract. Other programs, and people with redis-cli, may
 
 | key                    | type          | holds                                                  |
 |------------------------|---------------|--------------------------------------------------------|
-| lb:rec:<ns>:{<key>}    | HASH, expires | v, key, namespace, dtype, shape, nbytes, kind, created;|
+| lb:rec:<ns>:{<key>}    | HASH, expires | v, dtype, shape, nbytes, kind, created, sometimes key; |
 |                        |               | per location at:<node> = boot:generation:checksum      |
 | lb:claim:<ns>:{<key>}  | STRING, lease | <holder>:<state>:<token>: who is about to produce the  |
 |                        |               | key (state intent) or at work on it (encoding)         |
@@ -15,9 +15,10 @@ A documented, versioned contract. Other programs, and people with redis-cli, may
 | lb:hits:<ns>           | ZSET, 7 days  | hits per key, the 10,000 highest                       |
 | lb:stats:<node>        | HASH, 7 days  | the node's counters                                    |
 
-<ns> is the namespace's fingerprint. <key> is the key as written where it is short and has only
-harmless characters, else "h." and the hex of a 128-bit hash: such names can collide, so the raw
-key and the whole namespace are fields of the record and are compared on every read and write.
+<ns> is the namespace's whole fingerprint. <key> is the key as written where it is short and has
+only harmless characters, else "h." and the hex of a 128-bit hash. Such names can collide: there the
+raw key is a field of the record, and is compared on every read and write. Where the name says it
+all, no field repeats it: that would be 150 bytes of 600.
 The braces make the three keys of one item share a slot of Redis Cluster, as the scripts need.
 
 A change that an older reader would misunderstand raises VERSION: records of another version are
@@ -45,15 +46,25 @@ HITS_MAX = 10_000
 _SHORT_SAFE_KEY = re.compile(r"[A-Za-z0-9._%#@=+,/-]{1,128}\Z")
 _SHAPE = re.compile(rb"\[(\d+(?:,\d+)*)?\]\Z")
 _DIMENSIONS_MAX = 16
+_HASHED = "h."
+_RECORD_NAME = re.compile(rb"lb:rec:([A-Za-z0-9._-]{1,128}):\{([^{}]+)\}\Z")
 
 
 def key_name(key: str) -> str:
     """How a key is spelled inside the braces."""
-    # Keys that look like a hash are hashed as well, so that no key can pose as another's hash.
-    if _SHORT_SAFE_KEY.match(key) and not key.startswith("h."):
+    if _is_spelled_out(key):
         return key
+    return _HASHED + hashlib.blake2b(_raw(key), digest_size=16).hexdigest()
+
+
+def _is_spelled_out(key: str) -> bool:
+    # Keys that look like a hash are hashed as well, so that no key can pose as another's hash.
+    return bool(_SHORT_SAFE_KEY.match(key)) and not key.startswith(_HASHED)
+
+
+def _raw(key: str) -> bytes:
     # surrogatepass: any str is a key, also one that came from undecodable bytes.
-    return "h." + hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+    return key.encode("utf-8", "surrogatepass")
 
 
 def record(namespace: str, key: str) -> str:
@@ -89,31 +100,37 @@ def stats(node: str) -> str:
     return f"lb:stats:{node}"
 
 
+def key_field(key: str) -> bytes:
+    """What the field `key` of its record has to hold; empty where there is no such field."""
+    return b"" if _is_spelled_out(key) else _raw(key)
+
+
 def identity_fields(record: Record) -> list[str | int | bytes]:
     """Fields and values, alternating, that two publishers of one key have to agree on."""
-    key = record.key.encode("utf-8", "surrogatepass")
     shape = f"[{','.join(map(str, record.shape))}]"
+    key = key_field(record.key)
     return [
-        "v", VERSION, "key", key, "namespace", record.namespace, "dtype", record.dtype,
+        "v", VERSION, *(("key", key) if key else ()), "dtype", record.dtype,
         "shape", shape, "nbytes", record.nbytes, "kind", record.kind,
     ]  # fmt: skip
 
 
-def read_record(fields: Mapping[bytes, bytes]) -> Record | None:
-    """The record in a HASH as it came from the server; None where it is absent or garbled.
+def read_record(namespace: str, key: str, fields: Mapping[bytes, bytes]) -> Record | None:
+    """The record in the HASH of `key`; None where it is absent, garbled, or another key's.
 
-    Garbled is a miss and no error: nobody who looks a key up could do anything about it. The
-    caller compares key and namespace with what it asked for.
+    Garbled is a miss and no error: nobody who looks a key up could do anything about it.
     """
     try:
-        if fields[b"v"] != b"1":
+        if not fields or fields[b"v"] != b"1":
             return None
+        if not _is_spelled_out(key) and fields[b"key"] != _raw(key):
+            return None  # hashes that collide
         locations = _read_locations(fields)
         if not locations:
             return None  # nobody to fetch from; withdraw never leaves such a record behind
         return Record(
-            namespace=fields[b"namespace"].decode(),
-            key=fields[b"key"].decode("utf-8", "surrogatepass"),
+            namespace=namespace,
+            key=key,
             dtype=fields[b"dtype"].decode("ascii"),
             shape=_read_shape(fields[b"shape"]),
             nbytes=_read_count(fields[b"nbytes"]),
@@ -123,6 +140,28 @@ def read_record(fields: Mapping[bytes, bytes]) -> Record | None:
         )
     except (KeyError, ValueError):
         return None
+
+
+def read_named_record(name: bytes, fields: Mapping[bytes, bytes]) -> Record | None:
+    """The record in a HASH that was found by its name, as by a walk; None likewise."""
+    match = _RECORD_NAME.match(name)
+    if not match:
+        return None
+    namespace, spelled = match.groups()
+    raw = fields.get(b"key", b"") if spelled.startswith(_HASHED.encode()) else spelled
+    try:
+        of = (namespace.decode(), raw.decode("utf-8", "surrogatepass"))
+    except ValueError:
+        return None
+    return read_record(*of, fields) if record(*of).encode() == name else None
+
+
+def unreadable(name: bytes, fields: Mapping[bytes, bytes]) -> str:
+    """Why readers of this version miss what is in the HASH `name`; empty where they do not."""
+    version = fields.get(b"v", b"").decode("utf-8", "replace")
+    if version != VERSION:
+        return f"of version {version}" if version else "without a version: no node wrote it"
+    return "" if read_named_record(name, fields) else "garbled, without a copy, or misnamed"
 
 
 _KINDS = {b"tensor": "tensor", b"none": "none"}

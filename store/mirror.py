@@ -188,11 +188,7 @@ class Mirror:
             self._topology.doubt(lane.server)
             self._recheck()
             return StoreUnavailable(f"store {lane.server.endpoint}: {reply}")
-        fields = fields_of(reply)
-        record = layout.read_record(fields) if fields else None
-        # Names of long keys are hashes and may collide: then it is somebody else's record.
-        if record and (record.key != key or record.namespace != namespace):
-            record = None
+        record = layout.read_record(namespace, key, fields_of(reply))
         self._order.pop(name, None)
         self._order[name] = (namespace, key, lane)
         self._entries.setdefault(namespace, {})[key] = Entry(record, self._loop.time())

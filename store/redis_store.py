@@ -26,6 +26,7 @@ from store.base import MetadataStore
 from store.connection import Part
 from store.deployment import open_topology
 from store.errors import NodeTaken, StoreCorrupt, StoreError, StoreFull, StoreUnavailable
+from store.inspection import Inspection
 from store.link import Link, Script
 from store.mirror import Mirror
 from store.record import (
@@ -80,7 +81,7 @@ class RedisStore(MetadataStore):
             page = keys[start : start + _PAGE]
             replies = self._link.read_hashes([layout.record(namespace, key) for key in page])
             for key, fields in zip(page, replies, strict=True):
-                found.append(_record_of(namespace, key, fields))
+                found.append(layout.read_record(namespace, key, fields))
         return found
 
     def withdraw_many(self, withdrawings: Sequence[Withdrawing]) -> list[bool | None]:
@@ -111,7 +112,9 @@ class RedisStore(MetadataStore):
             holder=_text(current),
             state=ClaimState(_text(current_state)),
             remaining_seconds=milliseconds / 1000,
-            record=_record_of(namespace, key, dict(zip(fields[::2], fields[1::2], strict=True))),
+            record=layout.read_record(
+                namespace, key, dict(zip(fields[::2], fields[1::2], strict=True))
+            ),
         )
 
     def release_claim(self, namespace: str, key: str, *, token: str) -> bool:
@@ -195,8 +198,8 @@ class RedisStore(MetadataStore):
             for name, fields in zip(names, self._link.read_hashes(names), strict=True):
                 if left is not None and left <= 0:
                     return
-                record = layout.read_record(fields) if fields else None
-                if record and layout.record(record.namespace, record.key).encode() == name:
+                record = layout.read_named_record(name, fields)
+                if record:
                     left = None if left is None else left - 1
                     yield record
 
@@ -227,6 +230,10 @@ class RedisStore(MetadataStore):
         `dialler` is a thread or more, to connect on. Close the mirror before the store.
         """
         return Mirror(loop, self._link.topology, dialler)
+
+    def inspection(self) -> Inspection:
+        """A closer look at the servers, for people."""
+        return Inspection(self._link)
 
     def close(self) -> None:
         self._link.close()
@@ -266,8 +273,7 @@ def _withdraw_call(withdrawing: Withdrawing) -> tuple[Sequence[str], Sequence[Pa
     return (
         (layout.record(*item), layout.gone(*item)),
         (
-            withdrawing.key,
-            withdrawing.namespace,
+            layout.key_field(withdrawing.key),
             f"at:{withdrawing.node}",
             expected,
             withdrawing.reason,
@@ -298,15 +304,6 @@ def _withdrawn(answer: Any) -> bool | None:
     if isinstance(answer, StoreError):
         raise answer
     return bool(answer == 1)
-
-
-def _record_of(namespace: str, key: str, fields: Mapping[bytes, bytes]) -> Record | None:
-    """The record in the HASH of a key; None where it is missing, garbled or another key's."""
-    record = layout.read_record(fields) if fields else None
-    # Names of long keys are hashes and may collide: then it is somebody else's record.
-    if record and (record.key != key or record.namespace != namespace):
-        return None
-    return record
 
 
 def _milliseconds(seconds: float) -> int:

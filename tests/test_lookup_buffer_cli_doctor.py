@@ -41,8 +41,9 @@ def test_all_is_well(start_node: StartNode, start_server: StartServer) -> None:
     node = start_node(store_url=start_server().url)
     checks = examine(0, **settings_of(node))
     assert verdicts(checks, "ok") == {
-        "store client", "store", "store version", "store mode", "store policy", "store memory",
-        "store latency", "fleet", "directory", "node", "node's settings", "arena", "arena in use",
+        "store client", "store", "store mode", "store version", "store rights", "store policy",
+        "store memory", "store latency", "records", "fleet",
+        "directory", "node", "node's settings", "arena", "arena in use",
     }  # fmt: skip
     assert node.node_id in checks["node"]["found"]
     assert checks["store version"]["found"].startswith("valkey ")

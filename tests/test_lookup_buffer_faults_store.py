@@ -216,6 +216,34 @@ def test_a_full_store_costs_sharing_only(start_server: StartServer, start_node: 
     pair.end()
 
 
+def test_a_full_store_grants_claims_and_takes_them_back(
+    start_server: StartServer, start_node: StartNode
+) -> None:
+    pair = Pair(start_server(policy="noeviction"), start_node)
+    name = key("claimed before")
+    assert pair.here.claim(name, lease_seconds=60.0).granted
+    assert command(pair.server.url, "CONFIG", "SET", "maxmemory", "1") == b"+OK"
+    for _ in range(6):
+        assert pair.here.claim(key(), lease_seconds=9.0).granted
+    assert pair.here.release_claim(name), "nobody waits for a lease that could have ended"
+    pair.end()
+
+
+def test_a_full_store_makes_nobody_dead(start_server: StartServer, start_node: StartNode) -> None:
+    """Descriptions and counters are refused then; beats are not, and are read on."""
+    pair = Pair(start_server(policy="noeviction"), start_node)
+    name = key("published before")
+    pair.there.insert(name, torch.ones(3))
+    wait_until(lambda: pair.here.has_caches([name], timeout=1.0)[0], BACK_SECONDS)
+    assert command(pair.server.url, "CONFIG", "SET", "maxmemory", "1") == b"+OK"
+    until = time.monotonic() + 7.0  # longer than a node may be silent before it counts as dead
+    while time.monotonic() < until:
+        assert pair.here.has_caches([name], timeout=0.5) == [True]
+        time.sleep(0.05)
+    pair.expect(pair.here, name, torch.ones(3))
+    pair.end()
+
+
 def test_no_store_at_the_start(start_node: StartNode, tmp_path: Path) -> None:
     node = start_node(store_url=f"unix://{tmp_path}/nobody.sock")
     with node.client() as client:

@@ -41,6 +41,7 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "ttl_seconds": st.one_of(st.none(), seconds),
     "wait_seconds": seconds,
     "lease_seconds": seconds,
+    "state": st.sampled_from(["intent", "encoding"]),
     "tickets": st.lists(counts, max_size=8),
     "reads": st.dictionaries(texts, st.integers(1, messages.COUNT_MAX), max_size=8),
     "rank": counts,

@@ -63,15 +63,17 @@ def test_the_layout_is_what_it_says(
     url = valkey_server.url
     store.publish(a_record(namespace, "k"), a_location(), ttl_seconds=1800)
     name = f"lb:rec:{namespace}:{{k}}"
-    fields = [
-        "v", "key", "namespace", "dtype", "shape", "nbytes", "kind", "created", "at:node-1"
-    ]  # fmt: skip
+    fields = ["v", "dtype", "shape", "nbytes", "kind", "created", "at:node-1"]
     values = [command(url, "HGET", name, field).decode() for field in fields]
     assert values == [
-        "1", "k", namespace, "bfloat16", "[729,1152]", "1679616", "tensor", "1763718000.125",
+        "1", "bfloat16", "[729,1152]", "1679616", "tensor", "1763718000.125",
         f"{BOOT}:1:000000000000feed",
     ]  # fmt: skip
-    assert command(url, "HLEN", name) == b":9"
+    assert command(url, "HLEN", name) == b":7"
+    store.publish(a_record(namespace, "with space"), a_location())
+    hashed = layout.record(namespace, "with space")
+    assert command(url, "HGET", hashed, "key") == b"with space"
+    assert command(url, "HLEN", hashed) == b":8"
     assert 1_790_000 < int(command(url, "PTTL", name)[1:]) <= 1_800_000
     for state in (ClaimState.INTENT, ClaimState.ENCODING):
         ask(store, namespace, "node-1", 9, state=state)
@@ -98,7 +100,7 @@ def test_a_record_of_four_copies_stays_compact(
         assert len(largest.text) <= 64
         used.append(int(command(valkey_server.url, "MEMORY", "USAGE", name)[1:]))
     assert command(valkey_server.url, "OBJECT", "ENCODING", name) == b"listpack"
-    assert used[-1] < 900, used
+    assert used[2] < 600, used
 
 
 def test_the_keys_of_one_item_share_a_slot(valkey_server: EmbeddedServer) -> None:
@@ -121,7 +123,7 @@ def test_a_colliding_name_is_a_miss_and_a_conflict(
     assert store.publish(a_record(namespace, mine), a_location()) is Publication.CONFLICT
     assert not store.withdraw(namespace, mine, "node-1", reason="evicted")
     assert list(store.scan(namespace)) == []
-    command(valkey_server.url, "HSET", name, "key", mine, "namespace", "other")
+    command(valkey_server.url, "HDEL", name, "key")
     assert store.locate(namespace, [mine]) == [None]
     assert not store.withdraw(namespace, mine, "node-1", reason="evicted")
 
@@ -131,7 +133,7 @@ def test_a_colliding_name_is_a_miss_and_a_conflict(
     [
         ("shape", "[1,-2]"), ("shape", "1,2"), ("shape", "[1_0]"), ("shape", f"[{'1,' * 99}1]"),
         ("nbytes", "-1"), ("nbytes", "many"), ("nbytes", "9" * 40), ("created", "now"),
-        ("kind", "pickle"), ("dtype", b"\xff"), ("key", b"\xff\xfe"), ("v", "2"),
+        ("kind", "pickle"), ("dtype", b"\xff"), ("v", "2"),
         ("at:node-1", "nonsense"), ("at:node-1", b"\xff:1:2"),
     ],
 )  # fmt: skip
@@ -211,10 +213,11 @@ def test_a_claim_without_an_end_is_taken_over(
 def test_a_claim_goes_on_beside_a_record_that_is_none(
     store: MetadataStore, valkey_server: EmbeddedServer, namespace: str, garble: tuple[str, ...]
 ) -> None:
-    store.publish(a_record(namespace, "k"), a_location())
-    name = layout.record(namespace, "k")
+    key = "a key whose name is a hash"
+    store.publish(a_record(namespace, key), a_location())
+    name = layout.record(namespace, key)
     command(valkey_server.url, garble[0], name, *garble[1:])
-    answer = ask(store, namespace, "a")
+    answer = ask(store, namespace, "a", key=key)
     assert (answer.granted, answer.record) == (True, None)
 
 

@@ -38,7 +38,10 @@ class Commands(TyperGroup):
         except (ConfigError, InvalidKey, StoreUrlError) as error:
             _end(str(error), ExitCode.USAGE)
         except StoreCorrupt as error:
-            _end(f"{error}; another program uses our keys, `lb:*`: remove them", ExitCode.FOUND)
+            advice = "`lookup-buffer doctor` tells what the server lacks"
+            if error.wrong_type:
+                advice = "another program uses our keys, `lb:*`: remove them"
+            _end(f"{error}; {advice}", ExitCode.FOUND)
         except StoreUnavailable as error:
             advice = "start the server, or name another by --store-url or LOOKUP_BUFFER_STORE_URL"
             _end(f"{error}; {advice}", ExitCode.UNREACHABLE)

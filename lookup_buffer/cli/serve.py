@@ -28,6 +28,10 @@ def serve(
     store_timeout_seconds: Annotated[
         float | None, typer.Option(help="Bound on one call to the store.")
     ] = None,
+    mirror: Annotated[
+        bool | None,
+        typer.Option(help="Keep what the store said, corrected by its push; or ask each time."),
+    ] = None,
     capacity_bytes: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Size of the arena, as 8GiB.")
     ] = None,
@@ -66,6 +70,7 @@ def serve(
         store_password_file=store_password_file,
         store_url=store_url,
         store_timeout_seconds=store_timeout_seconds,
+        mirror=mirror,
         capacity_bytes=capacity_bytes,
         directory=directory,
         node_socket=node_socket,

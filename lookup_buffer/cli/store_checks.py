@@ -7,18 +7,23 @@ from typing import TYPE_CHECKING
 
 from lookup_buffer.cli.access import opened_store, shown_url
 from lookup_buffer.cli.beat_watch import BeatWatch
-from lookup_buffer.cli.checks import Check, fail, ok, warn
+from lookup_buffer.cli.checks import Check, Verdict, fail, ok, warn
 from lookup_buffer.cli.exits import CommandError, ExitCode
 from lookup_buffer.cli.output import size_text
 from lookup_buffer.errors import ConfigError
 from store import MetadataStore, ServerInfo, StoreError
+from store.url import parse
 
 if TYPE_CHECKING:
     from lookup_buffer.config import BufferConfig
+    from store.inspection import Inspection
 
 OLDEST = {"redis": (7, 0), "valkey": (8, 0)}
 OLDEST_CLIENT = (5, 3)
-MEMORY_PART_MAX = 0.9
+MEMORY_PART_MAX = 0.8
+RECORDS_MAX = 10_000
+"""Records looked at; the server names them in no order, so they stand for all."""
+NAMED_MAX = 5
 PINGS = 5
 PING_SECONDS_MAX = 0.005
 """A look-up is one round trip; slower than this a hit is no longer nearly free."""
@@ -28,10 +33,9 @@ def store_checks(config: "BufferConfig") -> Iterator[Check]:
     yield from _client()
     try:
         with opened_store(config) as store:
-            info = store.server_info()
+            store.ping()
             yield ok("store", f"{shown_url(config)} answers")
-            yield from _server(config, store, info)
-            yield from _fleet(store)
+            yield from _answering(config, store)
     except CommandError as error:
         if error.code is ExitCode.UNREACHABLE:  # the embedded one, which a node would start
             yield warn("store", str(error), "it starts with the node")
@@ -63,16 +67,40 @@ def _client() -> Iterator[Check]:
         )
 
 
+def _answering(config: "BufferConfig", store: MetadataStore) -> Iterator[Check]:
+    """Checks of a store that answers. What makes the later ones pointless is the last of them."""
+    inspection = _inspection(store)
+    try:
+        info = store.server_info()
+    except StoreError:
+        info = None  # not allowed to ask, as the next check will tell
+    if info is not None:
+        first = (mode_check(config.store_url, info), version_check(info))
+        yield from first
+        if any(check.verdict is Verdict.FAIL for check in first):
+            return
+    rights = rights_check(inspection)
+    yield rights
+    if info is not None and rights.verdict is Verdict.OK:
+        yield from _server(config, store, info)
+        yield records_check(inspection)
+        yield from _fleet(store)
+
+
+def mode_check(url: str, info: ServerInfo) -> Check:
+    """Whether the URL names the server as what it is."""
+    topology = "standalone" if url == "embedded" else parse(url).topology
+    if (topology == "cluster") == (info.mode == "cluster") and info.mode != "sentinel":
+        return ok("store mode", topology)
+    return fail(
+        "store mode",
+        f"the URL says {topology}, the server runs as {info.mode or 'unknown'}",
+        "name a cluster by redis-cluster://host,host, the sentinels by "
+        "redis-sentinel://host,host/service",
+    )
+
+
 def _server(config: "BufferConfig", store: MetadataStore, info: ServerInfo) -> Iterator[Check]:
-    yield _version(info)
-    if info.mode == "standalone":
-        yield ok("store mode", info.mode)
-    else:
-        yield fail(
-            "store mode",
-            f"the server runs as {info.mode or 'unknown'}",
-            "name a single server: Sentinel and Cluster are not supported yet",
-        )
     yield policy_check(info)
     yield memory_check(info)
     seconds = statistics.median(store.ping() for _ in range(PINGS))
@@ -89,7 +117,45 @@ def _server(config: "BufferConfig", store: MetadataStore, info: ServerInfo) -> I
         yield ok("store latency", found)
 
 
-def _version(info: ServerInfo) -> Check:
+def _inspection(store: MetadataStore) -> "Inspection":
+    from store.redis_store import RedisStore  # slow to import, and by now it is
+
+    assert isinstance(store, RedisStore)  # all that a node may be configured with
+    return store.inspection()
+
+
+def rights_check(inspection: "Inspection") -> Check:
+    """All commands that a node needs, tried."""
+    refused = inspection.refused()
+    if refused is None:
+        return ok("store rights", "every command that a node needs is allowed")
+    advice = "give the user the rights in docs/redis-keys.md: ACL SETUSER ... ~lb:* ..."
+    if not refused.reason.startswith("NOPERM"):
+        advice = (
+            "use Redis 7.0 or newer, or Valkey 8 or newer, with scripting and without renamed "
+            "commands"
+        )
+    names = ", ".join(refused.commands)
+    return fail("store rights", f"the server refuses {names}: {refused.reason}", advice)
+
+
+def records_check(inspection: "Inspection") -> Check:
+    """Records of another version, or written by hand, are a miss to every node."""
+    examined = inspection.examine_records(RECORDS_MAX)
+    found = f"looked at: {examined.looked_at}"
+    if not examined.unreadable:
+        return ok("records", found)
+    named = [f"{name} ({why})" for name, why in examined.unreadable.items()][:NAMED_MAX]
+    if (more := len(examined.unreadable) - len(named)) > 0:
+        named.append(f"and {more} more")
+    return warn(
+        "records",
+        f"{found}; nobody can read: {len(examined.unreadable)}: {', '.join(named)}",
+        "UNLINK what was written by hand; those of another version expire by themselves",
+    )
+
+
+def version_check(info: ServerInfo) -> Check:
     found = f"{info.product} {info.version}"
     oldest = OLDEST.get(info.product)
     wanted = "use Redis 7.0 or newer, or Valkey 8 or newer"

@@ -1,33 +1,71 @@
 """Claims: the right to produce a key, one holder in the fleet, with a lease.
 
-The store decides; a store that is down or slow grants. A claim belongs to the session that took
-it; asking again renews it; it is given back on request or when the session ends, and lapses with
-its lease if nobody can. Called on the loop's thread; the store is asked on a thread of this
-module's.
+The store decides; a store that is down or slow grants. A claim belongs to the engine whose client
+took it (to the session of a client that is no engine): asking again renews it, the publication of
+what the engine inserts drops it, and it is given back on request, when the session that took it
+ends, or by its lease if nobody can. Called on the loop's thread; the store is asked on a thread of
+this module's.
 """
 
 import asyncio
+import hashlib
 import secrets
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from lookup_buffer.inventory import Address
 from lookup_buffer.messages import Claim, ReleaseClaim
 from lookup_buffer.node.breaker import Breaker
+from lookup_buffer.node.directory import Directory
 from lookup_buffer.node.identity import Identity
 from lookup_buffer.node.loop import call_from_thread
+from lookup_buffer.node.registrar import Registrar
 from lookup_buffer.node.session import Session
+from lookup_buffer.node.shelf import Shelf
 from lookup_buffer.node.storage import Storage
-from store import ClaimState, StoreError
+from lookup_buffer.node.waiting import Waiting
+from store import ClaimAnswer, ClaimState, StoreError, StoreFull
 
 Answer = Callable[[dict[str, Any]], None]
+Owner = str | int
+"""An engine's id, or the number of a session that is no engine's."""
 
 ANSWER_SECONDS = 0.4
 """Well within what a client waits for an answer, however many claims wait for a slow store."""
-GRANTED_UNASKED = {"granted": True, "holder": "", "remaining_seconds": 0.0}
+STORED = {"outcome": "stored", "holder": "", "state": "", "remaining_seconds": 0.0}
+
+
+@dataclass(slots=True, eq=False)
+class _Question:
+    """A client that asks for a claim, until it is answered."""
+
+    session: Session
+    address: Address
+    state: ClaimState
+    lease_seconds: float
+    wanted: Callable[[], bool]
+    """Whether the client is still there to be answered."""
+    until: float
+    answer: Answer
+    token: str
+    answered: bool = False
+    asking: bool = False
+    look_again: bool = False
+    """Something happened to the key while the store was asked."""
+    lease_end: asyncio.TimerHandle | None = None
+    """Looks again when the holder's lease is over."""
+    stop: list[Callable[[], None]] = field(default_factory=list)
+    """What to call once it is answered."""
+
+
+@dataclass(slots=True)
+class _Holding:
+    session: Session
+    ends_at: float
 
 
 @dataclass(slots=True)
@@ -35,75 +73,184 @@ class Claims:
     loop: asyncio.AbstractEventLoop
     storage: Storage
     identity: Identity
+    shelf: Shelf
+    directory: Directory
+    waiting: Waiting
+    registrar: Registrar
+    _held: dict[tuple[Owner, Address], _Holding] = field(default_factory=dict)
+    _secret: bytes = field(default_factory=lambda: secrets.token_bytes(16))
     _threads: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="lb-claim")
     )
     _breaker: Breaker = field(default_factory=lambda: Breaker(time.monotonic))
     """Used on that one thread."""
 
-    def claim(self, session: Session, request: Claim, answer: Answer) -> None:
-        """Answers granted, holder, remaining_seconds. A store that is down grants: encoding
-        twice is what a fault may cost, waiting for nobody is not."""
+    def claim(
+        self, session: Session, request: Claim, wanted: Callable[[], bool], answer: Answer
+    ) -> None:
+        """Answer as `Claim` says, now or when the wait is over.
+
+        A store that is down grants: encoding twice is what a fault may cost, waiting for nobody is
+        not.
+        """
         address = (request.namespace, request.key)
-        token = session.claims.setdefault(address, secrets.token_hex(8))
-        answered: list[bool] = []
-
-        def answer_once(fields: dict[str, Any]) -> None:
-            if not answered:
-                answered.append(True)
-                bound.cancel()
-                answer(fields)
-
-        bound = self.loop.call_later(ANSWER_SECONDS, answer_once, GRANTED_UNASKED)
-        self._threads.submit(
-            self._claim, session, address, token, request.lease_seconds, answer_once
+        question = _Question(
+            session,
+            address,
+            ClaimState(request.state),
+            request.lease_seconds,
+            wanted,
+            time.monotonic() + request.wait_seconds,
+            answer,
+            self._token(session, address),
         )
+        if request.wait_seconds:
+            vigil = self.waiting.watch(address, question.until, partial(self._look, question))
+            question.stop.append(vigil.cancel)
+        self._look(question)
 
     def release(self, session: Session, request: ReleaseClaim, answer: Answer) -> None:
-        """Answers released: whether the claim was still this session's."""
+        """Answers released: whether the claim was still this engine's."""
         address = (request.namespace, request.key)
-        token = session.claims.pop(address, None)
-        if token is None:
-            answer({"released": False})
-        else:
-            self._threads.submit(self._release, address, token, answer)
+        self._held.pop((_owner(session), address), None)
+        self._threads.submit(self._release, address, self._token(session, address), answer)
 
     def release_all(self, session: Session) -> None:
-        for address, token in session.claims.items():
-            self._threads.submit(self._release, address, token, lambda _: None)
-        session.claims.clear()
+        """The session has ended."""
+        for (owner, address), holding in list(self._held.items()):
+            if holding.session is session:
+                del self._held[owner, address]
+                token = self._token(session, address)
+                self._threads.submit(self._release, address, token, _nobody)
+
+    def inserted(self, session: Session, address: Address) -> None:
+        """What this engine has a claim for is here: its publication drops the claim."""
+        if self._held.pop((_owner(session), address), None) is not None:
+            self.registrar.changed(address, "", self._token(session, address))
 
     def close(self) -> None:
         self._threads.shutdown(wait=True, cancel_futures=False)
 
-    def _claim(
-        self, session: Session, address: Address, token: str, lease_seconds: float, answer: Answer
+    # -- one question, on the loop's thread
+
+    def _look(self, question: _Question) -> None:
+        """See how things stand, unless the store is being asked already."""
+        if question.answered:
+            return
+        if question.asking:
+            question.look_again = True
+        elif not question.wanted():
+            self._settle(question, {})
+        elif self.shelf.holds(question.address) or self._known_elsewhere(question.address):
+            self._settle(question, STORED)
+        else:
+            question.asking, question.look_again = True, False
+            bound = self.loop.call_later(ANSWER_SECONDS, self._granted_unasked, question)
+            self._threads.submit(self._ask, question, bound)
+
+    def _known_elsewhere(self, address: Address) -> bool:
+        namespace, key = address
+        return self.waiting.locator.known(namespace, [key]) == [True]
+
+    def _answered(
+        self, question: _Question, bound: asyncio.TimerHandle, found: ClaimAnswer, stored: bool
     ) -> None:
-        holder = f"{self.identity.node}:{self.identity.boot}"
+        """The store has spoken."""
+        question.asking = False
+        bound.cancel()
+        if not stored and self.shelf.holds(question.address):
+            # Inserted here since it was asked for: of copies on this node the record says nothing.
+            stored = True
+            if found.granted:
+                self._threads.submit(self._release, question.address, question.token, _nobody)
+        if found.granted and not stored:
+            self._hold(question)
+        if question.answered:
+            return  # granted unasked, when the store was slow
+        if stored:
+            self._settle(question, STORED)
+        elif found.granted:
+            self._settle(question, _fields("granted", found))
+        elif time.monotonic() >= question.until:
+            self._settle(question, _fields("held", found))
+        else:
+            if question.lease_end is not None:
+                question.lease_end.cancel()
+            question.lease_end = self.loop.call_later(found.remaining_seconds, self._look, question)
+            if question.look_again:
+                self._look(question)
+
+    def _granted_unasked(self, question: _Question) -> None:
+        if question.answered:
+            return
+        # The store may grant it yet: then it has to be given back like any other.
+        self._hold(question)
+        self._settle(question, _fields("granted", ClaimAnswer(True, "", question.state, 0.0)))
+
+    def _settle(self, question: _Question, fields: dict[str, Any]) -> None:
+        if question.answered:
+            return
+        question.answered = True
+        for stop in question.stop:
+            stop()
+        if question.lease_end is not None:
+            question.lease_end.cancel()
+        if question.wanted():
+            question.answer(fields)
+
+    def _hold(self, question: _Question) -> None:
+        """The claim is, or may be, this engine's."""
+        owner, address = _owner(question.session), question.address
+        holding = self._held.get((owner, address))
+        ends_at = time.monotonic() + question.lease_seconds
+        if holding is not None:
+            holding.ends_at = max(holding.ends_at, ends_at)
+        elif question.wanted():
+            self._held[owner, address] = _Holding(question.session, ends_at)
+        else:
+            # Nobody is told of it, so nobody would ever give it back.
+            self._threads.submit(self._release, address, question.token, _nobody)
+            return
+        self.loop.call_later(question.lease_seconds + 1.0, self._forget, owner, address)
+
+    def _forget(self, owner: Owner, address: Address) -> None:
+        holding = self._held.get((owner, address))
+        if holding is not None and holding.ends_at <= time.monotonic():
+            del self._held[owner, address]
+
+    def _token(self, session: Session, address: Address) -> str:
+        """The same for all clients of an engine, and not to be guessed by others."""
+        text = "\0".join((str(_owner(session)), *address)).encode("utf-8", "surrogatepass")
+        return hashlib.blake2b(text, key=self._secret, digest_size=8).hexdigest()
+
+    # -- the thread
+
+    def _ask(self, question: _Question, bound: asyncio.TimerHandle) -> None:
         if not self._breaker.allows():
-            call_from_thread(self.loop, answer, GRANTED_UNASKED)
+            call_from_thread(self.loop, self._granted_unasked, question)
             return
         try:
-            found = self.storage.store().claim(
-                *address,
-                holder=holder,
-                token=token,
-                state=ClaimState.ENCODING,
-                lease_seconds=lease_seconds,
+            store = self.storage.store()
+            found = store.claim(
+                *question.address,
+                holder=f"{self.identity.node}:{self.identity.boot}",
+                token=question.token,
+                state=question.state,
+                lease_seconds=question.lease_seconds,
             )
-        except StoreError:
-            self._breaker.failed()
-            call_from_thread(self.loop, answer, GRANTED_UNASKED)
+            self.directory.meet(store, [found.record])
+            stored = found.record is not None and bool(self.directory.sources(found.record))
+            if stored and found.granted:
+                store.release_claim(*question.address, token=question.token)
+        except StoreError as error:
+            if isinstance(error, StoreFull):
+                self._breaker.succeeded()  # it answers, and releases still pass
+            else:
+                self._breaker.failed()
+            call_from_thread(self.loop, self._granted_unasked, question)
             return
         self._breaker.succeeded()
-        if not found.granted:
-            call_from_thread(self.loop, session.claims.pop, address, None)
-        fields = {
-            "granted": found.granted,
-            "holder": found.holder,
-            "remaining_seconds": found.remaining_seconds,
-        }
-        call_from_thread(self.loop, answer, fields)
+        call_from_thread(self.loop, self._answered, question, bound, found, stored)
 
     def _release(self, address: Address, token: str, answer: Answer) -> None:
         released = False
@@ -114,3 +261,20 @@ class Claims:
             except StoreError:
                 self._breaker.failed()  # the lease will end it
         call_from_thread(self.loop, answer, {"released": released})
+
+
+def _nobody(fields: dict[str, Any]) -> None:
+    """Who is told of a release that no client asked for."""
+
+
+def _owner(session: Session) -> Owner:
+    return session.id if session.seat is None else session.seat.engine_id
+
+
+def _fields(outcome: str, found: ClaimAnswer) -> dict[str, Any]:
+    return {
+        "outcome": outcome,
+        "holder": found.holder,
+        "state": found.state.value,
+        "remaining_seconds": found.remaining_seconds,
+    }

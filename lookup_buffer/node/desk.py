@@ -102,7 +102,7 @@ class Desk:
             case Insert():
                 self.intake.insert(connection, session, request)
             case Claim():
-                self.claims.claim(session, request, functools.partial(_reply, connection, request))
+                self._claim(connection, session, request)
             case ReleaseClaim():
                 self.claims.release(
                     session, request, functools.partial(_reply, connection, request)
@@ -239,6 +239,14 @@ class Desk:
             "header": item.header.to_fields(),
             "source": item.origin,
         }
+
+    # -- claims
+
+    def _claim(self, connection: Connection, session: Session, request: Claim) -> None:
+        def wanted() -> bool:
+            return not session.over and connection.open
+
+        self.claims.claim(session, request, wanted, functools.partial(_reply, connection, request))
 
     # -- contains
 

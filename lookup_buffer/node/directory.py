@@ -66,7 +66,7 @@ class Directory:
         self.tick()
 
     def tick(self) -> None:
-        """See who has died since. To be called each second, also while the store is away."""
+        """See who has died since. To be called often, also while the store is away."""
         with self._lock:
             now = self._clock()
             endpoints = {

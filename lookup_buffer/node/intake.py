@@ -18,6 +18,7 @@ from lookup_buffer.errors import LookupBufferError, ProtocolError
 from lookup_buffer.header import TensorHeader
 from lookup_buffer.inventory import Address, Item
 from lookup_buffer.messages import Insert, failure
+from lookup_buffer.node.claims import Claims
 from lookup_buffer.node.connection import Connection
 from lookup_buffer.node.loop import call_from_thread
 from lookup_buffer.node.session import Session
@@ -38,6 +39,7 @@ class Intake:
     shelf: Shelf
     counters: Counters
     waiting: Waiting
+    claims: Claims
     on_stored: Callable[[Address], None]
     _busy: set[Connection] = field(default_factory=set)
     """With an insert that waits or is being copied: one at a time on a connection."""
@@ -90,6 +92,7 @@ class Intake:
         address = (request.namespace, request.key)
         if self.shelf.holds(address):
             self.counters.add("inserts_exists")
+            self.claims.inserted(session, address)
             connection.send({"id": request.id, "outcome": "exists"})
             return
         self._busy.add(connection)
@@ -124,6 +127,7 @@ class Intake:
         ticket = self.shelf.commit(item, checksum, session.id)
         self.counters.add("inserts_stored")
         self.counters.add("bytes_inserted", item.nbytes)
+        self.claims.inserted(session, item.address)
         self.on_stored(item.address)
         self.shelf.release([ticket], session.id)
         if staging is not None:

@@ -23,8 +23,6 @@ if TYPE_CHECKING:  # it imports redis-py, for which a starting node does not wai
     from store.mirror import Entry, Found, Mirror
 
 OPEN_AGAIN_SECONDS = 1.0
-TICK_SECONDS = 1.0
-"""How often the death of nodes is looked for: by the clock, also while the store is away."""
 
 
 @dataclass(slots=True)
@@ -54,14 +52,12 @@ class MirrorLocator(Locator):
     _opening: bool = False
     _open_at: float = 0.0
     _closed: bool = False
-    _ticker: asyncio.TimerHandle | None = None
     _thread: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="lb-locate")
     )
 
     def start(self) -> None:
         self._open()
-        self._tick()
 
     def ask(self, addresses: Sequence[Address], answer: Answer) -> None:
         question = _Question(addresses, answer)
@@ -102,8 +98,6 @@ class MirrorLocator(Locator):
 
     def close(self) -> None:
         self._closed = True
-        if self._ticker is not None:
-            self._ticker.cancel()
         if self._mirror is not None:
             self._mirror.close()
         self._thread.shutdown(wait=True, cancel_futures=True)
@@ -142,10 +136,6 @@ class MirrorLocator(Locator):
         self._waiting.append(asked)
         if not self._opening:
             self._open()
-
-    def _tick(self) -> None:
-        self.directory.tick()
-        self._ticker = self.loop.call_later(TICK_SECONDS, self._tick)
 
     # -- questions
 

@@ -3,7 +3,8 @@
 clients → control → desk → intake → shelf             (loop's thread, lb-copy)
                      ├→ resolver → locator → store     (loop's thread; lb-locate)
                      │           └→ fetcher → peers    (lb-fetch)
-                     └→ registrar → store              (lb-registrar)
+                     ├→ claims → store                 (lb-claim)
+                     └→ registrar → publisher → store  (lb-registrar)
 other nodes → peer server → shelf                      (lb-peer, one a connection)
 """
 
@@ -37,6 +38,8 @@ from lookup_buffer.node.waiting import Waiting
 SWITCH_SECONDS = 0.0005
 """How long a Python thread may keep the GIL from the loop (CPython's own default is ten times)."""
 IDLE_CHECK_SECONDS = 1.0
+DEATH_CHECK_SECONDS = 0.25
+"""How often it is looked for who has died: by the clock, also while the store is away."""
 FIRST_BYTES = 64 << 20
 """Faulted in before the node says it is ready; the rest follows in the background."""
 
@@ -55,7 +58,7 @@ class Node:
         self._peers = PeerServer(self._shelf, self._counters, token)
         self._identity = self._listen_to_peers()
         self._storage = Storage(config)
-        directory = Directory(self._identity.node)
+        self._directory = directory = Directory(self._identity.node)
         kind = MirrorLocator if config.mirror else AskingLocator
         self._locator = kind(self._loop, self._storage, directory)
         self._fetcher = Fetcher(self._shelf, self._counters, token)
@@ -75,8 +78,18 @@ class Node:
             resolver.arrived(address)
             waiting.arrived(address)
 
-        self._intake = Intake(self._loop, self._shelf, self._counters, waiting, stored)
-        self._claims = Claims(self._loop, self._storage, self._identity)
+        self._claims = Claims(
+            self._loop,
+            self._storage,
+            self._identity,
+            self._shelf,
+            directory,
+            waiting,
+            self._registrar,
+        )
+        self._intake = Intake(
+            self._loop, self._shelf, self._counters, waiting, self._claims, stored
+        )
         self._desk = Desk(
             loop=self._loop,
             boot=self._identity.boot,
@@ -116,6 +129,7 @@ class Node:
         self._control.listen(socket_path)
         self._shelf.arena.populate_in_background(skip_bytes=first)
         self._loop.call_soon(on_ready)
+        self._loop.call_later(DEATH_CHECK_SECONDS, self._check_deaths)
         if self._ends_when_idle:
             self._loop.call_later(IDLE_CHECK_SECONDS, self._check_idle)
         try:
@@ -130,6 +144,10 @@ class Node:
         """From any thread: end, and say why."""
         self._fault = fault
         call_from_thread(self._loop, self._loop.stop)
+
+    def _check_deaths(self) -> None:
+        self._directory.tick()
+        self._loop.call_later(DEATH_CHECK_SECONDS, self._check_deaths)
 
     def _check_idle(self) -> None:
         if self._control.idle_seconds() > self._config.idle_exit_seconds:

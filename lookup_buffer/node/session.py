@@ -31,8 +31,6 @@ class Session:
     seat: Seat | None
     connections: set[Connection] = field(default_factory=set)
     stagings: dict[Connection, Mapping] = field(default_factory=dict)
-    claims: dict[tuple[str, str], str] = field(default_factory=dict)
-    """Address → token of the claims this session holds."""
     over: bool = False
 
     def ranks(self) -> range | None:

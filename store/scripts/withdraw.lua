@@ -1,18 +1,16 @@
 #!lua flags=allow-oom
 -- Take a node's location from a record; with the last one goes the record, and a tombstone says why.
 -- KEYS: record, tombstone.
--- ARGV: raw key, namespace, location field, the value it must have or "", reason,
---       life of the tombstone in seconds.
+-- ARGV: raw key where the name is a hash, else "", location field, the value it must have or "",
+--       reason, life of the tombstone in seconds.
 -- Returns 1 where a location went, else 0.
 -- allow-oom: withdrawing is what frees memory. It must work when there is none.
 local record, gone = KEYS[1], KEYS[2]
-local key, namespace, at, expected, reason, seconds = unpack(ARGV)
+local key, at, expected, reason, seconds = unpack(ARGV)
 
 local current = redis.call('HGET', record, at)
 if not current or (expected ~= '' and current ~= expected) then return 0 end
-if redis.call('HGET', record, 'key') ~= key or redis.call('HGET', record, 'namespace') ~= namespace then
-  return 0
-end
+if key ~= '' and redis.call('HGET', record, 'key') ~= key then return 0 end
 
 redis.call('HDEL', record, at)
 for _, field in ipairs(redis.call('HKEYS', record)) do

@@ -1,0 +1,109 @@
+"""Inspection: what a person should know of the servers behind a store, beyond what it needs itself.
+
+For `doctor`. Changes nothing that anybody reads. Runs in whatever thread calls.
+"""
+
+import hashlib
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import islice
+
+from store import layout
+from store.connection import Command, Connection, Refusal, pack
+from store.link import Link
+from store.server import Server
+
+_PROBE = "lb:doctor"
+_SCRIPT = "return 1"
+_TRACKING: Command = ("CLIENT", "TRACKING", "ON")
+
+# Every command that the store and its scripts send to a server, in an order that leaves nothing
+# behind. (What a script may do is what its caller may do.)
+PROBES: tuple[Command, ...] = (
+    ("PING",),
+    ("INFO", "server"),
+    ("SCAN", 0, "MATCH", _PROBE, "COUNT", 1),
+    ("TYPE", _PROBE),
+    ("EXISTS", _PROBE),
+    ("HSET", _PROBE, "field", 1),
+    ("HINCRBY", _PROBE, "field", 1),
+    ("HGET", _PROBE, "field"),
+    ("HGETALL", _PROBE),
+    ("HKEYS", _PROBE),
+    ("HDEL", _PROBE, "field"),
+    ("ZINCRBY", _PROBE, 1, "member"),
+    ("ZMSCORE", _PROBE, "member"),
+    ("ZREMRANGEBYRANK", _PROBE, 0, 0),
+    ("SET", _PROBE, 1, "EX", 1),
+    ("GET", _PROBE),
+    ("PTTL", _PROBE),
+    ("EXPIRE", _PROBE, 1),
+    ("PEXPIRE", _PROBE, 1000),
+    ("DEL", _PROBE),
+    ("UNLINK", _PROBE),
+    ("EVAL", _SCRIPT, 1, _PROBE),
+    ("EVALSHA", hashlib.sha1(_SCRIPT.encode()).hexdigest(), 1, _PROBE),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Commands that a server will not carry out for us, and what it says of the first."""
+
+    commands: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """How many records were looked at, and by name of key why some of them are a miss to us."""
+
+    looked_at: int
+    unreadable: Mapping[str, str]
+
+
+class Inspection:
+    """Errors are those of MetadataStore."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+
+    def refused(self) -> Refused | None:
+        """What the servers refuse us by their ACL or do not know; None where all is allowed."""
+        reasons: dict[str, str] = {}
+        for server in self._link.topology.servers():
+            replies = [*server.exchange(PROBES), _try_tracking(server)]
+            for command, reply in zip((*PROBES, _TRACKING), replies, strict=True):
+                # Another server of a cluster has that key, a full one writes nothing: not now.
+                if isinstance(reply, Refusal) and (
+                    reply.code == "NOPERM" or "unknown" in str(reply).lower()
+                ):
+                    name = "CLIENT TRACKING" if command is _TRACKING else str(command[0])
+                    reasons.setdefault(name, str(reply))
+        return Refused(tuple(reasons), next(iter(reasons.values()))) if reasons else None
+
+    def examine_records(self, limit: int) -> Examined:
+        """Look at up to `limit` records, and name those that readers of this version miss."""
+        names = (name for page in self._link.walk(layout.records(None)) for name in page)
+        looked_at, unreadable = 0, {}
+        while page := list(islice(names, min(1000, limit - looked_at))):
+            looked_at += len(page)
+            types = self._link.batch([("TYPE", name) for name in page])
+            for name, kind, fields in zip(page, types, self._link.read_hashes(page), strict=True):
+                if kind == b"none" or (kind == b"hash" and not fields):
+                    continue  # it has just expired
+                why = layout.unreadable(name, fields) if fields else f"a {kind.decode()}"
+                if why:
+                    unreadable[name.decode("utf-8", "replace")] = why
+        return Examined(looked_at, unreadable)
+
+
+def _try_tracking(server: Server) -> object:
+    deadline = time.monotonic() + server.access.call_timeout_seconds
+    connection: Connection = server.dial()
+    try:
+        connection.send(pack([_TRACKING]), deadline)
+        return connection.receive(1, deadline)[0]
+    finally:
+        connection.close()

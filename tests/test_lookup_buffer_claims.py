@@ -1,0 +1,338 @@
+"""Claims: one holder in the fleet; who waits is woken by the key, a release or a lease's end."""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from lookup_buffer.claimed import ClaimAnswer, ClaimOutcome
+from lookup_buffer.client import EngineSeat, InsertOutcome, LookupBuffer
+from lookup_buffer.key import TensorKey
+from lookup_buffer.namespace import Namespace
+from nodes import ClientProcess, NodeProcess, StartNode, key, wait_until
+from servers import StartServer, command, frozen
+from store import ClaimState, EmbeddedServer
+
+NAMESPACE = Namespace.named("tests").fingerprint
+Pair = tuple[NodeProcess, NodeProcess]
+WAKE_SECONDS = 0.5
+"""In truth some 10 ms; the machine may be busy."""
+
+
+def with_store(*nodes: NodeProcess) -> None:
+    """Wait until they have opened the store: before, they grant every claim unasked."""
+    for node in nodes:
+        wait_until(lambda node=node: node.stats()["store_up"], 5.0)  # type: ignore[misc]
+
+
+@pytest.fixture(scope="module")
+def node_pair(node_pair: Pair) -> Pair:
+    with_store(*node_pair)
+    return node_pair
+
+
+def claim_in(server: EmbeddedServer, name: TensorKey) -> bytes:
+    """What the server has of the claim; b"$-1" where there is none."""
+    return command(server.url, "GET", f"lb:claim:{NAMESPACE}:{{{name.text}}}")
+
+
+class Wait:
+    """A claim that waits, in a thread; `seconds` is how long it took."""
+
+    def __init__(self, buffer: LookupBuffer, name: TensorKey, timeout: float) -> None:
+        self._arguments = (buffer, name, timeout)
+        self._answers: list[ClaimAnswer] = []
+        self.ended_at = 0.0
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        buffer, name, timeout = self._arguments
+        self._answers.append(buffer.claim(name, lease_seconds=30.0, timeout=timeout))
+        self.ended_at = time.monotonic()
+
+    def waits(self) -> bool:
+        return self._thread.is_alive()
+
+    def result(self) -> ClaimAnswer:
+        self._thread.join(15.0)
+        assert self._answers, "the claim gave no answer"
+        return self._answers[0]
+
+
+@contextmanager
+def waiting_for(
+    holder: LookupBuffer, waiter: LookupBuffer, name: TensorKey, lease_seconds: float = 30.0
+) -> Iterator[Wait]:
+    """`holder` has the claim, `waiter` waits for it."""
+    assert holder.claim(name, lease_seconds=lease_seconds).granted
+    wait = Wait(waiter, name, 10.0)
+    try:
+        time.sleep(0.2)
+        assert wait.waits()
+        yield wait
+    finally:
+        wait.result()
+
+
+def test_a_claim_has_one_holder_until_it_is_over(node_pair: Pair) -> None:
+    name = key()
+    with node_pair[1].client() as other:
+        with node_pair[0].client() as holder:
+            first = holder.claim(name, lease_seconds=30.0)
+            assert first.granted
+            refused = other.claim(name, lease_seconds=30.0)
+            assert not refused.granted
+            assert refused.holder.startswith(node_pair[0].node_id)
+            assert 25.0 < refused.remaining_seconds <= 30.0
+            assert holder.claim(name, lease_seconds=60.0).granted  # renewed
+            assert other.claim(name, lease_seconds=1.0).remaining_seconds > 50.0
+            assert not other.release_claim(name)
+            assert holder.release_claim(name)
+            assert other.claim(name, lease_seconds=30.0).granted
+            assert not holder.claim(name, lease_seconds=30.0).granted
+            assert other.release_claim(name)
+            assert holder.claim(name, lease_seconds=30.0).granted
+        # The holder's session ended.
+        wait_until(lambda: other.claim(name, lease_seconds=0.2).granted, 2.0)
+        time.sleep(0.3)
+        with node_pair[0].client() as later:
+            assert later.claim(name, lease_seconds=5.0).granted  # the lease ran out
+        with pytest.raises(ValueError, match="lease_seconds"):
+            other.claim(name, lease_seconds=-1.0)
+
+
+def test_the_claims_of_a_killed_client_are_released(node_pair: Pair) -> None:
+    name = key()
+    source = "say(buffer.claim(hear(), lease_seconds=60.0).granted); hear()"
+    with ClientProcess(node_pair[0].config, source) as client, node_pair[1].client() as other:
+        client.say(name)
+        assert client.hear() is True
+        assert not other.claim(name, lease_seconds=1.0).granted
+        client.kill()
+        wait_until(lambda: other.claim(name, lease_seconds=1.0).granted, 2.0)
+
+
+def test_an_intent_becomes_encoding_and_others_see_it(node_pair: Pair) -> None:
+    name = key()
+    with node_pair[0].client() as holder, node_pair[1].client() as other:
+        meant = holder.claim(name, lease_seconds=1.0, state=ClaimState.INTENT)
+        assert (meant.outcome, meant.state) == (ClaimOutcome.GRANTED, ClaimState.INTENT)
+        seen = other.claim(name, lease_seconds=1.0, state=ClaimState.INTENT)
+        assert (seen.outcome, seen.state) == (ClaimOutcome.HELD, ClaimState.INTENT)
+        assert seen.remaining_seconds <= 1.0
+        assert holder.claim(name, lease_seconds=30.0).granted
+        seen = other.claim(name, lease_seconds=1.0)
+        assert (seen.outcome, seen.state) == (ClaimOutcome.HELD, ClaimState.ENCODING)
+        assert seen.holder.startswith(node_pair[0].node_id)
+
+
+def test_what_a_live_node_holds_needs_no_producer(
+    node_pair: Pair, valkey_server: EmbeddedServer
+) -> None:
+    name = key()
+    with node_pair[0].client() as here, node_pair[1].client() as there:
+        here.insert(name, torch.ones(3))
+        assert here.claim(name, lease_seconds=9.0).outcome is ClaimOutcome.STORED
+        wait_until(lambda: there.has_caches([name], timeout=1.0)[0], 5.0)
+        assert there.claim(name, lease_seconds=9.0).outcome is ClaimOutcome.STORED
+        assert there.claim(name, lease_seconds=9.0, timeout=5.0).outcome is ClaimOutcome.STORED
+        assert claim_in(valkey_server, name) == b"$-1", "nothing is left that others wait for"
+
+
+def test_what_only_a_dead_node_holds_is_produced_anew(start_node: StartNode) -> None:
+    name, holder, other = key(), start_node(), start_node()
+    with other.client() as there:
+        with holder.client() as here:
+            here.insert(name, torch.ones(3))
+            wait_until(lambda: there.has_caches([name], timeout=1.0)[0], 5.0)
+        holder.kill()
+        wait_until(lambda: not there.has_caches([name], timeout=1.0)[0], 8.0)
+        assert there.claim(name, lease_seconds=9.0).granted
+
+
+def test_the_publication_wakes_who_waits_and_drops_the_claim(
+    node_pair: Pair, valkey_server: EmbeddedServer
+) -> None:
+    name = key()
+    with node_pair[0].client() as holder, node_pair[1].client() as other:
+        with waiting_for(holder, other, name) as wait:
+            inserted_at = time.monotonic()
+            holder.insert(name, torch.ones(3))
+            assert wait.result().outcome is ClaimOutcome.STORED
+            assert wait.ended_at - inserted_at < WAKE_SECONDS
+        wait_until(lambda: claim_in(valkey_server, name) == b"$-1", 2.0)
+        assert not holder.release_claim(name), "there is nothing left to give back"
+
+
+def test_who_waits_on_the_same_node_is_woken_by_the_insert(
+    node_pair: Pair, valkey_server: EmbeddedServer
+) -> None:
+    name = key()
+    with node_pair[0].client() as holder, node_pair[0].client() as other:
+        with waiting_for(holder, other, name) as wait:
+            holder.insert(name, torch.ones(3))
+            assert wait.result().outcome is ClaimOutcome.STORED
+        wait_until(lambda: claim_in(valkey_server, name) == b"$-1", 2.0)
+
+
+def test_an_insert_of_what_is_there_already_ends_the_claim_too(
+    start_server: StartServer, start_node: StartNode
+) -> None:
+    server = start_server()
+    node, other, name = start_node(store_url=server.url), start_node(store_url=server.url), key()
+    with_store(node, other)
+    with node.client() as holder, node.client() as twin, other.client() as reader:
+        assert holder.claim(name, lease_seconds=30.0).granted
+        twin.insert(name, torch.ones(3))
+        wait_until(lambda: reader.has_caches([name], timeout=1.0)[0], 5.0)
+        assert claim_in(server, name) != b"$-1", "the claim was not the twin's"
+        assert holder.insert(name, torch.ones(3)) is InsertOutcome.EXISTS
+        wait_until(lambda: claim_in(server, name) == b"$-1", 2.0)
+
+
+@pytest.mark.parametrize("how", ["release", "close", "lease"])
+def test_the_end_of_a_claim_wakes_who_waits(node_pair: Pair, how: str) -> None:
+    name = key()
+    with node_pair[1].client() as other:
+        holder = node_pair[0].client()
+        lease_seconds = 1.0 if how == "lease" else 30.0
+        with waiting_for(holder, other, name, lease_seconds) as wait:
+            started = time.monotonic()
+            if how == "release":
+                assert holder.release_claim(name)
+            elif how == "close":
+                holder.close()
+            answer = wait.result()
+        assert answer.granted
+        assert answer.holder.startswith(node_pair[1].node_id)
+        assert wait.ended_at - started < WAKE_SECONDS + (1.0 if how == "lease" else 0.0)
+        holder.close()
+
+
+def test_a_killed_holder_wakes_who_waits(node_pair: Pair) -> None:
+    name = key()
+    source = "say(buffer.claim(hear(), lease_seconds=60.0).granted); hear()"
+    with ClientProcess(node_pair[0].config, source) as client, node_pair[1].client() as other:
+        client.say(name)
+        assert client.hear() is True
+        wait = Wait(other, name, 10.0)
+        time.sleep(0.2)
+        client.kill()
+        killed_at = time.monotonic()
+        assert wait.result().granted
+        assert wait.ended_at - killed_at < WAKE_SECONDS
+
+
+def test_of_a_killed_node_the_lease_is_the_bound(start_node: StartNode) -> None:
+    name, node, other = key(), start_node(), start_node()
+    with_store(node, other)
+    with node.client() as holder, other.client() as waiter:
+        assert holder.claim(name, lease_seconds=2.0).granted
+        started = time.monotonic()
+        node.kill()
+        assert waiter.claim(name, lease_seconds=9.0, timeout=10.0).granted
+        assert 1.0 < time.monotonic() - started < 2.0 + WAKE_SECONDS
+
+
+def test_a_wait_in_vain_says_who_has_it(node_pair: Pair) -> None:
+    name = key()
+    with node_pair[0].client() as holder, node_pair[1].client() as other:
+        assert holder.claim(name, lease_seconds=30.0).granted
+        started = time.monotonic()
+        answer = other.claim(name, lease_seconds=9.0, timeout=0.5)
+        assert 0.5 <= time.monotonic() - started < 0.5 + WAKE_SECONDS
+        assert answer.outcome is ClaimOutcome.HELD
+        assert answer.holder.startswith(node_pair[0].node_id)
+        assert answer.state is ClaimState.ENCODING
+        assert 25.0 < answer.remaining_seconds < 30.0
+
+
+def test_who_gave_up_waiting_gets_nothing(node_pair: Pair, valkey_server: EmbeddedServer) -> None:
+    name = key()
+    source = "say(buffer.boot); buffer.claim(hear(), lease_seconds=60.0, timeout=60.0)"
+    with node_pair[0].client() as holder:
+        assert holder.claim(name, lease_seconds=30.0).granted
+        with ClientProcess(node_pair[1].config, source) as client:
+            client.hear()
+            client.say(name)
+            time.sleep(0.3)
+            client.kill()
+        time.sleep(0.1)
+        assert command(valkey_server.url, "CONFIG", "RESETSTAT") == b"+OK"
+        time.sleep(1.0)
+        calls = command(valkey_server.url, "INFO", "commandstats").decode()
+        scripts = int(calls.partition("cmdstat_evalsha:calls=")[2].partition(",")[0])
+        assert scripts < 14, "its node still asks for it; two nodes beat with some six calls"
+        assert holder.release_claim(name)
+        time.sleep(0.3)
+        assert claim_in(valkey_server, name) == b"$-1"
+
+
+def test_a_claim_belongs_to_the_engine(node_pair: Pair, valkey_server: EmbeddedServer) -> None:
+    """The scheduler takes it, a worker inserts; another engine of the host is another one."""
+    name = key()
+    seats = [EngineSeat("engine-1", None, 1), EngineSeat("engine-1", 0, 1)]
+    with (
+        node_pair[0].client(engine=seats[0]) as scheduler,
+        node_pair[0].client(engine=seats[1]) as worker,
+        node_pair[0].client(engine=EngineSeat("engine-2", None, 1)) as other,
+    ):
+        assert scheduler.claim(name, lease_seconds=30.0).granted
+        assert worker.claim(name, lease_seconds=30.0).granted
+        assert not other.claim(name, lease_seconds=30.0).granted
+        worker.insert(name, torch.ones(3))
+        wait_until(lambda: claim_in(valkey_server, name) == b"$-1", 2.0)
+
+
+def test_a_store_that_freezes_grants_those_who_wait(
+    start_server: StartServer, start_node: StartNode
+) -> None:
+    server = start_server()
+    nodes, name = [start_node(store_url=server.url) for _ in range(2)], key()
+    with_store(*nodes)
+    with (
+        nodes[0].client() as holder,
+        nodes[1].client() as other,
+        waiting_for(holder, other, name) as wait,
+        frozen(server),
+    ):
+        started = time.monotonic()
+        assert wait.result().granted
+        assert wait.ended_at - started < 1.5
+
+
+def test_of_many_contenders_one_produces(node_pair: Pair) -> None:
+    """Two processes on each of two nodes want the same keys; each key is produced once."""
+    source = """
+import time
+from lookup_buffer.claimed import ClaimOutcome
+produced, wrong = [], []
+for name in hear():
+    answer = buffer.claim(TensorKey(name), lease_seconds=20.0, timeout=20.0)
+    if answer.granted:
+        time.sleep(0.002)
+        produced.append(name)
+        buffer.insert(TensorKey(name), tensor_of(name, 100))
+    elif answer.outcome is not ClaimOutcome.STORED:
+        wrong.append(name)
+    found = buffer.select(TensorKey(name), timeout=5.0)
+    if not torch.equal(found, tensor_of(name, 100)):
+        wrong.append(name)
+say((produced, wrong))
+hear()
+"""
+    names = [key(f"many{number}").text for number in range(60)]
+    clients = [ClientProcess(node_pair[number % 2].config, source) for number in range(4)]
+    try:
+        for client in clients:
+            client.say(names)
+        answers = [client.hear(60.0) for client in clients]
+    finally:
+        for client in clients:
+            client.__exit__()
+    assert [wrong for _, wrong in answers] == [[], [], [], []]
+    assert sorted(name for produced, _ in answers for name in produced) == sorted(names)

@@ -1,0 +1,163 @@
+"""Both ways to locate, the mirror and asking the store each time, on real nodes: same answers."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from lookup_buffer.namespace import Namespace
+from nodes import StartNode, key, wait_until
+from servers import StartServer, command, flush
+from store import EmbeddedServer, open_store
+
+NAMESPACE = Namespace.named("tests").fingerprint
+SOON_SECONDS = 2.0
+DEATH_SECONDS = 6.0
+"""A death is noticed within six, see lookup_buffer.liveness."""
+
+
+class Pair:
+    """Two nodes, `here` with the locator under test."""
+
+    def __init__(self, server: EmbeddedServer, start_node: StartNode, *, mirror: bool) -> None:
+        self.server = server
+        self.mirror = mirror
+        self.node_here = start_node(store_url=server.url, mirror=mirror)
+        self.node_there = start_node(store_url=server.url)
+        self.here = self.node_here.client()
+        self.there = self.node_there.client()
+
+    def has(self, *names: object) -> list[bool]:
+        return self.here.has_caches(list(names), timeout=1.0)  # type: ignore[arg-type]
+
+
+@pytest.fixture(params=[True, False], ids=["mirror", "asking"])
+def pair(
+    start_server: StartServer, start_node: StartNode, request: pytest.FixtureRequest
+) -> Iterator[Pair]:
+    pair = Pair(start_server(), start_node, mirror=request.param)
+    yield pair
+    pair.here.close()
+    pair.there.close()
+
+
+def soon(condition: Callable[[], object], seconds: float = SOON_SECONDS) -> float:
+    return wait_until(condition, seconds)
+
+
+def test_what_was_not_there_is_there_as_soon_as_it_is_published(pair: Pair) -> None:
+    names = [key() for _ in range(8)]
+    assert pair.has(*names) == [False] * 8
+    assert pair.has(*names) == [False] * 8
+    pair.there.insert(names[0], torch.arange(3))
+    soon(lambda: pair.has(*names) == [True] + [False] * 7)
+
+
+def test_what_was_withdrawn_is_gone(pair: Pair) -> None:
+    name = key()
+    pair.there.insert(name, torch.arange(3), ttl_seconds=2.0)
+    soon(lambda: pair.has(name) == [True])
+    soon(lambda: pair.has(name) == [False], 4.0)
+
+
+def test_a_waiting_select_is_woken_by_a_publication_elsewhere(pair: Pair) -> None:
+    for _ in range(5):
+        name, tensor = key(), torch.randn(100)
+        found: list[torch.Tensor | None] = []
+        waiter = threading.Thread(
+            target=lambda name=name, found=found: found.append(pair.here.select(name, timeout=5.0))
+        )
+        waiter.start()
+        time.sleep(0.1)
+        inserted_at = time.monotonic()
+        pair.there.insert(name, tensor)
+        waiter.join(SOON_SECONDS)
+        assert not waiter.is_alive()
+        assert time.monotonic() - inserted_at < 1.0
+        assert found[0] is not None
+        assert torch.equal(found[0], tensor)
+
+
+def test_many_who_wait_for_one_key_all_get_it(pair: Pair) -> None:
+    name, tensor = key(), torch.randn(100)
+    found: list[torch.Tensor | None] = []
+    clients = [pair.node_here.client() for _ in range(10)]
+    waiters = [
+        threading.Thread(target=lambda c=c: found.append(c.select(name, timeout=5.0)))
+        for c in clients
+    ]
+    for waiter in waiters:
+        waiter.start()
+    time.sleep(0.2)
+    pair.there.insert(name, tensor)
+    for waiter in waiters:
+        waiter.join(SOON_SECONDS)
+    for client in clients:
+        client.close()
+    assert len(found) == 10
+    assert all(one is not None and torch.equal(one, tensor) for one in found)
+
+
+def test_the_death_of_the_holder_is_noticed(pair: Pair) -> None:
+    name = key()
+    pair.there.insert(name, torch.arange(3))
+    soon(lambda: pair.has(name) == [True])
+    pair.node_there.kill()
+    assert soon(lambda: pair.has(name) == [False], DEATH_SECONDS) > 1.0
+    for _ in range(20):
+        time.sleep(0.05)
+        assert pair.has(name) == [False], "once it was noticed it stays dead"
+
+
+def test_a_node_that_leaves_is_gone_at_once(pair: Pair) -> None:
+    name = key()
+    pair.there.insert(name, torch.arange(3))
+    soon(lambda: pair.has(name) == [True])
+    pair.there.close()
+    assert pair.node_there.terminate() == 0
+    soon(lambda: pair.has(name) == [False], 3.0)
+
+
+def test_a_store_that_lost_everything_is_filled_again(pair: Pair) -> None:
+    names = [key() for _ in range(20)]
+    for name in names:
+        pair.there.insert(name, torch.arange(3))
+    soon(lambda: pair.has(*names) == [True] * 20)
+    flush(pair.server.url)
+    with open_store(pair.server.url, call_timeout_seconds=1.0) as store:
+        texts = [name.text for name in names]
+        soon(lambda: all(store.locate(NAMESPACE, texts)), 5.0)
+    soon(lambda: pair.has(*names) == [True] * 20)
+
+
+def test_cut_connections_come_back(pair: Pair) -> None:
+    before, after = key(), key()
+    pair.there.insert(before, torch.arange(3))
+    soon(lambda: pair.has(before, after) == [True, False])
+    command(pair.server.url, "CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+    pair.there.insert(after, torch.arange(3))
+    soon(lambda: pair.has(before, after) == [True, True], 4.0)
+
+
+def test_a_mirror_is_asked_without_a_round_trip(
+    start_server: StartServer, start_node: StartNode
+) -> None:
+    pair = Pair(start_server(), start_node, mirror=True)
+    names = [key() for _ in range(4)]
+    pair.there.insert(names[0], torch.arange(3))
+    soon(lambda: pair.has(*names) == [True, False, False, False])
+    before = _reads(pair.server)
+    for _ in range(50):
+        assert pair.has(*names) == [True, False, False, False]
+    # Beats and the directory go on reading one hash or two a second.
+    assert _reads(pair.server) - before < 20
+    pair.here.close()
+    pair.there.close()
+
+
+def _reads(server: EmbeddedServer) -> int:
+    stats = command(server.url, "INFO", "commandstats").decode()
+    (line,) = [line for line in stats.splitlines() if line.startswith("cmdstat_hgetall:")]
+    return int(line.partition("calls=")[2].partition(",")[0])

@@ -1,0 +1,118 @@
+"""The registrar's thread on stores that fail over, refuse or strike it off."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from contract_store import a_record
+from lookup_buffer.config import BufferConfig
+from lookup_buffer.counters import Counters
+from lookup_buffer.errors import ConfigError
+from lookup_buffer.header import TensorHeader
+from lookup_buffer.node.directory import Directory
+from lookup_buffer.node.identity import Identity
+from lookup_buffer.node.registrar import Registrar
+from lookup_buffer.node.shelf import Shelf
+from lookup_buffer.node.storage import Storage
+from nodes import wait_until
+from store import Location, MemoryStore, MetadataStore
+
+NAMESPACE = "ns"
+
+
+class FailingOver(MemoryStore):
+    """One whose server is replaced by a replica that lagged behind."""
+
+    count = 0
+
+    def failovers(self) -> int:
+        return self.count
+
+
+class Given(Storage):
+    def __init__(self, store: MetadataStore) -> None:
+        super().__init__(BufferConfig.of({}))
+        self._given = store
+
+    def store(self) -> MetadataStore:
+        return self._given
+
+
+@contextmanager
+def registrar_on(
+    store: MetadataStore, give_up: Callable[[ConfigError], None] = lambda _: None
+) -> Iterator[tuple[Registrar, Shelf]]:
+    shelf = Shelf(1 << 20, lambda address, reason: registrar.changed(address, reason))
+    identity = Identity("us", "usboot", "tcp://us:1")
+    registrar = Registrar(
+        Given(store), shelf, Directory("us"), identity, Counters(), 1800.0, give_up
+    )
+    registrar.start()
+    yield registrar, shelf
+    registrar.close()
+    shelf.close()
+
+
+def insert(shelf: Shelf, key: str) -> None:
+    header = TensorHeader("uint8", (4,), 4)
+    item = shelf.reserve((NAMESPACE, key), header, origin="local", ttl_seconds=None)
+    assert item is not None
+    shelf.release([shelf.commit(item, 7, 1)], 1)
+
+
+def held(store: MetadataStore, *keys: str) -> list[bool]:
+    return [record is not None for record in store.locate(NAMESPACE, keys)]
+
+
+def test_after_a_failover_the_last_minute_is_written_again() -> None:
+    store = FailingOver()
+    with registrar_on(store) as (registrar, shelf):
+        insert(shelf, "kept")
+        insert(shelf, "withdrawn")
+        wait_until(lambda: held(store, "kept", "withdrawn") == [True, True], 3.0)
+        item = shelf.peek((NAMESPACE, "withdrawn"))
+        assert item is not None
+        shelf.remove(item, "evicted")
+        wait_until(lambda: held(store, "kept", "withdrawn") == [True, False], 3.0)
+        # The replica knows neither of the last two writes.
+        store.withdraw(NAMESPACE, "kept", "us", reason="test")
+        store.publish(
+            a_record(NAMESPACE, "withdrawn", dtype="uint8", shape=(4,), nbytes=4),
+            Location("us", "usboot", 2, 7),
+        )
+        assert held(store, "kept", "withdrawn") == [False, True]
+        store.count += 1
+        wait_until(lambda: held(store, "kept", "withdrawn") == [True, False], 3.0)
+        wait_until(lambda: registrar.pending() == 0, 3.0)
+        store.withdraw(NAMESPACE, "kept", "us", reason="test")
+        with pytest.raises(pytest.fail.Exception):
+            wait_until(lambda: held(store, "kept") == [True], 2.5)
+
+
+def test_a_node_that_was_struck_off_publishes_all_it_has() -> None:
+    store = MemoryStore()
+    with registrar_on(store) as (_, shelf):
+        for n in range(100):
+            insert(shelf, f"k{n}")
+        keys = [f"k{n}" for n in range(100)]
+        wait_until(lambda: all(held(store, *keys)), 3.0)
+        for key in keys:
+            store.withdraw(NAMESPACE, key, "us", reason="owner dead")
+        store.leave("us", "usboot")
+        wait_until(lambda: all(held(store, *keys)), 3.0)
+        assert "us" in store.beats()
+    assert "us" not in store.beats(), "it left when it was closed"
+
+
+def test_who_is_replaced_is_told_once_and_touches_nothing_more() -> None:
+    store, told = MemoryStore(), list[ConfigError]()
+    with registrar_on(store, told.append) as (_, shelf):
+        wait_until(lambda: "us" in store.beats(), 3.0)
+        store.beat("us", "later", 1, replacing=store.beats()["us"])
+        wait_until(lambda: told, 3.0)
+        insert(shelf, "k")
+    assert len(told) == 1
+    assert "boot later" in str(told[0])
+    assert held(store, "k") == [False]
+    assert store.beats()["us"].boot == "later"

@@ -1,0 +1,85 @@
+"""RedisStore: the contract on the master that Sentinel names, and on its successor."""
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from contract_store import StoreContract, a_location, a_record
+from contract_store_claims import ClaimContract
+from contract_store_nodes import NodeContract
+from sentinels import SERVICE, Sentinels
+from store import MetadataStore, Record, StoreUnavailable, open_store
+
+PATIENT_SECONDS = 5.0
+
+
+def patient(url: str, password: str | None = None) -> MetadataStore:
+    return open_store(
+        url,
+        call_timeout_seconds=PATIENT_SECONDS,
+        connect_timeout_seconds=PATIENT_SECONDS,
+        password=password,
+    )
+
+
+class TestSentinelStore(StoreContract, ClaimContract, NodeContract):
+    @pytest.fixture
+    def store(self, sentinels: Sentinels) -> Iterator[MetadataStore]:
+        with patient(sentinels.url) as store:
+            yield store
+
+
+def test_a_failover(own_sentinels: Sentinels, namespace: str) -> None:
+    record = a_record(namespace, "k")
+    with patient(own_sentinels.url) as store:
+        store.publish(record, a_location())
+        time.sleep(0.1)  # replication is asynchronous
+        before = store.failovers()
+        own_sentinels.fail_over()
+        (found,) = _in_time(store, namespace)
+        assert found is not None
+        assert store.failovers() > before
+        store.publish(record, a_location("node-2"))
+        (found,) = store.locate(namespace, ["k"])
+        assert found is not None
+        assert len(found.locations) == 2
+
+
+def test_sentinels_that_are_dead(own_sentinels: Sentinels, namespace: str) -> None:
+    for sentinel in own_sentinels.sentinels[:2]:
+        sentinel.kill()
+    with patient(own_sentinels.url) as store:
+        store.publish(a_record(namespace, "k"), a_location())
+    own_sentinels.sentinels[2].kill()
+    with patient(own_sentinels.url) as store, pytest.raises(StoreUnavailable, match="no sentinel"):
+        store.locate(namespace, ["k"])
+
+
+def test_the_password_of_the_servers_can_stand_apart(
+    own_sentinels: Sentinels, namespace: str
+) -> None:
+    url = own_sentinels.url.replace(":of-servers@", "")
+    with patient(url, password="of-servers") as store:
+        assert store.locate(namespace, ["k"]) == [None]
+    for wrong in (url, own_sentinels.url.replace("=of-sentinels", "=wrong")):
+        with patient(wrong) as store, pytest.raises(StoreUnavailable) as caught:
+            store.locate(namespace, ["k"])
+        assert "of-servers" not in str(caught.value)
+
+
+def test_a_service_that_nobody_knows(sentinels: Sentinels, namespace: str) -> None:
+    with patient(sentinels.url.replace(SERVICE, "another")) as store:
+        with pytest.raises(StoreUnavailable) as caught:
+            store.locate(namespace, ["k"])
+        assert "'another'" in str(caught.value)
+
+
+def _in_time(store: MetadataStore, namespace: str) -> list[Record | None]:
+    """What is located once the store has found its way; the first calls may fail."""
+    for _ in range(50):
+        try:
+            return store.locate(namespace, ["k"])
+        except StoreUnavailable:
+            time.sleep(0.05)
+    raise AssertionError("the store does not find its way")

@@ -1,0 +1,65 @@
+"""RedisStore: the contract over TLS, as a user who may touch `lb:*` and nothing else."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from contract_store import StoreContract
+from contract_store_claims import ClaimContract
+from contract_store_nodes import NodeContract
+from store import MetadataStore, StoreUnavailable, open_store
+from tls_server import PASSWORD, TlsServer
+
+PATIENT_SECONDS = 5.0
+
+
+def patient(url: str, password: str | None = None) -> MetadataStore:
+    return open_store(
+        url,
+        call_timeout_seconds=PATIENT_SECONDS,
+        connect_timeout_seconds=PATIENT_SECONDS,
+        password=password,
+    )
+
+
+class TestTlsStore(StoreContract, ClaimContract, NodeContract):
+    @pytest.fixture
+    def store(self, tls_server: TlsServer) -> Iterator[MetadataStore]:
+        with patient(tls_server.url) as store:
+            yield store
+
+
+def test_the_password_can_stand_apart(tls_server: TlsServer, namespace: str) -> None:
+    with patient(tls_server.url_of(password=""), password=PASSWORD) as store:
+        assert store.locate(namespace, ["k"]) == [None]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"password": "wrong-secret"},
+        {"user": "nobody"},
+        {"certificate": False},
+    ],
+)
+def test_who_is_not_let_in(tls_server: TlsServer, namespace: str, wrong: dict[str, object]) -> None:
+    url = tls_server.url_of(**wrong)  # type: ignore[arg-type]
+    with patient(url) as store, pytest.raises(StoreUnavailable) as caught:
+        store.locate(namespace, ["k"])
+    for secret in ("wrong-secret", PASSWORD):
+        assert secret not in f"{caught.value!r} {caught.value.__cause__!r}"
+
+
+def test_an_authority_that_did_not_sign(tls_server: TlsServer, namespace: str) -> None:
+    url = tls_server.url.replace(
+        f"ssl_ca_certs={tls_server.files.authority}", f"ssl_ca_certs={tls_server.files.client}"
+    )
+    assert url != tls_server.url
+    with patient(url) as store, pytest.raises(StoreUnavailable, match=r"(?i)certificate"):
+        store.locate(namespace, ["k"])
+
+
+def test_without_tls_nothing_is_said(tls_server: TlsServer, namespace: str) -> None:
+    url = f"redis://127.0.0.1:{tls_server.process.port}"
+    with patient(url) as store, pytest.raises(StoreUnavailable):
+        store.locate(namespace, ["k"])
