@@ -279,23 +279,6 @@ def measure_tracking(program: str | None, records: int) -> dict[str, Any]:
     }
 
 
-def measure_repeated(program: str | None, records: int) -> dict[str, float]:
-    """Bytes a record at 3 locations; and without the two fields that its key's name repeats."""
-    with running(program) as server:
-        filled = Filled(server, records)
-        filled.publish_all()
-        filled.add_location(1)
-        filled.add_location(2)
-        time.sleep(0.5)
-        whole = filled.bytes_a_record()
-        for start in range(0, records, PAGE):
-            names = [layout.record(NAMESPACE, key_of(start + n)) for n in range(PAGE)]
-            filled.exchange([("HDEL", name, "key", "namespace") for name in names])
-        result = {"whole": whole, "without_key_and_namespace": filled.bytes_a_record()}
-        filled.close()
-    return result
-
-
 def read_all(connection: Connection, records: int) -> None:
     """EXISTS is the shortest command that counts as reading a key."""
     for start in range(0, records, PAGE):
@@ -328,15 +311,8 @@ def main() -> None:
             measure_records(program, count, arguments.rounds, count == records[-1])
             for count in records
         ]
-        some = min(records[-1], 100_000)
-        report["servers"].append(
-            {
-                "server": product,
-                "sizes": sizes,
-                "tracking": measure_tracking(program, some),
-                "three_locations": {"records": some} | measure_repeated(program, some),
-            }
-        )
+        tracking = measure_tracking(program, min(records[-1], 100_000))
+        report["servers"].append({"server": product, "sizes": sizes, "tracking": tracking})
     emit(report)
 
 
