@@ -5,7 +5,7 @@
 - `parts`: where the time of the store's answer goes;
 - `has_caches`: the same as a client sees it, of keys that another node holds: two real nodes;
 - `wakes`: from the publication in another process until a watcher here was told, until a client's
-  waiting `select` on another node has returned;
+  waiting `claim` or `select` on another node has returned;
 - `hung`: `has_caches` while Redis is stopped, against its budget.
 
     python -m benchmarks.store_mirror [--rounds 1000] [--wakes 300]
@@ -38,7 +38,12 @@ from benchmarks.gauge import (
     running,
     seconds_of,
 )
-from benchmarks.wakes import measure_client_wakes, measure_watch_wakes, two_nodes
+from benchmarks.wakes import (
+    measure_claim_wakes,
+    measure_select_wakes,
+    measure_watch_wakes,
+    two_nodes,
+)
 from lookup_buffer import LookupBuffer, TensorKey
 from lookup_buffer.config import BufferConfig
 from lookup_buffer.node.directory import Directory
@@ -272,8 +277,9 @@ def main() -> None:
             holder, reader = nodes.holder, nodes.reader
             report["has_caches"] = measure_has_caches(holder, reader, server.url, arguments.rounds)
             wakes = {"watcher_told": watched}
+            wakes["claim"] = measure_claim_wakes(nodes, arguments.wakes)
             for name, nbytes in (("select_none", None), ("select_4_kib", 4096)):
-                wakes[name] = measure_client_wakes(nodes, nbytes, arguments.wakes)
+                wakes[name] = measure_select_wakes(nodes, nbytes, arguments.wakes)
             report["wakes"] = wakes
             report["hung"] = measure_hung(holder, reader, server.pid, HUNG_SECONDS)
     emit(report)

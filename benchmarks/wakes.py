@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from benchmarks.gauge import NAMESPACE, key_of, microseconds, publishing_of
-from lookup_buffer import BufferConfig, LookupBuffer, TensorKey
+from lookup_buffer import BufferConfig, ClaimOutcome, LookupBuffer, TensorKey
 from lookup_buffer.launch import to_json
 from store import open_store
 from store.redis_store import RedisStore
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 CAPACITY_BYTES = 128 << 20
 PUBLISHER = "gpu-host-0003-ab12"
-PAUSE_SECONDS = (0.005, 0.02)
+PAUSE_SECONDS = (0.01, 0.03)
 """Between the order to publish and the publication: by then whoever waits does so."""
 WAIT_SECONDS = 10.0
 
@@ -39,7 +39,10 @@ WAIT_SECONDS = 10.0
 
 
 def publish_when_told(url: str, orders: "Connection[Any, Any]") -> None:
-    """The other process: publishes each key it is told, and says when it began to."""
+    """The other process: publishes each key it is told, and says when it began to.
+
+    Beside it one PING after the same rest: processes and cores that slept answer later.
+    """
     with open_store(url, call_timeout_seconds=5.0) as store:
         orders.send("ready")
         while (key := orders.recv()) is not None:
@@ -47,10 +50,11 @@ def publish_when_told(url: str, orders: "Connection[Any, Any]") -> None:
             publishing = publishing_of(key, PUBLISHER, 1, 2**63)
             begun = time.monotonic_ns()
             store.publish_many([publishing])
-            orders.send(begun)
+            time.sleep(random.uniform(*PAUSE_SECONDS))
+            orders.send((begun, store.ping()))
 
 
-async def measure_watch_wakes(url: str, count: int) -> dict[str, float]:
+async def measure_watch_wakes(url: str, count: int) -> dict[str, Any]:
     """Until `Mirror.watch` notifies: the record is read again by then."""
     loop = asyncio.get_running_loop()
     context = multiprocessing.get_context("spawn")
@@ -61,7 +65,7 @@ async def measure_watch_wakes(url: str, count: int) -> dict[str, float]:
     store = open_store(url, call_timeout_seconds=5.0)
     assert isinstance(store, RedisStore)
     mirror = store.mirror(loop, ThreadPoolExecutor(1))
-    seconds = []
+    seconds, pings = [], []
     for number in range(count):
         key = key_of(2**40 + number)
         told: asyncio.Queue[int] = asyncio.Queue()
@@ -69,13 +73,15 @@ async def measure_watch_wakes(url: str, count: int) -> dict[str, float]:
         await told.get()  # from here on no change can be missed
         orders.send(key)
         woken = await told.get()
-        seconds.append((woken - orders.recv()) / 1e9)
         cancel()
+        begun, ping = orders.recv()
+        seconds.append((woken - begun) / 1e9)
+        pings.append(ping)
     orders.send(None)
     process.join(timeout=10.0)
     mirror.close()
     store.close()
-    return microseconds(seconds)
+    return {"since_publication": microseconds(seconds), "ping_after_rest": microseconds(pings)}
 
 
 # -- a client that waits
@@ -142,45 +148,78 @@ def insert_when_told(
     tensor = None if nbytes is None else torch.ones(nbytes, dtype=torch.uint8)
     with LookupBuffer(config) as buffer:
         orders.send("ready")
-        while (key := orders.recv()) is not None:
+        while (order := orders.recv()) is not None:
+            key, claimed = order
+            if claimed:
+                assert buffer.claim(TensorKey(key), lease_seconds=WAIT_SECONDS).granted
+                orders.send("claimed")
             time.sleep(random.uniform(*PAUSE_SECONDS))
             begun = time.monotonic_ns()
             buffer.insert(TensorKey(key), tensor)
             orders.send(begun)
 
 
-def measure_client_wakes(nodes: Nodes, nbytes: int | None, count: int) -> dict[str, Any]:
-    """Until a waiting `select` on the other node has returned what was inserted; None is a value.
-
-    From the moment the holder's node began to publish, and from the call of `insert` before it.
-    Beside it a `select` that need not wait: published and known here, but to be fetched.
-    """
+@contextmanager
+def inserter(nodes: Nodes, nbytes: int | None) -> Iterator["Connection[Any, Any]"]:
+    """Give it (key, whether to claim it first); it says when it inserted. None is a value."""
     context = multiprocessing.get_context("spawn")
     orders, theirs = context.Pipe()
     arguments = (nodes.holder_config, nbytes, theirs)
     process = context.Process(target=insert_when_told, args=arguments, daemon=True)
     process.start()
     assert orders.recv() == "ready"
-    out = None if nbytes is None else torch.zeros(nbytes, dtype=torch.uint8)
-    inserted, woken, fetched = {}, {}, []
-    for number in range(count):
-        key = f"wake-{nbytes}-{number}"
-        orders.send(key)
-        nodes.reader.select(TensorKey(key), timeout=WAIT_SECONDS, out=out)
-        woken[key] = time.monotonic_ns()
-        inserted[key] = orders.recv()
-    for number in range(count):
-        key = f"known-{nbytes}-{number}"
-        orders.send(key)
-        orders.recv()
-        while not nodes.reader.has_caches([TensorKey(key)])[0]:
-            time.sleep(0.002)
-        time.sleep(PAUSE_SECONDS[0])
-        begun = time.monotonic_ns()
-        nodes.reader.select(TensorKey(key), out=out)
-        fetched.append((time.monotonic_ns() - begun) / 1e9)
+    yield orders
     orders.send(None)
     process.join(timeout=10.0)
+
+
+def measure_claim_wakes(nodes: Nodes, count: int) -> dict[str, Any]:
+    """Until a client whose key another node's client produces was told that it is there."""
+    inserted, woken = {}, {}
+    with inserter(nodes, 4096) as orders:
+        for number in range(count):
+            key = f"claimed-{number}"
+            orders.send((key, True))
+            assert orders.recv() == "claimed"
+            answer = nodes.reader.claim(
+                TensorKey(key), lease_seconds=WAIT_SECONDS, timeout=WAIT_SECONDS
+            )
+            woken[key] = time.monotonic_ns()
+            assert answer.outcome is ClaimOutcome.STORED, answer
+            inserted[key] = orders.recv()
+    return since(nodes, inserted, woken)
+
+
+def measure_select_wakes(nodes: Nodes, nbytes: int | None, count: int) -> dict[str, Any]:
+    """Until a waiting `select` on the other node has returned what was inserted.
+
+    Beside it a `select` that need not wait: published and known here, but to be fetched.
+    """
+    out = None if nbytes is None else torch.zeros(nbytes, dtype=torch.uint8)
+    inserted, woken, fetched = {}, {}, []
+    with inserter(nodes, nbytes) as orders:
+        for number in range(count):
+            key = f"wake-{nbytes}-{number}"
+            orders.send((key, False))
+            nodes.reader.select(TensorKey(key), timeout=WAIT_SECONDS, out=out)
+            woken[key] = time.monotonic_ns()
+            inserted[key] = orders.recv()
+        for number in range(count):
+            key = f"known-{nbytes}-{number}"
+            orders.send((key, False))
+            orders.recv()
+            while not nodes.reader.has_caches([TensorKey(key)])[0]:
+                time.sleep(0.002)
+            time.sleep(PAUSE_SECONDS[0])
+            begun = time.monotonic_ns()
+            nodes.reader.select(TensorKey(key), out=out)
+            fetched.append((time.monotonic_ns() - begun) / 1e9)
+    known = {"select_of_what_is_known": microseconds(fetched)}
+    return since(nodes, inserted, woken) | known
+
+
+def since(nodes: Nodes, inserted: dict[str, int], woken: dict[str, int]) -> dict[str, Any]:
+    """From when the holder's node began to publish, and from the call of `insert` before it."""
     time.sleep(0.1)  # until the last line is written
     published: dict[str, int] = {}
     for line in nodes.log.read_text().splitlines():
@@ -189,5 +228,4 @@ def measure_client_wakes(nodes: Nodes, nbytes: int | None, count: int) -> dict[s
     return {
         "since_publication": microseconds([(woken[k] - published[k]) / 1e9 for k in woken]),
         "since_insert": microseconds([(woken[k] - inserted[k]) / 1e9 for k in woken]),
-        "select_of_what_is_known": microseconds(fetched),
     }
