@@ -11,14 +11,14 @@ from typing import Any
 
 from pydantic import Field, SecretStr, ValidationError, field_validator
 
-from lookup_buffer.config import GIB, BufferConfig, Bytes, explain
+from lookup_buffer.config import GIB, SECRETS, BufferConfig, Bytes, explain
 from lookup_buffer.errors import ConfigError
 from store import redact
 from store.url import parse
 
 logger = logging.getLogger(__name__)
 
-SECRET_FILES = {"token_file": "token", "store_password_file": "store_password"}
+SECRET_FILES = {f"{name}_file": name for name in SECRETS}
 MILLISECOND_SECONDS = 1e-3
 _PRINTED = "vLLM prints its settings when it starts, so a secret cannot be one; allowed"
 
@@ -32,6 +32,8 @@ class ConnectorSettings(BufferConfig):
     """File with the fleet's token, instead of `token`."""
     store_password_file: Path | None = None
     """File with the store's password, instead of `store_password`."""
+    store_sentinel_password_file: Path | None = None
+    """File with the sentinels' password, instead of `store_sentinel_password`."""
     weights_version: str = Field(default="", max_length=256)
     """Names the weights where their content cannot be seen: change it when they change in place."""
     namespace_extra: str = Field(default="", max_length=256)
@@ -58,7 +60,7 @@ class ConnectorSettings(BufferConfig):
             parse(value)
         return value
 
-    @field_validator("token_file", "store_password_file")
+    @field_validator(*SECRET_FILES)
     @classmethod
     def _readable(cls, value: Path | None) -> Path | None:
         if value is not None and not value.is_file():
@@ -109,6 +111,6 @@ def parse_settings(raw: Mapping[str, Any]) -> ConnectorSettings:
     if settings.store_url != "embedded" and parse(settings.store_url).with_secret:
         raise ConfigError(
             f"setting 'store_url' is {redact(settings.store_url)!r}; {_PRINTED}: a URL without "
-            "password, and 'store_password_file'"
+            "password, and 'store_password_file' or 'store_sentinel_password_file'"
         )
     return settings

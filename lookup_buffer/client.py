@@ -289,7 +289,8 @@ class LookupBuffer:
         state: ClaimState = ClaimState.ENCODING,
         timeout: float = 0.0,
     ) -> ClaimAnswer:
-        """Ask for the right to produce `key`; asking again, as ENCODING, renews it.
+        """Ask for the right to produce `key`; asking again, as ENCODING, renews it, and an INTENT
+        lasts for a second at most.
 
         Where another has it, wait up to `timeout` seconds for the key to appear or for the claim
         to be free. Inserting the key, or closing this client, gives the claim back. A store that

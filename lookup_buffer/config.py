@@ -30,6 +30,7 @@ from store.url import parse as parse_store_url
 
 GIB = 1 << 30
 ENVIRONMENT_PREFIX = "LOOKUP_BUFFER_"
+SECRETS = ("token", "store_password", "store_sentinel_password")
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 WILDCARDS = ("0.0.0.0", "::")
 STORE_SCHEMES = tuple(scheme for scheme in SCHEMES if scheme != "memory")
@@ -68,6 +69,8 @@ class BufferConfig(BaseModel):
     """Where the metadata lives: `embedded` (a Valkey of this host) or a Redis or Valkey URL."""
     store_password: SecretStr | None = None
     """Password for the store, kept out of the URL."""
+    store_sentinel_password: SecretStr | None = None
+    """Password for the sentinels of the store, where they have one of their own."""
     store_timeout_seconds: float = Field(default=0.25, gt=0, le=30)
     """Bound on one call to the store."""
     mirror: bool = True
@@ -145,7 +148,7 @@ class BufferConfig(BaseModel):
     def from_environment(cls, **overrides: Any) -> "BufferConfig":
         """Settings from `LOOKUP_BUFFER_<NAME>` variables; `overrides` that are not None win.
 
-        `LOOKUP_BUFFER_TOKEN_FILE` and `LOOKUP_BUFFER_STORE_PASSWORD_FILE` name files instead.
+        `LOOKUP_BUFFER_TOKEN_FILE` and the like for the passwords name files instead.
         """
         settings: dict[str, Any] = {}
         for name in cls.model_fields:

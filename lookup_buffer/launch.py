@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from lookup_buffer.config import BufferConfig
+from lookup_buffer.config import SECRETS, BufferConfig
 from lookup_buffer.errors import NodeUnavailable
 
 LOG_TAIL_BYTES = 2000
@@ -68,9 +68,9 @@ def lock(path: Path, *, timeout: float) -> Iterator[None]:
 def to_json(config: BufferConfig) -> str:
     """The configuration with its secrets, for a pipe and never for a command line."""
     settings = config.model_dump(mode="json", exclude_none=True)
-    for name, value in (("token", config.token), ("store_password", config.store_password)):
-        if value is not None:
-            settings[name] = value.get_secret_value()
+    for name in SECRETS:
+        if name in settings:
+            settings[name] = getattr(config, name).get_secret_value()
     return json.dumps(settings)
 
 

@@ -63,12 +63,13 @@ def open_store(
     call_timeout_seconds: float = 0.25,
     connect_timeout_seconds: float = 0.25,
     password: str | None = None,
+    sentinel_password: str | None = None,
 ) -> MetadataStore:
     """The store behind `url`. Connects at first use, so a server that is down is no error here.
 
-    `password` is for those who keep it apart from the URL; it comes before one in the URL. Raises
-    StoreUrlError. The first call for a server imports redis-py, which takes 0.3 s and more; call
-    it from a background thread where that hurts.
+    The passwords are for those who keep them apart from the URL; they come before those in it.
+    Raises StoreUrlError. The first call for a server imports redis-py, which takes 0.3 s and more;
+    call it from a background thread where that hurts.
     """
     address = parse(url)
     if address.scheme == "memory":
@@ -76,8 +77,7 @@ def open_store(
     from store.redis_store import RedisStore
 
     return RedisStore(
-        address,
+        address.with_passwords(password, sentinel_password),
         call_timeout_seconds=call_timeout_seconds,
         connect_timeout_seconds=connect_timeout_seconds,
-        password=password,
     )

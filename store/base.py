@@ -84,8 +84,9 @@ class MetadataStore(ABC):
     def locate(self, namespace: str, keys: Sequence[str]) -> list[Record | None]:
         """The records of `keys`, in their order; None for a miss. Does not renew them.
 
-        One round trip for each 1,000 keys, to all servers of a cluster at once. Whether a
-        location's node lives is for the caller to judge, by `beats`.
+        One round trip for each 1,000 keys, to all servers of a cluster at once. What lies on a
+        server that was not reached is a miss; where none was reached, StoreUnavailable is raised.
+        Whether a location's node lives is for the caller to judge, by `beats`.
         """
 
     @abstractmethod
@@ -165,7 +166,11 @@ class MetadataStore(ABC):
 
     @abstractmethod
     def node_infos(self, nodes: Sequence[str]) -> dict[str, NodeInfo]:
-        """What those nodes said of themselves; the unknown ones are left out. One round trip."""
+        """What those nodes said of themselves, in one round trip.
+
+        The unknown ones are left out, and so is what lies on a server that was not reached, as
+        with `locate`.
+        """
 
     @abstractmethod
     def describe_namespace(self, fingerprint: str, parts: Mapping[str, str]) -> None:

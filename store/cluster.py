@@ -1,11 +1,12 @@
 """ClusterTopology: 16,384 slots over several masters, and what servers say of changes to that."""
 
+import binascii
 import threading
 import time
-from binascii import crc_hqx
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from store.budget import Budget
 from store.connection import Access, Endpoint, Part, Refusal
 from store.errors import StoreUnavailable
 from store.server import Server
@@ -35,11 +36,15 @@ class ClusterTopology(Topology):
         self._loaded_at = -_RELOAD_SECONDS_MIN
         self._changes = 0
         self._closed = False
-        self._doubted: Server | None = None
+        self._doubted: frozenset[Server] = frozenset()
+        self._teller: Server | None = None
 
-    def server_for(self, name: Part) -> Server:
+    def new_budget(self) -> Budget:
+        return Budget(self._access)
+
+    def server_for(self, name: Part, budget: Budget) -> Server:
         if not self._certain:
-            self._load(at_most_each=_RELOAD_SECONDS_MIN)
+            self._load(budget, at_most_each=_RELOAD_SECONDS_MIN)
         server = self._slots[slot_of(name)]
         if server is None:
             self._certain = False
@@ -48,13 +53,14 @@ class ClusterTopology(Topology):
 
     def known_server_for(self, name: Part) -> Server:
         server = self._slots[slot_of(name)]
-        if server is None or not self._certain:
+        # A doubt about one server says nothing against what the map says of the others.
+        if server is None or server in self._doubted:
             raise StoreUnavailable("the map of the cluster's slots is being looked for")
         return server
 
-    def servers(self) -> Sequence[Server]:
+    def servers(self, budget: Budget) -> Sequence[Server]:
         if not self._certain:
-            self._load(at_most_each=_RELOAD_SECONDS_MIN)
+            self._load(budget, at_most_each=_RELOAD_SECONDS_MIN)
         return self._masters
 
     def failovers(self) -> int:
@@ -76,11 +82,12 @@ class ClusterTopology(Topology):
             return self._server(endpoint)
 
     def doubt(self, server: Server) -> None:
-        self._doubted = server
-        self._certain = False
+        with self._lock:
+            self._doubted |= {server}
+            self._certain = False
 
     def recheck(self) -> None:
-        self._load(at_most_each=0.0)
+        self._load(self.new_budget(), at_most_each=0.0)
 
     def close(self) -> None:
         with self._lock:
@@ -89,31 +96,47 @@ class ClusterTopology(Topology):
         for server in servers:
             server.close()
 
-    def _load(self, *, at_most_each: float) -> None:
-        with self._loading:
-            if time.monotonic() - self._loaded_at < at_most_each:
-                return  # another caller did, or tried, just now
-            self._loaded_at = time.monotonic()
-            self._take_over(*self._ask())
+    def _load(self, budget: Budget, *, at_most_each: float) -> None:
+        """Raises StoreUnavailable where nobody tells and there is no older map to go on with."""
+        came_at = time.monotonic()
+        if self._loading.acquire(timeout=budget.left):
+            try:
+                # Unless another caller did, or tried, just now.
+                if self._loaded_at <= came_at - at_most_each:
+                    self._load_now(budget)
+            finally:
+                self._loading.release()
+        if not self._masters:
+            raise StoreUnavailable("no server of the cluster was reached a moment ago")
 
-    def _ask(self) -> tuple[Server, list[Any]]:
-        """Somebody's view of the cluster; the one in doubt is asked last."""
+    def _load_now(self, budget: Budget) -> None:
+        try:
+            self._take_over(*self._ask(budget))
+        except StoreUnavailable:
+            if not self._masters:
+                raise
+        finally:
+            self._loaded_at = time.monotonic()
+
+    def _ask(self, budget: Budget) -> tuple[Server, list[Any]]:
+        """Somebody's view of the cluster; who told it last is asked first, who is in doubt last."""
         cause: Exception | None = None
         with self._lock:
             candidates = list(dict.fromkeys([*self._masters, *self._known.values()]))
-        candidates.sort(key=lambda server: server is self._doubted)
-        deadline = time.monotonic() + self._access.call_timeout_seconds
+        candidates.sort(key=lambda server: (server in self._doubted, server is not self._teller))
         for server in candidates:
             try:
-                (reply,) = server.exchange([("CLUSTER", "SLOTS")], deadline)
+                with budget.half():
+                    (reply,) = server.exchange([("CLUSTER", "SLOTS")], budget)
             except StoreUnavailable as error:
                 cause = error
-                self._doubted = server
+                self.doubt(server)
             else:
                 if not isinstance(reply, Refusal) and reply:
+                    self._teller = server
                     return server, reply
                 cause = StoreUnavailable(f"store {server.endpoint}: {reply or 'no slots assigned'}")
-            if time.monotonic() >= deadline:
+            if not budget.left:
                 break
         raise StoreUnavailable(f"no server of the cluster tells its slots: {cause}") from cause
 
@@ -128,6 +151,7 @@ class ClusterTopology(Topology):
                 self._slots = slots
                 self._masters = tuple({at: None for at in slots if at is not None})
             self._certain = True
+            self._doubted = frozenset()
 
     def _server(self, endpoint: Endpoint) -> Server:
         """Call it with the lock held."""
@@ -142,10 +166,9 @@ class ClusterTopology(Topology):
 def slot_of(name: Part) -> int:
     """The slot of a key: of what stands in its first braces, where it has any."""
     raw = name if isinstance(name, bytes) else str(name).encode("utf-8", "surrogatepass")
-    start = raw.find(b"{")
-    end = raw.find(b"}", start + 1)
-    tag = raw[start + 1 : end] if 0 <= start < end - 1 else raw
-    return crc_hqx(tag, 0) % SLOTS
+    _, _, rest = raw.partition(b"{")
+    tag, closed, _ = rest.partition(b"}")
+    return binascii.crc_hqx(tag if tag and closed else raw, 0) % SLOTS
 
 
 def _endpoint(host: Any, port: int, teller: Server) -> Endpoint:

@@ -1,9 +1,9 @@
 """Connection: one conversation with one Redis or Valkey server, each exchange with a deadline.
 
 The only module that imports redis-py, and hiredis beside it. redis-py dials: names, TLS and its
-certificates, log-in, database, protocol. From then on the socket is ours, for three things that
-redis-py's own reading does not give: a deadline for a whole exchange instead of for each wait,
-pushes in their order among the replies, and 32 replies parsed in a tenth of the time.
+certificates. From then on the socket is ours, for three things that redis-py's own reading does
+not give: a deadline for a whole exchange instead of for each wait, pushes in their order among the
+replies, and 32 replies parsed in a tenth of the time.
 """
 
 import contextlib
@@ -29,7 +29,6 @@ _READ_BYTES = 1 << 16
 _MORE = object()
 """What the parser says when the next reply is not complete yet."""
 _NOTHING_YET = (BlockingIOError, ssl.SSLWantReadError)
-_NOT_LET_IN = (redis.exceptions.AuthenticationError, redis.exceptions.BusyLoadingError)
 
 
 class Refusal(Exception):
@@ -76,19 +75,15 @@ class Push(list[Any]):
 class Connection:
     """One thread at a time. After an error it is closed, and its replies with it."""
 
-    def __init__(self, endpoint: Endpoint, access: Access, *, protocol: int = 2) -> None:
-        """Dial and log in. RESP2's flat replies are parsed faster; RESP3 (3) has pushes.
-
-        Raises Lost, or StoreUnavailable where the server is there but lets us not in.
-        """
+    def __init__(self, endpoint: Endpoint, access: Access, seconds: float) -> None:
+        """Dial, within `seconds`; `log_in` is next. Raises Lost, or StoreUnavailable."""
         self._name = f"store {endpoint}"
-        self._dialled = _dialled(endpoint, access, protocol)
+        self._access = access
+        self._dialled = _dialled(endpoint, access, seconds)
         try:
             self._dialled.connect()
         except redis.exceptions.ConnectionError as error:
-            # A refused log-in is a kind of connection error to redis-py, but loses no data.
-            kind = StoreUnavailable if isinstance(error, _NOT_LET_IN) else Lost
-            raise kind(f"{self._name}: {error}") from error
+            raise Lost(f"{self._name}: {error}") from error
         except (redis.RedisError, OSError) as error:
             raise StoreUnavailable(f"{self._name}: {error}") from error
         self._socket: socket.socket = self._dialled._get_socket()
@@ -96,6 +91,24 @@ class Connection:
             replyError=Refusal, protocolError=Lost, notEnoughData=_MORE
         )
         self._buffer = bytearray(_READ_BYTES)
+
+    def log_in(self, deadline: float, *, protocol: int = 2) -> None:
+        """RESP2's flat replies are parsed faster; RESP3 (3) has pushes. Raises StoreUnavailable."""
+        access = self._access
+        commands: list[Command] = []
+        if access.password is not None:
+            # Not within HELLO: a server that does not know it would quote the password back.
+            user = [] if access.username is None else [access.username]
+            commands.append(("AUTH", *user, access.password))
+        if protocol != 2:
+            commands.append(("HELLO", protocol))
+        if access.database:
+            commands.append(("SELECT", access.database))
+        if commands:
+            self.send(pack(commands), deadline)
+            for command, reply in zip(commands, self.receive(len(commands), deadline), strict=True):
+                if isinstance(reply, Refusal):
+                    raise StoreUnavailable(f"{self._name} refuses {command[0]!s}: {reply}")
 
     def send(self, packed: bytes, deadline: float) -> None:
         """Send what `pack` made. `deadline` is a time.monotonic(). Raises StoreUnavailable."""
@@ -205,17 +218,14 @@ def _readable(end: socket.socket) -> bool:
     return bool(waiting.poll(0))
 
 
-def _dialled(endpoint: Endpoint, access: Access, protocol: int) -> Any:
+def _dialled(endpoint: Endpoint, access: Access, seconds: float) -> Any:
     """redis-py's connection, not connected yet; it never retries. (Hardly annotated there.)"""
     kind: Any = redis.Connection
     settings: dict[str, Any] = {
-        "db": access.database,
-        "username": access.username,
-        "password": access.password,
-        "socket_timeout": access.call_timeout_seconds,
-        "socket_connect_timeout": access.connect_timeout_seconds,
+        "socket_timeout": max(seconds, 0.001),  # for TLS; from then on there are deadlines
+        "socket_connect_timeout": max(seconds, 0.001),
         "retry": Retry(NoBackoff(), 0),
-        "protocol": protocol,
+        "redis_connect_func": _leave_logging_in_to_us,
     }
     if endpoint.path:
         kind = redis.UnixDomainSocketConnection
@@ -226,3 +236,7 @@ def _dialled(endpoint: Endpoint, access: Access, protocol: int) -> Any:
             kind = redis.SSLConnection
             settings |= dict(access.tls_files)
     return kind(**settings)
+
+
+def _leave_logging_in_to_us(_: Any) -> None:
+    """redis-py would give each reply a timeout of its own, and ask two questions more."""

@@ -11,15 +11,12 @@ from store.url import StoreUrl
 
 
 def open_topology(
-    address: StoreUrl,
-    call_timeout_seconds: float,
-    connect_timeout_seconds: float,
-    password: str | None,
+    address: StoreUrl, call_timeout_seconds: float, connect_timeout_seconds: float
 ) -> Topology:
-    """Nothing is dialled yet. `password` comes before the one in the URL."""
+    """Nothing is dialled yet."""
     access = Access(
         username=address.username,
-        password=password or address.password,
+        password=address.password,
         database=address.database,
         tls=address.tls,
         tls_files=address.tls_files,
@@ -32,7 +29,11 @@ def open_topology(
     if address.topology == "cluster":
         return ClusterTopology(endpoints, access)
     if address.topology == "sentinel":
-        username, password = address.sentinel_username, address.sentinel_password
-        sentinel_access = replace(access, username=username, password=password, database=0)
+        sentinel_access = replace(
+            access,
+            username=address.sentinel_username,
+            password=address.sentinel_password,
+            database=0,
+        )
         return SentinelTopology(endpoints, address.service, access, sentinel_access)
     return Standalone(Server(endpoints[0], access))

@@ -72,7 +72,8 @@ class Inspection:
     def refused(self) -> Refused | None:
         """What the servers refuse us by their ACL or do not know; None where all is allowed."""
         reasons: dict[str, str] = {}
-        for server in self._link.topology.servers():
+        topology = self._link.topology
+        for server in topology.servers(topology.new_budget()):
             replies = [*server.exchange(PROBES), _try_tracking(server)]
             for command, reply in zip((*PROBES, _TRACKING), replies, strict=True):
                 # Another server of a cluster has that key, a full one writes nothing: not now.

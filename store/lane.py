@@ -65,6 +65,7 @@ class Lane:
         self._timer: asyncio.TimerHandle | None = None
         self._pause_seconds = PAUSE_SECONDS_MIN
         self._paused_until = 0.0
+        self._trouble: StoreError | None = None
         self._closed = False
 
     def ask(self, commands: Sequence[Command], each: Each, done: Done) -> None:
@@ -73,7 +74,7 @@ class Lane:
         Ends within the server's call timeout, whatever the server does.
         """
         if self._closed or self._loop.time() < self._paused_until:
-            done(StoreUnavailable(f"store {self.server.endpoint}: not reached a moment ago"))
+            done(self._trouble)
             return
         deadline = self._loop.time() + self.server.access.call_timeout_seconds
         self._questions.append(_Question(deadline, len(commands), each, done))
@@ -85,11 +86,19 @@ class Lane:
         elif len(self._unsent) == 1:  # else it goes out after what does not fit yet
             self._send()
 
-    def close(self) -> None:
-        """Idempotent. What was asked ends in an error."""
+    def probe(self) -> None:
+        """Ask for a sign of life, unless something is asked anyway.
+
+        For a connection that ends unnoticed, as a firewall's memory does, pushes nothing any more.
+        """
+        if self._connection is not None and not self._questions:
+            self.ask([("PING",)], lambda _, __: None, lambda _: None)
+
+    def close(self, reason: StoreError) -> None:
+        """Idempotent. What was asked, or is asked later, ends in `reason`."""
         if not self._closed:
             self._closed = True
-            self._lose(StoreUnavailable("the store is closed"))
+            self._lose(reason)
 
     # -- the connection
 
@@ -202,6 +211,7 @@ class Lane:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+        self._trouble = error
         self._paused_until = self._loop.time() + self._pause_seconds
         self._pause_seconds = min(2 * self._pause_seconds, PAUSE_SECONDS_MAX)
         self._unsent.clear()

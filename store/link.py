@@ -7,11 +7,11 @@ whatever thread calls; has none of its own. Knows nothing of records.
 
 import hashlib
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from importlib.resources import files
 from typing import Any
 
+from store.budget import Budget
 from store.connection import Command, Endpoint, Part, Refusal
 from store.errors import StoreCorrupt, StoreError, StoreFull, StoreUnavailable
 from store.server import Exchange, Server
@@ -68,21 +68,25 @@ class Link:
         The answers, in order; a call that was refused has a StoreError in its place, and so has
         one whose server was not reached, unless that is true of all: then it is raised.
         """
-        replies = self._exchange([(keys[0], script.by_digest((keys, a))) for keys, a in calls])
+        budget = self.topology.new_budget()
+        routed = [(keys[0], script.by_digest((keys, a))) for keys, a in calls]
+        replies = self._exchange(routed, budget)
         unknown = [i for i, reply in enumerate(replies) if _code(reply) == "NOSCRIPT"]
         if unknown:
             # Once after each start of a server; this also makes the script known there.
             again = [(calls[i][0][0], script.by_text(calls[i])) for i in unknown]
-            for i, reply in zip(unknown, self._exchange(again), strict=True):
+            for i, reply in zip(unknown, self._exchange(again, budget), strict=True):
                 replies[i] = reply
-        answers = [_translated(reply) for reply in replies]
-        if answers and all(isinstance(answer, StoreUnavailable) for answer in answers):
-            raise answers[0]
-        return answers
+        return _unless_none_was_reached([_translated(reply) for reply in replies])
 
     def read_hashes(self, names: Sequence[Part]) -> list[dict[bytes, bytes]]:
-        """The fields of each HASH; empty where it is missing, or is no HASH at all."""
-        return [fields_of(r) for r in self._exchange([(name, ("HGETALL", name)) for name in names])]
+        """The fields of each HASH; empty where it is missing, or is no HASH at all.
+
+        Empty as well where its server was not reached, unless none was: then that is raised.
+        """
+        replies = self._exchange([(name, ("HGETALL", name)) for name in names])
+        answers = _unless_none_was_reached([_translated(reply) for reply in replies])
+        return [{} if isinstance(a, StoreUnavailable) else fields_of(a) for a in answers]
 
     def batch(self, commands: Sequence[Command]) -> list[Any]:
         """Send commands together, each to where its first argument lies; the replies.
@@ -93,14 +97,17 @@ class Link:
         return [_checked(_translated(reply)) for reply in replies]
 
     def each_server(self, command: Command) -> list[Any]:
-        """The reply of every server to the same command."""
-        servers = self._guarded(self.topology.servers)
-        replies = [self._at(server, command) for server in servers]
-        return [_checked(_translated(reply)) for reply in replies]
+        """The reply of every server to the same command, in one round trip."""
+        self._check_open()
+        budget = self.topology.new_budget()
+        servers = self.topology.servers(budget)
+        replies = self._scatter(servers, [[command]] * len(servers), budget)
+        return [_checked(_translated(reply)) for reply in self._doubting(servers, replies)]
 
     def walk(self, pattern: str) -> Iterator[list[bytes]]:
         """Names of keys, in pages. A server looks at a bounded number of keys for each."""
-        for server in self._guarded(self.topology.servers):
+        self._check_open()
+        for server in self.topology.servers(self.topology.new_budget()):
             cursor: Part = 0
             while True:
                 command = ("SCAN", cursor, "MATCH", pattern, "COUNT", _PAGE)
@@ -123,71 +130,85 @@ class Link:
             self.topology.doubt(server)
             return error
 
-    def _exchange(self, routed: Sequence[tuple[Part, Command]]) -> list[Any]:
+    def _exchange(
+        self, routed: Sequence[tuple[Part, Command]], budget: Budget | None = None
+    ) -> list[Any]:
         """One reply for each (name of a key, command): what it says, a Refusal, or what failed."""
         self._check_open()
         if not routed:
             return []
-        places = self._guarded(lambda: [self.topology.server_for(name) for name, _ in routed])
-        deadline = time.monotonic() + places[0].access.call_timeout_seconds
-        replies = self._scatter(places, [command for _, command in routed])
+        budget = budget or self.topology.new_budget()
+        places = [self.topology.server_for(name, budget) for name, _ in routed]
+        replies = self._scatter(places, [[command] for _, command in routed], budget)
         for _ in range(_HOPS_MAX):
             redirected = [i for i, reply in enumerate(replies) if _code(reply) in ("MOVED", "ASK")]
-            if not redirected or time.monotonic() >= deadline:
+            if not redirected or not budget.left:
                 break
-            for i in redirected:
-                replies[i] = self._follow(routed[i], replies[i], deadline)
+            self._follow([(i, *routed[i]) for i in redirected], places, replies, budget)
+        return self._doubting(places, replies)
+
+    def _doubting(self, places: Sequence[Server], replies: list[Any]) -> list[Any]:
+        """The replies; who failed is asked again only after a look at the topology."""
         for place, reply in zip(places, replies, strict=True):
             if isinstance(reply, StoreUnavailable) or _code(reply) in _DOUBTFUL:
                 self.topology.doubt(place)
         return replies
 
-    def _scatter(self, places: Sequence[Server], commands: Sequence[Command]) -> list[Any]:
-        """Send to all servers, then read from all."""
+    def _scatter(
+        self, places: Sequence[Server], commands: Sequence[Sequence[Command]], budget: Budget
+    ) -> list[Any]:
+        """Send to all servers, then read from all. The reply to the last command of each."""
         groups: dict[Server, list[int]] = {}
         for i, place in enumerate(places):
             groups.setdefault(place, []).append(i)
         replies: list[Any] = [None] * len(commands)
         under_way: list[tuple[Exchange, list[int]]] = []
-        for place, indexes in groups.items():
+        # Who has to be dialled comes last, and shares what time there is for that.
+        ordered = sorted(groups.items(), key=lambda group: not group[0].connected)
+        for done, (place, indexes) in enumerate(ordered):
+            sent = [command for i in indexes for command in commands[i]]
             try:
-                exchange = place.begin([commands[i] for i in indexes])
+                exchange = place.begin(sent, budget, share=len(ordered) - done)
                 under_way.append((exchange, indexes))
             except StoreUnavailable as error:
                 for i in indexes:
                     replies[i] = error
         for exchange, indexes in under_way:
             try:
-                found = exchange.finish()
+                found = iter(exchange.finish())
             except StoreUnavailable as error:
-                found = [error] * len(indexes)
-            for i, reply in zip(indexes, found, strict=True):
-                replies[i] = reply
+                for i in indexes:
+                    replies[i] = error
+            else:
+                for i in indexes:
+                    replies[i] = [next(found) for _ in commands[i]][-1]
         return replies
 
-    def _follow(self, routed: tuple[Part, Command], refusal: Refusal, deadline: float) -> Any:
-        """What the server says that a refusal (MOVED or ASK) points to."""
-        name, command = routed
-        kind, _, address = str(refusal).split(" ")[:3]
-        host, _, port = address.rpartition(":")
-        try:
-            here = self.topology.server_for(name)
-            endpoint = Endpoint(host or here.endpoint.host, int(port))
+    def _follow(
+        self,
+        redirected: Sequence[tuple[int, Part, Command]],
+        places: list[Server],
+        replies: list[Any],
+        budget: Budget,
+    ) -> None:
+        """Ask the servers that refusals (MOVED or ASK) point to."""
+        asked: list[tuple[int, Server, list[Command]]] = []
+        for i, name, command in redirected:
+            kind, _, address = str(replies[i]).split(" ")[:3]
+            host, _, port = address.rpartition(":")
+            endpoint = Endpoint(host or places[i].endpoint.host, int(port))
             if kind == "MOVED":
-                server = self.topology.moved(name, endpoint)
-                return server.exchange([command], deadline)[0]
-            server = self.topology.aside(endpoint)
-            return server.exchange([("ASKING",), command], deadline)[1]
-        except StoreUnavailable as error:
-            return error
+                places[i] = self.topology.moved(name, endpoint)
+                asked.append((i, places[i], [command]))
+            else:
+                asked.append((i, self.topology.aside(endpoint), [("ASKING",), command]))
+        found = self._scatter([at for _, at, _ in asked], [sent for *_, sent in asked], budget)
+        for (i, *_), reply in zip(asked, found, strict=True):
+            replies[i] = reply
 
     def _check_open(self) -> None:
         if self._closed.is_set():
             raise StoreUnavailable("the store is closed")
-
-    def _guarded(self, ask: Any) -> Any:
-        self._check_open()
-        return ask()
 
 
 def fields_of(reply: Any) -> dict[bytes, bytes]:
@@ -219,6 +240,12 @@ def _translated(reply: Any) -> Any:
         error.wrong_type = reply.code == "WRONGTYPE"
     error.__cause__ = reply
     return error
+
+
+def _unless_none_was_reached(answers: list[Any]) -> list[Any]:
+    if answers and all(isinstance(answer, StoreUnavailable) for answer in answers):
+        raise answers[0]
+    return answers
 
 
 def _checked(answer: Any) -> Any:

@@ -14,12 +14,11 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
-from types import MappingProxyType
 from typing import Any
 
 from store import layout
 from store.connection import Command, Endpoint, Refusal
+from store.entries import Entries, Entry
 from store.errors import StoreError, StoreUnavailable
 from store.lane import Lane
 from store.link import fields_of
@@ -33,25 +32,14 @@ AGE_SECONDS_MAX = 60.0
 RECHECK_SECONDS = 1.0
 """How often the topology is looked at: a slot that moved is noticed so late at the latest."""
 _REARM_SECONDS = 0.1
+_PASSING = frozenset(["ASK", "TRYAGAIN"])
+"""Refusals while a slot is on its way: the server is right, and the map too."""
 
 Found = Record | None | StoreUnavailable
 """A record, nothing, or why that is not known."""
 Answer = Callable[[list[Found]], None]
 _Group = Sequence[tuple[int, bytes]]
 """What one lane is asked: positions in the question, and names of keys."""
-
-
-@dataclass(slots=True, eq=False)
-class Entry:
-    """What the store says of one key, until the mirror drops this object.
-
-    `verdict` belongs to whoever judges the record, at `verdict_epoch` of his own counting.
-    """
-
-    record: Record | None
-    read_at: float
-    verdict: bool = False
-    verdict_epoch: int = -1
 
 
 @dataclass(slots=True, eq=False)
@@ -66,9 +54,6 @@ class _Watch:
     def __post_init__(self) -> None:
         of = (self.namespace, self.key)
         self.names = (layout.record(*of).encode(), layout.claim(*of).encode())
-
-
-_NO_ENTRIES: Mapping[str, Entry] = MappingProxyType({})
 
 
 class Mirror:
@@ -86,11 +71,8 @@ class Mirror:
         self._loop = loop
         self._topology = topology
         self._dialler = dialler
-        self._entries_max = entries_max
         self._age_seconds_max = age_seconds_max
-        self._entries: dict[str, dict[str, Entry]] = {}
-        self._order: dict[bytes, tuple[str, str, Lane]] = {}
-        """By the name of the key in Redis, the longest unread first."""
+        self._entries = Entries(entries_max)
         self._lanes: dict[Endpoint, Lane] = {}
         self._watches: dict[bytes, set[_Watch]] = {}
         self._unarmed: set[_Watch] = set()
@@ -100,14 +82,15 @@ class Mirror:
         self.pushes = 0
         """Invalidations received, for people."""
         self._ticker = loop.call_later(RECHECK_SECONDS, self._tick)
+        self._recheck()  # so that the first question finds it known who holds what
 
     def entries(self, namespace: str) -> Mapping[str, Entry]:
         """What is known of a namespace now. Look, and do not keep it."""
-        return self._entries.get(namespace, _NO_ENTRIES)
+        return self._entries.of(namespace)
 
     @property
     def size(self) -> int:
-        return len(self._order)
+        return len(self._entries)
 
     def ask(self, namespace: str, keys: Sequence[str], answer: Answer) -> None:
         """The records of `keys`, in their order; at once where all are known."""
@@ -119,11 +102,10 @@ class Mirror:
             found.append(None if entry is None else entry.record)
             if entry is None:
                 missing.append(index)
-        if not missing:
+        if missing:
+            self._read(_Reading(namespace, keys, found, answer), missing)
+        else:
             answer(found)
-            return
-        reading = _Reading(namespace, keys, found, answer)
-        self._read(reading, missing)
 
     def watch(self, namespace: str, key: str, notify: Callable[[], None]) -> Callable[[], None]:
         """Call `notify` once what is known now is known, and after each change; until cancelled.
@@ -144,7 +126,7 @@ class Mirror:
         self._watches.clear()
         self._unarmed.clear()
         for lane in self._lanes.values():
-            lane.close()
+            lane.close(StoreUnavailable("the mirror is closed"))
 
     # -- reading
 
@@ -164,7 +146,7 @@ class Mirror:
             each = partial(self._read_one, lane, reading, group)
             lane.ask(commands, each, partial(self._read_all, reading, group))
         if not groups:
-            reading.answer(reading.found)
+            self._tell(reading.answer, reading.found)
 
     def _read_one(
         self, lane: Lane, reading: "_Reading", group: _Group, at: int, reply: Any
@@ -180,30 +162,26 @@ class Mirror:
                 reading.found[index] = unknown
         reading.left -= 1
         if not reading.left:
-            reading.answer(reading.found)
+            self._tell(reading.answer, reading.found)
 
     def _take_in(self, lane: Lane, name: bytes, namespace: str, key: str, reply: Any) -> Found:
         """What a reply says of a key; remembered, unless it says that somebody else knows."""
         if isinstance(reply, Refusal) and reply.code != "WRONGTYPE":
-            self._topology.doubt(lane.server)
-            self._recheck()
+            if reply.code not in _PASSING:
+                self._topology.doubt(lane.server)
+                self._recheck()
             return StoreUnavailable(f"store {lane.server.endpoint}: {reply}")
         record = layout.read_record(namespace, key, fields_of(reply))
-        self._order.pop(name, None)
-        self._order[name] = (namespace, key, lane)
-        self._entries.setdefault(namespace, {})[key] = Entry(record, self._loop.time())
-        while len(self._order) > self._entries_max:
-            self._forget(next(iter(self._order)))
+        self._entries.put(name, namespace, key, lane, record, self._loop.time())
         return record
 
-    def _forget(self, name: bytes) -> None:
-        item = self._order.pop(name, None)
-        if item is not None:
-            namespace, key, _ = item
-            entries = self._entries[namespace]
-            entries.pop(key, None)
-            if not entries:
-                del self._entries[namespace]
+    def _tell(self, callback: Callable[..., None], *arguments: object) -> None:
+        """Call somebody else's code: what is wrong with it must not end the lane's own reading."""
+        try:
+            callback(*arguments)
+        except Exception as error:  # noqa: BLE001
+            context = {"message": "told by the mirror, it failed", "exception": error}
+            self._loop.call_exception_handler(context)
 
     # -- what servers say unasked
 
@@ -213,14 +191,13 @@ class Mirror:
             self._forget_all(lane)
             return
         for name in names:
-            self._forget(name)
+            self._entries.drop(name)
             for watch in tuple(self._watches.get(name, ())):
                 self._arm(watch)
 
     def _forget_all(self, lane: Lane) -> None:
         """All that `lane` had read; what is watched there is read again, now or soon."""
-        for name in [name for name, (_, _, of) in self._order.items() if of is lane]:
-            self._forget(name)
+        self._entries.drop_all(lane)
         for watch in {watch for watches in self._watches.values() for watch in watches}:
             if watch.lane is lane:
                 self._arm_soon(watch)
@@ -249,7 +226,7 @@ class Mirror:
             if error is not None or refused:
                 self._arm_soon(watch)
             else:
-                watch.notify()
+                self._tell(watch.notify)
 
         commands: list[Command] = [("HGETALL", record), ("GET", claim)]
         lane.ask(commands, each, done)
@@ -276,6 +253,8 @@ class Mirror:
     # -- servers
 
     def _lane_for(self, name: bytes) -> Lane:
+        if self._closed:
+            raise StoreUnavailable("the mirror is closed")
         try:
             server = self._topology.known_server_for(name)
         except StoreUnavailable:
@@ -294,14 +273,16 @@ class Mirror:
         return lane
 
     def _tick(self) -> None:
-        """Once a second: forget what is too old, and see whether keys have moved."""
-        oldest = self._loop.time() - self._age_seconds_max
-        for name, (namespace, key, _) in list(islice(self._order.items(), 1000)):
-            if self._entries[namespace][key].read_at > oldest:
-                break
-            self._forget(name)
-        self._recheck()
+        """Once a second: forget what is too old, and see whether keys or servers have gone."""
         self._ticker = self._loop.call_later(RECHECK_SECONDS, self._tick)
+        self._forget_old()
+        for lane in tuple(self._lanes.values()):
+            lane.probe()
+        self._recheck()
+
+    def _forget_old(self) -> None:
+        if self._entries.drop_older(self._loop.time() - self._age_seconds_max):
+            self._loop.call_soon(self._forget_old)
 
     def _recheck(self) -> None:
         """Look at the topology on another thread, unless that is under way."""
@@ -323,7 +304,7 @@ class Mirror:
         self._failovers = failovers
         lanes, self._lanes = self._lanes, {}
         for lane in lanes.values():
-            lane.close()
+            lane.close(StoreUnavailable("keys have moved to other servers"))
 
 
 @dataclass(slots=True, eq=False)

@@ -53,11 +53,8 @@ class RedisStore(MetadataStore):
         *,
         call_timeout_seconds: float,
         connect_timeout_seconds: float,
-        password: str | None = None,
     ) -> None:
-        self._link = Link(
-            open_topology(address, call_timeout_seconds, connect_timeout_seconds, password)
-        )
+        self._link = Link(open_topology(address, call_timeout_seconds, connect_timeout_seconds))
         self._publish = Script("publish")
         self._withdraw = Script("withdraw")
         self._claim = Script("claim")

@@ -1,9 +1,9 @@
 """SentinelTopology: one master that Sentinel names, and may name anew at any time."""
 
 import threading
-import time
 from collections.abc import Sequence
 
+from store.budget import Budget
 from store.connection import Access, Endpoint, Part, Refusal
 from store.errors import StoreUnavailable
 from store.server import Server
@@ -11,7 +11,9 @@ from store.topology import Topology
 
 
 class SentinelTopology(Topology):
-    """Asks the sentinels in turn; one that failed is asked last from then on.
+    """Asks the sentinels in turn; one that failed, or named a master that did, is then asked last.
+
+    Where no sentinel answers, the master they named last is as good as ever: nobody replaces it.
 
     A master that Sentinel still names but that no longer is one answers READONLY; that, like any
     failure, makes the next call ask again. So nothing is ever written to a replica, and what a
@@ -35,11 +37,14 @@ class SentinelTopology(Topology):
         self._changes = 0
         self._closed = False
 
-    def server_for(self, name: Part) -> Server:
+    def new_budget(self) -> Budget:
+        return Budget(self._access)
+
+    def server_for(self, name: Part, budget: Budget) -> Server:
         master = self._master
         if master is not None and self._certain:
             return master
-        return self._find()
+        return self._find(budget)
 
     def known_server_for(self, name: Part) -> Server:
         master = self._master
@@ -47,19 +52,20 @@ class SentinelTopology(Topology):
             raise StoreUnavailable(f"the master of {self._service!r} is being looked for")
         return master
 
-    def servers(self) -> Sequence[Server]:
-        return (self.server_for(b""),)
+    def servers(self, budget: Budget) -> Sequence[Server]:
+        return (self.server_for(b"", budget),)
 
     def failovers(self) -> int:
         with self._lock:
             return self._changes + sum(server.losses for server in self._known.values())
 
     def doubt(self, server: Server) -> None:
-        if server is self._master:
+        if server is self._master and self._certain:
             self._certain = False
+            self._ask_last(self._sentinels[0])  # it may be the one that has not heard yet
 
     def recheck(self) -> None:
-        self._find()
+        self._find(self.new_budget())
 
     def close(self) -> None:
         with self._lock:
@@ -68,8 +74,15 @@ class SentinelTopology(Topology):
         for server in servers:
             server.close()
 
-    def _find(self) -> Server:
-        endpoint = self._ask()
+    def _find(self, budget: Budget) -> Server:
+        try:
+            endpoint = self._ask(budget)
+        except StoreUnavailable:
+            with self._lock:
+                if self._master is None or self._closed:
+                    raise
+                self._certain = True  # until the next failure
+                return self._master
         with self._lock:
             if self._closed:
                 raise StoreUnavailable("the store is closed")
@@ -82,14 +95,14 @@ class SentinelTopology(Topology):
             self._certain = True
             return master
 
-    def _ask(self) -> Endpoint:
+    def _ask(self, budget: Budget) -> Endpoint:
         cause: Exception | None = None
-        deadline = time.monotonic() + self._access.call_timeout_seconds
         for sentinel in list(self._sentinels):
             try:
-                (reply,) = sentinel.exchange(
-                    [("SENTINEL", "GET-MASTER-ADDR-BY-NAME", self._service)], deadline
-                )
+                with budget.half():
+                    (reply,) = sentinel.exchange(
+                        [("SENTINEL", "GET-MASTER-ADDR-BY-NAME", self._service)], budget
+                    )
             except StoreUnavailable as error:
                 cause = error
             else:
@@ -100,7 +113,7 @@ class SentinelTopology(Topology):
                     f"sentinel {sentinel.endpoint} knows no service {self._service!r}: {reply}"
                 )
             self._ask_last(sentinel)
-            if time.monotonic() >= deadline:
+            if not budget.left:
                 break
         raise StoreUnavailable(f"no sentinel names a master of {self._service!r}") from cause
 

@@ -1,10 +1,10 @@
 """Server: the connections to one server, handed to one caller each."""
 
 import threading
-import time
 from collections.abc import Sequence
 from typing import Any
 
+from store.budget import Budget
 from store.connection import Access, Command, Connection, Endpoint, Lost, pack
 from store.errors import StoreUnavailable
 
@@ -15,17 +15,17 @@ class Exchange:
     """Commands that were sent; `finish` takes their replies, or `abandon` gives them up."""
 
     def __init__(
-        self, server: "Server", connection: Connection, count: int, deadline: float
+        self, server: "Server", connection: Connection, count: int, budget: Budget
     ) -> None:
         self._server = server
         self._connection = connection
         self._count = count
-        self._deadline = deadline
+        self._budget = budget
 
     def finish(self) -> list[Any]:
         """The replies, in order; a refused command has its Refusal. Raises StoreUnavailable."""
         try:
-            replies = self._connection.receive(self._count, self._deadline)
+            replies = self._connection.receive(self._count, self._budget.deadline)
         except BaseException as error:
             self.abandon(error)
             raise
@@ -54,28 +54,34 @@ class Server:
         self._reached = False
         self._closed = False
 
-    def begin(self, commands: Sequence[Command], deadline: float | None = None) -> Exchange:
-        """Send `commands`. By default the call timeout runs from when there is a connection."""
+    @property
+    def connected(self) -> bool:
+        """Whether a call now would probably not have to dial."""
+        return bool(self._idle)
+
+    def begin(
+        self, commands: Sequence[Command], budget: Budget | None = None, *, share: int = 1
+    ) -> Exchange:
+        """Send `commands`; `share` servers have to share the budget for dialling."""
+        budget = budget or Budget(self.access)
         packed = pack(commands)
-        connection = self._take()
-        if deadline is None:
-            deadline = time.monotonic() + self.access.call_timeout_seconds
+        connection = self._take(budget, share)
         try:
-            connection.send(packed, deadline)
+            connection.send(packed, budget.deadline)
         except BaseException as error:
             self.give_up(connection, error)
             raise
-        return Exchange(self, connection, len(commands), deadline)
+        return Exchange(self, connection, len(commands), budget)
 
-    def exchange(self, commands: Sequence[Command], deadline: float | None = None) -> list[Any]:
+    def exchange(self, commands: Sequence[Command], budget: Budget | None = None) -> list[Any]:
         """One round trip."""
-        return self.begin(commands, deadline).finish()
+        return self.begin(commands, budget).finish()
 
     def dial(self) -> Connection:
         """A connection of the caller's own, with pushes."""
-        return Connection(self.endpoint, self.access, protocol=3)
+        return self._dial(Budget(self.access), 1, protocol=3)
 
-    def _take(self) -> Connection:
+    def _take(self, budget: Budget, share: int) -> Connection:
         while True:
             with self._lock:
                 if self._closed:
@@ -93,11 +99,21 @@ class Server:
                 return connection
             self.give_up(connection, Lost("ended while it was idle"))
         try:
-            connection = Connection(self.endpoint, self.access)
+            connection = self._dial(budget, share, protocol=2)
         except BaseException as error:
             self._forget(error)
             raise
         self._reached = True
+        return connection
+
+    def _dial(self, budget: Budget, share: int, *, protocol: int) -> Connection:
+        with budget.dialling(share) as seconds:
+            connection = Connection(self.endpoint, self.access, seconds)
+        try:
+            connection.log_in(budget.deadline, protocol=protocol)
+        except BaseException:
+            connection.close()
+            raise
         return connection
 
     def give_back(self, connection: Connection) -> None:
@@ -115,9 +131,15 @@ class Server:
     def _forget(self, cause: BaseException | None) -> None:
         with self._lock:
             self._in_use -= 1
-            if isinstance(cause, Lost) and self._reached:
+            if not isinstance(cause, Lost):
+                return
+            if self._reached:
                 self.losses += 1
                 self._reached = False
+            # The others ended with it, or will be dialled anew: one restart is one loss.
+            stale, self._idle = self._idle, []
+        for connection in stale:
+            connection.close()
 
     def close(self) -> None:
         """Idempotent. A connection in use is closed by its user, as soon as it has its replies."""

@@ -8,6 +8,7 @@ or fails, never on a timer of its own.
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
+from store.budget import Budget
 from store.connection import Endpoint, Part
 from store.server import Server
 
@@ -16,15 +17,19 @@ class Topology(ABC):
     """Thread-safe. Methods that may have to ask a server raise StoreUnavailable."""
 
     @abstractmethod
-    def server_for(self, name: Part) -> Server:
+    def new_budget(self) -> Budget:
+        """For one operation, from now on."""
+
+    @abstractmethod
+    def server_for(self, name: Part, budget: Budget) -> Server:
         """The server that holds the key of this name."""
 
     @abstractmethod
     def known_server_for(self, name: Part) -> Server:
-        """The same, but asks nobody: raises StoreUnavailable where it is not known for certain."""
+        """The same, but asks nobody: raises StoreUnavailable where it is not known, or in doubt."""
 
     @abstractmethod
-    def servers(self) -> Sequence[Server]:
+    def servers(self, budget: Budget) -> Sequence[Server]:
         """All servers that hold keys."""
 
     @abstractmethod
@@ -59,13 +64,16 @@ class Standalone(Topology):
         self._server = server
         self._servers = (server,)
 
-    def server_for(self, name: Part) -> Server:
+    def new_budget(self) -> Budget:
+        return Budget(self._server.access)
+
+    def server_for(self, name: Part, budget: Budget) -> Server:
         return self._server
 
     def known_server_for(self, name: Part) -> Server:
         return self._server
 
-    def servers(self) -> Sequence[Server]:
+    def servers(self, budget: Budget) -> Sequence[Server]:
         return self._servers
 
     def failovers(self) -> int:

@@ -4,7 +4,7 @@ Nothing in this module puts a password into a message, a repr or a cause.
 """
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 from urllib.parse import unquote
 
@@ -83,6 +83,14 @@ class StoreUrl:
     @property
     def tls(self) -> bool:
         return self.scheme.partition("-")[0] in _TLS_PRODUCTS
+
+    def with_passwords(self, password: str | None, sentinel_password: str | None) -> "StoreUrl":
+        """The same with these in the place of its own, where they are given."""
+        return replace(
+            self,
+            password=password or self.password,
+            sentinel_password=sentinel_password or self.sentinel_password,
+        )
 
     @property
     def with_secret(self) -> bool:

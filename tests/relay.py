@@ -12,6 +12,28 @@ CONNECT_SECONDS = 2.0
 ANYWHERE = ("127.0.0.1", 0)
 
 
+class Blackhole:
+    """A port at which nobody can connect, and nobody is refused: a host that is gone."""
+
+    def __init__(self) -> None:
+        self._listener = socket.create_server(ANYWHERE, backlog=1)
+        self.port: int = self._listener.getsockname()[1]
+        self._waiting: list[socket.socket] = []
+
+    def __enter__(self) -> "Blackhole":
+        for _ in range(8):  # fill the queue of those that nobody takes in
+            waiting = socket.socket()
+            waiting.settimeout(0.05)
+            self._waiting.append(waiting)
+            with suppress(TimeoutError):
+                waiting.connect(("127.0.0.1", self.port))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for end in [self._listener, *self._waiting]:
+            end.close()
+
+
 class Relay:
     """Passes on whatever comes to `port`, to what `connect_to` names on this machine.
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from command_line import PROGRAM, assert_refused, environment, run, run_json
-from lookup_buffer.config import BufferConfig
+from lookup_buffer.config import SECRETS, BufferConfig
 from nodes import StartNode, wait_until
 from servers import alive
 from store import EmbeddedServer, open_store
@@ -129,7 +129,7 @@ def test_options_win_over_the_file_and_the_file_over_the_environment(
 
 def test_every_setting_can_be_given() -> None:
     text = run("serve", "--help").stdout
-    secrets = {"token", "store_password"}
+    secrets = set(SECRETS)
     for name in BufferConfig.model_fields:
         option = f"--{name.replace('_', '-')}" + ("-file" if name in secrets else "")
         assert f"{option} " in text, option

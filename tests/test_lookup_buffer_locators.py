@@ -3,10 +3,12 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 
+from lookup_buffer.errors import MissingTensor
 from lookup_buffer.namespace import Namespace
 from nodes import StartNode, key, wait_until
 from servers import StartServer, command, flush
@@ -139,6 +141,22 @@ def test_cut_connections_come_back(pair: Pair) -> None:
     command(pair.server.url, "CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
     pair.there.insert(after, torch.arange(3))
     soon(lambda: pair.has(before, after) == [True, True], 4.0)
+
+
+def test_a_record_that_names_a_copy_in_vain_is_repaired_by_its_holder(pair: Pair) -> None:
+    name, anchor = key(), key()
+    pair.there.insert(anchor, torch.arange(3))
+    soon(lambda: pair.has(anchor) == [True])
+    with open_store(pair.server.url, call_timeout_seconds=1.0) as store:
+        (record,) = store.locate(NAMESPACE, [anchor.text])
+        assert record is not None
+        store.publish(replace(record, key=name.text, locations=()), record.locations[0])
+        soon(lambda: pair.has(name) == [True])
+        with pytest.raises(MissingTensor):
+            pair.here.select(name)
+        soon(lambda: store.locate(NAMESPACE, [name.text]) == [None])
+        assert store.gone(NAMESPACE, name.text) == "stale"
+    soon(lambda: pair.has(name) == [False])
 
 
 def test_a_mirror_is_asked_without_a_round_trip(

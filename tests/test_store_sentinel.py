@@ -14,12 +14,15 @@ from store import MetadataStore, Record, StoreUnavailable, open_store
 PATIENT_SECONDS = 5.0
 
 
-def patient(url: str, password: str | None = None) -> MetadataStore:
+def patient(
+    url: str, password: str | None = None, sentinel_password: str | None = None
+) -> MetadataStore:
     return open_store(
         url,
         call_timeout_seconds=PATIENT_SECONDS,
         connect_timeout_seconds=PATIENT_SECONDS,
         password=password,
+        sentinel_password=sentinel_password,
     )
 
 
@@ -56,11 +59,12 @@ def test_sentinels_that_are_dead(own_sentinels: Sentinels, namespace: str) -> No
         store.locate(namespace, ["k"])
 
 
-def test_the_password_of_the_servers_can_stand_apart(
-    own_sentinels: Sentinels, namespace: str
-) -> None:
+def test_the_passwords_can_stand_apart(own_sentinels: Sentinels, namespace: str) -> None:
     url = own_sentinels.url.replace(":of-servers@", "")
     with patient(url, password="of-servers") as store:
+        assert store.locate(namespace, ["k"]) == [None]
+    bare = url.replace("?sentinel_password=of-sentinels", "")
+    with patient(bare, password="of-servers", sentinel_password="of-sentinels") as store:
         assert store.locate(namespace, ["k"]) == [None]
     for wrong in (url, own_sentinels.url.replace("=of-sentinels", "=wrong")):
         with patient(wrong) as store, pytest.raises(StoreUnavailable) as caught:

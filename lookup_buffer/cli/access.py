@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
 from lookup_buffer.cli.exits import CommandError, ExitCode
-from store import MetadataStore, open_store, redact
+from store import MetadataStore, redact
 
 if TYPE_CHECKING:
     from lookup_buffer.config import BufferConfig
@@ -24,7 +24,7 @@ def opened_store(config: "BufferConfig") -> Iterator[MetadataStore]:
     Raises:
         CommandError: the store is the embedded server, and none runs or its directory is unfit.
     """
-    from lookup_buffer.node.storage import store_url
+    from lookup_buffer.node.storage import open_configured, store_url
 
     try:
         url = store_url(config)
@@ -39,13 +39,7 @@ def opened_store(config: "BufferConfig") -> Iterator[MetadataStore]:
             ExitCode.UNREACHABLE,
         )
     seconds = max(config.store_timeout_seconds, PATIENCE_SECONDS)
-    password = config.store_password
-    with open_store(
-        url,
-        call_timeout_seconds=seconds,
-        connect_timeout_seconds=seconds,
-        password=password.get_secret_value() if password else None,
-    ) as store:
+    with open_configured(config, url, seconds) as store:
         yield store
 
 

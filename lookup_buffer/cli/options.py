@@ -26,6 +26,9 @@ StoreUrl = Annotated[
 StorePasswordFile = Annotated[
     Path | None, typer.Option(metavar="FILE", help="File that holds the store's password.")
 ]
+StoreSentinelPasswordFile = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="File that holds the sentinels' password.")
+]
 Directory = Annotated[
     Path | None,
     typer.Option(metavar="DIR", help="Runtime directory of this host's node (sockets, lock, log)."),
@@ -42,6 +45,7 @@ def configure(
     config_file: Path | None = None,
     token_file: Path | None = None,
     store_password_file: Path | None = None,
+    store_sentinel_password_file: Path | None = None,
     **settings: Any,
 ) -> "BufferConfig":
     """The configuration; `settings` that are None are not said.
@@ -53,10 +57,13 @@ def configure(
     from lookup_buffer.config import BufferConfig
 
     _refuse_password(settings.get("store_url"))
-    if token_file is not None:
-        settings["token"] = _read(token_file, "--token-file").strip()
-    if store_password_file is not None:
-        settings["store_password"] = _read(store_password_file, "--store-password-file").strip()
+    for name, file in (
+        ("token", token_file),
+        ("store_password", store_password_file),
+        ("store_sentinel_password", store_sentinel_password_file),
+    ):
+        if file is not None:
+            settings[name] = _read(file, f"--{name.replace('_', '-')}-file").strip()
     said = {name: value for name, value in settings.items() if value is not None}
     merged = (_read_settings(config_file) if config_file is not None else {}) | said
     for name in ("directory", "node_socket"):

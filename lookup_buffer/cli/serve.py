@@ -11,7 +11,13 @@ import typer
 
 from lookup_buffer.cli.access import answers, shown_url
 from lookup_buffer.cli.exits import CommandError, ExitCode
-from lookup_buffer.cli.options import Directory, StorePasswordFile, StoreUrl, configure
+from lookup_buffer.cli.options import (
+    Directory,
+    StorePasswordFile,
+    StoreSentinelPasswordFile,
+    StoreUrl,
+    configure,
+)
 
 if TYPE_CHECKING:
     from lookup_buffer.config import BufferConfig
@@ -25,6 +31,7 @@ def serve(
     ] = None,
     store_url: StoreUrl = None,
     store_password_file: StorePasswordFile = None,
+    store_sentinel_password_file: StoreSentinelPasswordFile = None,
     store_timeout_seconds: Annotated[
         float | None, typer.Option(help="Bound on one call to the store.")
     ] = None,
@@ -68,6 +75,7 @@ def serve(
         config_file=config,
         token_file=token_file,
         store_password_file=store_password_file,
+        store_sentinel_password_file=store_sentinel_password_file,
         store_url=store_url,
         store_timeout_seconds=store_timeout_seconds,
         mirror=mirror,

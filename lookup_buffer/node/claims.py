@@ -36,6 +36,8 @@ Owner = str | int
 
 ANSWER_SECONDS = 0.4
 """Well within what a client waits for an answer, however many claims wait for a slow store."""
+INTENT_SECONDS_MAX = 1.0
+"""Who only means to produce a key may not keep others waiting for longer."""
 STORED = {"outcome": "stored", "holder": "", "state": "", "remaining_seconds": 0.0}
 
 
@@ -94,11 +96,14 @@ class Claims:
         not.
         """
         address = (request.namespace, request.key)
+        state, lease_seconds = ClaimState(request.state), request.lease_seconds
+        if state is ClaimState.INTENT:
+            lease_seconds = min(lease_seconds, INTENT_SECONDS_MAX)
         question = _Question(
             session,
             address,
-            ClaimState(request.state),
-            request.lease_seconds,
+            state,
+            lease_seconds,
             wanted,
             time.monotonic() + request.wait_seconds,
             answer,

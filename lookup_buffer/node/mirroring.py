@@ -20,7 +20,8 @@ from lookup_buffer.node.storage import Storage
 from store import Record, StoreError
 
 if TYPE_CHECKING:  # it imports redis-py, for which a starting node does not wait
-    from store.mirror import Entry, Found, Mirror
+    from store.entries import Entry
+    from store.mirror import Found, Mirror
 
 OPEN_AGAIN_SECONDS = 1.0
 

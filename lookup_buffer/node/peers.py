@@ -2,20 +2,24 @@
 
 One thread a connection, a bounded number of them; the payload goes out straight from the arena,
 pinned meanwhile. Truth is answered, not what Redis says: another boot or generation than ours is
-`stale`.
+`stale`, and what we do not have at all is withdrawn from the store, which said that we had.
 """
 
 import socket
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from lookup_buffer.config import parse_tcp
 from lookup_buffer.counters import Counters
 from lookup_buffer.errors import BufferFull, LookupBufferError, ProtocolError
 from lookup_buffer.header import PayloadHeader
+from lookup_buffer.inventory import Address
 from lookup_buffer.link import Link, accept_handshake
 from lookup_buffer.node.shelf import Held, Shelf
 from lookup_buffer.wire import Frame
+from store.record import check_namespace
 
 CONNECTIONS_MAX = 128
 HANDSHAKE_SECONDS = 2.0
@@ -30,6 +34,8 @@ class PeerServer:
     shelf: Shelf
     counters: Counters
     token: str | None
+    missed: Callable[[Address], None]
+    """Told, on a peer's thread, of what was asked for and is not here."""
     boot: str = ""
     _listener: socket.socket | None = None
     _slots: threading.Semaphore = field(
@@ -104,8 +110,11 @@ class PeerServer:
             self._slots.release()
 
     def _answer(self, link: Link, request: Frame) -> None:
-        held = self._hold(request)
+        address = self._asked_for(request)
+        held = self._hold(address, request.header)
         if held is None:
+            if not self.shelf.holds(address):
+                self.missed(address)
             link.send({"status": "stale"}, timeout=SEND_SECONDS)
             return
         try:
@@ -126,18 +135,25 @@ class PeerServer:
         finally:
             self.shelf.release([held.ticket], PEER_OWNER)
 
-    def _hold(self, frame: Frame) -> Held | None:
-        """The item asked for, held; None where this boot has no such generation of it."""
+    def _asked_for(self, frame: Frame) -> Address:
         request = frame.header
         if frame.payload_nbytes or not isinstance(request, dict) or request.get("op") != "get":
             raise ProtocolError("a peer may only ask to get")
         namespace, key = request.get("namespace"), request.get("key")
         if not isinstance(namespace, str) or not isinstance(key, str):
             raise ProtocolError("a request names a namespace and a key")
+        try:
+            check_namespace(namespace)
+        except ValueError as error:
+            raise ProtocolError(str(error)) from error
+        return namespace, key
+
+    def _hold(self, address: Address, request: Any) -> Held | None:
+        """The item asked for, held; None where this boot has no such generation of it."""
         if request.get("boot") != self.boot:
             return None
         try:
-            held = self.shelf.hold((namespace, key), PEER_OWNER)
+            held = self.shelf.hold(address, PEER_OWNER)
         except BufferFull:
             return None  # the reader tries another holder, or encodes
         if held is not None and held.item.generation != request.get("generation"):

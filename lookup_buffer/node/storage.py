@@ -29,6 +29,21 @@ def store_url(config: BufferConfig) -> str:
     return config.store_url
 
 
+def open_configured(config: BufferConfig, url: str, seconds: float) -> MetadataStore:
+    """The store at `url`, with the passwords of the configuration and these time-outs."""
+    password, sentinel_password = (
+        secret.get_secret_value() if secret is not None else None
+        for secret in (config.store_password, config.store_sentinel_password)
+    )
+    return open_store(
+        url,
+        call_timeout_seconds=seconds,
+        connect_timeout_seconds=seconds,
+        password=password,
+        sentinel_password=sentinel_password,
+    )
+
+
 class Storage:
     """Thread-safe; one store for all threads of the node."""
 
@@ -82,13 +97,7 @@ class Storage:
         if url == "embedded":
             self._server = self._start_server()
             url = self._server.url
-        password = config.store_password
-        return open_store(
-            url,
-            call_timeout_seconds=config.store_timeout_seconds,
-            connect_timeout_seconds=config.store_timeout_seconds,
-            password=password.get_secret_value() if password else None,
-        )
+        return open_configured(config, url, config.store_timeout_seconds)
 
     def close(self) -> None:
         with self._lock:

@@ -1,0 +1,137 @@
+"""Mirrors for tests: on a loop of their own thread, asked from the test as if they were plain."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from nodes import wait_until
+from servers import command
+from store import Record, StoreUnavailable, open_store
+from store.mirror import Found, Mirror
+from store.redis_store import RedisStore
+from store.topology import Standalone
+
+CALL_SECONDS = 0.25
+MARGIN_SECONDS = 0.2
+
+
+class Mirroring:
+    """A store, and its mirror on a thread. `failures` is what the loop's callbacks raised."""
+
+    def __init__(self, url: str, *, call_seconds: float = CALL_SECONDS, **limits: Any) -> None:
+        store = open_store(
+            url, call_timeout_seconds=call_seconds, connect_timeout_seconds=call_seconds
+        )
+        assert isinstance(store, RedisStore)
+        self.store = store
+        self.call_seconds = call_seconds
+        self.failures: list[BaseException | None] = []
+        self.slowest = 0.0
+        self._loop = asyncio.new_event_loop()
+        self._loop.set_exception_handler(
+            lambda _, context: self.failures.append(context.get("exception"))
+        )
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        self._dialler = ThreadPoolExecutor(1)
+        topology = store._link.topology
+        self.mirror: Mirror = self.do(lambda: Mirror(self._loop, topology, self._dialler, **limits))
+
+        if not isinstance(topology, Standalone):
+            self.wait_to_know("nobodys", "k", there=False, seconds=2.0)
+            self.slowest = 0.0
+
+    def do(self, call: Callable[[], Any]) -> Any:
+        """What `call` returns on the loop's thread."""
+        done: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                done.set_result(call())
+            except BaseException as error:
+                done.set_exception(error)
+
+        self._loop.call_soon_threadsafe(run)
+        return done.result(10.0)
+
+    def ask(self, namespace: str, keys: Sequence[str]) -> list[Found]:
+        """The answers, which have to come within the budget."""
+        answered: Future[list[Found]] = Future()
+        started = time.monotonic()
+        self._loop.call_soon_threadsafe(
+            self.mirror.ask, namespace, keys, lambda found: answered.set_result(list(found))
+        )
+        found = answered.result(10.0)
+        took = time.monotonic() - started
+        self.slowest = max(self.slowest, took)
+        assert took < self.call_seconds + MARGIN_SECONDS, f"asking took {took:.3f} s"
+        return found
+
+    def has(self, namespace: str, key: str) -> bool | None:
+        """Whether there is a record, and None where the mirror says that it does not know."""
+        (found,) = self.ask(namespace, [key])
+        return None if isinstance(found, StoreUnavailable) else isinstance(found, Record)
+
+    def knows(self, namespace: str, key: str) -> bool:
+        return self.do(lambda: key in self.mirror.entries(namespace))  # type: ignore[no-any-return]
+
+    def wait_to_know(self, namespace: str, key: str, *, there: bool, seconds: float) -> float:
+        """Ask until the mirror says so; what it took."""
+        return wait_until(
+            lambda: self.has(namespace, key) is there, seconds, f"{key} is {there} in the mirror"
+        )
+
+    def watch(self, namespace: str, key: str) -> "Watching":
+        return Watching(self, namespace, key)
+
+    def close(self) -> None:
+        assert self.failures == []
+        self.do(self.mirror.close)
+        self.store.close()
+        self._dialler.shutdown()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(5.0)
+        self._loop.close()
+
+    def __enter__(self) -> "Mirroring":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Watching:
+    """A watch, and what the mirror said of its key each time it notified."""
+
+    def __init__(self, mirroring: Mirroring, namespace: str, key: str) -> None:
+        self.seen: list[bool] = []
+        self._mirroring = mirroring
+        self._of = namespace, key
+        self.cancel_in_notify = False
+        self._cancel = mirroring.do(lambda: mirroring.mirror.watch(namespace, key, self._notified))
+
+    def _notified(self) -> None:
+        namespace, key = self._of
+        entry = self._mirroring.mirror.entries(namespace).get(key)
+        self.seen.append(entry is not None and entry.record is not None)
+        if self.cancel_in_notify:
+            self._cancel()
+
+    def wait(self, *, there: bool, seconds: float = 2.0) -> float:
+        return wait_until(
+            lambda: bool(self.seen) and self.seen[-1] is there, seconds, f"notified of {there}"
+        )
+
+    def cancel(self) -> None:
+        self._mirroring.do(self._cancel)
+
+
+def kill_lanes(url: str) -> None:
+    """End the connections that have tracking on, as a network that fails does."""
+    for line in command(url, "CLIENT", "LIST").decode().splitlines():
+        fields = dict(field.partition("=")[::2] for field in line.split())
+        if "t" in fields["flags"]:
+            command(url, "CLIENT", "KILL", "ID", fields["id"])

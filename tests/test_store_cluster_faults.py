@@ -1,0 +1,248 @@
+"""RedisStore on real clusters whose members are killed, frozen and given each other's slots."""
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+
+import pytest
+
+from clusters import ValkeyCluster, slot_of
+from contract_store import a_location, a_record
+from nodes import wait_until
+from relay import Blackhole
+from server_process import ServerProcess
+from store import (
+    MetadataStore,
+    Publication,
+    Publishing,
+    StoreUnavailable,
+    Withdrawing,
+    layout,
+    open_store,
+)
+from store_load import CALL_SECONDS, MARGIN_SECONDS, under_load
+
+LIMIT_SECONDS = CALL_SECONDS + MARGIN_SECONDS
+FAILOVER_SECONDS = 10.0
+
+
+def open_at(url: str) -> MetadataStore:
+    return open_store(url, call_timeout_seconds=CALL_SECONDS, connect_timeout_seconds=CALL_SECONDS)
+
+
+@pytest.fixture
+def store(own_cluster: ValkeyCluster) -> Iterator[MetadataStore]:
+    for member in own_cluster.members:  # what the living have is theirs to give, all the while
+        member.command("CONFIG", "SET", "cluster-require-full-coverage", "no")
+    with open_at(own_cluster.url) as store:
+        yield store
+
+
+@pytest.mark.parametrize("fault", ["killed", "stopped"])
+def test_a_master_goes_in_the_middle_of_a_write_load(
+    own_cluster: ValkeyCluster, store: MetadataStore, namespace: str, fault: str
+) -> None:
+    victim = own_cluster.owner(0)
+    successor = own_cluster.replica_of(victim)
+    with under_load(store, namespace) as load:
+        reader = load.readers[0]
+        names = {key: layout.record(namespace, key) for key in load.lasting}
+        his = {key for key in names if own_cluster.owner(names[key]) is victim}
+        assert 0 < len(his) < len(names)
+        load.moves(5.0)
+        load.within_budget()
+        before = store.failovers()
+        _stop_replicating(successor)
+        time.sleep(0.3)
+        started = time.monotonic()
+        victim.kill() if fault == "killed" else victim.stop()
+        healthy_from = time.monotonic() + 2 * CALL_SECONDS
+        wait_until(lambda: all(reader.had_at[k] > healthy_from for k in names if k not in his), 5.0)
+        # Before the replica has noticed, the others are read and written as ever.
+        went_on = time.monotonic() - started
+        assert not any(reader.had_at[key] > healthy_from for key in his), "the test came too late"
+        assert any(writer.partly for writer in load.writers)
+        wait_until(
+            lambda: all(at > healthy_from for at in reader.had_at.values()), FAILOVER_SECONDS
+        )
+        print(f"healthy after {went_on:.2f} s, whole again after {time.monotonic() - started:.2f}")
+        load.moves(5.0)
+        assert store.failovers() > before
+        load.within_budget()
+        if fault == "stopped":
+            victim.go_on()
+            own_cluster.wait_until_whole()
+            load.moves(5.0)
+        load.settle()
+        load.within_budget()
+        restored = sum(writer.restored for writer in load.writers)
+        print(f"{restored} lost and restored")
+        assert restored > 0
+    assert own_cluster.owner(0) is successor
+
+
+def _stop_replicating(replica: ServerProcess) -> None:
+    """What is acknowledged from now on is lost when this one takes over."""
+    replica.command("CONFIG", "SET", "masterauth", "which the master does not know")
+    replica.command("CLIENT", "KILL", "TYPE", "master")
+
+
+def test_a_slot_moves_to_another_master_under_load(
+    valkey_cluster: ValkeyCluster, namespace: str, counted: Counter[str]
+) -> None:
+    with (
+        open_at(valkey_cluster.url) as store,
+        under_load(store, namespace, keys=100) as load,
+    ):
+        load.moves(5.0)
+        names = [layout.record(namespace, key) for key in load.writers[0].keys[:12]]
+        slots = {slot_of(name): valkey_cluster.owner(name) for name in names}
+        for slot, source in slots.items():
+            target = next(m for m in valkey_cluster.masters() if m is not source)
+            valkey_cluster.move_slot(slot, target, between=lambda: time.sleep(0.1))
+        load.settle()
+        load.within_budget()
+        assert not any(reader.raised for reader in load.readers), "reading was held up"
+    print(counted)
+    for slot, source in slots.items():
+        valkey_cluster.move_slot(slot, source)
+    assert counted["MOVED"] > 0
+    assert counted["ASK"] > 0
+    assert counted["TRYAGAIN"] > 0
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often servers refused, by the first word of what they said."""
+    from store import connection
+
+    counts: Counter[str] = Counter()
+
+    class Counting(connection.Refusal):
+        def __init__(self, text: str) -> None:
+            super().__init__(text)
+            counts[self.code] += 1
+
+    monkeypatch.setattr(connection, "Refusal", Counting)
+    return counts
+
+
+def test_all_members_are_frozen_and_wake(
+    own_cluster: ValkeyCluster, store: MetadataStore, namespace: str
+) -> None:
+    with under_load(store, namespace) as load:
+        load.moves(5.0)
+        for member in own_cluster.members:
+            member.stop()
+        time.sleep(4 * CALL_SECONDS)
+        for caller in load.callers:
+            assert caller.raised, "frozen, but nobody noticed"
+        for member in own_cluster.members:
+            member.go_on()
+        print(f"whole again after {load.moves(FAILOVER_SECONDS):.2f} s")
+        load.within_budget()
+        own_cluster.wait_until_whole()
+        load.settle()
+
+
+def test_each_operation_of_a_frozen_cluster_has_one_budget(
+    own_cluster: ValkeyCluster, store: MetadataStore, namespace: str
+) -> None:
+    keys = [f"k{n}" for n in range(64)]
+    publishings = [Publishing(a_record(namespace, k), a_location(), 60.0) for k in keys]
+    store.publish_many(publishings)
+    with open_at(own_cluster.url) as fresh:
+        for member in own_cluster.members:
+            member.stop()
+        for one in (store, fresh):
+            for call in (
+                lambda: one.publish_many(publishings),  # noqa: B023
+                lambda: one.locate(namespace, keys),  # noqa: B023
+                lambda: one.withdraw_many(  # noqa: B023
+                    [Withdrawing(namespace, key, "node-1", "evicted") for key in keys]
+                ),
+                lambda: one.server_info(),  # noqa: B023
+                lambda: one.ping(),  # noqa: B023
+                lambda: one.beat("node-1", "b" * 16, 1),  # noqa: B023
+                lambda: list(one.scan()),  # noqa: B023
+            ):
+                started = time.monotonic()
+                with pytest.raises(StoreUnavailable):
+                    call()
+                assert time.monotonic() - started < LIMIT_SECONDS
+        for member in own_cluster.members:
+            member.go_on()
+
+
+def test_servers_that_cannot_even_be_dialled_leave_time_for_the_others(
+    valkey_cluster: ValkeyCluster, namespace: str
+) -> None:
+    publishings = [Publishing(a_record(namespace, "k"), a_location(), 60.0)]
+    with Blackhole() as first, Blackhole() as second:
+        seeds = f"127.0.0.1:{first.port},127.0.0.1:{second.port}"
+        living = valkey_cluster.members[0].port
+        with open_at(f"redis-cluster://{seeds},127.0.0.1:{living}") as store:
+            started = time.monotonic()
+            assert store.publish_many(publishings) == [Publication.ADDED]
+            assert time.monotonic() - started < LIMIT_SECONDS
+        for url in (f"redis-cluster://{seeds}", f"redis://127.0.0.1:{first.port}"):
+            with open_at(url) as store:
+                started = time.monotonic()
+                with pytest.raises(StoreUnavailable):
+                    store.publish_many(publishings)
+                # Dialling has a time of its own.
+                assert time.monotonic() - started < CALL_SECONDS + LIMIT_SECONDS
+
+
+def test_the_whole_cluster_is_gone_and_comes_back_empty(
+    own_cluster: ValkeyCluster, store: MetadataStore, namespace: str
+) -> None:
+    record = a_record(namespace, "k")
+    store.publish(record, a_location())
+    before = store.failovers()
+    for member in own_cluster.members:
+        member.kill()
+    assert store.failovers() == before
+    for _ in range(3):
+        started = time.monotonic()
+        with pytest.raises(StoreUnavailable):
+            store.publish(record, a_location())
+        assert time.monotonic() - started < MARGIN_SECONDS, "who is refused need not wait"
+    for member in own_cluster.members:
+        member.restart()
+    own_cluster.wait_until_whole()
+    waited = wait_until(lambda: _published(store, namespace), 5.0)
+    print(f"published after {waited:.3f} s")
+    assert waited < 0.5
+    assert store.failovers() > before
+
+
+def _published(store: MetadataStore, namespace: str) -> bool:
+    with suppress(StoreUnavailable):
+        return store.publish(a_record(namespace, "k"), a_location()) is Publication.ADDED
+    return False
+
+
+def test_seeds_that_are_down_and_a_single_one(own_cluster: ValkeyCluster, namespace: str) -> None:
+    keys = [f"k{n}" for n in range(32)]
+    publishings = [Publishing(a_record(namespace, k), a_location(), 60.0) for k in keys]
+    one_seed = f"redis-cluster://127.0.0.1:{own_cluster.members[0].port}"
+    with open_at(one_seed) as store:
+        assert store.publish_many(publishings) == [Publication.ADDED] * len(keys)
+    frozen, killed = own_cluster.members[4], own_cluster.members[5]  # replicas
+    frozen.stop()
+    killed.kill()
+    for first in (frozen, killed):
+        seeds = f"127.0.0.1:{first.port},127.0.0.1:{own_cluster.members[0].port}"
+        with open_at(f"redis-cluster://{seeds}") as store:
+            started = time.monotonic()
+            assert None not in store.locate(namespace, keys)
+            print(f"located after {time.monotonic() - started:.3f} s")
+            assert time.monotonic() - started < LIMIT_SECONDS
+    with open_at(f"redis-cluster://127.0.0.1:{killed.port}") as store:
+        started = time.monotonic()
+        with pytest.raises(StoreUnavailable, match=str(killed.port)):
+            store.locate(namespace, keys)
+        assert time.monotonic() - started < MARGIN_SECONDS
+    frozen.go_on()

@@ -1,0 +1,198 @@
+"""The mirror on clusters and behind sentinels, while servers take over and slots move."""
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from clusters import ValkeyCluster, slot_of
+from contract_store import a_location, a_record
+from mirrors import CALL_SECONDS, Mirroring
+from nodes import wait_until
+from sentinels import Sentinels
+from server_process import ServerProcess
+from store import MetadataStore, layout, open_store
+
+TRUE_SECONDS = 1.5
+"""A look at the topology each second, and what it takes to read again."""
+FAILOVER_SECONDS = 15.0
+KEYS = [f"k{n}" for n in range(24)]
+
+
+@pytest.fixture
+def other(request: pytest.FixtureRequest) -> Iterator[MetadataStore]:
+    """Another process' store, so that the mirror's own hears of changes from servers only."""
+    names = {"valkey_cluster", "own_cluster", "own_sentinels"} & set(request.fixturenames)
+    servers = request.getfixturevalue(names.pop())
+    with open_store(servers.url, call_timeout_seconds=2.0) as store:
+        yield store
+
+
+def publish(store: MetadataStore, namespace: str, key: str, generation: int = 1) -> None:
+    store.publish(a_record(namespace, key), a_location(generation=generation))
+
+
+def where_all_are(
+    cluster: ValkeyCluster, namespace: str
+) -> tuple[list[ServerProcess], dict[str, ServerProcess]]:
+    """The masters, and which of them has each key."""
+    masters = cluster.masters()
+    return masters, {key: cluster.owner(layout.record(namespace, key)) for key in KEYS}
+
+
+def move(cluster: ValkeyCluster, slot: int, target: ServerProcess, how: str) -> None:
+    if how == "key by key":
+        cluster.move_slot(slot, target)
+        return
+    source = cluster.owner(slot)
+    node = target.command("CLUSTER", "MYID")
+    source.command("CLUSTER", "MIGRATESLOTS", "SLOTSRANGE", slot, slot, "NODE", node)
+    wait_until(lambda: cluster.owner(slot) is target, 10.0, "the slot has moved")
+
+
+@pytest.mark.parametrize("how", ["key by key", "at once"])
+def test_what_is_known_of_a_slot_that_moved_becomes_true(
+    valkey_cluster: ValkeyCluster, other: MetadataStore, namespace: str, how: str
+) -> None:
+    masters, owners = where_all_are(valkey_cluster, namespace)
+    there, absent, watched, waited_for = KEYS[:4]
+    publish(other, namespace, there)
+    publish(other, namespace, watched)
+    with Mirroring(valkey_cluster.url) as mirroring:
+        assert mirroring.ask(namespace, KEYS).count(None) == len(KEYS) - 2
+        watchings = {key: mirroring.watch(namespace, key) for key in (watched, waited_for)}
+        watchings[watched].wait(there=True)
+        watchings[waited_for].wait(there=False)
+        slots = {slot_of(layout.record(namespace, key)): owners[key] for key in KEYS[:4]}
+        for slot, source in slots.items():
+            target = next(master for master in masters if master is not source)
+            move(valkey_cluster, slot, target, how)
+        other.withdraw(namespace, there, "node-1", reason="evicted")
+        other.withdraw(namespace, watched, "node-1", reason="evicted")
+        publish(other, namespace, absent)
+        publish(other, namespace, waited_for)
+        moved_at = time.monotonic()
+        mirroring.wait_to_know(namespace, there, there=False, seconds=TRUE_SECONDS)
+        mirroring.wait_to_know(namespace, absent, there=True, seconds=TRUE_SECONDS)
+        watchings[watched].wait(there=False, seconds=TRUE_SECONDS)
+        watchings[waited_for].wait(there=True, seconds=TRUE_SECONDS)
+        took = time.monotonic() - moved_at
+        print(f"all is true {took:.2f} s after the last slot moved")
+        assert took < TRUE_SECONDS
+        assert not any(isinstance(one, Exception) for one in mirroring.ask(namespace, KEYS))
+    for slot, source in slots.items():
+        move(valkey_cluster, slot, source, how)
+
+
+@pytest.mark.parametrize("how", ["key by key", "at once"])
+def test_an_empty_slot_that_moved_without_a_sign(
+    valkey_cluster: ValkeyCluster, other: MetadataStore, namespace: str, how: str
+) -> None:
+    """The old master has nothing to push, and nobody asks it: only a look at the map tells."""
+    masters, owners = where_all_are(valkey_cluster, namespace)
+    slot, source = slot_of(layout.record(namespace, "k0")), owners["k0"]
+    with Mirroring(valkey_cluster.url) as mirroring:
+        assert mirroring.has(namespace, "k0") is False
+        target = next(master for master in masters if master is not source)
+        move(valkey_cluster, slot, target, how)
+        publish(other, namespace, "k0")
+        took = mirroring.wait_to_know(namespace, "k0", there=True, seconds=TRUE_SECONDS)
+        print(f"true {took:.2f} s after the slot moved")
+    move(valkey_cluster, slot, source, how)
+
+
+def test_while_a_slot_is_on_its_way_only_its_missing_keys_are_unknown(
+    valkey_cluster: ValkeyCluster, other: MetadataStore, namespace: str
+) -> None:
+    masters, owners = where_all_are(valkey_cluster, namespace)
+    slot = slot_of(layout.record(namespace, "k0"))
+    target = next(master for master in masters if master is not owners["k0"])
+    for key in KEYS[1:]:
+        publish(other, namespace, key)
+    with Mirroring(valkey_cluster.url) as mirroring:
+
+        def look() -> None:
+            for _ in range(30):
+                assert mirroring.has(namespace, "k0") is None
+                assert [mirroring.has(namespace, key) for key in KEYS[1:]] == [True] * 23
+
+        valkey_cluster.move_slot(slot, target, between=look)
+        mirroring.wait_to_know(namespace, "k0", there=False, seconds=TRUE_SECONDS)
+    valkey_cluster.move_slot(slot, owners["k0"])
+
+
+@pytest.mark.parametrize("fault", ["killed", "stopped"])
+def test_a_master_of_a_cluster_goes(
+    own_cluster: ValkeyCluster, other: MetadataStore, namespace: str, fault: str
+) -> None:
+    for member in own_cluster.members:
+        member.command("CONFIG", "SET", "cluster-require-full-coverage", "no")
+    _, owners = where_all_are(own_cluster, namespace)
+    victim = owners["k0"]
+    his = [key for key in KEYS if owners[key] is victim]
+    others = [key for key in KEYS if owners[key] is not victim]
+    for key in others:
+        publish(other, namespace, key)
+    with Mirroring(own_cluster.url) as mirroring:
+        assert [mirroring.has(namespace, key) for key in his] == [False] * len(his)
+        watching = mirroring.watch(namespace, "k0")
+        watching.wait(there=False)
+        victim.kill() if fault == "killed" else victim.stop()
+        until = time.monotonic() + 0.8
+        while time.monotonic() < until:
+            mirroring.store.locate(namespace, KEYS)  # which casts a doubt on the victim each time
+            mirroring.has(namespace, f"{his[0]}-another")
+            assert [mirroring.has(namespace, key) for key in others] == [True] * len(others)
+        wait_until(lambda: own_cluster.owner(0) is not None and _published(other, namespace), 10.0)
+        took = time.monotonic()
+        mirroring.wait_to_know(namespace, "k0", there=True, seconds=2 * TRUE_SECONDS)
+        watching.wait(there=True, seconds=2 * TRUE_SECONDS)
+        print(f"true {time.monotonic() - took:.2f} s after it was published anew")
+        for key in his[1:]:
+            assert mirroring.has(namespace, key) is False
+        if fault == "stopped":
+            victim.go_on()
+            own_cluster.wait_until_whole()
+            other.withdraw(namespace, "k0", "node-1", reason="evicted")
+            watching.wait(there=False, seconds=2 * TRUE_SECONDS)
+        watching.cancel()
+
+
+def _published(store: MetadataStore, namespace: str) -> bool:
+    try:
+        publish(store, namespace, "k0")
+    except Exception:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("fault", ["killed", "stopped"])
+def test_the_master_behind_sentinels_goes(
+    own_sentinels: Sentinels, other: MetadataStore, namespace: str, fault: str
+) -> None:
+    old, new = own_sentinels.master(), own_sentinels.replica()
+    publish(other, namespace, "there")
+    with Mirroring(own_sentinels.url) as mirroring:
+        assert mirroring.has(namespace, "there") is True
+        assert mirroring.has(namespace, "absent") is False
+        watching = mirroring.watch(namespace, "watched")
+        watching.wait(there=False)
+        old.kill() if fault == "killed" else old.stop()
+        own_sentinels.sentinels[0].stop()
+        for _ in range(5):
+            mirroring.has(namespace, "another")  # in time, whatever it says
+        wait_until(lambda: b"role:master" in own_sentinels.ask(new, "INFO"), FAILOVER_SECONDS)
+        wait_until(lambda: _published(other, namespace), FAILOVER_SECONDS)
+        publish(other, namespace, "absent")
+        publish(other, namespace, "watched")
+        other.withdraw(namespace, "there", "node-1", reason="evicted")
+        started = time.monotonic()
+        for key, there in (("there", False), ("absent", True), ("watched", True)):
+            mirroring.wait_to_know(namespace, key, there=there, seconds=2 * TRUE_SECONDS)
+        watching.wait(there=True, seconds=2 * TRUE_SECONDS)
+        print(f"true {time.monotonic() - started:.2f} s after it was changed on the new master")
+        assert mirroring.slowest < CALL_SECONDS + 0.2
+        watching.cancel()
+    own_sentinels.sentinels[0].go_on()
+    if fault == "stopped":
+        old.go_on()

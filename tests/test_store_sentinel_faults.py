@@ -1,0 +1,138 @@
+"""RedisStore behind real sentinels: masters and sentinels are killed, frozen and come back."""
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from contract_store import BOOT, a_location, a_record
+from nodes import wait_until
+from sentinels import Sentinels
+from server_process import ServerProcess
+from store import MetadataStore, Publication, StoreUnavailable, open_store
+from store_load import CALL_SECONDS, MARGIN_SECONDS, under_load
+
+LIMIT_SECONDS = CALL_SECONDS + MARGIN_SECONDS
+FAILOVER_SECONDS = 15.0
+
+
+@pytest.fixture
+def store(own_sentinels: Sentinels) -> Iterator[MetadataStore]:
+    with open_store(
+        own_sentinels.url,
+        call_timeout_seconds=CALL_SECONDS,
+        connect_timeout_seconds=CALL_SECONDS,
+    ) as store:
+        yield store
+
+
+@pytest.mark.parametrize("fault", ["killed", "stopped"])
+def test_the_master_goes_in_the_middle_of_a_write_load(
+    own_sentinels: Sentinels, store: MetadataStore, namespace: str, fault: str
+) -> None:
+    old, new = own_sentinels.master(), own_sentinels.replica()
+    frozen = own_sentinels.sentinels[0]  # it would be the first to be asked
+    with under_load(store, namespace) as load:
+        load.moves(5.0)
+        load.within_budget()
+        before = store.failovers()
+        # What is acknowledged from now on is lost with the master.
+        own_sentinels.ask(new, "CONFIG", "SET", "masterauth", "a wrong one")
+        own_sentinels.ask(new, "CLIENT", "KILL", "TYPE", "master")
+        time.sleep(0.3)
+        started = time.monotonic()
+        old.kill() if fault == "killed" else old.stop()
+        own_sentinels.wait_for_master(new, FAILOVER_SECONDS)
+        load.moves(5.0)
+        print(f"written again after {time.monotonic() - started:.2f} s")
+        assert store.failovers() > before
+        load.within_budget()
+        own_sentinels.ask(new, "CONFIG", "SET", "masterauth", "of-servers")
+        if fault == "stopped":  # it wakes as a master, and is told in ten seconds
+            old.go_on()
+            wait_until(lambda: _is_replica(own_sentinels, old), FAILOVER_SECONDS)
+        frozen.stop()
+        time.sleep(1.0)
+        load.moves(2.0)
+        frozen.go_on()
+        load.settle()
+        load.within_budget()
+        restored = sum(writer.restored for writer in load.writers)
+        print(f"{restored} lost and restored")
+        assert restored > 0
+    assert own_sentinels.master() is new
+
+
+def _is_replica(sentinels: Sentinels, server: ServerProcess) -> bool:
+    return b"role:slave" in sentinels.ask(server, "INFO", "replication")
+
+
+def test_a_replica_is_not_written_to(
+    own_sentinels: Sentinels, store: MetadataStore, namespace: str
+) -> None:
+    """A master that was made a replica by hand, which no sentinel has noticed yet."""
+    store.ping()
+    master = own_sentinels.master()
+    for sentinel in own_sentinels.sentinels:
+        sentinel.stop()
+    own_sentinels.ask(master, "REPLICAOF", "127.0.0.1", 1)
+    for _ in range(2):
+        with pytest.raises(StoreUnavailable, match="READONLY"):
+            store.publish(a_record(namespace, "k"), a_location())
+    own_sentinels.ask(master, "REPLICAOF", "NO", "ONE")
+    assert store.publish(a_record(namespace, "k"), a_location()) is Publication.ADDED
+    for sentinel in own_sentinels.sentinels:
+        sentinel.go_on()
+
+
+@pytest.mark.parametrize("fault", ["killed", "stopped"])
+def test_sentinels_are_needed_only_to_find_a_master(
+    own_sentinels: Sentinels, store: MetadataStore, namespace: str, fault: str
+) -> None:
+    record = a_record(namespace, "k")
+    store.publish(record, a_location())
+    first, *others = own_sentinels.sentinels
+    first.kill() if fault == "killed" else first.stop()
+    with open_store(
+        own_sentinels.url, call_timeout_seconds=CALL_SECONDS, connect_timeout_seconds=CALL_SECONDS
+    ) as fresh:
+        started = time.monotonic()
+        assert fresh.locate(namespace, ["k"]) != [None]
+        assert time.monotonic() - started < LIMIT_SECONDS, "one of three is enough"
+    for sentinel in others:
+        sentinel.kill() if fault == "killed" else sentinel.stop()
+    assert store.publish(record, a_location(generation=2)) is Publication.ADDED
+    # Also after a failure, when it would have asked them.
+    own_sentinels.ask(own_sentinels.servers[0], "CLIENT", "PAUSE", 400, "ALL")
+    with pytest.raises(StoreUnavailable):
+        store.publish(record, a_location(generation=3))
+    time.sleep(0.2)
+    waited = wait_until(lambda: _answers(store, namespace), 3.0)
+    print(f"goes on after {waited:.3f} s")
+    slowest = 0.0
+    for generation in range(4, 30):
+        started = time.monotonic()
+        assert store.publish(record, a_location(generation=generation)) is Publication.ADDED
+        slowest = max(slowest, time.monotonic() - started)
+    assert slowest < MARGIN_SECONDS, "each call asks in vain who is master"
+    with open_store(
+        own_sentinels.url, call_timeout_seconds=CALL_SECONDS, connect_timeout_seconds=CALL_SECONDS
+    ) as fresh:
+        for _ in range(2):
+            started = time.monotonic()
+            with pytest.raises(StoreUnavailable, match="no sentinel"):
+                fresh.beat("node-1", BOOT, 1)
+            assert time.monotonic() - started < LIMIT_SECONDS
+    for sentinel in own_sentinels.sentinels:
+        if fault == "stopped":
+            sentinel.go_on()
+
+
+def _answers(store: MetadataStore, namespace: str) -> bool:
+    started = time.monotonic()
+    try:
+        return store.locate(namespace, ["k"]) != [None]
+    except StoreUnavailable:
+        return False
+    finally:
+        assert time.monotonic() - started < LIMIT_SECONDS
