@@ -112,8 +112,8 @@ def running(executable: str | None = None) -> Iterator[EmbeddedServer]:
 
 def dialled(url: str) -> Connection:
     """One bare connection, with RESP3."""
-    topology = open_topology(parse(url), 30.0, 30.0, None)
-    connection = topology.servers()[0].dial()
+    topology = open_topology(parse(url), 30.0, 30.0)
+    connection = topology.known_server_for("any").dial()
     topology.close()
     return connection
 
