@@ -28,7 +28,3 @@ def main() -> None:
 
         RedisStore.publish_many = stamped  # type: ignore[method-assign]
         serve(BufferConfig.of(json.load(sys.stdin)), ends_when_idle=True)
-
-
-if __name__ == "__main__":
-    main()

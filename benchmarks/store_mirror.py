@@ -8,7 +8,7 @@
   waiting `claim` or `select` on another node has returned;
 - `hung`: `has_caches` while Redis is stopped, against its budget.
 
-    python -m benchmarks.store_mirror [--rounds 1000] [--wakes 300]
+    python -m benchmarks.store_mirror [--rounds 1000] [--wakes 300] [--awake]
 """
 
 import argparse
@@ -19,6 +19,7 @@ import signal
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import redis
@@ -39,6 +40,7 @@ from benchmarks.gauge import (
     seconds_of,
 )
 from benchmarks.wakes import (
+    cores_awake,
     measure_claim_wakes,
     measure_select_wakes,
     measure_watch_wakes,
@@ -62,8 +64,6 @@ VALUE = b"x" * 96
 HOLDER = "gpu-host-0001-ab12"
 BUDGET_SECONDS = 0.05
 """What `has_caches` may take where its caller says nothing."""
-CLIENT_ROUNDS_MAX = 300
-"""Each takes 32 tensors that the other node has to hold."""
 HUNG_SECONDS = 8.0
 """Long enough that the nodes' own signs of life have stopped counting, after 5 s."""
 
@@ -255,34 +255,42 @@ def measure_hung(
     }
 
 
+def measure(rounds: int, count: int) -> dict[str, Any]:
+    with running() as server:
+        report: dict[str, Any] = {"server": product_of(server.url)}
+        questions = Questions(server.url, rounds)
+        questions.publish()
+        report["questions"] = asyncio.run(questions.measure())
+        report["parts"] = measure_parts(server.url, rounds)
+        wakes = {"watcher_told": asyncio.run(measure_watch_wakes(server.url, count))}
+        with two_nodes(server.url) as nodes:
+            holder, reader = nodes.holder, nodes.reader
+            report["has_caches"] = measure_has_caches(holder, reader, server.url, rounds)
+            wakes["claim"] = measure_claim_wakes(nodes, count)
+            for name, nbytes in (("select_none", None), ("select_4_kib", 4096)):
+                wakes[name] = measure_select_wakes(nodes, nbytes, count)
+            report["wakes"] = wakes
+            report["hung"] = measure_hung(holder, reader, server.pid, HUNG_SECONDS)
+    return report
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=1000)
     parser.add_argument("--wakes", type=int, default=300)
+    parser.add_argument("--awake", action="store_true", help="let no core fall asleep meanwhile")
     arguments = parser.parse_args()
     random.seed(1)
-    report: dict[str, Any] = {
-        "benchmark": "store_mirror",
-        "machine": machine(),
-        "options": vars(arguments),
-    }
-    with running() as server:
-        report["server"] = product_of(server.url)
-        questions = Questions(server.url, arguments.rounds)
-        questions.publish()
-        report["questions"] = asyncio.run(questions.measure())
-        report["parts"] = measure_parts(server.url, arguments.rounds)
-        watched = asyncio.run(measure_watch_wakes(server.url, arguments.wakes))
-        with two_nodes(server.url) as nodes:
-            holder, reader = nodes.holder, nodes.reader
-            report["has_caches"] = measure_has_caches(holder, reader, server.url, arguments.rounds)
-            wakes = {"watcher_told": watched}
-            wakes["claim"] = measure_claim_wakes(nodes, arguments.wakes)
-            for name, nbytes in (("select_none", None), ("select_4_kib", 4096)):
-                wakes[name] = measure_select_wakes(nodes, nbytes, arguments.wakes)
-            report["wakes"] = wakes
-            report["hung"] = measure_hung(holder, reader, server.pid, HUNG_SECONDS)
-    emit(report)
+    with cores_awake() if arguments.awake else nullcontext():
+        report = measure(arguments.rounds, arguments.wakes)
+    emit(
+        {
+            "benchmark": "store_mirror",
+            "machine": machine(),
+            "options": vars(arguments),
+            **report,
+        }
+    )
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ All times are of CLOCK_MONOTONIC, which is one clock for all processes of a mach
 
 import asyncio
 import multiprocessing
+import os
 import random
 import subprocess
 import sys
@@ -30,15 +31,38 @@ if TYPE_CHECKING:
 
 CAPACITY_BYTES = 128 << 20
 PUBLISHER = "gpu-host-0003-ab12"
-PAUSE_SECONDS = (0.01, 0.03)
+Rest = tuple[float, float]
+
+REST_SECONDS: Rest = (0.01, 0.03)
 """Between the order to publish and the publication: by then whoever waits does so."""
 WAIT_SECONDS = 10.0
+
+
+def spin() -> None:
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    while True:
+        pass
+
+
+@contextmanager
+def cores_awake() -> Iterator[None]:
+    """No core falls asleep meanwhile: each runs a process that gives way to every other."""
+    context = multiprocessing.get_context("spawn")
+    spinning = [context.Process(target=spin, daemon=True) for _ in range(os.cpu_count() or 1)]
+    for process in spinning:
+        process.start()
+    try:
+        yield
+    finally:
+        for process in spinning:
+            process.terminate()
+            process.join(timeout=10.0)
 
 
 # -- a watcher of a mirror
 
 
-def publish_when_told(url: str, orders: "Connection[Any, Any]") -> None:
+def publish_when_told(url: str, rest: Rest, orders: "Connection[Any, Any]") -> None:
     """The other process: publishes each key it is told, and says when it began to.
 
     Beside it one PING after the same rest: processes and cores that slept answer later.
@@ -46,28 +70,29 @@ def publish_when_told(url: str, orders: "Connection[Any, Any]") -> None:
     with open_store(url, call_timeout_seconds=5.0) as store:
         orders.send("ready")
         while (key := orders.recv()) is not None:
-            time.sleep(random.uniform(*PAUSE_SECONDS))
+            time.sleep(random.uniform(*rest))
             publishing = publishing_of(key, PUBLISHER, 1, 2**63)
             begun = time.monotonic_ns()
             store.publish_many([publishing])
-            time.sleep(random.uniform(*PAUSE_SECONDS))
+            time.sleep(random.uniform(*rest))
             orders.send((begun, store.ping()))
 
 
-async def measure_watch_wakes(url: str, count: int) -> dict[str, Any]:
+async def measure_watch_wakes(url: str, count: int, rest: Rest = REST_SECONDS) -> dict[str, Any]:
     """Until `Mirror.watch` notifies: the record is read again by then."""
     loop = asyncio.get_running_loop()
     context = multiprocessing.get_context("spawn")
     orders, theirs = context.Pipe()
-    process = context.Process(target=publish_when_told, args=(url, theirs), daemon=True)
+    process = context.Process(target=publish_when_told, args=(url, rest, theirs), daemon=True)
     process.start()
+    theirs.close()  # so that its end is noticed
     assert orders.recv() == "ready"
     store = open_store(url, call_timeout_seconds=5.0)
     assert isinstance(store, RedisStore)
     mirror = store.mirror(loop, ThreadPoolExecutor(1))
     seconds, pings = [], []
     for number in range(count):
-        key = key_of(2**40 + number)
+        key = key_of(int(rest[0] * 1e6) << 40 | number)
         told: asyncio.Queue[int] = asyncio.Queue()
         cancel = mirror.watch(NAMESPACE, key, lambda: told.put_nowait(time.monotonic_ns()))  # noqa: B023
         await told.get()  # from here on no change can be missed
@@ -113,9 +138,8 @@ def two_nodes(url: str) -> Iterator[Nodes]:
             for node in ("holder", "reader")
         ]
         log = directory / "published"
-        node = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.stamping_node", str(log)], stdin=subprocess.PIPE
-        )
+        program = "from benchmarks.stamping_node import main; main()"
+        node = subprocess.Popen([sys.executable, "-c", program, str(log)], stdin=subprocess.PIPE)
         assert node.stdin is not None
         node.stdin.write(to_json(configs[0]).encode())
         node.stdin.close()
@@ -142,7 +166,7 @@ def wait_until_gone(directory: Path) -> None:
 
 
 def insert_when_told(
-    config: BufferConfig, nbytes: int | None, orders: "Connection[Any, Any]"
+    config: BufferConfig, nbytes: int | None, rest: Rest, orders: "Connection[Any, Any]"
 ) -> None:
     """The other process: a client of the holder's node."""
     tensor = None if nbytes is None else torch.ones(nbytes, dtype=torch.uint8)
@@ -153,32 +177,35 @@ def insert_when_told(
             if claimed:
                 assert buffer.claim(TensorKey(key), lease_seconds=WAIT_SECONDS).granted
                 orders.send("claimed")
-            time.sleep(random.uniform(*PAUSE_SECONDS))
+            time.sleep(random.uniform(*rest))
             begun = time.monotonic_ns()
             buffer.insert(TensorKey(key), tensor)
             orders.send(begun)
 
 
 @contextmanager
-def inserter(nodes: Nodes, nbytes: int | None) -> Iterator["Connection[Any, Any]"]:
+def inserter(
+    nodes: Nodes, nbytes: int | None, rest: Rest = REST_SECONDS
+) -> Iterator["Connection[Any, Any]"]:
     """Give it (key, whether to claim it first); it says when it inserted. None is a value."""
     context = multiprocessing.get_context("spawn")
     orders, theirs = context.Pipe()
-    arguments = (nodes.holder_config, nbytes, theirs)
+    arguments = (nodes.holder_config, nbytes, rest, theirs)
     process = context.Process(target=insert_when_told, args=arguments, daemon=True)
     process.start()
+    theirs.close()  # so that its end is noticed
     assert orders.recv() == "ready"
     yield orders
     orders.send(None)
     process.join(timeout=10.0)
 
 
-def measure_claim_wakes(nodes: Nodes, count: int) -> dict[str, Any]:
+def measure_claim_wakes(nodes: Nodes, count: int, rest: Rest = REST_SECONDS) -> dict[str, Any]:
     """Until a client whose key another node's client produces was told that it is there."""
     inserted, woken = {}, {}
-    with inserter(nodes, 4096) as orders:
+    with inserter(nodes, 4096, rest) as orders:
         for number in range(count):
-            key = f"claimed-{number}"
+            key = f"claimed-{rest[0]}-{number}"
             orders.send((key, True))
             assert orders.recv() == "claimed"
             answer = nodes.reader.claim(
@@ -210,7 +237,7 @@ def measure_select_wakes(nodes: Nodes, nbytes: int | None, count: int) -> dict[s
             orders.recv()
             while not nodes.reader.has_caches([TensorKey(key)])[0]:
                 time.sleep(0.002)
-            time.sleep(PAUSE_SECONDS[0])
+            time.sleep(REST_SECONDS[0])
             begun = time.monotonic_ns()
             nodes.reader.select(TensorKey(key), out=out)
             fetched.append((time.monotonic_ns() - begun) / 1e9)
