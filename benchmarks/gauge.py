@@ -1,0 +1,143 @@
+"""What the benchmarks of the store share: percentiles, processor time, servers, the machine."""
+
+import json
+import math
+import os
+import platform
+import random
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from store import EmbeddedServer, Location, Publishing, Record, open_store
+from store.connection import Connection
+from store.deployment import open_topology
+from store.url import parse
+
+NAMESPACE = "f" * 64
+"""As long as a real one: a SHA-256 in hex."""
+BOOT = "b" * 16
+SERVER_BYTES = 4 << 30
+LIFE_SECONDS = 1800.0
+
+
+def key_of(number: int) -> str:
+    """64 hex digits, as vLLM's hash of an image has."""
+    return f"{number:064x}"
+
+
+def record_of(key: str) -> Record:
+    return Record(NAMESPACE, key, "bfloat16", (729, 1152), 1_679_616, "tensor", 1e9)
+
+
+def publishing_of(key: str, node: str, generation: int, checksum: int) -> Publishing:
+    return Publishing(
+        record_of(key), Location(node, BOOT, generation, checksum), ttl_seconds=LIFE_SECONDS
+    )
+
+
+def seconds_of(action: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    action()
+    return time.perf_counter() - start
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest value that `share` of them do not exceed; NaN of nothing."""
+    if not values:
+        return math.nan
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, math.ceil(len(ordered) * share) - 1)]
+
+
+def microseconds(seconds: Sequence[float]) -> dict[str, float]:
+    return {
+        "count": len(seconds),
+        "p50_us": round(percentile(seconds, 0.5) * 1e6, 1),
+        "p99_us": round(percentile(seconds, 0.99) * 1e6, 1),
+        "max_us": round(max(seconds) * 1e6, 1),
+    }
+
+
+def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """Median of the per-round ratios of time: a slow moment of the machine falls on both sides."""
+    return round(statistics.median(a / b for a, b in zip(ours, theirs, strict=True)), 3)
+
+
+def processor_seconds(pid: int) -> float:
+    """Processor time of a process so far, all its threads, to 10 ms."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def main_thread_seconds(pid: int) -> float:
+    """Processor time of a process's first thread, to the nanosecond: a Redis serves on that one."""
+    return int(Path(f"/proc/{pid}/schedstat").read_text().split()[0]) / 1e9
+
+
+def machine_busy_seconds() -> float:
+    """Processor time of the whole machine that was not idle."""
+    fields = [int(part) for part in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+    return (sum(fields) - fields[3] - fields[4]) / os.sysconf("SC_CLK_TCK")
+
+
+def programs() -> dict[str, str | None]:
+    """Servers to measure: Valkey from the wheel, and Redis where it is installed."""
+    found: dict[str, str | None] = {"valkey": None}
+    if shutil.which("redis-server"):
+        found["redis"] = "redis-server"
+    return found
+
+
+@contextmanager
+def running(executable: str | None = None) -> Iterator[EmbeddedServer]:
+    with (
+        tempfile.TemporaryDirectory(prefix="lb-") as directory,
+        EmbeddedServer.start(
+            Path(directory) / "server",
+            executable=executable,
+            timeout_seconds=10.0,
+            maxmemory_bytes=SERVER_BYTES,
+        ) as server,
+    ):
+        yield server
+
+
+def dialled(url: str) -> Connection:
+    """One bare connection, with RESP3."""
+    topology = open_topology(parse(url), 30.0, 30.0)
+    connection = topology.known_server_for("any").dial()
+    topology.close()
+    return connection
+
+
+def product_of(url: str) -> str:
+    with open_store(url, call_timeout_seconds=5.0) as store:
+        info = store.server_info()
+    return f"{info.product} {info.version}"
+
+
+def machine() -> dict[str, str | int]:
+    return {
+        "cores": os.cpu_count() or 1,
+        "python": platform.python_version(),
+        "redis-py": version("redis"),
+        "hiredis": version("hiredis"),
+        "measured": time.strftime("%Y-%m-%d"),
+    }
+
+
+def sampled_keys(population: int, count: int, generator: random.Random) -> list[str]:
+    return [key_of(number) for number in generator.sample(range(population), count)]
+
+
+def emit(report: dict[str, Any]) -> None:
+    json.dump(report, sys.stdout, indent=2)
+    sys.stdout.write("\n")

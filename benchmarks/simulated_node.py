@@ -1,0 +1,158 @@
+"""One simulated node of a fleet: it does to Redis what a node does, and moves no bytes.
+
+Run by the benchmark of fleets, in a process of its own.
+"""
+
+import asyncio
+import itertools
+import random
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.gauge import BOOT, NAMESPACE, key_of, publishing_of, sampled_keys
+from lookup_buffer.node.directory import Directory
+from lookup_buffer.node.node import SWITCH_SECONDS
+from store import NodeInfo, StoreError, open_store
+from store.redis_store import RedisStore
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+    from store.mirror import Found, Mirror
+
+KEYS = 10_000
+"""Each belongs to one node, which publishes it anew with a newer generation."""
+WATCHED = 200
+QUESTION_KEYS = 32
+QUESTIONS_PER_SECOND = 2.0
+"""64 keys a second: an engine that sees so many images."""
+BATCH = 64
+BEAT_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What one node of the fleet is to do."""
+
+    url: str
+    index: int
+    nodes: int
+    publishes_per_second: float
+
+    @property
+    def name(self) -> str:
+        return f"gpu-host-{self.index:04}-ab12"
+
+
+@dataclass(slots=True)
+class SimulatedNode:
+    """Asks on the loop, beats and publishes on threads of its own, as a node does."""
+
+    plan: Plan
+    lags: list[float] = field(default_factory=list)
+    published: int = 0
+    asked: int = 0
+    failed: int = 0
+    _counting: bool = False
+    _ending: threading.Event = field(default_factory=threading.Event)
+
+    async def run(self, orders: "Connection[Any, Any]") -> None:
+        loop = asyncio.get_running_loop()
+        store = open_store(self.plan.url, call_timeout_seconds=5.0)
+        assert isinstance(store, RedisStore)
+        mirror = store.mirror(loop, ThreadPoolExecutor(1))
+        generator = random.Random(self.plan.index)
+        for key in sampled_keys(KEYS, WATCHED, generator):
+            mirror.watch(NAMESPACE, key, self._told(mirror, key))
+        threads = [
+            threading.Thread(target=run, args=(store,), daemon=True)
+            for run in (self._beat, self._publish)
+        ]
+        for thread in threads:
+            thread.start()
+        asking = asyncio.ensure_future(self._ask(mirror, generator))
+        orders.send("ready")
+        begin, end = await loop.run_in_executor(None, orders.recv)
+        await asyncio.sleep(begin - time.monotonic())
+        self._counting = True
+        before = (mirror.pushes, self.published, self.asked)
+        await asyncio.sleep(end - time.monotonic())
+        after = (mirror.pushes, self.published, self.asked)
+        self._counting = False
+        orders.send((self.lags, *(b - a for a, b in zip(before, after, strict=True)), self.failed))
+        orders.recv()  # the processor time of all is read before anyone ends
+        self._ending.set()
+        asking.cancel()
+        for thread in threads:
+            thread.join()
+        mirror.close()
+        store.close()
+
+    def _told(self, mirror: "Mirror", key: str) -> Callable[[], None]:
+        """What a watcher is told by: the record is in the mirror again, with its time."""
+
+        def told() -> None:
+            entry = mirror.entries(NAMESPACE).get(key)
+            if self._counting and entry is not None and entry.record is not None:
+                begun = max(location.checksum for location in entry.record.locations)
+                self.lags.append((time.monotonic_ns() - begun) / 1e9)
+
+        return told
+
+    async def _ask(self, mirror: "Mirror", generator: random.Random) -> None:
+        loop = asyncio.get_running_loop()
+        await asyncio.sleep(generator.random() / QUESTIONS_PER_SECOND)
+        for turn in itertools.count(1):
+            answered: asyncio.Future[list[Found]] = loop.create_future()
+            mirror.ask(NAMESPACE, sampled_keys(KEYS, QUESTION_KEYS, generator), answered.set_result)
+            self.failed += any(isinstance(found, StoreError) for found in await answered)
+            self.asked += QUESTION_KEYS
+            if turn == 1:
+                begun = loop.time()
+            await asyncio.sleep(begun + turn / QUESTIONS_PER_SECOND - loop.time())
+
+    def _beat(self, store: RedisStore) -> None:
+        """What a registrar does each second."""
+        directory = Directory(self.plan.name)
+        info = NodeInfo(self.plan.name, BOOT, "tcp://127.0.0.1:1", "gpu-host", "0", 1, 1, 1)
+        self._ending.wait(random.random() * BEAT_SECONDS)
+        for sequence in itertools.count(1):
+            try:
+                store.beat(self.plan.name, BOOT, sequence)
+                store.describe_node(info)
+                directory.refresh(store)
+            except StoreError:
+                self.failed += 1
+            if self._ending.wait(BEAT_SECONDS):
+                return
+
+    def _publish(self, store: RedisStore) -> None:
+        """Whatever is due, in one round trip; publications come at random moments."""
+        own = range(self.plan.index, KEYS, self.plan.nodes)
+        generator = random.Random(1000 + self.plan.index)
+        due = time.monotonic()
+        generations = itertools.count(1)
+        while not self._ending.wait(max(0.0, due - time.monotonic())):
+            count = 0
+            while due <= time.monotonic() and count < BATCH:
+                due += generator.expovariate(self.plan.publishes_per_second)
+                count += 1
+            keys = {key_of(generator.choice(own)) for _ in range(count)}
+            begun = time.monotonic_ns()
+            try:
+                store.publish_many(
+                    [publishing_of(key, self.plan.name, next(generations), begun) for key in keys]
+                )
+                self.published += len(keys)
+            except StoreError:
+                self.failed += 1
+
+
+def be_a_node(plan: Plan, orders: "Connection[Any, Any]") -> None:
+    sys.setswitchinterval(SWITCH_SECONDS)  # as a node does
+    asyncio.run(SimulatedNode(plan).run(orders))

@@ -1,0 +1,320 @@
+"""What grows with the records: a look-up, Redis' memory, a walk through all; and per-node costs.
+
+For each server found (Valkey from the wheel; Redis, where it is installed) and each number of
+records, at 1 to 4 locations a record:
+
+- `locate` of 32 random keys, beside the same on a second server that holds 1,000 records and is
+  asked by turns, so that the machine's mood falls on both;
+- `bytes_a_record`: how much Redis' used memory grew, by the number of records.
+
+At the most records, also: all of them read by `scan` in another process, beside a PING each
+millisecond. And what the costs of a large fleet are worked out from (docs/scale.md): the server's
+processor time for a publication, for a renewal and for one reading of all beats, and the memory
+of its tracking table.
+
+    python -m benchmarks.store_scale [--records 1000 10000 100000 1000000] [--rounds 1000]
+"""
+
+import argparse
+import multiprocessing
+import random
+import time
+from collections.abc import Sequence
+from itertools import islice
+from typing import Any
+
+import redis
+
+from benchmarks.gauge import (
+    BOOT,
+    NAMESPACE,
+    dialled,
+    emit,
+    key_of,
+    machine,
+    main_thread_seconds,
+    microseconds,
+    paired_ratio,
+    product_of,
+    programs,
+    publishing_of,
+    running,
+    sampled_keys,
+    seconds_of,
+)
+from lookup_buffer.node.directory import Directory
+from store import (
+    LOCATIONS_MAX,
+    EmbeddedServer,
+    MetadataStore,
+    NodeInfo,
+    Publication,
+    layout,
+    open_store,
+)
+from store.connection import Connection, pack
+
+RECORDS = (1_000, 10_000, 100_000, 1_000_000)
+KEYS = 32
+SMALL = 1_000
+PAGE = 500
+BATCH = 64
+"""What a node publishes in one round trip."""
+CALL_SECONDS = 30.0
+NODES = (1, 64, 1_000)
+TRACKERS = (1, 2, 4, 8)
+RENEWED_MAX = 20_000
+
+
+class Filled:
+    """One server with records in it, and who asks it."""
+
+    def __init__(self, server: EmbeddedServer, records: int) -> None:
+        self.pid = server.pid
+        self.url = server.url
+        self.records = records
+        self.store: MetadataStore = open_store(server.url, call_timeout_seconds=CALL_SECONDS)
+        self.client = redis.Redis.from_url(server.url)
+        self._raw = dialled(server.url)
+        # The scripts and the connections are there before, whatever the number of records.
+        self.store.publish_many([publishing_of("first", node_name(0), 1, 1)])
+        self.store.withdraw(NAMESPACE, "first", node_name(0), reason="measured")
+        self.client.ping()
+        self._empty_bytes = self.used_bytes()
+
+    def used_bytes(self) -> int:
+        return self.store.server_info().used_memory_bytes
+
+    def bytes_a_record(self) -> float:
+        return round((self.used_bytes() - self._empty_bytes) / self.records, 1)
+
+    def publish_all(self) -> dict[str, float]:
+        """Each record, with a first location, as nodes do it but in longer batches."""
+        begun, begun_cpu = time.perf_counter(), main_thread_seconds(self.pid)
+        for start in range(0, self.records, PAGE):
+            numbers = range(start, min(start + PAGE, self.records))
+            answers = self.store.publish_many(
+                [publishing_of(key_of(n), node_name(0), n + 1, 2**63 + n) for n in numbers]
+            )
+            assert set(answers) == {Publication.ADDED}
+        return self._cost(begun, begun_cpu, self.records)
+
+    def add_location(self, index: int) -> None:
+        """One more for each record: the field that a publication would write, without its script,
+        for a million of those take a minute."""
+        for start in range(0, self.records, PAGE):
+            commands = []
+            for n in range(start, min(start + PAGE, self.records)):
+                location = publishing_of(key_of(n), node_name(index), n + 1, 2**63 + n).location
+                name = layout.record(NAMESPACE, key_of(n))
+                commands.append(("HSET", name, f"at:{location.node}", location.text))
+            self.exchange(commands)
+        found = self.store.locate(NAMESPACE, [key_of(0), key_of(self.records - 1)])
+        assert all(record and len(record.locations) == index + 1 for record in found)
+
+    def renew(self) -> dict[str, float]:
+        """Publications of what is there already, as in a walk of the inventory."""
+        count = min(self.records, RENEWED_MAX)
+        begun, begun_cpu = time.perf_counter(), main_thread_seconds(self.pid)
+        for start in range(0, count, BATCH):
+            numbers = range(start, min(start + BATCH, count))
+            answers = self.store.publish_many(
+                [publishing_of(key_of(n), node_name(0), n + 1, 2**63 + n) for n in numbers]
+            )
+            assert set(answers) == {Publication.PRESENT}
+        return self._cost(begun, begun_cpu, count)
+
+    def close(self) -> None:
+        self._raw.close()
+        self.client.close()
+        self.store.close()
+
+    def exchange(self, commands: Sequence[tuple[str, ...]]) -> None:
+        exchange(self._raw, commands)
+
+    def _cost(self, begun: float, begun_cpu: float, count: int) -> dict[str, float]:
+        busy = main_thread_seconds(self.pid) - begun_cpu
+        return {
+            "per_second": round(count / (time.perf_counter() - begun)),
+            "server_us_each": round(busy / count * 1e6, 2),
+        }
+
+
+def node_name(index: int) -> str:
+    """As long as the name of a host and a random suffix is."""
+    return f"gpu-host-{index:04}-ab12"
+
+
+def measure_locate(small: Filled, large: Filled, rounds: int) -> dict[str, Any]:
+    generator = random.Random(1)
+    times: tuple[list[float], list[float]] = ([], [])
+    for turn in range(rounds + rounds // 10):
+        for filled, taken in zip((small, large), times, strict=True):
+            keys = sampled_keys(filled.records, KEYS, generator)
+            seconds = seconds_of(lambda: filled.store.locate(NAMESPACE, keys))  # noqa: B023
+            if turn >= rounds // 10:
+                taken.append(seconds)
+    few, many = times
+    return {
+        "records": large.records,
+        "p50_us": microseconds(many)["p50_us"],
+        "p99_us": microseconds(many)["p99_us"],
+        "p50_us_at_1000": microseconds(few)["p50_us"],
+        "p99_us_at_1000": microseconds(few)["p99_us"],
+        "ratio_to_1000": paired_ratio(many, few),
+    }
+
+
+def measure_records(program: str | None, records: int, rounds: int, largest: bool) -> Any:
+    """One number of records at 1 to 4 locations."""
+    report: dict[str, Any] = {"records": records, "locations": []}
+    with running(program) as first, running(program) as second:
+        small, large = Filled(first, SMALL), Filled(second, records)
+        small.publish_all()
+        report["publish"] = large.publish_all()
+        for locations in range(1, LOCATIONS_MAX + 1):
+            if locations > 1:
+                small.add_location(locations - 1)
+                large.add_location(locations - 1)
+            time.sleep(0.5)  # a table that was growing has grown
+            entry = {"locations": locations, "bytes_a_record": large.bytes_a_record()}
+            report["locations"].append(entry | {"locate": measure_locate(small, large, rounds)})
+        report["renew"] = large.renew()
+        if largest:
+            report["scan"] = measure_scan(large)
+            report["beats"] = [measure_beats(large, nodes) for nodes in NODES]
+        small.close()
+        large.close()
+    return report
+
+
+def scan_all(url: str, answer: Any) -> None:
+    """The other process: reads every record once."""
+    with open_store(url, call_timeout_seconds=CALL_SECONDS) as store:
+        answer.send("begin")
+        start = time.perf_counter()
+        found = sum(1 for _ in store.scan(NAMESPACE))
+        answer.send((found, time.perf_counter() - start))
+
+
+def measure_scan(filled: Filled) -> dict[str, Any]:
+    filled.client.ping()
+    alone = [ping(filled) for _ in range(1000)]
+    here, there = multiprocessing.get_context("spawn").Pipe()
+    context = multiprocessing.get_context("spawn")
+    process = context.Process(target=scan_all, args=(filled.url, there), daemon=True)
+    process.start()
+    assert here.recv() == "begin"
+    begun_cpu = main_thread_seconds(filled.pid)
+    beside = []
+    while not here.poll():
+        beside.append(ping(filled))
+    found, seconds = here.recv()
+    busy = main_thread_seconds(filled.pid) - begun_cpu
+    process.join(timeout=10.0)
+    return {
+        "found": found,
+        "seconds": round(seconds, 1),
+        "server_busy": round(busy / seconds, 3),
+        "ping_alone": microseconds(alone),
+        "ping_beside": microseconds(beside),
+    }
+
+
+def ping(filled: Filled) -> float:
+    time.sleep(0.001)
+    return seconds_of(filled.client.ping)
+
+
+def measure_beats(filled: Filled, nodes: int, calls: int = 1000) -> dict[str, Any]:
+    """One reading of all beats and what a node makes of it, as every node does each second."""
+    for index in range(nodes):
+        name = node_name(index)
+        filled.store.beat(name, BOOT, 1000)
+        filled.store.describe_node(NodeInfo(name, BOOT, "tcp://10.0.0.1:7000", name, "0", 1, 1, 1))
+    directory = Directory(node_name(0))
+    directory.refresh(filled.store)  # the first one reads all descriptions
+    begun_cpu, own_cpu = main_thread_seconds(filled.pid), time.process_time()
+    times = [seconds_of(lambda: directory.refresh(filled.store)) for _ in range(calls)]
+    own = time.process_time() - own_cpu
+    busy = main_thread_seconds(filled.pid) - begun_cpu
+    name, beat = node_name(0), f"{BOOT}:1000"
+    return {
+        "nodes": nodes,
+        "server_us": round(busy / calls * 1e6, 1),
+        "node_us": round(own / calls * 1e6, 1),
+        "p50_us": microseconds(times)["p50_us"],
+        "reply_bytes": nodes * sum(len(f"${len(part)}\r\n{part}\r\n") for part in (name, beat)),
+    }
+
+
+def measure_tracking(program: str | None, records: int) -> dict[str, Any]:
+    """Memory of the tracking table, with so many connections that have all read all records."""
+    results = []
+    with running(program) as server:
+        filled = Filled(server, records)
+        filled.publish_all()
+        unconnected = filled.used_bytes()
+        # What a reader's own connection costs the server is no part of the table.
+        trackers = [dialled(server.url) for _ in range(TRACKERS[-1])]
+        for tracker in trackers:
+            read_all(tracker, 1000)
+        before = filled.used_bytes()
+        connections = before - unconnected
+        tracking = 0
+        for count in TRACKERS:
+            for tracker in islice(trackers, tracking, count):
+                exchange(tracker, [("CLIENT", "TRACKING", "ON")])
+                read_all(tracker, records)
+            tracking = count
+            grown = filled.used_bytes() - before
+            results.append({"trackers": count, "bytes_a_key": round(grown / records, 1)})
+        for tracker in trackers:
+            tracker.close()
+        filled.close()
+    return {
+        "keys": records,
+        "bytes_a_connection": round(connections / len(trackers)),
+        "bytes_a_key": results,
+    }
+
+
+def read_all(connection: Connection, records: int) -> None:
+    """EXISTS is the shortest command that counts as reading a key."""
+    for start in range(0, records, PAGE):
+        numbers = range(start, min(start + PAGE, records))
+        exchange(connection, [("EXISTS", layout.record(NAMESPACE, key_of(n))) for n in numbers])
+
+
+def exchange(connection: Connection, commands: Sequence[tuple[str, ...]]) -> None:
+    deadline = time.monotonic() + CALL_SECONDS
+    connection.send(pack(commands), deadline)
+    connection.receive(len(commands), deadline)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--records", type=int, nargs="+", default=RECORDS)
+    parser.add_argument("--rounds", type=int, default=1000)
+    arguments = parser.parse_args()
+    records = sorted(arguments.records)
+    report: dict[str, Any] = {
+        "benchmark": "store_scale",
+        "machine": machine(),
+        "options": vars(arguments),
+        "servers": [],
+    }
+    for program in programs().values():
+        with running(program) as server:
+            product = product_of(server.url)
+        sizes = [
+            measure_records(program, count, arguments.rounds, count == records[-1])
+            for count in records
+        ]
+        tracking = measure_tracking(program, min(records[-1], 100_000))
+        report["servers"].append({"server": product, "sizes": sizes, "tracking": tracking})
+    emit(report)
+
+
+if __name__ == "__main__":
+    main()
