@@ -227,8 +227,7 @@ class LookupBuffer:
         left, of = iter(unknown), self._namespace.fingerprint
         for part in split([keys[index].text for index in unknown]):
             budget = waiting(deadline - time.monotonic())
-            # The node answers earlier, for its answer takes its time to come.
-            request = Contains(next_request_id(), of, list(part), 0.9 * budget)
+            request = Contains(next_request_id(), of, list(part), 0.9 * budget)  # and the way back
             try:
                 found = self._attachment.call(request, budget)["present"]
             except NodeUnavailable:
