@@ -16,6 +16,7 @@ import os
 import platform
 import struct
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final
 
 from lookup_buffer.arena import Mapping, SealedMemory
@@ -39,6 +40,7 @@ _KINDS: Final = ("tensor", "none")
 IS_ORDERED: Final = platform.machine() in ("x86_64", "AMD64")
 
 
+@lru_cache(maxsize=4096)  # hashing 32 keys anew is a quarter of looking them up
 def digest_of(namespace: str, key: str) -> bytes:
     """What an entry is found by; cryptographic, because clients may choose keys."""
     return hashlib.blake2b(f"{namespace} {key}".encode(), digest_size=DIGEST_BYTES).digest()
