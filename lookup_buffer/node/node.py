@@ -55,7 +55,7 @@ class Node:
         self._counters = Counters()
         self._shelf = Shelf(config.capacity_bytes, self._changed)
         token = config.token.get_secret_value() if config.token else None
-        self._peers = PeerServer(self._shelf, self._counters, token)
+        self._peers = PeerServer(self._shelf, self._counters, token, self._found_stale)
         self._identity = self._listen_to_peers()
         self._storage = Storage(config)
         self._directory = directory = Directory(self._identity.node)
@@ -157,6 +157,13 @@ class Node:
 
     def _changed(self, address: Address, reason: str) -> None:
         self._registrar.changed(address, reason)
+
+    def _found_stale(self, address: Address) -> None:
+        """A peer was led here by a record that is wrong: write what the shelf has, or that it went.
+
+        From any thread.
+        """
+        self._registrar.changed(address, "")
 
     def _listen_to_peers(self) -> Identity:
         config = self._config

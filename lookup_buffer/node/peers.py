@@ -2,18 +2,21 @@
 
 One thread a connection, a bounded number of them; the payload goes out straight from the arena,
 pinned meanwhile. Truth is answered, not what Redis says: another boot or generation than ours is
-`stale`.
+`stale`. Where Redis said so of this boot, it is put right.
 """
 
 import socket
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from lookup_buffer.config import parse_tcp
 from lookup_buffer.counters import Counters
 from lookup_buffer.errors import BufferFull, LookupBufferError, ProtocolError
 from lookup_buffer.header import PayloadHeader
+from lookup_buffer.inventory import Address
 from lookup_buffer.link import Link, accept_handshake
+from lookup_buffer.messages import TEXT_MAX, is_fingerprint
 from lookup_buffer.node.shelf import Held, Shelf
 from lookup_buffer.wire import Frame
 
@@ -30,6 +33,8 @@ class PeerServer:
     shelf: Shelf
     counters: Counters
     token: str | None
+    on_stale: Callable[[Address], None]
+    """Told, on a thread of a peer's, what was asked of this boot that it does not have so."""
     boot: str = ""
     _listener: socket.socket | None = None
     _slots: threading.Semaphore = field(
@@ -140,7 +145,10 @@ class PeerServer:
             held = self.shelf.hold((namespace, key), PEER_OWNER)
         except BufferFull:
             return None  # the reader tries another holder, or encodes
-        if held is not None and held.item.generation != request.get("generation"):
+        if held is not None and held.item.generation == request.get("generation"):
+            return held
+        if held is not None:
             self.shelf.release([held.ticket], PEER_OWNER)
-            return None
-        return held
+        if is_fingerprint(namespace) and 0 < len(key) <= TEXT_MAX:
+            self.on_stale((namespace, key))
+        return None
