@@ -19,7 +19,10 @@ class ClaimOutcome(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ClaimAnswer:
-    """`holder` and `state` are our own where it is granted, and empty where nobody has it."""
+    """`holder` and `state` are our own where it is granted, and empty where nobody has it.
+
+    `remaining_seconds` is 0 where it was granted because the store did not answer.
+    """
 
     outcome: ClaimOutcome
     holder: str

@@ -44,6 +44,10 @@ COUNTERS: Final = frozenset(
 )
 
 
+HITS_KEYS_MAX: Final = 100_000
+"""Bound on keys whose hits wait for a store that is away; the hits of further keys are not kept."""
+
+
 class Counters:
     """Totals since the node's start, and what has not been flushed yet."""
 
@@ -63,7 +67,7 @@ class Counters:
         """Readers got `address`, that a client of this node stored or that was fetched."""
         self.add("hits_local" if origin == "local" else "hits_remote", count)
         with self._lock:
-            self._hits[address] += count
+            self._count_hits(address, count)
 
     def totals(self) -> dict[str, int]:
         with self._lock:
@@ -79,4 +83,9 @@ class Counters:
     def put_back(self, counters: dict[str, int], hits: dict[Address, int]) -> None:
         with self._lock:
             self._unflushed.update(counters)
-            self._hits.update(hits)
+            for address, count in hits.items():
+                self._count_hits(address, count)
+
+    def _count_hits(self, address: Address, count: int) -> None:
+        if address in self._hits or len(self._hits) < HITS_KEYS_MAX:
+            self._hits[address] += count

@@ -108,7 +108,9 @@ class Connection:
             self.send(pack(commands), deadline)
             for command, reply in zip(commands, self.receive(len(commands), deadline), strict=True):
                 if isinstance(reply, Refusal):
-                    raise StoreUnavailable(f"{self._name} refuses {command[0]!s}: {reply}")
+                    # Who does not know AUTH quotes what followed it, which is the password.
+                    why = reply.code if command[0] == "AUTH" else str(reply)
+                    raise StoreUnavailable(f"{self._name} refuses {command[0]!s}: {why}")
 
     def send(self, packed: bytes, deadline: float) -> None:
         """Send what `pack` made. `deadline` is a time.monotonic(). Raises StoreUnavailable."""

@@ -173,7 +173,7 @@ class RedisStore(MetadataStore):
         if not keys:
             return []
         (scores,) = self._link.batch([("ZMSCORE", layout.hits(namespace), *keys)])
-        return [int(float(score)) if score else 0 for score in scores]
+        return [_hits(score) for score in scores]
 
     def add_stats(self, node: str, counters: Mapping[str, int]) -> None:
         self._add(self._stats, layout.stats(node), (layout.STATS_SECONDS,), counters)
@@ -301,6 +301,11 @@ def _withdrawn(answer: Any) -> bool | None:
     if isinstance(answer, StoreError):
         raise answer
     return bool(answer == 1)
+
+
+def _hits(score: bytes | None) -> int:
+    """A score as nodes write it; by hand it may be anything, infinite too."""
+    return int(min(max(float(score or 0), 0.0), 2.0**63))
 
 
 def _milliseconds(seconds: float) -> int:

@@ -302,8 +302,11 @@ def test_a_store_that_freezes_grants_those_who_wait(
         frozen(server),
     ):
         started = time.monotonic()
-        assert wait.result().granted
+        answer = wait.result()
+        assert answer.granted
         assert wait.ended_at - started < 1.5
+        assert answer.holder.startswith(nodes[1].node_id)
+        assert answer.remaining_seconds == 0.0
 
 
 def test_of_many_contenders_one_produces(node_pair: Pair) -> None:

@@ -242,3 +242,17 @@ def test_more_is_wanted_than_may_be_pinned(node_pair: Pair, buffer: LookupBuffer
     assert {h.state.value for h in again} == {"resident"}
     for handle in again:
         buffer.release(handle)
+
+
+def test_a_claim_stays_with_the_session_that_asked_for_it_last(node_pair: Pair) -> None:
+    """An engine attaches again before the end of its last session was noticed."""
+    name, seat = key(), EngineSeat("engine-3", None, 1)
+    first, again = node_pair[0].client(engine=seat), node_pair[0].client(engine=seat)
+    with node_pair[1].client() as other:
+        assert first.claim(name, lease_seconds=30.0).granted
+        assert again.claim(name, lease_seconds=30.0).granted
+        first.close()
+        time.sleep(0.3)
+        assert not other.claim(name, lease_seconds=1.0).granted
+        again.close()
+        wait_until(lambda: other.claim(name, lease_seconds=1.0).granted, 2.0)

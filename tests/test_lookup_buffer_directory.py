@@ -1,12 +1,13 @@
 """The directory on a store that forgets: who counts as alive, gone, and long dead."""
 
+import threading
 from dataclasses import replace
 
 import pytest
 
 from contract_store import a_record
 from lookup_buffer.node.directory import LONG_DEAD_SECONDS, VOID_MAX, Directory
-from store import Location, MemoryStore, NodeInfo
+from store import Beat, Location, MemoryStore, NodeInfo
 
 
 class Clock:
@@ -72,6 +73,40 @@ def test_a_loss_that_our_own_beat_noticed_first(fleet: Fleet) -> None:
     fleet.directory.store_lost_data()
     fleet.pass_seconds(1, "us")
     assert fleet.directory.endpoint(at("a")) == "tcp://a:1"
+
+
+class Slow(MemoryStore):
+    """What the thread "slow" reads reaches it late."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read, self.on_its_way = threading.Event(), threading.Event()
+
+    def beats(self) -> dict[str, Beat]:
+        found = super().beats()
+        if threading.current_thread().name == "slow":
+            self.read.set()
+            assert self.on_its_way.wait(5.0)
+        return found
+
+
+def test_an_older_reading_that_comes_late_is_no_sign_of_life(fleet: Fleet) -> None:
+    fleet.store = store = Slow()
+    fleet.pass_seconds(3, "us", "a")
+    slow = threading.Thread(target=fleet.directory.refresh, args=(store,), name="slow")
+    slow.start()
+    assert store.read.wait(5.0)
+    store.beat("a", "aboot", 99)  # its last
+    other = threading.Thread(target=fleet.directory.refresh, args=(store,))
+    other.start()
+    other.join(0.3)
+    fleet.clock.now += 2.0
+    store.on_its_way.set()
+    slow.join(5.0)
+    other.join(5.0)
+    assert fleet.directory.endpoint(at("a")) == "tcp://a:1"
+    fleet.pass_seconds(5, "us")
+    assert fleet.directory.endpoint(at("a")) is None, "noticed within six seconds"
 
 
 def test_who_leaves_is_gone_at_once(fleet: Fleet) -> None:

@@ -1,7 +1,7 @@
 """The registrar's thread on stores that fail over, refuse or strike it off."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import pytest
@@ -124,6 +124,26 @@ def test_a_node_that_was_struck_off_publishes_all_it_has() -> None:
         wait_until(lambda: all(held(store, *keys)), 3.0)
         assert "us" in store.beats()
     assert "us" not in store.beats(), "it left when it was closed"
+
+
+class Interrupted(MemoryStore):
+    """While it writes a namespace, something else happens."""
+
+    meanwhile: Callable[[], None] | None = None
+
+    def describe_namespace(self, fingerprint: str, parts: Mapping[str, str]) -> None:
+        super().describe_namespace(fingerprint, parts)
+        meanwhile, self.meanwhile = self.meanwhile, None
+        if meanwhile is not None:
+            meanwhile()
+
+
+def test_a_namespace_that_is_described_anew_meanwhile_is_written_anew() -> None:
+    store = Interrupted()
+    with registrar_on(store) as (registrar, _):
+        store.meanwhile = lambda: registrar.describe(NAMESPACE, {"model": "newer"})
+        registrar.describe(NAMESPACE, {"model": "older"})
+        wait_until(lambda: store.namespaces().get(NAMESPACE) == {"model": "newer"}, 3.0)
 
 
 def test_who_is_replaced_is_told_once_and_touches_nothing_more() -> None:

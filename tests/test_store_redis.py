@@ -259,6 +259,27 @@ def test_one_foreign_key_among_many_does_not_keep_the_others_from_being_written(
     assert [record and record.key for record in found] == ["first", None, "last"]
 
 
+def test_a_foreign_type_under_a_claims_name_stops_nobody(
+    store: MetadataStore, valkey_server: EmbeddedServer, namespace: str
+) -> None:
+    claim = layout.claim(namespace, "key")
+    command(valkey_server.url, "HSET", claim, "by", "hand")
+    assert not store.release_claim(namespace, "key", token="token-of-a")
+    answer = store.publish(a_record(namespace, "key"), a_location(), claim_token="token-of-a")
+    assert answer is Publication.ADDED
+    assert command(valkey_server.url, "TYPE", claim) == b"+hash"
+    assert ask(store, namespace, "a", key="key").granted
+    assert not ask(store, namespace, "b", key="key").granted
+
+
+def test_hits_that_somebody_wrote_by_hand_are_some_number(
+    store: MetadataStore, valkey_server: EmbeddedServer, namespace: str
+) -> None:
+    scores = ["inf", "a", "-inf", "b", "1e300", "c", "2.5", "d"]
+    command(valkey_server.url, "ZADD", layout.hits(namespace), *scores)
+    assert store.hits(namespace, list("abcde")) == [2**63, 0, 2**63, 2, 0]
+
+
 def test_scripts_come_back_by_themselves(
     store: MetadataStore, valkey_server: EmbeddedServer, namespace: str
 ) -> None:

@@ -2,9 +2,9 @@
 
 The store decides; a store that is down or slow grants. A claim belongs to the engine whose client
 took it (to the session of a client that is no engine): asking again renews it, the publication of
-what the engine inserts drops it, and it is given back on request, when the session that took it
-ends, or by its lease if nobody can. Called on the loop's thread; the store is asked on a thread of
-this module's.
+what the engine inserts drops it, and it is given back on request, when the session that last asked
+for it ends, or by its lease if nobody can. Called on the loop's thread; the store is asked on a
+thread of this module's.
 """
 
 import asyncio
@@ -190,7 +190,8 @@ class Claims:
             return
         # The store may grant it yet: then it has to be given back like any other.
         self._hold(question)
-        self._settle(question, _fields("granted", ClaimAnswer(True, "", question.state, 0.0)))
+        unasked = ClaimAnswer(True, self._holder, question.state, 0.0)
+        self._settle(question, _fields("granted", unasked))
 
     def _settle(self, question: _Question, fields: dict[str, Any]) -> None:
         if question.answered:
@@ -210,6 +211,10 @@ class Claims:
         ends_at = time.monotonic() + question.lease_seconds
         if holding is not None:
             holding.ends_at = max(holding.ends_at, ends_at)
+            if question.wanted():
+                # An engine that attached again: the end of its last session, which may be noticed
+                # only now, must not give back what it goes on with.
+                holding.session = question.session
         elif question.wanted():
             self._held[owner, address] = _Holding(question.session, ends_at)
         else:
@@ -222,6 +227,10 @@ class Claims:
         holding = self._held.get((owner, address))
         if holding is not None and holding.ends_at <= time.monotonic():
             del self._held[owner, address]
+
+    @property
+    def _holder(self) -> str:
+        return f"{self.identity.node}:{self.identity.boot}"
 
     def _token(self, session: Session, address: Address) -> str:
         """The same for all clients of an engine, and not to be guessed by others."""
@@ -238,7 +247,7 @@ class Claims:
             store = self.storage.store()
             found = store.claim(
                 *question.address,
-                holder=f"{self.identity.node}:{self.identity.boot}",
+                holder=self._holder,
                 token=question.token,
                 state=question.state,
                 lease_seconds=question.lease_seconds,

@@ -29,12 +29,14 @@ class Directory:
         self._node = node
         self._clock = clock
         self._lock = threading.Lock()
+        self._refreshing = threading.Lock()
+        """An older reading must not be taken in after a newer one: it would look like life."""
         self._liveness = Liveness()
         self._infos: dict[tuple[str, str], NodeInfo] = {}
         self._void: dict[tuple[Address, Location], None] = {}
         self._endpoints: dict[tuple[str, str], str] = {}
         self.refreshed_at = -REFRESH_SECONDS_MIN
-        """When the beats were last read, by the clock."""
+        """When the last reading of the beats was begun, by the clock: what beat before is in it."""
         self.epoch = 0
         """Grows when a node came, went, or moved: what was judged before then is out of date."""
         self._listed = False
@@ -46,9 +48,15 @@ class Directory:
         Raises:
             StoreError: the store did not answer.
         """
+        with self._refreshing:
+            self._refresh(store)
+        self.tick()
+
+    def _refresh(self, store: MetadataStore) -> None:
+        asked_at = self._clock()
         beats = store.beats()
         with self._lock:
-            self.refreshed_at = now = self._clock()
+            self.refreshed_at, now = asked_at, self._clock()
             if self._listed and self._node not in beats:
                 self._lost_at = now  # nobody but a store that lost its data forgets who beats
             self._listed = self._listed or self._node in beats
@@ -63,7 +71,6 @@ class Directory:
             with self._lock:
                 for info in infos.values():
                     self._infos[info.node, info.boot] = info
-        self.tick()
 
     def tick(self) -> None:
         """See who has died since. To be called often, also while the store is away."""

@@ -127,7 +127,7 @@ class MirrorLocator(Locator):
         for asked in waiting:
             if isinstance(asked, _Question):
                 asked.answer([NOT_REACHED] * len(asked.addresses))
-            else:
+            elif not asked.cancelled:
                 self._waiting.append(asked)  # whoever waits has a bound of his own
 
     def _ask_later(self, asked: _Question | _Watch) -> None:

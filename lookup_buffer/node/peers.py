@@ -2,7 +2,7 @@
 
 One thread a connection, a bounded number of them; the payload goes out straight from the arena,
 pinned meanwhile. Truth is answered, not what Redis says: another boot or generation than ours is
-`stale`, and what we do not have at all is withdrawn from the store, which said that we had.
+`stale`, and the store, which said so, is put right.
 """
 
 import socket
@@ -35,7 +35,7 @@ class PeerServer:
     counters: Counters
     token: str | None
     missed: Callable[[Address], None]
-    """Told, on a peer's thread, of what was asked for and is not here."""
+    """Told, on a peer's thread, of what was asked for and is not here, or not so."""
     boot: str = ""
     _listener: socket.socket | None = None
     _slots: threading.Semaphore = field(
@@ -113,8 +113,6 @@ class PeerServer:
         address = self._asked_for(request)
         held = self._hold(address, request.header)
         if held is None:
-            if not self.shelf.holds(address):
-                self.missed(address)
             link.send({"status": "stale"}, timeout=SEND_SECONDS)
             return
         try:
@@ -151,12 +149,15 @@ class PeerServer:
     def _hold(self, address: Address, request: Any) -> Held | None:
         """The item asked for, held; None where this boot has no such generation of it."""
         if request.get("boot") != self.boot:
+            self.missed(address)
             return None
         try:
             held = self.shelf.hold(address, PEER_OWNER)
         except BufferFull:
             return None  # the reader tries another holder, or encodes
-        if held is not None and held.item.generation != request.get("generation"):
+        if held is not None and held.item.generation == request.get("generation"):
+            return held
+        if held is not None:
             self.shelf.release([held.ticket], PEER_OWNER)
-            return None
-        return held
+        self.missed(address)
+        return None

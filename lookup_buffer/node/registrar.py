@@ -23,7 +23,7 @@ from lookup_buffer.node.identity import Identity
 from lookup_buffer.node.publisher import Publisher
 from lookup_buffer.node.shelf import Shelf
 from lookup_buffer.node.storage import Storage
-from store import MetadataStore, StoreError, StoreFull
+from store import MetadataStore, StoreCorrupt, StoreError, StoreFull
 
 AGAIN_PER_SECOND_FLEET = 20_000.0
 """What all nodes together may rewrite: a fifth of what one server takes. Shared out by the nodes
@@ -162,7 +162,8 @@ class Registrar:
         if pulse is Pulse.NEW and was_established:
             self.directory.store_lost_data()
         if pulse is not Pulse.WATCHING:
-            with suppress(StoreFull):  # it costs what people like to see, and no node
+            # It costs what people like to see, and no node.
+            with suppress(StoreFull, StoreCorrupt):
                 store.describe_node(self.identity.info(self.shelf.gauges()))
         self.directory.refresh(store)
         if pulse is Pulse.WATCHING:
@@ -201,9 +202,16 @@ class Registrar:
 
     def _describe(self, store: MetadataStore) -> None:
         for fingerprint in list(self._undescribed):
-            with suppress(StoreFull):  # tried again with the next beat
-                store.describe_namespace(fingerprint, self._namespaces[fingerprint])
-                self._undescribed.discard(fingerprint)
+            parts = self._namespaces[fingerprint]
+            try:
+                store.describe_namespace(fingerprint, parts)
+            except StoreFull:
+                continue  # tried again
+            except StoreCorrupt:
+                pass  # something foreign stands there, and is left alone
+            with self._lock:
+                if self._namespaces[fingerprint] is parts:  # else there is something newer to say
+                    self._undescribed.discard(fingerprint)
 
     def _flush(self, store: MetadataStore) -> None:
         counters, hits = self.counters.take_unflushed()
@@ -211,11 +219,14 @@ class Registrar:
         for (namespace, key), count in hits.items():
             by_namespace.setdefault(namespace, {})[key] = count
         try:
+            # Where something foreign stands in their place they are lost, and nothing else is.
             if counters:
-                store.add_stats(self.identity.node, counters)
+                with suppress(StoreCorrupt):
+                    store.add_stats(self.identity.node, counters)
                 counters = {}
             for namespace in list(by_namespace):
-                store.add_hits(namespace, by_namespace[namespace])
+                with suppress(StoreCorrupt):
+                    store.add_hits(namespace, by_namespace[namespace])
                 del by_namespace[namespace]
         except StoreError:
             left = {(ns, key): n for ns, keys in by_namespace.items() for key, n in keys.items()}

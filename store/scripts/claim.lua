@@ -1,6 +1,7 @@
 #!lua
 -- Take the right to produce a key, or ask for it again with the same token.
 -- KEYS: claim, record.  ARGV: holder, token (without a colon), state, lease in ms.
+-- Anything of another type under the claim's name was not written by us: taken over as well.
 -- Returns granted (0 or 1), the holder, its state, the ms left, and the record as fields and values.
 local claim, record = KEYS[1], KEYS[2]
 local holder, token, state, lease = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
@@ -12,8 +13,9 @@ local function answer(granted, by, in_state, left)
   return {granted, by, in_state, left, fields.err and {} or fields}
 end
 
-local held = redis.call('GET', claim)
-if held then
+local held = redis.pcall('GET', claim)
+if type(held) == 'table' and not string.find(held.err, 'WRONGTYPE', 1, true) then return held end
+if type(held) == 'string' then
   local current_holder, current_state, current_token = string.match(held, '^(.*):(%l+):([^:]*)$')
   local left = redis.call('PTTL', claim)
   local readable = current_state == 'intent' or current_state == 'encoding'

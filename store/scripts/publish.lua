@@ -54,7 +54,8 @@ if outcome ~= 'full' then
 end
 
 if token ~= '' then
-  local held = redis.call('GET', claim)
-  if held and string.match(held, ':([^:]*)$') == token then redis.call('DEL', claim) end
+  local held = redis.pcall('GET', claim)
+  local ours = type(held) == 'string' and string.match(held, ':([^:]*)$') == token
+  if ours then redis.call('DEL', claim) end
 end
 return outcome
