@@ -8,7 +8,7 @@ is printed as JSON lines; times are seconds of CLOCK_MONOTONIC:
     held     key, token, from, until      the claim was surely ours
     publish  key, node, shape, outcome
     woken    key, seconds                 from the publication by its record to our noticing it
-    asleep   key                          waited in vain for a watch to be armed
+    asleep   key                          a watch was not armed, or did not tell of a publication
     done
 """
 
@@ -119,6 +119,7 @@ class Contender:
         cancel = process.mirror.watch(process.namespace, key, changed.set)
         try:
             await asyncio.wait_for(changed.wait(), ASLEEP_SECONDS)  # it is armed now
+            changed.clear()
             record = await process.record(key)
             if record is None:
                 again = await self._look(key)
@@ -140,11 +141,12 @@ class Contender:
 
     async def _sleep(self, key: str, changed: asyncio.Event, lease_seconds: float) -> None:
         process = self._process
-        changed.clear()
         try:
             await asyncio.wait_for(changed.wait(), lease_seconds + 0.05)
-        except TimeoutError:
-            pass  # the holder fell silent, or renewed: ask again
+        except TimeoutError:  # the holder fell silent, or renewed; or we were not woken
+            found = await process.call(lambda: process.store.locate(process.namespace, [key]))
+            if found and found[0] is not None:
+                await asyncio.wait_for(changed.wait(), ASLEEP_SECONDS)
         record = await process.record(key)
         if record is not None:
             # `created` is the publisher's monotonic clock in this test.
