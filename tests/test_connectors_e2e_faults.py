@@ -20,6 +20,7 @@ from connectors.demo.engine_settings import Placement
 from engines import NONE_KNOWN, SIZE, Album, EnginePair, TwoHosts
 from nodes import ROOT, NodeProcess, at_rest, wait_until
 from servers import frozen
+from store.lane import PAUSE_SECONDS_MAX
 
 pytestmark = pytest.mark.vllm
 PLACEMENTS = (Placement.ONE_PROCESS, Placement.TWO_PROCESSES)
@@ -28,6 +29,8 @@ PLACEMENTS = (Placement.ONE_PROCESS, Placement.TWO_PROCESSES)
 # for a machine that is busy.
 AT_ONCE_SECONDS = 2.0
 """Nothing is waited for: the fault is known, or does not concern the request."""
+STORE_PAUSE_SECONDS = PAUSE_SECONDS_MAX + 0.5
+"""A node that found the store silent asks it again after a pause, of a second at most."""
 AFTER_WAIT_SECONDS = AT_ONCE_SECONDS + 2.0
 """The request waits as long as it may for bytes on their way (`fetch_wait_seconds`)."""
 RECOVERY_SECONDS = 8.0
@@ -116,6 +119,7 @@ def test_redis_stopped(hosts: TwoHosts, engine_pair: EnginePair) -> None:
         encoded(pair.b, pair, first, AT_ONCE_SECONDS)
         loaded(pair.a, pair, first, AT_ONCE_SECONDS)
         encoded(pair.a, pair, pair.fresh(), AT_ONCE_SECONDS)
+    time.sleep(STORE_PAUSE_SECONDS)
     loaded(pair.b, pair, second, AT_ONCE_SECONDS)
     shares_again(hosts, pair)
 
