@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.environment-is-ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format bench environment system-packages clean distclean
+.PHONY: help demo test test-hosts check format bench environment system-packages clean distclean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' Makefile
@@ -21,6 +21,9 @@ demo: $(STAMP)  ## two real vLLM engines share encoder outputs; ends with a tabl
 
 test: $(STAMP)  ## everything that CI runs: check, unit, integration, real vLLM
 	scripts/run-tests $(BIN)
+
+test-hosts: $(STAMP)  ## the connector under vLLM 0.11 to 0.33, loaded, not run (needs the package index)
+	scripts/test-hosts $(BIN)
 
 check: $(STAMP)  ## format, lint, types, import contracts (seconds)
 	scripts/run-checks $(BIN)

@@ -5,6 +5,8 @@
   it one warm memcpy of the same size, which is what a store in place would cost at the least;
 - `ensure_cache_available`: first sight of a request with one resident item, a poll of a request
   that waits for its turn, and a poll of a request that decodes;
+- `queues`: a pass in which 1, 32 or 256 waiting requests are polled, whose items are here, and
+  whose items another engine is encoding; by request, and the whole pass;
 - `has_cache_item`: within a pass (remembered), and the first of a pass.
 
 Prints microseconds as JSON.
@@ -26,9 +28,9 @@ from typing import Any
 
 import torch
 
-from connectors.ec_gate import EngineShape
 from connectors.ec_metadata import StepMetadata
 from connectors.ec_scheduler import EcScheduler
+from connectors.ec_shape import EngineShape
 from connectors.ec_worker import EcWorker, WorkerSeat
 from connectors.settings import ConnectorSettings
 from lookup_buffer.client import EngineSeat, LookupBuffer
@@ -39,6 +41,8 @@ SIZES_BYTES = (1 << 20, 8 << 20, 64 << 20)
 ENCODE_SECONDS = 0.02
 """What an encoder would need for one item; the background thread works meanwhile."""
 POLLS = 2000
+QUEUES = (1, 32, 256)
+PASSES = 500
 ROWS = 676
 
 
@@ -85,6 +89,16 @@ def engine(directory: Path) -> Iterator[tuple[EcScheduler, EcWorker]]:
     finally:
         scheduler.close()
         worker.close()
+
+
+@contextmanager
+def another_engine(directory: Path) -> Iterator[LookupBuffer]:
+    settings = ConnectorSettings(directory=directory, capacity_bytes="512MiB", idle_exit_seconds=5)
+    seat = EngineSeat("another", None, 1)
+    with LookupBuffer(
+        settings.buffer_config(), Namespace.named("benchmark"), engine=seat
+    ) as buffer:
+        yield buffer
 
 
 def time_saves(worker: EcWorker, nbytes: int, count: int) -> dict[str, float]:
@@ -152,18 +166,63 @@ def time_gate(scheduler: EcScheduler, worker: EcWorker) -> dict[str, dict[str, f
     }
 
 
+def time_queues(scheduler: EcScheduler, worker: EcWorker, other: LookupBuffer) -> dict[str, Any]:
+    """`other` is the client of another engine."""
+    assert worker.saves is not None
+    report: dict[str, Any] = {}
+    for count in QUEUES:
+        here = [f"here-{count}-{index}" for index in range(count)]
+        away = [f"away-{count}-{index}" for index in range(count)]
+        for item in here:
+            rows = {item: torch.ones(ROWS, 8, dtype=torch.bfloat16)}
+            worker.save(rows, item, StepMetadata(saves={item: item}))
+            worker.saves.drain(30)
+        other.encoding([TensorKey(item) for item in away], lease_seconds=60.0)
+        time.sleep(1.0)
+        report[str(count)] = {
+            "here": time_passes(scheduler, here, passes=True),
+            "encoded_elsewhere": time_passes(scheduler, away, passes=False),
+        }
+        other.unclaim([TensorKey(item) for item in away])
+    return report
+
+
+def time_passes(scheduler: EcScheduler, items: list[str], *, passes: bool) -> dict[str, Any]:
+    """`passes`: what the gate says of each request once all is settled."""
+    ensure = scheduler.gate.ensure_cache_available
+    waiting = [request(f"queued-{item}", item) for item in items]
+    until = time.monotonic() + 10.0
+    while time.monotonic() < until and [ensure(one, 0) for one in waiting] != [passes] * len(items):
+        end_pass(scheduler)
+    time.sleep(0.2)  # what is on its way to the gate arrives
+    times = []
+    for _ in range(PASSES):
+        started = time.perf_counter()
+        answers = [ensure(one, 0) for one in waiting]
+        times.append(time.perf_counter() - started)
+        assert answers == [passes] * len(items), "the benchmark times settled requests"
+        end_pass(scheduler)
+    end_pass(scheduler, *(one.request_id for one in waiting))
+    by_request = percentiles([seconds / len(items) for seconds in times])
+    return {"a_request": by_request, "the_pass": percentiles(times)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--saves", type=int, default=200, help="outputs per size")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as directory, engine(Path(directory)) as sides:
-        scheduler, worker = sides
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        engine(Path(directory)) as (scheduler, worker),
+        another_engine(Path(directory)) as other,
+    ):
         report: dict[str, Any] = {
             "save_caches": {
                 str(size): time_saves(worker, size, options.saves) for size in SIZES_BYTES
             },
             **time_gate(scheduler, worker),
+            "queues": time_queues(scheduler, worker, other),
             "counters": worker.counters.totals(),
         }
     json.dump(report, sys.stdout, indent=2)

@@ -23,7 +23,8 @@ from store.redis_store import RedisStore
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
-    from store.mirror import Found, Mirror
+    from store.base import Found
+    from store.mirror import Mirror
 
 KEYS = 10_000
 """Each belongs to one node, which publishes it anew with a newer generation."""

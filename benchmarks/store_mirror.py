@@ -48,11 +48,12 @@ from benchmarks.wakes import (
 )
 from lookup_buffer import LookupBuffer, TensorKey
 from lookup_buffer.config import BufferConfig
+from lookup_buffer.elsewhere import Elsewhere
 from lookup_buffer.node.directory import Directory
 from lookup_buffer.node.mirroring import MirrorLocator
 from lookup_buffer.node.storage import Storage
 from store import NodeInfo, layout, open_store
-from store.connection import pack
+from store.connection import hgetall, pack
 from store.link import fields_of
 from store.redis_store import RedisStore
 
@@ -95,7 +96,7 @@ class Questions:
 
     async def measure(self) -> dict[str, Any]:
         loop = asyncio.get_running_loop()
-        locator = MirrorLocator(loop, self._storage, self._directory)
+        locator = MirrorLocator(loop, self._storage, self._directory, Elsewhere())
         locator.start()
         mirror = self._store.mirror(loop, ThreadPoolExecutor(1))
         warm = [key_of(number) for number in range(KEYS)]
@@ -153,7 +154,7 @@ def measure_parts(url: str, rounds: int) -> dict[str, Any]:
         for _ in range(rounds):
             times["mget"].append(seconds_of(lambda: client.mget(plain)))
             begun = time.perf_counter()
-            packed = pack([("HGETALL", layout.record(NAMESPACE, key)) for key in keys])
+            packed = pack([hgetall(layout.record(NAMESPACE, key)) for key in keys])
             times["name_and_pack"].append(time.perf_counter() - begun)
             begun = time.perf_counter()
             connection.send(packed, time.monotonic() + 5.0)

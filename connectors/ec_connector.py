@@ -16,18 +16,24 @@ from vllm.distributed.ec_transfer.ec_connector.base import (
     ECConnectorRole,
 )
 
+from connectors.counters import RateLimitedLog
 from connectors.ec_metadata import StepMetadata, WorkerCounts
 
 if TYPE_CHECKING:
     import torch
 
     from connectors.ec_scheduler import EcScheduler
+    from connectors.ec_without_gate import EcWithoutGate
     from connectors.ec_worker import EcWorker
+    from connectors.media import MetadataFields
     from connectors.settings import ConnectorSettings
 
 # vLLM only asks that the metadata counts as one of these; inheriting would make the plain data,
 # and with it the scheduler side and its tests, import vLLM.
 ECConnectorMetadata.register(StepMetadata)
+
+HAS_GATE = hasattr(ECConnectorBase, "ensure_cache_available")
+"""Whether the host asks before it schedules a request; vLLM 0.23 and newer do."""
 
 
 class LookupBufferECConnector(ECConnectorBase):
@@ -36,10 +42,15 @@ class LookupBufferECConnector(ECConnectorBase):
     def __init__(self, vllm_config: Any, role: ECConnectorRole) -> None:
         super().__init__(vllm_config=vllm_config, role=role)
         self.scheduler: EcScheduler | None = None
+        self.without_gate: EcWithoutGate | None = None
         self.worker: EcWorker | None = None
+        self._reported: MetadataFields | None = None
+        self._log = RateLimitedLog()
         settings = _checked_settings(vllm_config, role)
         if role == ECConnectorRole.SCHEDULER:
-            self.scheduler = _make_scheduler(vllm_config, settings)
+            fields = _metadata_fields(vllm_config)
+            self.scheduler, self.without_gate = _make_scheduler(vllm_config, settings, fields)
+            self._reported = fields if _is_encode_only(vllm_config) else None
         else:
             self.worker = _make_worker(vllm_config, settings)
             if not hasattr(ECConnectorBase, "start_worker_services"):
@@ -82,13 +93,14 @@ class LookupBufferECConnector(ECConnectorBase):
 
     def has_cache_item(self, identifier: str, **kwargs: Any) -> bool:
         assert self.scheduler is not None
+        if self.without_gate is not None:
+            self.without_gate.look_for(identifier)
         return self.scheduler.has_cache_item(identifier)
 
     def has_caches(self, request: Any, **kwargs: Any) -> list[bool]:
-        """Hosts before 0.15 ask for a whole request, in every step, and know no gate: what is not
-        here at once is encoded."""
-        self.ensure_cache_available(request, request.num_computed_tokens)
-        return [self.has_cache_item(feature.identifier) for feature in request.mm_features]
+        """Hosts before 0.15 ask for a whole request, in every step."""
+        assert self.without_gate is not None
+        return self.without_gate.has_caches(request)
 
     def update_state_after_alloc(self, request: Any, index: int, **kwargs: Any) -> None:
         # Hosts before 0.18 call this for loads only, later ones for every item. Asked on `self`,
@@ -96,20 +108,34 @@ class LookupBufferECConnector(ECConnectorBase):
         assert self.scheduler is not None
         is_hit = self.has_cache_item(request.mm_features[index].identifier)
         self.scheduler.item_allocated(request, index, is_hit=is_hit)
+        if self.without_gate is not None:
+            self.without_gate.allocated(request.request_id, index)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         assert self.scheduler is not None
+        if self.without_gate is not None:
+            self.without_gate.end_pass(scheduler_output)
         return self.scheduler.build_metadata(scheduler_output)
 
     def take_unavailable_requests(self) -> set[str]:
         assert self.scheduler is not None
-        return self.scheduler.gate.take_unavailable_requests()
+        unavailable = self.scheduler.gate.take_unavailable_requests()
+        for request_id in unavailable:  # its client is told of an error, and not of which
+            message = "request %s fails: it lacks media, and nobody delivered their encoder outputs"
+            self._log.report("unavailable", message, request_id)
+        return unavailable
 
     def request_finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
         # Never True: nothing in vLLM would ever free the request.
         assert self.scheduler is not None
         self.scheduler.gate.forget(request.request_id)
-        return False, None
+        try:
+            reported = self._reported and self._reported.report(request.mm_features)
+        except Exception as error:  # noqa: BLE001 -- vLLM's code on a client's fields
+            message = "request %s: its items are not reported in ec_transfer_params: %s"
+            self._log.report("not_reported", message, request.request_id, error)
+            return False, None
+        return False, reported or None
 
     # -- both ----------------------------------------------------------------------------------
 
@@ -124,7 +150,21 @@ class LookupBufferECConnector(ECConnectorBase):
 
         return EcStats(data=data or {})
 
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> Any:
+        from connectors.ec_prometheus import EcPromMetrics
+
+        return EcPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
     def shutdown(self) -> None:
+        if self.without_gate is not None:
+            self.without_gate.close()
         if self.scheduler is not None:
             self.scheduler.close()
         if self.worker is not None:
@@ -148,17 +188,34 @@ def _checked_settings(vllm_config: Any, role: ECConnectorRole) -> "ConnectorSett
     return settings
 
 
-def _make_scheduler(vllm_config: Any, settings: "ConnectorSettings") -> "EcScheduler":
-    from connectors.ec_scheduler import EcScheduler
-    from connectors.ec_seat import engine_shape, open_buffer
+def _metadata_fields(vllm_config: Any) -> "MetadataFields":
     from connectors.media import MetadataFields
 
-    return EcScheduler(
-        open_buffer(vllm_config, settings, rank=None),
-        settings,
-        engine_shape(vllm_config),
-        metadata_fields=MetadataFields(vllm_config.model_config),
-    )
+    return MetadataFields(vllm_config.model_config)
+
+
+def _is_encode_only(vllm_config: Any) -> bool:
+    """Whether others answer what this engine is asked, and have to hear of its items."""
+    from connectors.ec_seat import roles
+
+    is_producer, is_consumer = roles(vllm_config)
+    return is_producer and not is_consumer
+
+
+def _make_scheduler(
+    vllm_config: Any, settings: "ConnectorSettings", fields: "MetadataFields"
+) -> "tuple[EcScheduler, EcWithoutGate | None]":
+    from connectors.ec_scheduler import EcScheduler
+    from connectors.ec_seat import engine_shape, open_buffer
+
+    buffer, shape = open_buffer(vllm_config, settings, rank=None), engine_shape(vllm_config)
+    of = fields.fields_for
+    scheduler = EcScheduler(buffer, settings, shape, metadata_fields=of)
+    if HAS_GATE:
+        return scheduler, None
+    from connectors.ec_without_gate import EcWithoutGate
+
+    return scheduler, EcWithoutGate(scheduler, buffer, settings, shape, metadata_fields=of)
 
 
 def _make_worker(vllm_config: Any, settings: "ConnectorSettings") -> "EcWorker | None":

@@ -7,16 +7,17 @@ Decides per request; what vLLM is then promised and told is `EcScheduler`'s.
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from connectors.adapters import Adapters
 from connectors.counters import Counters
+from connectors.ec_claims import EcClaims, Verdict
 from connectors.ec_engine_cache import EngineCache
-from connectors.ec_pins import Pin, PinTable
+from connectors.ec_pins import Pin, PinTable, why_missing
+from connectors.ec_shape import EngineShape
 from connectors.ec_watch import Phase, RequestWatch, WatchedItem
 from connectors.media import Carried
 from connectors.settings import ConnectorSettings
-from lookup_buffer.key import TensorKey
 from lookup_buffer.prefetched import PrefetchState
 
 if TYPE_CHECKING:
@@ -27,26 +28,16 @@ if TYPE_CHECKING:
 ASK_AGAIN_SECONDS = 0.01
 
 
-@dataclass(frozen=True, slots=True)
-class EngineShape:
-    """What the scheduler side has to know about its engine."""
-
-    is_producer: bool
-    is_consumer: bool
-    steps_in_flight: int
-    """Steps that vLLM may have scheduled and not finished (`max_concurrent_batches`)."""
-    embed_bytes: int
-    """Size of one row of an encoder output, a first guess; learned from what arrives."""
-
-
 class EcGate:
     """One watch per request with multimodal items, from first sight until it finished.
 
     Args:
         pins: where prefetched items are kept; shared with `EcScheduler`.
+        claims: who encodes what is missing; shared with `EcScheduler`.
         engine_cache: what vLLM itself holds; kept by `EcScheduler`.
         answers: what `has_cache_item` said in this pass; a "no" that is no longer true is removed.
         metadata_fields: see `carried_by`.
+        adapters: what LoRA adapters contain; shared with `EcScheduler`.
     """
 
     def __init__(
@@ -56,9 +47,11 @@ class EcGate:
         shape: EngineShape,
         *,
         pins: PinTable,
+        claims: EcClaims,
         engine_cache: EngineCache,
         answers: dict[str, bool],
         metadata_fields: Callable[[str], set[str]],
+        adapters: Adapters,
         counters: Counters,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -66,9 +59,11 @@ class EcGate:
         self._settings = settings
         self._is_consumer = shape.is_consumer
         self._pins = pins
+        self._claims = claims
         self._engine_cache = engine_cache
         self._answers = answers
         self._metadata_fields = metadata_fields
+        self._adapters = adapters
         self._counters = counters
         self._clock = clock
         self._watches: dict[str, RequestWatch] = {}
@@ -97,13 +92,15 @@ class EcGate:
                 self._drop_all(watch)
             return True
         if len(request.mm_features) != watch.feature_count:
-            watch.look_at(request, self._metadata_fields, self._skipped)
+            watch.look_at(request, self._metadata_fields, self._adapters, self._skipped)
             if not self._is_consumer:  # it encodes what it can and serves nobody
                 watch.metadata_only, watch.hopeless_end = False, 0
         preemptions = getattr(request, "num_preemptions", 0)
         if num_computed_tokens < watch.computed_tokens or preemptions != watch.preemptions:
             watch.preemptions = preemptions
             watch.rewind()
+        # Not by what it was called with: a cached prefix gives waiting requests computed tokens.
+        watch.is_running = bool(watch.allocated) or getattr(request, "num_computed_tokens", 0) > 0
         return self._may_pass(watch, num_computed_tokens)
 
     def _may_pass(self, watch: RequestWatch, computed: int) -> bool:
@@ -111,14 +108,51 @@ class EcGate:
             watch.computed_tokens = computed
             self._drop_passed(watch)
         if watch.phase is Phase.ANSWERED:
-            if watch.evictions == self._engine_cache.evictions and not watch.is_dependent:
+            if not self._is_out_of_date(watch):
                 return True
             watch.phase = Phase.UNASKED
         if watch.phase is Phase.UNASKED and not self._ask(watch):
             return self._is_consumer and self._may_go_without(watch)
         if watch.phase is Phase.WAITING and not self._settle(watch):
             return False
-        return self._may_go_without(watch)
+        if not (self._may_go_without(watch) and self._may_encode(watch)):
+            return False
+        if not self._was_evicted(watch):
+            return True
+        watch.phase = Phase.UNASKED
+        return self._may_pass(watch, computed)
+
+    def _is_out_of_date(self, watch: RequestWatch) -> bool:
+        """Whether a request that might pass has to ask for its items again before."""
+        if self._claims.lapsed(watch):  # vLLM had no room for it: others may have encoded it
+            watch.put_off(self._clock())
+            return True
+        return watch.is_dependent or watch.evictions != self._engine_cache.evictions
+
+    def _may_encode(self, watch: RequestWatch) -> bool:
+        """Whether what nobody has may be encoded here now; False: another is at it."""
+        if watch.unclaimed:
+            watch.claiming_since = self._clock()
+            if self._claims.ask(watch, max(self._seconds_left, 0.0)):
+                watch.phase = Phase.CLAIMING
+            self._seconds_left -= self._clock() - watch.claiming_since
+        if watch.phase is not Phase.CLAIMING:
+            return True
+        verdict = self._claims.look(watch)
+        if verdict is Verdict.WAIT:
+            return False
+        watch.phase = Phase.ANSWERED
+        watch.put_off(self._clock())
+        if verdict is Verdict.ASK:
+            watch.phase = Phase.UNASKED
+            return self._may_pass(watch, watch.computed_tokens)
+        return True
+
+    def _was_evicted(self, watch: RequestWatch) -> bool:
+        """Whether vLLM's cache lost, while the request waited, what it relied on there."""
+        return watch.evictions != self._engine_cache.evictions and any(
+            not self._is_held(watch, item.identifier) for item in self._needed(watch)
+        )
 
     def _may_go_without(self, watch: RequestWatch) -> bool:
         """A request without media of its own may pass only while everything it needs is pinned."""
@@ -126,13 +160,14 @@ class EcGate:
             return True
         if watch.computed_tokens >= watch.hopeless_end:
             needed = [i for i in self._needed(watch, anew=True) if i.carried is Carried.METADATA]
-            if all(self._is_pinned(item) for item in needed):
+            if all(self._pins.holds(item.identifier) for item in needed):
                 return True
             now = self._clock()
             if now < self._deadline(watch, now):
                 # Its producer may have answered before the bytes were published.
                 if now >= watch.ask_again_at:
                     watch.absent.clear()
+                    watch.unclaimed.clear()
                     watch.phase = Phase.UNASKED
                     watch.ask_again_at = now + ASK_AGAIN_SECONDS
                 return False
@@ -141,9 +176,11 @@ class EcGate:
             self._counters.add("unavailable")
         return False
 
-    def _is_pinned(self, item: WatchedItem) -> bool:
-        pin = self._pins.get(item.identifier)
-        return pin is not None and self._pins.fits(pin)
+    def _is_held(self, watch: RequestWatch, identifier: str) -> bool:
+        if not self._is_consumer:
+            return identifier in watch.wanted
+        pin = self._pins.get(identifier)
+        return pin is not None and watch.request_id in pin.wanted_by
 
     def _needed(self, watch: RequestWatch, *, anew: bool = False) -> list[WatchedItem]:
         """Items that still need bytes; `anew`: those that were asked for in vain as well."""
@@ -166,6 +203,8 @@ class EcGate:
             return True
         if not self._is_consumer:
             return self._locate(watch, needed)
+        for item in needed:
+            self._pins.discard_other(item.identifier, item.key)
         new = [item for item in needed if self._pins.get(item.identifier) is None]
         if new and not self._prefetch(watch, new):
             return False
@@ -189,7 +228,7 @@ class EcGate:
             if sum(sizes) > self._pins.budget_bytes:  # it never fits: do not look again
                 watch.absent.update(item.identifier for item in items)
             return False
-        keys = [TensorKey(item.identifier) for item in items]
+        keys = [item.key for item in items]
         handles = self._buffer.prefetch(keys, timeout=max(self._seconds_left, 0.0))
         self._seconds_left -= self._clock() - now
         for item, nbytes, handle in zip(items, sizes, handles, strict=True):
@@ -199,7 +238,7 @@ class EcGate:
     def _settle(self, watch: RequestWatch) -> bool:
         """Look at the answers. False: some are on their way and the request has time left."""
         pending: list[str] = []
-        absent: list[str] = []
+        missing: dict[str, Prefetched] = {}
         for identifier in watch.wanted:
             pin = self._pins.get(identifier)
             if pin is None:
@@ -211,15 +250,19 @@ class EcGate:
                 if self._answers.get(identifier) is False:
                     del self._answers[identifier]
             else:
-                self._counters.add(f"miss:{self._why_missing(pin.handle)}")
-                absent.append(identifier)
+                missing[identifier] = pin.handle
         if pending:
             now = self._clock()
             if now < self._deadline(watch, now):
                 return False
             self._counters.add("miss:timeout", len(pending))
-            absent += pending
-        for identifier in absent:
+        for identifier, handle in missing.items():
+            reason = why_missing(handle)
+            self._counters.add(f"miss:{reason}")
+            # A store that is down has nothing to say of claims either.
+            if handle.state is PrefetchState.MISSING and reason != "store_down":
+                watch.lacks(watch.wanted[identifier])
+        for identifier in (*pending, *missing):
             watch.absent.add(identifier)
             del watch.wanted[identifier]
             self._pins.drop(identifier, watch.request_id)
@@ -231,17 +274,13 @@ class EcGate:
             watch.deadline = now + self._settings.fetch_wait_seconds
         return watch.deadline
 
-    @staticmethod
-    def _why_missing(handle: "Prefetched") -> str:
-        return "shape" if handle.state is PrefetchState.RESIDENT else handle.reason or "absent"
-
     def _locate(self, watch: RequestWatch, needed: list[WatchedItem]) -> bool:
         """A pure producer only wants to know what is stored already."""
         needed = [item for item in needed if item.identifier not in watch.wanted]
         started = self._clock()
         if self._seconds_left <= 0 and started < self._deadline(watch, started):
             return False
-        keys = [TensorKey(item.identifier) for item in needed]
+        keys = [item.key for item in needed]
         if not keys:
             watch.phase = Phase.ANSWERED
             return True
@@ -253,6 +292,7 @@ class EcGate:
                 watch.wanted[item.identifier] = item
             else:
                 watch.absent.add(item.identifier)
+                watch.lacks(item)
         watch.phase = Phase.ANSWERED
         return True
 
@@ -272,9 +312,15 @@ class EcGate:
         if watch is not None:
             watch.allocated.add(identifier)
 
+    def found(self, identifier: str, request_ids: set[str]) -> None:
+        """What these requests were told that nobody has will be in vLLM's cache, then stored."""
+        for request_id in request_ids & self._watches.keys():
+            self._watches[request_id].absent.discard(identifier)
+
     def forget(self, request_id: str) -> None:
         """The request finished or was aborted."""
         self._unavailable.discard(request_id)
+        self._claims.forget(request_id)
         watch = self._watches.pop(request_id, None)
         if watch is not None:
             self._drop_all(watch)

@@ -23,6 +23,8 @@ class ItemLoad:
     order: "LoadOrder | None"
     """Where the bytes lie, pinned. None only if a hit was promised by somebody else than us; the
     worker then has to look for it."""
+    key: str | None = None
+    """Text of the key; None as above."""
 
 
 @dataclass(slots=True)

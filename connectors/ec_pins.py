@@ -13,6 +13,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from lookup_buffer.key import TensorKey
 from lookup_buffer.prefetched import PrefetchState
 
 if TYPE_CHECKING:
@@ -86,6 +87,11 @@ class PinTable:
         shape = order.header.shape
         return order.header.kind == "tensor" and bool(shape) and shape[0] == pin.num_embeds
 
+    def holds(self, identifier: str) -> bool:
+        """Whether the bytes of this item wait here, and fit."""
+        pin = self._waiting.get(identifier)
+        return pin is not None and self.fits(pin)
+
     def add(self, pin: Pin) -> None:
         assert pin.identifier not in self._waiting, "one pin per identifier"
         self._waiting[pin.identifier] = pin
@@ -105,6 +111,12 @@ class PinTable:
         pin = self._waiting.pop(identifier, None)
         if pin is not None and self._promised.get(identifier) is not pin:
             self.release(pin)
+
+    def discard_other(self, identifier: str, key: TensorKey) -> None:
+        """The identifier now stands for `key`; bytes of another adapter of that name are not it."""
+        pin = self._waiting.get(identifier)
+        if pin is not None and pin.handle.key != key:
+            self.discard(identifier)
 
     def promise(self, pin: Pin) -> None:
         """vLLM was told that it can have this item in the current pass."""
@@ -153,3 +165,8 @@ class PinTable:
         while self._flying:
             for pin in self._flying.popleft()[1]:
                 self.release(pin)
+
+
+def why_missing(handle: "Prefetched") -> str:
+    """The reason (a counter's name) why a settled item is not loaded."""
+    return "shape" if handle.state is PrefetchState.RESIDENT else handle.reason or "absent"

@@ -13,16 +13,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from connectors.adapters import Adapters
 from connectors.counters import Counters, logger
+from connectors.ec_claims import EcClaims
 from connectors.ec_engine_cache import EngineCache
-from connectors.ec_gate import EcGate, EngineShape
+from connectors.ec_gate import EcGate
 from connectors.ec_metadata import ItemLoad, StepMetadata
 from connectors.ec_pins import Pin, PinTable
+from connectors.ec_shape import EngineShape
 from connectors.ec_watch import embeds_of
-from connectors.identifiers import why_not_shareable
+from connectors.identifiers import NotShareable, shared_key
 from connectors.media import Carried, carried_by
 from connectors.settings import ConnectorSettings
-from lookup_buffer.key import TensorKey
 
 if TYPE_CHECKING:
     from lookup_buffer.client import LookupBuffer
@@ -63,6 +65,15 @@ class EcScheduler:
         """The last items, newest at the end: for demos, tests and debugging."""
         self.pins = PinTable(buffer, settings.pin_budget_bytes, shape.steps_in_flight)
         self._engine_cache = EngineCache()
+        self._adapters = Adapters()
+        self.claims = EcClaims(
+            buffer,
+            settings,
+            shape,
+            engine_cache=self._engine_cache,
+            counters=self.counters,
+            clock=clock,
+        )
         self._step = 0
         self._answers: dict[str, bool] = {}
         self._loads: dict[str, tuple[ItemLoad, Pin | None]] = {}
@@ -72,12 +83,19 @@ class EcScheduler:
             settings,
             shape,
             pins=self.pins,
+            claims=self.claims,
             engine_cache=self._engine_cache,
             answers=self._answers,
             metadata_fields=metadata_fields,
+            adapters=self._adapters,
             counters=self.counters,
             clock=clock,
         )
+
+    @property
+    def engine_cache(self) -> EngineCache:
+        """What vLLM itself holds, as far as it has told us."""
+        return self._engine_cache
 
     def has_cache_item(self, identifier: str) -> bool:
         """Whether the item can be loaded (on a pure producer: need not be encoded).
@@ -116,25 +134,30 @@ class EcScheduler:
     def _load(self, request: Any, feature: Any) -> None:
         pin = self.pins.take(feature.identifier)
         order = None if pin is None else pin.order
-        load = ItemLoad(feature.identifier, embeds_of(feature), order)
+        key = None if pin is None else pin.handle.key.text
+        load = ItemLoad(feature.identifier, embeds_of(feature), order, key)
         self._loads[feature.identifier] = (load, pin)
         if pin is None or order is None:
             return
         self.gate.embed_bytes = max(1, order.nbytes // max(1, load.num_token))
         source = pin.handle.source
-        self.counters.add("load_local" if source == "local" else "load_remote")
+        where = "local" if source == "local" else "remote"
+        self.counters.add(f"load_{where}")
+        self.counters.add(f"loaded_{where}_bytes", order.nbytes)
         self._record(request.request_id, feature.identifier, source, order.nbytes)
 
     def _encode(self, request: Any, feature: Any) -> None:
         self._record(request.request_id, feature.identifier, "encoded", 0)
         if not self._shape.is_producer:
             return
-        lora = getattr(request, "lora_request", None)
-        lora_name = None if lora is None else lora.lora_name
-        if why_not_shareable(feature.identifier, request.request_id, lora_name) is not None:
+        try:
+            key = shared_key(feature.identifier, request, self._adapters)
+        except NotShareable:
             return  # counted when the request was first seen
         if carried_by(feature, self._metadata_fields) is Carried.MEDIA:
-            self._saves[feature.identifier] = TensorKey(feature.identifier).text
+            self._saves[feature.identifier] = key.text
+            others = self.claims.encodes(request.request_id, feature.identifier, key)
+            self.gate.found(feature.identifier, others)
 
     def _record(self, request_id: str, identifier: str, source: str, nbytes: int) -> None:
         self.records.append(ItemRecord(request_id, identifier, source, nbytes))
@@ -157,12 +180,14 @@ class EcScheduler:
             self.gate.forget(request_id)
         metadata = StepMetadata()
         # V1 workers skip a step without tokens before they come to us (encode-only ones do not).
-        if scheduler_output.total_num_scheduled_tokens > 0 or not self._shape.is_consumer:
+        runs = scheduler_output.total_num_scheduled_tokens > 0 or not self._shape.is_consumer
+        if runs:
             metadata.mm_datas = [load for load, _ in self._loads.values()]
             metadata.saves = self._saves
             self.pins.fly(self._step, [pin for _, pin in self._loads.values() if pin is not None])
             self._loads = {}
             self._saves = {}
+        self.claims.end_pass(self._step, dispatched=runs)
         self.pins.end_pass()
         self._answers.clear()
         self.gate.end_pass()

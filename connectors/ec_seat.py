@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from connectors.counters import logger
-from connectors.ec_gate import EngineShape
+from connectors.ec_shape import EngineShape
 from connectors.ec_worker import WorkerSeat
 from connectors.namespace import namespace_parts
 from connectors.plugin import CONNECTOR_NAME

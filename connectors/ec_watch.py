@@ -9,8 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from connectors.identifiers import why_not_shareable
+from connectors.adapters import Adapters
+from connectors.identifiers import NotShareable, shared_key
 from connectors.media import Carried, carried_by
+from lookup_buffer.key import TensorKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +20,8 @@ class WatchedItem:
     """One multimodal item of a request that may be shared."""
 
     identifier: str
+    key: TensorKey
+    """Under which other instances know it."""
     end: int
     """First token behind the item (of its last occurrence); computed tokens beyond need it not."""
     num_embeds: int
@@ -31,6 +35,8 @@ class Phase(enum.Enum):
     """Nothing was asked for, or what was asked for is out of date."""
     WAITING = enum.auto()
     """Asked for; some answers are missing."""
+    CLAIMING = enum.auto()
+    """What nobody has is to be encoded; it is being decided by whom."""
     ANSWERED = enum.auto()
     """Each needed item is held or known to be unavailable."""
 
@@ -39,9 +45,9 @@ class RequestWatch:
     """One request. Fields are written by `EcScheduler` alone."""
 
     __slots__ = (
-        "absent", "allocated", "ask_again_at", "computed_tokens", "deadline", "evictions",
-        "feature_count", "hopeless_end", "items", "items_end", "metadata_only", "over_budget",
-        "phase", "preemptions", "request_id", "wanted",
+        "absent", "allocated", "ask_again_at", "claiming_since", "computed_tokens", "deadline",
+        "evictions", "feature_count", "hopeless_end", "is_running", "items", "items_end",
+        "metadata_only", "over_budget", "phase", "preemptions", "request_id", "unclaimed", "wanted",
     )  # fmt: skip
 
     def __init__(self, request_id: str) -> None:
@@ -57,14 +63,21 @@ class RequestWatch:
         """End of the last item that can neither be encoded here nor come from elsewhere."""
         self.computed_tokens = 0
         self.preemptions = 0
+        self.is_running = False
+        """Whether vLLM has scheduled it: it holds blocks or items that others may need."""
         self.deadline: float | None = None
-        """When the one wait budget of the request ends; set at its first wait, never again."""
+        """When the one budget of waiting for bytes ends; set at the first wait, never again, and
+        put off by the time that was waited for another's encode, or for vLLM's room."""
+        self.claiming_since = 0.0
+        """When it began to claim, or was last put off since."""
         self.ask_again_at = 0.0
         self.over_budget = False
         """Whether it was counted as too large for what is left of the pin budget."""
         self.wanted: dict[str, WatchedItem] = {}
         self.absent: set[str] = set()
         """Items that were asked for in vain."""
+        self.unclaimed: set[str] = set()
+        """Those that nobody has and that may be encoded here, until they are claimed."""
         self.allocated: set[str] = set()
         """Items for which this request holds room in vLLM's own encoder cache."""
         self.evictions = 0
@@ -74,29 +87,29 @@ class RequestWatch:
         self,
         request: Any,
         metadata_fields: Callable[[str], set[str]],
+        adapters: Adapters,
         skipped: Callable[[str], None],
     ) -> None:
         """Read the request's items; `skipped` is told why an item is not shared."""
         features = request.mm_features
-        lora = getattr(request, "lora_request", None)
-        lora_name = None if lora is None else lora.lora_name
         by_identifier: dict[str, WatchedItem] = {}
         self.items_end = self.hopeless_end = 0
         for feature in features:
             position = feature.mm_position
             end = position.offset + position.length
             self.items_end = max(self.items_end, end)
-            reason = why_not_shareable(feature.identifier, self.request_id, lora_name)
             carried = carried_by(feature, metadata_fields)
-            if reason is None and carried is Carried.EMBEDDINGS:
-                reason = "client_embeddings"
-            if reason is not None:
-                skipped(reason)
+            try:
+                key = shared_key(feature.identifier, request, adapters)
+                if carried is Carried.EMBEDDINGS:
+                    raise NotShareable("client_embeddings")
+            except NotShareable as reason:
+                skipped(str(reason))
                 if carried is Carried.METADATA:
                     self.hopeless_end = end
                 continue
             by_identifier[feature.identifier] = WatchedItem(
-                feature.identifier, end, embeds_of(feature), carried
+                feature.identifier, key, end, embeds_of(feature), carried
             )
         self.items = list(by_identifier.values())
         self.metadata_only = any(item.carried is Carried.METADATA for item in self.items)
@@ -108,16 +121,30 @@ class RequestWatch:
         """Whether the request cannot run on what it carries itself."""
         return self.metadata_only or self.hopeless_end > 0
 
+    def lacks(self, item: WatchedItem) -> None:
+        """Nobody has the item. If it can be encoded here, it is to be claimed first."""
+        if item.carried is Carried.MEDIA:
+            self.unclaimed.add(item.identifier)
+
+    def put_off(self, now: float) -> None:
+        """Nothing was on its way since `claiming_since`."""
+        if self.deadline is not None:
+            self.deadline += now - self.claiming_since
+        self.claiming_since = now
+
     def rewind(self) -> None:
         """The request was preempted: it will need its items again."""
         self.phase = Phase.UNASKED
         self.absent.clear()
+        self.unclaimed.clear()
         self.allocated.clear()
 
 
 def embeds_of(feature: Any) -> int:
     """Rows of the item's encoder output."""
     position = feature.mm_position
-    # Hosts before 0.13 know only the placeholder's length, which then is the same.
-    count = getattr(position, "get_num_embeds", None)
-    return int(position.length if count is None else count())
+    # Hosts before 0.13 keep a row for each placeholder, also where no embedding goes.
+    if not hasattr(position, "get_embeds_indices_in_range"):
+        return int(position.length)
+    count = position.get_num_embeds
+    return int(count() if callable(count) else count)  # a property in some releases

@@ -6,7 +6,7 @@ mapped arena and needs no socket; storing is one reference into a queue.
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from connectors.counters import Counters, RateLimitedLog, logger
@@ -78,6 +78,7 @@ class EcWorker:
         if self._seat.is_producer and self._seat.rank == 0:
             self.saves = SaveQueue(
                 self._insert,
+                self._give_up,
                 bytes_max=self._settings.save_queue_bytes,
                 items_max=self._settings.save_queue_items,
                 counters=self.counters,
@@ -114,7 +115,8 @@ class EcWorker:
             raise NodeUnavailable("the worker was never started")
         if item.order is not None:
             return self._buffer.load(item.order)
-        tensor = self._buffer.select(TensorKey(item.mm_hash), timeout=SELECT_SECONDS)
+        key = TensorKey(item.mm_hash) if item.key is None else TensorKey.parse(item.key)
+        tensor = self._buffer.select(key, timeout=SELECT_SECONDS)
         return tensor if tensor is not None and tensor.shape[0] == item.num_token else None
 
     def _copy_at_last(self, item: ItemLoad) -> "torch.Tensor | None":
@@ -122,7 +124,7 @@ class EcWorker:
         later than the scheduler did. Whatever the wait costs is less than the engine's end."""
         self.counters.add("load_late")
         deadline = self._clock() + LAST_RESORT_SECONDS
-        by_key = ItemLoad(item.mm_hash, item.num_token, None)
+        by_key = replace(item, order=None)
         while self._clock() < deadline:
             time.sleep(RETRY_SECONDS)
             for way in (item, by_key):
@@ -162,6 +164,11 @@ class EcWorker:
             timeout=INSERT_SECONDS,
         )
         return outcome is InsertOutcome.STORED
+
+    def _give_up(self, key: str) -> None:
+        """Nobody need wait for what will not be stored."""
+        assert self._buffer is not None, "the queue starts after the buffer"
+        self._buffer.unclaim([TensorKey.parse(key)])
 
     def close(self) -> None:
         """Store what waits, within `drain_seconds`, and disconnect. Idempotent."""

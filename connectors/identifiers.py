@@ -1,6 +1,6 @@
-"""Which of vLLM's item identifiers name content, and may therefore be shared.
+"""Which of vLLM's item identifiers name content, and under which key it may be shared.
 
-Pure functions; any thread. An identifier is normally a hash over the media and the processor
+Any thread. An identifier is normally a hash over the media and the processor
 settings, or a client's uuid. With vLLM's processor cache and its prefix cache both off it is only a
 counter, which says nothing about the content and repeats on every instance and after every restart.
 """
@@ -8,30 +8,48 @@ counter, which says nothing about the content and repeats on every instance and 
 import re
 from typing import Any
 
+from connectors.adapters import Adapters
 from lookup_buffer.errors import ConfigError
-from lookup_buffer.key import MAX_KEY_CHARACTERS
+from lookup_buffer.key import MAX_KEY_CHARACTERS, TensorKey
 
 # `lora_name:` may stand in front of either form.
 _COUNTED_BY_RENDERER = re.compile(r"(?:^|:)renderer\d+-mm-\d+-")
 _COUNTED_IN_REQUEST = re.compile(r"(?:^|:)([^:]+)-(?:image|video|audio|vision_chunk)-\d+$")
 # Escaping triples a character at worst; refuse here what the key would refuse there.
-_LONGEST = MAX_KEY_CHARACTERS // 3
+_LONGEST = (MAX_KEY_CHARACTERS - 128) // 3
 
 
-def why_not_shareable(identifier: str, request_id: str, lora_name: str | None) -> str | None:
-    """The reason (a counter's name) why this item must stay on this instance, or None."""
+class NotShareable(Exception):
+    """This item must stay on this instance. The text is a counter's name."""
+
+
+def shared_key(identifier: str, request: Any, adapters: Adapters) -> TensorKey:
+    """The key under which all instances know what `identifier` names on this one.
+
+    Raises:
+        NotShareable: it may name something else on another instance.
+    """
     if not identifier or len(identifier) > _LONGEST:
-        return "identifier_length"
+        raise NotShareable("identifier_length")
     if _COUNTED_BY_RENDERER.search(identifier):
-        return "identifier_counted"
+        raise NotShareable("identifier_counted")
     counted = _COUNTED_IN_REQUEST.search(identifier)
     # Since 0.14 the scheduler's request id is the client's with a random suffix.
+    request_id: str = request.request_id
     if counted and (request_id == counted[1] or request_id.startswith(counted[1] + "-")):
-        return "identifier_counted"
+        raise NotShareable("identifier_counted")
+    lora = getattr(request, "lora_request", None)
+    if lora is None or not identifier.startswith(lora.lora_name + ":"):
+        return TensorKey(identifier)
     # The prefix is the adapter's name, and two instances may load different adapters under one.
-    if lora_name is not None and identifier.startswith(lora_name + ":"):
-        return "lora"
-    return None
+    digest = adapters.digest_of(lora)
+    if not digest:
+        raise NotShareable("lora")
+    # A part, which nobody can write into an identifier of his own.
+    content = identifier.removeprefix(lora.lora_name + ":")
+    if not content:
+        raise NotShareable("identifier_length")
+    return TensorKey(content, part=f"lora-{digest}")
 
 
 def refuse_counted_identifiers(vllm_config: Any) -> None:

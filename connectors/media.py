@@ -4,7 +4,7 @@ Pure but for one lazy question to vLLM about the model's metadata fields. Schedu
 """
 
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 # A field with at least so many bytes is no grid, count or list of timestamps.
@@ -42,10 +42,16 @@ def carried_by(feature: Any, metadata_fields: Callable[[str], set[str]]) -> Carr
         return Carried.EMBEDDINGS
     if any(getattr(value, "nbytes", 0) >= _SURELY_MEDIA_BYTES for value in present.values()):
         return Carried.MEDIA
-    # An empty set of fields means that the modality cannot be delivered without its media.
-    if present.keys() <= metadata_fields(feature.modality):
+    # vLLM's renderer hands on the fields that stay on the CPU, too. A modality without fields of
+    # its own cannot be asked for in a chat without its media.
+    sizes = {name for name in present if _stays_on_cpu(data[name])}
+    if present.keys() <= sizes or present.keys() <= sizes | metadata_fields(feature.modality):
         return Carried.METADATA
     return Carried.MEDIA
+
+
+def _stays_on_cpu(element: Any) -> bool:
+    return bool(getattr(getattr(element, "field", None), "keep_on_cpu", False))
 
 
 class MetadataFields:
@@ -55,7 +61,7 @@ class MetadataFields:
         self._model_config = model_config
         self._resolver: Any = None
 
-    def __call__(self, modality: str) -> set[str]:
+    def fields_for(self, modality: str) -> set[str]:
         if self._resolver is None:
             try:
                 from vllm.distributed.ec_transfer.ec_connector.utils import (
@@ -66,3 +72,13 @@ class MetadataFields:
             self._resolver = PlaceholderMetadataResolver(self._model_config)
         fields: set[str] = self._resolver.fields_for(modality)
         return fields
+
+    def report(self, features: Sequence[Any]) -> dict[str, dict[str, Any]]:
+        """By identifier, what a request needs that shall carry an item without its media; in the
+        form of vLLM's own connectors, so that their routers understand it."""
+        try:
+            from vllm.distributed.ec_transfer.ec_connector.utils import collect_ec_item_metadata
+        except ImportError:
+            return {}
+        items: dict[str, dict[str, Any]] = collect_ec_item_metadata(list(features), self)
+        return items

@@ -24,6 +24,7 @@ class SaveQueue:
     Args:
         insert: stores one tensor under the text of a key and says whether it was new; may raise
             any `LookupBufferError`.
+        dropped: told the key of each output that is not stored; from either thread.
         bytes_max: bound on the bytes that wait. One output is always taken, whatever its size.
         items_max: bound on the number of outputs that wait.
     """
@@ -31,6 +32,7 @@ class SaveQueue:
     def __init__(
         self,
         insert: Callable[[str, "torch.Tensor"], bool],
+        dropped: Callable[[str], None],
         *,
         bytes_max: int,
         items_max: int,
@@ -38,6 +40,7 @@ class SaveQueue:
         log: RateLimitedLog,
     ) -> None:
         self._insert = insert
+        self._dropped = dropped
         self._bytes_max = bytes_max
         self._items_max = items_max
         self._counters = counters
@@ -67,6 +70,7 @@ class SaveQueue:
         else:
             self._counters.add("save_skipped:queue_full")
             self._log.report("queue_full", "an encoder output is not stored: the queue is full")
+            self._dropped(key)
         return accepted
 
     def drain(self, timeout: float) -> bool:
@@ -100,19 +104,20 @@ class SaveQueue:
         try:
             is_new = self._insert(key, tensor)
         except TensorTooLarge as error:
-            self._skip("too_large", error)
+            self._skip(key, "too_large", error)
         except BufferFull as error:
-            self._skip("buffer_full", error)
+            self._skip(key, "buffer_full", error)
         except Closed:
             self._counters.add("save_skipped:closed")
         except LookupBufferError as error:
-            self._skip("node", error)
+            self._skip(key, "node", error)
         except Exception as error:  # noqa: BLE001 -- top of a thread: one output must not end it
-            self._skip("internal", error)
+            self._skip(key, "internal", error)
         else:
             self._counters.add("saved" if is_new else "save_exists")
 
-    def _skip(self, reason: str, error: Exception) -> None:
+    def _skip(self, key: str, reason: str, error: Exception) -> None:
+        self._dropped(key)
         self._counters.add(f"save_skipped:{reason}")
         self._log.report(reason, "an encoder output is not stored (%s): %s", reason, error)
 

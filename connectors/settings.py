@@ -42,8 +42,16 @@ class ConnectorSettings(BufferConfig):
     """How long a stored encoder output lives; none means until it is evicted."""
     fetch_wait_seconds: float = Field(default=2.0, ge=0, le=600)
     """How long one request may wait, in all, for bytes on their way before it encodes itself."""
+    claim_wait_seconds: float | None = Field(default=None, ge=0, le=600)
+    """How long one request may wait, in all, while other engines encode its items; none means five
+    times what an encode took here, within 10 to 60 seconds. 0: no claims, so nobody waits."""
+    claim_lease_seconds: float = Field(default=20.0, ge=1, le=600)
+    """How long others take this engine's word that it encodes; longer than any of its steps."""
     first_sight_seconds: float = Field(default=MILLISECOND_SECONDS, ge=0, le=1)
     """How long one scheduling pass may wait, in all, for answers about requests new to it."""
+    sync_fetch_seconds: float = Field(default=0.0, ge=0, le=10)
+    """vLLM before 0.23 only, which holds no request back: how long one scheduling pass may wait, in
+    all, for bytes of other hosts. Nothing else runs meanwhile; 0 means `first_sight_seconds`."""
     prefetch_bytes: Bytes | None = Field(default=None, ge=0)
     """Bound on bytes held for requests that wait; none means a quarter of the arena."""
     save_queue_bytes: Bytes = Field(default=GIB // 2, ge=0)

@@ -18,12 +18,12 @@ from lookup_buffer.arena import Mapping
 from lookup_buffer.board import BoardReader
 from lookup_buffer.channel import Channel, next_request_id
 from lookup_buffer.config import BufferConfig
+from lookup_buffer.elsewhere import ElsewhereReader
 from lookup_buffer.errors import Closed, LookupBufferError, NodeRefused, NodeUnavailable
 from lookup_buffer.launch import node_socket
-from lookup_buffer.messages import VERSION, Goodbye, Hello, Join, Request
+from lookup_buffer.messages import CALL_SECONDS, VERSION, Goodbye, Hello, Join, Request
 
 ATTACH_SECONDS = 10.0
-CALL_SECONDS = 1.0
 CHANNELS_MAX = 16
 RETRY_SECONDS_MIN = 0.1
 RETRY_SECONDS_MAX = 2.0
@@ -46,14 +46,17 @@ class _Live:
 
 @dataclass(frozen=True, slots=True)
 class NodeMemory:
-    """What a node shares, mapped here: its arena, and the board that says what lies in it."""
+    """What a node shares, mapped here: its arena, the board that says what lies in it, and the
+    table of what lies elsewhere."""
 
     arena: Mapping
     board: BoardReader
+    elsewhere: ElsewhereReader
 
     def close(self) -> None:
         self.arena.close()
         self.board.close()
+        self.elsewhere.close()
 
 
 @dataclass(slots=True, eq=False)
@@ -233,9 +236,11 @@ class Attachment:
             anchor.send(hello, deadline=deadline)
             welcome, descriptors = anchor.receive_with_descriptors(deadline)
             try:
-                arena, board = descriptors
+                arena, board, elsewhere = descriptors
                 memory = NodeMemory(
-                    Mapping(arena, welcome["arena_bytes"], writable=False), BoardReader(board)
+                    Mapping(arena, welcome["arena_bytes"], writable=False),
+                    BoardReader(board),
+                    ElsewhereReader(elsewhere),
                 )
             finally:
                 for descriptor in descriptors:

@@ -1,10 +1,12 @@
-"""What a client is told that asked for a claim."""
+"""What a client is told that asked for a claim, or for a set of claims."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from lookup_buffer.key import TensorKey
 from store import ClaimState
 
 
@@ -39,3 +41,32 @@ class ClaimAnswer:
     @property
     def granted(self) -> bool:
         return self.outcome is ClaimOutcome.GRANTED
+
+
+class ClaimSetState(Enum):
+    PENDING = "pending"
+    """Not answered yet, or waiting for what others hold."""
+    GRANTED = "granted"
+    """All are ours, as intents of a second at most."""
+    STORED = "stored"
+    """None is ours, for a live node holds `key`: look for the keys again."""
+    HELD = "held"
+    """None is ours, for `holder` had `key` until the end of the wait."""
+    FAILED = "failed"
+    """The node did not say."""
+
+
+@dataclass(slots=True, eq=False)
+class ClaimSet:
+    """How a set of claims stands. Settles on the client's listening thread, as `Prefetched`; not
+    to be changed by its readers."""
+
+    keys: Sequence[TensorKey]
+    settled: threading.Condition = field(repr=False)
+    """Notified when any set of the client settles, or begins to wait."""
+    state: ClaimSetState = ClaimSetState.PENDING
+    key: str = ""
+    """Text of the key that decided, or that is waited for."""
+    holder: str = ""
+    """Who has it, as `node:boot`; while PENDING, that another has it is known by this."""
+    request_id: int = 0

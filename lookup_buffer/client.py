@@ -11,15 +11,14 @@ by the board, everything else is asked of the node. The ways:
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lookup_buffer import codec
 from lookup_buffer.arena import copy_bytes
-from lookup_buffer.attachment import CALL_SECONDS, Attachment
+from lookup_buffer.attachment import Attachment
 from lookup_buffer.channel import Channel, next_request_id
-from lookup_buffer.claimed import ClaimAnswer
+from lookup_buffer.claimed import ClaimAnswer, ClaimSet
+from lookup_buffer.claiming import Claiming
 from lookup_buffer.config import BufferConfig
 from lookup_buffer.errors import (
     LookupBufferError,
@@ -29,16 +28,15 @@ from lookup_buffer.errors import (
     TensorTooLarge,
 )
 from lookup_buffer.header import TensorHeader
+from lookup_buffer.inserted import InsertOutcome
 from lookup_buffer.key import TensorKey
 from lookup_buffer.local_reads import LocalReads, NotHere
 from lookup_buffer.messages import (
-    KEYS_MAX,
-    Claim,
+    CALL_SECONDS,
+    NODE_SHARE,
     Contains,
     Describe,
-    Done,
     Insert,
-    ReleaseClaim,
     Select,
     Stats,
     lasting,
@@ -48,6 +46,7 @@ from lookup_buffer.messages import (
 from lookup_buffer.namespace import Namespace
 from lookup_buffer.prefetched import LoadOrder, Prefetched, PrefetchState
 from lookup_buffer.prefetching import Prefetching
+from lookup_buffer.seat import EngineSeat
 from store import ClaimState
 
 if TYPE_CHECKING:
@@ -61,22 +60,6 @@ __all__ = [
     "PrefetchState",
     "Prefetched",
 ]
-
-
-class InsertOutcome(Enum):
-    STORED = "stored"
-    EXISTS = "exists"
-    """The key was there already; shared content never changes, so nothing was done."""
-
-
-@dataclass(frozen=True, slots=True)
-class EngineSeat:
-    """Which place in which engine a client has. `rank` None is the scheduler's side, whose
-    tickets end when all `world_size` ranks have said done."""
-
-    engine_id: str
-    rank: int | None
-    world_size: int
 
 
 class LookupBuffer:
@@ -105,13 +88,14 @@ class LookupBuffer:
         self._attachment = Attachment(
             config or BufferConfig.from_environment(),
             seat,
-            on_event=lambda message: self._prefetching.on_event(message),
+            on_event=self._on_event,
             on_attached=self._describe,
-            on_lost=lambda: self._prefetching.on_lost(),
+            on_lost=self._on_lost,
             on_tick=lambda: self._local_reads.tell(),
         )
         self._local_reads = LocalReads(self._attachment, self._namespace.fingerprint)
         self._prefetching = Prefetching(self._attachment, self._namespace.fingerprint)
+        self._claiming = Claiming(self._attachment, self._namespace.fingerprint)
         self._attachment.open(required=required)
 
     # -- write
@@ -218,16 +202,16 @@ class LookupBuffer:
     def has_caches(self, keys: Sequence[TensorKey], *, timeout: float = 0.05) -> list[bool]:
         """For each key, whether a live node holds a complete copy; in doubt False.
 
-        What this host holds is looked up without asking the node. At most one round trip to the
-        store for 4,096 keys; never waits longer than `timeout`.
+        What is known on this host is looked up without asking the node; with a `timeout` of 0, only
+        whether this host holds it. At most one round trip to the store for 4,096 keys.
         """
         deadline = time.monotonic() + waiting(timeout)
-        present = self._local_reads.holds(keys)
-        unknown = [index for index, here in enumerate(present) if not here]
+        present = self._local_reads.holds(keys, elsewhere=timeout > 0)
+        unknown = [index for index, known in enumerate(present) if not known and timeout > 0]
         left, of = iter(unknown), self._namespace.fingerprint
         for part in split([keys[index].text for index in unknown]):
             budget = waiting(deadline - time.monotonic())
-            request = Contains(next_request_id(), of, list(part), 0.9 * budget)  # and the way back
+            request = Contains(next_request_id(), of, list(part), NODE_SHARE * budget)
             try:
                 found = self._attachment.call(request, budget)["present"]
             except NodeUnavailable:
@@ -269,15 +253,7 @@ class LookupBuffer:
 
     def done(self, orders: Sequence[LoadOrder]) -> None:
         """This rank of the engine has taken its copies of `orders`. One-way; never raises."""
-        boot = self._attachment.boot
-        rank = self._rank
-        tickets = [order.ticket for order in orders if order.boot == boot]
-        for start in range(0, len(tickets), KEYS_MAX):
-            part = tickets[start : start + KEYS_MAX]
-            try:
-                self._attachment.post(Done(next_request_id(), part, rank))
-            except LookupBufferError:
-                pass  # the node is gone, and the pins with it
+        self._prefetching.done(orders, self._rank)
 
     # -- claims and inspection
 
@@ -296,15 +272,31 @@ class LookupBuffer:
         to be free. Inserting the key, or closing this client, gives the claim back. A store that
         is down grants it: producing twice is the most that a fault may cost.
         """
-        lease, wait = lasting("lease_seconds", lease_seconds), waiting(timeout)
-        fingerprint = self._namespace.fingerprint
-        request = Claim(next_request_id(), fingerprint, key.text, lease, state.value, wait)
-        return ClaimAnswer.of(self._attachment.call(request, wait + CALL_SECONDS))
+        return self._claiming.claim(key, lease_seconds, state, timeout)
 
     def release_claim(self, key: TensorKey) -> bool:
         """Give the claim back; whether it was still ours."""
-        request = ReleaseClaim(next_request_id(), self._namespace.fingerprint, key.text)
-        return bool(self._attachment.call(request, CALL_SECONDS)["released"])
+        return self._claiming.release(key)
+
+    def claim_all(
+        self, keys: Sequence[TensorKey], *, wait_seconds: float, timeout: float = 0.0
+    ) -> ClaimSet:
+        """Ask for the right to produce all of `keys`, as intents, or for none of them.
+
+        Returns when that is settled, another turns out to have one of them, or `timeout` seconds
+        passed. What others have is waited for up to `wait_seconds`, holding nothing meanwhile; the
+        set settles later. To be given to `unclaim` unless all are produced. Never raises.
+        """
+        return self._claiming.claim_all(keys, wait_seconds, timeout)
+
+    def encoding(self, keys: Sequence[TensorKey], *, lease_seconds: float) -> None:
+        """`keys` are being produced: claim them, or renew the claims. One-way; never raises."""
+        self._claiming.encoding(keys, lease_seconds)
+
+    def unclaim(self, keys: Sequence[TensorKey], waiter: ClaimSet | None = None) -> None:
+        """Give the claims for `keys` back, and let `waiter` wait no longer. One-way; idempotent;
+        never raises."""
+        self._claiming.unclaim(keys, waiter)
 
     def stats(self) -> dict[str, int]:
         """The node's gauges (items, bytes, pins, …) and counters (hits, misses by reason, …)."""
@@ -340,6 +332,14 @@ class LookupBuffer:
         if timeout:
             raise LookupTimeout(f"{key} did not appear within {timeout} s ({reply['reason']})")
         raise MissingTensor(f"{key}: {reply['reason']}")
+
+    def _on_event(self, message: dict[str, Any]) -> None:
+        whose = self._claiming if message["event"] == "claimed" else self._prefetching
+        whose.on_event(message)
+
+    def _on_lost(self) -> None:
+        self._prefetching.on_lost()
+        self._claiming.on_lost()
 
     def _describe(self) -> None:
         namespace = self._namespace

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Final
 
 from lookup_buffer import codec
 from lookup_buffer.attachment import Attachment
-from lookup_buffer.board import digest_of
 from lookup_buffer.channel import next_request_id
+from lookup_buffer.digest_table import digest_of
 from lookup_buffer.errors import LookupBufferError, NodeUnavailable
+from lookup_buffer.fields import COUNT_MAX
 from lookup_buffer.key import TensorKey
-from lookup_buffer.messages import COUNT_MAX, Touch, split
+from lookup_buffer.messages import Touch, split
 
 if TYPE_CHECKING:
     import torch
@@ -61,12 +62,16 @@ class LocalReads:
             self._read[key.text] += 1
         return tensor
 
-    def holds(self, keys: Sequence[TensorKey]) -> list[bool]:
-        """For each key, whether the board lists it; False where the node has to be asked."""
+    def holds(self, keys: Sequence[TensorKey], *, elsewhere: bool) -> list[bool]:
+        """For each key, whether the board lists it, or the table of what lies `elsewhere`; False
+        where the node has to be asked."""
+        digests = [digest_of(self._namespace, key.text) for key in keys]
         try:
             with self._attachment.memory() as memory:
-                lists = memory.board.lists
-                return [lists(digest_of(self._namespace, key.text)) for key in keys]
+                here, there = memory.board.lists, memory.elsewhere.lists
+                if elsewhere and memory.elsewhere.is_current():
+                    return [there(digest) or here(digest) for digest in digests]
+                return [here(digest) for digest in digests]
         except NodeUnavailable:
             return [False] * len(keys)
 

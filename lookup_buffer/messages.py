@@ -4,31 +4,24 @@ Requests are header-only frames (see `wire`): a map with `op`, the number `id` t
 repeats, and the fields below. `parse` validates all that comes from outside; a field's name
 decides how, so it means the same in every request. Requests marked *one-way* get no reply.
 Replies carry `id` and the fields named in each docstring, or `error` (a class of
-`lookup_buffer.errors`) and `message`. `Prefetch` is answered by events on the first connection of
-a session (the anchor), so that its caller need not wait.
+`lookup_buffer.errors`) and `message`. `Prefetch` and `ClaimAll` are answered by events on the first
+connection of a session (the anchor), so that their caller need not wait.
 
 Nothing larger than a header crosses the socket: bytes lie in shared memory.
 """
 
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Final
 
 from lookup_buffer.errors import ConfigError, ProtocolError
-from store import ClaimState
+from lookup_buffer.fields import CHECKS, KEYS_BYTES_MAX, KEYS_MAX, SECONDS_MAX, is_seconds
 
-VERSION: Final = 2
-KEYS_MAX: Final = 4096
-"""Bound on the keys or tickets of one request."""
-KEYS_BYTES_MAX: Final = 256 << 10
-"""Bound on the keys of one request together, that `split` keeps; a frame takes four times that."""
-COUNT_MAX: Final = (1 << 31) - 1
-"""Bound on the hits of a key that one request can tell: no sum of them outgrows a counter."""
-TEXT_MAX: Final = 4096
-PARTS_MAX: Final = 256
-"""Bound on the entries of a map: parts of a namespace, what a client expects, a header."""
-SECONDS_MAX: Final = 86_400.0
+VERSION: Final = 3
+CALL_SECONDS: Final = 1.0
+"""How long a client waits for a reply, beyond what it asked the node to wait."""
+NODE_SHARE: Final = 0.9
+"""The part of a caller's time that the node may use up: its answer takes its own to come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +36,7 @@ class Request:
 @dataclass(frozen=True, slots=True)
 class Hello(Request):
     """Open a session. → session, node, boot, arena_bytes, and the descriptors of
-    arena and board.
+    arena, board and what lies elsewhere.
 
     `seat` is [engine id, rank or None for the scheduler, world size], or None for a client that
     is no engine. `expects` names what the client's configuration says of the node (capacity,
@@ -174,6 +167,38 @@ class ReleaseClaim(DeskRequest):
 
 
 @dataclass(frozen=True, slots=True)
+class ClaimAll(DeskRequest):
+    """One-way: claim all of `keys`, in their order, or none, as intents. Answered by `claimed`
+    events on the anchor: `outcome` granted, stored (a live node holds `key`), held (by `holder`,
+    all the while) or refused; before that, at most once, waiting (`holder` has `key`)."""
+
+    op = "claim_all"
+    namespace: str
+    keys: list[str]
+    wait_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Encoding(DeskRequest):
+    """One-way. The client is at work on `keys`: claims them for `lease_seconds` from now."""
+
+    op = "encoding"
+    namespace: str
+    keys: list[str]
+    lease_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Unclaim(DeskRequest):
+    """One-way. Ends the wait of the `ClaimAll` whose id is `waiter`, and gives back `keys`."""
+
+    op = "unclaim"
+    namespace: str
+    keys: list[str]
+    waiter: int
+
+
+@dataclass(frozen=True, slots=True)
 class Describe(DeskRequest):
     """One-way. The clear text behind a namespace's fingerprint, to be published."""
 
@@ -214,7 +239,7 @@ def parse(message: object) -> Request:
     values = []
     for name in names:
         value = message.get(name, _ABSENT)
-        if not _CHECKS[name](value):
+        if not CHECKS[name](value):
             raise ProtocolError(f"bad request: {op} with a bad {name}")
         values.append(value)
     return kind(*values)
@@ -238,7 +263,7 @@ def lasting(name: str, value: float) -> float:
     Raises:
         ConfigError: it is negative, no number, or more than a day.
     """
-    if not _is_seconds(value):
+    if not is_seconds(value):
         raise ConfigError(f"{name} is {value!r}; allowed: 0 to {SECONDS_MAX:.0f} seconds")
     return float(value)
 
@@ -253,85 +278,12 @@ def failure(request_id: int, error: Exception) -> dict[str, Any]:
     return {"id": request_id, "error": type(error).__name__, "message": str(error)}
 
 
-def is_fingerprint(value: object) -> bool:
-    return isinstance(value, str) and _FINGERPRINT.fullmatch(value) is not None
-
-
-def _is_count(value: object) -> bool:
-    return type(value) is int and 0 <= value < 1 << 63
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str) and 0 < len(value) <= TEXT_MAX
-
-
-def _is_seconds(value: object) -> bool:
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        return False
-    return 0 <= value <= SECONDS_MAX  # which infinity and NaN are not
-
-
-def _list_of(check: Callable[[object], bool]) -> Callable[[object], bool]:
-    return lambda value: (
-        isinstance(value, list) and len(value) <= KEYS_MAX and all(map(check, value))
-    )
-
-
-def _is_small_map(value: object) -> bool:
-    return isinstance(value, dict) and len(value) <= PARTS_MAX and all(map(_is_text, value))
-
-
-def _is_reads(value: object) -> bool:
-    if not isinstance(value, dict) or len(value) > KEYS_MAX or not all(map(_is_text, value)):
-        return False
-    return all(_is_count(count) and 0 < count <= COUNT_MAX for count in value.values())
-
-
-def _is_seat(value: object) -> bool:
-    if value is None:
-        return True
-    if not isinstance(value, list) or len(value) != 3:
-        return False
-    engine_id, rank, world_size = value
-    in_world = _is_count(world_size) and 0 < world_size <= 4096
-    if not _is_text(engine_id) or not in_world:
-        return False
-    return rank is None or (_is_count(rank) and rank < world_size)
-
-
-def is_parts(value: object) -> bool:
-    """Whether these are parts of a namespace that a node takes."""
-    return _is_small_map(value) and all(isinstance(part, str) for part in value.values())  # type: ignore[attr-defined]
-
-
-_FINGERPRINT = re.compile(r"[0-9a-f]{64}")
 _ABSENT = object()
-_CLAIM_STATES = [state.value for state in ClaimState]  # a list: what is looked up may be unhashable
-_CHECKS: Final[Mapping[str, Callable[[Any], bool]]] = {
-    "id": _is_count,
-    "version": _is_count,
-    "seat": _is_seat,
-    "expects": _is_small_map,
-    "session": _is_count,
-    "namespace": is_fingerprint,
-    "key": _is_text,
-    "keys": _list_of(_is_text),
-    "budget_seconds": _is_seconds,
-    "header": _is_small_map,
-    "ttl_seconds": lambda value: value is None or _is_seconds(value),
-    "wait_seconds": _is_seconds,
-    "lease_seconds": _is_seconds,
-    "state": _CLAIM_STATES.__contains__,
-    "tickets": _list_of(_is_count),
-    "reads": _is_reads,
-    "rank": _is_count,
-    "parts": is_parts,
-}
 _KINDS: Final[Mapping[str, type[Request]]] = {
     kind.op: kind
     for kind in (
         Hello, Join, Stage, Contains, Insert, Select, Prefetch, Release, Touch, Done, Claim,
-        ReleaseClaim, Describe, Stats, Goodbye,
+        ReleaseClaim, ClaimAll, Encoding, Unclaim, Describe, Stats, Goodbye,
     )
 }  # fmt: skip
 _NAMES: Final = {kind: tuple(item.name for item in fields(kind)) for kind in _KINDS.values()}

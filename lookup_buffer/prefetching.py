@@ -10,8 +10,9 @@ from typing import Any
 from lookup_buffer.attachment import Attachment
 from lookup_buffer.channel import next_request_id
 from lookup_buffer.errors import LookupBufferError
+from lookup_buffer.fields import KEYS_MAX
 from lookup_buffer.key import TensorKey
-from lookup_buffer.messages import Prefetch, Release, split
+from lookup_buffer.messages import Done, Prefetch, Release, split
 from lookup_buffer.prefetched import LoadOrder, Prefetched, PrefetchState
 
 
@@ -57,6 +58,17 @@ class Prefetching:
             self._attachment.post(Release(next_request_id(), [order.ticket]))
         except LookupBufferError:
             pass  # as above
+
+    def done(self, orders: Sequence[LoadOrder], rank: int) -> None:
+        """See `LookupBuffer.done`."""
+        boot = self._attachment.boot
+        tickets = [order.ticket for order in orders if order.boot == boot]
+        for start in range(0, len(tickets), KEYS_MAX):
+            part = tickets[start : start + KEYS_MAX]
+            try:
+                self._attachment.post(Done(next_request_id(), part, rank))
+            except LookupBufferError:
+                pass  # the node is gone, and the pins with it
 
     def on_event(self, message: dict[str, Any]) -> None:
         """A `settled` event of the node."""

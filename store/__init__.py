@@ -11,10 +11,11 @@ from store.answers import (
     NodeInfo,
     Publication,
     Publishing,
+    Releasing,
     ServerInfo,
     Withdrawing,
 )
-from store.base import TTL_SECONDS, MetadataStore
+from store.base import TTL_SECONDS, Found, MetadataStore
 from store.embedded import EmbeddedServer
 from store.errors import (
     EmbeddedServerError,
@@ -37,6 +38,7 @@ __all__ = [
     "ClaimState",
     "EmbeddedServer",
     "EmbeddedServerError",
+    "Found",
     "Location",
     "MemoryStore",
     "MetadataStore",
@@ -45,6 +47,7 @@ __all__ = [
     "Publication",
     "Publishing",
     "Record",
+    "Releasing",
     "ServerInfo",
     "StoreCorrupt",
     "StoreError",

@@ -69,6 +69,15 @@ class Withdrawing:
 
 
 @dataclass(frozen=True, slots=True)
+class Releasing:
+    """One claim to be given back; see MetadataStore.release_many."""
+
+    namespace: str
+    key: str
+    token: str
+
+
+@dataclass(frozen=True, slots=True)
 class Beat:
     """A node's sign of life. It lives while `sequence` moves, seen by the observer's own clock."""
 

@@ -16,14 +16,18 @@ from store.answers import (
     NodeInfo,
     Publication,
     Publishing,
+    Releasing,
     ServerInfo,
     Withdrawing,
 )
-from store.errors import StoreFull
+from store.errors import StoreFull, StoreUnavailable
 from store.record import Location, Record
 
 TTL_SECONDS = 30 * 60.0
 """How long a record lives that nobody renews."""
+
+Found = Record | None | StoreUnavailable
+"""A record, nothing, or why that is not known."""
 
 
 class MetadataStore(ABC):
@@ -81,13 +85,27 @@ class MetadataStore(ABC):
         return publication
 
     @abstractmethod
-    def locate(self, namespace: str, keys: Sequence[str]) -> list[Record | None]:
-        """The records of `keys`, in their order; None for a miss. Does not renew them.
+    def look_up(self, items: Sequence[tuple[str, str]]) -> list[Found]:
+        """The records of each (namespace, key), in their order. Does not renew them.
 
-        One round trip for each 1,000 keys, to all servers of a cluster at once. What lies on a
-        server that was not reached is a miss; where none was reached, StoreUnavailable is raised.
-        Whether a location's node lives is for the caller to judge, by `beats`.
+        One round trip for each 1,000 items, to all servers of a cluster at once. What lies on a
+        server that was not reached is no miss: it has StoreUnavailable in its place; where none
+        was reached, that is raised. Whether a location's node lives is for the caller to judge,
+        by `beats`.
         """
+
+    def locate(self, namespace: str, keys: Sequence[str]) -> list[Record | None]:
+        """The records of one namespace's `keys`, for those to whom not reached is a miss, too."""
+        found = self.look_up([(namespace, key) for key in keys])
+        return [None if isinstance(one, StoreUnavailable) else one for one in found]
+
+    def place_of(self, namespace: str, key: str) -> str:
+        """Names the server that the key lies on, as far as it is known; asks nobody.
+
+        Keys of one place are reached together or not at all. "" where it is not known, or where
+        there is only one server.
+        """
+        return ""
 
     @abstractmethod
     def withdraw_many(self, withdrawings: Sequence[Withdrawing]) -> list[bool | None]:
@@ -134,8 +152,17 @@ class MetadataStore(ABC):
         """
 
     @abstractmethod
+    def release_many(self, releasings: Sequence[Releasing]) -> list[bool | None]:
+        """Give claims back, in one round trip; False where the token does not hold it.
+
+        None for what lies on a server that was not reached, as with `withdraw_many`. Works when
+        memory is full.
+        """
+
     def release_claim(self, namespace: str, key: str, *, token: str) -> bool:
-        """Give the claim back; False where `token` does not hold it. Works when memory is full."""
+        """Give one back, as `release_many` does."""
+        (released,) = self.release_many([Releasing(namespace, key, token)])
+        return bool(released)
 
     @abstractmethod
     def beat(self, node: str, boot: str, sequence: int, *, replacing: Beat | None = None) -> bool:
@@ -168,8 +195,8 @@ class MetadataStore(ABC):
     def node_infos(self, nodes: Sequence[str]) -> dict[str, NodeInfo]:
         """What those nodes said of themselves, in one round trip.
 
-        The unknown ones are left out, and so is what lies on a server that was not reached, as
-        with `locate`.
+        The unknown ones are left out, and so is what lies on a server that was not reached, unless
+        none was: then StoreUnavailable is raised.
         """
 
     @abstractmethod

@@ -10,7 +10,7 @@ from store.budget import Budget
 from store.connection import Access, Endpoint, Part, Refusal
 from store.errors import StoreUnavailable
 from store.server import Server
-from store.topology import Topology
+from store.topology import Place, Topology
 
 SLOTS = 16384
 _RELOAD_SECONDS_MIN = 0.1
@@ -42,14 +42,15 @@ class ClusterTopology(Topology):
     def new_budget(self) -> Budget:
         return Budget(self._access)
 
-    def server_for(self, name: Part, budget: Budget) -> Server:
+    def servers_for(self, names: Sequence[Part], budget: Budget) -> Sequence[Place]:
         if not self._certain:
             self._load(budget, at_most_each=_RELOAD_SECONDS_MIN)
-        server = self._slots[slot_of(name)]
-        if server is None:
+        unserved = StoreUnavailable("the cluster has no server for this part of its slots")
+        slots = self._slots
+        places = [slots[slot_of(name)] or unserved for name in names]
+        if unserved in places:
             self._certain = False
-            raise StoreUnavailable("the cluster has no server for a part of its slots")
-        return server
+        return places
 
     def known_server_for(self, name: Part) -> Server:
         server = self._slots[slot_of(name)]
@@ -57,6 +58,10 @@ class ClusterTopology(Topology):
         if server is None or server in self._doubted:
             raise StoreUnavailable("the map of the cluster's slots is being looked for")
         return server
+
+    def place_of(self, name: Part) -> str:
+        server = self._slots[slot_of(name)]
+        return "" if server is None else str(server.endpoint)
 
     def servers(self, budget: Budget) -> Sequence[Server]:
         if not self._certain:

@@ -10,13 +10,12 @@ from dataclasses import dataclass
 from itertools import islice
 
 from store import layout
-from store.connection import Command, Connection, Refusal, pack
+from store.connection import TRACK, Command, Connection, Refusal, pack
 from store.link import Link
 from store.server import Server
 
 _PROBE = "lb:doctor"
 _SCRIPT = "return 1"
-_TRACKING: Command = ("CLIENT", "TRACKING", "ON")
 
 # Every command that the store and its scripts send to a server, in an order that leaves nothing
 # behind. (What a script may do is what its caller may do.)
@@ -75,14 +74,25 @@ class Inspection:
         topology = self._link.topology
         for server in topology.servers(topology.new_budget()):
             replies = [*server.exchange(PROBES), _try_tracking(server)]
-            for command, reply in zip((*PROBES, _TRACKING), replies, strict=True):
+            for command, reply in zip((*PROBES, TRACK), replies, strict=True):
                 # Another server of a cluster has that key, a full one writes nothing: not now.
                 if isinstance(reply, Refusal) and (
                     reply.code == "NOPERM" or "unknown" in str(reply).lower()
                 ):
-                    name = "CLIENT TRACKING" if command is _TRACKING else str(command[0])
+                    name = "CLIENT TRACKING" if command is TRACK else str(command[0])
                     reasons.setdefault(name, str(reply))
         return Refused(tuple(reasons), next(iter(reasons.values()))) if reasons else None
+
+    def foreign_nodes(self) -> Mapping[str, str]:
+        """What stands where nodes are listed and described but is not theirs, by name of key."""
+        pages = self._link.walk(layout.node("*"))
+        names = [layout.NODES.encode(), *(name for page in pages for name in page)]
+        types = self._link.batch([("TYPE", name) for name in names])
+        return {
+            name.decode("utf-8", "replace"): kind.decode()
+            for name, kind in zip(names, types, strict=True)
+            if kind not in (b"hash", b"none")
+        }
 
     def examine_records(self, limit: int) -> Examined:
         """Look at up to `limit` records, and name those that readers of this version miss."""
@@ -104,7 +114,7 @@ def _try_tracking(server: Server) -> object:
     deadline = time.monotonic() + server.access.call_timeout_seconds
     connection: Connection = server.dial()
     try:
-        connection.send(pack([_TRACKING]), deadline)
+        connection.send(pack([TRACK]), deadline)
         return connection.receive(1, deadline)[0]
     finally:
         connection.close()

@@ -4,6 +4,9 @@ RESP3 client tracking in its default mode: the server remembers each key that th
 and says once when it changes, expires, is evicted, or appears. Replies and pushes are handed on
 strictly in the order of the stream, for only so is what was read known to be older or newer than
 a push. Lives on one asyncio loop's thread; only dialling happens on another.
+
+A server that hangs costs one caller its time-out: from then on the lane dials and tries in the
+background, and questions fail at once, until the server has answered it.
 """
 
 import asyncio
@@ -13,14 +16,14 @@ from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from typing import Any
 
-from store.connection import Command, Connection, Push, Refusal, pack
+from store.connection import TRACK, Command, Connection, Lost, Push, Refusal, pack
 from store.errors import StoreError, StoreUnavailable
 from store.server import Server
 
 PAUSE_SECONDS_MIN, PAUSE_SECONDS_MAX = 0.1, 1.0
 """After a loss the lane is not dialled again at once; questions asked meanwhile fail at once."""
-
-_TRACK = ("CLIENT", "TRACKING", "ON")
+WANTED_SECONDS = 60.0
+"""After the last question a server that does not answer is tried for so long."""
 
 Each = Callable[[int, Any], None]
 """Told each reply as it comes, with its index; a refused command has its Refusal."""
@@ -63,6 +66,10 @@ class Lane:
         self._unsent: list[bytes] = []
         self._questions: deque[_Question] = deque()
         self._timer: asyncio.TimerHandle | None = None
+        self._trying = False
+        """Whether the server hung, or was not reached, and has not answered since."""
+        self._try_timer: asyncio.TimerHandle | None = None
+        self._asked_at = 0.0
         self._pause_seconds = PAUSE_SECONDS_MIN
         self._paused_until = 0.0
         self._trouble: StoreError | None = None
@@ -73,13 +80,13 @@ class Lane:
 
         Ends within the server's call timeout, whatever the server does.
         """
-        if self._closed or self._loop.time() < self._paused_until:
+        self._asked_at = now = self._loop.time()
+        if self._closed or self._trying or now < self._paused_until:
             done(self._trouble)
             return
-        deadline = self._loop.time() + self.server.access.call_timeout_seconds
+        deadline = now + self.server.access.call_timeout_seconds
         self._questions.append(_Question(deadline, len(commands), each, done))
-        if self._timer is None:
-            self._timer = self._loop.call_at(deadline, self._check)
+        self._check_at(deadline)
         self._unsent.append(pack(commands))
         if self._connection is None:
             self._dial()
@@ -102,6 +109,14 @@ class Lane:
 
     # -- the connection
 
+    def _try(self) -> None:
+        """Dial in the background, as long as somebody wants to know; else the next one dials."""
+        self._try_timer = None
+        if self._loop.time() - self._asked_at > WANTED_SECONDS:
+            self._trying = False
+        elif self._connection is None:
+            self._dial()
+
     def _dial(self) -> None:
         if not self._dialling:
             self._dialling = True
@@ -121,15 +136,18 @@ class Lane:
             self._lose(error if isinstance(error, StoreUnavailable) else _unavailable(error))
             return
         connection = dialled.result()
-        if self._closed or not self._questions:
+        if self._closed or not (self._questions or self._trying):
             connection.close()  # whoever asked has given up; the next one dials anew
             self._unsent.clear()
             return
         self._connection = connection
         self._loop.add_reader(connection.fileno(), self._readable)
-        tracking = _Question(self._questions[0].deadline, 1, self._tracked, lambda _: None)
-        self._questions.appendleft(tracking)
-        self._unsent.insert(0, pack([_TRACK]))
+        deadline = self._loop.time() + self.server.access.call_timeout_seconds
+        if self._questions:
+            deadline = self._questions[0].deadline
+        self._questions.appendleft(_Question(deadline, 1, self._tracked, lambda _: None))
+        self._check_at(deadline)
+        self._unsent.insert(0, pack([TRACK]))
         self._send()
 
     def _send(self) -> None:
@@ -158,6 +176,8 @@ class Lane:
             )
         else:
             self._pause_seconds = PAUSE_SECONDS_MIN
+            self._paused_until = 0.0
+            self._trying = False
 
     def _readable(self) -> None:
         connection = self._connection
@@ -190,6 +210,10 @@ class Lane:
         if not question.left:
             question.done(None)
 
+    def _check_at(self, deadline: float) -> None:
+        if self._timer is None:
+            self._timer = self._loop.call_at(deadline, self._check)
+
     def _check(self) -> None:
         """The first question's time is up, or was; later ones have later deadlines."""
         self._timer = None
@@ -197,7 +221,7 @@ class Lane:
             return
         deadline = self._questions[0].deadline
         if deadline > self._loop.time():
-            self._timer = self._loop.call_at(deadline, self._check)
+            self._check_at(deadline)
         else:
             self._lose(StoreUnavailable(f"store {self.server.endpoint}: no answer in time"))
 
@@ -208,11 +232,16 @@ class Lane:
             self._loop.remove_reader(connection.fileno())
             self._loop.remove_writer(connection.fileno())
             connection.close()
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        for timer in (self._timer, self._try_timer):
+            if timer is not None:
+                timer.cancel()
+        self._timer = self._try_timer = None
         self._trouble = error
         self._paused_until = self._loop.time() + self._pause_seconds
+        # A connection that was cut says nothing bad of the server: the next question dials.
+        self._trying = self._trying or connection is None or not isinstance(error, Lost)
+        if self._trying and not self._closed:
+            self._try_timer = self._loop.call_at(self._paused_until, self._try)
         self._pause_seconds = min(2 * self._pause_seconds, PAUSE_SECONDS_MAX)
         self._unsent.clear()
         questions, self._questions = self._questions, deque()

@@ -29,9 +29,10 @@ import hashlib
 import re
 from collections.abc import Mapping
 from functools import lru_cache
+from itertools import filterfalse
 
 from store.answers import Beat, NodeInfo, ServerInfo
-from store.record import Location, Record
+from store.record import SAFE_NAME, Location, Record
 
 VERSION = "1"
 
@@ -43,7 +44,8 @@ STATS_SECONDS = 7 * 24 * 3600
 HITS_MAX = 10_000
 
 # ':' would be harmless too, but it separates the parts of a name for the people who read it.
-_SHORT_SAFE_KEY = re.compile(r"[A-Za-z0-9._%#@=+,/-]{1,128}\Z")
+_SPELLED_CHARACTERS_MAX = 128
+_SAFE_KEY = re.compile(rf"[A-Za-z0-9._%#@=+,/-]{{1,{_SPELLED_CHARACTERS_MAX}}}\Z")
 _SHAPE = re.compile(rb"\[(\d+(?:,\d+)*)?\]\Z")
 _DIMENSIONS_MAX = 16
 _HASHED = "h."
@@ -52,14 +54,19 @@ _RECORD_NAME = re.compile(rb"lb:rec:([A-Za-z0-9._-]{1,128}):\{([^{}]+)\}\Z")
 
 def key_name(key: str) -> str:
     """How a key is spelled inside the braces."""
-    if _is_spelled_out(key):
-        return key
-    return _HASHED + hashlib.blake2b(_raw(key), digest_size=16).hexdigest()
+    return key if _is_spelled_out(key) else _hashed(key)
 
 
 def _is_spelled_out(key: str) -> bool:
+    if key.isascii() and key.encode().isalnum():  # a digest, as most keys are: no slow pattern
+        return len(key) <= _SPELLED_CHARACTERS_MAX
     # Keys that look like a hash are hashed as well, so that no key can pose as another's hash.
-    return bool(_SHORT_SAFE_KEY.match(key)) and not key.startswith(_HASHED)
+    return bool(_SAFE_KEY.match(key)) and not key.startswith(_HASHED)
+
+
+@lru_cache(maxsize=1024)  # record, claim and tombstone of one key are named one after the other
+def _hashed(key: str) -> str:
+    return _HASHED + hashlib.blake2b(_raw(key), digest_size=16).hexdigest()
 
 
 def _raw(key: str) -> bytes:
@@ -128,16 +135,9 @@ def read_record(namespace: str, key: str, fields: Mapping[bytes, bytes]) -> Reco
         locations = _read_locations(fields)
         if not locations:
             return None  # nobody to fetch from; withdraw never leaves such a record behind
-        return Record(
-            namespace=namespace,
-            key=key,
-            dtype=fields[b"dtype"].decode("ascii"),
-            shape=_read_shape(fields[b"shape"]),
-            nbytes=_read_count(fields[b"nbytes"]),
-            kind=_KINDS[fields[b"kind"]],
-            created=float(fields[b"created"]),
-            locations=locations,
-        )
+        tensor = fields[b"dtype"], fields[b"shape"], fields[b"nbytes"], fields[b"kind"]
+        created = float(fields[b"created"])
+        return Record(namespace, key, *_read_tensor(*tensor), created, locations)
     except (KeyError, ValueError):
         return None
 
@@ -228,15 +228,34 @@ def read_server_info(text: str) -> ServerInfo:
 
 def _read_locations(fields: Mapping[bytes, bytes]) -> tuple[Location, ...]:
     locations = []
-    for name in [name for name in fields if name[:3] == b"at:"]:
-        try:
-            locations.append(Location.parse(name[3:].decode(), fields[name].decode()))
-        except ValueError:
-            continue  # one garbled copy is no reason to miss the others
+    for name in filterfalse(_DESCRIPTION.__contains__, fields):
+        node = _node_in(name)
+        if node:
+            try:
+                locations.append(Location.parse(node, fields[name].decode()))
+            except ValueError:
+                continue  # one garbled copy is no reason to miss the others
     return tuple(locations)
 
 
-@lru_cache(maxsize=1024)  # a fleet has few shapes; parsing them anew is a tenth of a locate
+_DESCRIPTION = frozenset([b"v", b"key", b"dtype", b"shape", b"nbytes", b"kind", b"created"])
+"""The fields that records have besides: passed over without a call for each."""
+
+
+@lru_cache(maxsize=4096)  # a fleet has few nodes
+def _node_in(name: bytes) -> str:
+    """The node whose location the field `name` holds; empty where it holds something else."""
+    node = name[3:].decode("ascii", "replace")
+    return node if name[:3] == b"at:" and SAFE_NAME.match(node) else ""
+
+
+@lru_cache(maxsize=1024)  # a fleet has few shapes
+def _read_tensor(
+    dtype: bytes, shape: bytes, nbytes: bytes, kind: bytes
+) -> tuple[str, tuple[int, ...], int, str]:
+    return dtype.decode("ascii"), _read_shape(shape), _read_count(nbytes), _KINDS[kind]
+
+
 def _read_shape(text: bytes) -> tuple[int, ...]:
     match = _SHAPE.match(text)
     if not match:

@@ -12,10 +12,10 @@ from importlib.resources import files
 from typing import Any
 
 from store.budget import Budget
-from store.connection import Command, Endpoint, Part, Refusal
+from store.connection import Command, Endpoint, Part, Refusal, hgetall
 from store.errors import StoreCorrupt, StoreError, StoreFull, StoreUnavailable
 from store.server import Exchange, Server
-from store.topology import Topology
+from store.topology import Place, Topology
 
 _HOPS_MAX = 4
 """Redirections followed for one command. One is usual; more only while a slot moves again."""
@@ -30,6 +30,8 @@ _DOUBTFUL = frozenset(["CLUSTERDOWN", "MASTERDOWN", "READONLY"])
 """Codes after which another server may be the one to ask."""
 _PAGE = 1000
 
+Fields = dict[bytes, bytes]
+"""A HASH."""
 Call = tuple[Sequence[str], Sequence[Part]]
 """The keys and the arguments of one run of a script."""
 
@@ -79,14 +81,21 @@ class Link:
                 replies[i] = reply
         return _unless_none_was_reached([_translated(reply) for reply in replies])
 
-    def read_hashes(self, names: Sequence[Part]) -> list[dict[bytes, bytes]]:
+    def find_hashes(self, names: Sequence[str | bytes]) -> list[Fields | StoreUnavailable]:
         """The fields of each HASH; empty where it is missing, or is no HASH at all.
 
-        Empty as well where its server was not reached, unless none was: then that is raised.
+        The error in their place where its server was not reached; where none was, it is raised.
         """
-        replies = self._exchange([(name, ("HGETALL", name)) for name in names])
+        replies = self._exchange([(name, hgetall(name)) for name in names])
+        if not _any_failed(replies):
+            return [fields_of(reply) for reply in replies]
         answers = _unless_none_was_reached([_translated(reply) for reply in replies])
-        return [{} if isinstance(a, StoreUnavailable) else fields_of(a) for a in answers]
+        return [a if isinstance(a, StoreUnavailable) else fields_of(a) for a in answers]
+
+    def read_hashes(self, names: Sequence[str | bytes]) -> list[Fields]:
+        """The same, but empty as well where the server was not reached."""
+        found = self.find_hashes(names)
+        return [{} if isinstance(fields, StoreUnavailable) else fields for fields in found]
 
     def batch(self, commands: Sequence[Command]) -> list[Any]:
         """Send commands together, each to where its first argument lies; the replies.
@@ -101,7 +110,7 @@ class Link:
         self._check_open()
         budget = self.topology.new_budget()
         servers = self.topology.servers(budget)
-        replies = self._scatter(servers, [[command]] * len(servers), budget)
+        replies = self._scatter(servers, [command] * len(servers), budget)
         return [_checked(_translated(reply)) for reply in self._doubting(servers, replies)]
 
     def walk(self, pattern: str) -> Iterator[list[bytes]]:
@@ -138,8 +147,10 @@ class Link:
         if not routed:
             return []
         budget = budget or self.topology.new_budget()
-        places = [self.topology.server_for(name, budget) for name, _ in routed]
-        replies = self._scatter(places, [[command] for _, command in routed], budget)
+        places = list(self.topology.servers_for([name for name, _ in routed], budget))
+        replies = self._scatter(places, [command for _, command in routed], budget)
+        if not _any_failed(replies):
+            return replies
         for _ in range(_HOPS_MAX):
             redirected = [i for i, reply in enumerate(replies) if _code(reply) in ("MOVED", "ASK")]
             if not redirected or not budget.left:
@@ -147,84 +158,95 @@ class Link:
             self._follow([(i, *routed[i]) for i in redirected], places, replies, budget)
         return self._doubting(places, replies)
 
-    def _doubting(self, places: Sequence[Server], replies: list[Any]) -> list[Any]:
+    def _doubting(self, places: Sequence[Place], replies: list[Any]) -> list[Any]:
         """The replies; who failed is asked again only after a look at the topology."""
         for place, reply in zip(places, replies, strict=True):
-            if isinstance(reply, StoreUnavailable) or _code(reply) in _DOUBTFUL:
+            failed = isinstance(reply, StoreUnavailable) or _code(reply) in _DOUBTFUL
+            if failed and isinstance(place, Server):
                 self.topology.doubt(place)
         return replies
 
     def _scatter(
-        self, places: Sequence[Server], commands: Sequence[Sequence[Command]], budget: Budget
+        self, places: Sequence[Place], commands: Sequence[Command], budget: Budget
     ) -> list[Any]:
-        """Send to all servers, then read from all. The reply to the last command of each."""
+        """Send to all servers, then read from all. Commands to one server keep their order."""
         groups: dict[Server, list[int]] = {}
-        for i, place in enumerate(places):
-            groups.setdefault(place, []).append(i)
         replies: list[Any] = [None] * len(commands)
+        for i, place in enumerate(places):
+            if isinstance(place, Server):
+                groups.setdefault(place, []).append(i)
+            else:
+                replies[i] = place
         under_way: list[tuple[Exchange, list[int]]] = []
         # Who has to be dialled comes last, and shares what time there is for that.
         ordered = sorted(groups.items(), key=lambda group: not group[0].connected)
-        for done, (place, indexes) in enumerate(ordered):
-            sent = [command for i in indexes for command in commands[i]]
+        for done, (server, indexes) in enumerate(ordered):
+            sent = [commands[i] for i in indexes]
             try:
-                exchange = place.begin(sent, budget, share=len(ordered) - done)
+                exchange = server.begin(sent, budget, share=len(ordered) - done)
                 under_way.append((exchange, indexes))
             except StoreUnavailable as error:
                 for i in indexes:
                     replies[i] = error
         for exchange, indexes in under_way:
             try:
-                found = iter(exchange.finish())
+                found = exchange.finish()
             except StoreUnavailable as error:
-                for i in indexes:
-                    replies[i] = error
-            else:
-                for i in indexes:
-                    replies[i] = [next(found) for _ in commands[i]][-1]
+                found = [error] * len(indexes)
+            for i, reply in zip(indexes, found, strict=True):
+                replies[i] = reply
         return replies
 
     def _follow(
         self,
         redirected: Sequence[tuple[int, Part, Command]],
-        places: list[Server],
+        places: list[Place],
         replies: list[Any],
         budget: Budget,
     ) -> None:
         """Ask the servers that refusals (MOVED or ASK) point to."""
-        asked: list[tuple[int, Server, list[Command]]] = []
+        asked: list[tuple[int, Server, Command]] = []
         for i, name, command in redirected:
+            place = places[i]
+            assert isinstance(place, Server)  # who else would redirect?
             try:
                 kind, _, address = str(replies[i]).split(" ")[:3]
                 host, _, port = address.rpartition(":")
-                endpoint = Endpoint(host or places[i].endpoint.host, int(port))
+                endpoint = Endpoint(host or place.endpoint.host, int(port))
                 if kind == "MOVED":
-                    places[i] = self.topology.moved(name, endpoint)
-                    asked.append((i, places[i], [command]))
+                    places[i] = moved_to = self.topology.moved(name, endpoint)
+                    asked.append((i, moved_to, command))
                 else:
-                    asked.append((i, self.topology.aside(endpoint), [("ASKING",), command]))
+                    aside = self.topology.aside(endpoint)
+                    asked += [(i, aside, ("ASKING",)), (i, aside, command)]
             except StoreUnavailable as error:
                 replies[i] = error
             except ValueError:
                 replies[i] = StoreUnavailable(f"store: cannot be followed: {replies[i]}")
         found = self._scatter([at for _, at, _ in asked], [sent for *_, sent in asked], budget)
         for (i, *_), reply in zip(asked, found, strict=True):
-            replies[i] = reply
+            replies[i] = reply  # what ASKING answers is replaced by what follows it
 
     def _check_open(self) -> None:
         if self._closed.is_set():
             raise StoreUnavailable("the store is closed")
 
 
-def fields_of(reply: Any) -> dict[bytes, bytes]:
+def fields_of(reply: Any) -> Fields:
     """The HASH in the reply to HGETALL; empty where there is something else under that name."""
-    found = _translated(reply)
-    if isinstance(found, StoreCorrupt):
+    if isinstance(reply, dict):  # RESP3
+        return reply
+    if isinstance(reply, list):
+        pairs = iter(reply)
+        return dict(zip(pairs, pairs, strict=True))
+    error = _translated(reply)
+    if isinstance(error, StoreCorrupt):
         return {}
-    pairs = _checked(found)
-    if isinstance(pairs, dict):  # RESP3
-        return pairs
-    return dict(zip(pairs[::2], pairs[1::2], strict=True))
+    raise error
+
+
+def _any_failed(replies: Sequence[Any]) -> bool:
+    return any(isinstance(reply, Exception) for reply in replies)
 
 
 def _code(reply: Any) -> str:

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from store.answers import (
@@ -18,10 +18,11 @@ from store.answers import (
     NodeInfo,
     Publication,
     Publishing,
+    Releasing,
     ServerInfo,
     Withdrawing,
 )
-from store.base import MetadataStore
+from store.base import Found, MetadataStore
 from store.errors import NodeTaken, StoreUnavailable
 from store.layout import GONE_SECONDS, HITS_MAX, HITS_SECONDS, NODE_SECONDS, STATS_SECONDS
 from store.record import LOCATIONS_MAX, Location, Record, check_namespace, check_node, check_token
@@ -112,10 +113,11 @@ class MemoryStore(MetadataStore):
         with self._open():
             return [self._publish(publishing) for publishing in publishings]
 
-    def locate(self, namespace: str, keys: Sequence[str]) -> list[Record | None]:
-        check_namespace(namespace)
+    def look_up(self, items: Sequence[tuple[str, str]]) -> list[Found]:
+        for namespace, _ in items:
+            check_namespace(namespace)
         with self._open():
-            return [self._records.get((namespace, key)) for key in keys]
+            return [self._records.get(item) for item in items]
 
     def withdraw_many(self, withdrawings: Sequence[Withdrawing]) -> list[bool | None]:
         for withdrawing in withdrawings:
@@ -145,10 +147,11 @@ class MemoryStore(MetadataStore):
             left = self._claims.remaining_seconds(item)
             return ClaimAnswer(mine, held.holder, held.state, left, self._records.get(item))
 
-    def release_claim(self, namespace: str, key: str, *, token: str) -> bool:
-        check_namespace(namespace)
+    def release_many(self, releasings: Sequence[Releasing]) -> list[bool | None]:
+        for releasing in releasings:
+            check_namespace(releasing.namespace)
         with self._open():
-            return self._drop_claim((namespace, key), token)
+            return [self._drop_claim((one.namespace, one.key), one.token) for one in releasings]
 
     def beat(self, node: str, boot: str, sequence: int, *, replacing: Beat | None = None) -> bool:
         check_node(node, boot)
@@ -263,12 +266,12 @@ class MemoryStore(MetadataStore):
             return Publication.CONFLICT
         if not known and not self._records.has_room(self._records_max):
             return Publication.REFUSED
-        base = known or replace(record, locations=())
+        base = known or record._replace(locations=())
         outcome, locations = _with_location(base.locations, publishing.location)
         if outcome is not Publication.FULL:
             left = self._records.remaining_seconds(item) if known else 0.0
             life = max(publishing.ttl_seconds, left)
-            self._records.put(item, replace(base, locations=locations), life)
+            self._records.put(item, base._replace(locations=locations), life)
             self._gone.drop(item)
         if token is not None:
             self._drop_claim(item, token)
@@ -282,7 +285,7 @@ class MemoryStore(MetadataStore):
             return False
         left = tuple(at for at in record.locations if at.node != node)
         if left:
-            self._records.replace(item, replace(record, locations=left))
+            self._records.replace(item, record._replace(locations=left))
         else:
             self._records.drop(item)
             self._gone.put(item, withdrawing.reason, GONE_SECONDS)

@@ -1,8 +1,9 @@
 """Mirror: the records that were asked for lately, kept true by the servers' own push.
 
-What was read stays known until the server says that it changed; that holds for "there is nothing"
-too. One lane (`lane.py`) for each server that holds keys; what a lost lane had read is forgotten,
-and so is everything when keys moved to other servers. All methods on one asyncio loop's thread.
+What was read stays known until the server says that it changed; "there is nothing" does so too,
+but for a second at most. One lane (`lane.py`) for each server that holds keys; what a lost lane had
+read is forgotten, and so is everything when keys moved to other servers. All methods on one asyncio
+loop's thread.
 
 Only a reading aid: a mirror that is wrong for a moment costs a miss or a fetch that fails, for
 nodes check what they are asked for.
@@ -17,12 +18,12 @@ from functools import partial
 from typing import Any
 
 from store import layout
-from store.connection import Command, Endpoint, Refusal
-from store.entries import Entries, Entry
+from store.base import Found
+from store.connection import Command, Endpoint, Refusal, hgetall
+from store.entries import Entries, Entry, Forgotten
 from store.errors import StoreError, StoreUnavailable
 from store.lane import Lane
 from store.link import fields_of
-from store.record import Record
 from store.topology import Standalone, Topology
 
 ENTRIES_MAX = 200_000
@@ -35,8 +36,6 @@ _REARM_SECONDS = 0.1
 _PASSING = frozenset(["ASK", "TRYAGAIN"])
 """Refusals while a slot is on its way: the server is right, and the map too."""
 
-Found = Record | None | StoreUnavailable
-"""A record, nothing, or why that is not known."""
 Answer = Callable[[list[Found]], None]
 _Group = Sequence[tuple[int, bytes]]
 """What one lane is asked: positions in the question, and names of keys."""
@@ -64,6 +63,7 @@ class Mirror:
         loop: asyncio.AbstractEventLoop,
         topology: Topology,
         dialler: Executor,
+        forgotten: Forgotten = lambda _: None,
         *,
         entries_max: int = ENTRIES_MAX,
         age_seconds_max: float = AGE_SECONDS_MAX,
@@ -72,7 +72,7 @@ class Mirror:
         self._topology = topology
         self._dialler = dialler
         self._age_seconds_max = age_seconds_max
-        self._entries = Entries(entries_max)
+        self._entries = Entries(entries_max, forgotten)
         self._lanes: dict[Endpoint, Lane] = {}
         self._watches: dict[bytes, set[_Watch]] = {}
         self._unarmed: set[_Watch] = set()
@@ -85,7 +85,7 @@ class Mirror:
         self._recheck()  # so that the first question finds it known who holds what
 
     def entries(self, namespace: str) -> Mapping[str, Entry]:
-        """What is known of a namespace now. Look, and do not keep it."""
+        """What is known of a namespace, each until its `until`. Look, and do not keep it."""
         return self._entries.of(namespace)
 
     @property
@@ -94,18 +94,23 @@ class Mirror:
 
     def ask(self, namespace: str, keys: Sequence[str], answer: Answer) -> None:
         """The records of `keys`, in their order; at once where all are known."""
-        entries = self.entries(namespace)
+        entries, now = self.entries(namespace), self._loop.time()
         found: list[Found] = []
         missing: list[int] = []
         for index, key in enumerate(keys):
             entry = entries.get(key)
             found.append(None if entry is None else entry.record)
-            if entry is None:
+            if entry is None or entry.until < now:
                 missing.append(index)
         if missing:
             self._read(_Reading(namespace, keys, found, answer), missing)
         else:
             answer(found)
+
+    def forget(self, namespace: str, key: str) -> None:
+        """Read the key anew when it is asked for: another connection has told something newer, and
+        was quicker than the push."""
+        self._entries.drop(layout.record(namespace, key).encode())
 
     def watch(self, namespace: str, key: str, notify: Callable[[], None]) -> Callable[[], None]:
         """Call `notify` once what is known now is known, and after each change; until cancelled.
@@ -142,7 +147,7 @@ class Mirror:
                 groups.setdefault(lane, []).append((index, name))
         reading.left = len(groups)
         for lane, group in groups.items():
-            commands = [("HGETALL", name) for _, name in group]
+            commands = [hgetall(name) for _, name in group]
             each = partial(self._read_one, lane, reading, group)
             lane.ask(commands, each, partial(self._read_all, reading, group))
         if not groups:
@@ -228,7 +233,7 @@ class Mirror:
             else:
                 self._tell(watch.notify)
 
-        commands: list[Command] = [("HGETALL", record), ("GET", claim)]
+        commands: list[Command] = [hgetall(record), ("GET", claim)]
         lane.ask(commands, each, done)
 
     def _arm_soon(self, watch: _Watch) -> None:

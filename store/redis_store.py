@@ -8,8 +8,8 @@ import asyncio
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 from store import layout
 from store.answers import (
@@ -19,18 +19,19 @@ from store.answers import (
     NodeInfo,
     Publication,
     Publishing,
+    Releasing,
     ServerInfo,
     Withdrawing,
 )
-from store.base import MetadataStore
-from store.connection import Part
+from store.base import Found, MetadataStore
+from store.calls import done, milliseconds_of, publication, publish_call, withdraw_call
 from store.deployment import open_topology
-from store.errors import NodeTaken, StoreCorrupt, StoreError, StoreFull, StoreUnavailable
+from store.entries import Forgotten
+from store.errors import NodeTaken, StoreCorrupt, StoreUnavailable
 from store.inspection import Inspection
-from store.link import Link, Script
+from store.link import Fields, Link, Script, fields_of
 from store.mirror import Mirror
 from store.record import (
-    LOCATIONS_MAX,
     Record,
     check_namespace,
     check_node,
@@ -68,24 +69,32 @@ class RedisStore(MetadataStore):
         for publishing in publishings:
             publishing.record.check()
             publishing.location.check()
-        answers = self._link.run_many(self._publish, [_publish_call(one) for one in publishings])
-        return [_publication(answer) for answer in answers]
+        answers = self._link.run_many(self._publish, [publish_call(one) for one in publishings])
+        return [publication(answer) for answer in answers]
 
-    def locate(self, namespace: str, keys: Sequence[str]) -> list[Record | None]:
-        check_namespace(namespace)
-        found: list[Record | None] = []
-        for start in range(0, len(keys), _PAGE):
-            page = keys[start : start + _PAGE]
-            replies = self._link.read_hashes([layout.record(namespace, key) for key in page])
-            for key, fields in zip(page, replies, strict=True):
-                found.append(layout.read_record(namespace, key, fields))
+    def look_up(self, items: Sequence[tuple[str, str]]) -> list[Found]:
+        for namespace, _ in items:
+            check_namespace(namespace)
+        found: list[Found] = []
+        for start in range(0, len(items), _PAGE):
+            page = items[start : start + _PAGE]
+            names = [layout.record(*item) for item in page]
+            try:
+                found += map(_found, page, self._link.find_hashes(names))
+            except StoreUnavailable as error:
+                if not found:
+                    raise
+                found += [error] * len(page)
         return found
+
+    def place_of(self, namespace: str, key: str) -> str:
+        return self._link.topology.place_of(layout.record(namespace, key))
 
     def withdraw_many(self, withdrawings: Sequence[Withdrawing]) -> list[bool | None]:
         for one in withdrawings:
             check_namespace(one.namespace)
-        answers = self._link.run_many(self._withdraw, [_withdraw_call(one) for one in withdrawings])
-        return [_withdrawn(answer) for answer in answers]
+        answers = self._link.run_many(self._withdraw, [withdraw_call(one) for one in withdrawings])
+        return [done(answer) for answer in answers]
 
     def claim(
         self,
@@ -102,26 +111,27 @@ class RedisStore(MetadataStore):
         granted, current, current_state, milliseconds, fields = self._link.run(
             self._claim,
             (layout.claim(namespace, key), layout.record(namespace, key)),
-            (holder, token, state.value, _milliseconds(lease_seconds)),
+            (holder, token, state.value, milliseconds_of(lease_seconds)),
         )
         return ClaimAnswer(
             granted=granted == 1,
             holder=_text(current),
             state=ClaimState(_text(current_state)),
             remaining_seconds=milliseconds / 1000,
-            record=layout.read_record(
-                namespace, key, dict(zip(fields[::2], fields[1::2], strict=True))
-            ),
+            record=layout.read_record(namespace, key, fields_of(fields)),
         )
 
-    def release_claim(self, namespace: str, key: str, *, token: str) -> bool:
-        check_namespace(namespace)
-        return bool(self._link.run(self._release, (layout.claim(namespace, key),), (token,)) == 1)
+    def release_many(self, releasings: Sequence[Releasing]) -> list[bool | None]:
+        for one in releasings:
+            check_namespace(one.namespace)
+        calls = [((layout.claim(one.namespace, one.key),), (one.token,)) for one in releasings]
+        return [done(answer) for answer in self._link.run_many(self._release, calls)]
 
     def beat(self, node: str, boot: str, sequence: int, *, replacing: Beat | None = None) -> bool:
         check_node(node, boot)
         replaced = f"{replacing.boot}:{replacing.sequence}" if replacing else ""
-        answer = self._link.run(self._beat, (layout.NODES,), (node, boot, sequence, replaced))
+        with _named(layout.NODES):
+            answer = self._link.run(self._beat, (layout.NODES,), (node, boot, sequence, replaced))
         taken = layout.read_beat(answer) if isinstance(answer, bytes) else None
         if taken is not None:
             raise NodeTaken(node, taken)
@@ -141,7 +151,8 @@ class RedisStore(MetadataStore):
         check_node(info.node, info.boot)
         name = layout.node(info.node)
         fields = layout.node_fields(info)
-        self._link.batch([("HSET", name, *fields), ("EXPIRE", name, layout.NODE_SECONDS)])
+        with _named(name):
+            self._link.batch([("HSET", name, *fields), ("EXPIRE", name, layout.NODE_SECONDS)])
 
     def node_infos(self, nodes: Sequence[str]) -> dict[str, NodeInfo]:
         replies = self._link.read_hashes([layout.node(node) for node in nodes])
@@ -152,7 +163,8 @@ class RedisStore(MetadataStore):
         check_namespace(fingerprint)
         if parts:
             fields = [text for pair in parts.items() for text in pair]
-            self._link.batch([("HSET", layout.namespace(fingerprint), *fields)])
+            with _named(layout.namespace(fingerprint)):
+                self._link.batch([("HSET", layout.namespace(fingerprint), *fields)])
 
     def namespaces(self) -> dict[str, dict[str, str]]:
         described = {}
@@ -221,12 +233,18 @@ class RedisStore(MetadataStore):
         self._link.each_server(("PING",))
         return time.perf_counter() - start
 
-    def mirror(self, loop: asyncio.AbstractEventLoop, dialler: Executor) -> Mirror:
+    def mirror(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        dialler: Executor,
+        forgotten: Forgotten = lambda _: None,
+    ) -> Mirror:
         """A mirror of this store's records for `loop`, on whose thread this is called.
 
-        `dialler` is a thread or more, to connect on. Close the mirror before the store.
+        `dialler` is a thread or more, to connect on; `forgotten` see there. Close the mirror
+        before the store.
         """
-        return Mirror(loop, self._link.topology, dialler)
+        return Mirror(loop, self._link.topology, dialler, forgotten)
 
     def inspection(self) -> Inspection:
         """A closer look at the servers, for people."""
@@ -242,74 +260,33 @@ class RedisStore(MetadataStore):
         pairs = list(counts.items())
         for start in range(0, len(pairs), _PAGE):
             page = [part for pair in pairs[start : start + _PAGE] for part in pair]
-            self._link.run(script, (key,), (*head, *page))
+            with _named(key):
+                self._link.run(script, (key,), (*head, *page))
 
 
-def _publish_call(publishing: Publishing) -> tuple[Sequence[str], Sequence[Part]]:
-    record, location = publishing.record, publishing.location
-    item = (record.namespace, record.key)
-    return (
-        (layout.record(*item), layout.claim(*item), layout.gone(*item)),
-        (
-            f"at:{location.node}",
-            location.text,
-            _milliseconds(publishing.ttl_seconds),
-            publishing.claim_token or "",
-            LOCATIONS_MAX,
-            f"{record.created:.3f}",
-            *layout.identity_fields(record),
-        ),
-    )
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Say which key it is where something foreign stands: the server does not."""
+    try:
+        yield
+    except StoreCorrupt as error:
+        if not error.wrong_type:
+            raise
+        named = StoreCorrupt(f"store: what stands at {name} is not ours (UNLINK it): {error}")
+        named.wrong_type = True
+        raise named from error
 
 
-def _withdraw_call(withdrawing: Withdrawing) -> tuple[Sequence[str], Sequence[Part]]:
-    item, exactly = (withdrawing.namespace, withdrawing.key), withdrawing.exactly
-    expected = exactly.text if exactly else ""
-    if exactly and exactly.node != withdrawing.node:
-        expected = "another node's"  # which no location reads
-    return (
-        (layout.record(*item), layout.gone(*item)),
-        (
-            layout.key_field(withdrawing.key),
-            f"at:{withdrawing.node}",
-            expected,
-            withdrawing.reason,
-            layout.GONE_SECONDS,
-        ),
-    )
-
-
-def _publication(answer: Any) -> Publication:
-    """What one call of the script among many came to."""
-    if isinstance(answer, StoreFull):
-        return Publication.REFUSED
-    if isinstance(answer, StoreUnavailable):
-        return Publication.UNREACHED
-    if isinstance(answer, StoreCorrupt) and answer.wrong_type:
-        return Publication.CONFLICT  # something of somebody else's under our name
-    if isinstance(answer, StoreError):
-        raise answer
-    return Publication(answer.decode())
-
-
-def _withdrawn(answer: Any) -> bool | None:
-    """The same for a withdrawal; None where its server was not reached."""
-    if isinstance(answer, StoreUnavailable):
-        return None
-    if isinstance(answer, StoreCorrupt) and answer.wrong_type:
-        return False
-    if isinstance(answer, StoreError):
-        raise answer
-    return bool(answer == 1)
+def _found(item: tuple[str, str], fields: Fields | StoreUnavailable) -> Found:
+    """What was read under the name of a record."""
+    if isinstance(fields, StoreUnavailable):
+        return fields
+    return layout.read_record(*item, fields)
 
 
 def _hits(score: bytes | None) -> int:
     """A score as nodes write it; by hand it may be anything, infinite too."""
     return int(min(max(float(score or 0), 0.0), 2.0**63))
-
-
-def _milliseconds(seconds: float) -> int:
-    return max(1, round(seconds * 1000))
 
 
 def _text(raw: bytes) -> str:

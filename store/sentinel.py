@@ -7,7 +7,7 @@ from store.budget import Budget
 from store.connection import Access, Endpoint, Part, Refusal
 from store.errors import StoreUnavailable
 from store.server import Server
-from store.topology import Topology
+from store.topology import Place, Topology
 
 
 class SentinelTopology(Topology):
@@ -40,11 +40,8 @@ class SentinelTopology(Topology):
     def new_budget(self) -> Budget:
         return Budget(self._access)
 
-    def server_for(self, name: Part, budget: Budget) -> Server:
-        master = self._master
-        if master is not None and self._certain:
-            return master
-        return self._find(budget)
+    def servers_for(self, names: Sequence[Part], budget: Budget) -> Sequence[Place]:
+        return self.servers(budget) * len(names)
 
     def known_server_for(self, name: Part) -> Server:
         master = self._master
@@ -52,8 +49,11 @@ class SentinelTopology(Topology):
             raise StoreUnavailable(f"the master of {self._service!r} is being looked for")
         return master
 
-    def servers(self, budget: Budget) -> Sequence[Server]:
-        return (self.server_for(b"", budget),)
+    def servers(self, budget: Budget) -> tuple[Server]:
+        master = self._master
+        if master is not None and self._certain:
+            return (master,)
+        return (self._find(budget),)
 
     def failovers(self) -> int:
         with self._lock:

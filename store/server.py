@@ -12,7 +12,7 @@ _CONNECTIONS_MAX = 64  # more callers at once than a node has threads; the next 
 
 
 class Exchange:
-    """Commands that were sent; `finish` takes their replies, or `abandon` gives them up."""
+    """Commands that were sent; `finish` takes their replies."""
 
     def __init__(
         self, server: "Server", connection: Connection, count: int, budget: Budget
@@ -27,14 +27,11 @@ class Exchange:
         try:
             replies = self._connection.receive(self._count, self._budget.deadline)
         except BaseException as error:
-            self.abandon(error)
+            # The replies may still be on their way: never again may it be read from.
+            self._server.give_up(self._connection, error)
             raise
         self._server.give_back(self._connection)
         return replies
-
-    def abandon(self, cause: BaseException | None = None) -> None:
-        """Close the connection: its replies may still be on their way."""
-        self._server.give_up(self._connection, cause)
 
 
 class Server:
@@ -124,11 +121,11 @@ class Server:
                 return
         connection.close()
 
-    def give_up(self, connection: Connection, cause: BaseException | None) -> None:
+    def give_up(self, connection: Connection, cause: BaseException) -> None:
         connection.close()
         self._forget(cause)
 
-    def _forget(self, cause: BaseException | None) -> None:
+    def _forget(self, cause: BaseException) -> None:
         with self._lock:
             self._in_use -= 1
             if not isinstance(cause, Lost):

@@ -13,6 +13,9 @@ from store.connection import Endpoint, Part
 from store.errors import StoreUnavailable
 from store.server import Server
 
+Place = Server | StoreUnavailable
+"""Where a command goes, or why it can go nowhere."""
+
 _IS_A_CLUSTER = "store: this server is one of a cluster; its URL begins with redis-cluster://"
 
 
@@ -24,12 +27,16 @@ class Topology(ABC):
         """For one operation, from now on."""
 
     @abstractmethod
-    def server_for(self, name: Part, budget: Budget) -> Server:
-        """The server that holds the key of this name."""
+    def servers_for(self, names: Sequence[Part], budget: Budget) -> Sequence[Place]:
+        """The server that holds each key; an error in its place where nobody serves that key."""
 
     @abstractmethod
     def known_server_for(self, name: Part) -> Server:
         """The same, but asks nobody: raises StoreUnavailable where it is not known, or in doubt."""
+
+    def place_of(self, name: Part) -> str:
+        """Names the key's server as far as it is known, in doubt or not; asks nobody."""
+        return ""  # all keys are on one server at a time, and none is better off than another
 
     @abstractmethod
     def servers(self, budget: Budget) -> Sequence[Server]:
@@ -70,8 +77,8 @@ class Standalone(Topology):
     def new_budget(self) -> Budget:
         return Budget(self._server.access)
 
-    def server_for(self, name: Part, budget: Budget) -> Server:
-        return self._server
+    def servers_for(self, names: Sequence[Part], budget: Budget) -> Sequence[Place]:
+        return self._servers * len(names)
 
     def known_server_for(self, name: Part) -> Server:
         return self._server

@@ -67,16 +67,6 @@ class StoreUrl:
     sentinel_password: str | None = field(default=None, repr=False)
 
     @property
-    def host(self) -> str:
-        """The first host; empty where there is none."""
-        return self.hosts[0][0] if self.hosts else ""
-
-    @property
-    def port(self) -> int:
-        """The first host's port."""
-        return self.hosts[0][1] if self.hosts else _PORT
-
-    @property
     def topology(self) -> Topology:
         return _TOPOLOGIES[self.scheme]
 

@@ -214,9 +214,10 @@ def valkey_cluster(shared_cluster: ValkeyCluster) -> ValkeyCluster:
 
 
 @pytest.fixture
-def own_cluster(tmp_path: Path) -> Iterator[ValkeyCluster]:
-    """A cluster to break: killed, frozen and moved about."""
-    cluster = ValkeyCluster(valkey_executable(), tmp_path / "cluster")
+def own_cluster(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[ValkeyCluster]:
+    """A cluster to break: killed, frozen and moved about. Of Valkey, or of what `param` names."""
+    executable = getattr(request, "param", valkey_executable)
+    cluster = ValkeyCluster(executable(), tmp_path / "cluster")
     yield cluster
     cluster.close()
 

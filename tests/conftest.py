@@ -22,7 +22,7 @@ pytest_plugins = [
 # These are not named test_*, so without this a failed assert in them would not be explained.
 pytest.register_assert_rewrite(
     "contract_store", "contract_store_claims", "contract_store_nodes", "contract_pipe", "servers",
-    "nodes", "engines",
+    "nodes", "engines", "openai_servers",
 )  # fmt: skip
 
 _guard = pytest.StashKey[LeakGuard]()

@@ -5,11 +5,13 @@ ask whether bytes were still held when a worker read them. `Request` and `Featur
 attributes of vLLM's classes that the connector reads.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+from lookup_buffer.claimed import ClaimSet, ClaimSetState
 from lookup_buffer.header import TensorHeader
 from lookup_buffer.key import TensorKey
 from lookup_buffer.prefetched import LoadOrder, PrefetchState
@@ -39,10 +41,30 @@ class Stored:
     rows: int = EMBEDS
 
 
+@dataclass(slots=True)
+class Fleet:
+    """What the node answers to claims, and what it was told of them."""
+
+    answers: ClaimSetState = ClaimSetState.GRANTED
+    """Of a set that is asked for now."""
+    sets: list[ClaimSet] = field(default_factory=list)
+    waits_seconds: list[float] = field(default_factory=list)
+    encoding: list[tuple[list[str], float]] = field(default_factory=list)
+    given_back: list[str] = field(default_factory=list)
+    cancelled: list[ClaimSet] = field(default_factory=list)
+
+    def settle(self, state: ClaimSetState, index: int = -1) -> None:
+        """An answer arrives; a set that is PENDING again waits for another engine."""
+        one = self.sets[index]
+        one.key, one.holder = one.keys[0].text, "" if state is ClaimSetState.GRANTED else "other:1"
+        one.state = state
+
+
 class LedgerBuffer:
     """Looks like `LookupBuffer`, as far as the scheduler side uses it."""
 
     def __init__(self) -> None:
+        self.fleet = Fleet()
         self.stored: dict[str, Stored] = {}
         self.pinned: dict[int, LedgerHandle] = {}
         self.pending: list[LedgerHandle] = []
@@ -91,7 +113,24 @@ class LedgerBuffer:
 
     def has_caches(self, keys: Sequence[TensorKey], *, timeout: float = 0.05) -> list[bool]:
         self.calls.append(("has_caches", [key.mm_hash for key in keys], timeout))
-        return [key.mm_hash in self.stored for key in keys]
+        found = [self.stored.get(key.mm_hash) for key in keys]
+        return [item is not None and (timeout > 0 or not item.needs_fetch) for item in found]
+
+    def claim_all(
+        self, keys: Sequence[TensorKey], *, wait_seconds: float, timeout: float = 0.0
+    ) -> ClaimSet:
+        one = ClaimSet(list(keys), threading.Condition(), self.fleet.answers)
+        self.fleet.sets.append(one)
+        self.fleet.waits_seconds.append(wait_seconds)
+        return one
+
+    def encoding(self, keys: Sequence[TensorKey], *, lease_seconds: float) -> None:
+        self.fleet.encoding.append(([key.mm_hash for key in keys], lease_seconds))
+
+    def unclaim(self, keys: Sequence[TensorKey], waiter: ClaimSet | None = None) -> None:
+        self.fleet.given_back += [key.mm_hash for key in keys]
+        if waiter is not None and waiter.state is ClaimSetState.PENDING:
+            self.fleet.cancelled.append(waiter)
 
     def close(self) -> None:
         self.is_closed = True
@@ -114,9 +153,16 @@ class Feature:
     data: dict[str, Any] | None = None
 
 
-def pixels(nbytes: int = 4096) -> dict[str, Any]:
+class Fields(dict[str, Any]):
+    """Looks like `MultiModalKwargsItem`."""
+
+    def get_data(self) -> dict[str, Any]:
+        return {name: element.data for name, element in self.items()}
+
+
+def pixels(nbytes: int = 4096) -> Fields:
     """Fields of an item that carries its media."""
-    return {"pixel_values": SimpleNamespace(data=SimpleNamespace(nbytes=nbytes))}
+    return Fields(pixel_values=SimpleNamespace(data=SimpleNamespace(nbytes=nbytes)))
 
 
 @dataclass(slots=True, eq=False)
@@ -146,10 +192,26 @@ def make_request(
     return Request(request_id, features, num_tokens=offset)
 
 
-def step_output(tokens: int = 1, *, freed: Sequence[str] = (), finished: Iterable[str] = ()) -> Any:
-    """The part of vLLM's SchedulerOutput that `build_metadata` reads."""
+def step_output(
+    tokens: int = 1,
+    *,
+    freed: Sequence[str] = (),
+    finished: Iterable[str] = (),
+    new: Sequence[Request] = (),
+    encoded: Mapping[str, list[int]] | None = None,
+) -> Any:
+    """The part of vLLM's SchedulerOutput that the connector reads."""
     return SimpleNamespace(
         total_num_scheduled_tokens=tokens,
+        scheduled_new_reqs=[
+            SimpleNamespace(
+                req_id=request.request_id,
+                mm_features=request.mm_features,
+                lora_request=request.lora_request,
+            )
+            for request in new
+        ],
+        scheduled_encoder_inputs=dict(encoded or {}),
         free_encoder_mm_hashes=list(freed),
         finished_req_ids=set(finished),
     )

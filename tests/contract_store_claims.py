@@ -9,7 +9,14 @@ import time
 import pytest
 
 from contract_store import a_location, a_record
-from store import LOCATIONS_MAX, ClaimAnswer, ClaimState, MetadataStore, Publication
+from store import (
+    LOCATIONS_MAX,
+    ClaimAnswer,
+    ClaimState,
+    MetadataStore,
+    Publication,
+    Releasing,
+)
 
 INTENT, ENCODING = ClaimState.INTENT, ClaimState.ENCODING
 
@@ -47,6 +54,17 @@ class ClaimContract:
         assert store.release_claim(namespace, "k", token="token-of-a")
         assert not store.release_claim(namespace, "k", token="token-of-a")
         assert ask(store, namespace, "b").granted
+
+    def test_claims_are_given_back_together(self, store: MetadataStore, namespace: str) -> None:
+        ask(store, namespace, "a", key="mine")
+        ask(store, namespace, "b", key="theirs")
+        ask(store, "other", "a", key="mine")
+        items = [(namespace, "mine"), (namespace, "theirs"), (namespace, "none"), ("other", "mine")]
+        releasings = [Releasing(*item, "token-of-a") for item in items]
+        assert store.release_many(releasings) == [True, False, False, True]
+        assert store.release_many([]) == []
+        assert ask(store, namespace, "b", key="mine").granted
+        assert not ask(store, namespace, "a", key="theirs").granted
 
     def test_a_claim_ends_with_its_lease_unless_renewed(
         self, store: MetadataStore, namespace: str

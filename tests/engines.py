@@ -170,7 +170,7 @@ class TwoHosts:
         self.directory = Path(tempfile.mkdtemp(prefix="lbe-"))
         self.relay = Relay()
         self.server = self._server()
-        port = _free_port()
+        port = free_port()
         self.relay.connect_to(port)
         advertised = f"tcp://127.0.0.1:{self.relay.port}"
         self.a = self._node("host-a", listen=f"tcp://127.0.0.1:{port}", advertise=advertised)
@@ -247,7 +247,7 @@ class TwoHosts:
         )
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port: int = probe.getsockname()[1]
     return port

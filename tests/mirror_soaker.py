@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from store import Location, Publishing, Record, StoreError, Withdrawing, open_store
-from store.mirror import Found
+from store.base import Found
 from store.redis_store import RedisStore
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ class Soaker:
         loop = asyncio.get_running_loop()
         self._mirror = self._store.mirror(loop, ThreadPoolExecutor(1))
         self._mirror._age_seconds_max = 1e9  # only pushes may correct what is wrong
+        self._mirror._entries.absent_seconds_max = 1e9
 
     def change(self) -> int:
         """One batch of random operations; how many were carried out, as far as is known."""

@@ -10,7 +10,8 @@ from typing import Any
 from nodes import wait_until
 from servers import command
 from store import Record, StoreUnavailable, open_store
-from store.mirror import Found, Mirror
+from store.base import Found
+from store.mirror import Mirror
 from store.redis_store import RedisStore
 from store.topology import Standalone
 

@@ -52,6 +52,8 @@ class Relay:
         self._delay_seconds = 0.0
         self._closed = False
         self._sockets: list[socket.socket] = []
+        self.connections = 0
+        """How many were ever made to it."""
         self._threads = [threading.Thread(target=self._accept, daemon=True)]
         self._threads[0].start()
 
@@ -101,6 +103,7 @@ class Relay:
             except OSError:
                 return
             self._sockets.append(ours)
+            self.connections += 1
             try:
                 theirs = self._dial()
             except OSError:

@@ -8,9 +8,9 @@ from connector_standins import (
     Stored,
     step_output,
 )
-from connectors.ec_gate import EngineShape
 from connectors.ec_metadata import StepMetadata
 from connectors.ec_scheduler import EcScheduler
+from connectors.ec_shape import EngineShape
 from connectors.settings import ConnectorSettings
 
 WAIT_SECONDS = 5.0

@@ -158,10 +158,11 @@ def sentinels(shared_sentinels: Sentinels) -> Sentinels:
 
 
 @pytest.fixture
-def own_sentinels(tmp_path: Path) -> Iterator[Sentinels]:
-    """One to break, with passwords."""
+def own_sentinels(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Sentinels]:
+    """One to break, with passwords. Of Valkey, or of what `param` names."""
+    executable = getattr(request, "param", valkey_executable)
     sentinels = Sentinels(
-        valkey_executable(),
+        executable(),
         tmp_path / "sentinels",
         password="of-servers",
         sentinel_password="of-sentinels",

@@ -19,9 +19,10 @@ from urllib.parse import unquote
 
 import pytest
 
-from store import EmbeddedServer
+from store import EmbeddedServer, MetadataStore, open_store
 
 StartServer = Callable[..., EmbeddedServer]
+PATIENT_SECONDS = 5.0
 
 
 @pytest.fixture(scope="session")
@@ -72,6 +73,19 @@ def start_server(tmp_path: Path) -> Iterator[StartServer]:
     yield start
     for server in servers:
         server.close()
+
+
+def patient(
+    url: str, password: str | None = None, sentinel_password: str | None = None
+) -> MetadataStore:
+    """A store for what is not about time: the machine is shared with other tests."""
+    return open_store(
+        url,
+        call_timeout_seconds=PATIENT_SECONDS,
+        connect_timeout_seconds=PATIENT_SECONDS,
+        password=password,
+        sentinel_password=sentinel_password,
+    )
 
 
 @pytest.fixture

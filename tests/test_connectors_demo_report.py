@@ -64,9 +64,9 @@ def test_a_broken_promise_is_seen() -> None:
 
 
 def test_that_both_encode_is_explained_only_where_both_did() -> None:
-    assert "comes later" in _shown(RESULT)
+    assert "both encoded it" in _shown(RESULT)
     loaded = _outcome(Purpose.AT_ONCE, "host-b", Origin.LOADED, "host-a over TCP")
-    assert "comes later" not in _shown(replace(RESULT, outcomes=(*RESULT.outcomes[:3], loaded)))
+    assert "both encoded it" not in _shown(replace(RESULT, outcomes=(*RESULT.outcomes[:3], loaded)))
 
 
 def test_encodes_of_the_warm_up_are_counted_apart() -> None:

@@ -230,6 +230,19 @@ def test_many_requests_at_once(hosts: TwoHosts, pair: EnginePair) -> None:
         assert hosts.holders(pair.identifier(question))
 
 
+def test_a_new_image_asked_for_eight_times_at_once_is_encoded_once(pair: EnginePair) -> None:
+    """Of both engines at the same time: one encodes, the other waits for it."""
+    for _ in range(5):
+        question = pair.fresh()
+        runs = pair.a.encoder_runs + pair.b.encoder_runs
+        for engine in (pair.a, pair.b):
+            engine.submit([question] * 4)
+        for engine in (pair.a, pair.b):
+            for answer in engine.collect(timeout_seconds=60.0):
+                assert answer.tokens == pair.tokens(question)
+        assert pair.a.encoder_runs + pair.b.encoder_runs == runs + 1
+
+
 def test_engines_with_other_weights_share_nothing(
     hosts: TwoHosts, pair: EnginePair, album: Album, retrained: Answer
 ) -> None:

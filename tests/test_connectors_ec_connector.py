@@ -1,12 +1,13 @@
 """The shell in vLLM's own frame: found by its name, routed by role, true to vLLM's conventions."""
 
+import logging
 import warnings
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from connector_standins import EMBEDS, LedgerBuffer, Stored, make_request, step_output
+from connector_standins import EMBED_BYTES, EMBEDS, LedgerBuffer, Stored, make_request, step_output
 from lookup_buffer.errors import ConfigError
 
 with warnings.catch_warnings():
@@ -15,8 +16,9 @@ with warnings.catch_warnings():
     from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorMetadata, ECConnectorRole
     from vllm.distributed.ec_transfer.ec_connector.factory import ECConnectorFactory
 
-from connectors import ec_seat
+from connectors import ec_connector, ec_seat
 from connectors.ec_connector import LookupBufferECConnector
+from connectors.media import MetadataFields
 from connectors.plugin import CONNECTOR_MODULE, CONNECTOR_NAME, register
 
 
@@ -82,10 +84,31 @@ def test_a_request_from_gate_to_metadata(
     assert scheduler.request_finished(request) == (False, None)
     assert scheduler.take_unavailable_requests() == set()
     stats = scheduler.get_ec_connector_stats()
-    assert stats.reduce() == {"load_local": 1, "miss:absent": 1}
+    loaded = EMBEDS * EMBED_BYTES
+    assert stats.reduce() == {
+        "claim:granted": 1,
+        "load_local": 1,
+        "loaded_local_bytes": loaded,
+        "miss:absent": 1,
+    }
     assert scheduler.get_ec_connector_stats() is None
     scheduler.shutdown()
     assert buffer.is_closed
+
+
+def test_an_encode_only_engine_reports_its_items_as_vllms_own_connectors_do(
+    buffer: LedgerBuffer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(MetadataFields, "fields_for", lambda *_: {"audio_num_tokens"})
+    connector = LookupBufferECConnector(vllm_config("ec_producer"), ECConnectorRole.SCHEDULER)
+    request = make_request("r", "A", "B", "A", metadata_only=True)
+    metadata = {"audio_num_tokens": [EMBEDS]}
+    reported = {
+        "A": {"item_indices": [0, 2], "metadata": metadata},
+        "B": {"item_indices": [1], "metadata": metadata},
+    }
+    assert connector.request_finished(request) == (False, reported)
+    assert connector.request_finished(make_request("text")) == (False, None)
 
 
 def test_stats_of_two_steps_add_up() -> None:
@@ -107,10 +130,32 @@ def test_load_list_follows_a_has_cache_item_that_a_test_replaced(
 
 
 def test_hosts_before_0_15_ask_for_a_request(
-    scheduler: LookupBufferECConnector, buffer: LedgerBuffer
+    buffer: LedgerBuffer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(ec_connector, "HAS_GATE", False)
+    scheduler = LookupBufferECConnector(vllm_config(), ECConnectorRole.SCHEDULER)
     buffer.stored["B"] = Stored()
-    assert scheduler.has_caches(make_request("r", "A", "B")) == [False, True]
+    request = make_request("r", "A", "B")
+    assert scheduler.has_caches(request) == [False, True]
+    scheduler.update_state_after_alloc(request, 1)
+    metadata = scheduler.build_connector_meta(step_output(new=[request], encoded={"r": [0]}))
+    assert [data.mm_hash for data in metadata.mm_datas] == ["B"]
+    assert metadata.saves == {"A": "A"}, "nobody told of the item that is encoded"
+    scheduler.shutdown()
+    assert buffer.pinned == {}
+
+
+def test_hosts_before_0_23_ask_for_an_item(
+    buffer: LedgerBuffer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ec_connector, "HAS_GATE", False)
+    scheduler = LookupBufferECConnector(vllm_config(), ECConnectorRole.SCHEDULER)
+    here = "a" * 64
+    buffer.stored[here] = Stored()
+    assert scheduler.has_cache_item(here)
+    assert not scheduler.has_cache_item("b" * 64)
+    scheduler.shutdown()
+    assert buffer.pinned == {}
 
 
 def test_worker_without_metadata_does_nothing(buffer: LedgerBuffer) -> None:
@@ -136,12 +181,24 @@ def test_later_pipeline_stages_connect_to_nothing(
     connector.shutdown()
 
 
+def test_a_request_that_nobody_can_serve_fails_with_one_line(
+    buffer: LedgerBuffer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    config = vllm_config("ec_consumer", fetch_wait_seconds=0)
+    connector = LookupBufferECConnector(config, ECConnectorRole.SCHEDULER)
+    for name in ("first", "second"):
+        request = make_request(name, "A", metadata_only=True)
+        assert not connector.ensure_cache_available(request, num_computed_tokens=0)
+    assert connector.take_unavailable_requests() == {"first", "second"}
+    (line,) = [r.getMessage() for r in caplog.records if "nobody delivered" in r.getMessage()]
+    assert "request first" in line or "request second" in line
+
+
 @pytest.mark.parametrize("role", list(ECConnectorRole))
 def test_wrong_setting_ends_the_start_with_one_line(
     role: ECConnectorRole, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import logging
-
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     with pytest.raises(ConfigError, match="did you mean 'capacity_bytes'"):
         LookupBufferECConnector(vllm_config(capcity_bytes=1), role)

@@ -71,6 +71,18 @@ def test_waits_for_a_fetch_at_most_its_budget_and_never_again() -> None:
     assert [handle.is_released for handle in bench.buffer.pending] == [True, True]
 
 
+def test_a_miss_is_counted_once_however_often_vllm_asks_while_another_item_comes() -> None:
+    bench = Bench(claim_wait_seconds=0)
+    bench.store("A", needs_fetch=True)
+    request = make_request("r", "A", "B")
+    for _ in range(3):
+        assert not bench.ensure(request)
+        bench.build(0)
+    bench.buffer.settle(0, PrefetchState.RESIDENT)
+    assert bench.ensure(request)
+    assert bench.scheduler.counters.totals() == {"miss:absent": 1}
+
+
 def test_fetch_that_arrives_lets_the_request_pass() -> None:
     bench = Bench()
     bench.store("A", needs_fetch=True)

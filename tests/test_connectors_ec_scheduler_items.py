@@ -1,14 +1,19 @@
 """The scheduler side's rules about whose items they are: what is carried, and by whom."""
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 
 from connector_standins import (
     EMBEDS,
+    Request,
     make_request,
     pixels,
 )
 from connectors.settings import parse_settings
 from lookup_buffer.prefetched import PrefetchState
+from nodes import wait_until
 from scheduler_bench import WAIT_SECONDS, Bench
 
 
@@ -24,6 +29,65 @@ def test_counted_identifiers_stay_here(identifier: str) -> None:
     assert bench.build().saves == {}
     assert bench.buffer.calls == []
     assert bench.scheduler.counters.totals() == {"skipped:identifier_counted": 1}
+
+
+def with_adapter(request: Request, name: str, folder: Path) -> Request:
+    request.lora_request = SimpleNamespace(lora_name=name, lora_int_id=1, lora_path=str(folder))
+    return request
+
+
+def encoded_as(bench: Bench, request: Request) -> str | None:
+    """The key under which the request's first item is to be stored, once its adapter is read."""
+    adapters = bench.scheduler.gate._adapters
+    wait_until(lambda: adapters.digest_of(request.lora_request), 5.0)
+    assert bench.ensure(request)
+    assert not bench.allocate(request)
+    return bench.build().saves.get(request.mm_features[0].identifier)
+
+
+def test_an_item_of_an_adapter_is_shared_by_what_the_adapter_contains(tmp_path: Path) -> None:
+    for folder, weights in (("one", b"w"), ("copy", b"w"), ("other", b"v")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "adapter_model.safetensors").write_bytes(weights)
+    keys = [
+        encoded_as(Bench(), with_adapter(make_request("r", f"{name}:A"), name, tmp_path / folder))
+        for name, folder in (("cats", "one"), ("dogs", "copy"), ("cats", "other"))
+    ]
+    assert None not in keys
+    assert keys[0] == keys[1]
+    assert keys[0] != keys[2]
+    assert keys[0] != "A"
+
+
+def test_an_item_of_an_adapter_that_is_not_read_yet_stays_here(tmp_path: Path) -> None:
+    bench = Bench()
+    request = with_adapter(make_request("r", "cats:A"), "cats", tmp_path)  # and never will be
+    assert bench.ensure(request)
+    assert not bench.allocate(request)
+    assert bench.build().saves == {}
+    assert bench.buffer.calls == []
+    assert bench.scheduler.counters.totals() == {"skipped:lora": 1}
+
+
+def test_another_adapter_under_the_same_name_does_not_get_the_pin_of_the_first(
+    tmp_path: Path,
+) -> None:
+    bench = Bench()
+    for folder in ("one", "other"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "adapter_model.bin").write_bytes(folder.encode())
+    first = with_adapter(make_request("first", "cats:A"), "cats", tmp_path / "one")
+    second = with_adapter(make_request("second", "cats:A"), "cats", tmp_path / "other")
+    adapters = bench.scheduler.gate._adapters
+    for request in (first, second):
+        wait_until(lambda r=request: adapters.digest_of(r.lora_request), 5.0)  # type: ignore[misc]
+    bench.store("A")
+    assert bench.ensure(first)
+    (held,) = bench.buffer.pinned.values()
+    assert bench.ensure(second)
+    (held_now,) = bench.buffer.pinned.values()
+    assert held.key != held_now.key
+    assert held_now.key.part == f"lora-{adapters.digest_of(second.lora_request)}"
 
 
 def test_client_embeddings_are_neither_looked_up_nor_stored() -> None:

@@ -35,6 +35,7 @@ class MemoryBuffer:
         self.gate.set()
         self.inserting_on: set[int] = set()
         self.is_closed = False
+        self.given_back: list[str] = []
 
     def order(self, tensor: torch.Tensor) -> LoadOrder:
         ticket = len(self.arena) + 1
@@ -66,6 +67,9 @@ class MemoryBuffer:
             return InsertOutcome.EXISTS
         self.tensors[key.mm_hash] = tensor.clone()
         return InsertOutcome.STORED
+
+    def unclaim(self, keys: Sequence[TensorKey]) -> None:
+        self.given_back += [key.text for key in keys]
 
     def close(self) -> None:
         self.is_closed = True
@@ -206,6 +210,7 @@ def test_save_does_not_wait_for_the_buffer_and_a_full_queue_is_a_counted_skip(
     drained(worker)
     assert buffer.tensors.keys() == {"A", "B"}
     assert worker.counters.totals() == {"saved": 2, "save_skipped:queue_full": 2}
+    assert buffer.given_back == ["C", "D"], "others need not wait for what is not stored"
 
 
 def test_one_output_above_the_queues_bytes_is_still_taken(
@@ -239,6 +244,7 @@ def test_fault_of_the_buffer_is_a_counted_skip_and_the_next_save_works(
         worker.save({name: torch.ones(ROWS, 8)}, name, StepMetadata(saves=saves))
     drained(worker)
     assert worker.counters.totals() == {f"save_skipped:{reason}": 2, "saved": 1}
+    assert buffer.given_back == ["A", "B"]
 
 
 def test_background_thread_is_not_bound_to_the_models_core(
@@ -286,6 +292,7 @@ def test_queue_keeps_no_reference_once_stored() -> None:
 
     queue = SaveQueue(
         lambda key, tensor: True,
+        lambda key: None,
         bytes_max=1 << 20,
         items_max=4,
         counters=Counters(),

@@ -10,11 +10,14 @@ from typing import Any
 
 import pytest
 
-from connectors.identifiers import refuse_counted_identifiers, why_not_shareable
+from connectors.adapters import Adapters
+from connectors.identifiers import NotShareable, refuse_counted_identifiers, shared_key
 from connectors.namespace import canonical, engine_namespace
 from connectors.settings import ConnectorSettings
 from connectors.weights import SAMPLE_BYTES, weights_digest
 from lookup_buffer.errors import ConfigError
+from lookup_buffer.key import TensorKey
+from nodes import wait_until
 
 SETTINGS = ConnectorSettings(capacity_bytes=1 << 24)
 
@@ -247,7 +250,34 @@ def test_local_folder_is_digested(tmp_path: Path) -> None:
 def test_which_identifiers_are_shared(
     identifier: str, request_id: str, lora: str | None, reason: str | None
 ) -> None:
-    assert why_not_shareable(identifier, request_id, lora) == reason
+    adapter = lora and SimpleNamespace(lora_name=lora, lora_int_id=1, lora_path="/nowhere")
+    request = SimpleNamespace(request_id=request_id, lora_request=adapter)
+    if reason is None:
+        assert shared_key(identifier, request, Adapters()) == TensorKey(identifier)
+    else:
+        with pytest.raises(NotShareable) as refused:
+            shared_key(identifier, request, Adapters())
+        assert str(refused.value) == reason
+
+
+def test_the_longest_identifier_makes_a_key(tmp_path: Path) -> None:
+    """Also where each character is escaped, and an adapter's digest stands beside it."""
+    (tmp_path / "adapter_model.bin").write_bytes(b"w")
+    adapter = SimpleNamespace(lora_name="é", lora_int_id=1, lora_path=str(tmp_path))
+    request, adapters = SimpleNamespace(request_id="r", lora_request=adapter), Adapters()
+    wait_until(lambda: adapters.digest_of(adapter), 5.0)
+    fitting = 0
+    for length in range(1200, 1400):
+        identifier = "é:" + "%" * length
+        try:
+            key = shared_key(identifier, request, adapters)
+        except NotShareable:
+            continue
+        assert key.part == f"lora-{adapters.digest_of(adapter)}"
+        fitting += 1
+    assert 0 < fitting < 200
+    with pytest.raises(NotShareable, match="identifier_length"):
+        shared_key("é:", request, adapters)
 
 
 def test_host_with_counted_identifiers_is_refused() -> None:

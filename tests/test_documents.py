@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from connectors.settings import ConnectorSettings, parse_settings
+from lookup_buffer.config import SECRETS, parse_bytes
+
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = (
     "README.md",
@@ -16,6 +19,7 @@ DOCUMENTS = (
     "CONTRIBUTING.md",
     "CHANGELOG.md",
     "docs/redis-keys.md",
+    "docs/vllm.md",
 )
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -67,3 +71,34 @@ def test_nothing_is_left_to_be_filled_in(document: str) -> None:
     text = (ROOT / document).read_text(encoding="utf-8")
     open_places = [line for line in text.splitlines() if "TODO" in line]
     assert not open_places
+
+
+def _rows(title: str) -> list[list[str]]:
+    """The cells of the first table under a heading of docs/vllm.md, without its head."""
+    text = (ROOT / "docs/vllm.md").read_text(encoding="utf-8")
+    section = text.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+def test_every_setting_of_the_connector_is_explained_with_its_default() -> None:
+    explained = {row[0].strip("`"): row[1].strip("`") for row in _rows("Settings")}
+    fields = ConnectorSettings.model_fields
+    assert explained.keys() == fields.keys() - SECRETS
+    for name, field in fields.items():
+        shown = explained.get(name, "")
+        if name in SECRETS or shown.startswith("a "):
+            continue  # worked out from another setting
+        value = getattr(parse_settings({name: parse_bytes(shown)} if "iB" in shown else {}), name)
+        assert value == field.default, name
+        if "iB" not in shown:
+            plain = str(field.default).lower() if isinstance(field.default, bool) else field.default
+            assert shown in (str(plain), f"{plain:g}" if isinstance(plain, float) else ""), name
+
+
+def test_every_metric_of_the_connector_is_explained() -> None:
+    pytest.importorskip("vllm")
+    from connectors.ec_prometheus import FAMILIES
+
+    explained = {row[0].strip("`"): row[1].strip("`") for row in _rows("What you see")}
+    assert explained == {f"{family.name}_total": family.label for family in FAMILIES}

@@ -104,3 +104,44 @@ def test_the_last_minute_is_written_again_and_no_more() -> None:
     clock.now += 31
     backlog.repeat_recent()
     assert backlog.take() == [of("inserted"), of("withdrawn", "evicted")]
+
+
+def test_rewriting_that_failed_keeps_its_pace() -> None:
+    clock = Clock()
+    backlog = Backlog(clock)
+    backlog.add(of("fresh"))
+    backlog.repeat([("ns", f"old{n}") for n in range(1000)], 100.0)
+    taken = backlog.take()
+    assert len(taken) == BATCH
+    backlog.put_back(taken)
+    assert keys(backlog.take(1)) == ["fresh"]
+    left = backlog.take()
+    assert len(left) <= 1, "what failed has used up the pace"
+    backlog.put_back(left)
+    rewritten = 0
+    for _ in range(100):  # ten seconds, in which each batch fails
+        clock.now += 0.1
+        taken = backlog.take()
+        rewritten += len(taken)
+        backlog.put_back(taken)
+    assert rewritten <= 10 * 100 + BATCH
+    assert len(backlog) == 1000
+
+
+def test_rewriting_that_failed_does_not_cover_what_changed_since() -> None:
+    backlog = Backlog(Clock())
+    backlog.repeat([("ns", "a"), ("ns", "b")], 1000.0)
+    taken = backlog.take()
+    backlog.add(of("a", "evicted", "t1"))
+    backlog.put_back(taken)
+    assert backlog.take() == [of("a", "evicted", "t1"), of("b")]
+
+
+def test_what_is_repeated_after_a_failover_is_paced_as_well() -> None:
+    backlog = Backlog(Clock())
+    backlog.add(of("a"))
+    backlog.take()
+    backlog.repeat_recent()
+    backlog.put_back(backlog.take())
+    backlog.add(of("fresh"))
+    assert keys(backlog.take(1)) == ["fresh"]

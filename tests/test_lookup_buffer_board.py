@@ -14,19 +14,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lookup_buffer.board import (
-    BUCKET_ENTRIES,
     BYTES_AN_ENTRY,
     DIMENSIONS_MAX,
     ENTRIES_MAX,
     ENTRIES_MIN,
     ENTRY,
-    IS_ORDERED,
     Board,
     BoardReader,
     Entry,
-    digest_of,
     entries_for,
 )
+from lookup_buffer.digest_table import BUCKET_ENTRIES, HEADER_BYTES, IS_ORDERED, digest_of
 from lookup_buffer.header import DTYPES, TensorHeader
 from lookup_buffer.inventory import Address
 
@@ -145,7 +143,9 @@ def test_what_is_half_written_is_not_there() -> None:
     with Both() as both:
         with pytest.raises(struct.error):
             both.board.list(CROWD[0], header, -1)
-        assert digest_of(*CROWD[0]) in os.pread(both.board.fd, ENTRIES_MIN * ENTRY.size, 0)
+        assert digest_of(*CROWD[0]) in os.pread(
+            both.board.fd, HEADER_BYTES + ENTRIES_MIN * ENTRY.size, 0
+        )
         assert both.find(CROWD[0]) is None
         both.board.list(CROWD[1], header, 64)
         assert both.find(CROWD[1]) is not None
@@ -181,6 +181,21 @@ def test_a_digest_in_the_wrong_place_is_not_found() -> None:
         assert entry is None or entry.offset == 64  # None: the node is asked
 
 
+def test_digests_that_begin_alike_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found by their first words, which who chooses keys can make equal."""
+    first, second, third = (bytes(8) + bytes([n]) * 24 for n in (1, 2, 3))
+    digests = {"first": first, "second": second}
+    monkeypatch.setattr("lookup_buffer.board.digest_of", lambda _, key: digests[key])
+    with Both() as both:
+        for number, key in enumerate(digests):
+            both.board.list((NAMESPACE, key), TensorHeader.for_tensor("uint8", (1,)), 64 * number)
+        entries = [both.reader.find(digest) for digest in (first, second, third)]
+        assert [entry and entry.offset for entry in entries] == [0, 64, None]
+        both.board.strike((NAMESPACE, "first"))
+        assert not both.reader.lists(first)
+        assert both.reader.lists(second)
+
+
 def test_digests_differ_by_namespace_and_by_key() -> None:
     digests = defaultdict(set)
     for namespace in (NAMESPACE, NAMESPACE[::-1]):
@@ -200,7 +215,8 @@ def test_its_size_is_a_power_of_two_within_bounds(capacity_bytes: int) -> None:
 # What the reader of another process checks: size and offset follow from the key.
 READER = """
 import sys, time
-from lookup_buffer.board import BoardReader, digest_of
+from lookup_buffer.board import BoardReader
+from lookup_buffer.digest_table import digest_of
 reader = BoardReader(int(sys.argv[1]))
 names = sys.argv[4:]
 digests = [digest_of(sys.argv[3], name) for name in names]

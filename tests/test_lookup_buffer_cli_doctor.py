@@ -42,7 +42,7 @@ def test_all_is_well(start_node: StartNode, start_server: StartServer) -> None:
     checks = examine(0, **settings_of(node))
     assert verdicts(checks, "ok") == {
         "store client", "store", "store mode", "store version", "store rights", "store policy",
-        "store memory", "store latency", "records", "fleet",
+        "store memory", "store latency", "records", "nodes", "fleet",
         "directory", "node", "node's settings", "arena", "arena in use",
     }  # fmt: skip
     assert node.node_id in checks["node"]["found"]
@@ -134,6 +134,19 @@ def test_a_node_that_hangs(start_node: StartNode, valkey_server: EmbeddedServer)
     assert "no answer in time" in checks["node"]["found"]
     assert node.node_id in checks["fleet"]["found"]
     assert checks["fleet"]["verdict"] == "warn"
+
+
+def test_foreign_things_under_the_nodes_keys(start_server: StartServer, tmp_path: Path) -> None:
+    server, directory = start_server(), str(tmp_path / "d")
+    command(server.url, "SET", "lb:node:ghost", "x")
+    checks = examine(0, "--store-url", server.url, "--directory", directory)
+    assert checks["nodes"]["verdict"] == "warn"
+    assert "lb:node:ghost is a string" in checks["nodes"]["found"]
+    command(server.url, "RPUSH", "lb:nodes", "x")
+    checks = examine(1, "--store-url", server.url, "--directory", directory)
+    assert verdicts(checks, "fail") == {"nodes"}
+    assert "lb:nodes is a list" in checks["nodes"]["found"]
+    assert checks["nodes"]["advice"] == "UNLINK it: lb:nodes lb:node:ghost"
 
 
 def test_a_node_of_another_configuration(

@@ -76,11 +76,9 @@ def test_a_restarted_node_does_not_hold_what_it_held_before(store: MetadataStore
 
 
 def _moved(store: MetadataStore, key: str, node: str, boot: str) -> tuple[Any, Any]:
-    from dataclasses import replace
-
     (record,) = store.locate(SPACE, [key])
     assert record is not None
-    return record, replace(record.locations[0], node=node, boot=boot)
+    return record, record.locations[0]._replace(node=node, boot=boot)
 
 
 def test_ls_filters(store: MetadataStore, url: str) -> None:

@@ -1,7 +1,6 @@
 """The directory on a store that forgets: who counts as alive, gone, and long dead."""
 
 import threading
-from dataclasses import replace
 
 import pytest
 
@@ -52,6 +51,18 @@ def at(node: str, boot: str | None = None) -> Location:
 @pytest.fixture
 def fleet() -> Fleet:
     return Fleet()
+
+
+def test_who_cannot_be_met_counts_as_dead_until_the_next_beat(fleet: Fleet) -> None:
+    fleet.pass_seconds(3, "us", "a")
+    away = MemoryStore()
+    away.close()
+    record = a_record("ns", "k")._replace(locations=(at("new"),))
+    fleet.clock.now += 0.5
+    fleet.directory.meet(away, [record])
+    assert fleet.directory.sources(record) == ()
+    fleet.pass_seconds(1, "us", "a", "new")
+    assert fleet.directory.sources(record) == ((at("new"), "tcp://new:1"),)
 
 
 def test_the_loss_of_all_data_is_no_departure(fleet: Fleet) -> None:
@@ -130,7 +141,7 @@ def test_locations_of_the_long_dead_are_remembered_when_they_are_found(fleet: Fl
     fleet.pass_seconds(int(LONG_DEAD_SECONDS) + 1, "us", "b")
     record = a_record("ns", "k")
     held = (at("a"), at("b"), at("us"), at("b", "older"), at("us", "older"))
-    found = fleet.directory.sources(replace(record, locations=held))
+    found = fleet.directory.sources(record._replace(locations=held))
     assert found == ((at("b"), "tcp://b:1"),)
     void = fleet.directory.take_void(10)
     assert void == [
@@ -144,7 +155,7 @@ def test_what_it_remembers_is_bounded_and_judged_again(fleet: Fleet) -> None:
     fleet.pass_seconds(int(LONG_DEAD_SECONDS) + 1, "us")
     for n in range(VOID_MAX + 10):
         record = a_record("ns", f"k{n}")
-        fleet.directory.sources(replace(record, locations=(at("a"),)))
+        fleet.directory.sources(record._replace(locations=(at("a"),)))
     assert len(fleet.directory.take_void(10)) == 10
     fleet.pass_seconds(1, "us", "a")
     assert fleet.directory.take_void(VOID_MAX) == [], "it was only frozen"

@@ -12,6 +12,7 @@ import torch
 
 from lookup_buffer.client import InsertOutcome, LookupBuffer
 from lookup_buffer.errors import LookupTimeout, MissingTensor
+from lookup_buffer.key import TensorKey
 from nodes import MIB, NodeProcess, StartNode, at_rest, key, tensor_of, wait_until
 from servers import StartServer, command, flush, frozen
 from store import EmbeddedServer
@@ -136,6 +137,38 @@ def test_the_store_is_frozen_and_goes_on(pair: Pair) -> None:
     assert pair.share() < BACK_SECONDS
 
 
+def test_a_frozen_store_is_waited_for_by_nobody(pair: Pair) -> None:
+    wanted = [key() for _ in range(20)]
+    budget, slow = 0.05, 0
+    with frozen(pair.server):
+        wait_until(lambda: seconds_of(lambda: ask(pair.here, wanted, budget)) < budget / 2, 2.0)
+        until = time.monotonic() + 5.0
+        while time.monotonic() < until:
+            slow += seconds_of(lambda: ask(pair.here, wanted, budget)) > 0.8 * budget
+            time.sleep(0.005)
+    assert slow <= 2, "other processes may have had the processor"
+
+
+def ask(client: LookupBuffer, wanted: list[TensorKey], budget: float) -> None:
+    assert client.has_caches(wanted, timeout=budget) == [False] * len(wanted)
+
+
+def test_a_frozen_store_is_a_miss_however_long_its_calls_may_take(
+    server: EmbeddedServer, start_node: StartNode
+) -> None:
+    for settings in ({}, {"mirror": False}):
+        node = start_node(store_url=server.url, store_timeout_seconds=3.0, **settings)
+        with node.client() as client:
+            wait_until(lambda: node.stats()["store_up"], 5.0)  # noqa: B023
+            with frozen(server):
+                for _ in range(2):
+                    with pytest.raises(MissingTensor, match="store_down"):
+                        client.select(key())
+                with pytest.raises(LookupTimeout, match="store_down"):
+                    client.select(key(), timeout=0.3)
+        at_rest(node)
+
+
 def test_the_store_is_killed_and_comes_back_empty(
     start_server: StartServer, start_node: StartNode, tmp_path: Path
 ) -> None:
@@ -192,6 +225,30 @@ def test_foreign_things_under_our_keys_are_misses(pair: Pair) -> None:
     command(pair.server.url, "HSET", "lb:nodes", "ghost", "beef:1", "worse", "no beat")
     command(pair.server.url, "HSET", "lb:node:ghost", *garbage)
     assert pair.share() < BACK_SECONDS
+
+
+def test_foreign_things_under_the_nodes_keys_are_told_and_harm_nothing_local(
+    server: EmbeddedServer, start_node: StartNode
+) -> None:
+    node, tensor = start_node(store_url=server.url), torch.ones(3)
+    wait_until(lambda: node.stats()["store_up"], BACK_SECONDS)
+    described = f"lb:node:{node.node_id}"
+    assert command(server.url, "DEL", described) == b":1"
+    assert command(server.url, "SET", described, "x") == b"+OK"
+    wait_until(lambda: f"{described} is not ours" in node.log_text(), BACK_SECONDS)
+    assert node.stats()["store_up"] == 1
+    assert command(server.url, "SET", "lb:nodes", "x") == b"+OK"
+    wait_until(lambda: "lb:nodes is not ours" in node.log_text(), BACK_SECONDS)
+    wait_until(lambda: not node.stats()["store_up"], BACK_SECONDS)
+    with node.client() as client:
+        name = key()
+        client.insert(name, tensor)
+        found = client.select(name)
+        assert found is not None
+        assert torch.equal(found, tensor)
+    assert command(server.url, "DEL", "lb:nodes", described) == b":2"
+    wait_until(lambda: node.stats()["store_up"], BACK_SECONDS)
+    assert node.log_text().count("lb:nodes is not ours") == 1
 
 
 def command_keys(url: str) -> list[str]:

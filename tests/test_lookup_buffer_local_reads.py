@@ -9,8 +9,8 @@ import time
 import pytest
 import torch
 
-from lookup_buffer.board import IS_ORDERED
 from lookup_buffer.client import InsertOutcome, LookupBuffer
+from lookup_buffer.digest_table import IS_ORDERED
 from lookup_buffer.errors import CodecError, MissingTensor, NodeUnavailable
 from lookup_buffer.key import TensorKey
 from lookup_buffer.namespace import Namespace
@@ -64,6 +64,18 @@ def test_a_stopped_node_holds_no_reader_up(start_node: StartNode) -> None:
         wait_until(lambda: client.has_caches([deep, passing]) == [True, True], 5.0)
         for name in (deep, passing):
             assert client.select(name) is not None
+
+
+def test_without_time_only_the_board_is_asked(
+    start_node: StartNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, absent = key(), key()
+    with start_node().client() as client:
+        client.insert(here, torch.ones(2))
+        asked = []
+        monkeypatch.setattr(client._attachment, "call", lambda *given: asked.append(given))
+        assert client.has_caches([absent, here], timeout=0.0) == [False, True]
+        assert asked == []
 
 
 def test_a_busy_reader_of_a_stopped_node_keeps_its_session(start_node: StartNode) -> None:

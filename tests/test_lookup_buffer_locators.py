@@ -3,7 +3,6 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 import pytest
 import torch
@@ -150,7 +149,7 @@ def test_a_record_that_names_a_copy_in_vain_is_repaired_by_its_holder(pair: Pair
     with open_store(pair.server.url, call_timeout_seconds=1.0) as store:
         (record,) = store.locate(NAMESPACE, [anchor.text])
         assert record is not None
-        store.publish(replace(record, key=name.text, locations=()), record.locations[0])
+        store.publish(record._replace(key=name.text, locations=()), record.locations[0])
         soon(lambda: pair.has(name) == [True])
         with pytest.raises(MissingTensor):
             pair.here.select(name)

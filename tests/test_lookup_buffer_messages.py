@@ -9,14 +9,16 @@ from hypothesis import strategies as st
 
 from lookup_buffer import errors, messages
 from lookup_buffer.errors import LookupBufferError, ProtocolError
-from lookup_buffer.messages import Request, failure, is_fingerprint, parse
+from lookup_buffer.fields import COUNT_MAX, is_fingerprint
+from lookup_buffer.messages import Request, failure, parse
 from lookup_buffer.plain import pack, unpack
 
 FINGERPRINT = "0123456789abcdef" * 4
 KINDS: list[type[Request]] = [
     messages.Hello, messages.Join, messages.Stage, messages.Contains, messages.Insert,
     messages.Select, messages.Prefetch, messages.Release, messages.Touch, messages.Done,
-    messages.Claim, messages.ReleaseClaim, messages.Describe, messages.Stats, messages.Goodbye,
+    messages.Claim, messages.ReleaseClaim, messages.ClaimAll, messages.Encoding, messages.Unclaim,
+    messages.Describe, messages.Stats, messages.Goodbye,
 ]  # fmt: skip
 
 counts = st.integers(0, (1 << 63) - 1)
@@ -42,8 +44,9 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "wait_seconds": seconds,
     "lease_seconds": seconds,
     "state": st.sampled_from(["intent", "encoding"]),
+    "waiter": counts,
     "tickets": st.lists(counts, max_size=8),
-    "reads": st.dictionaries(texts, st.integers(1, messages.COUNT_MAX), max_size=8),
+    "reads": st.dictionaries(texts, st.integers(1, COUNT_MAX), max_size=8),
     "rank": counts,
     "parts": st.dictionaries(texts, texts, max_size=4),
 }
@@ -140,7 +143,7 @@ def test_bounds_are_where_they_are_said_to_be(name: str, good: object, bad: obje
     "reads",
     [
         {"k": 0},
-        {"k": messages.COUNT_MAX + 1},
+        {"k": COUNT_MAX + 1},
         {"k": -1},
         {"k": True},
         {"k": 1.0},
@@ -151,7 +154,7 @@ def test_bounds_are_where_they_are_said_to_be(name: str, good: object, bad: obje
     ],
 )
 def test_reads_that_no_client_can_have_made_are_refused(reads: object) -> None:
-    touch = messages.Touch(1, FINGERPRINT, dict.fromkeys(map(str, range(4096)), messages.COUNT_MAX))
+    touch = messages.Touch(1, FINGERPRINT, dict.fromkeys(map(str, range(4096)), COUNT_MAX))
     assert parse(touch.to_wire()) == touch
     with pytest.raises(ProtocolError):
         parse({**touch.to_wire(), "reads": reads})

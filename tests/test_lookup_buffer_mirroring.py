@@ -1,14 +1,17 @@
-"""The mirroring locator while its store cannot be opened."""
+"""The mirroring locator: while its store cannot be opened, and what it knows without asking."""
 
 import asyncio
 import time
 
 from lookup_buffer.config import BufferConfig
+from lookup_buffer.digest_table import digest_of
+from lookup_buffer.elsewhere import Elsewhere, ElsewhereReader
 from lookup_buffer.node.directory import Directory
 from lookup_buffer.node.locator import NOT_REACHED, Located
 from lookup_buffer.node.mirroring import MirrorLocator
 from lookup_buffer.node.storage import Storage
-from store import MetadataStore, StoreUnavailable
+from store import EmbeddedServer, Location, MetadataStore, NodeInfo, Record, StoreUnavailable
+from store.entries import ABSENT_SECONDS_MAX
 
 
 class Unopened(Storage):
@@ -30,7 +33,7 @@ def test_who_gave_up_waiting_is_forgotten() -> None:
 
 async def _who_gave_up_waiting_is_forgotten() -> None:
     storage = Unopened()
-    locator = MirrorLocator(asyncio.get_running_loop(), storage, Directory("us"))
+    locator = MirrorLocator(asyncio.get_running_loop(), storage, Directory("us"), Elsewhere())
     locator.start()
     kept = locator.watch(("ns", "kept"), nothing)
     for n in range(100):
@@ -44,3 +47,92 @@ async def _who_gave_up_waiting_is_forgotten() -> None:
     assert len(locator._waiting) == 1, "only who still waits"
     kept()
     locator.close()
+
+
+def test_what_is_absent_is_known_for_a_second(
+    valkey_server: EmbeddedServer, namespace: str
+) -> None:
+    asyncio.run(_what_is_absent_is_known_for_a_second(valkey_server.url, namespace))
+
+
+async def _what_is_absent_is_known_for_a_second(url: str, namespace: str) -> None:
+    loop = asyncio.get_running_loop()
+    storage = Storage(BufferConfig.of({"store_url": url, "store_timeout_seconds": 5.0}))
+    locator = MirrorLocator(loop, storage, Directory("us"), Elsewhere())
+    locator.start()
+    for _ in range(2):
+        assert locator.known(namespace, ["k"]) == [None], "never asked, or too long ago"
+        answered: asyncio.Future[list[Located]] = loop.create_future()
+        locator.ask([(namespace, "k")], answered.set_result)
+        (located,) = await asyncio.wait_for(answered, 10.0)
+        assert located.reason == "absent"
+        assert locator.known(namespace, ["k"]) == [False]
+        await asyncio.sleep(ABSENT_SECONDS_MAX + 0.1)
+    locator.close()
+    storage.close()
+
+
+def test_what_is_struck_off_with_everything_is_listed_again(
+    valkey_server: EmbeddedServer, namespace: str
+) -> None:
+    """A lane that is lost voids all; what others had read is still known, and true."""
+    asyncio.run(_what_is_struck_off_is_listed_again(valkey_server.url, namespace))
+
+
+async def _what_is_struck_off_is_listed_again(url: str, namespace: str) -> None:
+    loop = asyncio.get_running_loop()
+    config = BufferConfig.of({"store_url": url, "store_timeout_seconds": 5.0})
+    storage, directory, elsewhere = Storage(config), Directory("us"), Elsewhere()
+    store, node = storage.store(), f"node-{namespace[:8]}"
+    store.describe_node(NodeInfo(node, "boot", "tcp://127.0.0.1:1", "host", "0", 1, 1, 1))
+    store.beat(node, "boot", 1)
+    record = Record(namespace, "k", "uint8", (1,), 1, "tensor", 1.0)
+    store.publish(record, Location(node, "boot", 1, 1), ttl_seconds=60.0)
+    directory.refresh(store)
+    locator, reader = (
+        MirrorLocator(loop, storage, directory, elsewhere),
+        ElsewhereReader(elsewhere.fd),
+    )
+    locator.start()
+    answered: asyncio.Future[list[Located]] = loop.create_future()
+    locator.ask([(namespace, "k")], answered.set_result)
+    await asyncio.wait_for(answered, 10.0)
+    for _ in range(2):
+        assert locator.known(namespace, ["k"]) == [True]
+        assert reader.lists(digest_of(namespace, "k"))
+        locator._forgotten(None)
+        assert not reader.lists(digest_of(namespace, "k"))
+    store.leave(node, "boot")
+    locator.close()
+    storage.close()
+    reader.close()
+    elsewhere.close()
+
+
+def test_what_a_claim_was_told_is_not_denied_by_the_mirror(
+    valkey_server: EmbeddedServer, namespace: str
+) -> None:
+    """The push may come later than an answer on another connection: here it is never read."""
+    asyncio.run(_what_a_claim_was_told_is_not_denied(valkey_server.url, namespace))
+
+
+async def _what_a_claim_was_told_is_not_denied(url: str, namespace: str) -> None:
+    loop = asyncio.get_running_loop()
+    storage = Storage(BufferConfig.of({"store_url": url, "store_timeout_seconds": 5.0}))
+    locator = MirrorLocator(loop, storage, Directory("us"), Elsewhere())
+    locator.start()
+
+    async def ask() -> Located:
+        answered: asyncio.Future[list[Located]] = loop.create_future()
+        locator.ask([(namespace, "k")], answered.set_result)
+        return (await asyncio.wait_for(answered, 10.0))[0]
+
+    assert (await ask()).reason == "absent"
+    record = Record(namespace, "k", "uint8", (1,), 1, "tensor", 1.0)
+    storage.store().publish(record, Location("node-k", "boot", 1, 1), ttl_seconds=60.0)
+    assert locator.known(namespace, ["k"]) == [False], "the loop has read no push yet"
+    locator.forget((namespace, "k"))
+    assert locator.known(namespace, ["k"]) == [None]
+    assert (await ask()).record is not None
+    locator.close()
+    storage.close()

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lookup_buffer.errors import ConfigError
-from lookup_buffer.messages import Describe, is_fingerprint, parse
+from lookup_buffer.fields import is_fingerprint
+from lookup_buffer.messages import Describe, parse
 from lookup_buffer.namespace import Namespace
 
 parts = st.dictionaries(

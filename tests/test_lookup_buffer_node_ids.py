@@ -17,6 +17,8 @@ from store import EmbeddedServer, open_store
 
 NAMESPACE = Namespace.named("tests").fingerprint
 WATCH_SECONDS = 3.0
+PAUSE_SECONDS = 2.0
+"""Without a beat: after a little more the silence of others is counted anew, see liveness."""
 
 
 def run_node(node: NodeProcess, directory: Path) -> "subprocess.CompletedProcess[bytes]":
@@ -186,7 +188,19 @@ def test_who_is_long_dead_is_struck_off(
         wait_until(lambda one=one: one.stats()["store_up"], 5.0)  # type: ignore[misc]
     node.kill()
     with open_store(valkey_server.url, call_timeout_seconds=2.0) as store:
-        assert node.node_id in store.beats()
-        seconds = wait_until(lambda: node.node_id not in store.beats(), 70.0)
-    assert seconds > 55.0
+        beats = store.beats()
+        assert node.node_id in beats
+        started = counted_from = moved_at = time.monotonic()
+        while node.node_id in beats:
+            before = beats[observer.node_id]
+            time.sleep(0.05)
+            beats, now = store.beats(), time.monotonic()
+            if beats[observer.node_id] != before:
+                if now - moved_at > PAUSE_SECONDS:
+                    counted_from = now  # as the observer does, which was held up
+                moved_at = now
+            if counted_from - started > 30.0:
+                pytest.skip("the machine was held up too late to wait for another minute")
+            assert now - counted_from < 70.0
+    assert now - started > 55.0
     assert observer.alive()

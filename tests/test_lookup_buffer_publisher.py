@@ -1,14 +1,17 @@
 """The publisher: what the shelf holds reaches the store in batches, whatever stands in the way."""
 
 import random
+import time
 from collections.abc import Iterator
 
 import pytest
 
+from clusters import ValkeyCluster, slot_of
+from contract_store import a_record
 from contract_store_claims import ask
 from lookup_buffer.counters import Counters
 from lookup_buffer.header import TensorHeader
-from lookup_buffer.node.backlog import Backlog, Change
+from lookup_buffer.node.backlog import BATCH, Backlog, Change
 from lookup_buffer.node.directory import LONG_DEAD_SECONDS, Directory
 from lookup_buffer.node.identity import Identity
 from lookup_buffer.node.publisher import Publisher
@@ -25,6 +28,7 @@ from store import (
     open_store,
 )
 
+CALL_SECONDS = 2.0
 HEADER = TensorHeader("uint8", (4,), 4)
 
 
@@ -103,6 +107,56 @@ def test_a_thousand_changes_take_a_few_round_trips(
     assert reads < 200, "a batch of 64 is some four reads of the server"
     found = bench.store.locate(bench.namespace, [f"k{n}" for n in range(1000)])
     assert None not in found
+
+
+def test_claims_of_what_is_not_published_are_given_back_together(
+    bench: Bench, valkey_server: EmbeddedServer
+) -> None:
+    names = [f"k{n}" for n in range(BATCH)]
+    other = Location("other", "otherboot", 1, 7)
+    for name in names[::2]:  # in conflict; what is not there was evicted meanwhile
+        bench.store.publish(a_record(bench.namespace, name), other)
+    for name in names:
+        ask(bench.store, bench.namespace, "a", key=name)
+        if name in names[::2]:
+            bench.insert(name, token="token-of-a")
+        else:
+            bench.backlog.add(Change((bench.namespace, name), "evicted", "token-of-a"))
+    command(valkey_server.url, "CONFIG", "RESETSTAT")
+    bench.write()
+    stats = command(valkey_server.url, "INFO", "stats").decode()
+    assert int(stats.partition("total_reads_processed:")[2].split()[0]) < BATCH / 2
+    for name in names:
+        assert ask(bench.store, bench.namespace, "b", key=name).granted
+
+
+def test_while_a_slot_moves_its_publications_wait_and_the_others_do_not(
+    valkey_cluster: ValkeyCluster, namespace: str
+) -> None:
+    def on_its_way() -> None:
+        started = time.monotonic()
+        with pytest.raises(StoreUnavailable):
+            bench.write()
+        assert time.monotonic() - started < CALL_SECONDS + 0.2
+        assert [bool(bench.held_by(name)) for name in names] == [n != 3 for n in range(8)]
+        assert len(bench.backlog) == 1
+
+    names = [f"k{n}" for n in range(8)]
+    slot = slot_of(layout.record(namespace, names[3]))
+    source = valkey_cluster.owner(slot)
+    target = next(master for master in valkey_cluster.masters() if master is not source)
+    with open_store(valkey_cluster.url, call_timeout_seconds=CALL_SECONDS) as store:
+        bench = Bench(store, namespace)
+        for name in names:
+            bench.insert(name)
+        valkey_cluster.move_slot(slot, target, between=on_its_way)
+        bench.write()
+        assert len(bench.backlog) == 0
+        assert bench.held_by(names[3]) == {"us"}
+        bench.shelf.close()
+    valkey_cluster.wait_until_whole()
+    valkey_cluster.move_slot(slot, source)
+    valkey_cluster.wait_until_whole()
 
 
 def test_dead_holders_give_their_places_up(bench: Bench) -> None:

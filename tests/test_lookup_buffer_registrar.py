@@ -1,5 +1,6 @@
-"""The registrar's thread on stores that fail over, refuse or strike it off."""
+"""The registrar's thread on stores that fail over, refuse, strike it off, or have bugs."""
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from lookup_buffer.node.registrar import WALK_PAUSE_SECONDS, Registrar
 from lookup_buffer.node.shelf import Shelf
 from lookup_buffer.node.storage import Storage
 from nodes import wait_until
-from store import Location, MemoryStore, MetadataStore
+from store import Beat, Location, MemoryStore, MetadataStore, StoreUnavailable
 
 NAMESPACE = "ns"
 
@@ -157,3 +158,49 @@ def test_who_is_replaced_is_told_once_and_touches_nothing_more() -> None:
     assert "boot later" in str(told[0])
     assert held(store, "k") == [False]
     assert store.beats()["us"].boot == "later"
+
+
+class Failing(MemoryStore):
+    """One that fails by `error` while there is one."""
+
+    error: Exception | None = None
+    failed = 0
+
+    def beats(self) -> dict[str, Beat]:
+        if self.error is not None:
+            self.failed += 1
+            raise self.error
+        return super().beats()
+
+
+def test_a_bug_is_told_and_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    store = Failing()
+    with registrar_on(store) as (registrar, shelf):
+        wait_until(lambda: registrar.store_up, 3.0)
+        store.error = ZeroDivisionError("by an odd number")
+        wait_until(lambda: store.failed >= 5, 5.0)
+        assert not registrar.store_up
+        store.error = None
+        insert(shelf, "k")
+        wait_until(lambda: held(store, "k") == [True], 3.0)
+        wait_until(lambda: registrar.store_up, 3.0)
+    (told,) = caplog.records
+    assert told.levelno == logging.ERROR
+    assert "by an odd number" in told.getMessage()
+    assert told.exc_info, "where it was"
+
+
+def test_why_the_store_fails_is_told_once_for_each_reason(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    store = Failing()
+    with registrar_on(store) as (registrar, _):
+        wait_until(lambda: registrar.store_up, 3.0)
+        for reason in ("NOPERM no permission", "no answer in time"):
+            store.error, store.failed = StoreUnavailable(reason), 0
+            wait_until(lambda: store.failed >= 4, 5.0)
+        store.error = None
+    first, second = caplog.records
+    assert first.levelno == second.levelno == logging.WARNING
+    assert "NOPERM no permission" in first.getMessage()
+    assert "no answer in time" in second.getMessage()

@@ -10,15 +10,8 @@ from clusters import ValkeyCluster, slot_of
 from contract_store import StoreContract, a_location, a_record
 from contract_store_claims import ClaimContract
 from contract_store_nodes import NodeContract
-from store import MetadataStore, Publication, Record, StoreUnavailable, layout, open_store
-
-PATIENT_SECONDS = 5.0
-
-
-def patient(url: str) -> MetadataStore:
-    return open_store(
-        url, call_timeout_seconds=PATIENT_SECONDS, connect_timeout_seconds=PATIENT_SECONDS
-    )
+from servers import patient
+from store import MetadataStore, Publication, Record, StoreUnavailable, layout
 
 
 class TestClusterStore(StoreContract, ClaimContract, NodeContract):

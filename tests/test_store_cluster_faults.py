@@ -2,20 +2,22 @@
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
 import pytest
 
-from clusters import ValkeyCluster, slot_of
+from clusters import MASTERS, SLOTS, ValkeyCluster, slot_of
 from contract_store import a_location, a_record
 from nodes import wait_until
 from relay import Blackhole
 from server_process import ServerProcess
+from servers import redis_executable, valkey_executable
 from store import (
     MetadataStore,
     Publication,
     Publishing,
+    Releasing,
     StoreUnavailable,
     Withdrawing,
     layout,
@@ -39,7 +41,15 @@ def store(own_cluster: ValkeyCluster) -> Iterator[MetadataStore]:
         yield store
 
 
-@pytest.mark.parametrize("fault", ["killed", "stopped"])
+@pytest.mark.parametrize(
+    ("own_cluster", "fault"),
+    [
+        pytest.param(valkey_executable, "killed", id="killed"),
+        pytest.param(valkey_executable, "stopped", id="stopped"),
+        pytest.param(redis_executable, "killed", id="killed-redis-7.0"),
+    ],
+    indirect=["own_cluster"],
+)
 def test_a_master_goes_in_the_middle_of_a_write_load(
     own_cluster: ValkeyCluster, store: MetadataStore, namespace: str, fault: str
 ) -> None:
@@ -222,6 +232,71 @@ def _published(store: MetadataStore, namespace: str) -> bool:
     with suppress(StoreUnavailable):
         return store.publish(a_record(namespace, "k"), a_location()) is Publication.ADDED
     return False
+
+
+def test_a_slot_that_nobody_serves_fails_alone(
+    own_cluster: ValkeyCluster, store: MetadataStore, namespace: str
+) -> None:
+    keys = [f"k{n}" for n in range(8)]
+    publishings = [Publishing(a_record(namespace, k), a_location(), 60.0) for k in keys]
+    assert store.publish_many(publishings) == [Publication.ADDED] * len(keys)
+    slot = slot_of(layout.record(namespace, keys[3]))
+    for member in own_cluster.members:
+        member.command("CLUSTER", "DELSLOTS", slot)
+    with open_at(own_cluster.url) as fresh:  # whose map has never had it
+        for one in (store, fresh, store, fresh):
+            found = one.look_up([(namespace, key) for key in keys])
+            assert [isinstance(each, StoreUnavailable) for each in found] == [
+                key == keys[3] for key in keys
+            ]
+            answers = one.publish_many(publishings)
+            assert answers.count(Publication.PRESENT) == len(keys) - 1
+            assert answers[3] is Publication.UNREACHED
+            assert one.locate(namespace, keys)[3] is None
+            with pytest.raises(StoreUnavailable, match="slot"):
+                one.look_up([(namespace, keys[3])])
+
+
+def test_keys_of_one_place_lie_on_one_master(
+    own_cluster: ValkeyCluster, store: MetadataStore, namespace: str
+) -> None:
+    assert store.place_of(namespace, "k0") == "", "nobody was asked yet"
+    store.ping()
+    for key in (f"k{n}" for n in range(30)):
+        port = own_cluster.owner(layout.record(namespace, key)).port
+        assert store.place_of(namespace, key) == f"127.0.0.1:{port}"
+    victim = own_cluster.owner(layout.record(namespace, "k0"))
+    place = store.place_of(namespace, "k0")
+    victim.stop()
+    with pytest.raises(StoreUnavailable):
+        store.locate(namespace, ["k0"])
+    assert store.place_of(namespace, "k0") == place, "who is in doubt keeps his keys"
+    victim.go_on()
+
+
+def test_what_is_not_reached_is_no_miss(
+    own_cluster: ValkeyCluster, store: MetadataStore, namespace: str
+) -> None:
+    items = [(namespace, f"k{n}") for n in range(1200)]  # more than fit in one round trip
+    store.look_up(items)
+    victim = own_cluster.owner(layout.record(*items[-1]))
+    his = [owner is victim for owner in _owners(own_cluster, items)]
+    tokens = [Releasing(*item, "t") for item in items[:64]]
+    for member in (victim, own_cluster.replica_of(victim)):
+        member.stop()
+    found = store.look_up(items)
+    assert [isinstance(one, StoreUnavailable) for one in found] == his
+    assert store.release_many(tokens) == [None if lost else False for lost in his[:64]]
+    # The rest of the second page alone would be nobody's.
+    last = [item for item, lost in zip(items, his, strict=True) if not lost][:700]
+    found = store.look_up([*last, *last[:300], items[-1]])
+    assert found[:-1] == [None] * 1000
+    assert isinstance(found[-1], StoreUnavailable)
+
+
+def _owners(cluster: ValkeyCluster, items: Sequence[tuple[str, str]]) -> list[ServerProcess]:
+    thirds = [cluster.owner(SLOTS * n // MASTERS) for n in range(MASTERS)]
+    return [thirds[slot_of(layout.record(*item)) * MASTERS // SLOTS] for item in items]
 
 
 def test_seeds_that_are_down_and_a_single_one(own_cluster: ValkeyCluster, namespace: str) -> None:

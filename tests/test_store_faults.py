@@ -20,6 +20,7 @@ from store import (
     NodeTaken,
     Publication,
     Publishing,
+    Releasing,
     StoreError,
     StoreFull,
     StoreUnavailable,
@@ -34,12 +35,14 @@ CALLS: dict[str, Callable[[MetadataStore], object]] = {
     "publish_many": lambda store: store.publish_many(
         [Publishing(a_record("ns", f"k{n}"), a_location(), 60.0) for n in range(64)]
     ),
-    "locate": lambda store: store.locate("ns", ["k"] * 32),
+    "look_up": lambda store: store.look_up([("ns", "k")] * 32),
     "withdraw_many": lambda store: store.withdraw_many(
         [Withdrawing("ns", f"k{n}", "node-1", "evicted") for n in range(64)]
     ),
     "claim": lambda store: ask(store, "ns", "a"),
-    "release_claim": lambda store: store.release_claim("ns", "k", token="t"),
+    "release_many": lambda store: store.release_many(
+        [Releasing("ns", f"k{n}", "t") for n in range(64)]
+    ),
     "beat": lambda store: store.beat("node-1", BOOT, 1),
     "leave": lambda store: store.leave("node-1", BOOT),
     "beats": lambda store: store.beats(),

@@ -1,14 +1,13 @@
 """RedisStore: the contract on real servers, and what really lies in them."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 
 from contract_store import BOOT, StoreContract, a_location, a_record
 from contract_store_claims import ClaimContract, ask
 from contract_store_nodes import NodeContract
-from servers import command, flush
+from servers import command, flush, patient
 from store import (
     LOCATIONS_MAX,
     ClaimState,
@@ -18,24 +17,14 @@ from store import (
     Publishing,
     Withdrawing,
     layout,
-    open_store,
 )
-
-# The machine is shared with other tests: a patient store, for what is not about time.
-PATIENT_SECONDS = 5.0
-
-
-def patient(server: EmbeddedServer) -> MetadataStore:
-    return open_store(
-        server.url, call_timeout_seconds=PATIENT_SECONDS, connect_timeout_seconds=PATIENT_SECONDS
-    )
 
 
 class TestValkeyStore(StoreContract, ClaimContract, NodeContract):
     @pytest.fixture
     def store(self, valkey_server: EmbeddedServer) -> Iterator[MetadataStore]:
         flush(valkey_server.url)
-        with patient(valkey_server) as store:
+        with patient(valkey_server.url) as store:
             yield store
 
 
@@ -43,14 +32,14 @@ class TestRedis70Store(StoreContract, ClaimContract, NodeContract):
     @pytest.fixture
     def store(self, redis_server: EmbeddedServer) -> Iterator[MetadataStore]:
         flush(redis_server.url)
-        with patient(redis_server) as store:
+        with patient(redis_server.url) as store:
             yield store
 
 
 @pytest.fixture
 def store(valkey_server: EmbeddedServer) -> Iterator[MetadataStore]:
     flush(valkey_server.url)
-    with patient(valkey_server) as store:
+    with patient(valkey_server.url) as store:
         yield store
 
 
@@ -162,7 +151,7 @@ def test_a_record_with_a_field_missing_is_published_anew(
     assert store.locate(namespace, ["k"]) == [None]
     assert store.publish(a_record(namespace, "k"), a_location()) is Publication.ADDED
     (found,) = store.locate(namespace, ["k"])
-    assert found == replace(a_record(namespace, "k"), locations=(a_location(),))
+    assert found == a_record(namespace, "k")._replace(locations=(a_location(),))
 
 
 def test_one_garbled_copy_does_not_hide_the_others(

@@ -9,21 +9,8 @@ from contract_store import StoreContract, a_location, a_record
 from contract_store_claims import ClaimContract
 from contract_store_nodes import NodeContract
 from sentinels import SERVICE, Sentinels
-from store import MetadataStore, Record, StoreUnavailable, open_store
-
-PATIENT_SECONDS = 5.0
-
-
-def patient(
-    url: str, password: str | None = None, sentinel_password: str | None = None
-) -> MetadataStore:
-    return open_store(
-        url,
-        call_timeout_seconds=PATIENT_SECONDS,
-        connect_timeout_seconds=PATIENT_SECONDS,
-        password=password,
-        sentinel_password=sentinel_password,
-    )
+from servers import patient
+from store import MetadataStore, Record, StoreUnavailable
 
 
 class TestSentinelStore(StoreContract, ClaimContract, NodeContract):

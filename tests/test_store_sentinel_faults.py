@@ -9,6 +9,7 @@ from contract_store import BOOT, a_location, a_record
 from nodes import wait_until
 from sentinels import Sentinels
 from server_process import ServerProcess
+from servers import redis_executable, valkey_executable
 from store import MetadataStore, Publication, StoreUnavailable, open_store
 from store_load import CALL_SECONDS, MARGIN_SECONDS, under_load
 
@@ -26,7 +27,15 @@ def store(own_sentinels: Sentinels) -> Iterator[MetadataStore]:
         yield store
 
 
-@pytest.mark.parametrize("fault", ["killed", "stopped"])
+@pytest.mark.parametrize(
+    ("own_sentinels", "fault"),
+    [
+        pytest.param(valkey_executable, "killed", id="killed"),
+        pytest.param(valkey_executable, "stopped", id="stopped"),
+        pytest.param(redis_executable, "killed", id="killed-redis-7.0"),
+    ],
+    indirect=["own_sentinels"],
+)
 def test_the_master_goes_in_the_middle_of_a_write_load(
     own_sentinels: Sentinels, store: MetadataStore, namespace: str, fault: str
 ) -> None:

@@ -7,19 +7,9 @@ import pytest
 from contract_store import StoreContract
 from contract_store_claims import ClaimContract
 from contract_store_nodes import NodeContract
-from store import MetadataStore, StoreUnavailable, open_store
+from servers import patient
+from store import MetadataStore, StoreUnavailable
 from tls_server import PASSWORD, TlsServer
-
-PATIENT_SECONDS = 5.0
-
-
-def patient(url: str, password: str | None = None) -> MetadataStore:
-    return open_store(
-        url,
-        call_timeout_seconds=PATIENT_SECONDS,
-        connect_timeout_seconds=PATIENT_SECONDS,
-        password=password,
-    )
 
 
 class TestTlsStore(StoreContract, ClaimContract, NodeContract):

@@ -4,7 +4,6 @@ import random
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -205,7 +204,7 @@ class SameAsMemory(RuleBasedStateMachine):
 
 def _sorted(record: Record | None) -> Record | None:
     """The record with its locations in an order that does not depend on the store."""
-    return record and replace(record, locations=tuple(sorted(record.locations, key=str)))
+    return record and record._replace(locations=tuple(sorted(record.locations, key=str)))
 
 
 def test_redis_answers_as_memory_does(store: MetadataStore) -> None:

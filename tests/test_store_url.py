@@ -151,12 +151,6 @@ def test_schemes(scheme: str, topology: str, tls: bool) -> None:
     assert (StoreUrl(scheme).topology, StoreUrl(scheme).tls) == (topology, tls)
 
 
-def test_the_first_host() -> None:
-    both = parse("redis-cluster://b:2,a:1")
-    assert (both.host, both.port) == ("b", 2)
-    assert StoreUrl("unix", path="/s").host == ""
-
-
 @given(
     st.sampled_from(["redis-cluster", "valkeys-sentinel"]),
     st.lists(

@@ -94,8 +94,8 @@ def _legend(result: Result) -> str:
     at_once = [o for o in result.outcomes if o.purpose is Purpose.AT_ONCE]
     if at_once and all(outcome.origin is Origin.ENCODED for outcome in at_once):
         lines.append(
-            "both at once: nobody has it yet, so both encode; "
-            "one encode for a whole fleet comes later."
+            "both at once: both encoded it, where one was to wait for the other; "
+            "without a fault, one encodes for the whole fleet."
         )
     lines.append(
         f"Images encoded, as vLLM's schedulers saw it: {_counts(result.encoder_runs)} "

@@ -135,7 +135,7 @@ def ask_node(path: Path, expects: Mapping[str, str | int]) -> dict[str, Any]:
         hello = Hello(next_request_id(), VERSION, None, dict(expects))
         channel.send(hello, deadline=deadline)
         welcome, descriptors = channel.receive_with_descriptors(deadline)
-        for descriptor in descriptors:  # arena and board, which we do not read
+        for descriptor in descriptors:  # of its memory, which we do not read
             os.close(descriptor)
         reply = channel.call(Stats(next_request_id()), ANSWER_SECONDS)
         channel.send_now(Goodbye(next_request_id()))

@@ -25,7 +25,7 @@ from lookup_buffer.cli.output import (
     size_text,
 )
 from lookup_buffer.cli.records import hits_of, nodes_of, nodes_text, tensor_text, to_json
-from lookup_buffer.messages import is_fingerprint
+from lookup_buffer.fields import is_fingerprint
 from store import MetadataStore, Record
 
 SHOWN_OF_FINGERPRINT = 8

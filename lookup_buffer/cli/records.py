@@ -1,7 +1,6 @@
 """Records as people and programs are shown them."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
 from typing import Any
 
 from lookup_buffer.cli.beat_watch import BeatWatch
@@ -41,7 +40,7 @@ def to_json(record: Record, hits: int, watch: BeatWatch) -> dict[str, Any]:
         "hits": hits,
         "locations": [
             {
-                **asdict(location),
+                **location._asdict(),
                 "checksum": f"{location.checksum:016x}",
                 "alive": watch.alive(location.node, location.boot),
             }

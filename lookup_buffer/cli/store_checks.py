@@ -11,7 +11,7 @@ from lookup_buffer.cli.checks import Check, Verdict, fail, ok, warn
 from lookup_buffer.cli.exits import CommandError, ExitCode
 from lookup_buffer.cli.output import size_text
 from lookup_buffer.errors import ConfigError
-from store import MetadataStore, ServerInfo, StoreError
+from store import MetadataStore, ServerInfo, StoreError, layout
 from store.url import parse
 
 if TYPE_CHECKING:
@@ -84,6 +84,7 @@ def _answering(config: "BufferConfig", store: MetadataStore) -> Iterator[Check]:
     if info is not None and rights.verdict is Verdict.OK:
         yield from _server(config, store, info)
         yield records_check(inspection)
+        yield nodes_check(inspection)
         yield from _fleet(store)
 
 
@@ -155,6 +156,16 @@ def records_check(inspection: "Inspection") -> Check:
     )
 
 
+def nodes_check(inspection: "Inspection") -> Check:
+    """Where something foreign stands in their place, nodes cannot say that they live, or where."""
+    foreign = inspection.foreign_nodes()
+    if not foreign:
+        return ok("nodes", "their keys are theirs")
+    named = ", ".join(f"{name} is a {kind}" for name, kind in list(foreign.items())[:NAMED_MAX])
+    verdict = Verdict.FAIL if layout.NODES in foreign else Verdict.WARN
+    return Check("nodes", verdict, f"not theirs: {named}", f"UNLINK it: {' '.join(foreign)}")
+
+
 def version_check(info: ServerInfo) -> Check:
     found = f"{info.product} {info.version}"
     oldest = OLDEST.get(info.product)
@@ -174,7 +185,7 @@ def policy_check(info: ServerInfo) -> Check:
             "store policy", f"{info.policy} evicts what is in use as soon as what is not", advice
         )
     if info.policy == "noeviction":
-        found = "noeviction: a full server refuses new records until old ones expire"
+        found = "noeviction: a full server refuses new records, and renewals until records expire"
         return warn("store policy", found, advice)
     if info.policy.startswith("allkeys-"):
         found = f"{info.policy} may also evict what never expires, as the list of nodes"

@@ -1,18 +1,16 @@
 """The locator that asks the store each time, many keys at once, on a thread of its own.
 
-Questions that arrive while a round trip is under way go out together in the next one. A breaker
-keeps a dead store from costing every question its timeout.
+Questions that arrive while a round trip is under way go out together in the next one. A breaker for
+each server of the store keeps a dead one from costing every question its timeout.
 """
 
 import asyncio
-import itertools
 import queue
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 from lookup_buffer.inventory import Address
 from lookup_buffer.node.breaker import Breaker
@@ -20,7 +18,7 @@ from lookup_buffer.node.directory import Directory
 from lookup_buffer.node.locator import NOT_REACHED, Answer, Located, Locator, located
 from lookup_buffer.node.loop import call_from_thread
 from lookup_buffer.node.storage import Storage
-from store import StoreError
+from store import Record, StoreError, StoreUnavailable
 
 QUESTIONS_MAX = 512
 """Bound on the questions of one round trip."""
@@ -36,13 +34,24 @@ class _Question:
 
 @dataclass(slots=True)
 class _Poll:
+    loop: asyncio.AbstractEventLoop
     notify: Callable[[], None]
-    pauses: Iterable[float] = field(
-        default_factory=lambda: itertools.chain(
-            LOOK_AGAIN_SECONDS, itertools.repeat(LOOK_AGAIN_SECONDS[-1])
-        )
-    )
+    looks: int = 0
     timer: asyncio.TimerHandle | None = None
+
+    def begin(self) -> None:
+        last = len(LOOK_AGAIN_SECONDS) - 1
+        pause_seconds = LOOK_AGAIN_SECONDS[min(self.looks, last)]
+        self.timer = self.loop.call_later(pause_seconds, self._look)
+
+    def cancel(self) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
+
+    def _look(self) -> None:
+        self.looks += 1
+        self.begin()
+        self.notify()
 
 
 @dataclass(slots=True)
@@ -52,7 +61,12 @@ class AskingLocator(Locator):
     directory: Directory
     clock: Callable[[], float] = time.monotonic
     _questions: "queue.SimpleQueue[_Question | None]" = field(default_factory=queue.SimpleQueue)
+    _breakers: defaultdict[str, Breaker] = field(init=False)
+    """Of each server, by its name. Used on the thread."""
     _thread: threading.Thread | None = None
+
+    def __post_init__(self) -> None:
+        self._breakers = defaultdict(lambda: Breaker(self.clock))
 
     def start(self) -> None:
         self._thread = threading.Thread(target=self._run, name="lb-locate", daemon=True)
@@ -64,17 +78,16 @@ class AskingLocator(Locator):
     def known(self, namespace: str, keys: Sequence[str]) -> list[bool | None]:
         return [None] * len(keys)
 
+    def forget(self, address: Address) -> None:
+        """Nothing was kept."""
+
+    def tick(self) -> None:
+        """Nothing was kept, so nothing is out of date."""
+
     def watch(self, address: Address, notify: Callable[[], None]) -> Callable[[], None]:
-        poll = _Poll(notify)
-        self._again(poll, iter(poll.pauses))
-        return partial(_cancel, poll)
-
-    def _again(self, poll: _Poll, pauses: "Iterable[float]") -> None:
-        def look() -> None:
-            self._again(poll, pauses)
-            poll.notify()
-
-        poll.timer = self.loop.call_later(next(iter(pauses)), look)
+        poll = _Poll(self.loop, notify)
+        poll.begin()
+        return poll.cancel
 
     def close(self) -> None:
         self._questions.put(None)
@@ -82,7 +95,6 @@ class AskingLocator(Locator):
             self._thread.join(timeout=2.0)
 
     def _run(self) -> None:
-        breaker = Breaker(self.clock)
         while (first := self._questions.get()) is not None:
             asked = [first]
             while len(asked) < QUESTIONS_MAX and not self._questions.empty():
@@ -91,35 +103,40 @@ class AskingLocator(Locator):
                     self._questions.put(None)
                     break
                 asked.append(following)
-            found = self._locate(
-                {item for question in asked for item in question.addresses}, breaker
-            )
+            found = self._locate({item for question in asked for item in question.addresses})
             for question in asked:
                 answers = [found[address] for address in question.addresses]
                 call_from_thread(self.loop, question.answer, answers)
 
-    def _locate(self, addresses: Iterable[Address], breaker: Breaker) -> dict[Address, Located]:
+    def _locate(self, addresses: Iterable[Address]) -> dict[Address, Located]:
         found = dict.fromkeys(addresses, NOT_REACHED)
-        if not breaker.allows():
-            return found
-        keys_by_namespace = defaultdict(list)
-        for namespace, key in found:
-            keys_by_namespace[namespace].append(key)
-        try:
-            store = self.storage.store()
-            for namespace, keys in keys_by_namespace.items():
-                records = store.locate(namespace, keys)
-                self.directory.meet(store, records)
-                for key, record in zip(keys, records, strict=True):
-                    found[namespace, key] = located(record, self.directory)
-        except StoreError:
-            breaker.failed()
-        else:
-            breaker.succeeded()
+        groups = defaultdict(list)
+        for address in found:
+            groups[self.storage.place_of(address)].append(address)
+        asked = {p: group for p, group in groups.items() if self._breakers[p].allows()}
+        records = self._look_up([address for group in asked.values() for address in group])
+        for place, group in asked.items():
+            if all(address not in records for address in group):
+                self._breakers[place].failed()
+            else:
+                self._breakers[place].succeeded()
+        for address, record in records.items():
+            found[address] = located(record, self.directory)
         return found
 
-
-def _cancel(poll: _Poll) -> None:
-    if poll.timer is not None:
-        poll.timer.cancel()
-        poll.timer = None
+    def _look_up(self, addresses: Sequence[Address]) -> dict[Address, Record | None]:
+        """What is known of them; nothing of those whose server was not reached."""
+        if not addresses:
+            return {}
+        try:
+            store = self.storage.store()
+            answers = store.look_up(addresses)
+        except StoreError:
+            return {}
+        records = {
+            address: answer
+            for address, answer in zip(addresses, answers, strict=True)
+            if not isinstance(answer, StoreUnavailable)
+        }
+        self.directory.meet(store, records.values())
+        return records

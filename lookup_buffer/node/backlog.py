@@ -7,7 +7,7 @@ the inventory, a store that lost its data) comes behind them and at a bounded pa
 
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from lookup_buffer.inventory import Address
@@ -32,6 +32,8 @@ class Change:
     reason: str
     claim_token: str | None = None
     """Of the claim under which it was produced; the publication drops it."""
+    paced: bool = field(default=False, compare=False)
+    """Written before, and now again: behind what is fresh, and at a bounded pace."""
 
 
 class Backlog:
@@ -54,16 +56,14 @@ class Backlog:
         with self._lock:
             self._pace.per_second = per_second
             for address in addresses:
-                if address not in self._fresh:
-                    self._again.setdefault(address, Change(address, ""))
+                self._add_again(Change(address, "", paced=True))
 
     def repeat_recent(self) -> None:
         """Write again what was written within the last minute."""
         with self._lock:
             self._forget_old()
-            for address, (_, change) in self._recent.items():
-                if address not in self._fresh:
-                    self._again.setdefault(address, change)
+            for _, change in self._recent.values():
+                self._add_again(change)
 
     def take(self, most: int = BATCH) -> list[Change]:
         """What to write now, out of the backlog. Give it back by `put_back` where that fails."""
@@ -72,15 +72,21 @@ class Backlog:
             self._forget_old()
             for change in fresh:
                 self._recent.pop(change.address, None)
-                written = replace(change, claim_token=None)
+                written = replace(change, claim_token=None, paced=True)
                 self._recent[change.address] = (self._clock(), written)
             room = self._pace.take(min(most - len(fresh), len(self._again)))
             return fresh + _pop_first(self._again, room)
 
     def put_back(self, changes: Iterable[Change]) -> None:
-        """These were not written. What changed meanwhile stays as it is."""
+        """These were not written: each goes back to where it came from, behind the others there.
+
+        What changed meanwhile stays as it is.
+        """
         with self._lock:
             for change in changes:
+                if change.paced:
+                    self._add_again(change)
+                    continue
                 newer = self._fresh.pop(change.address, None)
                 self._add(change)
                 if newer is not None:
@@ -105,6 +111,10 @@ class Backlog:
         self._fresh[change.address] = change
         if len(self._fresh) > FRESH_MAX:
             del self._fresh[next(iter(self._fresh))]
+
+    def _add_again(self, change: Change) -> None:
+        if change.address not in self._fresh:
+            self._again.setdefault(change.address, change)
 
     def _forget_old(self) -> None:
         bound = self._clock() - RECENT_SECONDS

@@ -1,18 +1,19 @@
 """Claims: the right to produce a key, one holder in the fleet, with a lease.
 
-The store decides; a store that is down or slow grants. A claim belongs to the engine whose client
-took it (to the session of a client that is no engine): asking again renews it, the publication of
-what the engine inserts drops it, and it is given back on request, when the session that last asked
-for it ends, or by its lease if nobody can. Called on the loop's thread; the store is asked on a
-thread of this module's.
+The store decides; a store that is down or slow grants, and so does a server of its cluster for the
+keys that it has. A claim belongs to the engine whose client took it (to the session of a client
+that is no engine): asking again renews it, the publication of what the engine inserts drops it, and
+it is given back on request, when the session that last asked for it ends, or by its lease if nobody
+can. Called on the loop's thread; the store is asked in `lines`, which have threads of their own.
 """
 
 import asyncio
 import hashlib
 import secrets
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -22,13 +23,14 @@ from lookup_buffer.messages import Claim, ReleaseClaim
 from lookup_buffer.node.breaker import Breaker
 from lookup_buffer.node.directory import Directory
 from lookup_buffer.node.identity import Identity
+from lookup_buffer.node.lines import Lines
 from lookup_buffer.node.loop import call_from_thread
 from lookup_buffer.node.registrar import Registrar
 from lookup_buffer.node.session import Session
 from lookup_buffer.node.shelf import Shelf
 from lookup_buffer.node.storage import Storage
-from lookup_buffer.node.waiting import Waiting
-from store import ClaimAnswer, ClaimState, StoreError, StoreFull
+from lookup_buffer.node.waiting import Vigil, Waiting
+from store import ClaimAnswer, ClaimState, Releasing, StoreError, StoreFull
 
 Answer = Callable[[dict[str, Any]], None]
 Owner = str | int
@@ -38,7 +40,15 @@ ANSWER_SECONDS = 0.4
 """Well within what a client waits for an answer, however many claims wait for a slow store."""
 INTENT_SECONDS_MAX = 1.0
 """Who only means to produce a key may not keep others waiting for longer."""
+CLOSE_SECONDS = 1.0
+"""For what is still to be given back when the node ends; leases end the rest."""
+FORGET_SECONDS = 1.0
+"""How long after the end of a lease it is forgotten."""
 STORED = {"outcome": "stored", "holder": "", "state": "", "remaining_seconds": 0.0}
+
+
+def _nobody(fields: dict[str, Any]) -> None:
+    """Who is told of a release that no client asked for."""
 
 
 @dataclass(slots=True, eq=False)
@@ -60,8 +70,7 @@ class _Question:
     """Something happened to the key while the store was asked."""
     lease_end: asyncio.TimerHandle | None = None
     """Looks again when the holder's lease is over."""
-    stop: list[Callable[[], None]] = field(default_factory=list)
-    """What to call once it is answered."""
+    vigil: Vigil | None = None
 
 
 @dataclass(slots=True)
@@ -81,11 +90,7 @@ class Claims:
     registrar: Registrar
     _held: dict[tuple[Owner, Address], _Holding] = field(default_factory=dict)
     _secret: bytes = field(default_factory=lambda: secrets.token_bytes(16))
-    _threads: ThreadPoolExecutor = field(
-        default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="lb-claim")
-    )
-    _breaker: Breaker = field(default_factory=lambda: Breaker(time.monotonic))
-    """Used on that one thread."""
+    _lines: Lines = field(default_factory=lambda: Lines("lb-claim"))
 
     def claim(
         self, session: Session, request: Claim, wanted: Callable[[], bool], answer: Answer
@@ -110,23 +115,30 @@ class Claims:
             self._token(session, address),
         )
         if request.wait_seconds:
-            vigil = self.waiting.watch(address, question.until, partial(self._look, question))
-            question.stop.append(vigil.cancel)
+            look = partial(self._look, question)
+            question.vigil = self.waiting.watch(address, question.until, look)
         self._look(question)
 
     def release(self, session: Session, request: ReleaseClaim, answer: Answer) -> None:
         """Answers released: whether the claim was still this engine's."""
         address = (request.namespace, request.key)
         self._held.pop((_owner(session), address), None)
-        self._threads.submit(self._release, address, self._token(session, address), answer)
+        self._give_back([address], session, answer)
 
     def release_all(self, session: Session) -> None:
         """The session has ended."""
+        groups = defaultdict(list)
         for (owner, address), holding in list(self._held.items()):
             if holding.session is session:
                 del self._held[owner, address]
-                token = self._token(session, address)
-                self._threads.submit(self._release, address, token, _nobody)
+                groups[self.storage.place_of(address)].append(address)
+        for addresses in groups.values():
+            self._give_back(addresses, session)
+
+    def holds(self, session: Session, address: Address) -> bool:
+        """Whether this engine has the claim, as far as is known here."""
+        holding = self._held.get((_owner(session), address))
+        return holding is not None and holding.ends_at > time.monotonic()
 
     def inserted(self, session: Session, address: Address) -> None:
         """What this engine has a claim for is here: its publication drops the claim."""
@@ -134,7 +146,8 @@ class Claims:
             self.registrar.changed(address, "", self._token(session, address))
 
     def close(self) -> None:
-        self._threads.shutdown(wait=True, cancel_futures=False)
+        """Bounded."""
+        self._lines.close(CLOSE_SECONDS)
 
     # -- one question, on the loop's thread
 
@@ -151,7 +164,8 @@ class Claims:
         else:
             question.asking, question.look_again = True, False
             bound = self.loop.call_later(ANSWER_SECONDS, self._granted_unasked, question)
-            self._threads.submit(self._ask, question, bound)
+            place = self.storage.place_of(question.address)
+            self._lines.submit(place, partial(self._ask, question, bound))
 
     def _known_elsewhere(self, address: Address) -> bool:
         namespace, key = address
@@ -167,9 +181,11 @@ class Claims:
             # Inserted here since it was asked for: of copies on this node the record says nothing.
             stored = True
             if found.granted:
-                self._threads.submit(self._release, question.address, question.token, _nobody)
+                self._give_back([question.address], question.session)
         if found.granted and not stored:
             self._hold(question)
+        if stored:  # else who asks for it at once may be told by the mirror that nobody has it
+            self.waiting.locator.forget(question.address)
         if question.answered:
             return  # granted unasked, when the store was slow
         if stored:
@@ -197,8 +213,8 @@ class Claims:
         if question.answered:
             return
         question.answered = True
-        for stop in question.stop:
-            stop()
+        if question.vigil is not None:
+            question.vigil.cancel()
         if question.lease_end is not None:
             question.lease_end.cancel()
         if question.wanted():
@@ -216,17 +232,29 @@ class Claims:
                 # only now, must not give back what it goes on with.
                 holding.session = question.session
         elif question.wanted():
-            self._held[owner, address] = _Holding(question.session, ends_at)
+            holding = self._held[owner, address] = _Holding(question.session, ends_at)
+            self._forget_at_end((owner, address), holding)
         else:
             # Nobody is told of it, so nobody would ever give it back.
-            self._threads.submit(self._release, address, question.token, _nobody)
-            return
-        self.loop.call_later(question.lease_seconds + 1.0, self._forget, owner, address)
+            self._give_back([address], question.session)
 
-    def _forget(self, owner: Owner, address: Address) -> None:
-        holding = self._held.get((owner, address))
-        if holding is not None and holding.ends_at <= time.monotonic():
-            del self._held[owner, address]
+    def _forget_at_end(self, held: tuple[Owner, Address], holding: _Holding) -> None:
+        """When its lease, however often renewed, has surely ended. One timer a holding."""
+        if self._held.get(held) is not holding:
+            return
+        left = holding.ends_at - time.monotonic()
+        if left <= 0:
+            del self._held[held]
+        else:
+            self.loop.call_later(left + FORGET_SECONDS, self._forget_at_end, held, holding)
+
+    def _give_back(
+        self, addresses: Sequence[Address], session: Session, answer: Answer = _nobody
+    ) -> None:
+        """Those of one place, together."""
+        releasings = [Releasing(*each, self._token(session, each)) for each in addresses]
+        place = self.storage.place_of(addresses[0])
+        self._lines.submit(place, partial(self._release, releasings, answer))
 
     @property
     def _holder(self) -> str:
@@ -237,10 +265,10 @@ class Claims:
         text = "\0".join((str(_owner(session)), *address)).encode("utf-8", "surrogatepass")
         return hashlib.blake2b(text, key=self._secret, digest_size=8).hexdigest()
 
-    # -- the thread
+    # -- in a line
 
-    def _ask(self, question: _Question, bound: asyncio.TimerHandle) -> None:
-        if not self._breaker.allows():
+    def _ask(self, question: _Question, bound: asyncio.TimerHandle, breaker: Breaker) -> None:
+        if not breaker.allows():
             call_from_thread(self.loop, self._granted_unasked, question)
             return
         try:
@@ -252,33 +280,30 @@ class Claims:
                 state=question.state,
                 lease_seconds=question.lease_seconds,
             )
-            self.directory.meet(store, [found.record])
-            stored = found.record is not None and bool(self.directory.sources(found.record))
-            if stored and found.granted:
-                store.release_claim(*question.address, token=question.token)
         except StoreError as error:
             if isinstance(error, StoreFull):
-                self._breaker.succeeded()  # it answers, and releases still pass
+                breaker.succeeded()  # it answers, and releases still pass
             else:
-                self._breaker.failed()
+                breaker.failed()
             call_from_thread(self.loop, self._granted_unasked, question)
             return
-        self._breaker.succeeded()
+        breaker.succeeded()
+        self.directory.meet(store, [found.record])
+        stored = found.record is not None and bool(self.directory.sources(found.record))
+        if stored and found.granted:
+            with suppress(StoreError):  # the lease will end it
+                store.release_claim(*question.address, token=question.token)
         call_from_thread(self.loop, self._answered, question, bound, found, stored)
 
-    def _release(self, address: Address, token: str, answer: Answer) -> None:
-        released = False
-        if self._breaker.allows():
+    def _release(self, releasings: Sequence[Releasing], answer: Answer, breaker: Breaker) -> None:
+        released: list[bool | None] = []
+        if breaker.allows():
             try:
-                released = self.storage.store().release_claim(*address, token=token)
-                self._breaker.succeeded()
+                released = self.storage.store().release_many(releasings)
+                breaker.succeeded()
             except StoreError:
-                self._breaker.failed()  # the lease will end it
-        call_from_thread(self.loop, answer, {"released": released})
-
-
-def _nobody(fields: dict[str, Any]) -> None:
-    """Who is told of a release that no client asked for."""
+                breaker.failed()  # the leases will end them
+        call_from_thread(self.loop, answer, {"released": released == [True]})
 
 
 def _owner(session: Session) -> Owner:

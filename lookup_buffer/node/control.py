@@ -15,6 +15,7 @@ from typing import Any
 
 from lookup_buffer.arena import adopt_staging
 from lookup_buffer.counters import Counters
+from lookup_buffer.elsewhere import Elsewhere
 from lookup_buffer.errors import LookupBufferError, NodeRefused, ProtocolError
 from lookup_buffer.messages import (
     VERSION,
@@ -44,6 +45,7 @@ class Control:
     desk: Desk
     identity: Identity
     counters: Counters
+    elsewhere: Elsewhere
     expects: Mapping[str, str | int]
     """What a client's configuration must say of this node; see `Hello.expects`."""
     idle_since: float = field(default_factory=time.monotonic)
@@ -148,7 +150,9 @@ class Control:
             "boot": self.identity.boot,
             "arena_bytes": shelf.arena.nbytes,
         }
-        connection.send_with_descriptors(fields, [shelf.arena.fd, shelf.board.fd])
+        connection.send_with_descriptors(
+            fields, [shelf.arena.fd, shelf.board.fd, self.elsewhere.fd]
+        )
 
     def _join(self, connection: Connection, request: Join) -> None:
         session = self._sessions.get(request.session)

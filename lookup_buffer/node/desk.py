@@ -17,9 +17,11 @@ from lookup_buffer.errors import BufferFull, LookupBufferError, ProtocolError
 from lookup_buffer.inventory import Address
 from lookup_buffer.messages import (
     Claim,
+    ClaimAll,
     Contains,
     Describe,
     Done,
+    Encoding,
     Insert,
     Prefetch,
     Release,
@@ -28,8 +30,10 @@ from lookup_buffer.messages import (
     Select,
     Stats,
     Touch,
+    Unclaim,
     failure,
 )
+from lookup_buffer.node.claim_sets import ClaimSets
 from lookup_buffer.node.claims import Claims
 from lookup_buffer.node.connection import Connection
 from lookup_buffer.node.intake import Intake
@@ -54,6 +58,7 @@ class Desk:
     locator: Locator
     registrar: Registrar
     claims: Claims
+    claim_sets: ClaimSets
     counters: Counters
     waiting: Waiting
     intake: Intake
@@ -73,6 +78,7 @@ class Desk:
             sessions.pop(session.id, None)
             if not sessions:
                 del self._attached[session.seat.engine_id]
+        self.claim_sets.end(session)
         self.claims.release_all(session)
 
     def release_all(self, session: Session) -> None:
@@ -107,6 +113,12 @@ class Desk:
                 self.claims.release(
                     session, request, functools.partial(_reply, connection, request)
                 )
+            case ClaimAll():
+                self.claim_sets.ask(session, request, functools.partial(_tell, session, request))
+            case Encoding():
+                self.claim_sets.encoding(session, request)
+            case Unclaim():
+                self.claim_sets.unclaim(session, request)
             case Describe():
                 self.registrar.describe(request.namespace, request.parts)
             case Stats():
@@ -171,7 +183,7 @@ class Desk:
             _reply(connection, request, {"fetching": nbytes})
 
         until = self.loop.time() + request.wait_seconds
-        Selection(self.loop, self.resolver, self.waiting, address, until, look, fetching).attempt()
+        Selection(self.loop, self.resolver, self.waiting, address, until, look, fetching).begin()
 
     def _hand_over(
         self, connection: Connection, session: Session, request: Select, held: Held
@@ -284,6 +296,10 @@ class Desk:
 
 def _reply(connection: Connection, request: Request, fields: dict[str, Any]) -> None:
     connection.send({"id": request.id, **fields})
+
+
+def _tell(session: Session, request: Request, event: dict[str, Any]) -> None:
+    session.anchor.send({"id": request.id, **event})
 
 
 def _push(session: Session, request: Request, entries: list[tuple[int, dict[str, Any]]]) -> None:

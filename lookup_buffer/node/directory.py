@@ -8,10 +8,11 @@ for the registrar to withdraw.
 import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 
 from lookup_buffer.inventory import Address
 from lookup_buffer.liveness import DEAD_AFTER_SECONDS, Liveness
-from store import Location, MetadataStore, NodeInfo, Record
+from store import Location, MetadataStore, NodeInfo, Record, StoreError
 
 REFRESH_SECONDS_MIN = 0.05
 """An unknown node in a record refreshes the directory at most this often."""
@@ -93,11 +94,11 @@ class Directory:
     def meet(self, store: MetadataStore, records: Iterable[Record | None]) -> None:
         """Read the directory if one of the records names a node that was never seen.
 
-        Raises:
-            StoreError: the store did not answer.
+        Where the store does not answer, that node counts as dead until the next beat reads it.
         """
         if not all(self.knows(at) for record in records if record for at in record.locations):
-            self.refresh(store)
+            with suppress(StoreError):
+                self.refresh(store)
 
     def sources(self, record: Record) -> tuple[tuple[Location, str], ...]:
         """(location, endpoint) of the other nodes that live and hold `record`."""

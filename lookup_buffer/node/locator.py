@@ -54,6 +54,14 @@ class Locator(ABC):
         """Whether a live node holds each key; None where that is not known without asking."""
 
     @abstractmethod
+    def forget(self, address: Address) -> None:
+        """The store has told something newer of this key, on another way: ask it when asked."""
+
+    @abstractmethod
+    def tick(self) -> None:
+        """To be called a few times a second, after it was looked for who has died."""
+
+    @abstractmethod
     def watch(self, address: Address, notify: Callable[[], None]) -> Callable[[], None]:
         """Call `notify` when the record or the claim of a key may have changed; until cancelled.
 

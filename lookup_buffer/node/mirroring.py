@@ -12,16 +12,17 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from lookup_buffer.elsewhere import Elsewhere
 from lookup_buffer.inventory import Address
 from lookup_buffer.node.directory import Directory
 from lookup_buffer.node.locator import NOT_REACHED, Answer, Located, Locator, located
 from lookup_buffer.node.loop import call_from_thread
 from lookup_buffer.node.storage import Storage
-from store import Record, StoreError
+from store import Found, Record
 
 if TYPE_CHECKING:  # it imports redis-py, for which a starting node does not wait
     from store.entries import Entry
-    from store.mirror import Found, Mirror
+    from store.mirror import Mirror
 
 OPEN_AGAIN_SECONDS = 1.0
 
@@ -30,7 +31,7 @@ OPEN_AGAIN_SECONDS = 1.0
 class _Question:
     addresses: Sequence[Address]
     answer: Answer
-    records: dict[Address, "Found"] = field(default_factory=dict)
+    records: dict[Address, Found] = field(default_factory=dict)
     left: int = 0
 
 
@@ -47,6 +48,12 @@ class MirrorLocator(Locator):
     loop: asyncio.AbstractEventLoop
     storage: Storage
     directory: Directory
+    elsewhere: Elsewhere
+    """Told what is known to be held by others, for clients to see."""
+    _epoch: int = -1
+    """Of the directory, when verdicts of this round began."""
+    _round: int = 0
+    """Verdicts of earlier rounds are out of date, and what was listed by them is struck off."""
     _mirror: "Mirror | None" = None
     _waiting: list[_Question | _Watch] = field(default_factory=list)
     """What was asked before the store was open."""
@@ -70,18 +77,26 @@ class MirrorLocator(Locator):
     def known(self, namespace: str, keys: Sequence[str]) -> list[bool | None]:
         if self._mirror is None:
             return [None] * len(keys)
-        entry_of = self._mirror.entries(namespace).get
-        epoch = self.directory.epoch
+        self._turn()
+        entry_of, this_round = self._mirror.entries(namespace).get, self._round
         found: list[bool | None] = []
         for key in keys:
             entry = entry_of(key)
             if entry is None:
                 found.append(None)
-            elif entry.verdict_epoch == epoch:
+            elif entry.verdict_epoch == this_round:
                 found.append(entry.verdict)
             else:
-                found.append(self._judge(entry, epoch))
+                found.append(self._judge((namespace, key), entry))
         return found
+
+    def forget(self, address: Address) -> None:
+        if self._mirror is not None:
+            self._mirror.forget(*address)
+
+    def tick(self) -> None:
+        self._turn()
+        self.elsewhere.confirm()
 
     def watch(self, address: Address, notify: Callable[[], None]) -> Callable[[], None]:
         watch = _Watch(address, notify)
@@ -116,7 +131,7 @@ class MirrorLocator(Locator):
             return
         waiting, self._waiting = self._waiting, []
         if opened.exception() is None:
-            self._mirror = mirror = self.storage.mirror(self.loop, self._thread)
+            self._mirror = mirror = self.storage.mirror(self.loop, self._thread, self._forgotten)
             for asked in waiting:
                 if isinstance(asked, _Question):
                     self._ask(mirror, asked)
@@ -148,7 +163,7 @@ class MirrorLocator(Locator):
         for namespace, keys in keys_by_namespace.items():
 
             def answered(
-                found: "list[Found]", namespace: str = namespace, keys: list[str] = keys
+                found: list[Found], namespace: str = namespace, keys: list[str] = keys
             ) -> None:
                 for key, one in zip(keys, found, strict=True):
                     question.records[namespace, key] = one
@@ -161,35 +176,52 @@ class MirrorLocator(Locator):
     def _answered(self, question: _Question) -> None:
         records = [r for r in question.records.values() if isinstance(r, Record)]
         if all(self.directory.knows(at) for record in records for at in record.locations):
-            question.answer([self._located(question.records[a]) for a in question.addresses])
+            self._met(question)
             return
         # A node that was never seen: read the directory first, on the other thread.
         met = self._thread.submit(self._meet, records)
         met.add_done_callback(lambda _: call_from_thread(self.loop, self._met, question))
 
     def _meet(self, records: Sequence[Record]) -> None:
-        try:
-            self.directory.meet(self.storage.store(), records)
-        except StoreError:
-            pass  # then it counts as dead, until the next beat reads the directory
+        self.directory.meet(self.storage.store(), records)
 
     def _met(self, question: _Question) -> None:
         question.answer([self._located(question.records[a]) for a in question.addresses])
 
-    def _located(self, found: "Found") -> Located:
+    def _located(self, found: Found) -> Located:
         if found is None or isinstance(found, Record):
             return located(found, self.directory)
         return NOT_REACHED
 
-    def _judge(self, entry: "Entry", epoch: int) -> bool | None:
-        """Whether a node that lives holds it; None where one would have to be met first."""
+    def _judge(self, address: Address, entry: "Entry") -> bool | None:
+        """Whether a node that lives holds it; None where one would have to be met first, or where
+        it is too long ago that there was no record."""
         record = entry.record
-        if (
-            record is not None
-            and entry.read_at > self.directory.refreshed_at
-            and not all(map(self.directory.knows, record.locations))
+        if record is None:
+            return None if entry.until < self.loop.time() else False
+        if entry.read_at > self.directory.refreshed_at and not all(
+            map(self.directory.knows, record.locations)
         ):
             return None
         entry.verdict = bool(located(record, self.directory).sources)
-        entry.verdict_epoch = epoch
+        entry.verdict_epoch = self._round
+        if entry.verdict:
+            self.elsewhere.list(address)
         return entry.verdict
+
+    def _turn(self) -> None:
+        """See whether nodes came or went, after which all has to be judged anew."""
+        if self.directory.epoch != self._epoch:
+            self._epoch = self.directory.epoch
+            self._judge_anew()
+
+    def _judge_anew(self) -> None:
+        self._round += 1
+        self.elsewhere.strike_all()
+
+    def _forgotten(self, address: Address | None) -> None:
+        """The mirror no longer knows the key, or many keys at once."""
+        if address is None:
+            self._judge_anew()
+        else:
+            self.elsewhere.strike(address)

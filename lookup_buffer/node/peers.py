@@ -14,12 +14,12 @@ from typing import Any
 from lookup_buffer.config import parse_tcp
 from lookup_buffer.counters import Counters
 from lookup_buffer.errors import BufferFull, LookupBufferError, ProtocolError
+from lookup_buffer.fields import is_fingerprint
 from lookup_buffer.header import PayloadHeader
 from lookup_buffer.inventory import Address
 from lookup_buffer.link import Link, accept_handshake
 from lookup_buffer.node.shelf import Held, Shelf
 from lookup_buffer.wire import Frame
-from store.record import check_namespace
 
 CONNECTIONS_MAX = 128
 HANDSHAKE_SECONDS = 2.0
@@ -140,10 +140,8 @@ class PeerServer:
         namespace, key = request.get("namespace"), request.get("key")
         if not isinstance(namespace, str) or not isinstance(key, str):
             raise ProtocolError("a request names a namespace and a key")
-        try:
-            check_namespace(namespace)
-        except ValueError as error:
-            raise ProtocolError(str(error)) from error
+        if not is_fingerprint(namespace):
+            raise ProtocolError("that is no namespace")
         return namespace, key
 
     def _hold(self, address: Address, request: Any) -> Held | None:

@@ -20,6 +20,7 @@ from store import (
     Publication,
     Publishing,
     Record,
+    Releasing,
     StoreError,
     StoreUnavailable,
     Withdrawing,
@@ -82,15 +83,13 @@ class Publisher:
         outcomes = store.withdraw_many(
             [Withdrawing(*change.address, node, change.reason or "gone") for change in changes]
         )
-        for change in changes:
-            if change.claim_token is not None:
-                store.release_claim(*change.address, token=change.claim_token)
-        return [change for change, gone in zip(changes, outcomes, strict=True) if gone is None]
+        unreached = [change for change, gone in zip(changes, outcomes, strict=True) if gone is None]
+        return unreached + self._release(store, [c for c in changes if c not in unreached])
 
     def _publish(
         self, store: MetadataStore, publishings: Mapping[Change, Publishing]
     ) -> list[Change]:
-        full, unreached = [], []
+        full, unreached, unpublished = [], [], []
         outcomes = store.publish_many(list(publishings.values()))
         for (change, publishing), outcome in zip(publishings.items(), outcomes, strict=True):
             match outcome:
@@ -100,30 +99,36 @@ class Publisher:
                     unreached.append(change)
                 case Publication.REFUSED:
                     self.counters.add("publish_refused")
-                    self._release(store, publishing)
+                    unpublished.append(change)
                 case Publication.CONFLICT:
                     self.counters.add("publish_conflict")
-                    self._release(store, publishing)
+                    unpublished.append(change)
         if full:
             self._make_room(store, full)
-        return unreached
+        return unreached + self._release(store, unpublished)
 
-    def _release(self, store: MetadataStore, publishing: Publishing) -> None:
-        """Not published: whoever waits for the claim's holder waits in vain."""
-        if publishing.claim_token is not None:
-            record = publishing.record
-            store.release_claim(record.namespace, record.key, token=publishing.claim_token)
+    def _release(self, store: MetadataStore, changes: Sequence[Change]) -> list[Change]:
+        """Nothing to publish: whoever waits for the claims' holder waits in vain. As `_write`."""
+        claimed = [
+            (change, Releasing(*change.address, change.claim_token))
+            for change in changes
+            if change.claim_token is not None
+        ]
+        if not claimed:
+            return []
+        outcomes = store.release_many([releasing for _, releasing in claimed])
+        return [c for (c, _), released in zip(claimed, outcomes, strict=True) if released is None]
 
     def _make_room(self, store: MetadataStore, publishings: Sequence[Publishing]) -> None:
         """Where the dead take the places of a record, put this node in theirs."""
         dead: list[Withdrawing] = []
         again = []
-        records = self._locate(store, publishings)
+        records = store.look_up([(one.record.namespace, one.record.key) for one in publishings])
         self.directory.refresh(store)  # after the reading: see Directory.dead_seconds
         for publishing, record in zip(publishings, records, strict=True):
             of_dead = [
                 _void(publishing.record.namespace, publishing.record.key, location)
-                for location in (record.locations if record else ())
+                for location in (record.locations if isinstance(record, Record) else ())
                 if self.directory.dead_seconds(location) > 0
             ]
             if of_dead:
@@ -132,19 +137,6 @@ class Publisher:
         if dead:
             store.withdraw_many(dead)
             store.publish_many(again)
-
-    def _locate(
-        self, store: MetadataStore, publishings: Sequence[Publishing]
-    ) -> list[Record | None]:
-        keys: dict[str, list[str]] = {}
-        for one in publishings:
-            keys.setdefault(one.record.namespace, []).append(one.record.key)
-        found = {
-            (namespace, key): record
-            for namespace, asked in keys.items()
-            for key, record in zip(asked, store.locate(namespace, asked), strict=True)
-        }
-        return [found[one.record.namespace, one.record.key] for one in publishings]
 
     def _publishing(self, item: Item, change: Change) -> Publishing:
         header = item.header

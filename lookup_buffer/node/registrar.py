@@ -2,14 +2,15 @@
 
 It keeps Redis true to the shelf: changes go into a backlog, which its publisher writes in batches.
 It also beats, refreshes the directory, strikes off nodes that are long dead, flushes counters, and
-writes all items again every third of a record's life, and at once when Redis lost its data.
+writes all items again every third of a record's life, and at once when Redis lost its data. What
+fails is said in the log and tried again, bugs too: a registrar that ended would leave a node that
+others take for dead and that never says why.
 """
 
 import random
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 from lookup_buffer.counters import Counters
@@ -23,6 +24,7 @@ from lookup_buffer.node.identity import Identity
 from lookup_buffer.node.publisher import Publisher
 from lookup_buffer.node.shelf import Shelf
 from lookup_buffer.node.storage import Storage
+from lookup_buffer.node.troubles import Troubles
 from store import MetadataStore, StoreCorrupt, StoreError, StoreFull
 
 AGAIN_PER_SECOND_FLEET = 20_000.0
@@ -51,16 +53,18 @@ class Registrar:
     """Told, on the registrar's thread, that the node has to end, and why."""
     clock: Callable[[], float] = time.monotonic
     store_up: bool = False
-    """Whether the last call to the store succeeded."""
+    """Whether the last turn succeeded."""
     _backlog: Backlog = field(init=False)
     _publisher: Publisher = field(init=False)
     _heartbeat: Heartbeat = field(init=False)
+    _troubles: Troubles = field(init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _wake: threading.Event = field(default_factory=threading.Event)
     _closing: threading.Event = field(default_factory=threading.Event)
     _namespaces: dict[str, dict[str, str]] = field(default_factory=dict)
     _undescribed: set[str] = field(default_factory=set)
     _thread: threading.Thread | None = None
+    _beat_at: float = 0.0
     _walked_at: float = 0.0
     _walk_due: bool = False
     _failovers: int = 0
@@ -68,6 +72,7 @@ class Registrar:
     def __post_init__(self) -> None:
         self._backlog = Backlog(self.clock)
         self._heartbeat = Heartbeat(self.identity, self.clock)
+        self._troubles = Troubles(self.clock)
         self._publisher = Publisher(
             self.shelf, self.directory, self.identity, self.counters, self._backlog,
             self.record_ttl_seconds, self.clock,
@@ -110,42 +115,47 @@ class Registrar:
 
     def _run(self) -> None:
         breaker = Breaker(self.clock)
-        self._walked_at = beat_at = self.clock()
+        self._walked_at = self._beat_at = self.clock()
         while not self._closing.is_set():
-            self._wait(beat_at, breaker)
-            if not breaker.allows():
-                continue
             try:
-                store = self.storage.store()
-                if self.clock() >= beat_at:
-                    self._beat(store)
-                    beat_at = self.clock() + self._heartbeat.pause_seconds()
-                if self._heartbeat.established:
-                    self._describe(store)
-                    self._publisher.write(store, until=beat_at)
-            except StoreError:
-                self.store_up = False
-                breaker.failed()
+                self._wait(breaker)
+                if breaker.allows():
+                    self._take_turn(self.storage.store())
+                    self.store_up = True
+                    breaker.succeeded()
+            except StoreError as error:
+                self._failed(breaker)
+                self._troubles.tell("what this node holds is not kept up in the store", error)
                 self._revive()
             except ConfigError as error:
                 self.give_up(error)
                 return  # and leave nothing: what stands there is another's
-            else:
-                self.store_up = True
-                breaker.succeeded()
+            except Exception as error:  # noqa: BLE001 -- top of a thread that others live by
+                self._failed(breaker)
+                self._troubles.tell_bug("the registrar failed and goes on", error)
         self._leave()
 
-    def _revive(self) -> None:
-        try:
-            self.storage.revive()
-        except StoreError:
-            pass  # tried again with the next beat
+    def _take_turn(self, store: MetadataStore) -> None:
+        if self.clock() >= self._beat_at:
+            self._beat(store)
+            self._beat_at = self.clock() + self._heartbeat.pause_seconds()
+        if self._heartbeat.established:
+            self._describe(store)
+            self._publisher.write(store, until=self._beat_at)
 
-    def _wait(self, beat_at: float, breaker: Breaker) -> None:
+    def _failed(self, breaker: Breaker) -> None:
+        self.store_up = False
+        breaker.failed()
+
+    def _revive(self) -> None:
+        with self._troubles.told("the embedded server", StoreError):
+            self.storage.revive()  # else tried again with the next turn
+
+    def _wait(self, breaker: Breaker) -> None:
         if not breaker.allows():
             self._closing.wait(0.05)
             return
-        seconds = beat_at - self.clock()
+        seconds = self._beat_at - self.clock()
         wake = self._closing  # changes do not wake who may not publish yet
         if self._heartbeat.established:
             wake = self._wake
@@ -163,7 +173,7 @@ class Registrar:
             self.directory.store_lost_data()
         if pulse is not Pulse.WATCHING:
             # It costs what people like to see, and no node.
-            with suppress(StoreFull, StoreCorrupt):
+            with self._troubles.told("this node is not described", StoreFull, StoreCorrupt):
                 store.describe_node(self.identity.info(self.shelf.gauges()))
         self.directory.refresh(store)
         if pulse is Pulse.WATCHING:
@@ -178,7 +188,7 @@ class Registrar:
         for node, boot in self.directory.long_dead()[:STRUCK_OFF_MAX]:
             store.leave(node, boot)
         self._publisher.withdraw_void(store)
-        with suppress(StoreFull):
+        with self._troubles.told("counters wait", StoreFull):
             self._flush(store)
 
     def _repeat_all(self) -> None:
@@ -207,8 +217,8 @@ class Registrar:
                 store.describe_namespace(fingerprint, parts)
             except StoreFull:
                 continue  # tried again
-            except StoreCorrupt:
-                pass  # something foreign stands there, and is left alone
+            except StoreCorrupt as error:  # something foreign stands there, and is left alone
+                self._troubles.tell("a namespace is not described", error)
             with self._lock:
                 if self._namespaces[fingerprint] is parts:  # else there is something newer to say
                     self._undescribed.discard(fingerprint)
@@ -221,11 +231,11 @@ class Registrar:
         try:
             # Where something foreign stands in their place they are lost, and nothing else is.
             if counters:
-                with suppress(StoreCorrupt):
+                with self._troubles.told("counters are lost", StoreCorrupt):
                     store.add_stats(self.identity.node, counters)
                 counters = {}
             for namespace in list(by_namespace):
-                with suppress(StoreCorrupt):
+                with self._troubles.told("hits are lost", StoreCorrupt):
                     store.add_hits(namespace, by_namespace[namespace])
                 del by_namespace[namespace]
         except StoreError:

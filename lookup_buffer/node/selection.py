@@ -1,6 +1,7 @@
 """A selection: one `select` of what is not here, until it is or its time is up.
 
-Fetched as soon as some node has it. Runs on the loop's thread.
+Fetched as soon as some node has it. A store that hangs is a miss, in time for its client. Runs on
+the loop's thread.
 """
 
 import asyncio
@@ -8,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lookup_buffer.inventory import Address
+from lookup_buffer.messages import CALL_SECONDS, NODE_SHARE
+from lookup_buffer.node.locator import STORE_DOWN
 from lookup_buffer.node.resolver import Resolver
 from lookup_buffer.node.waiting import Vigil, Waiting
 
@@ -27,9 +30,17 @@ class Selection:
     look: Callable[[str, bool], bool]
     fetching: Callable[[int], None]
     _vigil: Vigil | None = None
+    _bound: asyncio.TimerHandle | None = None
     _under_way: bool = False
+    _fetching: bool = False
     _again: bool = False
     _over: bool = False
+
+    def begin(self) -> None:
+        """Attempt it, once; what is not even located when the client waits no longer is a miss."""
+        last = self.until + NODE_SHARE * CALL_SECONDS
+        self._bound = self.loop.call_at(last, self._too_late)
+        self.attempt()
 
     def attempt(self) -> None:
         """Locate and fetch it; once more after that, if something changed meanwhile."""
@@ -40,15 +51,32 @@ class Selection:
             return
         self._under_way = True
         self._again = False
-        self.resolver.resolve([self.address], lambda _: self._settled, self.fetching)
+        self.resolver.resolve([self.address], lambda _: self._settled, self._begun)
+
+    def _begun(self, nbytes: int) -> None:
+        if not self._over:
+            self._fetching = True
+            self.fetching(nbytes)
 
     def _settled(self, reason: str) -> None:
-        self._under_way = False
+        if self._over:
+            return
+        self._under_way = self._fetching = False
         if self.look(reason, self.loop.time() >= self.until):
-            self._over = True
-            if self._vigil is not None:
-                self._vigil.cancel()
+            self._end()
         elif self._vigil is None:
             self._vigil = self.waiting.watch(self.address, self.until, self.attempt)
         elif self._again:
             self.attempt()
+
+    def _too_late(self) -> None:
+        if not self._fetching:  # which has a bound of its own
+            self.look(STORE_DOWN, True)
+            self._end()
+
+    def _end(self) -> None:
+        self._over = True
+        if self._bound is not None:
+            self._bound.cancel()
+        if self._vigil is not None:
+            self._vigil.cancel()

@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from lookup_buffer.config import BufferConfig
+from lookup_buffer.inventory import Address
 from store import EmbeddedServer, EmbeddedServerError, MetadataStore, StoreUnavailable, open_store
 
 if TYPE_CHECKING:
+    from store.entries import Forgotten
     from store.mirror import Mirror
 
 
@@ -65,13 +67,19 @@ class Storage:
                     self._store = self._open()
         return self._store
 
-    def mirror(self, loop: asyncio.AbstractEventLoop, dialler: Executor) -> "Mirror":
+    def place_of(self, address: Address) -> str:
+        """Names the server of the store that has the key, as far as it is known; never waits."""
+        return "" if self._store is None else self._store.place_of(*address)
+
+    def mirror(
+        self, loop: asyncio.AbstractEventLoop, dialler: Executor, forgotten: "Forgotten"
+    ) -> "Mirror":
         """A mirror of the opened store, for `loop`, on whose thread this is called."""
         from store.redis_store import RedisStore  # slow to import, and by now it is
 
         store = self.store()
         assert isinstance(store, RedisStore)  # all that a node may be configured with
-        return store.mirror(loop, dialler)
+        return store.mirror(loop, dialler, forgotten)
 
     def revive(self) -> None:
         """Start the embedded server again if it died; its socket stays the same.

@@ -1,0 +1,289 @@
+"""The engine's claims: who encodes what nobody has, and who waits for it.
+
+One set of claims per request, asked for before it may encode; a claim belongs to the engine, so
+its other requests share it. It is an intent, which lapses by itself, until vLLM makes room for the
+item; from then on it is renewed by scheduling passes, while the step that encodes has not surely
+run, and by nothing else: an engine that hangs loses it. Runs in vLLM's scheduler thread, and never
+waits there for longer than it is told to.
+"""
+
+import enum
+import math
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from connectors.counters import Counters
+from connectors.ec_engine_cache import EngineCache
+from connectors.ec_shape import EngineShape
+from connectors.ec_watch import RequestWatch
+from connectors.settings import ConnectorSettings
+from lookup_buffer.claimed import ClaimSet, ClaimSetState
+from lookup_buffer.key import TensorKey
+
+if TYPE_CHECKING:
+    from lookup_buffer.client import LookupBuffer
+
+INTENT_SECONDS = 1.0
+"""How long the node lets an intent live."""
+WAIT_PER_ENCODE = 5.0
+"""Whoever waits for another's encode waits so many times as long as one took here."""
+WAIT_SECONDS_MIN = 10.0
+WAIT_SECONDS_MAX = 60.0
+OBSERVATIONS = 16
+ASK_AGAIN_MAX = 2
+"""What is said to be stored, and did not come when asked for again so often, is encoded here."""
+
+
+class Verdict(enum.Enum):
+    """What a request that would encode is to do."""
+
+    WAIT = enum.auto()
+    """Another is at it, or the node has not answered yet."""
+    ENCODE = enum.auto()
+    ASK = enum.auto()
+    """It was published: ask for the bytes again."""
+
+
+@dataclass(slots=True, eq=False)
+class _Claimant:
+    """One request that asked for claims, until it finished."""
+
+    until: float
+    """End of its one budget of waiting for others; set when it first asks, never again."""
+    keys: dict[str, TensorKey] = field(default_factory=dict)
+    """Of the items that it asked for, by their identifiers."""
+    asked: ClaimSet | None = None
+    """None once the answer was seen."""
+    answer_by: float = 0.0
+    """A node that did not even say that another is at it by then is not waited for."""
+    waited: bool = False
+    lapses_at: float = math.inf
+    """When the intents that were granted are free again."""
+    despite: set[str] = field(default_factory=set)
+    """Items that another is encoding still."""
+    asked_again: dict[str, int] = field(default_factory=dict)
+    """By the text of a key: how often it was said to be stored."""
+
+
+@dataclass(slots=True)
+class _Encode:
+    """An item that vLLM made room for, to encode it, until its step has surely run."""
+
+    key: TensorKey
+    allocated_at: float
+    step: int | None = None
+    told_at: float = -math.inf
+
+
+class EcClaims:
+    """See the module. For engines that produce; others encode for themselves alone."""
+
+    def __init__(
+        self,
+        buffer: "LookupBuffer",
+        settings: ConnectorSettings,
+        shape: EngineShape,
+        *,
+        engine_cache: EngineCache,
+        counters: Counters,
+        clock: Callable[[], float],
+    ) -> None:
+        self._buffer = buffer
+        self._settings = settings
+        self._steps_in_flight = shape.steps_in_flight
+        self._engine_cache = engine_cache
+        self._counters = counters
+        self._clock = clock
+        self.enabled = shape.is_producer and settings.claim_wait_seconds != 0
+        self._claimants: dict[str, _Claimant] = {}
+        self._users: dict[str, set[str]] = {}
+        """Item → requests that asked for its claim and did not give it up."""
+        self._intents: set[str] = set()
+        """Items whose claim is, or may be, this engine's, and that were not allocated since."""
+        self._encoding: dict[str, _Encode] = {}
+        self._seconds: deque[float] = deque(maxlen=OBSERVATIONS)
+
+    def __len__(self) -> int:
+        """Requests and encodes that are kept track of."""
+        return len(self._claimants) + len(self._encoding) + len(self._users) + len(self._intents)
+
+    @property
+    def wait_seconds(self) -> float:
+        """How long a request that asks first now may wait for others."""
+        if self._settings.claim_wait_seconds is not None:
+            return self._settings.claim_wait_seconds
+        longest = WAIT_PER_ENCODE * max(self._seconds, default=0.0)
+        return min(max(longest, WAIT_SECONDS_MIN), WAIT_SECONDS_MAX)
+
+    # -- a request before it may encode
+
+    def ask(self, watch: RequestWatch, timeout: float) -> bool:
+        """Ask for the right to encode what the request lacks, waiting at most `timeout` seconds.
+
+        False: there is nothing to ask for, or the request does not wait any more. Who runs holds
+        blocks that others may need, so it never waits.
+        """
+        found = {identifier for identifier in watch.unclaimed if identifier in self._engine_cache}
+        missing = watch.unclaimed - found
+        watch.unclaimed.clear()
+        watch.absent -= found
+        if not (missing and self.enabled) or watch.is_running:
+            return False
+        now = self._clock()
+        claimant = self._claimants.get(watch.request_id)
+        if claimant is None:
+            claimant = self._claimants[watch.request_id] = _Claimant(now + self.wait_seconds)
+        else:
+            if claimant.lapses_at < math.inf:  # all that it is to encode is one set
+                missing.update(claimant.keys)
+            self._give_up(watch.request_id, claimant)
+        if now >= claimant.until:
+            return False
+        keys = {item.identifier: item.key for item in watch.items}
+        claimant.keys = {identifier: keys[identifier] for identifier in missing}
+        claimant.answer_by = now + self._settings.fetch_wait_seconds
+        for identifier in missing:
+            self._users.setdefault(identifier, set()).add(watch.request_id)
+        claimant.asked = self._buffer.claim_all(
+            sorted(claimant.keys.values(), key=lambda key: key.text),
+            wait_seconds=claimant.until - now,
+            timeout=timeout,
+        )
+        return True
+
+    def look(self, watch: RequestWatch) -> Verdict:
+        """How it stands for a request that asked."""
+        claimant = self._claimants[watch.request_id]
+        verdict = self._look(watch.request_id, claimant)
+        if verdict is Verdict.ASK:
+            watch.absent.difference_update(claimant.keys)
+        return verdict
+
+    def lapsed(self, watch: RequestWatch) -> bool:
+        """Whether what was granted to a request that waits may be another's by now, so that it has
+        to ask for its items again; said once a grant."""
+        claimant = self._claimants.get(watch.request_id)
+        if claimant is None or claimant.lapses_at == math.inf or watch.is_running:
+            return False
+        now = self._clock()
+        if now < claimant.lapses_at:
+            return False
+        claimant.lapses_at = math.inf
+        if now >= claimant.until:
+            return False
+        watch.absent.difference_update(claimant.keys)
+        return True
+
+    def _look(self, request_id: str, claimant: _Claimant) -> Verdict:
+        asked = claimant.asked
+        if asked is None:
+            return Verdict.ENCODE
+        if asked.holder and not claimant.waited:
+            claimant.waited = True
+            self._counters.add("claim:waited")
+        match asked.state:
+            case ClaimSetState.PENDING:
+                bound = claimant.until if asked.holder else claimant.answer_by
+                if self._clock() < min(bound, claimant.until):
+                    return Verdict.WAIT
+                return self._refused(request_id, claimant, "held" if asked.holder else "no_answer")
+            case ClaimSetState.GRANTED:
+                return self._granted(request_id, claimant)
+            case ClaimSetState.STORED:
+                return self._stored(request_id, claimant, asked.key)
+            case ClaimSetState.HELD:
+                return self._refused(request_id, claimant, "held")
+            case ClaimSetState.FAILED:
+                return self._refused(request_id, claimant, "failed")
+
+    def _granted(self, request_id: str, claimant: _Claimant) -> Verdict:
+        self._counters.add("claim:granted")
+        for identifier, key in claimant.keys.items():
+            if request_id not in self._users.get(identifier, ()):
+                # Ours because another request of this engine has come to encode it meanwhile.
+                return self._stored(request_id, claimant, key.text)
+        claimant.asked = None
+        claimant.lapses_at = self._clock() + INTENT_SECONDS
+        self._intents.update(claimant.keys)
+        return Verdict.ENCODE
+
+    def _stored(self, request_id: str, claimant: _Claimant, key: str) -> Verdict:
+        times = claimant.asked_again[key] = claimant.asked_again.get(key, 0) + 1
+        if times > ASK_AGAIN_MAX:
+            return self._refused(request_id, claimant, "out_of_reach")
+        self._counters.add("claim:published")
+        self._give_up(request_id, claimant)
+        return Verdict.ASK
+
+    def _refused(self, request_id: str, claimant: _Claimant, reason: str) -> Verdict:
+        """Encode all the same, without the claims."""
+        self._counters.add(f"claim:{reason}")
+        if reason == "held":
+            claimant.despite.update(claimant.keys)
+        self._give_up(request_id, claimant)
+        return Verdict.ENCODE
+
+    def forget(self, request_id: str) -> None:
+        """The request finished or was aborted: what it did not come to encode is free."""
+        claimant = self._claimants.pop(request_id, None)
+        if claimant is not None:
+            self._give_up(request_id, claimant)
+
+    def _give_up(self, request_id: str, claimant: _Claimant) -> None:
+        """Wait no longer, and give back what no other request of this engine wants."""
+        asked, claimant.asked = claimant.asked, None
+        claimant.lapses_at = math.inf
+        # What was granted a moment ago may not have been looked at yet.
+        unseen = asked is not None and asked.state in (ClaimSetState.PENDING, ClaimSetState.GRANTED)
+        if unseen:
+            self._intents.update(i for i in claimant.keys if i in self._users)
+        free = []
+        for identifier in claimant.keys:
+            users = self._users.get(identifier)
+            if users is None or request_id not in users:
+                continue
+            users.discard(request_id)
+            if not users:
+                del self._users[identifier]
+                if identifier in self._intents and identifier not in self._encoding:
+                    free.append(claimant.keys[identifier])
+                self._intents.discard(identifier)
+        if free or unseen:
+            self._buffer.unclaim(free, asked)
+
+    # -- encodes
+
+    def encodes(self, request_id: str, identifier: str, key: TensorKey) -> set[str]:
+        """vLLM made room for the item, and this engine will encode and publish it.
+
+        Returns the requests that meant to encode it, too, and now need not.
+        """
+        if not self.enabled:
+            return set()
+        claimant = self._claimants.get(request_id)
+        if claimant is not None and identifier in claimant.despite:
+            self._counters.add("encode:despite_holder")
+        self._intents.discard(identifier)
+        self._encoding[identifier] = _Encode(key, self._clock())
+        return self._users.pop(identifier, set())
+
+    def end_pass(self, step: int, *, dispatched: bool) -> None:
+        """A step was built; `dispatched`: with all that was allocated and not dispatched before."""
+        if not self._encoding:
+            return
+        now = self._clock()
+        due: list[TensorKey] = []
+        for identifier, encode in list(self._encoding.items()):
+            if encode.step is None:
+                encode.step = step if dispatched else None
+            elif encode.step + self._steps_in_flight <= step:
+                del self._encoding[identifier]
+                self._seconds.append(now - encode.allocated_at)
+                continue
+            if now - encode.told_at >= self._settings.claim_lease_seconds / 3:
+                encode.told_at = now
+                due.append(encode.key)
+        if due:
+            self._buffer.encoding(due, lease_seconds=self._settings.claim_lease_seconds)

@@ -1,0 +1,121 @@
+"""A client's claims: asked for and waited for, or as sets that settle later, by events.
+
+Any thread may ask; events come on the attachment's listening thread.
+"""
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from lookup_buffer.attachment import Attachment
+from lookup_buffer.channel import next_request_id
+from lookup_buffer.claimed import ClaimAnswer, ClaimSet, ClaimSetState
+from lookup_buffer.errors import LookupBufferError
+from lookup_buffer.key import TensorKey
+from lookup_buffer.messages import (
+    CALL_SECONDS,
+    Claim,
+    ClaimAll,
+    Encoding,
+    ReleaseClaim,
+    Request,
+    Unclaim,
+    lasting,
+    split,
+    waiting,
+)
+from store import ClaimState
+
+
+class Claiming:
+    def __init__(self, attachment: Attachment, namespace: str) -> None:
+        self._attachment = attachment
+        self._namespace = namespace
+        self._settled = threading.Condition()
+        self._pending: dict[int, ClaimSet] = {}
+
+    def claim(
+        self, key: TensorKey, lease_seconds: float, state: ClaimState, timeout: float
+    ) -> ClaimAnswer:
+        """See `LookupBuffer.claim`."""
+        lease, wait = lasting("lease_seconds", lease_seconds), waiting(timeout)
+        request = Claim(next_request_id(), self._namespace, key.text, lease, state.value, wait)
+        return ClaimAnswer.of(self._attachment.call(request, wait + CALL_SECONDS))
+
+    def release(self, key: TensorKey) -> bool:
+        """See `LookupBuffer.release_claim`."""
+        request = ReleaseClaim(next_request_id(), self._namespace, key.text)
+        return bool(self._attachment.call(request, CALL_SECONDS)["released"])
+
+    def claim_all(self, keys: Sequence[TensorKey], wait_seconds: float, timeout: float) -> ClaimSet:
+        """See `LookupBuffer.claim_all`."""
+        one = ClaimSet(keys, self._settled, request_id=next_request_id())
+        parts = list(split(sorted(key.text for key in keys)))
+        if len(parts) > 1:  # more than one message takes cannot be had all or not at all
+            one.state = ClaimSetState.FAILED
+            return one
+        texts = list(parts[0]) if parts else []
+        with self._settled:
+            self._pending[one.request_id] = one
+        wait = waiting(wait_seconds)
+        if not self._post(ClaimAll(one.request_id, self._namespace, texts, wait)):
+            self._fail([one.request_id])
+        elif timeout > 0:
+            with self._settled:
+                self._settled.wait_for(
+                    lambda: one.holder or one.state is not ClaimSetState.PENDING, timeout
+                )
+        return one
+
+    def encoding(self, keys: Sequence[TensorKey], lease_seconds: float) -> None:
+        """See `LookupBuffer.encoding`."""
+        lease = lasting("lease_seconds", lease_seconds)
+        for part in split([key.text for key in keys]):
+            self._post(Encoding(next_request_id(), self._namespace, list(part), lease))
+
+    def unclaim(self, keys: Sequence[TensorKey], waiter: ClaimSet | None) -> None:
+        """See `LookupBuffer.unclaim`."""
+        awaited = 0
+        if waiter is not None:
+            with self._settled:
+                if self._pending.pop(waiter.request_id, None) is not None:
+                    awaited = waiter.request_id
+        parts = list(split([key.text for key in keys])) or ([[]] if awaited else [])
+        for part in parts:
+            self._post(Unclaim(next_request_id(), self._namespace, list(part), awaited))
+
+    def on_event(self, message: dict[str, Any]) -> None:
+        """A `claimed` event of the node."""
+        with self._settled:
+            one = self._pending.get(message["id"])
+            if one is None:
+                return  # given up; its `unclaim` says so
+            one.key = message["key"]
+            one.holder = message["holder"]
+            if message["outcome"] != "waiting":
+                del self._pending[one.request_id]
+                refused = message["outcome"] == "refused"
+                one.state = ClaimSetState("failed" if refused else message["outcome"])
+            self._settled.notify_all()
+
+    def on_lost(self) -> None:
+        """The node is gone, and with it all that was claimed by it."""
+        with self._settled:
+            pending = list(self._pending)
+        self._fail(pending)
+
+    def _fail(self, request_ids: Sequence[int]) -> None:
+        with self._settled:
+            for request_id in request_ids:
+                one = self._pending.pop(request_id, None)
+                if one is not None:
+                    one.state = ClaimSetState.FAILED
+            self._settled.notify_all()
+
+    def _post(self, request: Request) -> bool:
+        """Whether there was a node to tell."""
+        try:
+            self._attachment.post(request)
+        except LookupBufferError:
+            return False
+        return True

@@ -1,0 +1,9 @@
+"""What an insert came to."""
+
+from enum import Enum
+
+
+class InsertOutcome(Enum):
+    STORED = "stored"
+    EXISTS = "exists"
+    """The key was there already; shared content never changes, so nothing was done."""

@@ -1,0 +1,75 @@
+"""Calls: what the scripts on records are given, and what their answers come to.
+
+Pure functions. The scripts themselves lie in store/scripts; their answers are Redis' own values, or
+the error that the link puts in place of one.
+"""
+
+from typing import Any
+
+from store import layout
+from store.answers import Publication, Publishing, Withdrawing
+from store.errors import StoreCorrupt, StoreError, StoreFull, StoreUnavailable
+from store.link import Call
+from store.record import LOCATIONS_MAX
+
+
+def publish_call(publishing: Publishing) -> Call:
+    record, location = publishing.record, publishing.location
+    item = (record.namespace, record.key)
+    return (
+        (layout.record(*item), layout.claim(*item), layout.gone(*item)),
+        (
+            f"at:{location.node}",
+            location.text,
+            milliseconds_of(publishing.ttl_seconds),
+            publishing.claim_token or "",
+            LOCATIONS_MAX,
+            f"{record.created:.3f}",
+            *layout.identity_fields(record),
+        ),
+    )
+
+
+def withdraw_call(withdrawing: Withdrawing) -> Call:
+    item, exactly = (withdrawing.namespace, withdrawing.key), withdrawing.exactly
+    expected = exactly.text if exactly else ""
+    if exactly and exactly.node != withdrawing.node:
+        expected = "another node's"  # which no location reads
+    return (
+        (layout.record(*item), layout.gone(*item)),
+        (
+            layout.key_field(withdrawing.key),
+            f"at:{withdrawing.node}",
+            expected,
+            withdrawing.reason,
+            layout.GONE_SECONDS,
+        ),
+    )
+
+
+def publication(answer: Any) -> Publication:
+    """What one call of the script among many came to."""
+    if isinstance(answer, StoreFull):
+        return Publication.REFUSED
+    if isinstance(answer, StoreUnavailable):
+        return Publication.UNREACHED
+    if isinstance(answer, StoreCorrupt) and answer.wrong_type:
+        return Publication.CONFLICT  # something of somebody else's under our name
+    if isinstance(answer, StoreError):
+        raise answer
+    return Publication(answer.decode())
+
+
+def done(answer: Any) -> bool | None:
+    """The same for a withdrawal or a release; None where its server was not reached."""
+    if isinstance(answer, StoreUnavailable):
+        return None
+    if isinstance(answer, StoreCorrupt) and answer.wrong_type:
+        return False
+    if isinstance(answer, StoreError):
+        raise answer
+    return bool(answer == 1)
+
+
+def milliseconds_of(seconds: float) -> int:
+    return max(1, round(seconds * 1000))

@@ -1,0 +1,336 @@
+"""Claims on the scheduler side, rule by rule: who encodes, who waits and for how long."""
+
+import pytest
+
+from connector_standins import make_request
+from lookup_buffer.claimed import ClaimSetState
+from lookup_buffer.key import TensorKey
+from lookup_buffer.prefetched import PrefetchState
+from scheduler_bench import WAIT_SECONDS, Bench
+
+BOUND_SECONDS = 30.0
+LEASE_SECONDS = 12.0
+
+
+def make_bench(answers: ClaimSetState = ClaimSetState.PENDING, **raw: object) -> Bench:
+    """The node answers a set of claims when the test says so."""
+    raw = {"claim_wait_seconds": BOUND_SECONDS, "claim_lease_seconds": LEASE_SECONDS, **raw}
+    bench = Bench(**raw)  # type: ignore[arg-type]
+    bench.buffer.fleet.answers = answers
+    return bench
+
+
+def counted(bench: Bench) -> dict[str, int]:
+    totals = bench.scheduler.counters.totals()
+    return {name: n for name, n in totals.items() if name.startswith(("claim:", "encode:"))}
+
+
+def claimed(bench: Bench) -> list[list[str]]:
+    return [[key.mm_hash for key in one.keys] for one in bench.buffer.fleet.sets]
+
+
+def test_what_nobody_has_is_claimed_in_sorted_order_before_it_is_encoded() -> None:
+    bench = make_bench()
+    bench.store("B")
+    request = make_request("r", "C", "B", "A", "C")
+    assert not bench.ensure(request), "nobody may encode before it is known who does"
+    bench.buffer.fleet.settle(ClaimSetState.GRANTED)
+    assert bench.ensure(request)
+    assert claimed(bench) == [["A", "C"]]
+    assert bench.buffer.fleet.waits_seconds == [BOUND_SECONDS]
+    assert not bench.allocate(request, 0)
+    bench.build()
+    assert bench.buffer.fleet.encoding == [(["C"], LEASE_SECONDS)]
+    assert counted(bench) == {"claim:granted": 1}
+
+
+def test_who_waited_loads_what_was_published() -> None:
+    bench = make_bench()
+    request = make_request("r", "A", "B")
+    assert not bench.ensure(request)
+    bench.buffer.fleet.settle(ClaimSetState.PENDING)
+    bench.clock.now += BOUND_SECONDS / 2
+    bench.build(0)
+    assert not bench.ensure(request)
+    bench.store("A")
+    bench.buffer.fleet.settle(ClaimSetState.STORED)
+    assert not bench.ensure(request), "B has to be claimed anew, for nothing was kept"
+    assert claimed(bench) == [["A", "B"], ["B"]]
+    assert bench.buffer.fleet.waits_seconds == [BOUND_SECONDS, BOUND_SECONDS / 2]
+    bench.buffer.fleet.settle(ClaimSetState.GRANTED)
+    assert bench.ensure(request)
+    assert bench.allocate(request, 0)
+    assert not bench.allocate(request, 1)
+    assert counted(bench) == {"claim:waited": 1, "claim:published": 1, "claim:granted": 1}
+
+
+def test_the_wait_ends_with_its_bound_and_the_item_is_encoded_and_stored_all_the_same() -> None:
+    bench = make_bench()
+    request = make_request("r", "A")
+    bench.ensure(request)
+    bench.buffer.fleet.settle(ClaimSetState.PENDING)
+    bench.clock.now += BOUND_SECONDS - 0.01
+    assert not bench.ensure(request)
+    bench.clock.now += 0.01
+    assert bench.ensure(request)
+    assert len(bench.buffer.fleet.cancelled) == 1
+    assert not bench.allocate(request)
+    assert bench.build().saves == {"A": "A"}
+    assert bench.buffer.fleet.encoding == [(["A"], LEASE_SECONDS)]
+    assert counted(bench) == {"claim:waited": 1, "claim:held": 1, "encode:despite_holder": 1}
+
+
+@pytest.mark.parametrize("way", ["silent", "failed", "out of reach"])
+def test_a_fault_is_an_encode_here(way: str) -> None:
+    bench = make_bench()
+    request = make_request("r", "A")
+    assert not bench.ensure(request)
+    if way == "silent":  # not even that another has it
+        bench.clock.now += WAIT_SECONDS
+    elif way == "failed":
+        bench.buffer.fleet.settle(ClaimSetState.FAILED)
+    else:
+        for _ in range(3):  # the store has it, and it cannot be fetched
+            bench.buffer.fleet.settle(ClaimSetState.STORED)
+            bench.ensure(request)
+    assert bench.ensure(request)
+    assert not bench.allocate(request)
+    reason = {"silent": "no_answer", "failed": "failed", "out of reach": "out_of_reach"}[way]
+    assert counted(bench)[f"claim:{reason}"] == 1
+    assert "encode:despite_holder" not in counted(bench)
+
+
+def test_the_budget_is_one_for_the_life_of_a_request() -> None:
+    bench = make_bench()
+    request = make_request("r", "A", "B")
+    bench.ensure(request)
+    bench.buffer.fleet.settle(ClaimSetState.PENDING)
+    bench.clock.now += BOUND_SECONDS
+    assert bench.ensure(request)
+    bench.allocate(request, 0)
+    bench.build()
+    request.num_preemptions += 1
+    bench.build(freed=["A"])
+    assert bench.ensure(request), "preempted: the budget does not start again"
+    assert len(claimed(bench)) == 1
+
+
+def test_waiting_for_an_encode_does_not_use_up_the_time_to_fetch_it() -> None:
+    bench = make_bench()
+    bench.store("B", needs_fetch=True)
+    request = make_request("r", "A", "B")
+    assert not bench.ensure(request)
+    bench.buffer.settle(0, PrefetchState.RESIDENT)
+    assert not bench.ensure(request)
+    bench.buffer.fleet.settle(ClaimSetState.PENDING)
+    bench.clock.now += WAIT_SECONDS + 1
+    bench.store("A", needs_fetch=True)
+    bench.buffer.fleet.settle(ClaimSetState.STORED)
+    assert not bench.ensure(request)
+    bench.clock.now += WAIT_SECONDS - 1
+    assert not bench.ensure(request)
+    bench.buffer.settle(0, PrefetchState.RESIDENT)
+    assert bench.ensure(request)
+    assert bench.allocate(request, 0)
+
+
+@pytest.mark.parametrize("why", ["computed", "allocated", "waiting"])
+def test_a_running_request_never_waits(why: str) -> None:
+    """It gets one more item while it runs, as a session with streaming input does."""
+    bench = make_bench(ClaimSetState.GRANTED)
+    request = make_request("r", "A")
+    assert bench.ensure(request)
+    if why == "computed":
+        request.num_computed_tokens = 1
+    elif why == "allocated":
+        bench.allocate(request)
+        bench.build()
+    request.mm_features += make_request("r", "A", "B").mm_features[1:]
+    bench.buffer.fleet.answers = ClaimSetState.PENDING
+    assert bench.ensure(request) == (why != "waiting")
+    assert len(claimed(bench)) == (2 if why == "waiting" else 1)
+    bench.allocate(request, 1)
+    bench.build()
+    assert "B" in bench.buffer.fleet.encoding[-1][0], "but others may wait for it"
+
+
+def test_what_another_request_encoded_is_loaded_by_who_was_granted_it_and_had_no_room() -> None:
+    bench = make_bench(ClaimSetState.GRANTED)
+    one, two = make_request("one", "A"), make_request("two", "A")
+    assert bench.ensure(one)
+    assert bench.ensure(two)
+    bench.allocate(one)
+    bench.build()
+    bench.store("A")
+    bench.build(freed=["A"])
+    assert bench.ensure(two)
+    assert bench.allocate(two), "vLLM evicted it, but it is stored"
+
+
+def test_a_cached_prefix_does_not_make_a_waiting_request_a_running_one() -> None:
+    bench = make_bench()
+    assert not bench.ensure(make_request("r", "A"), 2)
+    assert claimed(bench) == [["A"]]
+
+
+def test_consumers_metadata_and_engines_without_claims_do_not_claim() -> None:
+    for bench in (make_bench(producer=False), make_bench(claim_wait_seconds=0)):
+        request = make_request("r", "A")
+        assert bench.ensure(request)
+        bench.allocate(request)
+        bench.build()
+        assert claimed(bench) == []
+        assert bench.buffer.fleet.encoding == []
+    bench = make_bench()
+    request = make_request("r", "A", "B")
+    request.mm_features[1].data = None
+    assert not bench.ensure(request)
+    assert claimed(bench) == [], "never wait while holding: B may be long in coming"
+    bench.store("B")
+    bench.clock.now += 0.02
+    bench.ensure(request)
+    assert claimed(bench) == [["A"]]
+
+
+def test_a_pure_producer_claims_and_skips_what_another_published() -> None:
+    bench = make_bench(consumer=False)
+    request = make_request("r", "A")
+    assert not bench.ensure(request)
+    bench.store("A")
+    bench.buffer.fleet.settle(ClaimSetState.STORED)
+    assert bench.ensure(request)
+    assert bench.allocate(request), "stored already: no second encode"
+
+
+def test_what_was_granted_and_not_used_is_given_back_unless_another_request_wants_it() -> None:
+    bench = make_bench(ClaimSetState.GRANTED)
+    one, two = make_request("one", "A", "B"), make_request("two", "B")
+    assert bench.ensure(one)
+    assert bench.ensure(two)
+    bench.scheduler.gate.forget("one")
+    assert bench.buffer.fleet.given_back == ["A"]
+    bench.allocate(two)
+    bench.build(finished=["two"])
+    assert bench.buffer.fleet.given_back == ["A"], "what is encoded ends with its publication"
+    for _ in range(3):
+        bench.build()
+    assert len(bench.scheduler.claims) == 0
+
+
+def test_who_is_aborted_while_it_waits_takes_its_question_back() -> None:
+    bench = make_bench()
+    request = make_request("r", "A")
+    bench.ensure(request)
+    bench.scheduler.gate.forget("r")
+    assert bench.buffer.fleet.cancelled == bench.buffer.fleet.sets
+    assert bench.buffer.fleet.given_back == ["A"], "it may have been granted a moment ago"
+    assert len(bench.scheduler.claims) == 0
+
+
+def test_an_intent_that_lapsed_before_vllm_had_room_is_asked_for_again() -> None:
+    bench = make_bench(ClaimSetState.GRANTED)
+    request = make_request("r", "A")
+    assert bench.ensure(request)
+    bench.clock.now += 0.9
+    assert bench.ensure(request)
+    assert len(claimed(bench)) == 1
+    bench.clock.now += 0.2
+    bench.store("A")
+    assert bench.ensure(request)
+    assert bench.allocate(request), "another published it meanwhile"
+    assert bench.prefetched() == [["A"], ["A"]]
+
+
+def test_waiting_for_vllms_room_does_not_use_up_the_time_to_fetch_what_another_encoded() -> None:
+    bench = make_bench(ClaimSetState.GRANTED)
+    bench.store("A", needs_fetch=True)
+    request = make_request("r", "A")
+    assert not bench.ensure(request), "from now on it has its time for bytes"
+    bench.buffer.settle(0, PrefetchState.MISSING)
+    del bench.buffer.stored["A"]
+    for _ in range(10):
+        assert bench.ensure(request)
+        bench.clock.now += WAIT_SECONDS / 4
+    bench.store("A", needs_fetch=True)
+    assert not bench.ensure(request), "another published it, and its bytes are on their way"
+    bench.buffer.settle(0, PrefetchState.RESIDENT)
+    assert bench.ensure(request)
+    assert bench.allocate(request)
+
+
+def test_an_encode_is_renewed_by_passes_until_its_step_has_surely_run() -> None:
+    bench = make_bench(ClaimSetState.GRANTED, steps_in_flight=2)
+    request = make_request("r", "A")
+    bench.ensure(request)
+    bench.allocate(request)
+    bench.build(0)  # nothing was dispatched: its step is still to come
+    told = bench.buffer.fleet.encoding
+    assert told == [(["A"], LEASE_SECONDS)]
+    bench.clock.now += LEASE_SECONDS / 3 - 0.1
+    bench.build()
+    assert len(told) == 1, "at most every third of the lease"
+    bench.clock.now += 0.1
+    bench.build()
+    assert told == [(["A"], LEASE_SECONDS)] * 2
+    bench.clock.now += LEASE_SECONDS
+    bench.build()
+    assert len(told) == 2, "the step has run: what is left is the worker's insert"
+    bench.clock.now += LEASE_SECONDS
+    bench.build()
+    assert len(told) == 2
+
+
+def test_the_bound_follows_what_encodes_take_here() -> None:
+    bench = make_bench(ClaimSetState.GRANTED, claim_wait_seconds=None, steps_in_flight=1)
+    claims = bench.scheduler.claims
+    assert claims.wait_seconds == 10.0
+
+    def encode(name: str, seconds: float) -> None:
+        request = make_request(name, name)
+        bench.ensure(request)
+        bench.allocate(request)
+        bench.build()
+        bench.clock.now += seconds
+        bench.build(freed=[name], finished=[name])
+
+    encode("short", 0.2)
+    assert claims.wait_seconds == 10.0
+    encode("long", 4.0)
+    assert claims.wait_seconds == pytest.approx(20.0)
+    encode("idle", 3600.0)
+    assert claims.wait_seconds == 60.0
+    for number in range(16):
+        encode(f"later{number}", 3.0)
+    assert claims.wait_seconds == pytest.approx(15.0)
+
+
+def test_what_another_request_came_to_encode_meanwhile_is_no_reason_to_encode_it_again() -> None:
+    """The engine's claim grants it to the second request, too, for which vLLM has it now."""
+    bench = make_bench()
+    one, two = make_request("one", "A"), make_request("two", "A", "B")
+    bench.ensure(one)
+    bench.ensure(two)
+    bench.buffer.fleet.settle(ClaimSetState.GRANTED, 0)
+    assert bench.ensure(one)
+    bench.allocate(one)
+    bench.build()
+    bench.buffer.fleet.settle(ClaimSetState.GRANTED, 1)
+    assert not bench.ensure(two)
+    assert claimed(bench) == [["A"], ["A", "B"], ["B"]]
+    bench.store("A")
+    bench.build(freed=["A"])
+    bench.buffer.fleet.settle(ClaimSetState.GRANTED)
+    assert bench.ensure(two)
+    assert bench.allocate(two, 0), "vLLM evicted it, but it is stored"
+    assert not bench.allocate(two, 1)
+    for _ in range(3):
+        bench.build()
+    bench.build(finished=["one", "two"])
+    assert "A" not in bench.buffer.fleet.given_back
+    assert len(bench.scheduler.claims) == 0
+
+
+def test_keys_of_the_sets_are_the_keys_of_the_items() -> None:
+    bench = make_bench()
+    bench.ensure(make_request("r", "A%"))
+    assert bench.buffer.fleet.sets[0].keys == [TensorKey("A%")]

@@ -1,0 +1,275 @@
+"""Sets of claims: all or none, in one order whoever asks, and never waiting while holding."""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+
+import pytest
+import torch
+
+from lookup_buffer.claimed import ClaimOutcome, ClaimSet, ClaimSetState
+from lookup_buffer.client import EngineSeat, LookupBuffer
+from lookup_buffer.key import TensorKey
+from lookup_buffer.messages import ClaimAll
+from lookup_buffer.namespace import Namespace
+from lookup_buffer.node.claim_sets import ClaimSets
+from lookup_buffer.node.session import Session
+from lookup_buffer.node.waiting import Waiting
+from nodes import ClientProcess, NodeProcess, StartNode, key, wait_until
+from servers import StartServer, command, frozen
+from store import ClaimState, EmbeddedServer
+
+NAMESPACE = Namespace.named("tests").fingerprint
+Pair = tuple[NodeProcess, NodeProcess]
+WAIT_SECONDS = 10.0
+SOON_SECONDS = 0.8
+"""In truth some milliseconds, and less than an intent lasts."""
+
+
+@pytest.fixture(scope="module")
+def node_pair(node_pair: Pair) -> Pair:
+    for node in node_pair:
+        wait_until(lambda node=node: node.stats()["store_up"], 15.0)  # type: ignore[misc]
+    return node_pair
+
+
+def claim_in(server: EmbeddedServer, name: TensorKey) -> bytes:
+    """What the server has of the claim; b"$-1" where there is none."""
+    return command(server.url, "GET", f"lb:claim:{NAMESPACE}:{{{name.text}}}")
+
+
+def keys(count: int) -> list[TensorKey]:
+    return sorted((key() for _ in range(count)), key=lambda one: one.text)
+
+
+def ask(
+    buffer: LookupBuffer, names: Sequence[TensorKey], wait_seconds: float = WAIT_SECONDS
+) -> ClaimSet:
+    """A set that is settled, or known to wait for another."""
+    one = buffer.claim_all(names, wait_seconds=wait_seconds, timeout=5.0)
+    assert one.holder or one.state is not ClaimSetState.PENDING, "the node did not answer"
+    return one
+
+
+def settled(one: ClaimSet, seconds: float = SOON_SECONDS) -> ClaimSetState:
+    wait_until(lambda: one.state is not ClaimSetState.PENDING, seconds)
+    return one.state
+
+
+def test_what_nobody_has_is_granted_as_intents(
+    node_pair: Pair, valkey_server: EmbeddedServer
+) -> None:
+    names = keys(3)
+    with node_pair[0].client() as buffer:
+        assert ask(buffer, names).state is ClaimSetState.GRANTED
+        assert [b":intent:" in claim_in(valkey_server, name) for name in names] == [True] * 3
+        buffer.encoding(names, lease_seconds=20.0)
+        wait_until(lambda: b":encoding:" in claim_in(valkey_server, names[2]), 2.0)
+        buffer.unclaim(names)
+        for name in names:
+            wait_until(lambda name=name: claim_in(valkey_server, name) == b"$-1", 2.0)  # type: ignore[misc]
+        assert ask(buffer, []).state is ClaimSetState.GRANTED
+
+
+def test_who_waits_holds_nothing_of_its_set(node_pair: Pair, valkey_server: EmbeddedServer) -> None:
+    """Were the first of the set kept, two that want the same keys could hold each other up."""
+    first, second = keys(2)
+    with node_pair[0].client() as holder, node_pair[1].client() as other:
+        assert holder.claim(second, lease_seconds=30.0).granted
+        waits = ask(other, [second, first])
+        assert (waits.state, waits.key) == (ClaimSetState.PENDING, second.text)
+        assert waits.holder.startswith(node_pair[0].node_id)
+        wait_until(lambda: claim_in(valkey_server, first) == b"$-1", 0.5, "less than an intent")
+        assert ask(holder, [first]).state is ClaimSetState.GRANTED
+        holder.unclaim([first])
+        holder.insert(second, torch.ones(3))
+        assert settled(waits) is ClaimSetState.STORED
+        assert waits.key == second.text
+
+
+def test_what_the_engine_held_before_is_not_given_back(
+    node_pair: Pair, valkey_server: EmbeddedServer
+) -> None:
+    first, second = keys(2)
+    seat = EngineSeat("claims-a-set", None, 1)
+    with node_pair[0].client() as holder, node_pair[1].client(engine=seat) as other:
+        assert holder.claim(second, lease_seconds=30.0).granted
+        assert ask(other, [first]).state is ClaimSetState.GRANTED
+        other.encoding([first], lease_seconds=30.0)
+        waits = ask(other, [first, second], wait_seconds=0.5)
+        assert settled(waits, 2.0) is ClaimSetState.HELD
+        assert b":encoding:" in claim_in(valkey_server, first)
+
+
+@pytest.mark.parametrize("way", ["release", "close", "lease", "kill"])
+def test_the_end_of_the_claim_that_is_in_the_way_lets_the_next_have_all(
+    node_pair: Pair, way: str
+) -> None:
+    names = keys(2)
+    source = """
+say(buffer.claim(hear(), lease_seconds=hear()).granted)
+if hear() == "release":
+    buffer.unclaim([hear()])
+else:
+    buffer.close()
+hear()
+"""
+    with ClientProcess(node_pair[0].config, source) as holder, node_pair[1].client() as other:
+        holder.say(names[1])
+        holder.say(1.0 if way == "lease" else 30.0)
+        assert holder.hear() is True
+        waits = ask(other, names)
+        assert waits.state is ClaimSetState.PENDING
+        if way == "kill":
+            holder.kill()
+        elif way != "lease":
+            holder.say(way)
+            holder.say(names[1])
+        assert settled(waits, SOON_SECONDS + 1.0) is ClaimSetState.GRANTED
+        with node_pair[0].client() as third:
+            assert not third.claim(names[0], lease_seconds=1.0).granted
+
+
+def test_an_intent_that_came_to_nothing_holds_others_for_a_second(node_pair: Pair) -> None:
+    (name,) = keys(1)
+    with node_pair[0].client() as holder, node_pair[1].client() as other:
+        assert ask(holder, [name]).state is ClaimSetState.GRANTED
+        started = time.monotonic()
+        assert settled(ask(other, [name]), 3.0) is ClaimSetState.GRANTED
+        assert time.monotonic() - started < 1.0 + SOON_SECONDS
+
+
+def test_a_wait_in_vain_says_who_has_it(node_pair: Pair) -> None:
+    names = keys(2)
+    with node_pair[0].client() as holder, node_pair[1].client() as other:
+        assert holder.claim(names[1], lease_seconds=30.0).granted
+        started = time.monotonic()
+        waits = ask(other, names, wait_seconds=0.5)
+        assert settled(waits, 3.0) is ClaimSetState.HELD
+        assert 0.4 < time.monotonic() - started < 0.5 + SOON_SECONDS
+        assert waits.holder.startswith(node_pair[0].node_id)
+
+
+@pytest.mark.parametrize("way", ["unclaim", "close"])
+def test_who_gave_up_gets_nothing(node_pair: Pair, valkey_server: EmbeddedServer, way: str) -> None:
+    names = keys(2)
+    with node_pair[0].client() as holder, node_pair[1].client() as other:
+        assert holder.claim(names[1], lease_seconds=30.0).granted
+        waits = ask(other, names)
+        if way == "unclaim":
+            other.unclaim([], waits)
+        else:
+            other.close()
+        time.sleep(0.2)
+        assert holder.release_claim(names[1])
+        time.sleep(0.3)
+        assert [claim_in(valkey_server, name) for name in names] == [b"$-1"] * 2
+        assert waits.state is not ClaimSetState.GRANTED
+        other.unclaim(names, waits)  # once more changes nothing
+
+
+def test_crossing_pairs_of_many_engines_all_get_their_turn(node_pair: Pair) -> None:
+    """Eight engines on two nodes want overlapping pairs, each again as soon as it had them."""
+    names = keys(4)
+    pairs = [[names[a], names[b]] for a, b in ((0, 1), (1, 2), (2, 3), (3, 0))] * 2
+    rounds = dict.fromkeys(range(8), 0)
+    with ExitStack() as stack:
+        buffers = [stack.enter_context(node_pair[n % 2].client()) for n in range(8)]
+        sets = {n: buffers[n].claim_all(pairs[n], wait_seconds=60.0) for n in range(8)}
+        deadline = time.monotonic() + 60.0
+        while min(rounds.values()) < 3:
+            assert time.monotonic() < deadline, f"somebody never has a turn: {rounds}"
+            granted = [n for n, one in sets.items() if one.state is ClaimSetState.GRANTED]
+            assert all(
+                sets[n].state in (ClaimSetState.GRANTED, ClaimSetState.PENDING) for n in sets
+            )
+            for n in granted:
+                rounds[n] += 1
+                buffers[n].unclaim(pairs[n])
+                sets[n] = buffers[n].claim_all(pairs[n], wait_seconds=60.0)
+            time.sleep(0.002)
+
+
+def test_a_store_that_freezes_grants_those_who_wait(
+    start_server: StartServer, start_node: StartNode
+) -> None:
+    server = start_server()
+    nodes, names = [start_node(store_url=server.url) for _ in range(2)], keys(2)
+    for node in nodes:
+        wait_until(lambda node=node: node.stats()["store_up"], 15.0)  # type: ignore[misc]
+    with nodes[0].client() as holder, nodes[1].client() as other:
+        assert holder.claim(names[1], lease_seconds=30.0).granted
+        waits = ask(other, names)
+        assert waits.state is ClaimSetState.PENDING
+        with frozen(server):
+            assert settled(waits, 3.0) is ClaimSetState.GRANTED
+
+
+def test_a_node_that_dies_fails_those_who_wait(start_node: StartNode, node_pair: Pair) -> None:
+    names, node = keys(2), start_node()
+    wait_until(lambda: node.stats()["store_up"], 15.0)
+    with node_pair[0].client() as holder, node.client() as other:
+        assert holder.claim(names[1], lease_seconds=30.0).granted
+        waits = ask(other, names)
+        node.kill()
+        assert settled(waits, 2.0) is ClaimSetState.FAILED
+        assert ask(other, names).state is ClaimSetState.FAILED
+        other.encoding(names, lease_seconds=1.0)
+        other.unclaim(names)
+
+
+def test_what_is_stored_here_or_elsewhere_is_not_granted(node_pair: Pair) -> None:
+    names = keys(2)
+    with node_pair[0].client() as here, node_pair[1].client() as there:
+        here.insert(names[1], torch.ones(3))
+        for buffer in (here, there):
+            one = ask(buffer, names)
+            assert (one.state, one.key) == (ClaimSetState.STORED, names[1].text)
+        assert here.claim(names[0], lease_seconds=1.0, state=ClaimState.INTENT).outcome is (
+            ClaimOutcome.GRANTED
+        )
+
+
+class _Watched:
+    """A locator, of which only the watches that last are of interest."""
+
+    def __init__(self) -> None:
+        self.watches = 0
+
+    def watch(self, address: object, notify: object) -> Callable[[], None]:
+        self.watches += 1
+        return self._unwatch
+
+    def _unwatch(self) -> None:
+        self.watches -= 1
+
+
+class _Held:
+    """Claims that another engine has, all of them."""
+
+    def holds(self, session: object, address: object) -> bool:
+        return False
+
+    def claim(
+        self, session: object, request: object, wanted: object, answer: Callable[[object], None]
+    ) -> None:
+        answer({"outcome": "held", "holder": "other:1", "remaining_seconds": 30.0})
+
+
+def test_a_client_that_is_gone_when_it_is_told_to_wait_leaves_no_watch_behind() -> None:
+    """Sending fails then, which ends the session in the middle of the attempt."""
+    loop, locator, claims, anchor = asyncio.new_event_loop(), _Watched(), _Held(), object()
+    sets = ClaimSets(loop, claims, Waiting(loop, locator))  # type: ignore[arg-type]
+    session = Session(1, anchor, None)  # type: ignore[arg-type]
+    told = []
+
+    def answer(event: dict[str, object]) -> None:
+        told.append(event["outcome"])
+        sets.end(session)
+
+    sets.ask(session, ClaimAll(1, NAMESPACE, ["a"], WAIT_SECONDS), answer)
+    loop.run_until_complete(asyncio.sleep(0.01))
+    loop.close()
+    assert told == ["waiting"]
+    assert locator.watches == 0

@@ -1,0 +1,234 @@
+"""What lies elsewhere: the table itself, and what clients believe of it while things change.
+
+A stopped node answers nobody: what a client still sees while it is stopped came by the table.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lookup_buffer.digest_table import BUCKET_ENTRIES, IS_ORDERED, digest_of
+from lookup_buffer.elsewhere import BELIEVED_SECONDS, ENTRIES, Elsewhere, ElsewhereReader
+from lookup_buffer.inventory import Address
+from lookup_buffer.key import TensorKey
+from nodes import MIB, NodeProcess, StartNode, key, wait_until
+from servers import StartServer, flush
+
+pytestmark = pytest.mark.skipif(not IS_ORDERED, reason="the table stays empty on this machine")
+NAMESPACE = "0123456789abcdef" * 4
+BUCKETS = ENTRIES // BUCKET_ENTRIES
+SECOND = 1_000_000_000
+
+
+def crowded(count: int) -> list[Address]:
+    """Addresses that all belong to one bucket."""
+    found: list[Address] = []
+    number = 0
+    while len(found) < count:
+        address = (NAMESPACE, f"key{number}")
+        if int.from_bytes(digest_of(*address)[:8], "little") % BUCKETS == 7:
+            found.append(address)
+        number += 1
+    return found
+
+
+CROWD = crowded(BUCKET_ENTRIES + 2)
+CHANGES = st.lists(
+    st.one_of(
+        st.none(), st.tuples(st.sampled_from(["list", "strike"]), st.integers(0, len(CROWD) - 1))
+    ),
+    max_size=40,
+)
+
+
+@given(CHANGES)
+@settings(deadline=None, max_examples=60)
+def test_it_lists_the_last_that_were_listed_and_not_struck_off(
+    changes: list[tuple[str, int] | None],
+) -> None:
+    table = Elsewhere()
+    reader = ElsewhereReader(table.fd)
+    listed: dict[Address, None] = {}
+    for change in changes:
+        if change is None:
+            table.strike_all()
+            listed.clear()
+        elif change[0] == "strike":
+            table.strike(CROWD[change[1]])
+            listed.pop(CROWD[change[1]], None)
+        else:
+            table.list(CROWD[change[1]])
+            listed.pop(CROWD[change[1]], None)
+            listed[CROWD[change[1]]] = None
+            for oldest in list(listed)[:-BUCKET_ENTRIES]:
+                del listed[oldest]
+        seen = [address for address in CROWD if reader.lists(digest_of(*address))]
+        assert set(seen) == set(listed)
+    reader.close()
+    table.close()
+
+
+def test_what_was_struck_off_all_together_can_be_listed_again() -> None:
+    table = Elsewhere()
+    reader = ElsewhereReader(table.fd)
+    first, second = CROWD[:2]
+    table.list(first)
+    table.list(second)
+    table.strike_all()
+    assert not reader.lists(digest_of(*first))
+    table.list(first)
+    assert reader.lists(digest_of(*first))
+    assert not reader.lists(digest_of(*second))
+    reader.close()
+    table.close()
+
+
+def test_it_is_believed_for_a_second_after_it_was_confirmed() -> None:
+    now = [0]
+    table = Elsewhere()
+    reader = ElsewhereReader(table.fd, lambda: now[0])
+    now[0] = time.monotonic_ns()
+    assert not reader.is_current(), "never confirmed"
+    table.confirm()
+    now[0] = time.monotonic_ns()
+    assert reader.is_current()
+    now[0] += int(BELIEVED_SECONDS * SECOND)
+    assert not reader.is_current()
+    now[0] -= 2 * int(BELIEVED_SECONDS * SECOND)
+    assert not reader.is_current(), "confirmed in the future: not the same clock"
+    reader.close()
+    table.close()
+
+
+class Pair:
+    """A node that holds, a node whose client asks; both clients for one namespace."""
+
+    def __init__(self, start_node: StartNode, **settings: object) -> None:
+        self.holder: NodeProcess = start_node(**settings)
+        self.asked: NodeProcess = start_node(**settings)
+        self.there, self.here = self.holder.client(), self.asked.client()
+
+    def close(self) -> None:
+        self.there.close()
+        self.here.close()
+
+    def hold(self, *names: TensorKey, nbytes: int = 3) -> None:
+        """The first node holds them, and the second one's client has it from the table."""
+        for name in names:
+            self.there.insert(name, torch.zeros(nbytes, dtype=torch.uint8))
+        wait_until(lambda: self.by_table(names), 10.0, "the table lists them")
+
+    def by_table(self, names: tuple[TensorKey, ...]) -> bool:
+        """Whether all are seen, without a word to the node."""
+        asked = self.here.has_caches(list(names))  # teaches the node, where it does not know yet
+        return all(asked) and self.listed(names)
+
+    def listed(self, names: tuple[TensorKey, ...]) -> bool:
+        return all(self.here._local_reads.holds(list(names), elsewhere=True))
+
+    def sees(self, name: TensorKey) -> bool:
+        return self.here.has_caches([name]) == [True]
+
+
+@pytest.fixture
+def start_pair(start_node: StartNode) -> Iterator[Callable[..., Pair]]:
+    """start_pair(capacity_bytes=...): two nodes and their clients, closed with the test."""
+    pairs: list[Pair] = []
+
+    def start(**settings: object) -> Pair:
+        pairs.append(Pair(start_node, **settings))
+        return pairs[-1]
+
+    yield start
+    for pair in pairs:
+        pair.close()
+
+
+@pytest.fixture
+def pair(start_pair: Callable[..., Pair]) -> Pair:
+    return start_pair()
+
+
+def test_a_stopped_node_is_believed_for_a_moment_and_no_longer(pair: Pair) -> None:
+    names = tuple(key() for _ in range(32))
+    pair.hold(*names)
+    with pair.asked.frozen():
+        assert pair.here.has_caches(list(names)) == [True] * 32, "nobody else can have said so"
+        assert pair.here.has_caches(list(names), timeout=0.0) == [False] * 32, "not on this host"
+        wait_until(lambda: not pair.listed(names), BELIEVED_SECONDS + 0.5)
+        assert pair.here.has_caches(list(names)) == [False] * 32, "in doubt, no"
+    wait_until(lambda: pair.by_table(names), 5.0)
+
+
+def test_what_was_evicted_there_is_not_seen_any_more(start_pair: Callable[..., Pair]) -> None:
+    pair = start_pair(capacity_bytes=2 * MIB)
+    name = key()
+    pair.hold(name, nbytes=MIB // 8)
+    for _ in range(30):
+        pair.there.insert(key(), torch.zeros(MIB // 8, dtype=torch.uint8))
+    assert pair.there.stats()["evicted"] > 0
+    wait_until(lambda: not pair.sees(name), 2.0)
+
+
+def test_what_a_dead_node_held_is_not_seen_any_more(pair: Pair) -> None:
+    name = key()
+    pair.hold(name)
+    pair.holder.kill()
+    gone = wait_until(lambda: not pair.sees(name), 10.0)
+    assert gone < 6.5, f"{gone} s: noticed within six"
+    until = time.monotonic() + 2.0
+    while time.monotonic() < until:
+        assert not pair.sees(name)
+    pair.holder.start()
+    pair.there.close()
+    pair.there = pair.holder.client()
+    assert not pair.sees(name), "what came back holds nothing"
+    pair.hold(name)
+
+
+def test_a_node_that_leaves_takes_what_it_held_along(pair: Pair) -> None:
+    name = key()
+    pair.hold(name)
+    pair.there.close()
+    pair.holder.terminate()
+    wait_until(lambda: not pair.sees(name), 3.0)
+    pair.holder.start()
+
+
+def test_a_store_that_lost_all_is_not_overlooked(
+    start_server: StartServer, start_pair: Callable[..., Pair]
+) -> None:
+    server = start_server()
+    pair = start_pair(store_url=server.url)
+    names = tuple(key() for _ in range(4))
+    pair.hold(*names)
+    pair.holder.kill()  # nobody will publish them again
+    flush(server.url)
+    wait_until(lambda: not pair.listed(names), 1.0)
+
+
+def test_a_lost_connection_to_the_store_strikes_everything_off(
+    start_server: StartServer, start_pair: Callable[..., Pair]
+) -> None:
+    server = start_server()
+    pair = start_pair(store_url=server.url)
+    names = tuple(key() for _ in range(4))
+    pair.hold(*names)
+    server.close()
+    wait_until(lambda: not pair.listed(names), 3.0)
+    assert pair.here.has_caches(list(names)) == [False] * 4
+
+
+def test_without_a_mirror_nothing_is_listed(start_pair: Callable[..., Pair]) -> None:
+    pair = start_pair(mirror=False)
+    name = key()
+    pair.there.insert(name, torch.ones(3))
+    wait_until(lambda: pair.sees(name), 5.0)
+    for _ in range(20):
+        assert pair.sees(name)
+        assert not pair.listed((name,))
+        time.sleep(0.05)

@@ -1,0 +1,125 @@
+"""A shard of the store's cluster is frozen: nodes go on with the keys of the others."""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from clusters import ValkeyCluster
+from lookup_buffer.claimed import ClaimAnswer, ClaimOutcome
+from lookup_buffer.client import LookupBuffer
+from lookup_buffer.errors import MissingTensor
+from lookup_buffer.key import TensorKey
+from lookup_buffer.namespace import Namespace
+from nodes import NodeProcess, StartNode, key, wait_until
+from store import layout
+
+NAMESPACE = Namespace.named("tests").fingerprint
+SLOW_SECONDS = 1.0
+"""The store's time-out here: well above what a claim waits for before it is granted unasked."""
+
+
+class Shard:
+    """A master of the cluster that does not serve the nodes' beats."""
+
+    def __init__(self, cluster: ValkeyCluster) -> None:
+        for member in cluster.members:  # what the living have is theirs to give
+            member.command("CONFIG", "SET", "cluster-require-full-coverage", "no")
+        self._cluster = cluster
+        beats = cluster.owner(layout.NODES)
+        self.master = next(master for master in cluster.masters() if master is not beats)
+        self._frozen = [self.master, cluster.replica_of(self.master)]
+
+    def keys(self, count: int, *, here: bool) -> list[TensorKey]:
+        """Keys that lie on this shard, or on the others."""
+        names: list[TensorKey] = []
+        while len(names) < count:
+            name = key()
+            owner = self._cluster.owner(layout.record(NAMESPACE, name.text))
+            if (owner is self.master) == here:
+                names.append(name)
+        return names
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """Its replica, too: nobody takes over."""
+        for member in self._frozen:
+            member.stop()
+        try:
+            yield
+        finally:
+            for member in self._frozen:
+                member.go_on()
+
+
+@pytest.fixture
+def shard(own_cluster: ValkeyCluster) -> Shard:
+    return Shard(own_cluster)
+
+
+def start(start_node: StartNode, cluster: ValkeyCluster, **settings: object) -> NodeProcess:
+    node = start_node(store_url=cluster.url, **settings)
+    wait_until(lambda: node.stats()["store_up"], 5.0)
+    return node
+
+
+def claimed(buffer: LookupBuffer, name: TensorKey) -> tuple[ClaimAnswer, float]:
+    started = time.monotonic()
+    answer = buffer.claim(name, lease_seconds=60.0)
+    return answer, time.monotonic() - started
+
+
+def test_claims_on_other_shards_are_decided_and_at_once(
+    own_cluster: ValkeyCluster, shard: Shard, start_node: StartNode
+) -> None:
+    nodes = [start(start_node, own_cluster, store_timeout_seconds=SLOW_SECONDS) for _ in range(2)]
+    lost, held = shard.keys(12, here=True), shard.keys(12, here=False)
+    with nodes[0].client() as holder, nodes[1].client() as other:
+        assert all(holder.claim(name, lease_seconds=60.0).granted for name in held)
+        other.claim(lost[0], lease_seconds=0.1)  # it knows the cluster now
+        with shard.frozen():
+            clients = [nodes[1].client() for _ in lost]
+            granted: list[ClaimAnswer] = []
+            waiters = [
+                threading.Thread(target=lambda c=c, n=n: granted.append(claimed(c, n)[0]))
+                for c, n in zip(clients, lost, strict=True)
+            ]
+            for waiter in waiters:
+                waiter.start()
+            slowest = 0.0
+            for name in held * 8:
+                answer, seconds = claimed(other, name)
+                assert answer.outcome is ClaimOutcome.HELD, "granted unasked: encoded twice"
+                slowest = max(slowest, seconds)
+                time.sleep(0.05)  # through the pauses of the frozen shard's breaker
+            for waiter in waiters:
+                waiter.join(15.0)
+            assert [answer.granted for answer in granted] == [True] * len(lost)
+            print(f"the slowest of the others took {slowest:.3f} s")
+            assert slowest < 0.3
+            for client in clients:
+                client.close()
+
+
+def test_where_asking_does_not_reach_is_down_and_not_absent(
+    own_cluster: ValkeyCluster, shard: Shard, start_node: StartNode
+) -> None:
+    there, here = (start(start_node, own_cluster, mirror=mirror) for mirror in (True, False))
+    lost, others = shard.keys(8, here=True), shard.keys(8, here=False)
+    with there.client() as writer, here.client() as reader:
+        for name in [*lost, *others[:4]]:
+            writer.insert(name, torch.ones(3))
+        wait_until(lambda: all(reader.has_caches([*lost, *others[:4]], timeout=1.0)), 5.0)
+        with shard.frozen():
+            for _ in range(6):  # longer than it takes until its breaker opens
+                handles = reader.prefetch([*lost[:2], *others[4:]], timeout=1.5)
+                reasons = [handle.reason for handle in handles]
+                assert reasons == ["store_down"] * 2 + ["absent"] * 4
+                with pytest.raises(MissingTensor, match="store_down"):
+                    reader.select(lost[2])
+            found = reader.select(others[0])
+            assert found is not None
+            assert torch.equal(found, torch.ones(3))

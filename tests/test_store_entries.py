@@ -1,0 +1,112 @@
+"""Entries: which go when they are too many or too old, and what goes with a lane."""
+
+import time
+
+from contract_store import a_location, a_record
+from mirrors import Mirroring
+from servers import command
+from store import EmbeddedServer
+from store.entries import ABSENT_SECONDS_MAX, Entries
+from store.lane import Lane
+from store.record import Record
+
+MANY = 50_000
+NAMESPACE = "ns"
+
+
+def a_lane() -> Lane:
+    """One that nobody asks: entries only tell lanes apart."""
+    return Lane.__new__(Lane)
+
+
+def put(entries: Entries, lane: Lane, *keys: str, now: float = 1.0) -> None:
+    for key in keys:
+        record = Record(NAMESPACE, key, "uint8", (4,), 4, "tensor", 1.0)
+        entries.put(key.encode(), NAMESPACE, key, lane, record, now)
+
+
+def known(entries: Entries) -> set[str]:
+    found = entries.of(NAMESPACE)
+    assert len(found) == len(entries)
+    assert all(found.get(key) is found[key] for key in found)
+    return set(found)
+
+
+def test_what_a_lane_had_read_goes_at_once() -> None:
+    entries, lanes = Entries(10 * MANY), [a_lane(), a_lane()]
+    keys = [[f"{n}-{m}" for m in range(MANY)] for n in range(2)]
+    started = time.perf_counter()
+    put(entries, lanes[0], *keys[0])
+    filling = time.perf_counter() - started
+    put(entries, lanes[1], *keys[1])
+    started = time.perf_counter()
+    entries.drop_all(lanes[0])
+    assert time.perf_counter() - started < filling / 50
+    assert known(entries) == set(keys[1])
+    assert entries.of(NAMESPACE).get(keys[0][0]) is None
+
+
+def test_what_is_lost_is_freed_in_pieces_and_nothing_else_with_it() -> None:
+    entries, lost, kept = Entries(MANY), a_lane(), a_lane()
+    put(entries, lost, *(f"l{n}" for n in range(10_000)))
+    put(entries, kept, "old", now=1.0)
+    put(entries, kept, "young", now=3.0)
+    entries.drop_all(lost)
+    entries.drop_all(lost)
+    pieces = 0
+    while entries._lost:
+        assert entries.drop_older(0.0)
+        pieces += 1
+    assert pieces >= 10
+    assert known(entries) == {"old", "young"}
+    entries.drop_older(2.0)
+    assert known(entries) == {"young"}
+    assert not entries.drop_older(2.0)
+
+
+def test_past_the_most_the_longest_unread_go_whoever_had_read_them() -> None:
+    entries, lanes = Entries(10), [a_lane(), a_lane(), a_lane()]
+    for n in range(15):
+        put(entries, lanes[n % 2], f"k{n}", now=float(n))
+    assert known(entries) == {f"k{n}" for n in range(5, 15)}
+    put(entries, lanes[1], "k5", now=20.0)
+    put(entries, lanes[2], "k15", now=21.0)
+    assert known(entries) == {"k5", *(f"k{n}" for n in range(7, 16))}
+
+
+def test_a_key_that_moved_is_the_new_lanes() -> None:
+    entries, before, after = Entries(10), a_lane(), a_lane()
+    put(entries, before, "moved", "stays")
+    put(entries, after, "moved", now=2.0)
+    assert known(entries) == {"moved", "stays"}
+    assert entries.of(NAMESPACE)["moved"].read_at == 2.0
+    entries.drop_all(before)
+    assert known(entries) == {"moved"}
+    entries.drop(b"moved")
+    assert known(entries) == set()
+
+
+def test_what_is_absent_is_read_again_after_a_second(
+    valkey_server: EmbeddedServer, namespace: str
+) -> None:
+    """A bound on what a push that never came could hide; what is there is not read again."""
+    with Mirroring(valkey_server.url) as mirroring:
+        mirroring.store.publish(a_record(namespace, "there"), a_location())
+
+        def there() -> list[bool]:
+            return [one is not None for one in mirroring.ask(namespace, ["there", "absent"])]
+
+        assert there() == [True, False]
+        before = _reads(valkey_server.url)
+        assert there() == [True, False]
+        assert _reads(valkey_server.url) == before
+        for _ in range(2):
+            time.sleep(ABSENT_SECONDS_MAX + 0.1)
+            for _ in range(3):
+                assert there() == [True, False]
+        assert _reads(valkey_server.url) == before + 2
+
+
+def _reads(url: str) -> int:
+    info = command(url, "INFO", "commandstats").decode()
+    return int(info.partition("cmdstat_hgetall:calls=")[2].partition(",")[0])

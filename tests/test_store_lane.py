@@ -1,0 +1,98 @@
+"""A lane whose server hangs: one caller pays for it, the others are told at once."""
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from contract_store import a_location, a_record
+from mirrors import CALL_SECONDS, Mirroring, kill_lanes
+from nodes import wait_until
+from relay import Relay
+from servers import StartServer, command, frozen
+from store import EmbeddedServer, lane
+
+HANG_SECONDS = 4.0
+"""Long enough for many tries: the pauses between them are 0.1 to 1 s."""
+RECOVERED_SECONDS = 2.0
+
+
+@pytest.fixture
+def relay(valkey_server: EmbeddedServer) -> Iterator[Relay]:
+    relay = Relay()
+    relay.connect_to(valkey_server.url.removeprefix("unix://"))
+    yield relay
+    relay.close()
+
+
+def test_a_server_that_hangs_costs_one_time_out(start_server: StartServer, namespace: str) -> None:
+    server = start_server()
+    with Mirroring(server.url, call_seconds=1.0) as mirroring:
+        watching = mirroring.watch(namespace, "k")
+        watching.wait(there=False)
+        with frozen(server):
+            assert mirroring.has(namespace, "other") is None
+            mirroring.slowest = 0.0
+            until = time.monotonic() + HANG_SECONDS
+            while time.monotonic() < until:
+                assert mirroring.has(namespace, "other") is None
+                time.sleep(0.01)
+            assert mirroring.slowest < 0.5, "another caller waited for it"
+        mirroring.wait_to_know(namespace, "other", there=False, seconds=RECOVERED_SECONDS)
+        mirroring.store.publish(a_record(namespace, "k"), a_location())
+        watching.wait(there=True, seconds=RECOVERED_SECONDS)
+        watching.cancel()
+
+
+def test_who_was_cut_off_asks_again_after_the_pause(
+    valkey_server: EmbeddedServer, namespace: str
+) -> None:
+    with Mirroring(valkey_server.url, call_seconds=5.0) as mirroring:
+        for _ in range(3):
+            assert mirroring.has(namespace, "k") is False
+            kill_lanes(valkey_server.url)
+            wait_until(lambda: not mirroring.knows(namespace, "k"), 1.0, "it is noticed")
+            time.sleep(lane.PAUSE_SECONDS_MIN + 0.05)
+
+
+def test_it_is_tried_without_being_asked_one_try_at_a_time(
+    valkey_server: EmbeddedServer, relay: Relay, namespace: str
+) -> None:
+    with Mirroring(f"redis://127.0.0.1:{relay.port}") as mirroring:
+        assert mirroring.has(namespace, "k") is False
+        relay.hold_after(0)
+        assert mirroring.has(namespace, "other") is None
+        before, most = relay.connections, 0
+        until = time.monotonic() + HANG_SECONDS
+        while time.monotonic() < until:
+            most = max(most, lanes_open(valkey_server.url))
+        assert relay.connections - before >= 3
+        assert most == 1
+        relay.let_go()
+        time.sleep(lane.PAUSE_SECONDS_MAX + CALL_SECONDS)
+        assert mirroring.has(namespace, "other") is False, "the question found it well"
+
+
+def lanes_open(url: str) -> int:
+    return command(url, "CLIENT", "LIST").decode().count(" resp=3")
+
+
+@pytest.mark.parametrize("watched", [False, True])
+def test_nobody_is_tried_for_whom_nobody_asks(
+    monkeypatch: pytest.MonkeyPatch, relay: Relay, namespace: str, watched: bool
+) -> None:
+    monkeypatch.setattr(lane, "WANTED_SECONDS", 0.5)
+    with Mirroring(f"redis://127.0.0.1:{relay.port}") as mirroring:
+        watching = mirroring.watch(namespace, "k")
+        watching.wait(there=False)
+        if not watched:
+            watching.cancel()
+        relay.hold_after(0)
+        assert mirroring.has(namespace, "other") is None
+        time.sleep(0.5 + lane.PAUSE_SECONDS_MAX + 2 * CALL_SECONDS)
+        before = relay.connections
+        time.sleep(2 * (lane.PAUSE_SECONDS_MAX + CALL_SECONDS))
+        assert (relay.connections > before) is watched
+        relay.cut()
+        relay.let_go()
+        mirroring.wait_to_know(namespace, "other", there=False, seconds=RECOVERED_SECONDS)

@@ -1,0 +1,111 @@
+"""What is written in a record is read again; whatever else stands there is passed over."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from store import Location, Record, layout
+from store.record import SAFE_NAME
+
+NAMES = st.from_regex(SAFE_NAME, fullmatch=True)
+LOCATIONS = st.builds(
+    Location,
+    NAMES,
+    st.from_regex(r"[A-Za-z0-9]{1,24}", fullmatch=True),
+    st.integers(1, 2**53 - 1),
+    st.integers(0, 2**64 - 1),
+)
+RECORDS = st.builds(
+    Record,
+    NAMES,
+    st.text(min_size=1),
+    st.sampled_from(["bfloat16", "float32"]),
+    st.lists(st.integers(0, 2**31), max_size=16).map(tuple),
+    st.integers(0, 2**63 - 1),
+    st.sampled_from(["tensor", "none"]),
+    st.integers(0, 2**40).map(lambda milliseconds: milliseconds / 1000),
+    st.lists(LOCATIONS, min_size=1, max_size=4, unique_by=lambda at: at.node).map(tuple),
+)
+GOOD_TEXT = b"boot:1:" + b"0" * 16
+BAD_TEXTS = [
+    b"boot:1:" + b"A" * 16, b"boot:1:" + b"0" * 15, b"boot:0:" + b"0" * 16,
+    b"boot:01:" + b"0" * 16, b"boot:1:" + b"0" * 16 + b"\n",
+    b"boot:" + b"1" * 17 + b":" + b"0" * 16, b"b" * 25 + b":1:" + b"0" * 16,
+    b":1:" + b"0" * 16, b"b-t:1:" + b"0" * 16,
+    b"bo\xc3\xb6t:1:" + b"0" * 16, b"\xff:1:" + b"0" * 16, b"",
+]  # fmt: skip
+BAD_NAMES = [
+    b"at:", b"at:n\n", b"at:\xff", b"at:\xc3\xb6", b"at:a b", b"AT:n", b"at", b"note",
+    b"at:" + b"n" * 129,
+]  # fmt: skip
+GARBAGE = st.one_of(
+    st.binary(max_size=40),
+    st.sampled_from([GOOD_TEXT, *BAD_TEXTS]),
+    st.sampled_from([b"1", b"2", b"-1", b"1_0", b"+1", b" 1", b"9" * 20, b"1" * 4301, b"nan"]),
+    st.sampled_from([b"[1,2]", b"[1,]", b"[-1]", b"[" + b"1," * 16 + b"1]", b"tensor", b"none"]),
+)
+FIELDS = st.one_of(
+    st.sampled_from([b"v", b"key", b"dtype", b"shape", b"nbytes", b"kind", b"created"]),
+    st.sampled_from([b"at:n", b"at:" + b"n" * 128, *BAD_NAMES]),
+    st.binary(max_size=8),
+)
+
+
+def fields_of(record: Record) -> dict[bytes, bytes]:
+    """What the publisher's script writes."""
+    parts = iter([_raw(part) for part in layout.identity_fields(record)])
+    fields = {b"created": _raw(f"{record.created:.3f}")} | dict(zip(parts, parts, strict=True))
+    return fields | {_raw(f"at:{at.node}"): _raw(at.text) for at in record.locations}
+
+
+def _raw(part: str | int | bytes) -> bytes:
+    return part if isinstance(part, bytes) else str(part).encode("utf-8", "surrogatepass")
+
+
+@given(RECORDS)
+def test_a_record_is_read_as_it_was_written(record: Record) -> None:
+    assert layout.read_record(record.namespace, record.key, fields_of(record)) == record
+    name = layout.record(record.namespace, record.key).encode()
+    assert layout.read_named_record(name, fields_of(record)) == record
+
+
+@given(RECORDS, st.dictionaries(FIELDS, GARBAGE, max_size=3), st.sets(FIELDS, max_size=2))
+def test_what_a_hand_wrote_is_a_miss_or_a_record_that_may_be_stored(
+    record: Record, changes: dict[bytes, bytes], without: set[bytes]
+) -> None:
+    fields = fields_of(record) | changes
+    for name in without:
+        fields.pop(name, None)
+    found = layout.read_record(record.namespace, record.key, fields)
+    if found is not None:
+        found.check()
+        assert fields[b"v"] == layout.VERSION.encode()
+        assert all(fields[_raw(f"at:{at.node}")] == _raw(at.text) for at in found.locations)
+        assert found.locations
+        assert all(SAFE_NAME.match(at.node) for at in found.locations)
+        kept = [at for at in record.locations if _raw(f"at:{at.node}") not in {*changes, *without}]
+        assert [at for at in found.locations if at in kept] == kept
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [(name, GOOD_TEXT) for name in BAD_NAMES] + [(b"at:n", text) for text in BAD_TEXTS],
+)
+def test_a_copy_that_no_node_wrote_is_passed_over(name: bytes, text: bytes) -> None:
+    mine = Location("mine", "boot", 2, 3)
+    record = Record("ns", "key", "uint8", (2,), 2, "tensor", 1.5, (mine,))
+    assert layout.read_record("ns", "key", {name: text} | fields_of(record)) == record
+    alone = fields_of(record._replace(locations=())) | {name: text}
+    assert layout.read_record("ns", "key", alone) is None
+
+
+@given(st.text(max_size=140))
+def test_a_name_spells_out_what_needs_no_hash_and_nothing_else(key: str) -> None:
+    harmless = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789._%#@=+,/-"
+    spelled = 0 < len(key) <= 128 and set(key) <= set(harmless) and not key.startswith("h.")
+    assert (layout.key_name(key) == key) == spelled
+
+
+def test_a_digest_is_spelled_out_up_to_128_characters() -> None:
+    assert layout.key_name("a1" * 64) == "a1" * 64
+    assert layout.key_name("a1" * 64 + "a").startswith("h.")
