@@ -205,7 +205,7 @@ class EcGate:
             return self._locate(watch, needed)
         for item in needed:
             self._pins.discard_other(item.identifier, item.key)
-        new = [item for item in needed if self._pins.get(item.identifier) is None]
+        new = [item for item in needed if not self._pins.hopeful(item.identifier)]
         if new and not self._prefetch(watch, new):
             return False
         for item in needed:

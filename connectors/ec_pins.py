@@ -92,8 +92,17 @@ class PinTable:
         pin = self._waiting.get(identifier)
         return pin is not None and self.fits(pin)
 
+    def hopeful(self, identifier: str) -> bool:
+        """Whether the bytes of this item wait here, or may be on their way: no need to ask."""
+        pin = self._waiting.get(identifier)
+        return pin is not None and (pin.handle.state is PrefetchState.PENDING or self.fits(pin))
+
     def add(self, pin: Pin) -> None:
-        assert pin.identifier not in self._waiting, "one pin per identifier"
+        """In place of one that was asked for in vain: who waits for that waits for this now."""
+        vain = self._waiting.get(pin.identifier)
+        if vain is not None:
+            pin.wanted_by |= vain.wanted_by
+            self.discard(pin.identifier)
         self._waiting[pin.identifier] = pin
         self.held_bytes += pin.nbytes
 

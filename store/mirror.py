@@ -11,6 +11,7 @@ nodes check what they are asked for.
 
 import asyncio
 import contextlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
@@ -32,6 +33,8 @@ AGE_SECONDS_MAX = 60.0
 """No entry is believed longer: a bound on what a push that never came could do."""
 RECHECK_SECONDS = 1.0
 """How often the topology is looked at: a slot that moved is noticed so late at the latest."""
+FORGOTTEN_SECONDS = 10.0
+"""How long it is remembered what was to be forgotten: longer than a reading is under way."""
 _REARM_SECONDS = 0.1
 _PASSING = frozenset(["ASK", "TRYAGAIN"])
 """Refusals while a slot is on its way: the server is right, and the map too."""
@@ -74,6 +77,8 @@ class Mirror:
         self._age_seconds_max = age_seconds_max
         self._entries = Entries(entries_max, forgotten)
         self._lanes: dict[Endpoint, Lane] = {}
+        self._forgotten_at: dict[bytes, float] = {}
+        """What was asked for before then, and is answered after it, is not kept."""
         self._watches: dict[bytes, set[_Watch]] = {}
         self._unarmed: set[_Watch] = set()
         self._failovers = topology.failovers()
@@ -103,14 +108,16 @@ class Mirror:
             if entry is None or entry.until < now:
                 missing.append(index)
         if missing:
-            self._read(_Reading(namespace, keys, found, answer), missing)
+            self._read(_Reading(namespace, keys, found, answer, now), missing)
         else:
             answer(found)
 
     def forget(self, namespace: str, key: str) -> None:
         """Read the key anew when it is asked for: another connection has told something newer, and
         was quicker than the push."""
-        self._entries.drop(layout.record(namespace, key).encode())
+        name = layout.record(namespace, key).encode()
+        self._entries.drop(name)
+        self._forgotten_at[name] = self._loop.time()
 
     def watch(self, namespace: str, key: str, notify: Callable[[], None]) -> Callable[[], None]:
         """Call `notify` once what is known now is known, and after each change; until cancelled.
@@ -158,7 +165,8 @@ class Mirror:
     ) -> None:
         index, name = group[at]
         key = reading.keys[index]
-        reading.found[index] = self._take_in(lane, name, reading.namespace, key, reply)
+        address = (reading.namespace, key)
+        reading.found[index] = self._take_in(lane, name, address, reply, reading.asked_at)
 
     def _read_all(self, reading: "_Reading", group: _Group, error: StoreError | None) -> None:
         if error is not None:
@@ -169,15 +177,18 @@ class Mirror:
         if not reading.left:
             self._tell(reading.answer, reading.found)
 
-    def _take_in(self, lane: Lane, name: bytes, namespace: str, key: str, reply: Any) -> Found:
+    def _take_in(
+        self, lane: Lane, name: bytes, address: tuple[str, str], reply: Any, asked_at: float
+    ) -> Found:
         """What a reply says of a key; remembered, unless it says that somebody else knows."""
         if isinstance(reply, Refusal) and reply.code != "WRONGTYPE":
             if reply.code not in _PASSING:
                 self._topology.doubt(lane.server)
                 self._recheck()
             return StoreUnavailable(f"store {lane.server.endpoint}: {reply}")
-        record = layout.read_record(namespace, key, fields_of(reply))
-        self._entries.put(name, namespace, key, lane, record, self._loop.time())
+        record = layout.read_record(*address, fields_of(reply))
+        if self._forgotten_at.get(name, -math.inf) < asked_at:
+            self._entries.put(name, *address, lane, record, self._loop.time())
         return record
 
     def _tell(self, callback: Callable[..., None], *arguments: object) -> None:
@@ -218,10 +229,11 @@ class Mirror:
             self._arm_soon(watch)
             return
         refused: list[Refusal] = []
+        asked_at, address = self._loop.time(), (watch.namespace, watch.key)
 
         def each(index: int, reply: Any) -> None:
             if index == 0:
-                found = self._take_in(lane, record, watch.namespace, watch.key, reply)
+                found = self._take_in(lane, record, address, reply, asked_at)
                 if isinstance(found, StoreUnavailable):
                     refused.append(reply)
 
@@ -281,6 +293,8 @@ class Mirror:
         """Once a second: forget what is too old, and see whether keys or servers have gone."""
         self._ticker = self._loop.call_later(RECHECK_SECONDS, self._tick)
         self._forget_old()
+        bound = self._loop.time() - FORGOTTEN_SECONDS
+        self._forgotten_at = {name: at for name, at in self._forgotten_at.items() if at > bound}
         for lane in tuple(self._lanes.values()):
             lane.probe()
         self._recheck()
@@ -320,4 +334,5 @@ class _Reading:
     keys: Sequence[str]
     found: list[Found]
     answer: Answer
+    asked_at: float
     left: int = 0

@@ -16,10 +16,11 @@ ROOT = Path(__file__).parent.parent
 
 
 def _wait_for_nodes(store: MetadataStore, names: set[str]) -> None:
+    """Until they beat and, a moment later, have described themselves."""
     deadline = time.monotonic() + 5.0
-    while set(store.beats()) != names and time.monotonic() < deadline:
+    while set(store.node_infos(sorted(names))) != names and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert set(store.beats()) == names
+    assert set(store.beats()) == set(store.node_infos(sorted(names))) == names
 
 
 def test_two_nodes_act_as_two_hosts(tmp_path: Path) -> None:

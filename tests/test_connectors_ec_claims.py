@@ -100,6 +100,20 @@ def test_a_fault_is_an_encode_here(way: str) -> None:
     assert "encode:despite_holder" not in counted(bench)
 
 
+def test_an_answer_from_before_the_publication_is_not_taken_for_one_after_it() -> None:
+    """Also where another request that waited for the same bytes has not looked at it yet."""
+    bench = make_bench(ClaimSetState.STORED)
+    requests = [make_request("r1", "A"), make_request("r2", "A")]
+    bench.store("A", needs_fetch=True)
+    assert [bench.ensure(request) for request in requests] == [False, False]
+    bench.buffer.settle(0, PrefetchState.MISSING)
+    bench.store("A")
+    assert bench.ensure(requests[0])
+    assert bench.ensure(requests[1])
+    assert bench.allocate(requests[0])
+    assert counted(bench) == {"claim:published": 1}
+
+
 def test_the_budget_is_one_for_the_life_of_a_request() -> None:
     bench = make_bench()
     request = make_request("r", "A", "B")

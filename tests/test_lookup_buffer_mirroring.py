@@ -134,5 +134,11 @@ async def _what_a_claim_was_told_is_not_denied(url: str, namespace: str) -> None
     locator.forget((namespace, "k"))
     assert locator.known(namespace, ["k"]) == [None]
     assert (await ask()).record is not None
+
+    under_way: asyncio.Future[list[Located]] = loop.create_future()
+    locator.ask([(namespace, "other")], under_way.set_result)
+    locator.forget((namespace, "other"))
+    assert (await asyncio.wait_for(under_way, 10.0))[0].reason == "absent"
+    assert locator.known(namespace, ["other"]) == [None], "it was read before"
     locator.close()
     storage.close()

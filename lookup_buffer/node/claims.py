@@ -26,6 +26,7 @@ from lookup_buffer.node.identity import Identity
 from lookup_buffer.node.lines import Lines
 from lookup_buffer.node.loop import call_from_thread
 from lookup_buffer.node.registrar import Registrar
+from lookup_buffer.node.resolver import Resolver
 from lookup_buffer.node.session import Session
 from lookup_buffer.node.shelf import Shelf
 from lookup_buffer.node.storage import Storage
@@ -87,6 +88,7 @@ class Claims:
     shelf: Shelf
     directory: Directory
     waiting: Waiting
+    resolver: Resolver
     registrar: Registrar
     _held: dict[tuple[Owner, Address], _Holding] = field(default_factory=dict)
     _secret: bytes = field(default_factory=lambda: secrets.token_bytes(16))
@@ -184,8 +186,8 @@ class Claims:
                 self._give_back([question.address], question.session)
         if found.granted and not stored:
             self._hold(question)
-        if stored:  # else who asks for it at once may be told by the mirror that nobody has it
-            self.waiting.locator.forget(question.address)
+        if stored:  # else who asks for it at once may be told that nobody has it
+            self.resolver.published(question.address)
         if question.answered:
             return  # granted unasked, when the store was slow
         if stored:

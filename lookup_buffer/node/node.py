@@ -97,6 +97,7 @@ class Node:
             self._shelf,
             directory,
             waiting,
+            resolver,
             self._registrar,
         )
         self._intake = Intake(

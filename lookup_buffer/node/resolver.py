@@ -25,6 +25,8 @@ class Flight:
 
     waiting: list[Settle] = field(default_factory=list)
     fetching_bytes: int | None = None
+    doubted: bool = False
+    """What is being located may be out of date: who has it is to be asked once more."""
     on_fetch: list[Callable[[int], None]] = field(default_factory=list)
 
 
@@ -65,12 +67,24 @@ class Resolver:
         if address in self._flights:
             self._settle(address, "")
 
+    def published(self, address: Address) -> None:
+        """The store said so to somebody: "nobody has it", read before, does not stand."""
+        self.locator.forget(address)
+        flight = self._flights.get(address)
+        if flight is not None and flight.fetching_bytes is None:
+            flight.doubted = True
+
     def _located(self, addresses: list[Address], found: list[Located]) -> None:
+        doubted = []
         for address, located in zip(addresses, found, strict=True):
             flight = self._flights.get(address)
             if flight is None:
                 continue  # it arrived meanwhile
+            was_doubted, flight.doubted = flight.doubted, False
             if not located.sources or located.record is None:
+                if was_doubted:
+                    doubted.append(address)
+                    continue
                 self._settle(address, located.reason)
                 continue
             flight.fetching_bytes = located.record.nbytes
@@ -78,6 +92,8 @@ class Resolver:
                 begun(located.record.nbytes)
             fetched = partial(call_from_thread, self.loop, self._fetched, address)
             self.fetcher.fetch(address, located, fetched)
+        if doubted:
+            self.locator.ask(doubted, partial(self._located, doubted))
 
     def _fetched(self, address: Address, fetched: Fetched) -> None:
         self._settle(address, "" if fetched.held or self.shelf.holds(address) else fetched.reason)

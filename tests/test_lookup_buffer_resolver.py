@@ -1,0 +1,78 @@
+"""The resolver alone: what is asked once more, and what is not."""
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from lookup_buffer.inventory import Address
+from lookup_buffer.node.locator import Answer, Located, Locator
+from lookup_buffer.node.resolver import Resolver
+from store import Location, Record
+
+ADDRESS = ("namespace", "key")
+RECORD = Record(*ADDRESS, "uint8", (1,), 1, "tensor", 1.0)
+ABSENT = Located(None, (), "absent")
+FOUND = Located(RECORD, ((Location("node", "boot", 1, 1), "tcp://127.0.0.1:1"),), "")
+
+
+class Questions(Locator):
+    """Keeps what it is asked, for the test to answer."""
+
+    def __init__(self) -> None:
+        self.answers: list[Answer] = []
+        self.forgotten: list[Address] = []
+
+    def start(self) -> None: ...
+
+    def ask(self, addresses: Sequence[Address], answer: Answer) -> None:
+        self.answers.append(answer)
+
+    def known(self, namespace: str, keys: Sequence[str]) -> list[bool | None]:
+        return [None] * len(keys)
+
+    def forget(self, address: Address) -> None:
+        self.forgotten.append(address)
+
+    def tick(self) -> None: ...
+
+    def watch(self, address: Address, notify: Callable[[], None]) -> Callable[[], None]:
+        return lambda: None
+
+    def close(self) -> None: ...
+
+
+class Fetches:
+    """In place of the fetcher."""
+
+    def __init__(self) -> None:
+        self.asked: list[Address] = []
+
+    def fetch(self, address: Address, *_: Any) -> None:
+        self.asked.append(address)
+
+
+@pytest.fixture
+def loop() -> Iterator[asyncio.AbstractEventLoop]:
+    loop = asyncio.new_event_loop()
+    yield loop
+    loop.close()
+
+
+@pytest.mark.parametrize("found", [FOUND, ABSENT], ids=["there", "gone again"])
+def test_what_was_published_while_it_was_located_is_located_once_more(
+    loop: asyncio.AbstractEventLoop, found: Located
+) -> None:
+    locator, fetcher = Questions(), Fetches()
+    told: list[str] = []
+    resolver = Resolver(loop, None, locator, fetcher)  # type: ignore[arg-type]
+    resolver.resolve([ADDRESS], lambda _: told.append)
+    resolver.published(ADDRESS)
+    assert locator.forgotten == [ADDRESS]
+    resolver.resolve([ADDRESS], lambda _: told.append)  # joins a question that is out of date
+    locator.answers.pop()([ABSENT])
+    assert told == []
+    locator.answers.pop()([found])
+    assert (fetcher.asked, told) == (([ADDRESS], []) if found is FOUND else ([], ["absent"] * 2))
+    assert locator.answers == []
