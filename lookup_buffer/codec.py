@@ -16,12 +16,15 @@ import torch
 
 from lookup_buffer.errors import CodecError
 from lookup_buffer.header import DTYPES, MAX_DIMENSIONS, TensorHeader
-from lookup_buffer.pointer import pointer_to
+from lookup_buffer.pointer import array_at, bytes_at, pointer_to
 
 _TORCH_DTYPES: Final[dict[str, torch.dtype]] = {
     name: found for name in DTYPES if isinstance(found := getattr(torch, name, None), torch.dtype)
 }
 _NAMES: Final = {dtype: name for name, dtype in _TORCH_DTYPES.items()}
+
+Value = torch.Tensor | None
+"""What is stored and sent: None is a value."""
 
 # Integers of the same width stand in for dtypes that torch cannot copy, or only with a warning.
 _CARRIERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -36,6 +39,22 @@ def header_of(tensor: torch.Tensor | None) -> TensorHeader:
     if tensor is None:
         return TensorHeader.of_none()
     return _header_of(_strided(tensor))
+
+
+def copy_of(value: Value) -> Value:
+    """What a receiver gets of this value: a contiguous CPU tensor of its own.
+
+    Raises:
+        CodecError: a tensor of a kind that is not carried.
+    """
+    if value is None:
+        return None
+    header = header_of(value)
+    owner, address, nbytes = contiguous_bytes(value)
+    copy = empty_tensor(header)
+    copy_into(copy, address, nbytes)
+    del owner  # kept until here: the address is its
+    return copy
 
 
 def contiguous_bytes(tensor: torch.Tensor) -> tuple[torch.Tensor, int, int]:
@@ -55,6 +74,11 @@ def contiguous_bytes(tensor: torch.Tensor) -> tuple[torch.Tensor, int, int]:
         carrier = _CARRIERS.get(plain.itemsize)
         plain = (plain if carrier is None else plain.view(carrier)).contiguous()
     return plain, plain.data_ptr(), nbytes
+
+
+def writable_bytes(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor, which is kept as long as the view is."""
+    return bytes_at(tensor.data_ptr(), tensor.nbytes, keep=tensor)
 
 
 def empty_tensor(header: TensorHeader) -> torch.Tensor:
@@ -187,6 +211,5 @@ def _tensor_at(
 ) -> torch.Tensor:
     # torch.frombuffer warns of a read-only buffer, and silencing a warning is not thread-safe.
     # So it gets a ctypes array, which is writable as far as it can tell, and which torch keeps.
-    array = (ctypes.c_ubyte * nbytes).from_address(address)
-    array.__dict__["keep"] = keep
+    array = array_at(address, nbytes, keep=keep)
     return torch.frombuffer(array, dtype=torch.uint8).view(dtype).view(shape)

@@ -1,4 +1,4 @@
-"""Pointers: where a buffer's bytes lie, also of read-only memory, for ctypes to copy from and to.
+"""Pointers: where a buffer's bytes lie, also of read-only memory, and buffers of what lies there.
 
 ctypes' own `from_buffer` refuses memory that is read-only. Pure; any thread.
 """
@@ -46,3 +46,15 @@ def pointer_to(buffer: mmap.mmap | memoryview) -> int:
     address = int(view.buf or 0)
     _release_buffer(ctypes.byref(view))
     return address
+
+
+def array_at(address: int, nbytes: int, *, keep: object) -> "ctypes.Array[ctypes.c_ubyte]":
+    """A buffer of what lies there; `keep` is alive as long as the buffer or a view of it."""
+    array = (ctypes.c_ubyte * nbytes).from_address(address)
+    array.__dict__["keep"] = keep
+    return array
+
+
+def bytes_at(address: int, nbytes: int, *, keep: object) -> memoryview:
+    """A view of bytes over `array_at`; writable, whoever the memory belongs to."""
+    return memoryview(array_at(address, nbytes, keep=keep)).cast("B")

@@ -1,0 +1,110 @@
+"""The inbox: what the other ends have offered to one end and nobody has received yet."""
+
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from lookup_buffer.errors import LookupBufferError, LookupTimeout
+from lookup_buffer.header import TensorHeader
+
+
+class Source(Protocol):
+    """Where an offer came from."""
+
+    def receive(self, offer: "Offer", memory: memoryview) -> bool: ...
+
+
+@dataclass(slots=True, eq=False)
+class Arrival:
+    """The bytes of an offer on their way into memory that the receiver made."""
+
+    memory: memoryview
+    over: bool = False
+    gone: bool = False
+    """The sender gave up before it was asked."""
+
+
+@dataclass(slots=True, eq=False)
+class Offer:
+    """A message that can be received."""
+
+    source: Source
+    number: int
+    """The source's."""
+    key: str | None
+    header: TensorHeader
+    payload: bytearray | None
+    """The bytes, where they came with it; else they are to be asked for."""
+    arrival: Arrival | None = None
+    """Set once they were asked for."""
+    value: Any = None
+    """Whose memory that is."""
+
+
+@dataclass(slots=True)
+class Inbox:
+    """Thread-safe."""
+
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+    _offers: defaultdict[str | None, deque[Offer]] = field(
+        default_factory=lambda: defaultdict(deque)
+    )
+    _end: LookupBufferError | None = None
+
+    def put(self, offer: Offer) -> None:
+        with self._changed:
+            self._offers[offer.key].append(offer)
+            self._changed.notify_all()
+
+    def put_back(self, offer: Offer) -> None:
+        """It was taken and not received: the next one gets it."""
+        with self._changed:
+            self._offers[offer.key].appendleft(offer)
+            self._changed.notify_all()
+
+    def take(self, key: str | None, deadline: float) -> Offer:
+        """The oldest under that key.
+
+        Raises:
+            LookupTimeout: there was none by the deadline, a monotonic time.
+            LookupBufferError: see `end`.
+        """
+        with self._changed:
+            while not (queue := self._offers.get(key)):
+                if self._end is not None:
+                    raise type(self._end)(str(self._end))
+                if not self._changed.wait(deadline - time.monotonic()):
+                    raise LookupTimeout("nothing came through the pipe in the time given")
+            offer = queue.popleft()
+            if not queue:
+                del self._offers[key]
+            return offer
+
+    def remove(self, source: Source, number: int, key: str | None) -> None:
+        """Its sender takes it back, if it is still there."""
+        with self._changed:
+            self._keep(key, lambda offer: (offer.source, offer.number) != (source, number))
+
+    def lose(self, source: Source) -> None:
+        """The source is gone; what has come with its offer stays."""
+        with self._changed:
+            for key in list(self._offers):
+                self._keep(key, lambda o: o.source is not source or o.payload is not None)
+
+    def end(self, error: LookupBufferError | None, *, clear: bool = False) -> None:
+        """What those are told who find nothing; None: to wait again."""
+        with self._changed:
+            self._end = error
+            if clear:
+                self._offers.clear()
+            self._changed.notify_all()
+
+    def _keep(self, key: str | None, wanted: Callable[[Offer], bool]) -> None:
+        kept = deque(offer for offer in self._offers.get(key, ()) if wanted(offer))
+        if kept:
+            self._offers[key] = kept
+        else:
+            self._offers.pop(key, None)

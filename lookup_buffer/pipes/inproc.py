@@ -1,0 +1,169 @@
+"""`inproc://NAME`: between threads of a process. Also the reference that the others are held to.
+
+Two ends and a conduit for each direction, all under one lock; no thread of its own.
+"""
+
+import threading
+import time
+from collections import defaultdict, deque
+from dataclasses import dataclass, field
+
+from lookup_buffer.codec import Value, copy_of, header_of
+from lookup_buffer.errors import (
+    BufferFull,
+    Closed,
+    ConfigError,
+    LookupBufferError,
+    LookupTimeout,
+    PipeBroken,
+    PipeClosed,
+    PipeTimeout,
+    TensorTooLarge,
+)
+from lookup_buffer.key import TensorKey
+from lookup_buffer.pipes.pipe import TIMEOUT_SECONDS, KVPipe, PipeLimits, key_text
+
+
+@dataclass(slots=True, eq=False)
+class _Message:
+    value: Value
+    cost: int
+    held: bool = False
+    """Whether the bytes are the conduit's own; else the sender waits with his."""
+    received: bool = False
+
+
+@dataclass(slots=True)
+class _Conduit:
+    """One direction."""
+
+    queues: defaultdict[str | None, deque[_Message]] = field(
+        default_factory=lambda: defaultdict(deque)
+    )
+    used: int = 0
+    end: LookupBufferError | None = None
+    """What whoever receives is told once it is empty: the sending end has ended."""
+
+    def clear(self) -> None:
+        self.queues.clear()
+        self.used = 0
+
+
+class InprocPipe(KVPipe):
+    """See `KVPipe`. `silence_seconds` and `linger_seconds` mean nothing here."""
+
+    def __init__(
+        self, uri: str, limits: PipeLimits, changed: threading.Condition, conduits: list[_Conduit]
+    ) -> None:
+        self.uri = uri
+        self._limits = limits
+        self._changed = changed
+        self._out, self._in = conduits
+        self._end: LookupBufferError | None = None
+        """What whoever uses this end is told: it was ended here."""
+
+    def send_tensor(
+        self, tensor: Value, key: str | TensorKey | None = None, *, timeout: float = TIMEOUT_SECONDS
+    ) -> None:
+        deadline = time.monotonic() + timeout
+        lane, nbytes = key_text(key), header_of(tensor).nbytes
+        cost, most = self._limits.cost(nbytes), self._limits.buffer_bytes
+        if cost > most:
+            raise TensorTooLarge(f"{nbytes} bytes; the pipe holds {most}")
+        message = _Message(tensor, cost)
+        with self._changed:
+            self._check(self._in.end)
+            self._out.queues[lane].append(message)
+            self._changed.notify_all()
+            try:
+                while not message.received and self._out.used + cost > most:
+                    if not self._changed.wait(deadline - time.monotonic()):
+                        raise BufferFull(f"no room for {nbytes} bytes in the pipe in time")
+                    self._check(self._in.end)
+            except LookupBufferError:
+                if not message.received:
+                    self._withdraw(lane, message)
+                    raise
+            if not message.received:
+                self._out.used += cost
+                message.value, message.held = copy_of(tensor), True
+
+    def recv_tensor(
+        self, key: str | TensorKey | None = None, *, timeout: float = TIMEOUT_SECONDS
+    ) -> Value:
+        deadline = time.monotonic() + timeout
+        lane = key_text(key)
+        with self._changed:
+            self._check(None)
+            while not self._in.queues.get(lane):
+                self._check(self._in.end)
+                if not self._changed.wait(deadline - time.monotonic()):
+                    self._check(None)
+                    raise LookupTimeout(f"nothing came within {timeout:g} s")
+                self._check(None)
+            queue = self._in.queues[lane]
+            message = queue.popleft()
+            if not queue:
+                del self._in.queues[lane]
+            message.received = True
+            self._in.used -= message.cost if message.held else 0
+            self._changed.notify_all()
+            return message.value if message.held else copy_of(message.value)
+
+    def close(self) -> None:
+        self._end_here(Closed("this end was closed"), PipeClosed("the other end was closed"))
+
+    def abort(self) -> None:
+        broken = PipeBroken("the other end was aborted")
+        self._end_here(PipeBroken("this end was aborted"), broken)
+
+    def _end_here(self, here: LookupBufferError, there: LookupBufferError) -> None:
+        with self._changed:
+            if self._end is not None:
+                return
+            self._end, self._out.end = here, there
+            if _listening.get(self.uri) is self:
+                del _listening[self.uri]
+            self._in.clear()
+            if isinstance(there, PipeBroken):
+                self._out.clear()
+            self._changed.notify_all()
+
+    def other_end(self, limits: PipeLimits) -> "InprocPipe":
+        return InprocPipe(self.uri, limits, self._changed, [self._in, self._out])
+
+    def _check(self, other: LookupBufferError | None) -> None:
+        """Raise why this end, or the other one, is of no use."""
+        error = self._end or other
+        if error is not None:
+            raise type(error)(str(error))
+
+    def _withdraw(self, lane: str | None, message: _Message) -> None:
+        queue = self._out.queues.get(lane)
+        if queue and message in queue:
+            queue.remove(message)
+            if not queue:
+                del self._out.queues[lane]
+
+
+_listening: dict[str, InprocPipe] = {}
+_appeared = threading.Condition()
+
+
+def open_end(
+    uri: str, *, listen: bool, timeout: float, token: str | None, limits: PipeLimits
+) -> KVPipe:
+    """See `open_pipe`. A name is free again once its second end has come."""
+    if token is not None:
+        raise ConfigError("a pipe within a process takes no token")
+    with _appeared:
+        if listen:
+            if uri in _listening:
+                raise ConfigError(f"somebody listens at {uri} already")
+            conduits = [_Conduit(), _Conduit()]
+            pipe = _listening[uri] = InprocPipe(uri, limits, threading.Condition(), conduits)
+            _appeared.notify_all()
+            return pipe
+        if not _appeared.wait_for(lambda: uri in _listening, timeout):
+            raise PipeTimeout(f"nobody listens at {uri}")
+        return _listening.pop(uri).other_end(limits)

@@ -1,0 +1,47 @@
+"""From an address to a pipe: the scheme names the module, which is imported on its first use."""
+
+import importlib
+from collections.abc import Mapping
+from typing import Final
+
+from lookup_buffer.errors import ConfigError
+from lookup_buffer.pipes.pipe import KVPipe, PipeLimits
+
+SCHEMES: Final[Mapping[str, str]] = {
+    "inproc": "inproc://NAME, between threads of a process",
+    "tcp": "tcp://HOST:PORT, between hosts",
+}
+OPEN_SECONDS: Final = 30.0
+
+
+def open_pipe(
+    uri: str,
+    *,
+    listen: bool = False,
+    timeout: float = OPEN_SECONDS,
+    token: str | None = None,
+    limits: PipeLimits | None = None,
+) -> KVPipe:
+    """One end of the pipe at `uri`; one end listens, the other (or several) connect.
+
+    A listening end returns at once; where it was given port 0, `pipe.uri` says which it got. A
+    connecting end waits up to `timeout` seconds for the other one to listen.
+
+    Args:
+        token: both ends must know the same; see `link.connect`. Not for `inproc`.
+
+    Raises:
+        ConfigError: the address is not one of `SCHEMES`.
+        PipeTimeout: nobody listens there within the time.
+        PipeError: see `KVPipe`.
+        NodeRefused: the other end has another token or version.
+    """
+    scheme, separator, rest = uri.partition("://")
+    if not separator or scheme not in SCHEMES or not rest:
+        allowed = "; ".join(SCHEMES.values())
+        raise ConfigError(f"{uri!r} is no address of a pipe; allowed are {allowed}")
+    module = importlib.import_module(f"lookup_buffer.pipes.{scheme}")
+    pipe: KVPipe = module.open_end(
+        uri, listen=listen, timeout=timeout, token=token, limits=limits or PipeLimits()
+    )
+    return pipe

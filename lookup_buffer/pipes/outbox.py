@@ -1,0 +1,182 @@
+"""The outbox: what one end has sent to a peer and the peer has not received; it has a budget.
+
+Three ways for a message: it has room, is copied, and the sender goes on; it has none, and its
+sender waits until it has; or, while he waits, it is asked for, and goes out from his own memory.
+So a full budget never keeps a receiver from the one message that it wants.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+from lookup_buffer.errors import BufferFull, LookupBufferError
+from lookup_buffer.header import TensorHeader
+from lookup_buffer.pipes.pipe import PipeLimits
+
+INLINE_BYTES: Final = 64 << 10
+"""So many come with their offer, for less than a round trip costs."""
+
+
+@dataclass(slots=True, eq=False)
+class Outgoing:
+    """A message that was offered and not received."""
+
+    key: str | None
+    memory: memoryview
+    """The caller's, until there is room for a copy."""
+    cost: int
+    charged: bool = False
+    number: int = 0
+    inline: bool = False
+    pulled: bool = False
+    over: bool = False
+    """Received, or as good as: its bytes are the kernel's."""
+
+
+class Bytes(Protocol):
+    """The bytes of a message, as its sender has them."""
+
+    def lent(self) -> memoryview: ...
+
+    def copied(self) -> memoryview: ...
+
+
+Say = Callable[[list[Any], Outgoing | None], None]
+"""To be called with the lock: a frame goes out, with the bytes of a message."""
+
+
+class Outbox:
+    """Under the lock of its peer, `changed`, which is notified of all that happens.
+
+    Args:
+        check: raises, under the lock, where the peer is of no use any more.
+    """
+
+    def __init__(
+        self,
+        changed: threading.Condition,
+        say: Say,
+        check: Callable[[], None],
+        limits: PipeLimits,
+    ) -> None:
+        self._changed = changed
+        self._say = say
+        self._check_link = check
+        self._limits = limits
+        self._messages: dict[int, Outgoing] = {}
+        self._last_number = 0
+        self._ending: LookupBufferError | None = None
+        """Set while it is only there for what was sent before."""
+        self.used_bytes = 0
+        """Of the budget: 0 once all that was sent was received, or given up."""
+
+    def send(
+        self, key: str | None, header: TensorHeader, bytes_of: "Bytes", deadline: float
+    ) -> None:
+        """Offer a message; return when its bytes are copied, or the kernel has them."""
+        cost = self._limits.cost(header.nbytes)
+        if self._charge(cost):
+            try:
+                out = Outgoing(key, bytes_of.copied(), cost, charged=True)
+                out.inline = header.nbytes <= INLINE_BYTES
+                self._offer(out, header)
+            except BaseException:
+                self._give_back(cost)
+                raise
+        else:
+            out = Outgoing(key, bytes_of.lent(), cost)
+            self._offer(out, header)
+            self._wait_for_room(out, bytes_of, deadline)
+
+    def _offer(self, out: Outgoing, header: TensorHeader) -> None:
+        with self._changed:
+            self._check()
+            self._last_number += 1
+            out.number = self._last_number
+            self._messages[out.number] = out
+            offer = ["offer", out.number, out.key, header.to_fields()]
+            self._say(offer, out if out.inline else None)
+
+    def _wait_for_room(self, out: Outgoing, bytes_of: "Bytes", deadline: float) -> None:
+        """Until it can be copied, or was asked for and has gone out from the caller's memory."""
+        with self._changed:
+            try:
+                while not (out.over or out.pulled):
+                    self._check()
+                    if self._has_room(out.cost):
+                        self.used_bytes += out.cost
+                        out.charged = True
+                        break
+                    if not self._changed.wait(deadline - time.monotonic()):
+                        raise BufferFull(f"no room for {len(out.memory)} bytes in time")
+            except LookupBufferError:
+                if not (out.over or out.pulled):
+                    self._messages.pop(out.number, None)
+                    self._say(["withdraw", out.number, out.key], None)
+                    raise
+        copied = bytes_of.copied() if out.charged else None
+        with self._changed:
+            if copied is not None and not out.pulled:
+                out.memory = copied
+                return
+            while not out.over:  # once it is under way it ends by itself, or with the link
+                self._check_link()
+                self._changed.wait()
+
+    def _charge(self, cost: int) -> bool:
+        with self._changed:
+            self._check()
+            has_room = self._has_room(cost)
+            self.used_bytes += cost if has_room else 0
+            return has_room
+
+    def _has_room(self, cost: int) -> bool:
+        return self.used_bytes + cost <= self._limits.buffer_bytes
+
+    def _give_back(self, cost: int) -> None:
+        with self._changed:
+            self.used_bytes = max(0, self.used_bytes - cost)
+            self._changed.notify_all()
+
+    def drain(self, ending: LookupBufferError, deadline: float) -> None:
+        """Wait until all that was sent is received; whoever waits for anything else is told."""
+        with self._changed:
+            self._ending = ending
+            self._changed.notify_all()
+            self._changed.wait_for(
+                lambda: not self._messages,
+                max(0.0, deadline - time.monotonic()),
+            )
+
+    def settle(self, number: int) -> None:
+        """The message of that number needs nothing of us any more."""
+        with self._changed:
+            out = self._messages.pop(number, None)
+            if out is None:
+                return
+            out.over = True
+            if out.charged:
+                self.used_bytes -= out.cost
+            self._changed.notify_all()
+
+    def pull(self, number: int) -> None:
+        """The other end wants its bytes."""
+        with self._changed:
+            out = self._messages.get(number)
+            if out is None or out.inline or out.pulled:
+                self._say(["gone", number], None)
+            else:
+                out.pulled = True
+                self._say(["data", number], out)
+
+    def clear(self) -> None:
+        """Under the lock: nobody will receive anything."""
+        self._messages.clear()
+        self.used_bytes = 0
+
+    def _check(self) -> None:
+        self._check_link()
+        if self._ending is not None:
+            raise type(self._ending)(str(self._ending))

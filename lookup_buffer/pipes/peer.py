@@ -1,0 +1,231 @@
+"""A peer: the other end of a stream, as one end of a pipe sees it.
+
+Frames over a `Link`, in both directions at once, by two threads that live as long as it does:
+
+    ["offer", n, key, header] + bytes      a message; its bytes only if they are few
+    ["pull", n]                            its bytes are wanted
+    ["data", n] + bytes                    here they are
+    ["gone", n]                            the sender gave up before he was asked
+    ["withdraw", n, key]                   he gives up now
+    ["received", n]                        what came with its bytes was received
+    ["beat"]   ["bye"]
+
+Offers always pass, large payload is asked for: so neither the order in which a receiver wants keys
+nor a full budget can make the two ends wait for each other. The reading thread never waits for
+anything but bytes of a frame that has begun.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Final
+
+from lookup_buffer.errors import (
+    LookupBufferError,
+    LookupTimeout,
+    PipeBroken,
+    PipeClosed,
+    PipeTimeout,
+    ProtocolError,
+)
+from lookup_buffer.header import TensorHeader
+from lookup_buffer.link import Link
+from lookup_buffer.pipes.inbox import Arrival, Inbox, Offer
+from lookup_buffer.pipes.outbox import INLINE_BYTES, Outbox, Outgoing
+from lookup_buffer.pipes.pipe import PipeLimits
+
+BEAT_SECONDS: Final = 0.5
+"""A quarter of the shortest silence that an end may be told to bear."""
+BYE_SECONDS: Final = 1.0
+MINIMUM_BYTES_PER_SECOND: Final = 16e6
+
+
+_Frame = tuple[list[Any], Outgoing | None]
+
+
+class Peer:
+    """Thread-safe. `outbox` sends, `receive` receives what the inbox was given.
+
+    `lost` is told once, on any thread, why it is of no use any more.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        inbox: Inbox,
+        limits: PipeLimits,
+        lost: Callable[["Peer", LookupBufferError], None],
+    ) -> None:
+        self._link = link
+        self._inbox = inbox
+        self._limits = limits
+        self._tell_lost = lost
+        self._changed = threading.Condition()
+        self.outbox = Outbox(self._changed, self._say, self._check, limits)
+        self._frames: deque[_Frame] = deque()
+        self._arrivals: dict[int, Arrival] = {}
+        self._error: LookupBufferError | None = None
+        self._heard_bye = False
+        self._threads = [
+            threading.Thread(target=target, name=name, daemon=True)
+            for target, name in ((self._write, "lb-pipe-out"), (self._read, "lb-pipe-in"))
+        ]
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    # -- receiving
+
+    def receive(self, offer: Offer, memory: memoryview) -> bool:
+        """Put the bytes of an offer into `memory`; False where its sender gave up.
+
+        Where they are on their way already, they are in the memory of who asked for them.
+        """
+        if offer.payload is not None:
+            if offer.payload:
+                memory[:] = offer.payload
+            self._say_received(offer)
+            return True
+        with self._changed:
+            if offer.arrival is None:
+                self._check()
+                offer.arrival = self._arrivals[offer.number] = Arrival(memory)
+                self._say(["pull", offer.number])
+            arrival = offer.arrival
+            limit = self._limits.silence_seconds + offer.header.nbytes / MINIMUM_BYTES_PER_SECOND
+            deadline = time.monotonic() + limit
+            while not arrival.over:
+                self._check()
+                if not self._changed.wait(deadline - time.monotonic()):
+                    raise LookupTimeout("the bytes did not come in time")
+            return not arrival.gone
+
+    def _say_received(self, offer: Offer) -> None:
+        with self._changed:
+            if self._error is None:
+                self._say(["received", offer.number])
+
+    # -- the end
+
+    def close(self) -> None:
+        """Say goodbye, and wait for that to go out. Bounded, idempotent."""
+        with self._changed:
+            if self._error is None:
+                self._say(["bye"])
+        self._threads[0].join(BYE_SECONDS)
+        self.lose(PipeClosed("this end was closed"), reset=False)
+
+    def abort(self, error: LookupBufferError) -> None:
+        self.lose(error, reset=True)
+
+    def lose(self, error: LookupBufferError, *, reset: bool = True) -> None:
+        """It is of no use any more. The first reason stands."""
+        with self._changed:
+            if self._error is not None:
+                return
+            self._error = error
+            self.outbox.clear()
+            self._frames.clear()
+            self._changed.notify_all()
+        if reset:
+            self._link.abort()
+        else:
+            self._link.close()
+        self._inbox.lose(self)
+        self._tell_lost(self, error)
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise type(self._error)(str(self._error))
+
+    # -- the writing thread
+
+    def _say(self, header: list[Any], out: Outgoing | None = None) -> None:
+        """To be called with the lock."""
+        self._frames.append((header, out))
+        self._changed.notify_all()
+
+    def _write(self) -> None:
+        try:
+            while True:
+                header, out = self._next_frame()
+                timeout = self._limits.silence_seconds
+                self._link.send(header, out.memory if out else None, timeout=timeout)
+                if header[0] == "data" and out is not None:
+                    self.outbox.settle(out.number)
+                if header[0] == "bye":
+                    return
+        except LookupBufferError as error:
+            self.lose(error)
+
+    def _next_frame(self) -> _Frame:
+        with self._changed:
+            while not self._frames:
+                self._check()
+                if not self._changed.wait(BEAT_SECONDS):
+                    return ["beat"], None
+            return self._frames.popleft()
+
+    # -- the reading thread
+
+    def _read(self) -> None:
+        try:
+            while not self._heard_bye:
+                if not self._link.wait_readable(self._limits.silence_seconds):
+                    raise PipeTimeout("the other end of the pipe says nothing any more")
+                frame = self._link.recv_header(self._limits.silence_seconds)
+                self._heard(frame.header, frame.payload_nbytes)
+            self.lose(PipeClosed("the other end was closed"), reset=False)
+        except PipeClosed:
+            # Ends say goodbye; who does not was killed.
+            self.lose(PipeBroken("the other end of the pipe ended without a word"))
+        except LookupBufferError as error:
+            self.lose(error)
+
+    def _heard(self, header: Any, nbytes: int) -> None:
+        match header:
+            case ["offer", int(number), str() | None as key, dict(fields)]:
+                self._offered(number, key, TensorHeader.from_fields(fields), nbytes)
+            case ["data", int(number)]:
+                self._arrived(number, nbytes)
+            case ["pull", int(number)] if not nbytes:
+                self.outbox.pull(number)
+            case ["gone", int(number)] if not nbytes:
+                self._gone(number)
+            case ["withdraw", int(number), str() | None as key] if not nbytes:
+                self._inbox.remove(self, number, key)
+            case ["received", int(number)] if not nbytes:
+                self.outbox.settle(number)
+            case ["beat"] if not nbytes:
+                pass
+            case ["bye"] if not nbytes:
+                self._heard_bye = True
+            case _:
+                raise ProtocolError("not a frame of a pipe")
+
+    def _offered(self, number: int, key: str | None, header: TensorHeader, nbytes: int) -> None:
+        if nbytes not in (0, header.nbytes) or nbytes > INLINE_BYTES:
+            raise ProtocolError("an offer with other bytes than it says")
+        payload = None
+        if nbytes == header.nbytes:
+            payload = bytearray(nbytes)
+            self._link.recv_into(memoryview(payload), timeout=self._limits.silence_seconds)
+        self._inbox.put(Offer(self, number, key, header, payload))
+
+    def _arrived(self, number: int, nbytes: int) -> None:
+        arrival = self._arrivals.pop(number, None)
+        if arrival is None or arrival.memory.nbytes != nbytes:
+            raise ProtocolError("bytes that were not asked for")
+        self._link.recv_into(arrival.memory, timeout=self._limits.silence_seconds)
+        with self._changed:
+            arrival.over = True
+            self._changed.notify_all()
+
+    def _gone(self, number: int) -> None:
+        with self._changed:
+            arrival = self._arrivals.pop(number, None)
+            if arrival is not None:
+                arrival.over = arrival.gone = True
+                self._changed.notify_all()

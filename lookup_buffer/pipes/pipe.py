@@ -1,0 +1,134 @@
+"""KVPipe: the contract of all pipes.
+
+The interface of vLLM's first `KVPipeBase` (`send_tensor`, `recv_tensor`, `close`), with the `key`
+that its authors noted was missing. Code written for that one runs unchanged.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Final, Self
+
+from lookup_buffer.codec import Value
+from lookup_buffer.errors import ConfigError, InvalidKey
+from lookup_buffer.key import MAX_KEY_CHARACTERS, TensorKey
+
+TIMEOUT_SECONDS: Final = 300.0
+"""Of an operation that names none; as long as vLLM's first pipe waited for its store."""
+MESSAGE_BYTES: Final = 256
+"""What a message costs of the budget at the least: also those of no bytes are finitely many."""
+
+
+@dataclass(frozen=True, slots=True)
+class PipeLimits:
+    """How much a pipe holds, and how long it is patient."""
+
+    buffer_bytes: int = 1_000_000_000
+    """Bytes that this end has sent and the other one has not received. A sender waits for room."""
+    silence_seconds: float = 10.0
+    """A peer that says nothing for so long is lost: stopped, or cut off. It beats twice a second.
+    At least 2 s; who holds Python's interpreter lock for longer looks like one that was stopped.
+    """
+    linger_seconds: float = 5.0
+    """How long `close` waits for the peer to receive what it was sent."""
+
+    def __post_init__(self) -> None:
+        least = {"buffer_bytes": 1, "silence_seconds": 2.0, "linger_seconds": 0.0}
+        for name, bound in least.items():
+            value = getattr(self, name)
+            if not value >= bound:
+                raise ConfigError(f"{name} of a pipe is {value!r}; allowed is {bound} or more")
+
+    def cost(self, nbytes: int) -> int:
+        """What a message of so many bytes takes of the budget; more than all of it if too large."""
+        if nbytes > self.buffer_bytes:
+            return nbytes
+        return min(max(nbytes, MESSAGE_BYTES), self.buffer_bytes)
+
+
+class KVPipe(ABC):
+    """One end. Both ends send and receive; any thread may, at any time.
+
+    Without a key messages are a FIFO. Under a key they are found by it, in any order; several
+    under one key are a FIFO among themselves. Messages without a key and under different keys
+    never wait for each other. `None` is a message.
+
+    Errors of the operations, after which the pipe is as before:
+        LookupTimeout: nothing came within the time that was given.
+        BufferFull: the other end received too little within it.
+        TensorTooLarge: more than the whole budget; said at once.
+        CodecError, InvalidKey: this cannot be carried. Nothing was sent.
+    After which it is of no use any more, to anybody who waits or comes later:
+        Closed: this end was closed.
+        PipeClosed: the other end was closed, and all that it sent was received.
+        PipeBroken: the other end died, or this one was aborted; what was under way is lost.
+        PipeTimeout: the other end did not say anything for `silence_seconds`, or did not move a
+            transfer's bytes.
+    An end that listens serves several that connect: it receives from all, and ends with the last.
+    It can send only while it has exactly one peer (else PipeClosed says so, or it waits for one).
+    """
+
+    uri: str
+    """Where the other end connects to."""
+
+    @abstractmethod
+    def send_tensor(
+        self, tensor: Value, key: str | TensorKey | None = None, *, timeout: float = TIMEOUT_SECONDS
+    ) -> None:
+        """Send a tensor (any dtype, shape, strides; bit for bit), or None.
+
+        On return the tensor may be changed: its bytes were copied, or are received. Waits at most
+        `timeout` seconds for room in the budget. While it waits the other end can already see the
+        message, and takes its bytes from the caller's tensor if it wants just this one: a full
+        budget never keeps a receiver from the key that it waits for.
+        """
+
+    @abstractmethod
+    def recv_tensor(
+        self, key: str | TensorKey | None = None, *, timeout: float = TIMEOUT_SECONDS
+    ) -> Value:
+        """The next message without a key, or the next one under `key`, as a CPU tensor.
+
+        `timeout` bounds the wait for it to appear; a transfer that has begun is given the time
+        that its size takes on top. A message that is not taken in time is not lost.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """End in order: what was sent is received, within `linger_seconds`. Wakes all waiters of
+        this end, who get Closed. Idempotent; any thread."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """End at once; what is under way is lost. Idempotent; any thread; never waits."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            self.abort()  # the other end must not take what there is for all there was to be
+
+
+def key_text(key: str | TensorKey | None) -> str | None:
+    """How a key travels.
+
+    Raises:
+        InvalidKey: it is no text, or too long.
+    """
+    if key is None or isinstance(key, str):
+        text = key
+    elif isinstance(key, TensorKey):
+        text = key.text
+    else:
+        raise InvalidKey(f"a {type(key).__name__} is no key of a pipe")
+    if text is not None and len(text.encode("utf-8", "surrogatepass")) > MAX_KEY_CHARACTERS:
+        raise InvalidKey(f"a key of a pipe has at most {MAX_KEY_CHARACTERS} bytes")
+    return text

@@ -1,0 +1,155 @@
+"""StreamPipe: an end of a pipe over connected streams; tensors to bytes, and who the peers are."""
+
+import threading
+import time
+from typing import Final
+
+from lookup_buffer.codec import Value, contiguous_bytes, empty_tensor, header_of, writable_bytes
+from lookup_buffer.errors import (
+    Closed,
+    ConfigError,
+    LookupBufferError,
+    LookupTimeout,
+    PipeBroken,
+    TensorTooLarge,
+)
+from lookup_buffer.key import TensorKey
+from lookup_buffer.link import Link
+from lookup_buffer.pipes.inbox import Inbox, Offer
+from lookup_buffer.pipes.peer import Peer
+from lookup_buffer.pipes.pipe import TIMEOUT_SECONDS, KVPipe, PipeLimits, key_text
+from lookup_buffer.pointer import bytes_at
+
+NO_PEER_SECONDS: Final = 0.1
+
+
+class StreamPipe(KVPipe):
+    """See `KVPipe`. Who makes one gives it peers by `meet`, as they connect."""
+
+    def __init__(self, uri: str, limits: PipeLimits) -> None:
+        self.uri = uri
+        self._limits = limits
+        self._inbox = Inbox()
+        self._changed = threading.Condition()
+        self._peers: list[Peer] = []
+        self._lost: LookupBufferError | None = None
+        """Why the last peer went, when there is none."""
+        self._end: LookupBufferError | None = None
+        """Why this end was ended here."""
+
+    def meet(self, link: Link) -> None:
+        """Another end has connected."""
+        peer = Peer(link, self._inbox, self._limits, self._forget)
+        with self._changed:
+            if self._end is not None:
+                link.close()
+                return
+            self._peers.append(peer)
+            self._lost = None
+            self._inbox.end(None)
+            peer.start()
+            self._changed.notify_all()
+
+    def send_tensor(
+        self, tensor: Value, key: str | TensorKey | None = None, *, timeout: float = TIMEOUT_SECONDS
+    ) -> None:
+        deadline = time.monotonic() + timeout
+        text, header = key_text(key), header_of(tensor)
+        if header.nbytes > self._limits.buffer_bytes:
+            most = self._limits.buffer_bytes
+            raise TensorTooLarge(f"{header.nbytes} bytes; the pipe holds {most}")
+        self._only_peer(deadline).outbox.send(text, header, _Outward(tensor), deadline)
+
+    def recv_tensor(
+        self, key: str | TensorKey | None = None, *, timeout: float = TIMEOUT_SECONDS
+    ) -> Value:
+        deadline = time.monotonic() + timeout
+        text = key_text(key)
+        while True:
+            self._check()
+            offer = self._inbox.take(text, deadline)
+            if offer.header.kind == "none":
+                offer.source.receive(offer, memoryview(b""))
+                return None
+            try:
+                received = self._receive(offer)
+            except LookupTimeout:
+                self._inbox.put_back(offer)
+                raise
+            if received is not None:
+                return received
+
+    def _receive(self, offer: Offer) -> Value:
+        """None where its sender gave up before he was asked."""
+        if offer.value is None:
+            offer.value = empty_tensor(offer.header)
+        value = offer.value
+        return value if offer.source.receive(offer, writable_bytes(value)) else None
+
+    def close(self) -> None:
+        ending = Closed("this end of the pipe was closed")
+        if not self._end_here(ending):
+            return
+        deadline = time.monotonic() + self._limits.linger_seconds
+        for peer in list(self._peers):
+            peer.outbox.drain(ending, deadline)
+        for peer in list(self._peers):
+            peer.close()
+
+    def abort(self) -> None:
+        error = PipeBroken("this end of the pipe was aborted")
+        self._end_here(error)
+        for peer in list(self._peers):
+            peer.abort(error)
+
+    def _end_here(self, error: LookupBufferError) -> bool:
+        with self._changed:
+            if self._end is not None:
+                return False
+            self._end = error
+            self._changed.notify_all()
+        self._inbox.end(error, clear=True)
+        return True
+
+    def _only_peer(self, deadline: float) -> Peer:
+        with self._changed:
+            while not self._peers:
+                self._check()
+                if self._lost is not None:
+                    raise type(self._lost)(str(self._lost))
+                if not self._changed.wait(deadline - time.monotonic()):
+                    raise LookupTimeout("nobody connected to the pipe in the time given")
+            self._check()
+            if len(self._peers) > 1:
+                raise ConfigError(f"{len(self._peers)} ends are connected: this one only receives")
+            return self._peers[0]
+
+    def _forget(self, peer: Peer, why: LookupBufferError) -> None:
+        with self._changed:
+            if peer in self._peers:
+                self._peers.remove(peer)
+            if self._peers or self._end is not None:
+                return
+            self._lost = why
+            self._inbox.end(why)
+            self._changed.notify_all()
+
+    def _check(self) -> None:
+        if self._end is not None:
+            raise type(self._end)(str(self._end))
+
+
+class _Outward:
+    """The bytes of a value that is sent."""
+
+    def __init__(self, value: Value) -> None:
+        self._value = value
+
+    def lent(self) -> memoryview:
+        if self._value is None:
+            return memoryview(b"")
+        owner, address, nbytes = contiguous_bytes(self._value)
+        return bytes_at(address, nbytes, keep=owner)
+
+    def copied(self) -> memoryview:
+        return memoryview(bytes(self.lent()))

@@ -1,0 +1,221 @@
+"""The contract of all pipes, what travels: a class that a test module of each pipe inherits.
+
+The module has a fixture `make_ends`, which makes two connected ends. How a pipe is full, is waited
+for, and ends: contract_pipe_limits.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+
+from lookup_buffer.codec import Value
+from lookup_buffer.errors import (
+    CodecError,
+    InvalidKey,
+    LookupTimeout,
+)
+from lookup_buffer.header import DTYPES
+from lookup_buffer.key import TensorKey
+from lookup_buffer.pipes import KVPipe
+
+SMALL, LARGE = 1000, 1 << 20
+"""Bytes: with their offer, and asked for, where a pipe makes that difference."""
+SOON_SECONDS = 5.0
+"""Bound on what takes milliseconds on a machine that is not busy."""
+SHORT_SECONDS = 0.05
+
+Ends = tuple[KVPipe, KVPipe]
+MakeEnds = Callable[..., Ends]
+
+
+def block(nbytes: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
+
+
+def same(a: Value, b: Value) -> bool:
+    if a is None or b is None:
+        return a is b
+    a, b = a.resolve_conj().contiguous(), b.resolve_conj().contiguous()
+    equal = torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+    return a.dtype == b.dtype and a.shape == b.shape and equal
+
+
+class Threads:
+    """Calls on other threads, which the test waits for."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(16)
+
+    def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> "Future[Any]":
+        future = self._pool.submit(function, *args, **kwargs)
+        time.sleep(SHORT_SECONDS)
+        return future
+
+    def end(self) -> None:
+        self._pool.shutdown(wait=True)
+
+
+@pytest.fixture
+def threads() -> Iterator[Threads]:
+    threads = Threads()
+    yield threads
+    threads.end()
+
+
+class PipeContract:
+    """Inherit it in a class `Test…` of a module with the fixture `make_ends`."""
+
+    @pytest.fixture
+    def ends(self, make_ends: MakeEnds) -> Ends:
+        return make_ends()
+
+    # -- the seeds' pipe: no key, first in, first out
+
+    def test_code_written_for_the_first_pipe_runs(self, ends: Ends) -> None:
+        a, b = ends
+        for number in range(10):
+            a.send_tensor(torch.full((3,), number))
+        a.send_tensor(None)
+        assert [int(b.recv_tensor()[0]) for _ in range(10)] == list(range(10))  # type: ignore[index]
+        assert b.recv_tensor() is None
+        b.send_tensor(torch.tensor([1.5]))
+        assert same(a.recv_tensor(), torch.tensor([1.5]))
+
+    @pytest.mark.parametrize("nbytes", [SMALL, LARGE])
+    def test_the_tensor_may_be_changed_once_it_was_sent(self, ends: Ends, nbytes: int) -> None:
+        a, b = ends
+        tensor = block(nbytes)
+        a.send_tensor(tensor)
+        expected = tensor.clone()
+        tensor.zero_()
+        received = b.recv_tensor()
+        assert same(received, expected)
+        assert received is not None
+        received.fill_(1)  # it is the receiver's own
+
+    def test_large_and_small_keep_their_order(self, ends: Ends) -> None:
+        a, b = ends
+        sent = [block(nbytes, seed) for seed, nbytes in enumerate([LARGE, SMALL, 0, LARGE, 1] * 3)]
+        for tensor in sent:
+            a.send_tensor(tensor)
+        assert all(same(b.recv_tensor(timeout=SOON_SECONDS), tensor) for tensor in sent)
+
+    # -- keys
+
+    @pytest.mark.parametrize("nbytes", [SMALL, LARGE])
+    def test_keys_in_any_order(self, ends: Ends, nbytes: int) -> None:
+        a, b = ends
+        sent = {f"key-{n}": block(nbytes, n) for n in range(20)}
+        for key, tensor in sent.items():
+            a.send_tensor(tensor, key)
+        for key in sorted(sent, key=lambda key: key[::-1], reverse=True):
+            assert same(b.recv_tensor(key, timeout=SOON_SECONDS), sent[key])
+
+    def test_a_key_matches_exactly(self, ends: Ends) -> None:
+        a, b = ends
+        a.send_tensor(block(10), "12345")
+        for key in ("1234", "123456", "", " 12345", None):
+            with pytest.raises(LookupTimeout):
+                b.recv_tensor(key, timeout=SHORT_SECONDS)
+        assert same(b.recv_tensor("12345", timeout=SOON_SECONDS), block(10))
+
+    def test_a_key_may_be_a_tensor_key(self, ends: Ends) -> None:
+        a, b = ends
+        a.send_tensor(block(10, 1), TensorKey("hash", "request"))
+        a.send_tensor(block(10, 2), TensorKey("hash"))
+        assert same(b.recv_tensor(TensorKey("hash"), timeout=SOON_SECONDS), block(10, 2))
+        assert same(b.recv_tensor("hash@request", timeout=SOON_SECONDS), block(10, 1))
+
+    def test_several_under_one_key_come_in_order(self, ends: Ends) -> None:
+        a, b = ends
+        for number in range(5):
+            a.send_tensor(torch.tensor(number), "k")
+            a.send_tensor(torch.tensor(-number), "other")
+        got = [b.recv_tensor("k", timeout=SOON_SECONDS) for _ in range(5)]
+        assert [int(t) for t in got if t is not None] == list(range(5))
+
+    def test_who_waits_for_a_key_keeps_nobody_else_waiting(
+        self, ends: Ends, threads: Threads
+    ) -> None:
+        a, b = ends
+        missed = threads.call(b.recv_tensor, "late", timeout=SOON_SECONDS)
+        a.send_tensor(block(LARGE, 1), "early")
+        assert same(b.recv_tensor("early", timeout=SOON_SECONDS), block(LARGE, 1))
+        assert not missed.done()
+        a.send_tensor(block(LARGE, 2), "late")
+        assert same(missed.result(SOON_SECONDS), block(LARGE, 2))
+
+    def test_none_under_a_key_wakes_who_waits_for_it(self, ends: Ends, threads: Threads) -> None:
+        a, b = ends
+        waiting = threads.call(b.recv_tensor, "k", timeout=SOON_SECONDS)
+        a.send_tensor(None, "k")
+        assert waiting.result(SOON_SECONDS) is None
+
+    def test_both_ways_at_once(self, ends: Ends, threads: Threads) -> None:
+        calls = []
+        for ours, theirs in (ends, ends[::-1]):
+            for n in range(4):
+                calls.append(threads.call(ours.send_tensor, block(LARGE, n), f"k{n}"))
+                calls.append(threads.call(theirs.recv_tensor, f"k{n}", timeout=SOON_SECONDS))
+        results = [call.result(SOON_SECONDS) for call in calls]
+        assert sum(result is not None for result in results) == 8
+
+    # -- what travels
+
+    @pytest.mark.parametrize("dtype", sorted(name for name in DTYPES if hasattr(torch, name)))
+    def test_every_dtype_arrives_bit_for_bit(self, ends: Ends, dtype: str) -> None:
+        a, b = ends
+        width = DTYPES[dtype]
+        tensor = block(24 * width).view(getattr(torch, dtype)).view(2, 3, 4)
+        if dtype == "bool":
+            tensor = block(24).lt(128).view(2, 3, 4)
+        a.send_tensor(tensor)
+        received = b.recv_tensor(timeout=SOON_SECONDS)
+        assert received is not None
+        assert (received.dtype, received.shape) == (tensor.dtype, tensor.shape)
+        raw = [t.contiguous().view(torch.uint8).flatten() for t in (received, tensor)]
+        assert torch.equal(*raw)
+
+    @pytest.mark.parametrize("key", [None, "k"])
+    def test_shapes_and_strides_of_all_kinds(self, ends: Ends, key: str | None) -> None:
+        a, b = ends
+        base = torch.arange(60.0).view(3, 4, 5)
+        tensors = [
+            torch.tensor(3.5),
+            torch.empty(0, 7),
+            base.permute(2, 0, 1),
+            base[:, ::2],
+            base[0].expand(6, 4, 5),
+            torch.complex(base, -base).conj(),
+            torch.nn.Parameter(base),
+            block(3 * LARGE).view(3, LARGE).t(),
+        ]
+        for tensor in tensors:
+            a.send_tensor(tensor, key)
+        for tensor in tensors:
+            assert same(b.recv_tensor(key, timeout=SOON_SECONDS), tensor.detach())
+
+    def test_what_cannot_be_carried_leaves_nothing_behind(self, ends: Ends) -> None:
+        a, b = ends
+        for wrong in (torch.eye(3).to_sparse(), torch.empty(3, device="meta"), "text"):
+            with pytest.raises(CodecError):
+                a.send_tensor(wrong)  # type: ignore[arg-type]
+        for key in (5, "k" * 5000, b"bytes"):
+            with pytest.raises(InvalidKey):
+                a.send_tensor(block(1), key)  # type: ignore[arg-type]
+            with pytest.raises(InvalidKey):
+                b.recv_tensor(key)  # type: ignore[arg-type]
+        a.send_tensor(block(SMALL))
+        assert same(b.recv_tensor(timeout=SOON_SECONDS), block(SMALL))
+
+
+@pytest.fixture
+def closing() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
