@@ -10,12 +10,15 @@ carried, because bytes, dtype and shape do not describe them.
 """
 
 import ctypes
+import struct
+from collections.abc import Sequence
 from typing import Final
 
 import torch
 
-from lookup_buffer.errors import CodecError
+from lookup_buffer.errors import CodecError, ProtocolError
 from lookup_buffer.header import DTYPES, MAX_DIMENSIONS, TensorHeader
+from lookup_buffer.plain import pack, unpack
 from lookup_buffer.pointer import array_at, bytes_at, pointer_to
 
 _TORCH_DTYPES: Final[dict[str, torch.dtype]] = {
@@ -23,8 +26,13 @@ _TORCH_DTYPES: Final[dict[str, torch.dtype]] = {
 }
 _NAMES: Final = {dtype: name for name, dtype in _TORCH_DTYPES.items()}
 
+Tensor = torch.Tensor
 Value = torch.Tensor | None
 """What is stored and sent: None is a value."""
+
+_LENGTH: Final = struct.Struct(">I")
+_ALIGNMENT: Final = 64
+"""Of each of several values in one tensor: torch wants elements where their width divides."""
 
 # Integers of the same width stand in for dtypes that torch cannot copy, or only with a warning.
 _CARRIERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -213,3 +221,54 @@ def _tensor_at(
     # So it gets a ctypes array, which is writable as far as it can tell, and which torch keeps.
     array = array_at(address, nbytes, keep=keep)
     return torch.frombuffer(array, dtype=torch.uint8).view(dtype).view(shape)
+
+
+def packed(values: Sequence[Value]) -> torch.Tensor:
+    """Several values as one tensor of bytes, for what is to travel as a whole.
+
+    Raises:
+        CodecError: one of them is not carried.
+    """
+    headers = [header_of(value) for value in values]
+    head = pack([header.to_fields() for header in headers])
+    nbytes = _aligned(_LENGTH.size + len(head)) + sum(_aligned(h.nbytes) for h in headers)
+    whole = torch.empty(nbytes, dtype=torch.uint8)
+    view = writable_bytes(whole)
+    view[: _LENGTH.size] = _LENGTH.pack(len(head))
+    view[_LENGTH.size : _LENGTH.size + len(head)] = head
+    at = _aligned(_LENGTH.size + len(head))
+    for value, header in zip(values, headers, strict=True):
+        if value is not None:
+            owner, address, _ = contiguous_bytes(value)
+            ctypes.memmove(whole.data_ptr() + at, address, header.nbytes)
+            del owner  # kept until here: the address is its
+        at += _aligned(header.nbytes)
+    return whole
+
+
+def unpacked(whole: torch.Tensor) -> list[Value]:
+    """The values in what `packed` made; they share its memory.
+
+    Raises:
+        ProtocolError: it is nothing that `packed` makes.
+    """
+    view = writable_bytes(whole)
+    if len(view) < _LENGTH.size:
+        raise ProtocolError("too few bytes for several values")
+    (length,) = _LENGTH.unpack(view[: _LENGTH.size])
+    fields = unpack(view[_LENGTH.size : _LENGTH.size + length])
+    if not isinstance(fields, list):
+        raise ProtocolError("no list of headers")
+    values: list[Value] = []
+    at = _aligned(_LENGTH.size + length)
+    for each in fields:
+        header = TensorHeader.from_fields(each, max_nbytes=max(0, len(view) - at))
+        values.append(
+            None if header.kind == "none" else tensor_over(view[at : at + header.nbytes], header)
+        )
+        at += _aligned(header.nbytes)
+    return values
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT

@@ -21,7 +21,7 @@ from lookup_buffer.errors import (
 )
 from lookup_buffer.header import DTYPES
 from lookup_buffer.key import TensorKey
-from lookup_buffer.pipes import KVPipe
+from lookup_buffer.pipes import ANY_KEY, KVPipe
 
 SMALL, LARGE = 1000, 1 << 20
 """Bytes: with their offer, and asked for, where a pipe makes that difference."""
@@ -139,6 +139,20 @@ class PipeContract:
             a.send_tensor(torch.tensor(-number), "other")
         got = [b.recv_tensor("k", timeout=SOON_SECONDS) for _ in range(5)]
         assert [int(t) for t in got if t is not None] == list(range(5))
+
+    def test_any_key_is_the_oldest_of_those_that_have_one(
+        self, ends: Ends, threads: Threads
+    ) -> None:
+        a, b = ends
+        for number, key in enumerate(["x", None, "y", "x"]):
+            a.send_tensor(torch.tensor(number), key)
+        got = [b.recv_tensor(ANY_KEY, timeout=SOON_SECONDS) for _ in range(3)]
+        assert [int(t) for t in got if t is not None] == [0, 2, 3]
+        waiting = threads.call(b.recv_tensor, ANY_KEY, timeout=SOON_SECONDS)
+        assert not waiting.done()
+        a.send_tensor(block(LARGE), "z")
+        assert same(waiting.result(SOON_SECONDS), block(LARGE))
+        assert same(b.recv_tensor(timeout=SOON_SECONDS), torch.tensor(1))
 
     def test_who_waits_for_a_key_keeps_nobody_else_waiting(
         self, ends: Ends, threads: Threads

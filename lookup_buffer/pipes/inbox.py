@@ -1,5 +1,6 @@
 """The inbox: what the other ends have offered to one end and nobody has received yet."""
 
+import itertools
 import threading
 import time
 from collections import defaultdict, deque
@@ -9,6 +10,7 @@ from typing import Any, Protocol
 
 from lookup_buffer.errors import LookupBufferError, LookupTimeout
 from lookup_buffer.header import TensorHeader
+from lookup_buffer.pipes.pipe import Any as AnyKey
 
 
 class Source(Protocol):
@@ -42,6 +44,8 @@ class Offer:
     """Set once they were asked for."""
     value: Any = None
     """Whose memory that is."""
+    arrived: int = field(default_factory=itertools.count().__next__)
+    """In the order in which offers came."""
 
 
 @dataclass(slots=True)
@@ -65,22 +69,22 @@ class Inbox:
             self._offers[offer.key].appendleft(offer)
             self._changed.notify_all()
 
-    def take(self, key: str | None, deadline: float) -> Offer:
-        """The oldest under that key.
+    def take(self, key: "str | AnyKey | None", deadline: float) -> Offer:
+        """The oldest under that key, or under any.
 
         Raises:
             LookupTimeout: there was none by the deadline, a monotonic time.
             LookupBufferError: see `end`.
         """
         with self._changed:
-            while not (queue := self._offers.get(key)):
+            while not (queue := self._queue_of(key)):
                 if self._end is not None:
                     raise type(self._end)(str(self._end))
                 if not self._changed.wait(deadline - time.monotonic()):
                     raise LookupTimeout("nothing came through the pipe in the time given")
             offer = queue.popleft()
             if not queue:
-                del self._offers[key]
+                del self._offers[offer.key]
             return offer
 
     def remove(self, source: Source, number: int, key: str | None) -> None:
@@ -101,6 +105,12 @@ class Inbox:
             if clear:
                 self._offers.clear()
             self._changed.notify_all()
+
+    def _queue_of(self, key: "str | AnyKey | None") -> "deque[Offer] | None":
+        if not isinstance(key, AnyKey):
+            return self._offers.get(key)
+        keyed = [queue for name, queue in self._offers.items() if name is not None]
+        return min(keyed, key=lambda queue: queue[0].arrived, default=None)
 
     def _keep(self, key: str | None, wanted: Callable[[Offer], bool]) -> None:
         kept = deque(offer for offer in self._offers.get(key, ()) if wanted(offer))

@@ -3,6 +3,7 @@
 Two ends and a conduit for each direction, all under one lock; no thread of its own.
 """
 
+import itertools
 import threading
 import time
 from collections import defaultdict, deque
@@ -21,13 +22,15 @@ from lookup_buffer.errors import (
     TensorTooLarge,
 )
 from lookup_buffer.key import TensorKey
-from lookup_buffer.pipes.pipe import TIMEOUT_SECONDS, KVPipe, PipeLimits, key_text
+from lookup_buffer.pipes.pipe import TIMEOUT_SECONDS, Any, KVPipe, PipeLimits, key_text
 
 
 @dataclass(slots=True, eq=False)
 class _Message:
     value: Value
     cost: int
+    number: int = field(default_factory=itertools.count().__next__)
+    """In the order in which they were sent."""
     held: bool = False
     """Whether the bytes are the conduit's own; else the sender waits with his."""
     received: bool = False
@@ -43,6 +46,15 @@ class _Conduit:
     used: int = 0
     end: LookupBufferError | None = None
     """What whoever receives is told once it is empty: the sending end has ended."""
+
+    def queue_of(self, lane: str | Any | None) -> "deque[_Message] | None":
+        """Where the next message of that lane is; None where there is none."""
+        for name in [name for name, queue in self.queues.items() if not queue]:
+            del self.queues[name]
+        if not isinstance(lane, Any):
+            return self.queues.get(lane)
+        keyed = [queue for name, queue in self.queues.items() if name is not None]
+        return min(keyed, key=lambda queue: queue[0].number, default=None)
 
     def clear(self) -> None:
         self.queues.clear()
@@ -89,22 +101,19 @@ class InprocPipe(KVPipe):
                 message.value, message.held = copy_of(tensor), True
 
     def recv_tensor(
-        self, key: str | TensorKey | None = None, *, timeout: float = TIMEOUT_SECONDS
+        self, key: str | TensorKey | Any | None = None, *, timeout: float = TIMEOUT_SECONDS
     ) -> Value:
         deadline = time.monotonic() + timeout
-        lane = key_text(key)
+        lane = key if isinstance(key, Any) else key_text(key)
         with self._changed:
             self._check(None)
-            while not self._in.queues.get(lane):
+            while (queue := self._in.queue_of(lane)) is None:
                 self._check(self._in.end)
                 if not self._changed.wait(deadline - time.monotonic()):
                     self._check(None)
                     raise LookupTimeout(f"nothing came within {timeout:g} s")
                 self._check(None)
-            queue = self._in.queues[lane]
             message = queue.popleft()
-            if not queue:
-                del self._in.queues[lane]
             message.received = True
             self._in.used -= message.cost if message.held else 0
             self._changed.notify_all()
@@ -142,8 +151,6 @@ class InprocPipe(KVPipe):
         queue = self._out.queues.get(lane)
         if queue and message in queue:
             queue.remove(message)
-            if not queue:
-                del self._out.queues[lane]
 
 
 _listening: dict[str, InprocPipe] = {}

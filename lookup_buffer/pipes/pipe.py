@@ -4,6 +4,7 @@ The interface of vLLM's first `KVPipeBase` (`send_tensor`, `recv_tensor`, `close
 that its authors noted was missing. Code written for that one runs unchanged.
 """
 
+import enum
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from types import TracebackType
@@ -17,6 +18,15 @@ TIMEOUT_SECONDS: Final = 300.0
 """Of an operation that names none; as long as vLLM's first pipe waited for its store."""
 MESSAGE_BYTES: Final = 256
 """What a message costs of the budget at the least: also those of no bytes are finitely many."""
+
+
+class Any(enum.Enum):
+    """`recv_tensor(ANY_KEY)` takes the oldest message under any key."""
+
+    KEY = enum.auto()
+
+
+ANY_KEY: Final = Any.KEY
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +95,11 @@ class KVPipe(ABC):
 
     @abstractmethod
     def recv_tensor(
-        self, key: str | TensorKey | None = None, *, timeout: float = TIMEOUT_SECONDS
+        self, key: str | TensorKey | Any | None = None, *, timeout: float = TIMEOUT_SECONDS
     ) -> Value:
         """The next message without a key, or the next one under `key`, as a CPU tensor.
 
+        `ANY_KEY` is the oldest of those that have one.
         `timeout` bounds the wait for it to appear; a transfer that has begun is given the time
         that its size takes on top. A message that is not taken in time is not lost.
         """

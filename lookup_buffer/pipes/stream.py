@@ -17,7 +17,7 @@ from lookup_buffer.key import TensorKey
 from lookup_buffer.link import Link
 from lookup_buffer.pipes.inbox import Inbox, Offer
 from lookup_buffer.pipes.peer import Peer
-from lookup_buffer.pipes.pipe import TIMEOUT_SECONDS, KVPipe, PipeLimits, key_text
+from lookup_buffer.pipes.pipe import TIMEOUT_SECONDS, Any, KVPipe, PipeLimits, key_text
 from lookup_buffer.pointer import bytes_at
 
 NO_PEER_SECONDS: Final = 0.1
@@ -61,10 +61,10 @@ class StreamPipe(KVPipe):
         self._only_peer(deadline).outbox.send(text, header, _Outward(tensor), deadline)
 
     def recv_tensor(
-        self, key: str | TensorKey | None = None, *, timeout: float = TIMEOUT_SECONDS
+        self, key: str | TensorKey | Any | None = None, *, timeout: float = TIMEOUT_SECONDS
     ) -> Value:
         deadline = time.monotonic() + timeout
-        text = key_text(key)
+        text = key if isinstance(key, Any) else key_text(key)
         while True:
             self._check()
             offer = self._inbox.take(text, deadline)
