@@ -22,6 +22,7 @@ from contract_pipe import (
 from lookup_buffer.errors import (
     BufferFull,
     Closed,
+    CodecError,
     LookupTimeout,
     PipeBroken,
     PipeClosed,
@@ -73,6 +74,21 @@ class PipeLimitsContract:
         assert same(b.recv_tensor("wanted", timeout=SOON_SECONDS), tensor)
         waiting.result(SOON_SECONDS)
         assert same(b.recv_tensor("unwanted", timeout=SOON_SECONDS), block(LARGE, 1))
+
+    def test_the_gauge_goes_back_to_zero(self, make_ends: MakeEnds, threads: Threads) -> None:
+        a, b = make_ends(PipeLimits(buffer_bytes=2 * LARGE))
+        a.send_tensor(block(LARGE))
+        a.send_tensor(None, "k")
+        assert a.used_bytes >= LARGE
+        with pytest.raises(CodecError):
+            a.send_tensor(torch.empty(3, device="meta"))
+        with pytest.raises(BufferFull):
+            a.send_tensor(block(LARGE), timeout=0)
+        wanted = threads.call(a.send_tensor, block(LARGE + 1), "wanted", timeout=SOON_SECONDS)
+        for key in ("wanted", "k", None):
+            b.recv_tensor(key, timeout=SOON_SECONDS)
+        wanted.result(SOON_SECONDS)
+        assert _settled(lambda: a.used_bytes == 0)
 
     def test_too_large_is_said_at_once_and_exactly_full_passes(self, make_ends: MakeEnds) -> None:
         a, b = make_ends(PipeLimits(buffer_bytes=LARGE))

@@ -119,6 +119,10 @@ class InprocPipe(KVPipe):
             self._changed.notify_all()
             return message.value if message.held else copy_of(message.value)
 
+    @property
+    def used_bytes(self) -> int:
+        return self._out.used
+
     def close(self) -> None:
         self._end_here(Closed("this end was closed"), PipeClosed("the other end was closed"))
 

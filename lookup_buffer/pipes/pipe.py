@@ -81,6 +81,11 @@ class KVPipe(ABC):
     uri: str
     """Where the other end connects to."""
 
+    @property
+    @abstractmethod
+    def used_bytes(self) -> int:
+        """What of the budget is taken: 0 when all that this end sent was received, or given up."""
+
     @abstractmethod
     def send_tensor(
         self, tensor: Value, key: str | TensorKey | None = None, *, timeout: float = TIMEOUT_SECONDS

@@ -86,6 +86,11 @@ class StreamPipe(KVPipe):
         value = offer.value
         return value if offer.source.receive(offer, writable_bytes(value)) else None
 
+    @property
+    def used_bytes(self) -> int:
+        with self._changed:
+            return sum(peer.outbox.used_bytes for peer in self._peers)
+
     def close(self) -> None:
         ending = Closed("this end of the pipe was closed")
         if not self._end_here(ending):
