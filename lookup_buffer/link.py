@@ -160,6 +160,11 @@ class Link:
         """Whether this end was closed or aborted; says nothing of the peer."""
         return self._guard.closed
 
+    @property
+    def failure(self) -> BaseException | None:
+        """What ended this link, where that was neither `close` nor `abort`."""
+        return self._guard.failure
+
     def close(self) -> None:
         """Orderly end: what was sent still arrives. Idempotent; waits for nothing."""
         self._guard.shut()

@@ -39,6 +39,8 @@ class SocketGuard:
         self._lock = threading.Lock()
         self._operations = 0
         self.closed = False
+        self.failure: BaseException | None = None
+        """What ended the connection, where an operation did; others then only find it closed."""
 
     def __enter__(self) -> None:
         with self._lock:
@@ -56,13 +58,14 @@ class SocketGuard:
         self._leave()
         if error is None:
             return
-        self.shut(reset=True)
         if closed_by_another and isinstance(error, OSError | PipeClosed | PipeBroken):
             raise PipeClosed("this link was closed by another thread") from error
-        if isinstance(error, TimeoutError | BlockingIOError):
-            raise PipeTimeout("the peer did not move its bytes in time") from error
-        if isinstance(error, OSError):
-            raise PipeBroken(f"the connection failed: {error.strerror or error}") from error
+        ours = _translated(error)
+        if not closed_by_another:
+            self.failure = ours
+        self.shut(reset=True)
+        if ours is not error:
+            raise ours from error
 
     def shut(self, *, reset: bool = False) -> None:
         """End the connection, wake its threads; with `reset` drop what is under way. Idempotent."""
@@ -86,6 +89,14 @@ class SocketGuard:
             last = self.closed and self._operations == 0
         if last:
             self._socket.close()
+
+
+def _translated(error: BaseException) -> BaseException:
+    if isinstance(error, TimeoutError | BlockingIOError) and not isinstance(error, PipeTimeout):
+        return PipeTimeout("the peer did not move its bytes in time")
+    if isinstance(error, OSError) and not isinstance(error, PipeTimeout):
+        return PipeBroken(f"the connection failed: {error.strerror or error}")
+    return error
 
 
 class KernelTimeout:

@@ -66,7 +66,7 @@ class Peer:
         self._frames: deque[_Frame] = deque()
         self._arrivals: dict[int, Arrival] = {}
         self._error: LookupBufferError | None = None
-        self._heard_bye = False
+        self._said_bye = self._heard_bye = False
         self._threads = [
             threading.Thread(target=target, name=name, daemon=True)
             for target, name in ((self._write, "lb-pipe-out"), (self._read, "lb-pipe-in"))
@@ -110,11 +110,18 @@ class Peer:
     # -- the end
 
     def close(self) -> None:
-        """Say goodbye, and wait for that to go out. Bounded, idempotent."""
+        """Say goodbye, and wait until the other end has heard it. Bounded, idempotent.
+
+        Were the socket closed at once, with something unread in it, the kernel would reset the
+        connection, and the other end might read that instead.
+        """
         with self._changed:
+            self._said_bye = True
             if self._error is None:
                 self._say(["bye"])
-        self._threads[0].join(BYE_SECONDS)
+        deadline = time.monotonic() + BYE_SECONDS
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
         self.lose(PipeClosed("this end was closed"), reset=False)
 
     def abort(self, error: LookupBufferError) -> None:
@@ -135,6 +142,15 @@ class Peer:
             self._link.close()
         self._inbox.lose(self)
         self._tell_lost(self, error)
+
+    def _fail(self, error: LookupBufferError) -> None:
+        """One of the threads cannot go on; the other one may have been the first."""
+        cause = self._link.failure
+        error = cause if isinstance(cause, LookupBufferError) else error
+        if isinstance(error, PipeClosed) and not self._said_bye:
+            # Ends say goodbye; who does not was killed.
+            error = PipeBroken("the other end of the pipe ended without a word")
+        self.lose(error)
 
     def _check(self) -> None:
         if self._error is not None:
@@ -158,7 +174,7 @@ class Peer:
                 if header[0] == "bye":
                     return
         except LookupBufferError as error:
-            self.lose(error)
+            self._fail(error)
 
     def _next_frame(self) -> _Frame:
         with self._changed:
@@ -178,11 +194,8 @@ class Peer:
                 frame = self._link.recv_header(self._limits.silence_seconds)
                 self._heard(frame.header, frame.payload_nbytes)
             self.lose(PipeClosed("the other end was closed"), reset=False)
-        except PipeClosed:
-            # Ends say goodbye; who does not was killed.
-            self.lose(PipeBroken("the other end of the pipe ended without a word"))
         except LookupBufferError as error:
-            self.lose(error)
+            self._fail(error)
 
     def _heard(self, header: Any, nbytes: int) -> None:
         match header:

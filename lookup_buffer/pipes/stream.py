@@ -41,14 +41,15 @@ class StreamPipe(KVPipe):
         """Another end has connected."""
         peer = Peer(link, self._inbox, self._limits, self._forget)
         with self._changed:
-            if self._end is not None:
-                link.close()
-                return
-            self._peers.append(peer)
-            self._lost = None
-            self._inbox.end(None)
             peer.start()
-            self._changed.notify_all()
+            is_late = self._end is not None
+            if not is_late:
+                self._peers.append(peer)
+                self._lost = None
+                self._inbox.end(None)
+                self._changed.notify_all()
+        if is_late:
+            peer.close()  # so that it hears why
 
     def send_tensor(
         self, tensor: Value, key: str | TensorKey | None = None, *, timeout: float = TIMEOUT_SECONDS
