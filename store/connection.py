@@ -91,7 +91,7 @@ class Connection:
             raise Lost(f"{self._name}: {error}") from error
         except (redis.RedisError, OSError) as error:
             raise StoreUnavailable(f"{self._name}: {error}") from error
-        self._socket: socket.socket = self._dialled._get_socket()
+        self._socket: socket.socket = self._dialled._sock
         self._reader: Any = hiredis.Reader(  # its stubs know no buffers
             replyError=Refusal, protocolError=Lost, notEnoughData=_MORE
         )
