@@ -33,6 +33,8 @@ TRACK: Command = ("CLIENT", "TRACKING", "ON")
 _READ_BYTES = 1 << 16
 _MORE = object()
 """What the parser says when the next reply is not complete yet."""
+_DRIVER = {"driver_info": redis.DriverInfo()} if hasattr(redis, "DriverInfo") else {}
+"""Made once: redis-py would read its own version from disk anew for each dialling."""
 _NOTHING_YET = (BlockingIOError, ssl.SSLWantReadError)
 
 
@@ -282,6 +284,7 @@ def _dialled(endpoint: Endpoint, access: Access, seconds: float) -> Any:
     kind: Any = _OverTcp
     settings: dict[str, Any] = {
         "seconds": seconds,
+        **_DRIVER,
         "retry": Retry(NoBackoff(), 0),
         "redis_connect_func": _leave_logging_in_to_us,
     }
