@@ -29,7 +29,7 @@ def refuse_unfit_engine(vllm_config: Any) -> None:
             f"the model {name} is an encoder-decoder, whose encoder outputs vLLM takes from no "
             f"connector; {_WITHOUT_US}"
         )
-    if getattr(vllm_config, "weight_transfer_config", None) is not None:
+    if getattr(vllm_config, "weight_transfer_config", None):
         raise ConfigError(
             "--weight-transfer-config changes the weights while the engine runs, and vLLM tells no "
             "connector of that: outputs of old weights would be taken for those of new ones; "
