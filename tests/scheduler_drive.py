@@ -87,13 +87,14 @@ class DrivenEngine:
             scheduling={
                 "max_num_batched_tokens": room.step_tokens,
                 "max_num_seqs": 4,
-                "async_scheduling": room.is_async,
                 "policy": room.policy,
                 "scheduler_reserve_full_isl": room.whole_prompts,
             },
             caching={"block_size": BLOCK_TOKENS, "enable_prefix_caching": room.prefix_caching},
             **extra,
         )
+        # Set late: vLLM decides against it where no executor is named that can do it.
+        self.config.scheduler_config.async_scheduling = room.is_async
         self.scheduler = host_engine.host_scheduler(
             self.config,
             kind=AsyncScheduler if room.is_async else Scheduler,
@@ -110,6 +111,7 @@ class DrivenEngine:
         self._is_held = is_held
         self._before_hook = before_hook
         self._depth: int = self.config.max_concurrent_batches
+        assert self._depth == 1 + room.is_async
         self._flying: deque[Any] = deque()
         self.cache: dict[str, torch.Tensor] = {}
         self._features: dict[str, list[Any]] = {}
