@@ -69,7 +69,7 @@ class HostCopies(Copies):
 
     def load(self, order: "LoadOrder") -> "torch.Tensor | None":
         tensor = self._buffer.load(order)
-        return None if tensor is None else self.place(tensor)
+        return tensor if tensor is None or self._device == "cpu" else self.place(tensor)
 
     def place(self, tensor: "torch.Tensor") -> "torch.Tensor":
         return tensor if self._device == "cpu" else tensor.to(self._device)
