@@ -1,4 +1,4 @@
-"""Without a connector, with vLLM's file connector on tmpfs, with ours: side by side on real engines.
+"""No connector, vLLM's file connector on tmpfs, and ours, side by side on real engines.
 
 Two engines on one host for each arrangement, all six running, each with one core for its
 arithmetic. The same requests go to each arrangement, `TURN` of them in turn, and the arrangement
