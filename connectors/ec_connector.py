@@ -175,11 +175,13 @@ def _checked_settings(vllm_config: Any, role: ECConnectorRole) -> "ConnectorSett
     """The settings, or vLLM's start ends here with one line of ours that says why."""
     from connectors.counters import logger
     from connectors.identifiers import refuse_counted_identifiers
+    from connectors.refusals import refuse_unfit_engine
     from connectors.settings import parse_settings
     from lookup_buffer.errors import ConfigError
 
     try:
         settings = parse_settings(vllm_config.ec_transfer_config.ec_connector_extra_config or {})
+        refuse_unfit_engine(vllm_config)
         refuse_counted_identifiers(vllm_config)
     except ConfigError as error:
         if role == ECConnectorRole.SCHEDULER or vllm_config.parallel_config.rank == 0:

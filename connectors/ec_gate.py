@@ -160,7 +160,9 @@ class EcGate:
             return True
         if watch.computed_tokens >= watch.hopeless_end:
             needed = [i for i in self._needed(watch, anew=True) if i.carried is Carried.METADATA]
-            if all(self._pins.holds(item.identifier) for item in needed):
+            if self._pins.promise_all([item.identifier for item in needed]):
+                # Kept in this pass even if the node dies in it: vLLM would encode what it lacks.
+                self._answers.update((item.identifier, True) for item in needed)
                 return True
             now = self._clock()
             if now < self._deadline(watch, now):
@@ -189,7 +191,7 @@ class EcGate:
             for item in watch.items
             if item.end > watch.computed_tokens
             and (anew or item.identifier not in watch.absent)
-            and item.identifier not in watch.allocated
+            and not watch.refers_to(item.identifier)
             # vLLM's cache may evict before it is used: good enough where media are at hand.
             and (item.identifier not in self._engine_cache or item.carried is Carried.METADATA)
         ]
@@ -306,11 +308,11 @@ class EcGate:
         unavailable, self._unavailable = self._unavailable, set()
         return unavailable
 
-    def allocated(self, request_id: str, identifier: str) -> None:
-        """vLLM's own cache holds the item for this request until it is freed."""
+    def allocated(self, request_id: str, identifier: str, end: int) -> None:
+        """vLLM's own cache holds the item for this request until `end` is computed."""
         watch = self._watches.get(request_id)
         if watch is not None:
-            watch.allocated.add(identifier)
+            watch.allocated[identifier] = end
 
     def found(self, identifier: str, request_ids: set[str]) -> None:
         """What these requests were told that nobody has will be in vLLM's cache, then stored."""

@@ -10,6 +10,7 @@ calls. A pin is in exactly one of these places:
 """
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -87,10 +88,15 @@ class PinTable:
         shape = order.header.shape
         return order.header.kind == "tensor" and bool(shape) and shape[0] == pin.num_embeds
 
-    def holds(self, identifier: str) -> bool:
-        """Whether the bytes of this item wait here, and fit."""
-        pin = self._waiting.get(identifier)
-        return pin is not None and self.fits(pin)
+    def promise_all(self, identifiers: Sequence[str]) -> bool:
+        """Promise these items, if the bytes of all of them wait here and fit; else none."""
+        pins = [self._waiting.get(identifier) for identifier in identifiers]
+        held = [pin for pin in pins if pin is not None and self.fits(pin)]
+        if len(held) < len(pins):
+            return False
+        for pin in held:
+            self.promise(pin)
+        return True
 
     def hopeful(self, identifier: str) -> bool:
         """Whether the bytes of this item wait here, or may be on their way: no need to ask."""

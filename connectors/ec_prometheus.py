@@ -97,6 +97,12 @@ FAMILIES: Final = (
         "outcome",
         {"load_late": "late", "load_lost": "lost"},
     ),
+    Family(
+        "vllm:lookup_buffer_ec_device_faults",
+        "What a GPU did not do: pin an arena for quick loads, or copy.",
+        "what",
+        {"arena_not_pinned": "arena_not_pinned", "copy_failed": "copy_failed"},
+    ),
 )
 
 

@@ -102,13 +102,13 @@ class EcScheduler:
 
         The answer holds for the rest of the pass, whatever happens to the item meanwhile.
         """
+        self._engine_cache.discard(identifier)  # vLLM asks only for what its own cache lacks
         answer = self._answers.get(identifier)
         if answer is None:
             answer = self._answers[identifier] = self._answer(identifier)
         return answer
 
     def _answer(self, identifier: str) -> bool:
-        self._engine_cache.discard(identifier)  # vLLM asks only for what its own cache lacks
         if not self._shape.is_consumer:
             return identifier in self.gate.located
         pin = self.pins.get(identifier)
@@ -122,7 +122,8 @@ class EcScheduler:
         feature = request.mm_features[index]
         identifier: str = feature.identifier
         self._engine_cache.add(identifier)
-        self.gate.allocated(request.request_id, identifier)
+        position = feature.mm_position
+        self.gate.allocated(request.request_id, identifier, position.offset + position.length)
         if not is_hit:
             self.pins.discard(identifier)
             self._encode(request, feature)

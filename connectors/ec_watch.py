@@ -78,8 +78,9 @@ class RequestWatch:
         """Items that were asked for in vain."""
         self.unclaimed: set[str] = set()
         """Those that nobody has and that may be encoded here, until they are claimed."""
-        self.allocated: set[str] = set()
-        """Items for which this request holds room in vLLM's own encoder cache."""
+        self.allocated: dict[str, int] = {}
+        """Items for which vLLM made room in its own encoder cache, and the first token behind the
+        place in the prompt that it did so for. An item may stand in several."""
         self.evictions = 0
         """How often vLLM's cache had evicted when the items were last looked at."""
 
@@ -120,6 +121,10 @@ class RequestWatch:
     def is_dependent(self) -> bool:
         """Whether the request cannot run on what it carries itself."""
         return self.metadata_only or self.hopeless_end > 0
+
+    def refers_to(self, identifier: str) -> bool:
+        """Whether vLLM's cache surely keeps the item for this request."""
+        return self.allocated.get(identifier, 0) > self.computed_tokens
 
     def lacks(self, item: WatchedItem) -> None:
         """Nobody has the item. If it can be encoded here, it is to be claimed first."""

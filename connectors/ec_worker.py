@@ -1,15 +1,16 @@
 """The worker side: puts promised items into vLLM's encoder cache, and stores fresh ones.
 
 Runs in the thread of vLLM's model runner, one instance per rank. Loading is a copy out of the
-mapped arena and needs no socket; storing is one reference into a queue.
+mapped arena and needs no socket; storing is one reference into a queue. How to copy: `ec_copies`.
 """
 
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from connectors.counters import Counters, RateLimitedLog, logger
+from connectors.ec_copies import Copies, DeviceCopies, HostCopies
 from connectors.ec_metadata import ItemLoad, StepMetadata
 from connectors.save_queue import SaveQueue
 from connectors.settings import ConnectorSettings
@@ -27,6 +28,7 @@ LAST_RESORT_SECONDS = 5.0
 RETRY_SECONDS = 0.02
 SELECT_SECONDS = 0.5
 INSERT_SECONDS = 5.0
+COPIES_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,7 @@ class EcWorker:
         self._settings = settings
         self._seat = seat
         self._buffer: LookupBuffer | None = None
+        self._copies: Copies | None = None
         self.saves: SaveQueue | None = None
         self.counters = counters or Counters()
         self._log = log or RateLimitedLog()
@@ -75,6 +78,7 @@ class EcWorker:
         if self._buffer is not None:
             return
         self._buffer = self._open_buffer()
+        self._copies = self._make_copies(self._buffer)
         if self._seat.is_producer and self._seat.rank == 0:
             self.saves = SaveQueue(
                 self._insert,
@@ -84,6 +88,13 @@ class EcWorker:
                 counters=self.counters,
                 log=self._log,
             )
+
+    def _make_copies(self, buffer: "LookupBuffer") -> Copies:
+        if not self._seat.device.startswith("cuda"):
+            return HostCopies(buffer, self._seat.device)
+        from connectors.cuda_device import CudaDevice
+
+        return DeviceCopies(buffer, CudaDevice(self._seat.device), self.counters, self._log)
 
     def load(self, encoder_cache: "dict[str, torch.Tensor]", metadata: StepMetadata) -> None:
         """Make every item of the step's loads present, and give their pins back."""
@@ -97,27 +108,26 @@ class EcWorker:
                     encoder_cache[item.mm_hash] = tensor
             if item.order is not None:
                 orders.append(item.order)
-        if orders and self._buffer is not None:
-            self._buffer.done(orders)
+        if self._copies is not None:
+            self._copies.done(orders)
 
     def _load(self, item: ItemLoad) -> "torch.Tensor | None":
         try:
-            tensor = self._copy(item)
+            return self._copy(item)
         except LookupBufferError as error:
             self._log.report("load", "item %s did not load as promised: %s", item.mm_hash, error)
-            tensor = self._copy_at_last(item)
-        if tensor is None or self._seat.device == "cpu":
-            return tensor
-        return tensor.to(self._seat.device)
+            return self._copy_at_last(item)
 
     def _copy(self, item: ItemLoad) -> "torch.Tensor | None":
-        if self._buffer is None:
+        if self._buffer is None or self._copies is None:
             raise NodeUnavailable("the worker was never started")
         if item.order is not None:
-            return self._buffer.load(item.order)
+            return self._copies.load(item.order)
         key = TensorKey(item.mm_hash) if item.key is None else TensorKey.parse(item.key)
         tensor = self._buffer.select(key, timeout=SELECT_SECONDS)
-        return tensor if tensor is not None and tensor.shape[0] == item.num_token else None
+        if tensor is None or tensor.shape[0] != item.num_token:
+            return None
+        return self._copies.place(tensor)
 
     def _copy_at_last(self, item: ItemLoad) -> "torch.Tensor | None":
         """The promise did not hold at once: perhaps the node restarted and this rank attaches
@@ -142,24 +152,20 @@ class EcWorker:
         self, encoder_cache: "dict[str, torch.Tensor]", identifier: str, metadata: StepMetadata
     ) -> None:
         """Queue a fresh output, if the scheduler said that it may be stored."""
-        if self.saves is None:
+        if self.saves is None or self._copies is None:
             return
         key = metadata.saves.get(identifier)
         if key is None:
             return
         # Each call into torch costs this thread up to 40 µs when its caches are cold.
-        tensor = encoder_cache[identifier]
-        if self._seat.device != "cpu":
-            # Waits for the encoder, but is in order with it. A copy on a stream of its own needs
-            # an event per output and pinned memory.
-            tensor = tensor.detach().cpu()
-        self.saves.offer(key, tensor)
+        self.saves.offer(key, self._copies.keep(encoder_cache[identifier]))
 
-    def _insert(self, key: str, tensor: "torch.Tensor") -> bool:
+    def _insert(self, key: str, output: Any) -> bool:
         assert self._buffer is not None, "the queue starts after the buffer"
+        assert self._copies is not None
         outcome = self._buffer.insert(
             TensorKey.parse(key),
-            tensor.detach(),
+            self._copies.to_host(output),
             ttl_seconds=self._settings.ttl_seconds,
             timeout=INSERT_SECONDS,
         )
@@ -174,5 +180,7 @@ class EcWorker:
         """Store what waits, within `drain_seconds`, and disconnect. Idempotent."""
         if self.saves is not None:
             self.saves.close(self._settings.drain_seconds)
+        if self._copies is not None:
+            self._copies.close(COPIES_SECONDS)
         if self._buffer is not None:
             self._buffer.close()

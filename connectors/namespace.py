@@ -47,7 +47,7 @@ def namespace_parts(vllm_config: Any, settings: ConnectorSettings) -> dict[str, 
         "revision": _revision(model),
         "code_revision": str(getattr(model, "code_revision", None) or ""),
         "dtype": str(model.dtype).removeprefix("torch."),
-        "quantization": str(getattr(model, "quantization", None) or ""),
+        "quantization": _quantization(model),
         "hf_overrides": canonical(getattr(model, "hf_overrides", None) or {}),
         "encoder": _summary(hf_config),
         "encoder_config": _digest(hf_config),
@@ -113,6 +113,14 @@ def _revision(model: Any) -> str:
     """The commit where it is known: a branch name means another commit tomorrow."""
     commit = getattr(getattr(model, "hf_config", None), "_commit_hash", None)
     return str(commit or getattr(model, "revision", None) or "")
+
+
+def _quantization(model: Any) -> str:
+    """The method; with options of its own (what it leaves out, say) those as well. What a
+    checkpoint says of its own quantisation is part of the model's configuration."""
+    method = str(getattr(model, "quantization", None) or "")
+    options = getattr(model, "quantization_config", None)
+    return canonical({"method": method, "options": options}) if options else method
 
 
 def _processor(model: Any) -> str:

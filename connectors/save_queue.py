@@ -1,7 +1,8 @@
 """Encoder outputs on their way into the buffer, without holding up the model.
 
 `offer` runs in the model's thread and only keeps a reference; one background thread does the rest.
-An output is immutable once encoded: vLLM reads it and may drop its own reference meanwhile.
+An output is immutable once encoded: vLLM reads it and may drop its own reference meanwhile. What
+it is, a tensor or the promise of one, is a matter between who offers and `insert`; it has `nbytes`.
 """
 
 import os
@@ -9,20 +10,17 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Any
 
 from connectors.counters import Counters, RateLimitedLog
 from lookup_buffer.errors import BufferFull, Closed, LookupBufferError, TensorTooLarge
-
-if TYPE_CHECKING:
-    import torch
 
 
 class SaveQueue:
     """A bounded queue and its thread.
 
     Args:
-        insert: stores one tensor under the text of a key and says whether it was new; may raise
+        insert: stores one output under the text of a key and says whether it was new; may raise
             any `LookupBufferError`.
         dropped: told the key of each output that is not stored; from either thread.
         bytes_max: bound on the bytes that wait. One output is always taken, whatever its size.
@@ -31,7 +29,7 @@ class SaveQueue:
 
     def __init__(
         self,
-        insert: Callable[[str, "torch.Tensor"], bool],
+        insert: Callable[[str, Any], bool],
         dropped: Callable[[str], None],
         *,
         bytes_max: int,
@@ -45,7 +43,7 @@ class SaveQueue:
         self._items_max = items_max
         self._counters = counters
         self._log = log
-        self._queue: queue.SimpleQueue[tuple[str, torch.Tensor] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[str, Any] | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._waiting_bytes = 0
         self._waiting_items = 0
@@ -53,9 +51,9 @@ class SaveQueue:
         self._thread = threading.Thread(target=self._run, name="lb-save", daemon=True)
         self._thread.start()
 
-    def offer(self, key: str, tensor: "torch.Tensor") -> bool:
-        """Take the tensor, or count it as skipped. Never waits for room, never raises."""
-        nbytes = tensor.nbytes
+    def offer(self, key: str, output: Any) -> bool:
+        """Take the output, or count it as skipped. Never waits for room, never raises."""
+        nbytes = output.nbytes
         with self._changed:
             is_full = self._waiting_items > 0 and (
                 self._waiting_items >= self._items_max
@@ -66,7 +64,7 @@ class SaveQueue:
                 self._waiting_items += 1
                 self._waiting_bytes += nbytes
         if accepted:
-            self._queue.put((key, tensor))
+            self._queue.put((key, output))
         else:
             self._counters.add("save_skipped:queue_full")
             self._log.report("queue_full", "an encoder output is not stored: the queue is full")
@@ -91,18 +89,18 @@ class SaveQueue:
     def _run(self) -> None:
         _use_every_core()
         while (entry := self._queue.get()) is not None:
-            key, tensor = entry
-            nbytes = tensor.nbytes
-            self._store(key, tensor)
-            del entry, tensor  # not a reference longer than needed: vLLM counts this memory as free
+            key, output = entry
+            nbytes = output.nbytes
+            self._store(key, output)
+            del entry, output  # not a reference longer than needed: vLLM counts this memory as free
             with self._changed:
                 self._waiting_items -= 1
                 self._waiting_bytes -= nbytes
                 self._changed.notify_all()
 
-    def _store(self, key: str, tensor: "torch.Tensor") -> None:
+    def _store(self, key: str, output: Any) -> None:
         try:
-            is_new = self._insert(key, tensor)
+            is_new = self._insert(key, output)
         except TensorTooLarge as error:
             self._skip(key, "too_large", error)
         except BufferFull as error:

@@ -52,14 +52,7 @@ from store import ClaimState
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "EngineSeat",
-    "InsertOutcome",
-    "LoadOrder",
-    "LookupBuffer",
-    "PrefetchState",
-    "Prefetched",
-]
+__all__ = ["EngineSeat", "InsertOutcome", "LoadOrder", "PrefetchState", "Prefetched"]
 
 
 class LookupBuffer:
@@ -190,12 +183,11 @@ class LookupBuffer:
         """
         order = self._locate(key, timeout)
         try:
-            with self._attachment.memory(order.boot) as memory:
-                if order.header.kind == "none":
-                    yield None
-                else:
-                    window = memory.arena.view[order.offset : order.offset + order.nbytes]
-                    yield codec.tensor_over(window, order.header)
+            if order.header.kind == "none":
+                yield None
+            else:
+                window = self.arena(order.boot)[order.offset : order.offset + order.nbytes]
+                yield codec.tensor_over(window, order.header)
         finally:
             self.release(order)
 
@@ -250,6 +242,12 @@ class LookupBuffer:
         with self._attachment.memory(order.boot) as memory:
             codec.copy_into(tensor, memory.arena.address + order.offset, order.nbytes)
         return tensor
+
+    def arena(self, boot: str) -> memoryview:
+        """All of the arena of `boot`, read-only, mapped until view and slices of it are released;
+        what lies where an order says is the order's as long as it is pinned. Raises as `load`."""
+        with self._attachment.memory(boot) as memory:
+            return memory.arena.view[:]
 
     def done(self, orders: Sequence[LoadOrder]) -> None:
         """This rank of the engine has taken its copies of `orders`. One-way; never raises."""

@@ -39,7 +39,8 @@ class MetadataStore(ABC):
     Time: an operation ends within the call timeout, plus the connect timeout where there is no
     connection yet. Within it, what a server of a cluster did not carry out but pointed elsewhere
     is sent there; nothing else is repeated behind the caller's back. (The resolver looks a host's
-    name up in its own time: name the server by address where that counts.)
+    name up in its own time, and each of several addresses has a connect timeout: name the server
+    by address where that counts.)
 
     Errors, of every method: StoreUnavailable, also after `close`; StoreCorrupt where a key of ours
     holds something foreign. StoreFull and NodeTaken only where it is said. ValueError for arguments

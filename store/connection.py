@@ -33,6 +33,8 @@ TRACK: Command = ("CLIENT", "TRACKING", "ON")
 _READ_BYTES = 1 << 16
 _MORE = object()
 """What the parser says when the next reply is not complete yet."""
+_DRIVER = {"driver_info": redis.DriverInfo()} if hasattr(redis, "DriverInfo") else {}
+"""Made once: redis-py would read its own version from disk anew for each dialling."""
 _NOTHING_YET = (BlockingIOError, ssl.SSLWantReadError)
 
 
@@ -91,7 +93,7 @@ class Connection:
             raise Lost(f"{self._name}: {error}") from error
         except (redis.RedisError, OSError) as error:
             raise StoreUnavailable(f"{self._name}: {error}") from error
-        self._socket: socket.socket = self._dialled._get_socket()
+        self._socket: socket.socket = self._dialled._sock
         self._reader: Any = hiredis.Reader(  # its stubs know no buffers
             replyError=Refusal, protocolError=Lost, notEnoughData=_MORE
         )
@@ -234,22 +236,65 @@ def _readable(end: socket.socket) -> bool:
     return bool(waiting.poll(0))
 
 
+class _Hurried:
+    """What redis-py reads as its time-outs: one time for each address, with the TLS handshake.
+
+    The handshake would else have that time once more.
+    """
+
+    def __init__(self, *, seconds: float, **settings: Any) -> None:
+        self._seconds = max(seconds, 0.001)
+        self._ends_at = 0.0
+        super().__init__(**settings)
+
+    @property
+    def socket_connect_timeout(self) -> float:
+        """Read before each address of a host is tried."""
+        self._ends_at = time.monotonic() + self._seconds
+        return self._seconds
+
+    @socket_connect_timeout.setter
+    def socket_connect_timeout(self, _: object) -> None:
+        """redis-py assigns what it was given, in places."""
+
+    @property
+    def socket_timeout(self) -> float:
+        """Read when an address has been connected to."""
+        return max(self._ends_at - time.monotonic(), 0.001)
+
+    @socket_timeout.setter
+    def socket_timeout(self, _: object) -> None:
+        """Likewise."""
+
+
+class _OverTcp(_Hurried, redis.Connection):  # type: ignore[misc]
+    pass
+
+
+class _OverTls(_Hurried, redis.SSLConnection):  # type: ignore[misc]
+    pass
+
+
+class _OverUnix(_Hurried, redis.UnixDomainSocketConnection):  # type: ignore[misc]
+    pass
+
+
 def _dialled(endpoint: Endpoint, access: Access, seconds: float) -> Any:
     """redis-py's connection, not connected yet; it never retries. (Hardly annotated there.)"""
-    kind: Any = redis.Connection
+    kind: Any = _OverTcp
     settings: dict[str, Any] = {
-        "socket_timeout": max(seconds, 0.001),  # for TLS; from then on there are deadlines
-        "socket_connect_timeout": max(seconds, 0.001),
+        "seconds": seconds,
+        **_DRIVER,
         "retry": Retry(NoBackoff(), 0),
         "redis_connect_func": _leave_logging_in_to_us,
     }
     if endpoint.path:
-        kind = redis.UnixDomainSocketConnection
+        kind = _OverUnix
         settings["path"] = endpoint.path
     else:
         settings |= {"host": endpoint.host, "port": endpoint.port, "socket_keepalive": True}
         if access.tls:
-            kind = redis.SSLConnection
+            kind = _OverTls
             settings |= dict(access.tls_files)
     return kind(**settings)
 

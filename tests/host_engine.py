@@ -23,6 +23,8 @@ from connector_standins import EMBEDS, pixels
 from connectors.plugin import CONNECTOR_MODULE, CONNECTOR_NAME
 
 BLOCK_TOKENS = 32
+BLOCKS = 1000
+ENCODER_EMBEDS = 100
 GAP = 2
 
 
@@ -54,19 +56,29 @@ class ModelConfig:
         return False
 
 
-def host_config(role: str, **extra: Any) -> Any:
+def host_config(
+    role: str,
+    *,
+    scheduling: dict[str, Any] | None = None,
+    caching: dict[str, Any] | None = None,
+    **extra: Any,
+) -> Any:
+    """`extra` is the connector's; the others are the scheduler's and the KV cache's own."""
+    values: dict[str, Any] = {
+        "max_num_batched_tokens": 256,
+        "max_num_seqs": 8,
+        "max_model_len": ModelConfig.max_model_len,
+        "is_encoder_decoder": False,
+        "async_scheduling": False,
+    }
     config = VllmConfig(
-        scheduler_config=made(
-            SchedulerConfig,
-            max_num_batched_tokens=256,
-            max_num_seqs=8,
-            max_model_len=ModelConfig.max_model_len,
-            is_encoder_decoder=False,
-            async_scheduling=False,
+        scheduler_config=made(SchedulerConfig, **{**values, **(scheduling or {})}),
+        cache_config=made(
+            CacheConfig,
+            **{"block_size": BLOCK_TOKENS, "enable_prefix_caching": False, **(caching or {})},
         ),
-        cache_config=made(CacheConfig, block_size=BLOCK_TOKENS, enable_prefix_caching=False),
     )
-    config.cache_config.num_gpu_blocks = 1000
+    config.cache_config.num_gpu_blocks = BLOCKS
     config.model_config = ModelConfig()
     config.ec_transfer_config = ECTransferConfig(
         ec_connector=CONNECTOR_NAME,
@@ -77,32 +89,47 @@ def host_config(role: str, **extra: Any) -> Any:
     return config
 
 
-def host_scheduler(config: Any) -> Any:
+def host_scheduler(
+    config: Any,
+    *,
+    kind: Any = Scheduler,
+    blocks: int = BLOCKS,
+    cache_embeds: int = ENCODER_EMBEDS,
+    step_embeds: int = ENCODER_EMBEDS,
+) -> Any:
+    """`cache_embeds` is the room in its encoder cache, `step_embeds` what a step may encode."""
+    block_tokens = config.cache_config.block_size
     spec = made(
         FullAttentionSpec,
-        block_size=BLOCK_TOKENS,
+        block_size=block_tokens,
         num_kv_heads=1,
         head_size=1,
         dtype=torch.float32,
         use_mla=False,
     )
-    scheduler = Scheduler(
+    scheduler = kind(
         vllm_config=config,
         kv_cache_config=KVCacheConfig(
-            num_blocks=1000, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["0"], spec)]
+            num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["0"], spec)]
         ),
         structured_output_manager=SimpleNamespace(
             should_advance=lambda *_, **__: False, accept_tokens=lambda *_, **__: True
         ),
-        block_size=BLOCK_TOKENS,
+        block_size=block_tokens,
         mm_registry=SimpleNamespace(supports_multimodal_inputs=lambda _: False),
     )
-    scheduler.max_num_encoder_input_tokens = 100
-    scheduler.encoder_cache_manager = EncoderCacheManager(cache_size=100)
+    scheduler.max_num_encoder_input_tokens = step_embeds
+    scheduler.encoder_cache_manager = EncoderCacheManager(cache_size=cache_embeds)
     return scheduler
 
 
-def host_request(request_id: str, *identifiers: str, metadata_only: bool = False) -> Any:
+def host_request(
+    request_id: str,
+    *identifiers: str,
+    metadata_only: bool = False,
+    max_tokens: int = 16,
+    **values: Any,
+) -> Any:
     """A prompt of a few tokens, an item, a few tokens, an item, and a tail."""
     starts = [GAP + index * (EMBEDS + GAP) for index in range(len(identifiers))]
     features = [
@@ -120,10 +147,11 @@ def host_request(request_id: str, *identifiers: str, metadata_only: bool = False
         Request,
         request_id=request_id,
         prompt_token_ids=[1] * (GAP + len(identifiers) * (EMBEDS + GAP)),
-        sampling_params=SamplingParams(max_tokens=16, ignore_eos=True),
+        sampling_params=SamplingParams(max_tokens=max_tokens, ignore_eos=True),
         pooling_params=None,
         eos_token_id=None,
         mm_features=features,
+        **values,
     )
 
 

@@ -5,6 +5,7 @@ Threads of its own, two for each connection; all end by `close`.
 
 import socket
 import threading
+import time
 from contextlib import suppress
 
 PIECE_BYTES = 16 << 10
@@ -32,6 +33,14 @@ class Blackhole:
     def __exit__(self, *_: object) -> None:
         for end in [self._listener, *self._waiting]:
             end.close()
+
+    def take_in(self, seconds: float) -> None:
+        """For so long let everybody connect, whose next try is a second after the first."""
+        ends_at = time.monotonic() + seconds
+        self._listener.settimeout(0.05)
+        while time.monotonic() < ends_at:
+            with suppress(TimeoutError):
+                self._waiting.append(self._listener.accept()[0])
 
 
 class Relay:

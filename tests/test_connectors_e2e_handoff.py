@@ -1,8 +1,9 @@
-"""One encode-only server (`ec_producer`) feeds a server that answers (`ec_consumer`), with audio.
+"""One encode-only server (`ec_producer`) feeds servers that answer (`ec_consumer`), with audio.
 
-Requests to the consumer carry the media, or only what the producer reported in
+One consumer is on another host; a second one, in the last tests, on the producer's own. Requests to
+a consumer carry the media, or only what the producer reported in
 `ec_transfer_params`, as a router of vLLM's own connectors sends them. What the consumer answers is
-held against a server without a connector. The last tests are hostile.
+held against a server without a connector. Some tests are hostile.
 """
 
 import threading
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.vllm
 AT_ONCE_SECONDS = 5.0
 WAIT_SECONDS = 2.0
 """`fetch_wait_seconds` of the consumer."""
-CLIPS = 8
+CLIPS = 10
 QUESTION = text("What do you hear?")
 STEP_TOKENS = 64
 """Two clips take several steps."""
@@ -53,9 +54,9 @@ class Pair:
             self.hosts.wait_for_holder(identifier, self.hosts.a)
         return reported
 
-    def loaded(self, reply: Reply, *numbers: int) -> None:
+    def loaded(self, reply: Reply, *numbers: int, by: OpenAIServer | None = None) -> None:
         assert reply.tokens == self.answers[numbers]
-        assert self.consumer.origins(reply) == ("loaded",) * len(set(numbers))
+        assert (by or self.consumer).origins(reply) == ("loaded",) * len(set(numbers))
         assert reply.seconds < AT_ONCE_SECONDS
 
 
@@ -240,3 +241,42 @@ def test_a_uuid_that_was_used_for_another_shape(pair: Pair) -> None:
     reply = pair.consumer.ask(clips(7)[0] | {"uuid": "reused"}, QUESTION)
     assert reply.tokens == pair.answers[7,]
     assert pair.consumer.origins(reply) == ("encoded",)
+
+
+@pytest.fixture(scope="module")
+def neighbour(
+    pair: Pair, audio_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[OpenAIServer]:
+    """A second consumer, on the producer's host; for the last tests only, so it starts late."""
+    work = tmp_path_factory.mktemp("neighbour")
+    to_consume = connector(pair.hosts.a, fetch_wait_seconds=WAIT_SECONDS)
+    settings = audio_settings(
+        "neighbour",
+        audio_model,
+        work,
+        0,
+        ec_transfer_config=to_consume | {"ec_role": "ec_consumer"},
+    )
+    with OpenAIServer(settings) as server:
+        server.wait_ready(START_SECONDS)
+        yield server
+        assert server.is_healthy(), server.log_tail()
+
+
+@pytest.mark.parametrize(("number", "carried"), [(8, "media"), (9, "metadata")])
+def test_one_producer_feeds_two_consumers(
+    pair: Pair, neighbour: OpenAIServer, number: int, carried: str
+) -> None:
+    """Which are asked at the same time."""
+    encodes = pair.producer.schedule.encoder_runs()
+    reported = pair.encode(*clips(number))
+    without_media = [named(key, item["metadata"]) for key, item in reported.items()]
+    parts = clips(number) if carried == "media" else without_media
+    consumers = (pair.consumer, neighbour)
+    with ThreadPoolExecutor(max_workers=2) as clients:
+        replies = clients.map(
+            lambda server: server.ask(*parts, QUESTION, ec_transfer_params=reported), consumers
+        )
+        for server, reply in zip(consumers, replies, strict=True):
+            pair.loaded(reply, number, by=server)
+    assert pair.producer.schedule.encoder_runs() == encodes + 1

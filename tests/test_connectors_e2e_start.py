@@ -20,6 +20,7 @@ from connectors.demo.engine import DemoEngine, EngineFailure, Question
 from connectors.demo.engine_settings import engine_arguments, engine_environment
 from connectors.plugin import CONNECTOR_NAME
 from engines import SIZE, START_SECONDS, Album, Reference, connector, engine_settings
+from misfit_models import Misfit, encoder_decoder, text_only
 from nodes import ROOT, StartNode, at_rest, wait_until
 from servers import valkey_executable
 from store import EmbeddedServer, open_store
@@ -39,10 +40,20 @@ class Mistake:
     settings: dict[str, Any]
     named: tuple[str, ...]
     arguments: dict[str, Any]
+    model: Misfit | None
+    """Writes another model than the usual one."""
 
 
-def mistake(*named: str, arguments: dict[str, Any] | None = None, **settings: Any) -> Mistake:
-    return Mistake(settings, named, arguments or {})
+def mistake(
+    *named: str,
+    arguments: dict[str, Any] | None = None,
+    model: Misfit | None = None,
+    **settings: Any,
+) -> Mistake:
+    return Mistake(settings, named, arguments or {}, model)
+
+
+WHAT_TO_DO = "start this engine without --ec-transfer-config"
 
 
 MISTAKES = {
@@ -67,6 +78,23 @@ MISTAKES = {
         "mm_processor_cache_gb is 0 and prefix caching is off",
         "allowed: ",
         arguments={"mm_processor_cache_gb": 0, "enable_prefix_caching": False},
+    ),
+    "text only": mistake("takes no images, video or audio", WHAT_TO_DO, model=text_only),
+    "encoder-decoder": mistake(
+        "is an encoder-decoder",
+        WHAT_TO_DO,
+        model=encoder_decoder,
+        arguments={
+            "max_model_len": 256,
+            "max_num_batched_tokens": 2048,
+            "limit_mm_per_prompt": {},
+        },
+    ),
+    "weights by transfer": mistake(
+        "--weight-transfer-config",
+        "vLLM tells no connector of that",
+        WHAT_TO_DO,
+        arguments={"weight_transfer_config": {"backend": "ipc"}},
     ),
 }
 
@@ -96,6 +124,11 @@ def refusals(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
             "ec_connector_extra_config": wrong.settings,
         }
         settings = replace(usual, ec_transfer_config=config, extra_arguments=wrong.arguments)
+        if wrong.model is not None:
+            misfit = work / name.replace(" ", "-")
+            misfit.mkdir()
+            wrong.model(misfit, model)
+            settings = replace(settings, model_directory=misfit)
         starts[name] = engine_arguments(settings)
     finished = subprocess.run(
         [sys.executable, "-c", STARTS],

@@ -176,6 +176,16 @@ def test_pin_in_the_arena_of_a_lost_node_is_not_promised() -> None:
     assert bench.build().mm_datas == []
 
 
+def test_who_carries_metadata_alone_keeps_its_promise_when_the_node_is_lost_in_the_pass() -> None:
+    bench = Bench()
+    bench.store("A")
+    request = make_request("r", "A", metadata_only=True)
+    assert bench.ensure(request)
+    bench.buffer.boot = ""
+    assert bench.allocate(request), "vLLM would encode what is not there"
+    assert len(bench.build().mm_datas) == 1
+
+
 def test_request_preempted_between_two_polls_gets_its_item_again() -> None:
     bench = Bench()
     bench.store("A")

@@ -23,9 +23,8 @@ from store import (
     layout,
     open_store,
 )
-from store_load import CALL_SECONDS, MARGIN_SECONDS, under_load
+from store_load import CALL_SECONDS, LIMIT_SECONDS, MARGIN_SECONDS, under_load
 
-LIMIT_SECONDS = CALL_SECONDS + MARGIN_SECONDS
 FAILOVER_SECONDS = 10.0
 
 

@@ -11,9 +11,8 @@ from sentinels import Sentinels
 from server_process import ServerProcess
 from servers import redis_executable, valkey_executable
 from store import MetadataStore, Publication, StoreUnavailable, open_store
-from store_load import CALL_SECONDS, MARGIN_SECONDS, under_load
+from store_load import CALL_SECONDS, LIMIT_SECONDS, MARGIN_SECONDS, under_load
 
-LIMIT_SECONDS = CALL_SECONDS + MARGIN_SECONDS
 FAILOVER_SECONDS = 15.0
 
 

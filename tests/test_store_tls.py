@@ -1,5 +1,7 @@
 """RedisStore: the contract over TLS, as a user who may touch `lb:*` and nothing else."""
 
+import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -7,8 +9,9 @@ import pytest
 from contract_store import StoreContract
 from contract_store_claims import ClaimContract
 from contract_store_nodes import NodeContract
+from relay import Blackhole
 from servers import patient
-from store import MetadataStore, StoreUnavailable
+from store import MetadataStore, StoreUnavailable, open_store
 from tls_server import PASSWORD, TlsServer
 
 
@@ -53,3 +56,19 @@ def test_without_tls_nothing_is_said(tls_server: TlsServer, namespace: str) -> N
     url = f"redis://127.0.0.1:{tls_server.process.port}"
     with patient(url) as store, pytest.raises(StoreUnavailable):
         store.locate(namespace, ["k"])
+
+
+def test_connecting_and_the_handshake_share_one_time_out() -> None:
+    """A host that lets us in at the second try, after a second, and then says nothing."""
+    with Blackhole() as host:
+        opening = threading.Timer(0.5, host.take_in, [2.5])
+        url = f"rediss://127.0.0.1:{host.port}"
+        with open_store(url, call_timeout_seconds=0.2, connect_timeout_seconds=1.5) as store:
+            opening.start()
+            started = time.monotonic()
+            with pytest.raises(StoreUnavailable):
+                store.ping()
+            took = time.monotonic() - started
+        opening.join()
+    print(f"{took:.3f} s")
+    assert 1.4 < took < 2.0, "the second try is after a second; another time-out would end at 2.5"

@@ -261,3 +261,26 @@ store.open_store("redis://192.0.2.1")
 assert "redis" in sys.modules
 """
     subprocess.run([sys.executable, "-c", source], check=True, timeout=60)
+
+
+def test_dialling_reads_no_file() -> None:
+    """A disk that hangs would be waited for without a time-out."""
+    source = """
+import sys
+import store
+opened = []
+sys.addaudithook(lambda event, given: event == "open" and opened.append(given[0]))
+with store.open_store("redis://127.0.0.1:1") as to_nobody:
+    for _ in range(2):
+        opened.clear()
+        try:
+            to_nobody.ping()
+        except store.StoreUnavailable:
+            pass
+        else:
+            raise SystemExit("somebody listens")
+    assert not opened, opened
+    open("/dev/null").close()
+    assert opened
+"""
+    subprocess.run([sys.executable, "-c", source], check=True, timeout=60)

@@ -1,0 +1,62 @@
+"""`CudaDevice`: streams, events and pinned memory of one GPU, as `ec_copies` wants them.
+
+Imported by workers on CUDA and ROCm alone. Not yet run on a GPU.
+"""
+
+from typing import Any, Final
+
+import torch
+
+from connectors.ec_copies import Device, Event
+from lookup_buffer.pointer import pointer_to
+
+READ_ONLY: Final = 0x08
+"""cudaHostRegisterReadOnly: memory that is mapped read-only, as arenas are, is else refused."""
+
+_cuda: Any = torch.cuda  # much of it has no types
+
+
+class CudaDevice(Device):
+    """One stream for each direction. `name` is torch's, such as `cuda:0`."""
+
+    def __init__(self, name: str) -> None:
+        self._device = torch.device(name)
+        self._loads = _cuda.Stream(self._device)
+        self._saves = _cuda.Stream(self._device)
+        self._runtime = _cuda.cudart()
+
+    def pin(self, memory: memoryview) -> bool:
+        with _cuda.device(self._device):
+            failed = self._runtime.cudaHostRegister(pointer_to(memory), memory.nbytes, READ_ONLY)
+        return int(failed) == 0
+
+    def unpin(self, memory: memoryview) -> None:
+        with _cuda.device(self._device):
+            self._runtime.cudaHostUnregister(pointer_to(memory))
+
+    def upload(self, source: torch.Tensor) -> torch.Tensor:
+        model = _cuda.current_stream(self._device)
+        with _cuda.stream(self._loads):
+            # Out of this stream's memory, so that nothing of the model's has to be waited for.
+            tensor = torch.empty(source.shape, dtype=source.dtype, device=self._device)
+            tensor.copy_(source, non_blocking=True)
+        model.wait_event(self._loads.record_event())
+        tensor.record_stream(model)
+        return tensor
+
+    def uploaded(self) -> Event:
+        event: Event = self._loads.record_event(_cuda.Event(blocking=True))
+        return event
+
+    def mark(self) -> Event:
+        event: Event = _cuda.current_stream(self._device).record_event()
+        return event
+
+    def download(self, tensor: torch.Tensor, after: Event) -> torch.Tensor:
+        with _cuda.stream(self._saves):
+            self._saves.wait_event(after)
+            host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            host.copy_(tensor, non_blocking=True)
+            copied = self._saves.record_event(_cuda.Event(blocking=True))
+        copied.synchronize()  # the caller holds `tensor` until here, so its memory is nobody else's
+        return host

@@ -1,0 +1,136 @@
+"""The namespace over vLLM's own configurations, as its command line's arguments make them.
+
+No engine runs: most of these settings need an accelerator, or other weights. That engines of two
+namespaces share nothing is what `test_connectors_e2e_sharing` shows, with other weights.
+"""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from connectors.demo.engine_settings import engine_arguments, engine_environment
+from engines import START_SECONDS, engine_settings
+from nodes import ROOT
+
+pytestmark = pytest.mark.vllm
+
+QUANTIZED = {"quantization": "fp8_per_tensor", "dtype": "bfloat16"}
+TOWER_LORA = {"enable_lora": True, "enable_tower_connector_lora": True}
+USUAL: dict[str, Any] = {"dtype": "bfloat16"}
+
+APART: dict[str, tuple[dict[str, Any], dict[str, Any], set[str]]] = {
+    "dtype": (USUAL, {"dtype": "float32"}, {"dtype"}),
+    "revision": (USUAL, {"revision": "v2"}, {"revision"}),
+    "code revision": (USUAL, {"code_revision": "v2"}, {"code_revision"}),
+    "quantisation": (USUAL, QUANTIZED, {"quantization"}),
+    "what is quantised": (
+        QUANTIZED | {"quantization_config": {"ignore": ["re:.*lm_head.*"]}},
+        QUANTIZED | {"quantization_config": {"ignore": ["re:.*vision.*"]}},
+        {"quantization"},
+    ),
+    "processor": (
+        USUAL,
+        {"mm_processor_kwargs": {"size": {"longest_edge": 112}}},
+        {"processor"},
+    ),
+    "decoding of media": (
+        USUAL,
+        {"media_io_kwargs": {"image": {"rgba_background_color": [0, 0, 0]}}},
+        {"processor"},
+    ),
+    "the encoder's attention in fp8": (USUAL, {"mm_encoder_attn_dtype": "fp8"}, {"processor"}),
+    "pruning of video": (USUAL, {"video_pruning_rate": 0.5}, {"processor"}),
+    "another encoder": (
+        USUAL,
+        {"hf_overrides": {"vision_config": {"num_hidden_layers": 1}}},
+        {"hf_overrides", "encoder", "encoder_config"},
+    ),
+    "made-up weights": (USUAL, {"load_format": "dummy"}, {"load_format"}),
+    "their seed": (
+        {"load_format": "dummy"},
+        {"load_format": "dummy", "seed": 3},
+        {"load_format"},
+    ),
+    "adapters in the encoder": (USUAL, TOWER_LORA, {"lora"}),
+}
+TOGETHER: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "equal arguments": (USUAL, USUAL),
+    "equal quantisation": (QUANTIZED, QUANTIZED),
+    "another kernel for the encoder's attention": (
+        USUAL,
+        {"mm_encoder_attn_backend": "TORCH_SDPA"},
+    ),
+    "tensor parallelism": (USUAL, {"tensor_parallel_size": 2}),
+    "a seed for sampling": (USUAL, {"seed": 3}),
+    "adapters in the language model": (USUAL, {"enable_lora": True}),
+    "another reader of the checkpoint": (USUAL, {"load_format": "safetensors"}),
+}
+
+PARTS = """
+import json, sys
+from vllm.engine.arg_utils import EngineArgs
+from connectors.namespace import namespace_parts
+from connectors.settings import ConnectorSettings
+for arguments in json.load(sys.stdin):
+    config = EngineArgs(**arguments).create_engine_config()
+    parts = namespace_parts(config, ConnectorSettings(capacity_bytes=1 << 24))
+    print("PARTS", json.dumps(parts), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def parts(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
+    """By arguments, the parts of the namespace. Of two processes, as engines have."""
+    usual = engine_settings("configured", model, tmp_path_factory.mktemp("configured"))
+    pairs = [(one, other) for one, other, _ in APART.values()] + list(TOGETHER.values())
+
+    def of_one_process(position: int) -> list[tuple[str, dict[str, str]]]:
+        cases = [pair[position] for pair in pairs]
+        finished = subprocess.run(
+            [sys.executable, "-c", PARTS],
+            input=json.dumps([engine_arguments(usual) | USUAL | case for case in cases]),
+            capture_output=True,
+            text=True,
+            timeout=START_SECONDS,
+            cwd=ROOT,
+            env=os.environ | engine_environment(usual),
+            check=False,
+        )
+        lines = [x for x in finished.stdout.splitlines() if x.startswith("PARTS ")]
+        assert len(lines) == len(cases), finished.stderr
+        made = [json.loads(line.removeprefix("PARTS ")) for line in lines]
+        return [(f"{position} {case}", parts) for case, parts in zip(cases, made, strict=True)]
+
+    with ThreadPoolExecutor(max_workers=2) as processes:
+        return dict(itertools.chain(*processes.map(of_one_process, (0, 1))))
+
+
+def differing(
+    parts: dict[str, dict[str, str]], one: dict[str, Any], other: dict[str, Any]
+) -> set[str]:
+    first, second = parts[f"0 {one}"], parts[f"1 {other}"]
+    assert first.keys() == second.keys()
+    return {name for name in first if first[name] != second[name]}
+
+
+@pytest.mark.parametrize("name", APART)
+def test_what_outputs_depend_on_keeps_engines_apart(
+    parts: dict[str, dict[str, str]], name: str
+) -> None:
+    one, other, named = APART[name]
+    assert differing(parts, one, other) == named
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_what_outputs_do_not_depend_on_does_not(
+    parts: dict[str, dict[str, str]], name: str
+) -> None:
+    one, other = TOGETHER[name]
+    assert differing(parts, one, other) == set()
