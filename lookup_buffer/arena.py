@@ -43,15 +43,16 @@ class Mapping:
         self._stop = threading.Event()
         self._populating: threading.Thread | None = None
 
-    def populate_in_background(self, *, skip_bytes: int = 0) -> None:
+    def populate_in_background(self, *, skip_bytes: int = 0, most_bytes: int | None = None) -> None:
         """Fault the pages in from a thread of its own, so that no copy pays for it later.
 
-        Once; further calls do nothing.
+        Once; further calls do nothing. `most_bytes`: only so far from the start.
         """
         if self._populating is not None:
             return
+        stop = self.nbytes if most_bytes is None else min(most_bytes, self.nbytes)
         self._populating = threading.Thread(
-            target=self.populate, args=(skip_bytes, self.nbytes), name="lb-populate", daemon=True
+            target=self.populate, args=(skip_bytes, stop), name="lb-populate", daemon=True
         )
         self._populating.start()
 
@@ -121,14 +122,26 @@ def adopt_staging(fd: int, capacity_bytes: int) -> Mapping:
         ProtocolError: when it is no memfd of fixed size (its owner could then truncate it and kill
             the node by SIGBUS), is empty, or is larger than the arena could ever take.
     """
+    return adopt(fd, most_bytes=2 * capacity_bytes)
+
+
+def adopt(fd: int, *, most_bytes: int) -> Mapping:
+    """Map memory that another process sent, to be read; the caller keeps owning `fd`.
+
+    Raises:
+        ProtocolError: see `adopt_staging`.
+    """
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError as error:
-        raise ProtocolError("the staging descriptor is no memfd") from error
+        raise ProtocolError("the descriptor of shared memory is no memfd") from error
     nbytes = os.fstat(fd).st_size
-    if seals & _FIXED_SIZE != _FIXED_SIZE or not 0 < nbytes <= 2 * capacity_bytes:
-        raise ProtocolError(f"a staging area must be sealed in size and hold 1 to {capacity_bytes}")
-    return Mapping(fd, nbytes, writable=False)
+    if seals & _FIXED_SIZE != _FIXED_SIZE or not 0 < nbytes <= most_bytes:
+        raise ProtocolError(f"shared memory must be sealed in size and hold 1 to {most_bytes}")
+    try:
+        return Mapping(fd, nbytes, writable=False)
+    except OSError as error:
+        raise ProtocolError(f"shared memory that cannot be mapped: {error.strerror}") from error
 
 
 def copy_bytes(target_address: int, source_address: int, nbytes: int) -> None:

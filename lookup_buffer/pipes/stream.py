@@ -15,6 +15,7 @@ from lookup_buffer.errors import (
 )
 from lookup_buffer.key import TensorKey
 from lookup_buffer.link import Link
+from lookup_buffer.pipes.carrier import Carrier
 from lookup_buffer.pipes.inbox import Inbox, Offer
 from lookup_buffer.pipes.peer import Peer
 from lookup_buffer.pipes.pipe import TIMEOUT_SECONDS, KVPipe, PipeLimits, key_text
@@ -37,12 +38,14 @@ class StreamPipe(KVPipe):
         self._end: LookupBufferError | None = None
         """Why this end was ended here."""
 
-    def meet(self, link: Link) -> None:
+    def meet(self, link: Link, carrier: Carrier | None = None) -> None:
         """Another end has connected."""
-        peer = Peer(link, self._inbox, self._limits, self._forget)
+        peer = Peer(link, self._inbox, self._limits, self._forget, carrier)
         with self._changed:
             if self._end is not None:
                 link.close()
+                if carrier is not None:
+                    carrier.close()
                 return
             self._peers.append(peer)
             self._lost = None
