@@ -15,16 +15,13 @@ import mmap
 import os
 import threading
 
+from lookup_buffer import advice
 from lookup_buffer.errors import ProtocolError
 from lookup_buffer.pointer import pointer_to
 
 POPULATE_STEP_BYTES = 16 << 20
-MADV_POPULATE_READ = 22
-MADV_POPULATE_WRITE = 23
 F_SEAL_FUTURE_WRITE = 0x0010
 _FIXED_SIZE = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class Mapping:
@@ -57,15 +54,13 @@ class Mapping:
         self._populating.start()
 
     def populate(self, start: int, stop: int) -> None:
-        """Fault in the pages of [start, stop), in steps that release the GIL.
-
-        mmap.madvise would hold the GIL for the whole call; ctypes does not.
-        """
-        advice = MADV_POPULATE_WRITE if self.writable else MADV_POPULATE_READ
+        """Fault in the pages of [start, stop), in steps, without the GIL."""
         for offset in range(start, stop, POPULATE_STEP_BYTES):
             step = min(POPULATE_STEP_BYTES, stop - offset)
-            if self._stop.is_set() or _libc.madvise(self.address + offset, step, advice) != 0:
-                return  # kernels before 5.14 lack the advice: pages then fault in on first use
+            if self._stop.is_set():
+                return
+            if not advice.populate(self.address + offset, step, writable=self.writable):
+                return  # the pages then fault in on first use
 
     def close(self) -> None:
         self._stop.set()

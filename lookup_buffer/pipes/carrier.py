@@ -8,6 +8,7 @@ name, so nothing remains of them but in the processes that use them.
 import threading
 from typing import Final, Protocol
 
+from lookup_buffer.advice import PAGE_BYTES
 from lookup_buffer.allocator import Allocator
 from lookup_buffer.arena import Mapping, SealedMemory, adopt, copy_bytes
 from lookup_buffer.errors import ProtocolError
@@ -18,7 +19,6 @@ PLACED_BYTES: Final = 8 << 10
 PREFAULT_BYTES: Final = 64 << 20
 """So much becomes real with the first message, the rest as it is used for the first time."""
 MEMORY_BYTES_MAX: Final = 1 << 40
-PAGE_BYTES: Final = 4096
 
 
 class Carrier(Protocol):
