@@ -53,6 +53,15 @@ def test_all_of_it_can_be_used_and_used_again(pair: Pair) -> None:
         a.free(at)
 
 
+@pytest.mark.parametrize("nbytes", [1, 4095, 1 << 50])
+def test_any_budget_has_a_memory(nbytes: int) -> None:
+    a, b = made(nbytes)
+    placed = a.put(memoryview(b"x" * PLACED_BYTES))
+    assert (placed is None) == (nbytes < PLACED_BYTES)
+    for memory in (a, b):
+        memory.close()
+
+
 def test_few_bytes_are_not_put(pair: Pair) -> None:
     assert pair[0].put(memoryview(bytes(PLACED_BYTES - 1))) is None
 

@@ -3,6 +3,9 @@
 import fcntl
 import os
 import socket
+import subprocess
+import sys
+import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -23,6 +26,7 @@ from contract_pipe import (
 )
 from contract_pipe_limits import PipeLimitsContract
 from contract_pipe_processes import (
+    START_SECONDS,
     MakeListening,
     ProcessContract,
     listening,
@@ -38,7 +42,7 @@ from lookup_buffer.errors import (
     ProtocolError,
 )
 from lookup_buffer.link import connect, request_handshake
-from lookup_buffer.pipes import PipeLimits, open_pipe
+from lookup_buffer.pipes import KVPipe, PipeLimits, open_pipe
 from lookup_buffer.pipes.carrier import SharedMemory
 
 __all__ = ["closing", "listening", "start_child", "threads"]
@@ -105,6 +109,31 @@ def test_what_is_no_socket_is_left_alone(uri: str) -> None:
     assert path.read_text() == "precious"
 
 
+def test_of_many_who_find_a_dead_socket_one_gets_its_place(
+    closing: ExitStack, threads: Threads, uri: str
+) -> None:
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(uri.removeprefix("shm://"))
+        dead.listen()
+    barrier = threading.Barrier(8)
+
+    def listen() -> KVPipe | None:
+        barrier.wait(SOON_SECONDS)
+        try:
+            return open_pipe(uri, listen=True)
+        except ConfigError:
+            return None
+
+    calls = [threads.call(listen) for _ in range(8)]
+    ends = [end for call in calls if (end := call.result(SOON_SECONDS)) is not None]
+    for end in ends:
+        closing.callback(end.abort)
+    assert len(ends) == 1
+    with open_pipe(uri) as b:
+        b.send_tensor(None)
+        assert ends[0].recv_tensor(timeout=SOON_SECONDS) is None
+
+
 def test_an_end_closes_only_its_own_socket_file(uri: str) -> None:
     path = Path(uri.removeprefix("shm://"))
     first = open_pipe(uri, listen=True)
@@ -161,6 +190,38 @@ def test_nothing_has_a_name(make_ends: MakeEnds, uri: str) -> None:
         uri.removeprefix("shm://")
     }
     b.recv_tensor(timeout=SOON_SECONDS)
+
+
+NAMESPACES = [
+    "unshare",
+    "--user",
+    "--map-root-user",
+    "--mount",
+    "--ipc",
+    "--net",
+    "--pid",
+    "--fork",
+    "--kill-child",
+]
+
+
+def test_an_end_in_a_container_that_shares_only_the_directory(closing: ExitStack, uri: str) -> None:
+    try:
+        subprocess.run([*NAMESPACES, "true"], check=True, capture_output=True, timeout=60)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"this machine lets nobody make namespaces: {error}")
+    a = open_pipe(uri, listen=True)
+    closing.callback(a.abort)
+    child = [sys.executable, str(Path(__file__).parent / "pipe_child.py"), uri, "child"]
+    without_memory = 'mount -t tmpfs none /dev/shm && exec "$@"'
+    process = subprocess.Popen([*NAMESPACES, "sh", "-c", without_memory, "sh", *child])
+    closing.callback(process.wait)
+    closing.callback(process.kill)
+    assert a.recv_tensor("child is there", timeout=START_SECONDS) is None
+    a.send_tensor(block(LARGE))
+    assert same(a.recv_tensor("child", timeout=SOON_SECONDS), block(LARGE))
+    a.send_tensor(None)
+    assert process.wait(START_SECONDS) == 0
 
 
 class _Hostile:
