@@ -15,16 +15,13 @@ import mmap
 import os
 import threading
 
+from lookup_buffer import advice
 from lookup_buffer.errors import ProtocolError
 from lookup_buffer.pointer import pointer_to
 
 POPULATE_STEP_BYTES = 16 << 20
-MADV_POPULATE_READ = 22
-MADV_POPULATE_WRITE = 23
 F_SEAL_FUTURE_WRITE = 0x0010
 _FIXED_SIZE = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class Mapping:
@@ -43,28 +40,27 @@ class Mapping:
         self._stop = threading.Event()
         self._populating: threading.Thread | None = None
 
-    def populate_in_background(self, *, skip_bytes: int = 0) -> None:
+    def populate_in_background(self, *, skip_bytes: int = 0, most_bytes: int | None = None) -> None:
         """Fault the pages in from a thread of its own, so that no copy pays for it later.
 
-        Once; further calls do nothing.
+        Once; further calls do nothing. `most_bytes`: only so far from the start.
         """
         if self._populating is not None:
             return
+        stop = self.nbytes if most_bytes is None else min(most_bytes, self.nbytes)
         self._populating = threading.Thread(
-            target=self.populate, args=(skip_bytes, self.nbytes), name="lb-populate", daemon=True
+            target=self.populate, args=(skip_bytes, stop), name="lb-populate", daemon=True
         )
         self._populating.start()
 
     def populate(self, start: int, stop: int) -> None:
-        """Fault in the pages of [start, stop), in steps that release the GIL.
-
-        mmap.madvise would hold the GIL for the whole call; ctypes does not.
-        """
-        advice = MADV_POPULATE_WRITE if self.writable else MADV_POPULATE_READ
+        """Fault in the pages of [start, stop), in steps, without the GIL."""
         for offset in range(start, stop, POPULATE_STEP_BYTES):
             step = min(POPULATE_STEP_BYTES, stop - offset)
-            if self._stop.is_set() or _libc.madvise(self.address + offset, step, advice) != 0:
-                return  # kernels before 5.14 lack the advice: pages then fault in on first use
+            if self._stop.is_set():
+                return
+            if not advice.populate(self.address + offset, step, writable=self.writable):
+                return  # the pages then fault in on first use
 
     def close(self) -> None:
         self._stop.set()
@@ -121,14 +117,26 @@ def adopt_staging(fd: int, capacity_bytes: int) -> Mapping:
         ProtocolError: when it is no memfd of fixed size (its owner could then truncate it and kill
             the node by SIGBUS), is empty, or is larger than the arena could ever take.
     """
+    return adopt(fd, most_bytes=2 * capacity_bytes)
+
+
+def adopt(fd: int, *, most_bytes: int) -> Mapping:
+    """Map memory that another process sent, to be read; the caller keeps owning `fd`.
+
+    Raises:
+        ProtocolError: see `adopt_staging`.
+    """
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError as error:
-        raise ProtocolError("the staging descriptor is no memfd") from error
+        raise ProtocolError("the descriptor of shared memory is no memfd") from error
     nbytes = os.fstat(fd).st_size
-    if seals & _FIXED_SIZE != _FIXED_SIZE or not 0 < nbytes <= 2 * capacity_bytes:
-        raise ProtocolError(f"a staging area must be sealed in size and hold 1 to {capacity_bytes}")
-    return Mapping(fd, nbytes, writable=False)
+    if seals & _FIXED_SIZE != _FIXED_SIZE or not 0 < nbytes <= most_bytes:
+        raise ProtocolError(f"shared memory must be sealed in size and hold 1 to {most_bytes}")
+    try:
+        return Mapping(fd, nbytes, writable=False)
+    except OSError as error:
+        raise ProtocolError(f"shared memory that cannot be mapped: {error.strerror}") from error
 
 
 def copy_bytes(target_address: int, source_address: int, nbytes: int) -> None:

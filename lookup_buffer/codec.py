@@ -16,6 +16,7 @@ from typing import Final
 
 import torch
 
+from lookup_buffer.advice import prefer_huge_pages
 from lookup_buffer.errors import CodecError, ProtocolError
 from lookup_buffer.header import DTYPES, MAX_DIMENSIONS, TensorHeader
 from lookup_buffer.plain import pack, unpack
@@ -211,7 +212,9 @@ def _dtype_name(tensor: torch.Tensor) -> str:
 def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     # Not torch.empty of the dtype itself: for complex32 that warns.
     carrier = _CARRIERS.get(dtype.itemsize)
-    return torch.empty(shape, dtype=carrier or dtype).view(dtype)
+    empty = torch.empty(shape, dtype=carrier or dtype)
+    prefer_huge_pages(empty.data_ptr(), empty.nbytes)
+    return empty.view(dtype)
 
 
 def _tensor_at(

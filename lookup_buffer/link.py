@@ -14,12 +14,7 @@ from dataclasses import dataclass
 from select import POLLIN, poll
 from typing import Any, Final, NoReturn, Protocol
 
-from lookup_buffer.errors import (
-    NodeRefused,
-    PipeBroken,
-    PipeClosed,
-    ProtocolError,
-)
+from lookup_buffer.errors import NodeRefused, PipeBroken, PipeClosed, ProtocolError
 from lookup_buffer.sockets import KernelTimeout, SocketGuard, connected_socket, tune
 from lookup_buffer.wire import (
     MAX_HEADER_BYTES,
@@ -252,7 +247,17 @@ def connect(
         ProtocolError: the peer does not speak this protocol.
     """
     deadline = time.monotonic() + timeout
-    link = Link(connected_socket(host, port, deadline), _HANDSHAKE_LIMITS)
+    stream = connected_socket(host, port, deadline)
+    left = deadline - time.monotonic()
+    return request_handshake(stream, token=token, timeout=left, limits=limits)
+
+
+def request_handshake(
+    stream: socket.socket, *, token: str | None, timeout: float, limits: LinkLimits | None = None
+) -> Link:
+    """See `connect`; for a socket just connected, which it owns from the call on."""
+    deadline = time.monotonic() + timeout
+    link = Link(stream, _HANDSHAKE_LIMITS)
     with _aborting(link):
         mine = os.urandom(_NONCE_BYTES)
         _say(link, deadline, ["hello", PROTOCOL_VERSION, mine, token is not None])

@@ -132,7 +132,7 @@ class Traffic(RuleBasedStateMachine):
             self.b.abort()
 
 
-@pytest.mark.parametrize("scheme", ["inproc", "tcp"])
+@pytest.mark.parametrize("scheme", ["inproc", "shm", "tcp"])
 def test_random_traffic(scheme: str) -> None:
     machine = type("Machine", (Traffic,), {"scheme": scheme})
     run_state_machine_as_test(

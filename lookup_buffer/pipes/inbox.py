@@ -27,6 +27,8 @@ class Arrival:
     over: bool = False
     gone: bool = False
     """The sender gave up before it was asked."""
+    payload: memoryview | None = None
+    """Where they lie, if that is not `memory`."""
 
 
 @dataclass(slots=True, eq=False)
@@ -38,8 +40,9 @@ class Offer:
     """The source's."""
     key: str | None
     header: TensorHeader
-    payload: bytearray | None
-    """The bytes, where they came with it; else they are to be asked for."""
+    payload: bytearray | memoryview | None
+    """The bytes, where they came with it or lie in memory that both ends see; else they are to be
+    asked for."""
     arrival: Arrival | None = None
     """Set once they were asked for."""
     value: Any = None
@@ -93,7 +96,7 @@ class Inbox:
             self._keep(key, lambda offer: (offer.source, offer.number) != (source, number))
 
     def lose(self, source: Source) -> None:
-        """The source is gone; what has come with its offer stays."""
+        """The source is gone; what has come with its offer, or lies here, stays."""
         with self._changed:
             for key in list(self._offers):
                 self._keep(key, lambda o: o.source is not source or o.payload is not None)

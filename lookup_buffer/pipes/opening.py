@@ -9,6 +9,7 @@ from lookup_buffer.pipes.pipe import KVPipe, PipeLimits
 
 SCHEMES: Final[Mapping[str, str]] = {
     "inproc": "inproc://NAME, between threads of a process",
+    "shm": "shm:///PATH, between processes of a host",
     "tcp": "tcp://HOST:PORT, between hosts",
 }
 OPEN_SECONDS: Final = 30.0

@@ -13,6 +13,7 @@ from typing import Any, Final, Protocol
 
 from lookup_buffer.errors import BufferFull, LookupBufferError
 from lookup_buffer.header import TensorHeader
+from lookup_buffer.pipes.carrier import Carrier
 from lookup_buffer.pipes.pipe import PipeLimits
 
 INLINE_BYTES: Final = 64 << 10
@@ -27,6 +28,8 @@ class Outgoing:
     memory: memoryview
     """The caller's, until there is room for a copy."""
     cost: int
+    at: int | None = None
+    """Where the copy lies, if the other end sees it there."""
     charged: bool = False
     number: int = 0
     inline: bool = False
@@ -52,6 +55,7 @@ class Outbox:
 
     Args:
         check: raises, under the lock, where the peer is of no use any more.
+        carrier: where copies are best put; there are pipes that have none.
     """
 
     def __init__(
@@ -60,9 +64,11 @@ class Outbox:
         say: Say,
         check: Callable[[], None],
         limits: PipeLimits,
+        carrier: Carrier | None = None,
     ) -> None:
         self._changed = changed
         self._say = say
+        self._carrier = carrier
         self._check_link = check
         self._limits = limits
         self._messages: dict[int, Outgoing] = {}
@@ -78,11 +84,14 @@ class Outbox:
         """Offer a message; return when its bytes are copied, or the kernel has them."""
         cost = self._limits.cost(header.nbytes)
         if self._charge(cost):
+            at = None
             try:
-                out = Outgoing(key, bytes_of.copied(), cost, charged=True)
-                out.inline = header.nbytes <= INLINE_BYTES
+                memory, at = self._copy(bytes_of)
+                out = Outgoing(key, memory, cost, at, charged=True)
+                out.inline = at is None and header.nbytes <= INLINE_BYTES
                 self._offer(out, header)
             except BaseException:
+                self._free(at)
                 self._give_back(cost)
                 raise
         else:
@@ -97,6 +106,8 @@ class Outbox:
             out.number = self._last_number
             self._messages[out.number] = out
             offer = ["offer", out.number, out.key, header.to_fields()]
+            if out.at is not None:
+                offer.append(out.at)
             self._say(offer, out if out.inline else None)
 
     def _wait_for_room(self, out: Outgoing, bytes_of: "Bytes", deadline: float) -> None:
@@ -116,14 +127,24 @@ class Outbox:
                     self._messages.pop(out.number, None)
                     self._say(["withdraw", out.number, out.key], None)
                     raise
-        copied = bytes_of.copied() if out.charged else None
+        copied, at = self._copy(bytes_of) if out.charged else (None, None)
         with self._changed:
-            if copied is not None and not out.pulled:
-                out.memory = copied
+            if copied is not None and not (out.pulled or out.over):
+                out.memory, out.at = copied, at
                 return
+            self._free(at)
             while not out.over:  # once it is under way it ends by itself, or with the link
                 self._check_link()
                 self._changed.wait()
+
+    def _copy(self, bytes_of: "Bytes") -> tuple[memoryview, int | None]:
+        """Where it lies, and how the other end calls that place."""
+        placed = self._carrier.put(bytes_of.lent()) if self._carrier else None
+        return placed or (bytes_of.copied(), None)
+
+    def _free(self, at: int | None) -> None:
+        if at is not None and self._carrier is not None:
+            self._carrier.free(at)
 
     def _charge(self, cost: int) -> bool:
         with self._changed:
@@ -157,6 +178,7 @@ class Outbox:
             if out is None:
                 return
             out.over = True
+            self._free(out.at)
             if out.charged:
                 self.used_bytes -= out.cost
             self._changed.notify_all()
@@ -167,6 +189,8 @@ class Outbox:
             out = self._messages.get(number)
             if out is None or out.inline or out.pulled:
                 self._say(["gone", number], None)
+            elif out.at is not None:
+                self._say(["data", number, out.at], None)  # it was put there since it was offered
             else:
                 out.pulled = True
                 self._say(["data", number], out)

@@ -10,6 +10,11 @@ Frames over a `Link`, in both directions at once, by two threads that live as lo
     ["received", n]                        what came with its bytes was received
     ["beat"]   ["bye"]
 
+Where the two ends share memory (see `carrier`), the bytes may lie there instead of in a frame:
+
+    ["offer", n, key, header, at]          where they lie, until they are "received"
+    ["data", n, at]                        likewise, of what was put there since it was offered
+
 Offers always pass, large payload is asked for: so neither the order in which a receiver wants keys
 nor a full budget can make the two ends wait for each other. The reading thread never waits for
 anything but bytes of a frame that has begun.
@@ -21,6 +26,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Final
 
+from lookup_buffer.arena import copy_bytes
 from lookup_buffer.errors import (
     LookupBufferError,
     LookupTimeout,
@@ -31,9 +37,11 @@ from lookup_buffer.errors import (
 )
 from lookup_buffer.header import TensorHeader
 from lookup_buffer.link import Link
+from lookup_buffer.pipes.carrier import Carrier
 from lookup_buffer.pipes.inbox import Arrival, Inbox, Offer
 from lookup_buffer.pipes.outbox import INLINE_BYTES, Outbox, Outgoing
 from lookup_buffer.pipes.pipe import PipeLimits
+from lookup_buffer.pointer import pointer_to
 
 BEAT_SECONDS: Final = 0.5
 """A quarter of the shortest silence that an end may be told to bear."""
@@ -56,13 +64,15 @@ class Peer:
         inbox: Inbox,
         limits: PipeLimits,
         lost: Callable[["Peer", LookupBufferError], None],
+        carrier: Carrier | None = None,
     ) -> None:
         self._link = link
+        self._carrier = carrier
         self._inbox = inbox
         self._limits = limits
         self._tell_lost = lost
         self._changed = threading.Condition()
-        self.outbox = Outbox(self._changed, self._say, self._check, limits)
+        self.outbox = Outbox(self._changed, self._say, self._check, limits, carrier)
         self._frames: deque[_Frame] = deque()
         self._arrivals: dict[int, Arrival] = {}
         self._error: LookupBufferError | None = None
@@ -84,10 +94,7 @@ class Peer:
         Where they are on their way already, they are in the memory of who asked for them.
         """
         if offer.payload is not None:
-            if offer.payload:
-                memory[:] = offer.payload
-            self._say_received(offer)
-            return True
+            return self._take(offer, offer.payload, memory)
         with self._changed:
             if offer.arrival is None:
                 self._check()
@@ -100,7 +107,15 @@ class Peer:
                 self._check()
                 if not self._changed.wait(deadline - time.monotonic()):
                     raise LookupTimeout("the bytes did not come in time")
-            return not arrival.gone
+        if arrival.payload is not None:
+            return self._take(offer, arrival.payload, memory)
+        return not arrival.gone
+
+    def _take(self, offer: Offer, payload: bytearray | memoryview, memory: memoryview) -> bool:
+        if payload:
+            copy_bytes(pointer_to(memory), pointer_to(memoryview(payload)), len(payload))
+        self._say_received(offer)
+        return True
 
     def _say_received(self, offer: Offer) -> None:
         with self._changed:
@@ -140,6 +155,8 @@ class Peer:
             self._link.abort()
         else:
             self._link.close()
+        if self._carrier is not None:
+            self._carrier.close()
         self._inbox.lose(self)
         self._tell_lost(self, error)
 
@@ -201,8 +218,14 @@ class Peer:
         match header:
             case ["offer", int(number), str() | None as key, dict(fields)]:
                 self._offered(number, key, TensorHeader.from_fields(fields), nbytes)
+            case ["offer", int(number), str() | None as key, dict(fields), int(at)] if not nbytes:
+                header = TensorHeader.from_fields(fields)
+                payload = self._lying(at, header.nbytes)
+                self._inbox.put(Offer(self, number, key, header, payload))
             case ["data", int(number)]:
                 self._arrived(number, nbytes)
+            case ["data", int(number), int(at)] if not nbytes:
+                self._placed(number, at)
             case ["pull", int(number)] if not nbytes:
                 self.outbox.pull(number)
             case ["gone", int(number)] if not nbytes:
@@ -235,6 +258,21 @@ class Peer:
         with self._changed:
             arrival.over = True
             self._changed.notify_all()
+
+    def _placed(self, number: int, at: int) -> None:
+        arrival = self._arrivals.pop(number, None)
+        if arrival is None:
+            raise ProtocolError("a place that was not asked for")
+        payload = self._lying(at, arrival.memory.nbytes)
+        with self._changed:
+            arrival.payload = payload
+            arrival.over = True
+            self._changed.notify_all()
+
+    def _lying(self, at: int, nbytes: int) -> memoryview:
+        if self._carrier is None:
+            raise ProtocolError("a place in memory, and none is shared")
+        return self._carrier.get(at, nbytes)
 
     def _gone(self, number: int) -> None:
         with self._changed:

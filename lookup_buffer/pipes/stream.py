@@ -15,6 +15,7 @@ from lookup_buffer.errors import (
 )
 from lookup_buffer.key import TensorKey
 from lookup_buffer.link import Link
+from lookup_buffer.pipes.carrier import Carrier
 from lookup_buffer.pipes.inbox import Inbox, Offer
 from lookup_buffer.pipes.peer import Peer
 from lookup_buffer.pipes.pipe import TIMEOUT_SECONDS, Any, KVPipe, PipeLimits, key_text
@@ -37,9 +38,9 @@ class StreamPipe(KVPipe):
         self._end: LookupBufferError | None = None
         """Why this end was ended here."""
 
-    def meet(self, link: Link) -> None:
+    def meet(self, link: Link, carrier: Carrier | None = None) -> None:
         """Another end has connected."""
-        peer = Peer(link, self._inbox, self._limits, self._forget)
+        peer = Peer(link, self._inbox, self._limits, self._forget, carrier)
         with self._changed:
             peer.start()
             is_late = self._end is not None
