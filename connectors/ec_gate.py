@@ -95,12 +95,7 @@ class EcGate:
             watch.look_at(request, self._metadata_fields, self._adapters, self._skipped)
             if not self._is_consumer:  # it encodes what it can and serves nobody
                 watch.metadata_only, watch.hopeless_end = False, 0
-        preemptions = getattr(request, "num_preemptions", 0)
-        if num_computed_tokens < watch.computed_tokens or preemptions != watch.preemptions:
-            watch.preemptions = preemptions
-            watch.rewind()
-        # Not by what it was called with: a cached prefix gives waiting requests computed tokens.
-        watch.is_running = bool(watch.allocated) or getattr(request, "num_computed_tokens", 0) > 0
+        watch.follow(request, num_computed_tokens)
         return self._may_pass(watch, num_computed_tokens)
 
     def _may_pass(self, watch: RequestWatch, computed: int) -> bool:
@@ -112,7 +107,7 @@ class EcGate:
                 return True
             watch.phase = Phase.UNASKED
         if watch.phase is Phase.UNASKED and not self._ask(watch):
-            return self._is_consumer and self._may_go_without(watch)
+            return self._is_consumer and not watch.awaits_room and self._may_go_without(watch)
         if watch.phase is Phase.WAITING and not self._settle(watch):
             return False
         if not (self._may_go_without(watch) and self._may_encode(watch)):
@@ -222,12 +217,16 @@ class EcGate:
             return False
         sizes = [item.num_embeds * self.embed_bytes for item in items]
         if not self._pins.has_room(sum(sizes)):
-            if not watch.over_budget:
-                watch.over_budget = True
-                self._counters.add("over_budget")
+            wait_seconds = self._settings.fetch_wait_seconds
             if sum(sizes) > self._pins.budget_bytes:  # it never fits: do not look again
                 watch.absent.update(item.identifier for item in items)
+                wait_seconds = 0.0
+            watch.lack_room(now, wait_seconds)
+            if not (watch.awaits_room or watch.over_budget):
+                watch.over_budget = True
+                self._counters.add("over_budget")
             return False
+        watch.find_room(now)
         keys = [item.key for item in items]
         handles = self._buffer.prefetch(keys, timeout=max(self._seconds_left, 0.0))
         self._seconds_left -= self._clock() - now

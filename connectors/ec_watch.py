@@ -45,9 +45,10 @@ class RequestWatch:
     """One request. Fields are written by `EcScheduler` alone."""
 
     __slots__ = (
-        "absent", "allocated", "ask_again_at", "claiming_since", "computed_tokens", "deadline",
-        "evictions", "feature_count", "hopeless_end", "is_running", "items", "items_end",
-        "metadata_only", "over_budget", "phase", "preemptions", "request_id", "unclaimed", "wanted",
+        "absent", "allocated", "ask_again_at", "awaits_room", "claiming_since", "computed_tokens",
+        "deadline", "evictions", "feature_count", "hopeless_end", "is_running", "items",
+        "items_end", "metadata_only", "over_budget", "phase", "preemptions", "request_id",
+        "room_since", "room_waited_seconds", "unclaimed", "wanted",
     )  # fmt: skip
 
     def __init__(self, request_id: str) -> None:
@@ -71,8 +72,14 @@ class RequestWatch:
         self.claiming_since = 0.0
         """When it began to claim, or was last put off since."""
         self.ask_again_at = 0.0
+        self.room_since: float | None = None
+        """Since when the pins of other requests leave no room for its own; None while they do."""
+        self.room_waited_seconds = 0.0
+        """How long it lacked room before that; never reset."""
+        self.awaits_room = False
+        """Whether it is held back until there is room."""
         self.over_budget = False
-        """Whether it was counted as too large for what is left of the pin budget."""
+        """Whether it was counted as one that goes on without, for lack of room."""
         self.wanted: dict[str, WatchedItem] = {}
         self.absent: set[str] = set()
         """Items that were asked for in vain."""
@@ -116,6 +123,15 @@ class RequestWatch:
         self.feature_count = len(features)
         self.phase = Phase.UNASKED
 
+    def follow(self, request: Any, computed: int) -> None:
+        """See whether vLLM has begun with the request, or preempted it, since the last poll."""
+        preemptions = getattr(request, "num_preemptions", 0)
+        if computed < self.computed_tokens or preemptions != self.preemptions:
+            self.preemptions = preemptions
+            self.rewind()
+        # Not by what it was called with: a cached prefix gives waiting requests computed tokens.
+        self.is_running = bool(self.allocated) or getattr(request, "num_computed_tokens", 0) > 0
+
     @property
     def is_dependent(self) -> bool:
         """Whether the request cannot run on what it carries itself."""
@@ -125,6 +141,19 @@ class RequestWatch:
         """Nobody has the item. If it can be encoded here, it is to be claimed first."""
         if item.carried is Carried.MEDIA:
             self.unclaimed.add(item.identifier)
+
+    def lack_room(self, now: float, wait_seconds: float) -> None:
+        """The pins of others leave no room for its own. It waits for that so long in all, but not
+        while it runs: then it holds what those others may need."""
+        if self.room_since is None:
+            self.room_since = now
+        waited_seconds = self.room_waited_seconds + now - self.room_since
+        self.awaits_room = waited_seconds < wait_seconds and not self.is_running
+
+    def find_room(self, now: float) -> None:
+        if self.room_since is not None:
+            self.room_waited_seconds += now - self.room_since
+        self.room_since, self.awaits_room = None, False
 
     def put_off(self, now: float) -> None:
         """Nothing was on its way since `claiming_since`."""
