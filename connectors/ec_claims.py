@@ -25,13 +25,16 @@ from lookup_buffer.key import TensorKey
 if TYPE_CHECKING:
     from lookup_buffer.client import LookupBuffer
 
-INTENT_SECONDS = 1.0
-"""How long the node lets an intent live."""
+INTENT_SECONDS = 0.8
+"""How long an intent is relied on. The node lets it live for a second, and has to hear before that
+is over that the encode has begun."""
 WAIT_PER_ENCODE = 5.0
 """Whoever waits for another's encode waits so many times as long as one took here."""
 WAIT_SECONDS_MIN = 10.0
 WAIT_SECONDS_MAX = 60.0
 OBSERVATIONS = 16
+LATE_MAX = 2
+"""A request whose grants vLLM sees too late so often encodes all the same."""
 ASK_AGAIN_MAX = 2
 """What is said to be stored, and did not come when asked for again so often, is encoded here."""
 
@@ -56,6 +59,10 @@ class _Claimant:
     """Of the items that it asked for, by their identifiers."""
     asked: ClaimSet | None = None
     """None once the answer was seen."""
+    ungranted_at: float = 0.0
+    """When it was last seen that nothing is granted yet: the grant is no older."""
+    late: int = 0
+    """How often a grant was seen only when it may have been another's again."""
     answer_by: float = 0.0
     """A node that did not even say that another is at it by then is not waited for."""
     waited: bool = False
@@ -143,19 +150,31 @@ class EcClaims:
             return False
         keys = {item.identifier: item.key for item in watch.items}
         claimant.keys = {identifier: keys[identifier] for identifier in missing}
-        claimant.answer_by = now + self._settings.fetch_wait_seconds
         for identifier in missing:
             self._users.setdefault(identifier, set()).add(watch.request_id)
+        self._claim(claimant, now, timeout)
+        return True
+
+    def _claim(self, claimant: _Claimant, now: float, timeout: float) -> None:
+        claimant.ungranted_at = now
+        claimant.answer_by = now + self._settings.fetch_wait_seconds
         claimant.asked = self._buffer.claim_all(
             sorted(claimant.keys.values(), key=lambda key: key.text),
             wait_seconds=claimant.until - now,
             timeout=timeout,
         )
-        return True
 
-    def look(self, watch: RequestWatch) -> Verdict:
-        """How it stands for a request that asked."""
+    def look(self, watch: RequestWatch, timeout: float) -> Verdict:
+        """How it stands for a request that asked; waits at most `timeout` seconds where what was
+        granted is no longer sure, because vLLM was long busy with others, and is asked for anew."""
         claimant = self._claimants[watch.request_id]
+        now = self._clock()
+        if claimant.asked is not None and claimant.asked.state is ClaimSetState.GRANTED:
+            is_late = now >= claimant.ungranted_at + INTENT_SECONDS
+            if is_late and claimant.late < LATE_MAX and now < claimant.until:
+                claimant.late += 1
+                self._counters.add("claim:late")
+                self._claim(claimant, now, timeout)
         verdict = self._look(watch.request_id, claimant)
         if verdict is Verdict.ASK:
             watch.absent.difference_update(claimant.keys)
@@ -186,7 +205,9 @@ class EcClaims:
         match asked.state:
             case ClaimSetState.PENDING:
                 bound = claimant.until if asked.holder else claimant.answer_by
-                if self._clock() < min(bound, claimant.until):
+                now = self._clock()
+                if now < min(bound, claimant.until):
+                    claimant.ungranted_at = now
                     return Verdict.WAIT
                 return self._refused(request_id, claimant, "held" if asked.holder else "no_answer")
             case ClaimSetState.GRANTED:
@@ -205,7 +226,7 @@ class EcClaims:
                 # Ours because another request of this engine has come to encode it meanwhile.
                 return self._stored(request_id, claimant, key.text)
         claimant.asked = None
-        claimant.lapses_at = self._clock() + INTENT_SECONDS
+        claimant.lapses_at = claimant.ungranted_at + INTENT_SECONDS
         self._intents.update(claimant.keys)
         return Verdict.ENCODE
 

@@ -96,7 +96,10 @@ class EcGate:
             if not self._is_consumer:  # it encodes what it can and serves nobody
                 watch.metadata_only, watch.hopeless_end = False, 0
         watch.follow(request, num_computed_tokens)
-        return self._may_pass(watch, num_computed_tokens)
+        may_pass = self._may_pass(watch, num_computed_tokens)
+        if may_pass:
+            watch.held_at = None
+        return may_pass
 
     def _may_pass(self, watch: RequestWatch, computed: int) -> bool:
         if computed != watch.computed_tokens:
@@ -120,24 +123,24 @@ class EcGate:
     def _is_out_of_date(self, watch: RequestWatch) -> bool:
         """Whether a request that might pass has to ask for its items again before."""
         if self._claims.lapsed(watch):  # vLLM had no room for it: others may have encoded it
-            watch.put_off(self._clock())
             return True
         return watch.is_dependent or watch.evictions != self._engine_cache.evictions
 
     def _may_encode(self, watch: RequestWatch) -> bool:
         """Whether what nobody has may be encoded here now; False: another is at it."""
         if watch.unclaimed:
-            watch.claiming_since = self._clock()
+            started, watch.held_at = self._clock(), None
             if self._claims.ask(watch, max(self._seconds_left, 0.0)):
                 watch.phase = Phase.CLAIMING
-            self._seconds_left -= self._clock() - watch.claiming_since
+            self._seconds_left -= self._clock() - started
         if watch.phase is not Phase.CLAIMING:
             return True
-        verdict = self._claims.look(watch)
+        started = self._clock()
+        verdict = self._claims.look(watch, max(self._seconds_left, 0.0))
+        self._seconds_left -= self._clock() - started
         if verdict is Verdict.WAIT:
             return False
         watch.phase = Phase.ANSWERED
-        watch.put_off(self._clock())
         if verdict is Verdict.ASK:
             watch.phase = Phase.UNASKED
             return self._may_pass(watch, watch.computed_tokens)
@@ -158,7 +161,7 @@ class EcGate:
             if all(self._pins.holds(item.identifier) for item in needed):
                 return True
             now = self._clock()
-            if now < self._deadline(watch, now):
+            if watch.hold(now, self._settings.fetch_wait_seconds):
                 # Its producer may have answered before the bytes were published.
                 if now >= watch.ask_again_at:
                     watch.absent.clear()
@@ -251,8 +254,7 @@ class EcGate:
             else:
                 missing[identifier] = pin.handle
         if pending:
-            now = self._clock()
-            if now < self._deadline(watch, now):
+            if watch.hold(self._clock(), self._settings.fetch_wait_seconds):
                 return False
             self._counters.add("miss:timeout", len(pending))
         for identifier, handle in missing.items():
@@ -268,16 +270,12 @@ class EcGate:
         watch.phase = Phase.ANSWERED
         return True
 
-    def _deadline(self, watch: RequestWatch, now: float) -> float:
-        if watch.deadline is None:
-            watch.deadline = now + self._settings.fetch_wait_seconds
-        return watch.deadline
-
     def _locate(self, watch: RequestWatch, needed: list[WatchedItem]) -> bool:
         """A pure producer only wants to know what is stored already."""
         needed = [item for item in needed if item.identifier not in watch.wanted]
         started = self._clock()
-        if self._seconds_left <= 0 and started < self._deadline(watch, started):
+        wait_seconds = self._settings.fetch_wait_seconds
+        if self._seconds_left <= 0 and watch.hold(started, wait_seconds):
             return False
         keys = [item.key for item in needed]
         if not keys:

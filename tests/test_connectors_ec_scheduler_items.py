@@ -104,9 +104,10 @@ def test_client_embeddings_are_neither_looked_up_nor_stored() -> None:
 def test_request_with_metadata_alone_waits_then_fails_alone() -> None:
     bench = Bench()
     request = make_request("r", "A", metadata_only=True)
-    assert not bench.ensure(request)
-    assert bench.scheduler.gate.take_unavailable_requests() == set()
-    bench.clock.now += WAIT_SECONDS
+    for _ in range(2):
+        assert not bench.ensure(request)
+        assert bench.scheduler.gate.take_unavailable_requests() == set()
+        bench.clock.now += WAIT_SECONDS / 2
     assert not bench.ensure(request)
     assert bench.scheduler.gate.take_unavailable_requests() == {"r"}
     assert bench.scheduler.gate.take_unavailable_requests() == set()
@@ -123,6 +124,21 @@ def test_request_with_metadata_alone_passes_once_its_producer_published() -> Non
     assert bench.allocate(request)
     bench.build()
     assert bench.ensure(request, EMBEDS - 1), "vLLM's cache holds it for this very request"
+
+
+def test_request_with_metadata_alone_is_not_failed_for_what_vllm_did_not_look_at() -> None:
+    """It was published while vLLM had no seat for the request."""
+    bench = Bench()
+    request = make_request("r", "A", metadata_only=True)
+    assert not bench.ensure(request)
+    bench.store("A", needs_fetch=True)
+    bench.clock.now += 3 * WAIT_SECONDS
+    for _ in range(2):
+        assert not bench.ensure(request)
+        bench.clock.now += 0.02
+    assert bench.scheduler.gate.take_unavailable_requests() == set()
+    bench.buffer.settle(0, PrefetchState.RESIDENT)
+    assert bench.ensure(request)
 
 
 def test_request_with_metadata_alone_does_not_rely_on_vllms_cache() -> None:
