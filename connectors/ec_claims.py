@@ -76,10 +76,13 @@ class _Claimant:
 
 @dataclass(slots=True)
 class _Encode:
-    """An item that vLLM made room for, to encode it, until its step has surely run."""
+    """An item that vLLM made room for, to encode it, until its step has surely run; or one that a
+    request which runs will come to."""
 
     key: TensorKey
     allocated_at: float
+    pledged_by: str = ""
+    """The request that runs and has it still ahead; "" once vLLM made room for the item."""
     step: int | None = None
     told_at: float = -math.inf
 
@@ -262,6 +265,9 @@ class EcClaims:
             self._intents.update(i for i in claimant.keys if i in self._users)
         free = []
         for identifier in claimant.keys:
+            encode = self._encoding.get(identifier)
+            if encode is not None and encode.pledged_by == request_id:
+                del self._encoding[identifier]
             users = self._users.get(identifier)
             if users is None or request_id not in users:
                 continue
@@ -288,7 +294,18 @@ class EcClaims:
             self._counters.add("encode:despite_holder")
         self._intents.discard(identifier)
         self._encoding[identifier] = _Encode(key, self._clock())
-        return self._users.pop(identifier, set())
+        users = self._users.pop(identifier, set())
+        if claimant is not None:
+            self._pledge(request_id, claimant)
+        return users
+
+    def _pledge(self, request_id: str, claimant: _Claimant) -> None:
+        """The request runs now and will not wait any more: its other items come in later steps, by
+        which its intents would long have lapsed."""
+        for identifier, key in claimant.keys.items():
+            is_ahead = identifier in self._intents and identifier not in self._encoding
+            if is_ahead and request_id in self._users.get(identifier, ()):
+                self._encoding[identifier] = _Encode(key, self._clock(), request_id)
 
     def end_pass(self, step: int, *, dispatched: bool) -> None:
         """A step was built; `dispatched`: with all that was allocated and not dispatched before."""
@@ -298,7 +315,7 @@ class EcClaims:
         due: list[TensorKey] = []
         for identifier, encode in list(self._encoding.items()):
             if encode.step is None:
-                encode.step = step if dispatched else None
+                encode.step = step if dispatched and not encode.pledged_by else None
             elif encode.step + self._steps_in_flight <= step:
                 del self._encoding[identifier]
                 self._seconds.append(now - encode.allocated_at)

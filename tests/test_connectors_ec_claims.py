@@ -27,7 +27,7 @@ def test_what_nobody_has_is_claimed_in_sorted_order_before_it_is_encoded() -> No
     assert bench.buffer.fleet.waits_seconds == [BOUND_SECONDS]
     assert not bench.allocate(request, 0)
     bench.build()
-    assert bench.buffer.fleet.encoding == [(["C"], LEASE_SECONDS)]
+    assert bench.buffer.fleet.encoding == [(["C", "A"], LEASE_SECONDS)], "and then A"
     assert counted(bench) == {"claim:granted": 1}
 
 
