@@ -13,7 +13,7 @@ from connectors.adapters import Adapters
 from connectors.counters import Counters
 from connectors.ec_claims import EcClaims, Verdict
 from connectors.ec_engine_cache import EngineCache
-from connectors.ec_pins import Pin, PinTable, why_missing
+from connectors.ec_pins import Pin, PinTable
 from connectors.ec_shape import EngineShape
 from connectors.ec_watch import Phase, RequestWatch, WatchedItem
 from connectors.media import Carried
@@ -22,7 +22,6 @@ from lookup_buffer.prefetched import PrefetchState
 
 if TYPE_CHECKING:
     from lookup_buffer.client import LookupBuffer
-    from lookup_buffer.prefetched import Prefetched
 
 # vLLM polls an idle engine's waiting request every 1.4 ms; a node need not be asked as often.
 ASK_AGAIN_SECONDS = 0.01
@@ -240,7 +239,7 @@ class EcGate:
     def _settle(self, watch: RequestWatch) -> bool:
         """Look at the answers. False: some are on their way and the request has time left."""
         pending: list[str] = []
-        missing: dict[str, Prefetched] = {}
+        missing: dict[str, Pin] = {}
         for identifier in watch.wanted:
             pin = self._pins.get(identifier)
             if pin is None:
@@ -252,16 +251,16 @@ class EcGate:
                 if self._answers.get(identifier) is False:
                     del self._answers[identifier]
             else:
-                missing[identifier] = pin.handle
+                missing[identifier] = pin
         if pending:
             if watch.hold(self._clock(), self._settings.fetch_wait_seconds):
                 return False
             self._counters.add("miss:timeout", len(pending))
-        for identifier, handle in missing.items():
-            reason = why_missing(handle)
+        for identifier, pin in missing.items():
+            reason = self._pins.why_missing(pin)
             self._counters.add(f"miss:{reason}")
             # A store that is down has nothing to say of claims either.
-            if handle.state is PrefetchState.MISSING and reason != "store_down":
+            if pin.handle.state is PrefetchState.MISSING and reason != "store_down":
                 watch.lacks(watch.wanted[identifier])
         for identifier in (*pending, *missing):
             watch.absent.add(identifier)

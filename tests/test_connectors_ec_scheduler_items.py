@@ -192,6 +192,20 @@ def test_pin_in_the_arena_of_a_lost_node_is_not_promised() -> None:
     assert bench.build().mm_datas == []
 
 
+def test_what_went_with_a_lost_node_is_not_counted_as_of_another_shape() -> None:
+    bench = Bench(claim_wait_seconds=0)
+    bench.store("A")
+    bench.store("B", needs_fetch=True)
+    request = make_request("r", "A", "B")
+    assert not bench.ensure(request)
+    bench.buffer.boot = "c" * 16
+    bench.buffer.settle(0, PrefetchState.FAILED)
+    assert bench.ensure(request)
+    counts = bench.scheduler.counters.totals()
+    assert counts["miss:node_down"] >= 1
+    assert "miss:shape" not in counts
+
+
 def test_request_preempted_between_two_polls_gets_its_item_again() -> None:
     bench = Bench()
     bench.store("A")
