@@ -234,6 +234,12 @@ class TwoHosts:
                     f"the engine attaches to {node.node_id}",
                 )
 
+    def wait_for_beats(self, node: NodeProcess, count: int) -> None:
+        """So many from now on."""
+        first = self.store.beats()[node.node_id].sequence
+        due = first + count
+        wait_until(lambda: self.store.beats()[node.node_id].sequence >= due, OUTCOME_SECONDS)
+
     def sees(self, node: NodeProcess, identifier: str) -> bool:
         """Whether this node knows of a living one that holds the image."""
         (record,) = [record for record in self.store.scan() if record.key == identifier]

@@ -177,7 +177,9 @@ def test_a_node_stopped(hosts: TwoHosts, engine_pair: EnginePair, which: str) ->
         encoded(pair.a, pair, pair.fresh(), AFTER_WAIT_SECONDS)
     hosts.wait_until_attached()
     wait_until(lambda: not hosts.a.stats()["unpublished"], RECOVERY_SECONDS)
-    # It may have been silent for so long that node b took it for dead.
+    # It may have been silent for so long that the other one takes it for dead, even now: beats are
+    # read once a second, so the first after the pause was surely read when the third has come.
+    hosts.wait_for_beats(node, 3)
     wait_until(lambda: hosts.sees(hosts.b, pair.identifier(second)), RECOVERY_SECONDS)
     loaded(pair.b, pair, second, AFTER_WAIT_SECONDS)
     shares_again(hosts, pair)
