@@ -25,13 +25,16 @@ from lookup_buffer.key import TensorKey
 if TYPE_CHECKING:
     from lookup_buffer.client import LookupBuffer
 
-INTENT_SECONDS = 1.0
-"""How long the node lets an intent live."""
+INTENT_SECONDS = 0.8
+"""How long an intent is relied on. The node lets it live for a second, and has to hear before that
+is over that the encode has begun."""
 WAIT_PER_ENCODE = 5.0
 """Whoever waits for another's encode waits so many times as long as one took here."""
 WAIT_SECONDS_MIN = 10.0
 WAIT_SECONDS_MAX = 60.0
 OBSERVATIONS = 16
+LATE_MAX = 2
+"""A request whose grants vLLM sees too late so often encodes all the same."""
 ASK_AGAIN_MAX = 2
 """What is said to be stored, and did not come when asked for again so often, is encoded here."""
 
@@ -56,6 +59,10 @@ class _Claimant:
     """Of the items that it asked for, by their identifiers."""
     asked: ClaimSet | None = None
     """None once the answer was seen."""
+    ungranted_at: float = 0.0
+    """When it was last seen that nothing is granted yet: the grant is no older."""
+    late: int = 0
+    """How often a grant was seen only when it may have been another's again."""
     answer_by: float = 0.0
     """A node that did not even say that another is at it by then is not waited for."""
     waited: bool = False
@@ -69,10 +76,13 @@ class _Claimant:
 
 @dataclass(slots=True)
 class _Encode:
-    """An item that vLLM made room for, to encode it, until its step has surely run."""
+    """An item that vLLM made room for, to encode it, until its step has surely run; or one that a
+    request which runs will come to."""
 
     key: TensorKey
     allocated_at: float
+    pledged_by: str = ""
+    """The request that runs and has it still ahead; "" once vLLM made room for the item."""
     step: int | None = None
     told_at: float = -math.inf
 
@@ -143,19 +153,31 @@ class EcClaims:
             return False
         keys = {item.identifier: item.key for item in watch.items}
         claimant.keys = {identifier: keys[identifier] for identifier in missing}
-        claimant.answer_by = now + self._settings.fetch_wait_seconds
         for identifier in missing:
             self._users.setdefault(identifier, set()).add(watch.request_id)
+        self._claim(claimant, now, timeout)
+        return True
+
+    def _claim(self, claimant: _Claimant, now: float, timeout: float) -> None:
+        claimant.ungranted_at = now
+        claimant.answer_by = now + self._settings.fetch_wait_seconds
         claimant.asked = self._buffer.claim_all(
             sorted(claimant.keys.values(), key=lambda key: key.text),
             wait_seconds=claimant.until - now,
             timeout=timeout,
         )
-        return True
 
-    def look(self, watch: RequestWatch) -> Verdict:
-        """How it stands for a request that asked."""
+    def look(self, watch: RequestWatch, timeout: float) -> Verdict:
+        """How it stands for a request that asked; waits at most `timeout` seconds where what was
+        granted is no longer sure, because vLLM was long busy with others, and is asked for anew."""
         claimant = self._claimants[watch.request_id]
+        now = self._clock()
+        if claimant.asked is not None and claimant.asked.state is ClaimSetState.GRANTED:
+            is_late = now >= claimant.ungranted_at + INTENT_SECONDS
+            if is_late and claimant.late < LATE_MAX and now < claimant.until:
+                claimant.late += 1
+                self._counters.add("claim:late")
+                self._claim(claimant, now, timeout)
         verdict = self._look(watch.request_id, claimant)
         if verdict is Verdict.ASK:
             watch.absent.difference_update(claimant.keys)
@@ -186,7 +208,9 @@ class EcClaims:
         match asked.state:
             case ClaimSetState.PENDING:
                 bound = claimant.until if asked.holder else claimant.answer_by
-                if self._clock() < min(bound, claimant.until):
+                now = self._clock()
+                if now < min(bound, claimant.until):
+                    claimant.ungranted_at = now
                     return Verdict.WAIT
                 return self._refused(request_id, claimant, "held" if asked.holder else "no_answer")
             case ClaimSetState.GRANTED:
@@ -205,7 +229,7 @@ class EcClaims:
                 # Ours because another request of this engine has come to encode it meanwhile.
                 return self._stored(request_id, claimant, key.text)
         claimant.asked = None
-        claimant.lapses_at = self._clock() + INTENT_SECONDS
+        claimant.lapses_at = claimant.ungranted_at + INTENT_SECONDS
         self._intents.update(claimant.keys)
         return Verdict.ENCODE
 
@@ -241,6 +265,9 @@ class EcClaims:
             self._intents.update(i for i in claimant.keys if i in self._users)
         free = []
         for identifier in claimant.keys:
+            encode = self._encoding.get(identifier)
+            if encode is not None and encode.pledged_by == request_id:
+                del self._encoding[identifier]
             users = self._users.get(identifier)
             if users is None or request_id not in users:
                 continue
@@ -267,7 +294,18 @@ class EcClaims:
             self._counters.add("encode:despite_holder")
         self._intents.discard(identifier)
         self._encoding[identifier] = _Encode(key, self._clock())
-        return self._users.pop(identifier, set())
+        users = self._users.pop(identifier, set())
+        if claimant is not None:
+            self._pledge(request_id, claimant)
+        return users
+
+    def _pledge(self, request_id: str, claimant: _Claimant) -> None:
+        """The request runs now and will not wait any more: its other items come in later steps, by
+        which its intents would long have lapsed."""
+        for identifier, key in claimant.keys.items():
+            is_ahead = identifier in self._intents and identifier not in self._encoding
+            if is_ahead and request_id in self._users.get(identifier, ()):
+                self._encoding[identifier] = _Encode(key, self._clock(), request_id)
 
     def end_pass(self, step: int, *, dispatched: bool) -> None:
         """A step was built; `dispatched`: with all that was allocated and not dispatched before."""
@@ -277,7 +315,7 @@ class EcClaims:
         due: list[TensorKey] = []
         for identifier, encode in list(self._encoding.items()):
             if encode.step is None:
-                encode.step = step if dispatched else None
+                encode.step = step if dispatched and not encode.pledged_by else None
             elif encode.step + self._steps_in_flight <= step:
                 del self._encoding[identifier]
                 self._seconds.append(now - encode.allocated_at)

@@ -13,7 +13,7 @@ from connectors.adapters import Adapters
 from connectors.counters import Counters
 from connectors.ec_claims import EcClaims, Verdict
 from connectors.ec_engine_cache import EngineCache
-from connectors.ec_pins import Pin, PinTable, why_missing
+from connectors.ec_pins import Pin, PinTable
 from connectors.ec_shape import EngineShape
 from connectors.ec_watch import Phase, RequestWatch, WatchedItem
 from connectors.media import Carried
@@ -22,7 +22,6 @@ from lookup_buffer.prefetched import PrefetchState
 
 if TYPE_CHECKING:
     from lookup_buffer.client import LookupBuffer
-    from lookup_buffer.prefetched import Prefetched
 
 # vLLM polls an idle engine's waiting request every 1.4 ms; a node need not be asked as often.
 ASK_AGAIN_SECONDS = 0.01
@@ -95,13 +94,11 @@ class EcGate:
             watch.look_at(request, self._metadata_fields, self._adapters, self._skipped)
             if not self._is_consumer:  # it encodes what it can and serves nobody
                 watch.metadata_only, watch.hopeless_end = False, 0
-        preemptions = getattr(request, "num_preemptions", 0)
-        if num_computed_tokens < watch.computed_tokens or preemptions != watch.preemptions:
-            watch.preemptions = preemptions
-            watch.rewind()
-        # Not by what it was called with: a cached prefix gives waiting requests computed tokens.
-        watch.is_running = bool(watch.allocated) or getattr(request, "num_computed_tokens", 0) > 0
-        return self._may_pass(watch, num_computed_tokens)
+        watch.follow(request, num_computed_tokens)
+        may_pass = self._may_pass(watch, num_computed_tokens)
+        if may_pass:
+            watch.held_at = None
+        return may_pass
 
     def _may_pass(self, watch: RequestWatch, computed: int) -> bool:
         if computed != watch.computed_tokens:
@@ -112,7 +109,7 @@ class EcGate:
                 return True
             watch.phase = Phase.UNASKED
         if watch.phase is Phase.UNASKED and not self._ask(watch):
-            return self._is_consumer and self._may_go_without(watch)
+            return self._is_consumer and not watch.awaits_room and self._may_go_without(watch)
         if watch.phase is Phase.WAITING and not self._settle(watch):
             return False
         if not (self._may_go_without(watch) and self._may_encode(watch)):
@@ -125,24 +122,24 @@ class EcGate:
     def _is_out_of_date(self, watch: RequestWatch) -> bool:
         """Whether a request that might pass has to ask for its items again before."""
         if self._claims.lapsed(watch):  # vLLM had no room for it: others may have encoded it
-            watch.put_off(self._clock())
             return True
         return watch.is_dependent or watch.evictions != self._engine_cache.evictions
 
     def _may_encode(self, watch: RequestWatch) -> bool:
         """Whether what nobody has may be encoded here now; False: another is at it."""
         if watch.unclaimed:
-            watch.claiming_since = self._clock()
+            started, watch.held_at = self._clock(), None
             if self._claims.ask(watch, max(self._seconds_left, 0.0)):
                 watch.phase = Phase.CLAIMING
-            self._seconds_left -= self._clock() - watch.claiming_since
+            self._seconds_left -= self._clock() - started
         if watch.phase is not Phase.CLAIMING:
             return True
-        verdict = self._claims.look(watch)
+        started = self._clock()
+        verdict = self._claims.look(watch, max(self._seconds_left, 0.0))
+        self._seconds_left -= self._clock() - started
         if verdict is Verdict.WAIT:
             return False
         watch.phase = Phase.ANSWERED
-        watch.put_off(self._clock())
         if verdict is Verdict.ASK:
             watch.phase = Phase.UNASKED
             return self._may_pass(watch, watch.computed_tokens)
@@ -165,7 +162,7 @@ class EcGate:
                 self._answers.update((item.identifier, True) for item in needed)
                 return True
             now = self._clock()
-            if now < self._deadline(watch, now):
+            if watch.hold(now, self._settings.fetch_wait_seconds):
                 # Its producer may have answered before the bytes were published.
                 if now >= watch.ask_again_at:
                     watch.absent.clear()
@@ -224,12 +221,16 @@ class EcGate:
             return False
         sizes = [item.num_embeds * self.embed_bytes for item in items]
         if not self._pins.has_room(sum(sizes)):
-            if not watch.over_budget:
-                watch.over_budget = True
-                self._counters.add("over_budget")
+            wait_seconds = self._settings.fetch_wait_seconds
             if sum(sizes) > self._pins.budget_bytes:  # it never fits: do not look again
                 watch.absent.update(item.identifier for item in items)
+                wait_seconds = 0.0
+            watch.lack_room(now, wait_seconds)
+            if not (watch.awaits_room or watch.over_budget):
+                watch.over_budget = True
+                self._counters.add("over_budget")
             return False
+        watch.find_room(now)
         keys = [item.key for item in items]
         handles = self._buffer.prefetch(keys, timeout=max(self._seconds_left, 0.0))
         self._seconds_left -= self._clock() - now
@@ -240,7 +241,7 @@ class EcGate:
     def _settle(self, watch: RequestWatch) -> bool:
         """Look at the answers. False: some are on their way and the request has time left."""
         pending: list[str] = []
-        missing: dict[str, Prefetched] = {}
+        missing: dict[str, Pin] = {}
         for identifier in watch.wanted:
             pin = self._pins.get(identifier)
             if pin is None:
@@ -252,17 +253,16 @@ class EcGate:
                 if self._answers.get(identifier) is False:
                     del self._answers[identifier]
             else:
-                missing[identifier] = pin.handle
+                missing[identifier] = pin
         if pending:
-            now = self._clock()
-            if now < self._deadline(watch, now):
+            if watch.hold(self._clock(), self._settings.fetch_wait_seconds):
                 return False
             self._counters.add("miss:timeout", len(pending))
-        for identifier, handle in missing.items():
-            reason = why_missing(handle)
+        for identifier, pin in missing.items():
+            reason = self._pins.why_missing(pin)
             self._counters.add(f"miss:{reason}")
             # A store that is down has nothing to say of claims either.
-            if handle.state is PrefetchState.MISSING and reason != "store_down":
+            if pin.handle.state is PrefetchState.MISSING and reason != "store_down":
                 watch.lacks(watch.wanted[identifier])
         for identifier in (*pending, *missing):
             watch.absent.add(identifier)
@@ -271,16 +271,12 @@ class EcGate:
         watch.phase = Phase.ANSWERED
         return True
 
-    def _deadline(self, watch: RequestWatch, now: float) -> float:
-        if watch.deadline is None:
-            watch.deadline = now + self._settings.fetch_wait_seconds
-        return watch.deadline
-
     def _locate(self, watch: RequestWatch, needed: list[WatchedItem]) -> bool:
         """A pure producer only wants to know what is stored already."""
         needed = [item for item in needed if item.identifier not in watch.wanted]
         started = self._clock()
-        if self._seconds_left <= 0 and started < self._deadline(watch, started):
+        wait_seconds = self._settings.fetch_wait_seconds
+        if self._seconds_left <= 0 and watch.hold(started, wait_seconds):
             return False
         keys = [item.key for item in needed]
         if not keys:

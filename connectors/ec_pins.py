@@ -83,7 +83,7 @@ class PinTable:
         order = handle.order
         if handle.state is not PrefetchState.RESIDENT or order is None:
             return False
-        if order.boot != getattr(self._buffer, "boot", order.boot):
+        if not self._is_mapped(order):
             return False
         shape = order.header.shape
         return order.header.kind == "tensor" and bool(shape) and shape[0] == pin.num_embeds
@@ -97,6 +97,16 @@ class PinTable:
         for pin in held:
             self.promise(pin)
         return True
+
+    def _is_mapped(self, order: "LoadOrder") -> bool:
+        return bool(order.boot == getattr(self._buffer, "boot", order.boot))
+
+    def why_missing(self, pin: Pin) -> str:
+        """The reason (a counter's name) why a settled item does not fit."""
+        handle = pin.handle
+        if handle.state is not PrefetchState.RESIDENT or handle.order is None:
+            return handle.reason or "absent"
+        return "shape" if self._is_mapped(handle.order) else "node_down"
 
     def hopeful(self, identifier: str) -> bool:
         """Whether the bytes of this item wait here, or may be on their way: no need to ask."""
@@ -180,8 +190,3 @@ class PinTable:
         while self._flying:
             for pin in self._flying.popleft()[1]:
                 self.release(pin)
-
-
-def why_missing(handle: "Prefetched") -> str:
-    """The reason (a counter's name) why a settled item is not loaded."""
-    return "shape" if handle.state is PrefetchState.RESIDENT else handle.reason or "absent"

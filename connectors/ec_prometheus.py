@@ -88,7 +88,7 @@ FAMILIES: Final = (
     ),
     Family(
         "vllm:lookup_buffer_ec_prefetches_over_budget",
-        "Requests that were not prefetched for, as prefetch_bytes was used up.",
+        "Requests that went on without being prefetched for, as prefetch_bytes was used up.",
         events={"over_budget": ""},
     ),
     Family(

@@ -45,9 +45,10 @@ class RequestWatch:
     """One request. Fields are written by `EcScheduler` alone."""
 
     __slots__ = (
-        "absent", "allocated", "ask_again_at", "claiming_since", "computed_tokens", "deadline",
-        "evictions", "feature_count", "hopeless_end", "is_running", "items", "items_end",
-        "metadata_only", "over_budget", "phase", "preemptions", "request_id", "unclaimed", "wanted",
+        "absent", "allocated", "ask_again_at", "awaits_room", "computed_tokens", "evictions",
+        "feature_count", "held_at", "held_seconds", "hopeless_end", "is_running", "items",
+        "items_end", "metadata_only", "over_budget", "phase", "preemptions", "request_id",
+        "room_since", "room_waited_seconds", "unclaimed", "wanted",
     )  # fmt: skip
 
     def __init__(self, request_id: str) -> None:
@@ -65,14 +66,20 @@ class RequestWatch:
         self.preemptions = 0
         self.is_running = False
         """Whether vLLM has scheduled it: it holds blocks or items that others may need."""
-        self.deadline: float | None = None
-        """When the one budget of waiting for bytes ends; set at the first wait, never again, and
-        put off by the time that was waited for another's encode, or for vLLM's room."""
-        self.claiming_since = 0.0
-        """When it began to claim, or was last put off since."""
+        self.held_at: float | None = None
+        """When it was last held back for bytes on their way; None once it passed, or waited for
+        something else."""
+        self.held_seconds = 0.0
+        """How long it was held back for bytes, in all; never reset."""
         self.ask_again_at = 0.0
+        self.room_since: float | None = None
+        """Since when the pins of other requests leave no room for its own; None while they do."""
+        self.room_waited_seconds = 0.0
+        """How long it lacked room before that; never reset."""
+        self.awaits_room = False
+        """Whether it is held back until there is room."""
         self.over_budget = False
-        """Whether it was counted as too large for what is left of the pin budget."""
+        """Whether it was counted as one that goes on without, for lack of room."""
         self.wanted: dict[str, WatchedItem] = {}
         self.absent: set[str] = set()
         """Items that were asked for in vain."""
@@ -117,6 +124,15 @@ class RequestWatch:
         self.feature_count = len(features)
         self.phase = Phase.UNASKED
 
+    def follow(self, request: Any, computed: int) -> None:
+        """See whether vLLM has begun with the request, or preempted it, since the last poll."""
+        preemptions = getattr(request, "num_preemptions", 0)
+        if computed < self.computed_tokens or preemptions != self.preemptions:
+            self.preemptions = preemptions
+            self.rewind()
+        # Not by what it was called with: a cached prefix gives waiting requests computed tokens.
+        self.is_running = bool(self.allocated) or getattr(request, "num_computed_tokens", 0) > 0
+
     @property
     def is_dependent(self) -> bool:
         """Whether the request cannot run on what it carries itself."""
@@ -131,11 +147,29 @@ class RequestWatch:
         if item.carried is Carried.MEDIA:
             self.unclaimed.add(item.identifier)
 
-    def put_off(self, now: float) -> None:
-        """Nothing was on its way since `claiming_since`."""
-        if self.deadline is not None:
-            self.deadline += now - self.claiming_since
-        self.claiming_since = now
+    def lack_room(self, now: float, wait_seconds: float) -> None:
+        """The pins of others leave no room for its own. It waits for that so long in all, but not
+        while it runs: then it holds what those others may need."""
+        if self.room_since is None:
+            self.room_since, self.held_at = now, None
+        waited_seconds = self.room_waited_seconds + now - self.room_since
+        self.awaits_room = waited_seconds < wait_seconds and not self.is_running
+
+    def find_room(self, now: float) -> None:
+        if self.room_since is not None:
+            self.room_waited_seconds += now - self.room_since
+        self.room_since, self.awaits_room = None, False
+
+    def hold(self, now: float, wait_seconds: float) -> bool:
+        """Whether to hold the request back for bytes once more, for `wait_seconds` in all.
+
+        vLLM may be busy with others and not look at it for long. No more than half of the budget
+        goes into one such while: who was not looked at has not been asked for again.
+        """
+        if self.held_at is not None:
+            self.held_seconds += min(now - self.held_at, wait_seconds / 2)
+        self.held_at = now
+        return self.held_seconds < wait_seconds
 
     def rewind(self) -> None:
         """The request was preempted: it will need its items again."""

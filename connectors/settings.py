@@ -41,7 +41,8 @@ class ConnectorSettings(BufferConfig):
     ttl_seconds: float | None = Field(default=None, ge=1)
     """How long a stored encoder output lives; none means until it is evicted."""
     fetch_wait_seconds: float = Field(default=2.0, ge=0, le=600)
-    """How long one request may wait, in all, for bytes on their way before it encodes itself."""
+    """How long one request may wait, in all, for bytes on their way before it encodes itself; and,
+    before that, as long for room among the bytes that other requests hold (`prefetch_bytes`)."""
     claim_wait_seconds: float | None = Field(default=None, ge=0, le=600)
     """How long one request may wait, in all, while other engines encode its items; none means five
     times what an encode took here, within 10 to 60 seconds. 0: no claims, so nobody waits."""

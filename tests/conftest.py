@@ -32,6 +32,15 @@ pytest.register_assert_rewrite(
 _guard = pytest.StashKey[LeakGuard]()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """For soaks by hand; what CI runs is the default."""
+    group = parser.getgroup("soak")
+    group.addoption("--soak-seed", type=int, default=0, help="what chance begins with")
+    group.addoption("--pool-rounds", type=int, default=1, help="rounds of 100 requests")
+    group.addoption("--pool-batch", type=int, default=8, help="of them to one engine at once")
+    group.addoption("--storm-requests", type=int, default=150, help="requests under faults")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_guard] = LeakGuard.install()
 

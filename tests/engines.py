@@ -23,6 +23,9 @@ from connectors.demo.engine_settings import EngineSettings, Placement
 from connectors.demo.model import ensure_model
 from connectors.demo.model_size import ModelSize, TextSize, VisionSize
 from connectors.plugin import CONNECTOR_NAME
+from lookup_buffer.client import LookupBuffer
+from lookup_buffer.key import TensorKey
+from lookup_buffer.namespace import Namespace
 from nodes import ROOT, NodeProcess, wait_until
 from relay import Relay
 from servers import valkey_executable
@@ -46,6 +49,8 @@ SIZE = ModelSize(
 # Requests of several pictures, by their numbers in the album; the others are asked for alone.
 NONE_KNOWN, ONE_KNOWN, TWICE = (0, 1, 2), (3, 4, 5), (6, 6)
 SEVERAL = (NONE_KNOWN, ONE_KNOWN, TWICE)
+CROSSED = ((0, 1), (1, 0), (3, 4), (4, 3))
+"""The same pictures in either order."""
 RETRAINED = 7
 """The one picture that an engine with other weights is asked about."""
 
@@ -115,7 +120,7 @@ def weights(*, seed: int) -> Path:
 def reference(album: Album, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Reference:
     """Also the engine of somebody who merely installed us: nothing of ours may show in it."""
     questions = [album.about(number) for number in range(PICTURES)]
-    questions += [album.about(*numbers) for numbers in SEVERAL]
+    questions += [album.about(*numbers) for numbers in (*SEVERAL, *CROSSED)]
     settings = engine_settings("reference", model, tmp_path_factory.mktemp("reference"))
     with DemoEngine(settings) as engine:
         engine.wait_ready(timeout_seconds=START_SECONDS)
@@ -229,6 +234,19 @@ class TwoHosts:
                     f"the engine attaches to {node.node_id}",
                 )
 
+    def wait_for_beats(self, node: NodeProcess, count: int) -> None:
+        """So many from now on."""
+        first = self.store.beats()[node.node_id].sequence
+        due = first + count
+        wait_until(lambda: self.store.beats()[node.node_id].sequence >= due, OUTCOME_SECONDS)
+
+    def sees(self, node: NodeProcess, identifier: str) -> bool:
+        """Whether this node knows of a living one that holds the image."""
+        (record,) = [record for record in self.store.scan() if record.key == identifier]
+        namespace = Namespace(self.store.namespaces()[record.namespace])
+        with LookupBuffer(node.config, namespace) as client:
+            return client.has_caches([TensorKey(identifier)]) == [True]
+
     def _server(self) -> EmbeddedServer:
         return EmbeddedServer.start(
             self.directory / "valkey", timeout_seconds=10.0, executable=valkey_executable()
@@ -304,7 +322,7 @@ def engine_pair(
     """Engine a with scheduler and worker in two processes, engine b with both in one.
 
     They start without nodes or Redis, and attach when there are some. A module may set
-    PLACEMENTS to have it the other way round.
+    PLACEMENTS to have it the other way round, and PREPARE to a function that changes the settings.
     """
     work = tmp_path_factory.mktemp("engines")
     placements = getattr(
@@ -321,6 +339,8 @@ def engine_pair(
         )
         for core, (node, placement) in enumerate(zip(places.nodes, placements, strict=True))
     ]
+    prepare = getattr(request.module, "PREPARE", None)
+    settings = [prepare(each) for each in settings] if prepare else settings
     with DemoEngine(settings[0]) as a, DemoEngine(settings[1]) as b:
         for engine in (a, b):
             engine.wait_ready(timeout_seconds=START_SECONDS)

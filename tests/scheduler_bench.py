@@ -12,8 +12,11 @@ from connectors.ec_metadata import StepMetadata
 from connectors.ec_scheduler import EcScheduler
 from connectors.ec_shape import EngineShape
 from connectors.settings import ConnectorSettings
+from lookup_buffer.claimed import ClaimSetState
 
 WAIT_SECONDS = 5.0
+BOUND_SECONDS = 30.0
+LEASE_SECONDS = 12.0
 
 
 class Clock:
@@ -58,3 +61,20 @@ class Bench:
 
     def prefetched(self) -> list[list[str]]:
         return [keys for name, keys, _ in self.buffer.calls if name == "prefetch"]
+
+
+def make_bench(answers: ClaimSetState = ClaimSetState.PENDING, **raw: object) -> Bench:
+    """The node answers a set of claims when the test says so."""
+    raw = {"claim_wait_seconds": BOUND_SECONDS, "claim_lease_seconds": LEASE_SECONDS, **raw}
+    bench = Bench(**raw)  # type: ignore[arg-type]
+    bench.buffer.fleet.answers = answers
+    return bench
+
+
+def counted(bench: Bench) -> dict[str, int]:
+    totals = bench.scheduler.counters.totals()
+    return {name: n for name, n in totals.items() if name.startswith(("claim:", "encode:"))}
+
+
+def claimed(bench: Bench) -> list[list[str]]:
+    return [[key.mm_hash for key in one.keys] for one in bench.buffer.fleet.sets]

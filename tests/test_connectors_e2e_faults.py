@@ -18,9 +18,6 @@ import pytest
 from connectors.demo.engine import DemoEngine, Question
 from connectors.demo.engine_settings import Placement
 from engines import NONE_KNOWN, SIZE, Album, EnginePair, TwoHosts
-from lookup_buffer.client import LookupBuffer
-from lookup_buffer.key import TensorKey
-from lookup_buffer.namespace import Namespace
 from nodes import ROOT, NodeProcess, at_rest, wait_until
 from servers import frozen
 from store.lane import PAUSE_SECONDS_MAX
@@ -71,14 +68,6 @@ def known_to_a(hosts: TwoHosts, pair: EnginePair, count: int) -> list[Question]:
     for question in questions:
         hosts.wait_for_holder(pair.identifier(question), hosts.a)
     return questions
-
-
-def sees(node: NodeProcess, hosts: TwoHosts, identifier: str) -> bool:
-    """Whether this node knows of a living one that holds the image."""
-    (record,) = [record for record in hosts.store.scan() if record.key == identifier]
-    namespace = Namespace(hosts.store.namespaces()[record.namespace])
-    with LookupBuffer(node.config, namespace) as client:
-        return client.has_caches([TensorKey(identifier)]) == [True]
 
 
 def begin_transfer(hosts: TwoHosts, pair: EnginePair, question: Question) -> None:
@@ -188,8 +177,10 @@ def test_a_node_stopped(hosts: TwoHosts, engine_pair: EnginePair, which: str) ->
         encoded(pair.a, pair, pair.fresh(), AFTER_WAIT_SECONDS)
     hosts.wait_until_attached()
     wait_until(lambda: not hosts.a.stats()["unpublished"], RECOVERY_SECONDS)
-    # It may have been silent for so long that node b took it for dead.
-    wait_until(lambda: sees(hosts.b, hosts, pair.identifier(second)), RECOVERY_SECONDS)
+    # It may have been silent for so long that the other one takes it for dead, even now: beats are
+    # read once a second, so the first after the pause was surely read when the third has come.
+    hosts.wait_for_beats(node, 3)
+    wait_until(lambda: hosts.sees(hosts.b, pair.identifier(second)), RECOVERY_SECONDS)
     loaded(pair.b, pair, second, AFTER_WAIT_SECONDS)
     shares_again(hosts, pair)
 

@@ -6,27 +6,14 @@ from connector_standins import make_request
 from lookup_buffer.claimed import ClaimSetState
 from lookup_buffer.key import TensorKey
 from lookup_buffer.prefetched import PrefetchState
-from scheduler_bench import WAIT_SECONDS, Bench
-
-BOUND_SECONDS = 30.0
-LEASE_SECONDS = 12.0
-
-
-def make_bench(answers: ClaimSetState = ClaimSetState.PENDING, **raw: object) -> Bench:
-    """The node answers a set of claims when the test says so."""
-    raw = {"claim_wait_seconds": BOUND_SECONDS, "claim_lease_seconds": LEASE_SECONDS, **raw}
-    bench = Bench(**raw)  # type: ignore[arg-type]
-    bench.buffer.fleet.answers = answers
-    return bench
-
-
-def counted(bench: Bench) -> dict[str, int]:
-    totals = bench.scheduler.counters.totals()
-    return {name: n for name, n in totals.items() if name.startswith(("claim:", "encode:"))}
-
-
-def claimed(bench: Bench) -> list[list[str]]:
-    return [[key.mm_hash for key in one.keys] for one in bench.buffer.fleet.sets]
+from scheduler_bench import (
+    BOUND_SECONDS,
+    LEASE_SECONDS,
+    WAIT_SECONDS,
+    claimed,
+    counted,
+    make_bench,
+)
 
 
 def test_what_nobody_has_is_claimed_in_sorted_order_before_it_is_encoded() -> None:
@@ -40,7 +27,7 @@ def test_what_nobody_has_is_claimed_in_sorted_order_before_it_is_encoded() -> No
     assert bench.buffer.fleet.waits_seconds == [BOUND_SECONDS]
     assert not bench.allocate(request, 0)
     bench.build()
-    assert bench.buffer.fleet.encoding == [(["C"], LEASE_SECONDS)]
+    assert bench.buffer.fleet.encoding == [(["C", "A"], LEASE_SECONDS)], "and then A"
     assert counted(bench) == {"claim:granted": 1}
 
 
@@ -239,37 +226,6 @@ def test_who_is_aborted_while_it_waits_takes_its_question_back() -> None:
     assert bench.buffer.fleet.cancelled == bench.buffer.fleet.sets
     assert bench.buffer.fleet.given_back == ["A"], "it may have been granted a moment ago"
     assert len(bench.scheduler.claims) == 0
-
-
-def test_an_intent_that_lapsed_before_vllm_had_room_is_asked_for_again() -> None:
-    bench = make_bench(ClaimSetState.GRANTED)
-    request = make_request("r", "A")
-    assert bench.ensure(request)
-    bench.clock.now += 0.9
-    assert bench.ensure(request)
-    assert len(claimed(bench)) == 1
-    bench.clock.now += 0.2
-    bench.store("A")
-    assert bench.ensure(request)
-    assert bench.allocate(request), "another published it meanwhile"
-    assert bench.prefetched() == [["A"], ["A"]]
-
-
-def test_waiting_for_vllms_room_does_not_use_up_the_time_to_fetch_what_another_encoded() -> None:
-    bench = make_bench(ClaimSetState.GRANTED)
-    bench.store("A", needs_fetch=True)
-    request = make_request("r", "A")
-    assert not bench.ensure(request), "from now on it has its time for bytes"
-    bench.buffer.settle(0, PrefetchState.MISSING)
-    del bench.buffer.stored["A"]
-    for _ in range(10):
-        assert bench.ensure(request)
-        bench.clock.now += WAIT_SECONDS / 4
-    bench.store("A", needs_fetch=True)
-    assert not bench.ensure(request), "another published it, and its bytes are on their way"
-    bench.buffer.settle(0, PrefetchState.RESIDENT)
-    assert bench.ensure(request)
-    assert bench.allocate(request)
 
 
 def test_an_encode_is_renewed_by_passes_until_its_step_has_surely_run() -> None:

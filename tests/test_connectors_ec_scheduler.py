@@ -143,24 +143,69 @@ def test_evicted_item_is_asked_for_after_all() -> None:
     assert bench.allocate(later), "A-B-A: vLLM evicted it, so it is loaded"
 
 
+def full_bench() -> tuple[Bench, Any]:
+    """And a request for which the pins of others, of a budget of two items, leave no room."""
+    bench = Bench(prefetch_bytes=2 * EMBEDS * EMBED_BYTES)
+    for name in "ABC":
+        bench.store(name)
+    assert bench.ensure(make_request("fits", "A"))
+    request = make_request("now", "B", "C")
+    assert not bench.ensure(request)
+    assert bench.prefetched() == [["A"]], "all or nothing"
+    return bench, request
+
+
+def test_request_waits_for_the_room_that_pins_of_others_take() -> None:
+    bench, request = full_bench()
+    bench.clock.now += 0.9 * WAIT_SECONDS
+    assert not bench.ensure(request)
+    bench.build(0, finished=["fits"])
+    assert bench.ensure(request)
+    assert bench.prefetched() == [["A"], ["B", "C"]], "asked once there is room"
+    assert bench.allocate(request)
+    assert "over_budget" not in bench.scheduler.counters.totals()
+
+
+def test_room_and_bytes_are_waited_for_one_after_the_other() -> None:
+    bench, request = full_bench()
+    bench.store("C", needs_fetch=True)
+    bench.clock.now += 0.9 * WAIT_SECONDS
+    bench.build(0, finished=["fits"])
+    for _ in range(2):
+        assert not bench.ensure(request)
+        bench.clock.now += 0.5 * WAIT_SECONDS
+    assert bench.ensure(request)
+    assert bench.scheduler.counters.totals() == {"miss:timeout": 1}
+
+
+def test_request_waits_for_room_as_long_as_for_bytes_and_no_longer() -> None:
+    bench, request = full_bench()
+    bench.clock.now += WAIT_SECONDS
+    for _ in range(2):
+        assert bench.ensure(request)
+    assert bench.scheduler.counters.totals()["over_budget"] == 1
+    assert not bench.scheduler.has_cache_item("B")
+    bench.build(0, finished=["fits"])
+    assert bench.ensure(request)
+    assert bench.prefetched() == [["A"], ["B", "C"]], "asked once there is room"
+
+
+def test_who_runs_does_not_wait_for_room() -> None:
+    bench, request = full_bench()
+    request.num_computed_tokens = 1
+    assert bench.ensure(request)
+    assert bench.scheduler.counters.totals()["over_budget"] == 1
+
+
 def test_request_above_the_pin_budget_goes_on_without() -> None:
     bench = Bench(prefetch_bytes=2 * EMBEDS * EMBED_BYTES)
-    for name in "ABCDE":
+    for name in "ABC":
         bench.store(name)
-    fits = make_request("fits", "A")
-    assert bench.ensure(fits)
-    too_many_now = make_request("now", "B", "C")
-    assert bench.ensure(too_many_now)
-    assert not bench.scheduler.has_cache_item("B")
-    never = make_request("never", "C", "D", "E")
-    assert bench.ensure(never)
-    assert bench.prefetched() == [["A"]], "all or nothing"
-    assert bench.scheduler.counters.totals()["over_budget"] == 2
-    bench.build(0, finished=["fits"])
-    assert bench.ensure(too_many_now)
-    assert bench.prefetched() == [["A"], ["B", "C"]], "asked once there is room"
-    bench.ensure(never)
-    assert len(bench.prefetched()) == 2
+    never = make_request("never", "A", "B", "C")
+    for _ in range(2):
+        assert bench.ensure(never)
+    assert bench.prefetched() == []
+    assert bench.scheduler.counters.totals()["over_budget"] == 1
 
 
 @pytest.mark.parametrize("way", ["finished", "passed", "encoded", "request_finished"])

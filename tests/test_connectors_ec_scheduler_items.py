@@ -104,9 +104,10 @@ def test_client_embeddings_are_neither_looked_up_nor_stored() -> None:
 def test_request_with_metadata_alone_waits_then_fails_alone() -> None:
     bench = Bench()
     request = make_request("r", "A", metadata_only=True)
-    assert not bench.ensure(request)
-    assert bench.scheduler.gate.take_unavailable_requests() == set()
-    bench.clock.now += WAIT_SECONDS
+    for _ in range(2):
+        assert not bench.ensure(request)
+        assert bench.scheduler.gate.take_unavailable_requests() == set()
+        bench.clock.now += WAIT_SECONDS / 2
     assert not bench.ensure(request)
     assert bench.scheduler.gate.take_unavailable_requests() == {"r"}
     assert bench.scheduler.gate.take_unavailable_requests() == set()
@@ -123,6 +124,21 @@ def test_request_with_metadata_alone_passes_once_its_producer_published() -> Non
     assert bench.allocate(request)
     bench.build()
     assert bench.ensure(request, EMBEDS - 1), "vLLM's cache holds it for this very request"
+
+
+def test_request_with_metadata_alone_is_not_failed_for_what_vllm_did_not_look_at() -> None:
+    """It was published while vLLM had no seat for the request."""
+    bench = Bench()
+    request = make_request("r", "A", metadata_only=True)
+    assert not bench.ensure(request)
+    bench.store("A", needs_fetch=True)
+    bench.clock.now += 3 * WAIT_SECONDS
+    for _ in range(2):
+        assert not bench.ensure(request)
+        bench.clock.now += 0.02
+    assert bench.scheduler.gate.take_unavailable_requests() == set()
+    bench.buffer.settle(0, PrefetchState.RESIDENT)
+    assert bench.ensure(request)
 
 
 def test_request_with_metadata_alone_does_not_rely_on_vllms_cache() -> None:
@@ -184,6 +200,20 @@ def test_who_carries_metadata_alone_keeps_its_promise_when_the_node_is_lost_in_t
     bench.buffer.boot = ""
     assert bench.allocate(request), "vLLM would encode what is not there"
     assert len(bench.build().mm_datas) == 1
+
+
+def test_what_went_with_a_lost_node_is_not_counted_as_of_another_shape() -> None:
+    bench = Bench(claim_wait_seconds=0)
+    bench.store("A")
+    bench.store("B", needs_fetch=True)
+    request = make_request("r", "A", "B")
+    assert not bench.ensure(request)
+    bench.buffer.boot = "c" * 16
+    bench.buffer.settle(0, PrefetchState.FAILED)
+    assert bench.ensure(request)
+    counts = bench.scheduler.counters.totals()
+    assert counts["miss:node_down"] >= 1
+    assert "miss:shape" not in counts
 
 
 def test_request_preempted_between_two_polls_gets_its_item_again() -> None:

@@ -7,6 +7,7 @@ import contextlib
 import threading
 from collections import deque
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,10 +38,16 @@ class Traffic(RuleBasedStateMachine):
     """Of one direction; the other one is there to be told of ends."""
 
     scheme = "inproc"
+    directory: Path
 
     @initialize()
     def open(self) -> None:
-        uri = "tcp://127.0.0.1:0" if self.scheme == "tcp" else f"inproc://model-{next(_names)}"
+        addresses = {
+            "inproc": f"inproc://model-{next(_names)}",
+            "shm": f"shm://{self.directory}/model",
+            "tcp": "tcp://127.0.0.1:0",
+        }
+        uri = addresses[self.scheme]
         limits = PipeLimits(buffer_bytes=BUDGET)
         self.a = open_pipe(uri, listen=True, limits=limits)
         self.b = open_pipe(self.a.uri, limits=limits)
@@ -133,8 +140,8 @@ class Traffic(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize("scheme", ["inproc", "shm", "tcp"])
-def test_random_traffic(scheme: str) -> None:
-    machine = type("Machine", (Traffic,), {"scheme": scheme})
+def test_random_traffic(scheme: str, tmp_path: Path) -> None:
+    machine = type("Machine", (Traffic,), {"scheme": scheme, "directory": tmp_path})
     run_state_machine_as_test(
         machine,
         settings=settings(
