@@ -9,7 +9,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = ("store", "lookup_buffer", "connectors", "tests", "benchmarks", "scripts")
+FOLDERS = (
+    "store",
+    "lookup_buffer",
+    "connectors",
+    "tests",
+    "benchmarks",
+    "scripts",
+    "examples",
+)
 FILE_LINES_MAX = 350
 FUNCTION_LINES_MAX = 70
 # Names under which anything would fit, so everything ends there.

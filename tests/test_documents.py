@@ -18,6 +18,7 @@ DOCUMENTS = (
     "ARCHITECTURE.md",
     "CONTRIBUTING.md",
     "CHANGELOG.md",
+    "docs/pipes.md",
     "docs/redis-keys.md",
     "docs/vllm.md",
 )

@@ -13,8 +13,8 @@ from lookup_buffer.errors import (
     PipeBroken,
     TensorTooLarge,
 )
+from lookup_buffer.frames import Frames
 from lookup_buffer.key import TensorKey
-from lookup_buffer.link import Link
 from lookup_buffer.pipes.inbox import Inbox, Offer
 from lookup_buffer.pipes.peer import Peer
 from lookup_buffer.pipes.pipe import TIMEOUT_SECONDS, KVPipe, PipeLimits, key_text
@@ -37,7 +37,7 @@ class StreamPipe(KVPipe):
         self._end: LookupBufferError | None = None
         """Why this end was ended here."""
 
-    def meet(self, link: Link) -> None:
+    def meet(self, link: Frames) -> None:
         """Another end has connected."""
         peer = Peer(link, self._inbox, self._limits, self._forget)
         with self._changed:
