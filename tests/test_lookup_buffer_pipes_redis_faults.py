@@ -211,6 +211,21 @@ def test_every_wait_ends_when_the_database_is_stopped(
         assert time.monotonic() - started < SOON_SECONDS
 
 
+def test_a_server_without_room_breaks_its_pipe(
+    start_server: StartServer, closing: ExitStack
+) -> None:
+    server = start_server(maxmemory_bytes=8 << 20, policy="noeviction")
+    a = open_pipe(URI.format(server.url), listen=True)
+    b = open_pipe(URI.format(server.url))
+    closing.callback(a.abort)
+    closing.callback(b.abort)
+    b.send_tensor(block(32 * LARGE))
+    with pytest.raises(PipeBroken):
+        a.recv_tensor(timeout=SOON_SECONDS)
+    with pytest.raises(PipeBroken, match="OOM"):
+        b.recv_tensor(timeout=SOON_SECONDS)
+
+
 def test_over_tls_as_the_documented_user(tls_server: TlsServer) -> None:
     uri = f"{tls_server.url}&pipe=tls"
     tensor = block(9 * LARGE + 1)

@@ -5,7 +5,6 @@ where it lies, and received into where it is to lie: five to ten times as fast f
 """
 
 import socket
-import ssl
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -24,6 +23,9 @@ _SCRATCH_BYTES: Final = 4096
 _LARGE_BYTES: Final = 4096
 """Parts from here on are sent from where they lie."""
 _LEAST_SECONDS: Final = 0.0005
+_GRACE_SECONDS: Final = 1.0
+_DEEPEST: Final = 4
+"""Of lists within lists."""
 
 
 class RespLane:
@@ -126,10 +128,7 @@ class RespLane:
 
     def _send_all(self, data: bytes | bytearray | memoryview, deadline: float) -> None:
         self._allow_until(deadline)
-        try:
-            self._socket.sendall(data)
-        except ValueError as error:  # what TLS says of a socket that another thread has shut
-            raise ConnectionAbortedError(str(error)) from error
+        self._socket.sendall(data)
 
     # -- receiving
 
@@ -139,18 +138,15 @@ class RespLane:
             self._reply(deadline)
         self._owed -= left
 
-    def _reply(self, deadline: float) -> Any:
-        line = self._line_past_pushes(deadline)
+    def _reply(self, deadline: float, depth: int = 0) -> Any:
+        line = self._line_past_pushes(deadline, depth)
         kind, rest = line[:1], line[1:]
         if kind == b"$":
             return None if rest == b"-1" else self._bulk(_number(rest), deadline)
         if kind == b"*":
             if rest == b"-1":
                 return None
-            count = _number(rest)
-            if count > _MOST_REPLIES:
-                raise ProtocolError(f"a reply of {count} parts")
-            return [self._reply(deadline) for _ in range(count)]
+            return self._replies(rest, deadline, depth)
         if kind == b":":
             return _number(rest)
         if kind == b"+":
@@ -171,11 +167,15 @@ class RespLane:
         self._end_of_bulk(deadline)
         return True
 
-    def _line_past_pushes(self, deadline: float) -> bytes:
+    def _replies(self, count: bytes, deadline: float, depth: int) -> list[Any]:
+        if not 0 <= _number(count) <= _MOST_REPLIES or depth == _DEEPEST:
+            raise ProtocolError("a reply of too many parts")
+        return [self._reply(deadline, depth + 1) for _ in range(_number(count))]
+
+    def _line_past_pushes(self, deadline: float, depth: int = 0) -> bytes:
         while (line := self._line(deadline))[:1] == b">":
             # Anybody may publish something where we have subscribed. It means nothing.
-            for _ in range(min(_number(line[1:]), _MOST_REPLIES)):
-                self._reply(deadline)
+            self._replies(line[1:], deadline, depth)
         return line
 
     def _line(self, deadline: float) -> bytes:
@@ -212,19 +212,17 @@ class RespLane:
 
     def _read(self, place: memoryview, deadline: float) -> int:
         self._allow_until(deadline)
-        try:
-            count = self._socket.recv_into(place)
-        except ValueError as error:  # see `_send_all`
-            raise ConnectionAbortedError(str(error)) from error
-        except ssl.SSLWantReadError as error:
-            raise TimeoutError from error
+        count = self._socket.recv_into(place)
         if not count:
             raise PipeBroken("the database closed the connection")
         return count
 
     def _allow_until(self, deadline: float) -> None:
+        left = deadline - time.monotonic()
+        if left < -_GRACE_SECONDS:
+            raise TimeoutError("the deadline passed")  # also where bytes trickle for ever
         # Never 0: that is the mode that does not wait at all, and a ready reply is still welcome.
-        self._socket.settimeout(max(deadline - time.monotonic(), _LEAST_SECONDS))
+        self._socket.settimeout(max(left, _LEAST_SECONDS))
 
 
 def _number(text: bytes) -> int:
