@@ -4,17 +4,16 @@ Owns the socket, the deadlines, and the handshake by which a link comes to be. R
 of its callers and starts none. Knows bytes only: no tensors, no keys, no Redis.
 """
 
-import hmac
-import os
 import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from select import POLLIN, poll
-from typing import Any, Final, NoReturn, Protocol
+from typing import Any, Final, Protocol
 
-from lookup_buffer.errors import NodeRefused, PipeBroken, PipeClosed, ProtocolError
+from lookup_buffer.errors import NodeRefused, PipeBroken, PipeClosed
+from lookup_buffer.handshake import HELLO_BYTES, admit, introduce
 from lookup_buffer.sockets import KernelTimeout, SocketGuard, connected_socket, tune
 from lookup_buffer.wire import (
     MAX_HEADER_BYTES,
@@ -225,10 +224,7 @@ def _ended(*, within_frame: bool) -> PipeClosed | PipeBroken:
     return PipeClosed("the peer closed the connection")
 
 
-PROTOCOL_VERSION: Final = 1
-_HANDSHAKE_LIMITS: Final = LinkLimits(max_header_bytes=256, max_payload_bytes=0)
-_NONCE_BYTES: Final = 32
-_REFUSED: Final = "refused: protocol version or token do not match"
+_HANDSHAKE_LIMITS: Final = LinkLimits(max_header_bytes=HELLO_BYTES, max_payload_bytes=0)
 
 
 def connect(
@@ -259,14 +255,7 @@ def request_handshake(
     deadline = time.monotonic() + timeout
     link = Link(stream, _HANDSHAKE_LIMITS)
     with _aborting(link):
-        mine = os.urandom(_NONCE_BYTES)
-        _say(link, deadline, ["hello", PROTOCOL_VERSION, mine, token is not None])
-        version, theirs, has_token = _hello(_hear(link, deadline))
-        if version != PROTOCOL_VERSION or has_token != (token is not None):
-            raise NodeRefused(_REFUSED)
-        if token is not None:
-            _say(link, deadline, ["proof", _proof(token, b"client", mine, theirs)])
-            _check_proof(_hear(link, deadline), _proof(token, b"server", mine, theirs))
+        introduce(link, token, deadline)
     link.set_limits(limits or LinkLimits())
     return link
 
@@ -286,17 +275,7 @@ def accept_handshake(
     deadline = time.monotonic() + timeout
     link = Link(stream, _HANDSHAKE_LIMITS)
     with _aborting(link):
-        version, theirs, has_token = _hello(_hear(link, deadline))
-        if version != PROTOCOL_VERSION or has_token != (token is not None):
-            _refuse(link, deadline)
-        mine = os.urandom(_NONCE_BYTES)
-        _say(link, deadline, ["hello", PROTOCOL_VERSION, mine, token is not None])
-        if token is not None:
-            try:
-                _check_proof(_hear(link, deadline), _proof(token, b"client", theirs, mine))
-            except NodeRefused:
-                _refuse(link, deadline)
-            _say(link, deadline, ["proof", _proof(token, b"server", theirs, mine)])
+        admit(link, token, deadline)
     link.set_limits(limits or LinkLimits())
     return link
 
@@ -312,43 +291,3 @@ def _aborting(link: Link) -> Iterator[None]:
     except BaseException:
         link.abort()
         raise
-
-
-def _say(link: Link, deadline: float, message: list[Any]) -> None:
-    link.send(message, timeout=deadline - time.monotonic())
-
-
-def _hear(link: Link, deadline: float) -> list[Any]:
-    header = link.recv_header(deadline - time.monotonic()).header
-    if not isinstance(header, list) or not header:
-        raise ProtocolError("not a handshake message")
-    if header == ["refused"]:
-        raise NodeRefused(_REFUSED)
-    return header
-
-
-def _refuse(link: Link, deadline: float) -> NoReturn:
-    _say(link, deadline, ["refused"])
-    raise NodeRefused(_REFUSED)
-
-
-def _hello(message: list[Any]) -> tuple[int, bytes, bool]:
-    match message:
-        case ["hello", int(version), bytes(nonce), bool(has_token)] if len(nonce) == _NONCE_BYTES:
-            return version, nonce, has_token
-    raise ProtocolError("not a hello")
-
-
-def _proof(token: str, role: bytes, client_nonce: bytes, server_nonce: bytes) -> bytes:
-    # The role keeps a proof from being sent back as the other end's.
-    said = b"lookup-buffer link %d %s " % (PROTOCOL_VERSION, role) + client_nonce + server_nonce
-    return hmac.digest(token.encode("utf-8", "surrogatepass"), said, "sha256")
-
-
-def _check_proof(message: list[Any], expected: bytes) -> None:
-    match message:
-        case ["proof", bytes(proof)]:
-            if not hmac.compare_digest(proof, expected):
-                raise NodeRefused(_REFUSED)
-            return
-    raise ProtocolError("not a proof")

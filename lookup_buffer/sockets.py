@@ -80,7 +80,9 @@ class SocketGuard:
             ignore_errors(lambda: self._socket.setsockopt(*linger))
         if others or not reset:
             # Wakes the others. It also says an orderly end, which a reset is not to say first.
-            ignore_errors(lambda: self._socket.shutdown(socket.SHUT_RDWR))
+            # Not in a TLS socket's own way, which forgets its keys first: what another thread is
+            # just about to send would then go in the clear.
+            ignore_errors(lambda: socket.socket.shutdown(self._socket, socket.SHUT_RDWR))
         self._leave()
 
     def _leave(self) -> None:

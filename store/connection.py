@@ -178,6 +178,14 @@ class Connection:
     def fileno(self) -> int:
         return self._socket.fileno()
 
+    def detach(self) -> socket.socket:
+        """The socket, logged in and with nothing left to read, for who speaks RESP himself.
+
+        It is his to close; this connection is of no use from then on.
+        """
+        self._dialled._sock = None  # else redis-py closes it with its own object
+        return self._socket
+
     def close(self) -> None:
         """Idempotent."""
         self._dialled.disconnect()

@@ -7,14 +7,21 @@ import shlex
 import shutil
 import subprocess
 import sys
+import threading
+import time
+from contextlib import ExitStack
 from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
+import torch
 
 from contract_store import BOOT, a_location, a_record
+from lookup_buffer.pipes import open_pipe
+from lookup_buffer.pipes.resp import RespLane
 from servers import command, flush
 from store import LOCATIONS_MAX, ClaimState, EmbeddedServer, NodeInfo, layout, open_store
+from store.dialling import dial
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXT = (ROOT / "docs" / "redis-keys.md").read_text(encoding="utf-8")
@@ -168,3 +175,37 @@ def _measure(server: EmbeddedServer, namespace: str, *, column: int) -> None:
             assert int(least) <= min(used) + BIN_BYTES
             assert max(used) <= int(most or least) + BIN_BYTES
     assert len(rows) == LOCATIONS_MAX
+
+
+def test_the_keys_of_a_pipe_are_documented(valkey_server: EmbeddedServer) -> None:
+    rows = re.findall(r"^\| `(lb:pipe:[^`]+)` \|", TEXT, flags=re.MULTILINE)
+    parts = {"<name>": "docs", "<session>": "[0-9a-f]{32}", "<frame>": r"\d+", "<i>": r"\d+"}
+    patterns = []
+    for row in rows:
+        pattern = re.escape(row).replace(":up", ":(up|down)")
+        for part, meaning in parts.items():
+            pattern = pattern.replace(re.escape(part), meaning)
+        patterns.append(pattern)
+    flush(valkey_server.url)
+    uri = f"{valkey_server.url}?pipe=docs"
+    lane, seen, ended = RespLane(dial(valkey_server.url, 5.0)), set[bytes](), threading.Event()
+
+    def look() -> None:
+        while not ended.is_set():
+            seen.update(lane.ask((b"KEYS", b"*"), time.monotonic() + 5.0))
+
+    with ExitStack() as stack:
+        looking = threading.Thread(target=look)
+        stack.callback(lane.close)
+        stack.callback(looking.join)
+        stack.callback(ended.set)
+        looking.start()
+        a = stack.enter_context(open_pipe(uri, listen=True))
+        b = stack.enter_context(open_pipe(uri))
+        deadline = time.monotonic() + 20.0
+        while not {4, 5, 6} <= {name.count(b":") for name in seen}:  # frames, what was had, chunks
+            assert time.monotonic() < deadline, seen
+            b.send_tensor(torch.zeros(32 << 20, dtype=torch.uint8))
+            a.recv_tensor()
+    for name in seen:
+        assert any(re.fullmatch(pattern, name.decode()) for pattern in patterns), name

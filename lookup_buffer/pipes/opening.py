@@ -6,12 +6,20 @@ from typing import Final
 
 from lookup_buffer.errors import ConfigError
 from lookup_buffer.pipes.pipe import KVPipe, PipeLimits
+from store import redact
 
 SCHEMES: Final[Mapping[str, str]] = {
     "inproc": "inproc://NAME, between threads of a process",
     "shm": "shm:///PATH, between processes of a host",
     "tcp": "tcp://HOST:PORT, between hosts",
+    "redis": "redis://[USER[:PASSWORD]@]HOST[:PORT][/DATABASE]?pipe=NAME, by way of a database",
+    "rediss": "the same with rediss (TLS)",
+    "valkey": "valkey",
+    "valkeys": "valkeys (TLS)",
+    "unix": "unix:///SOCKET?pipe=NAME, by way of a database on this host",
 }
+_MODULES: Final = dict.fromkeys(("rediss", "valkey", "valkeys", "unix"), "redis")
+"""Of those schemes whose module has another name."""
 OPEN_SECONDS: Final = 30.0
 
 
@@ -40,8 +48,9 @@ def open_pipe(
     scheme, separator, rest = uri.partition("://")
     if not separator or scheme not in SCHEMES or not rest:
         allowed = "; ".join(SCHEMES.values())
-        raise ConfigError(f"{uri!r} is no address of a pipe; allowed are {allowed}")
-    module = importlib.import_module(f"lookup_buffer.pipes.{scheme}")
+        shown = redact(uri) if "@" in uri else uri
+        raise ConfigError(f"{shown!r} is no address of a pipe; allowed are {allowed}")
+    module = importlib.import_module(f"lookup_buffer.pipes.{_MODULES.get(scheme, scheme)}")
     pipe: KVPipe = module.open_end(
         uri, listen=listen, timeout=timeout, token=token, limits=limits or PipeLimits()
     )

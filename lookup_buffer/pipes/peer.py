@@ -35,8 +35,8 @@ from lookup_buffer.errors import (
     PipeTimeout,
     ProtocolError,
 )
+from lookup_buffer.frames import Frames
 from lookup_buffer.header import TensorHeader
-from lookup_buffer.link import Link
 from lookup_buffer.pipes.carrier import Carrier
 from lookup_buffer.pipes.inbox import Arrival, Inbox, Offer
 from lookup_buffer.pipes.outbox import INLINE_BYTES, Outbox, Outgoing
@@ -60,7 +60,7 @@ class Peer:
 
     def __init__(
         self,
-        link: Link,
+        link: Frames,
         inbox: Inbox,
         limits: PipeLimits,
         lost: Callable[["Peer", LookupBufferError], None],

@@ -13,8 +13,8 @@ from lookup_buffer.errors import (
     PipeBroken,
     TensorTooLarge,
 )
+from lookup_buffer.frames import Frames
 from lookup_buffer.key import TensorKey
-from lookup_buffer.link import Link
 from lookup_buffer.pipes.carrier import Carrier
 from lookup_buffer.pipes.inbox import Inbox, Offer
 from lookup_buffer.pipes.peer import Peer
@@ -38,7 +38,7 @@ class StreamPipe(KVPipe):
         self._end: LookupBufferError | None = None
         """Why this end was ended here."""
 
-    def meet(self, link: Link, carrier: Carrier | None = None) -> None:
+    def meet(self, link: Frames, carrier: Carrier | None = None) -> None:
         """Another end has connected."""
         peer = Peer(link, self._inbox, self._limits, self._forget, carrier)
         with self._changed:

@@ -1,0 +1,86 @@
+"""The handshake: two ends that have just met agree on a version, and prove that they know a token.
+
+Over anything that carries frames. Each proves by HMAC-SHA256 over both ends' nonces and its own
+role; the token never travels.
+"""
+
+import hmac
+import os
+import time
+from typing import Any, Final, NoReturn
+
+from lookup_buffer.errors import NodeRefused, ProtocolError
+from lookup_buffer.frames import Frames
+
+PROTOCOL_VERSION: Final = 1
+HELLO_BYTES: Final = 256
+"""No header of a handshake is larger."""
+_NONCE_BYTES: Final = 32
+_REFUSED: Final = "refused: protocol version or token do not match"
+
+
+def introduce(link: Frames, token: str | None, deadline: float) -> None:
+    """As the one who connects. For the errors see `link.connect`."""
+    mine = os.urandom(_NONCE_BYTES)
+    _say(link, deadline, ["hello", PROTOCOL_VERSION, mine, token is not None])
+    version, theirs, has_token = _hello(_hear(link, deadline))
+    if version != PROTOCOL_VERSION or has_token != (token is not None):
+        raise NodeRefused(_REFUSED)
+    if token is not None:
+        _say(link, deadline, ["proof", _proof(token, b"client", mine, theirs)])
+        _check_proof(_hear(link, deadline), _proof(token, b"server", mine, theirs))
+
+
+def admit(link: Frames, token: str | None, deadline: float) -> None:
+    """As the one who listens: a stranger learns nothing but that a token is wanted."""
+    version, theirs, has_token = _hello(_hear(link, deadline))
+    if version != PROTOCOL_VERSION or has_token != (token is not None):
+        _refuse(link, deadline)
+    mine = os.urandom(_NONCE_BYTES)
+    _say(link, deadline, ["hello", PROTOCOL_VERSION, mine, token is not None])
+    if token is not None:
+        try:
+            _check_proof(_hear(link, deadline), _proof(token, b"client", theirs, mine))
+        except NodeRefused:
+            _refuse(link, deadline)
+        _say(link, deadline, ["proof", _proof(token, b"server", theirs, mine)])
+
+
+def _say(link: Frames, deadline: float, message: list[Any]) -> None:
+    link.send(message, timeout=deadline - time.monotonic())
+
+
+def _hear(link: Frames, deadline: float) -> list[Any]:
+    header = link.recv_header(deadline - time.monotonic()).header
+    if not isinstance(header, list) or not header:
+        raise ProtocolError("not a handshake message")
+    if header == ["refused"]:
+        raise NodeRefused(_REFUSED)
+    return header
+
+
+def _refuse(link: Frames, deadline: float) -> NoReturn:
+    _say(link, deadline, ["refused"])
+    raise NodeRefused(_REFUSED)
+
+
+def _hello(message: list[Any]) -> tuple[int, bytes, bool]:
+    match message:
+        case ["hello", int(version), bytes(nonce), bool(has_token)] if len(nonce) == _NONCE_BYTES:
+            return version, nonce, has_token
+    raise ProtocolError("not a hello")
+
+
+def _proof(token: str, role: bytes, client_nonce: bytes, server_nonce: bytes) -> bytes:
+    # The role keeps a proof from being sent back as the other end's.
+    said = b"lookup-buffer link %d %s " % (PROTOCOL_VERSION, role) + client_nonce + server_nonce
+    return hmac.digest(token.encode("utf-8", "surrogatepass"), said, "sha256")
+
+
+def _check_proof(message: list[Any], expected: bytes) -> None:
+    match message:
+        case ["proof", bytes(proof)]:
+            if not hmac.compare_digest(proof, expected):
+                raise NodeRefused(_REFUSED)
+            return
+    raise ProtocolError("not a proof")

@@ -1,0 +1,210 @@
+"""`redis://HOST:PORT/DATABASE?pipe=NAME`: by way of a Redis or Valkey server that both ends reach.
+
+The address is a store URL of one server, with the pipe's name for an option more. One end listens
+at the name, the others knock: they leave the name of their session at its door.
+"""
+
+import re
+import secrets
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Final, Self
+
+from lookup_buffer.errors import (
+    ConfigError,
+    LookupBufferError,
+    PipeBroken,
+    PipeTimeout,
+    ProtocolError,
+)
+from lookup_buffer.handshake import HELLO_BYTES, admit, introduce
+from lookup_buffer.pipes.pipe import KVPipe, PipeLimits
+from lookup_buffer.pipes.redis_link import LOOK_SECONDS, RedisLink, Session
+from lookup_buffer.pipes.resp import RespLane
+from lookup_buffer.pipes.stream import StreamPipe
+from store import StoreUnavailable, StoreUrlError, redact
+from store.connection import Lost
+from store.dialling import dial
+from store.url import parse
+
+TRY_AGAIN_SECONDS: Final = 0.05
+HANDSHAKE_SECONDS: Final = 5.0
+DOOR_SECONDS: Final = 60.0
+"""A session at the door expires, as all that is written does."""
+PREFIX: Final = "lb:pipe:"
+_NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,128}")
+_SESSION: Final = re.compile(r"[0-9a-f]{32}")
+_OPTION: Final = "pipe="
+
+
+@dataclass(frozen=True, slots=True)
+class _Address:
+    uri: str
+    url: str
+    """Of the server."""
+    name: str
+
+    @classmethod
+    def parse(cls, uri: str) -> Self:
+        address, _, query = uri.partition("?")
+        options = query.split("&") if query else []
+        names = [option.removeprefix(_OPTION) for option in options if option.startswith(_OPTION)]
+        others = "&".join(option for option in options if not option.startswith(_OPTION))
+        url = f"{address}?{others}" if others else address
+        if len(names) != 1 or not _NAME.fullmatch(names[0]):
+            raise ConfigError(
+                f"{redact(url)!r} is to name its pipe once, by ?pipe=NAME of A-Za-z0-9._-"
+            )
+        try:
+            if parse(url).topology != "standalone":
+                raise ConfigError(f"{redact(url)!r}: a pipe goes by way of one server")
+        except StoreUrlError as error:
+            raise ConfigError(str(error)) from None
+        return cls(uri, url, names[0])
+
+    @property
+    def door(self) -> bytes:
+        return f"{PREFIX}{self.name}:door".encode()
+
+    @property
+    def door_channel(self) -> bytes:
+        """Unlike keys, channels are the same in all databases."""
+        return self.door + b"@%d" % parse(self.url).database
+
+    def session(self, session: str) -> Session:
+        return Session(f"{PREFIX}{self.name}:{session}")
+
+    def lane(self, deadline: float) -> RespLane:
+        """Raises PipeBroken: the server is not there, or refuses us."""
+        while True:
+            try:
+                return RespLane(dial(self.url, max((deadline - time.monotonic()) / 2, 0.01)))
+            except Lost as error:
+                if time.monotonic() + TRY_AGAIN_SECONDS > deadline:
+                    raise PipeBroken(str(error)) from error
+                time.sleep(TRY_AGAIN_SECONDS)
+            except StoreUnavailable as error:
+                raise PipeBroken(str(error)) from error
+
+    def link(
+        self, session: str, deadline: float, silence_seconds: float, *, listens: bool
+    ) -> RedisLink:
+        """To be greeted yet, so it accepts little."""
+        names = self.session(session)
+        reader = self.lane(deadline)
+        try:
+            reader.subscribe(names.list_to(listens), deadline)
+            writer = self.lane(deadline)
+        except BaseException:
+            reader.close()
+            raise
+        link = RedisLink(names, reader, writer, listens=listens, silence_seconds=silence_seconds)
+        link.limit(header_bytes=HELLO_BYTES, payload_bytes=0)
+        return link
+
+
+class _Listening(StreamPipe):
+    def __init__(
+        self, address: _Address, token: str | None, limits: PipeLimits, deadline: float
+    ) -> None:
+        super().__init__(address.uri, limits)
+        self._address = address
+        self._token = token
+        self._lane = address.lane(deadline)
+        self._leaving = False
+        try:
+            self._lane.subscribe(address.door_channel, deadline)
+            if self._lane.listeners(address.door_channel, deadline) > 1:
+                raise ConfigError(f"somebody listens at pipe {address.name} already")
+        except BaseException:
+            self._lane.close()
+            raise
+        threading.Thread(target=self._accept, name="lb-pipe-accept", daemon=True).start()
+
+    def close(self) -> None:
+        self._leave()
+        super().close()
+
+    def abort(self) -> None:
+        self._leave()
+        super().abort()
+
+    def _leave(self) -> None:
+        self._leaving = True
+        self._lane.close()
+
+    def _accept(self) -> None:
+        patience = self._limits.silence_seconds + LOOK_SECONDS
+        try:
+            while True:
+                knock = (b"BLPOP", self._address.door, b"%.3f" % LOOK_SECONDS)
+                reply = self._lane.ask(knock, time.monotonic() + patience)
+                if reply is not None:
+                    session = _session_of(reply)
+                    # On a thread of its own: who says nothing must not keep others out.
+                    threading.Thread(target=self._greet, args=(session,), daemon=True).start()
+        except LookupBufferError as error:
+            # Without the database this end is of no use, also while nobody is connected to it.
+            if not self._leaving and self._end_here(error):
+                for peer in list(self._peers):
+                    peer.abort(error)
+
+    def _greet(self, session: str) -> None:
+        deadline = time.monotonic() + HANDSHAKE_SECONDS
+        with suppress(LookupBufferError):
+            link = self._address.link(session, deadline, self._limits.silence_seconds, listens=True)
+            try:
+                if not link.is_awaited(deadline):
+                    raise PipeBroken("who knocked is gone")
+                admit(link, self._token, deadline)
+            except BaseException:
+                link.close()
+                raise
+            link.limit()
+            self.meet(link)
+
+
+def _session_of(reply: object) -> str:
+    match reply:
+        case [_, bytes(session)] if _SESSION.fullmatch(session.decode("latin-1")):
+            return session.decode()
+    raise ProtocolError("no session at the door of the pipe")
+
+
+def open_end(
+    uri: str, *, listen: bool, timeout: float, token: str | None, limits: PipeLimits
+) -> KVPipe:
+    """See `open_pipe`."""
+    address = _Address.parse(uri)
+    deadline = time.monotonic() + timeout
+    if listen:
+        return _Listening(address, token, limits, deadline)
+    session = secrets.token_hex(16)
+    lane = address.lane(deadline)
+    try:
+        _wait_for_listener(address, lane, deadline)
+        link = address.link(session, deadline, limits.silence_seconds, listens=False)
+        expiry = b"%d" % int(DOOR_SECONDS * 1000)
+        knock = (b"RPUSH", address.door, session.encode())
+        lane.say([knock, (b"PEXPIRE", address.door, expiry)], deadline)
+        lane.settle(deadline)
+    finally:
+        lane.close()
+    try:
+        introduce(link, token, deadline)
+    except BaseException:
+        link.close()
+        raise
+    link.limit()
+    pipe = StreamPipe(uri, limits)
+    pipe.meet(link)
+    return pipe
+
+
+def _wait_for_listener(address: _Address, lane: RespLane, deadline: float) -> None:
+    while not lane.listeners(address.door_channel, deadline):
+        if time.monotonic() + TRY_AGAIN_SECONDS > deadline:
+            raise PipeTimeout(f"nobody listens at pipe {address.name} of {redact(address.url)}")
+        time.sleep(TRY_AGAIN_SECONDS)

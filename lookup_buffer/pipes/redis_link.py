@@ -1,0 +1,313 @@
+"""RedisLink: frames between two ends that both reach one database server, and not each other.
+
+A list for each direction holds the frames, numbered, so that a lost one is noticed. The bytes of a
+large one lie beside it, in chunks of a mebibyte under names of their own, a few batches at a time:
+the writer waits until the reader has taken them, which is also when its message counts as received.
+
+    <session>:up               LIST    frames to the end that listens; `down`: to the other one
+    <session>:up:<frame>:<i>   STRING  a chunk of a frame's bytes
+    <session>:up:had           LIST    which batches of them were taken, or missing
+
+Who reads a list has subscribed to the channel of the same name, by the connection that reads: with
+its process the connection ends, and the other end sees that nobody is subscribed any more. Nobody
+ever publishes anything there. A process that is only stopped keeps its connection, and is silent.
+
+All that is written expires.
+"""
+
+import struct
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+from lookup_buffer.errors import PipeBroken, PipeTimeout, ProtocolError
+from lookup_buffer.pipes.outbox import INLINE_BYTES
+from lookup_buffer.pipes.resp import Command, RespLane
+from lookup_buffer.wire import (
+    MAX_HEADER_BYTES,
+    PROLOGUE_BYTES,
+    Frame,
+    Header,
+    decode_header,
+    decode_prologue,
+    encode_frame,
+)
+
+CHUNK_BYTES: Final = 1 << 20
+BATCH_CHUNKS: Final = 4
+BATCH_BYTES: Final = BATCH_CHUNKS * CHUNK_BYTES
+BATCHES_AHEAD: Final = 4
+"""So much of a frame lies in the server at the most: 16 MiB."""
+TRIES: Final = 3
+"""How often a batch is written of which the server has lost something."""
+EXPIRY_SECONDS: Final = 60.0
+"""Of all that is written, at the least; lists are renewed with every beat."""
+LOOK_SECONDS: Final = 1.0
+"""Who has waited so long looks whether the other end is still connected."""
+MINIMUM_BYTES_PER_SECOND: Final = 16e6
+MAX_PAYLOAD_BYTES: Final = 1 << 40
+
+_NUMBER: Final = struct.Struct(">Q")
+_HAD: Final = struct.Struct(">QQ?")
+"""The frame's number, the batch's, and whether all of it was there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """The names that belong to two ends which have met."""
+
+    prefix: str
+
+    def list_to(self, listener: bool) -> bytes:
+        return f"{self.prefix}:{'up' if listener else 'down'}".encode()
+
+
+class RedisLink:
+    """See `Frames`; the errors are those of `Link`.
+
+    Args:
+        reader: has subscribed to the channel of the list that this end reads; see `subscribed`.
+        silence_seconds: how long the server may take for an answer.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        reader: RespLane,
+        writer: RespLane,
+        *,
+        listens: bool,
+        silence_seconds: float,
+    ) -> None:
+        self._in, self._out = session.list_to(listens), session.list_to(not listens)
+        self._reader, self._writer = reader, writer
+        self._patience = silence_seconds
+        seconds = max(EXPIRY_SECONDS, 2 * silence_seconds)
+        self._expiry = b"%d" % int(seconds * 1000)
+        self._sending = threading.Lock()
+        self._sent = self._received = 0
+        self._element: bytes | None = None
+        """A frame that has come and was not looked at."""
+        self._payload: memoryview | None = None
+        self._large_nbytes = 0
+        self._most_header_bytes, self._most_payload_bytes = MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES
+
+    def limit(
+        self, header_bytes: int = MAX_HEADER_BYTES, payload_bytes: int = MAX_PAYLOAD_BYTES
+    ) -> None:
+        """What is accepted from the other end, from the next frame on."""
+        self._most_header_bytes, self._most_payload_bytes = header_bytes, payload_bytes
+
+    def is_awaited(self, deadline: float) -> bool:
+        """Whether the other end is connected to the server."""
+        return self._reader.listeners(self._out, deadline) > 0
+
+    @property
+    def failure(self) -> None:
+        """Its two connections fail each for itself, and each operation with its own reason."""
+
+    def close(self) -> None:
+        # The writing thread has ended by now, or is stuck: then the lists are left to expire.
+        if self._sending.acquire(blocking=False):
+            self._writer.part((b"UNLINK", self._in, self._in + b":had"))
+            self._sending.release()
+        self._writer.close()
+        self._reader.close()
+
+    def abort(self) -> None:
+        self._writer.close(reset=True)
+        self._reader.close(reset=True)
+
+    # -- sending
+
+    def send(self, header: Header, payload: memoryview | None = None, *, timeout: float) -> None:
+        """Large bytes: returns once the other end has them."""
+        nbytes = 0 if payload is None else payload.nbytes
+        deadline = time.monotonic() + timeout + nbytes / MINIMUM_BYTES_PER_SECOND
+        frame = encode_frame(header, nbytes)
+        with self._sending:
+            if payload is None or nbytes <= INLINE_BYTES:
+                self._writer.say(self._push(frame + (payload or b"")), deadline)
+                self._writer.settle(deadline)
+            else:
+                self._writer.say(self._push(frame), deadline)
+                self._send_large(payload, deadline)
+
+    def _push(self, frame: bytes) -> list[Command]:
+        self._sent += 1
+        element = _NUMBER.pack(self._sent) + frame
+        return [(b"RPUSH", self._out, element), (b"PEXPIRE", self._out, self._expiry)]
+
+    def _send_large(self, payload: memoryview, deadline: float) -> None:
+        number = self._sent
+        batches = range(_batches_of(payload.nbytes))
+        waiting = iter(batches)
+        under_way: set[int] = set()
+        tries: Counter[int] = Counter()
+        while True:
+            while len(under_way) < BATCHES_AHEAD and (batch := next(waiting, None)) is not None:
+                self._send_batch(number, batch, payload, deadline)
+                under_way.add(batch)
+            if not under_way:
+                return
+            batch, had = self._next_had(number, deadline)
+            tries[batch] += 1
+            if had:
+                under_way.discard(batch)
+            elif tries[batch] < TRIES:
+                self._send_batch(number, batch, payload, deadline)
+            else:
+                raise PipeBroken("the database does not keep what is written to it")
+
+    def _send_batch(self, number: int, batch: int, payload: memoryview, deadline: float) -> None:
+        commands: list[Command] = []
+        for name, start, end in _chunks(self._out, number, batch, payload.nbytes):
+            commands.append((b"SET", name, payload[start:end], b"PX", self._expiry))
+        announced = self._push(encode_frame(["batch", number, batch]))
+        self._writer.say([*commands, *announced], deadline)
+
+    def _next_had(self, number: int, deadline: float) -> tuple[int, bool]:
+        """The next batch that the other end has taken, or missed."""
+        while True:
+            left = max(min(LOOK_SECONDS, deadline - time.monotonic()), 0.001)
+            reply_by = time.monotonic() + left + self._patience
+            reply = self._writer.ask((b"BLPOP", self._out + b":had", b"%.3f" % left), reply_by)
+            if reply is not None:
+                of, batch, had = _unpacked(reply)
+                if of == number:
+                    return batch, had
+            elif time.monotonic() >= deadline:
+                raise _too_slow()
+
+    # -- receiving
+
+    def wait_readable(self, timeout: float) -> bool:
+        if self._element is None:
+            self._element = self._next_element(time.monotonic() + timeout)
+        return self._element is not None
+
+    def recv_header(self, timeout: float) -> Frame:
+        if self._payload is not None or self._large_nbytes:
+            raise RuntimeError("the payload of the previous frame was not received")
+        if not self.wait_readable(timeout):
+            raise _too_slow()
+        element, self._element = self._element or b"", None
+        frame, payload = self._opened(element)
+        if frame.payload_nbytes > INLINE_BYTES:
+            self._large_nbytes = frame.payload_nbytes
+        elif frame.payload_nbytes:
+            self._payload = payload
+        if payload.nbytes != (0 if self._large_nbytes else frame.payload_nbytes):
+            raise ProtocolError("a frame with other bytes than it says")
+        if frame.header == ["bye"]:  # nobody will read or write anything any more
+            lists = (self._in, self._in + b":had", self._out, self._out + b":had")
+            self._reader.ask((b"UNLINK", *lists), time.monotonic() + self._patience)
+        return frame
+
+    def recv_into(self, buffer: memoryview, *, timeout: float) -> None:
+        """The whole payload of the current frame."""
+        large, self._large_nbytes = self._large_nbytes, 0
+        payload, self._payload = self._payload, None
+        if buffer.nbytes != (large or (payload.nbytes if payload else 0)):
+            raise ValueError(f"{buffer.nbytes} bytes wanted of another number")
+        if payload is not None:
+            buffer[:] = payload
+        elif large:
+            deadline = time.monotonic() + timeout + large / MINIMUM_BYTES_PER_SECOND
+            self._receive_large(self._received, buffer, deadline)
+
+    def _receive_large(self, number: int, buffer: memoryview, deadline: float) -> None:
+        missing = set(range(_batches_of(buffer.nbytes)))
+        while missing:
+            element = self._next_element(deadline)
+            if element is None:
+                raise _too_slow()
+            frame, _ = self._opened(element)
+            match frame:
+                case Frame(["batch", int(of), int(batch)], 0) if of == number and batch in missing:
+                    pass
+                case _:
+                    raise ProtocolError("no batch of the bytes that are to come")
+            chunks = list(_chunks(self._in, number, batch, buffer.nbytes))
+            places = [buffer[start:end] for _, start, end in chunks]
+            found = all(self._reader.fetch([name for name, *_ in chunks], places, deadline))
+            if found:
+                missing.discard(batch)
+            had = self._in + b":had"
+            said = _HAD.pack(number, batch, found)
+            answer = [(b"RPUSH", had, said), (b"PEXPIRE", had, self._expiry)]
+            self._reader.say(answer, deadline)
+        self._reader.settle(deadline)
+
+    def _opened(self, element: bytes) -> tuple[Frame, memoryview]:
+        """The frame, and what comes with it."""
+        view = memoryview(element)
+        start = _NUMBER.size + PROLOGUE_BYTES
+        if view.nbytes < start:
+            raise ProtocolError("no frame")
+        (number,) = _NUMBER.unpack(view[: _NUMBER.size])
+        if number != self._received + 1:
+            raise PipeBroken(f"the database lost what came before frame {number}")
+        header_nbytes, payload_nbytes = decode_prologue(
+            view[_NUMBER.size : start],
+            max_header_bytes=self._most_header_bytes,
+            max_payload_bytes=self._most_payload_bytes,
+        )
+        header = decode_header(view[start : start + header_nbytes])
+        self._received = number
+        return Frame(header, payload_nbytes), view[start + header_nbytes :]
+
+    def _next_element(self, deadline: float) -> bytes | None:
+        """None if there is none by then.
+
+        Raises:
+            PipeBroken: the other end is not connected any more, and left nothing.
+        """
+        while True:
+            left = max(min(LOOK_SECONDS, deadline - time.monotonic()), 0.001)
+            reply_by = time.monotonic() + left + self._patience
+            reply = self._reader.ask((b"BLPOP", self._in, b"%.3f" % left), reply_by)
+            if reply is not None:
+                return _element_of(reply)
+            # Before its first word it may not have come to subscribing.
+            if self._received and not self.is_awaited(reply_by):
+                last = self._reader.ask((b"LPOP", self._in), reply_by)
+                if last is None:
+                    raise PipeBroken("the other end of the pipe ended without a word")
+                return _element_of([self._in, last])
+            if time.monotonic() >= deadline:
+                return None
+
+
+def _batches_of(nbytes: int) -> int:
+    return -(-nbytes // BATCH_BYTES)
+
+
+def _chunks(names: bytes, number: int, batch: int, nbytes: int) -> Iterator[tuple[bytes, int, int]]:
+    """Name, start and end of each chunk of a batch."""
+    for index in range(batch * BATCH_CHUNKS, (batch + 1) * BATCH_CHUNKS):
+        start = index * CHUNK_BYTES
+        if start < nbytes:
+            yield b"%b:%d:%d" % (names, number, index), start, min(start + CHUNK_BYTES, nbytes)
+
+
+def _element_of(reply: Any) -> bytes:
+    match reply:
+        case [_, bytes(element)]:
+            return element
+    raise ProtocolError("no element of a list")
+
+
+def _unpacked(reply: Any) -> tuple[int, int, bool]:
+    element = _element_of(reply)
+    if len(element) != _HAD.size:
+        raise ProtocolError("no word of a batch")
+    number, batch, had = _HAD.unpack(element)
+    return number, batch, had
+
+
+def _too_slow() -> PipeTimeout:
+    return PipeTimeout("the other end did not move its bytes in time")
