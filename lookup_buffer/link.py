@@ -160,6 +160,11 @@ class Link:
         """Whether this end was closed or aborted; says nothing of the peer."""
         return self._guard.closed
 
+    @property
+    def local_host(self) -> str:
+        """The address of this end, which is one that the peer reaches."""
+        return str(self._socket.getsockname()[0])
+
     def close(self) -> None:
         """Orderly end: what was sent still arrives. Idempotent; waits for nothing."""
         self._guard.shut()

@@ -10,6 +10,8 @@ from lookup_buffer.pipes.pipe import KVPipe, PipeLimits
 SCHEMES: Final[Mapping[str, str]] = {
     "inproc": "inproc://NAME, between threads of a process",
     "tcp": "tcp://HOST:PORT, between hosts",
+    "gloo": "gloo://HOST:PORT, between hosts, large payload by Gloo",
+    "nccl": "nccl://HOST:PORT[?device=cuda:N], between GPUs, large payload by NCCL",
 }
 OPEN_SECONDS: Final = 30.0
 

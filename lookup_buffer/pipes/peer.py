@@ -19,7 +19,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from lookup_buffer.errors import (
     LookupBufferError,
@@ -30,10 +30,10 @@ from lookup_buffer.errors import (
     ProtocolError,
 )
 from lookup_buffer.header import TensorHeader
-from lookup_buffer.link import Link
 from lookup_buffer.pipes.inbox import Arrival, Inbox, Offer
 from lookup_buffer.pipes.outbox import INLINE_BYTES, Outbox, Outgoing
 from lookup_buffer.pipes.pipe import PipeLimits
+from lookup_buffer.wire import Frame, Header
 
 BEAT_SECONDS: Final = 0.5
 """A quarter of the shortest silence that an end may be told to bear."""
@@ -44,6 +44,24 @@ MINIMUM_BYTES_PER_SECOND: Final = 16e6
 _Frame = tuple[list[Any], Outgoing | None]
 
 
+class Stream(Protocol):
+    """What a peer needs of a `Link`; see there."""
+
+    def send(
+        self, header: Header, payload: memoryview | None = None, *, timeout: float
+    ) -> None: ...
+
+    def wait_readable(self, timeout: float) -> bool: ...
+
+    def recv_header(self, timeout: float) -> Frame: ...
+
+    def recv_into(self, buffer: memoryview, *, timeout: float) -> None: ...
+
+    def close(self) -> None: ...
+
+    def abort(self) -> None: ...
+
+
 class Peer:
     """Thread-safe. `outbox` sends, `receive` receives what the inbox was given.
 
@@ -52,7 +70,7 @@ class Peer:
 
     def __init__(
         self,
-        link: Link,
+        link: Stream,
         inbox: Inbox,
         limits: PipeLimits,
         lost: Callable[["Peer", LookupBufferError], None],
@@ -94,7 +112,10 @@ class Peer:
                 offer.arrival = self._arrivals[offer.number] = Arrival(memory)
                 self._say(["pull", offer.number])
             arrival = offer.arrival
-            limit = self._limits.silence_seconds + offer.header.nbytes / MINIMUM_BYTES_PER_SECOND
+            # Twice: until they begin to come, and then the reading thread's own deadline for them,
+            # which has to pass first: it says that the peer is lost, not only late.
+            limit = 2 * self._limits.silence_seconds
+            limit += offer.header.nbytes / MINIMUM_BYTES_PER_SECOND
             deadline = time.monotonic() + limit
             while not arrival.over:
                 self._check()
@@ -122,6 +143,7 @@ class Peer:
 
     def lose(self, error: LookupBufferError, *, reset: bool = True) -> None:
         """It is of no use any more. The first reason stands."""
+        error = type(error)(str(error))  # kept: so without frames, which would keep their memory
         with self._changed:
             if self._error is not None:
                 return

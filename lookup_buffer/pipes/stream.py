@@ -2,9 +2,16 @@
 
 import threading
 import time
-from typing import Final
+from typing import Final, Protocol
 
-from lookup_buffer.codec import Value, contiguous_bytes, empty_tensor, header_of, writable_bytes
+from lookup_buffer.codec import (
+    Tensor,
+    Value,
+    contiguous_bytes,
+    empty_tensor,
+    header_of,
+    writable_bytes,
+)
 from lookup_buffer.errors import (
     Closed,
     ConfigError,
@@ -14,9 +21,9 @@ from lookup_buffer.errors import (
     TensorTooLarge,
 )
 from lookup_buffer.key import TensorKey
-from lookup_buffer.link import Link
 from lookup_buffer.pipes.inbox import Inbox, Offer
-from lookup_buffer.pipes.peer import Peer
+from lookup_buffer.pipes.outbox import Bytes
+from lookup_buffer.pipes.peer import Peer, Stream
 from lookup_buffer.pipes.pipe import TIMEOUT_SECONDS, KVPipe, PipeLimits, key_text
 from lookup_buffer.pointer import bytes_at
 
@@ -26,9 +33,10 @@ NO_PEER_SECONDS: Final = 0.1
 class StreamPipe(KVPipe):
     """See `KVPipe`. Who makes one gives it peers by `meet`, as they connect."""
 
-    def __init__(self, uri: str, limits: PipeLimits) -> None:
+    def __init__(self, uri: str, limits: PipeLimits, memory: "Memory | None" = None) -> None:
         self.uri = uri
         self._limits = limits
+        self._memory = memory or HostMemory()
         self._inbox = Inbox()
         self._changed = threading.Condition()
         self._peers: list[Peer] = []
@@ -37,7 +45,7 @@ class StreamPipe(KVPipe):
         self._end: LookupBufferError | None = None
         """Why this end was ended here."""
 
-    def meet(self, link: Link) -> None:
+    def meet(self, link: Stream) -> None:
         """Another end has connected."""
         peer = Peer(link, self._inbox, self._limits, self._forget)
         with self._changed:
@@ -58,7 +66,7 @@ class StreamPipe(KVPipe):
         if header.nbytes > self._limits.buffer_bytes:
             most = self._limits.buffer_bytes
             raise TensorTooLarge(f"{header.nbytes} bytes; the pipe holds {most}")
-        self._only_peer(deadline).outbox.send(text, header, _Outward(tensor), deadline)
+        self._only_peer(deadline).outbox.send(text, header, self._memory.outward(tensor), deadline)
 
     def recv_tensor(
         self, key: str | TensorKey | None = None, *, timeout: float = TIMEOUT_SECONDS
@@ -82,9 +90,10 @@ class StreamPipe(KVPipe):
     def _receive(self, offer: Offer) -> Value:
         """None where its sender gave up before he was asked."""
         if offer.value is None:
-            offer.value = empty_tensor(offer.header)
+            offer.value = self._memory.empty(offer)
         value = offer.value
-        return value if offer.source.receive(offer, writable_bytes(value)) else None
+        received = offer.source.receive(offer, self._memory.writable(value))
+        return self._memory.done(value) if received else None
 
     def close(self) -> None:
         ending = Closed("this end of the pipe was closed")
@@ -139,7 +148,39 @@ class StreamPipe(KVPipe):
             raise type(self._end)(str(self._end))
 
 
-class _Outward:
+class Memory(Protocol):
+    """Where the bytes lie that are sent and received."""
+
+    def outward(self, value: Value) -> Bytes: ...
+
+    def empty(self, offer: Offer) -> Tensor:
+        """Where this is received."""
+        ...
+
+    def writable(self, value: Tensor) -> memoryview: ...
+
+    def done(self, value: Tensor) -> Value:
+        """What the receiver is given, once it has come."""
+        ...
+
+
+class HostMemory:
+    """See `Memory`."""
+
+    def outward(self, value: Value) -> Bytes:
+        return HostBytes(value)
+
+    def empty(self, offer: Offer) -> Tensor:
+        return empty_tensor(offer.header)
+
+    def writable(self, value: Tensor) -> memoryview:
+        return writable_bytes(value)
+
+    def done(self, value: Tensor) -> Value:
+        return value
+
+
+class HostBytes:
     """The bytes of a value that is sent."""
 
     def __init__(self, value: Value) -> None:
