@@ -1,10 +1,13 @@
 """A `gloo` pipe beside bare Gloo, a `tcp` pipe and a memcpy, between two processes.
 
-For each size, in interleaved rounds, the median of one message and its answer of that size:
+For each size, in interleaved rounds, the median of one message of that size:
 
-- `memcpy`: one copy of as many bytes into memory that was touched before;
-- `bare`: one byte asks through a bare Gloo group, `send` answers, `recv` receives in place;
-- `gloo`, `tcp`: a small message asks through the pipe, the answer is received by key;
+- `memcpy`: one copy into memory that was touched before;
+- `bare`: a small message asks through a bare Gloo group, `send` answers, `recv` receives in place;
+- `bare_new`: the same into a new tensor, which is what `recv_tensor` returns;
+- `gloo`, `tcp`: a small message asks through the pipe, the answer, which its sender copies, is
+  received by key;
+- `gloo_receive`: `recv_tensor` by key alone, of what was sent before;
 
 and the ratios of their speeds, medians of per-round ratios, so that a slow moment of the machine
 falls on both sides.
@@ -20,16 +23,19 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from lookup_buffer.codec import copy_into
 from lookup_buffer.pipes import KVPipe, open_pipe
 
 SIZES_BYTES = (64 << 10, 1 << 20, 8 << 20, 64 << 20)
-WAYS = ("memcpy", "bare", "gloo", "tcp")
+WAYS = ("memcpy", "bare", "bare_new", "gloo", "gloo_receive", "tcp")
+MESSAGES_MAX = 50
 _dist: Any = dist
 
 
@@ -46,7 +52,11 @@ def serve(path: str, uris: list[str]) -> None:
     def answer(uri: str) -> None:
         with open_pipe(uri) as pipe:
             while (asked := pipe.recv_tensor()) is not None:
-                pipe.send_tensor(payload[: int(asked)], "answer")
+                nbytes, count = asked.tolist()
+                for number in range(count):
+                    pipe.send_tensor(payload[:nbytes], f"answer-{number}")
+                if count > 1:
+                    pipe.send_tensor(None, "all sent")
 
     for uri in uris:
         threading.Thread(target=answer, args=(uri,)).start()
@@ -64,32 +74,66 @@ def fetch_bare(group: Any, target: torch.Tensor) -> None:
     group.recv([target], 1, 0).wait()
 
 
-def fetch(pipe: KVPipe, nbytes: int) -> None:
-    pipe.send_tensor(torch.tensor(nbytes))
-    pipe.recv_tensor("answer", timeout=60.0)
+class Ways:
+    """What is measured with messages of one size; each gives seconds per message."""
+
+    def __init__(self, group: Any, pipes: dict[str, KVPipe], nbytes: int) -> None:
+        self._group = group
+        self._pipes = pipes
+        self._nbytes = nbytes
+        self._messages = max(2, min(MESSAGES_MAX, (32 << 20) // nbytes))
+        self._source, self._target = torch.ones((2, nbytes), dtype=torch.uint8)
+
+    def memcpy(self) -> float:
+        return self._repeated(
+            lambda: copy_into(self._target, self._source.data_ptr(), self._nbytes)
+        )
+
+    def bare(self) -> float:
+        return self._repeated(lambda: fetch_bare(self._group, self._target))
+
+    def bare_new(self) -> float:
+        new = partial(torch.empty, self._nbytes, dtype=torch.uint8)
+        return self._repeated(lambda: fetch_bare(self._group, new()))
+
+    def gloo(self) -> float:
+        return self._repeated(lambda: self._fetch(self._pipes["gloo"]))
+
+    def tcp(self) -> float:
+        return self._repeated(lambda: self._fetch(self._pipes["tcp"]))
+
+    def gloo_receive(self) -> float:
+        pipe = self._pipes["gloo"]
+        pipe.send_tensor(torch.tensor([self._nbytes, self._messages]))
+        pipe.recv_tensor("all sent")
+        keys = iter([f"answer-{number}" for number in reversed(range(self._messages))])
+        return self._repeated(lambda: pipe.recv_tensor(next(keys), timeout=60.0))
+
+    def _fetch(self, pipe: KVPipe) -> None:
+        pipe.send_tensor(torch.tensor([self._nbytes, 1]))
+        pipe.recv_tensor("answer-0", timeout=60.0)
+
+    def _repeated(self, action: Callable[[], object]) -> float:
+        start = time.perf_counter()
+        for _ in range(self._messages):
+            action()
+        return (time.perf_counter() - start) / self._messages
 
 
-def seconds_of(action: Callable[[], object], repeats: int) -> float:
-    start = time.perf_counter()
-    for _ in range(repeats):
-        action()
-    return (time.perf_counter() - start) / repeats
-
-
-def measure(actions: dict[str, Callable[[], object]], nbytes: int, rounds: int) -> dict[str, Any]:
-    repeats = max(1, min(50, (16 << 20) // nbytes))
+def measure(ways: Ways, nbytes: int, rounds: int) -> dict[str, Any]:
     spent: dict[str, list[float]] = {way: [] for way in WAYS}
     for number in range(rounds + 1):
         for way in WAYS:
-            seconds = seconds_of(actions[way], repeats)
+            seconds = getattr(ways, way)()
             if number:  # the first is to warm up
                 spent[way].append(seconds)
     result: dict[str, Any] = {"payload_bytes": nbytes}
     for way, values in spent.items():
         result[f"{way}_us"] = round(statistics.median(values) * 1e6, 1)
-    for other in ("bare", "tcp", "memcpy"):
-        ratios = [a / b for a, b in zip(spent[other], spent["gloo"], strict=True)]
-        result[f"gloo_speed_over_{other}"] = round(statistics.median(ratios), 3)
+    for ours in ("gloo", "gloo_receive"):
+        for other in ("bare", "bare_new", "tcp", "memcpy"):
+            ratios = [a / b for a, b in zip(spent[other], spent[ours], strict=True)]
+            result[f"{ours}_speed_over_{other}"] = round(statistics.median(ratios), 3)
     return result
 
 
@@ -105,16 +149,7 @@ def main() -> None:
         )
         other.start()
         group = bare_group(path, 0)
-        results = []
-        for nbytes in SIZES_BYTES:
-            source, target = torch.ones((2, nbytes), dtype=torch.uint8)
-            actions: dict[str, Callable[[], object]] = {
-                "memcpy": lambda a=source, b=target: b.copy_(a),  # type: ignore[misc]
-                "bare": lambda b=target: fetch_bare(group, b),  # type: ignore[misc]
-                "gloo": lambda n=nbytes: fetch(pipes["gloo"], n),  # type: ignore[misc]
-                "tcp": lambda n=nbytes: fetch(pipes["tcp"], n),  # type: ignore[misc]
-            }
-            results.append(measure(actions, nbytes, rounds))
+        results = [measure(Ways(group, pipes, n), n, rounds) for n in SIZES_BYTES]
         group.send([torch.tensor([0])], 1, 0).wait()
         for pipe in pipes.values():
             pipe.send_tensor(None)

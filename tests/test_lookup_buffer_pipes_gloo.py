@@ -7,8 +7,9 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,16 +35,17 @@ from contract_pipe_processes import (
     listening,
     start_child,
 )
-from lookup_buffer.codec import writable_bytes
+from lookup_buffer.codec import torch_version, writable_bytes
 from lookup_buffer.errors import (
     ConfigError,
     LookupBufferError,
     NodeRefused,
     PipeBroken,
+    PipeError,
     PipeTimeout,
     ProtocolError,
 )
-from lookup_buffer.link import Link
+from lookup_buffer.link import Link, connect
 from lookup_buffer.pipes import KVPipe, PipeLimits, open_pipe
 from lookup_buffer.pipes.communicator import Exchange
 from lookup_buffer.pipes.gloo import GlooCommunicator
@@ -222,6 +224,43 @@ def test_ends_of_different_versions_name_both(threads: Threads) -> None:
             end.result(SOON_SECONDS)
     for link in links:
         link.close()
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [["data", 1, 1 << 20]],
+        [["pull", 1], ["data", 1, -1]],
+        [["pull", 1], ["data", 1, 1 << 60]],
+        [["data", 1]],
+        [["pair", "name", b"v" * 5000]],
+        [["pair", f"name {n}", b"value"] for n in range(100)],
+        [["pair", 1, 2]],
+    ],
+)
+def test_a_peer_that_says_what_cannot_be_is_lost(
+    closing: ExitStack, threads: Threads, frames: list[list[Any]]
+) -> None:
+    a = open_pipe("gloo://127.0.0.1:0", listen=True)
+    closing.callback(a.abort)
+    waiting = threads.call(a.recv_tensor, timeout=SOON_SECONDS)
+    link = connect("127.0.0.1", int(a.uri.rsplit(":")[-1]), token=None, timeout=SOON_SECONDS)
+    closing.callback(link.abort)
+    agree(link, "gloo", f"of torch {torch_version()}", time.monotonic() + SOON_SECONDS)
+    for frame in frames:
+        with suppress(PipeError):  # it may have hung up already
+            link.send(frame, timeout=SOON_SECONDS)
+    with pytest.raises(ProtocolError):
+        waiting.result(SOON_SECONDS)
+
+
+def test_addresses_of_ipv6(closing: ExitStack) -> None:
+    a = open_pipe("gloo://[::1]:0", listen=True)
+    b = open_pipe(a.uri)
+    closing.callback(a.abort)
+    closing.callback(b.abort)
+    a.send_tensor(block(LARGE), "k")
+    assert same(b.recv_tensor("k", timeout=SOON_SECONDS), block(LARGE))
 
 
 def test_the_end_of_another_scheme_is_refused(closing: ExitStack) -> None:

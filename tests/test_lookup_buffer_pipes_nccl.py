@@ -1,6 +1,7 @@
 """`nccl` pipes: the contract, where there are two GPUs; and what is said where there is none."""
 
 from contextlib import ExitStack
+from functools import partial
 
 import pytest
 import torch
@@ -9,6 +10,9 @@ from contract_pipe import LARGE, Ends, MakeEnds, PipeContract, block, closing, s
 from contract_pipe_limits import PipeLimitsContract
 from lookup_buffer.errors import ConfigError
 from lookup_buffer.pipes import PipeLimits, open_pipe
+from lookup_buffer.pipes.libnccl import Nccl
+from lookup_buffer.pipes.meeting import meet
+from lookup_buffer.pipes.nccl import DeviceMemory
 
 __all__ = ["closing", "threads"]
 
@@ -30,6 +34,25 @@ def make_ends(closing: ExitStack) -> MakeEnds:
     return make
 
 
+class TestMemoryOfADevice(PipeContract, PipeLimitsContract):
+    """The way to a device's memory and back, with the host for a device and Gloo for NCCL."""
+
+    @pytest.fixture
+    def make_ends(self, closing: ExitStack, monkeypatch: pytest.MonkeyPatch) -> MakeEnds:
+        host = torch.device("cpu")
+        on_host = partial(meet, memory=DeviceMemory(host, host))
+        monkeypatch.setattr("lookup_buffer.pipes.gloo.meet", on_host)
+
+        def make(limits: PipeLimits | None = None) -> Ends:
+            a = open_pipe("gloo://127.0.0.1:0", listen=True, limits=limits)
+            b = open_pipe(a.uri, limits=limits)
+            closing.callback(a.abort)
+            closing.callback(b.abort)
+            return a, b
+
+        return make
+
+
 @pytest.mark.gpu
 @two_gpus
 class TestNcclPipe(PipeContract, PipeLimitsContract):
@@ -49,6 +72,11 @@ def test_an_end_receives_to_the_gpu_that_its_address_names(closing: ExitStack) -
         assert received is not None
         assert received.device == torch.device("cuda", 1)
         assert same(received.cpu(), block(nbytes))
+
+
+def test_without_the_library_it_is_said_so() -> None:
+    with pytest.raises(ConfigError, match=r"needs NCCL.*libnccl-of-nobody"):
+        Nccl("libnccl-of-nobody.so.2")
 
 
 @pytest.mark.skipif(GPUS > 0, reason="there is a GPU")

@@ -3,7 +3,7 @@
 Each end has a GPU of its own: the one that its address names, where it then also receives to, or
 torch's current one, from where it receives to host memory, as the contract has it.
 
-Not run on a GPU yet.
+Not run on a GPU: see docs/pipes.md.
 """
 
 import threading
@@ -139,8 +139,7 @@ class DeviceMemory:
         value = empty_tensor(offer.header)
         if offer.payload is None:
             value = torch.empty_like(value, device=self._device)
-            # Its memory may still be in use by what was put on the caller's stream before.
-            torch.cuda.current_stream(self._device).synchronize()
+            _wait_for(self._device)  # its memory may still be in use by earlier work
         return value
 
     def writable(self, value: torch.Tensor) -> memoryview:
@@ -174,8 +173,14 @@ class _DeviceBytes:
         plain = self._value.detach().resolve_conj().resolve_neg()
         there = plain.to(self._device, copy=copy, memory_format=torch.contiguous_format)
         there = there.contiguous()
-        torch.cuda.current_stream(self._device).synchronize()
+        _wait_for(self._device)
         return bytes_at(there.data_ptr(), there.nbytes, keep=there)
+
+
+def _wait_for(device: torch.device) -> None:
+    """Until all that was put on the caller's stream is done: the communicator has another one."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
 
 
 def open_end(
