@@ -135,6 +135,9 @@ def test_both_directions_at_once_and_nothing_is_left(
         one.abort()
     communicators.clear()
     del one
+    deadline = time.monotonic() + SOON_SECONDS
+    while _native_threads() >= before and time.monotonic() < deadline:
+        time.sleep(0.01)
     assert _native_threads() < before
 
 

@@ -178,8 +178,10 @@ def open_end(
     def joined(link: Link, deadline: float) -> PairLink:
         agree(link, "gloo", f"of torch {torch_version()}", deadline)
 
+        host = link.local_host  # now: the link may have ended when it is wanted
+
         def make(exchange: Exchange, until: float) -> Communicator:
-            return GlooCommunicator(exchange, 0 if listen else 1, link.local_host, until)
+            return GlooCommunicator(exchange, 0 if listen else 1, host, until)
 
         return PairLink(link, make, limits.silence_seconds)
 
