@@ -28,7 +28,7 @@ _TORCH_DTYPES: Final[dict[str, torch.dtype]] = {
 _NAMES: Final = {dtype: name for name, dtype in _TORCH_DTYPES.items()}
 
 Tensor = torch.Tensor
-Value = torch.Tensor | None
+Value = Tensor | None
 """What is stored and sent: None is a value."""
 
 _LENGTH: Final = struct.Struct(">I")
@@ -37,6 +37,10 @@ _ALIGNMENT: Final = 64
 
 # Integers of the same width stand in for dtypes that torch cannot copy, or only with a warning.
 _CARRIERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def torch_version() -> str:
+    return str(torch.__version__)
 
 
 def header_of(tensor: torch.Tensor | None) -> TensorHeader:

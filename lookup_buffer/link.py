@@ -159,6 +159,11 @@ class Link:
         """What ended this link, where that was neither `close` nor `abort`."""
         return self._guard.failure
 
+    @property
+    def local_host(self) -> str:
+        """The address of this end, which is one that the peer reaches."""
+        return str(self._socket.getsockname()[0])
+
     def close(self) -> None:
         """Orderly end: what was sent still arrives. Idempotent; waits for nothing."""
         self._guard.shut()

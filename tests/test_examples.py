@@ -9,7 +9,7 @@ import pytest
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
 
-@pytest.mark.parametrize("address", ["shm://{}/pipe"])
+@pytest.mark.parametrize("address", ["shm://{}/pipe", "gloo://127.0.0.1:0"])
 def test_a_pipe_between_two_processes(address: str, tmp_path: Path) -> None:
     command = [sys.executable, str(EXAMPLES / "pipe.py"), address.format(tmp_path)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)

@@ -17,6 +17,8 @@ SCHEMES: Final[Mapping[str, str]] = {
     "valkey": "valkey",
     "valkeys": "valkeys (TLS)",
     "unix": "unix:///SOCKET?pipe=NAME, by way of a database on this host",
+    "gloo": "gloo://HOST:PORT, between hosts, large payload by Gloo",
+    "nccl": "nccl://HOST:PORT[?device=cuda:N], between GPUs, large payload by NCCL",
 }
 _MODULES: Final = dict.fromkeys(("rediss", "valkey", "valkeys", "unix"), "redis")
 """Of those schemes whose module has another name."""

@@ -101,7 +101,10 @@ class Peer:
                 offer.arrival = self._arrivals[offer.number] = Arrival(memory)
                 self._say(["pull", offer.number])
             arrival = offer.arrival
-            limit = self._limits.silence_seconds + offer.header.nbytes / MINIMUM_BYTES_PER_SECOND
+            # Twice: until they begin to come, and then the reading thread's own deadline for them,
+            # which has to pass first: it says that the peer is lost, not only late.
+            limit = 2 * self._limits.silence_seconds
+            limit += offer.header.nbytes / MINIMUM_BYTES_PER_SECOND
             deadline = time.monotonic() + limit
             while not arrival.over:
                 self._check()
@@ -144,6 +147,7 @@ class Peer:
 
     def lose(self, error: LookupBufferError, *, reset: bool = True) -> None:
         """It is of no use any more. The first reason stands."""
+        error = type(error)(str(error))  # kept: so without frames, which would keep their memory
         with self._changed:
             if self._error is not None:
                 return

@@ -2,9 +2,16 @@
 
 import threading
 import time
-from typing import Final
+from typing import Final, Protocol
 
-from lookup_buffer.codec import Value, contiguous_bytes, empty_tensor, header_of, writable_bytes
+from lookup_buffer.codec import (
+    Tensor,
+    Value,
+    contiguous_bytes,
+    empty_tensor,
+    header_of,
+    writable_bytes,
+)
 from lookup_buffer.errors import (
     Closed,
     ConfigError,
@@ -17,19 +24,19 @@ from lookup_buffer.frames import Frames
 from lookup_buffer.key import TensorKey
 from lookup_buffer.pipes.carrier import Carrier
 from lookup_buffer.pipes.inbox import Inbox, Offer
+from lookup_buffer.pipes.outbox import Bytes
 from lookup_buffer.pipes.peer import Peer
 from lookup_buffer.pipes.pipe import TIMEOUT_SECONDS, Any, KVPipe, PipeLimits, key_text
 from lookup_buffer.pointer import bytes_at
-
-NO_PEER_SECONDS: Final = 0.1
 
 
 class StreamPipe(KVPipe):
     """See `KVPipe`. Who makes one gives it peers by `meet`, as they connect."""
 
-    def __init__(self, uri: str, limits: PipeLimits) -> None:
+    def __init__(self, uri: str, limits: PipeLimits, memory: "Memory | None" = None) -> None:
         self.uri = uri
         self._limits = limits
+        self._memory = memory or HostMemory()
         self._inbox = Inbox()
         self._changed = threading.Condition()
         self._peers: list[Peer] = []
@@ -60,7 +67,7 @@ class StreamPipe(KVPipe):
         if header.nbytes > self._limits.buffer_bytes:
             most = self._limits.buffer_bytes
             raise TensorTooLarge(f"{header.nbytes} bytes; the pipe holds {most}")
-        self._only_peer(deadline).outbox.send(text, header, _Outward(tensor), deadline)
+        self._only_peer(deadline).outbox.send(text, header, self._memory.outward(tensor), deadline)
 
     def recv_tensor(
         self, key: str | TensorKey | Any | None = None, *, timeout: float = TIMEOUT_SECONDS
@@ -84,9 +91,10 @@ class StreamPipe(KVPipe):
     def _receive(self, offer: Offer) -> Value:
         """None where its sender gave up before he was asked."""
         if offer.value is None:
-            offer.value = empty_tensor(offer.header)
+            offer.value = self._memory.empty(offer)
         value = offer.value
-        return value if offer.source.receive(offer, writable_bytes(value)) else None
+        received = offer.source.receive(offer, self._memory.writable(value))
+        return self._memory.done(value) if received else None
 
     @property
     def used_bytes(self) -> int:
@@ -146,7 +154,39 @@ class StreamPipe(KVPipe):
             raise type(self._end)(str(self._end))
 
 
-class _Outward:
+class Memory(Protocol):
+    """Where the bytes lie that are sent and received."""
+
+    def outward(self, value: Value) -> Bytes: ...
+
+    def empty(self, offer: Offer) -> Tensor:
+        """Where this is received."""
+        ...
+
+    def writable(self, value: Tensor) -> memoryview: ...
+
+    def done(self, value: Tensor) -> Value:
+        """What the receiver is given, once it has come."""
+        ...
+
+
+class HostMemory:
+    """See `Memory`."""
+
+    def outward(self, value: Value) -> Bytes:
+        return HostBytes(value)
+
+    def empty(self, offer: Offer) -> Tensor:
+        return empty_tensor(offer.header)
+
+    def writable(self, value: Tensor) -> memoryview:
+        return writable_bytes(value)
+
+    def done(self, value: Tensor) -> Value:
+        return value
+
+
+class HostBytes:
     """The bytes of a value that is sent."""
 
     def __init__(self, value: Value) -> None:

@@ -1,0 +1,124 @@
+"""How the ends of a pipe meet over TCP: one end listens, the others connect to it."""
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Final
+
+from lookup_buffer.config import parse_tcp
+from lookup_buffer.errors import ConfigError, LookupBufferError, PipeBroken, PipeTimeout
+from lookup_buffer.frames import Frames
+from lookup_buffer.link import Link, accept_handshake, connect
+from lookup_buffer.pipes.pipe import PipeLimits
+from lookup_buffer.pipes.stream import Memory, StreamPipe
+
+TRY_AGAIN_SECONDS: Final = 0.05
+HANDSHAKE_SECONDS: Final = 5.0
+
+
+Joined = Callable[[Link, float], Frames]
+"""What a pipe does with a new link, until a deadline, before it is a peer's."""
+
+
+def as_it_is(link: Link, _: float) -> Frames:
+    return link
+
+
+class _Listening(StreamPipe):
+    def __init__(
+        self,
+        scheme: str,
+        host: str,
+        port: int,
+        token: str | None,
+        limits: PipeLimits,
+        joined: Joined,
+        memory: Memory | None,
+    ) -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            self._listener = socket.create_server((host, port), family=family)
+        except OSError as error:
+            raise PipeBroken(f"cannot listen at {host}:{port}: {error.strerror}") from error
+        port = self._listener.getsockname()[1]
+        shown = f"[{host}]" if ":" in host else host
+        super().__init__(f"{scheme}://{shown}:{port}", limits, memory)
+        self._token = token
+        self._joined = joined
+        threading.Thread(target=self._accept, name="lb-pipe-accept", daemon=True).start()
+
+    def close(self) -> None:
+        self._stop_listening()
+        super().close()
+
+    def abort(self) -> None:
+        self._stop_listening()
+        super().abort()
+
+    def _stop_listening(self) -> None:
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+
+    def _accept(self) -> None:
+        with self._listener:
+            while True:
+                try:
+                    stream, _ = self._listener.accept()
+                except OSError:
+                    return
+                # On a thread of its own: who says nothing must not keep others out.
+                threading.Thread(target=self._greet, args=(stream,), daemon=True).start()
+
+    def _greet(self, stream: socket.socket) -> None:
+        deadline = time.monotonic() + HANDSHAKE_SECONDS
+        with suppress(LookupBufferError):
+            link = accept_handshake(stream, token=self._token, timeout=HANDSHAKE_SECONDS)
+            self.meet(_join(link, self._joined, deadline))
+
+
+def meet(
+    uri: str,
+    *,
+    listen: bool,
+    timeout: float,
+    token: str | None,
+    limits: PipeLimits,
+    joined: Joined = as_it_is,
+    memory: Memory | None = None,
+) -> StreamPipe:
+    """See `open_pipe`. The scheme of `uri` is the caller's.
+
+    Args:
+        joined: called for each new link, on both ends; what it returns is the peer's.
+    """
+    scheme, _, rest = uri.partition("://")
+    try:
+        host, port = parse_tcp(f"tcp://{rest}")
+    except ValueError as error:
+        raise ConfigError(f"{uri!r} is not an address of the form {scheme}://host:port") from error
+    if listen:
+        return _Listening(scheme, host, port, token, limits, joined, memory)
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            link = connect(host, port, token=token, timeout=deadline - time.monotonic())
+            break
+        except PipeTimeout:
+            raise
+        except PipeBroken as error:
+            if time.monotonic() + TRY_AGAIN_SECONDS > deadline:
+                raise PipeTimeout(f"nobody listens at {uri}: {error}") from error
+            time.sleep(TRY_AGAIN_SECONDS)
+    pipe = StreamPipe(uri, limits, memory)
+    pipe.meet(_join(link, joined, deadline))
+    return pipe
+
+
+def _join(link: Link, joined: Joined, deadline: float) -> Frames:
+    try:
+        return joined(link, deadline)
+    except BaseException:
+        link.close()
+        raise

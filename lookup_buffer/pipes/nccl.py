@@ -1,0 +1,229 @@
+"""`nccl://HOST:PORT[?device=cuda:N]`: control as in `tcp`, large payload by NCCL, between GPUs.
+
+Each end has a GPU of its own: the one that its address names, where it then also receives to, or
+torch's current one, from where it receives to host memory, as the contract has it.
+
+Not run on a GPU: see docs/pipes.md.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Final
+from urllib.parse import parse_qs, urlsplit
+
+import torch
+
+from lookup_buffer.codec import Value, empty_tensor, writable_bytes
+from lookup_buffer.errors import (
+    ConfigError,
+    LookupBufferError,
+    PipeBroken,
+    PipeTimeout,
+    ProtocolError,
+)
+from lookup_buffer.link import Link
+from lookup_buffer.pipes.communicator import Communicator, Exchange
+from lookup_buffer.pipes.inbox import Offer
+from lookup_buffer.pipes.libnccl import UNIQUE_ID_BYTES, Nccl, loaded
+from lookup_buffer.pipes.meeting import meet
+from lookup_buffer.pipes.outbox import INLINE_BYTES
+from lookup_buffer.pipes.pair import PairLink, agree
+from lookup_buffer.pipes.pipe import KVPipe, PipeLimits
+from lookup_buffer.pipes.stream import HostBytes, Memory
+from lookup_buffer.pointer import bytes_at, pointer_to
+
+_cuda: Any = torch.cuda  # it has no types for streams and events
+POLL_SECONDS: Final = 20e-6
+ABORT_SECONDS: Final = 5.0
+
+
+class NcclCommunicator:
+    """See `Communicator`. Its memory is the GPU's.
+
+    Two communicators of NCCL, one for each direction: NCCL has no tags, sends and receives of one
+    pair match in the order in which they are issued, and opposite sends that are not in one group
+    wait for each other. With one for each direction there is one order in each (`pair`), and one
+    thread that uses it, which NCCL asks for too. A kernel of the one never waits for one of the
+    other; what a GPU without room for both would cost is bounded by the deadline.
+    """
+
+    def __init__(
+        self, nccl: Nccl, exchange: Exchange, rank: int, device: torch.device, deadline: float
+    ) -> None:
+        self._nccl = nccl
+        self._rank = rank
+        self._device = device
+        self._stopped = False
+        self._handles: list[Any] = []
+        self._busy = (threading.Lock(), threading.Lock())
+        self._kept: dict[int, memoryview] = {}
+        """The last ones: the kernel of a transfer that was given up may still touch them."""
+        names = ("from rank 0", "from rank 1")
+        ours = {name: nccl.unique_id() for name in names} if rank == 0 else {}
+        for name, unique_id in ours.items():
+            exchange.put(name, unique_id)
+        with torch.cuda.device(device):
+            self._streams = [_cuda.Stream() for _ in names]
+            try:
+                for name in names:
+                    unique_id = ours.get(name) or exchange.get(name, deadline)
+                    if len(unique_id) != UNIQUE_ID_BYTES:
+                        raise ProtocolError("not an NCCL id")
+                    handle = nccl.init(rank, unique_id)
+                    self._handles.append(handle)
+                    while nccl.in_progress(handle):
+                        self._pause(deadline)
+            except LookupBufferError:
+                self.abort()
+                raise
+
+    def send(self, memory: memoryview, timeout: float) -> None:
+        self._move(self._nccl.send, self._rank, memory, timeout)
+
+    def recv(self, memory: memoryview, timeout: float) -> None:
+        self._move(self._nccl.recv, 1 - self._rank, memory, timeout)
+
+    def _move(
+        self, call: Callable[..., None], way: int, memory: memoryview, timeout: float
+    ) -> None:
+        deadline = time.monotonic() + timeout
+        with self._busy[way], torch.cuda.device(self._device):
+            if self._stopped:
+                raise PipeBroken("this end of the pipe was aborted")
+            handle, stream = self._handles[way], self._streams[way]
+            self._kept[way] = memory
+            call(handle, pointer_to(memory), memory.nbytes, 1 - self._rank, stream.cuda_stream)
+            while self._nccl.in_progress(handle):
+                self._pause(deadline)
+            moved = _cuda.Event()
+            moved.record(stream)
+            try:
+                while not moved.query():
+                    self._nccl.in_progress(handle)  # raises what went wrong
+                    self._pause(deadline)
+            except RuntimeError as error:
+                raise PipeBroken("the GPU failed in the middle of a transfer") from error
+
+    def _pause(self, deadline: float) -> None:
+        if self._stopped:
+            raise PipeBroken("this end of the pipe was aborted")
+        if time.monotonic() >= deadline:
+            raise PipeTimeout("the other end did not move its bytes in time")
+        time.sleep(POLL_SECONDS)
+
+    def abort(self) -> None:
+        self._stopped = True
+        for busy in self._busy[: len(self._handles)]:
+            busy.acquire(timeout=ABORT_SECONDS)  # nobody else may be in NCCL with it
+        for handle in self._handles:
+            self._nccl.abort(handle)
+        self._kept.clear()
+
+
+class DeviceMemory:
+    """See `Memory`. What goes through the communicator lies on the GPU, on both ends.
+
+    Its views of device memory are addresses with a length; nothing on the host reads them. What
+    comes with its offer is in host memory on its way.
+    """
+
+    def __init__(self, device: torch.device, to: torch.device) -> None:
+        self._device = device
+        self._to = to
+
+    def outward(self, value: Value) -> "_DeviceBytes":
+        return _DeviceBytes(value, self._device)
+
+    def empty(self, offer: Offer) -> torch.Tensor:
+        value = empty_tensor(offer.header)
+        if offer.payload is None:
+            value = torch.empty_like(value, device=self._device)
+            _wait_for(self._device)  # its memory may still be in use by earlier work
+        return value
+
+    def writable(self, value: torch.Tensor) -> memoryview:
+        return writable_bytes(value)
+
+    def done(self, value: torch.Tensor) -> Value:
+        return value.to(self._to)
+
+
+class _DeviceBytes:
+    """The bytes of a value that is sent."""
+
+    def __init__(self, value: Value, device: torch.device) -> None:
+        self._value = value
+        self._device = device
+        self._lent = False
+
+    def lent(self) -> memoryview:
+        self._lent = True
+        return self._view(copy=False)
+
+    def copied(self) -> memoryview:
+        few = self._value is None or self._value.nbytes <= INLINE_BYTES
+        if few and not self._lent:
+            return HostBytes(self._value).copied()  # they come with their offer
+        return self._view(copy=True)
+
+    def _view(self, *, copy: bool) -> memoryview:
+        if self._value is None:
+            return memoryview(b"")
+        plain = self._value.detach().resolve_conj().resolve_neg()
+        there = plain.to(self._device, copy=copy, memory_format=torch.contiguous_format)
+        there = there.contiguous()
+        _wait_for(self._device)
+        return bytes_at(there.data_ptr(), there.nbytes, keep=there)
+
+
+def _wait_for(device: torch.device) -> None:
+    """Until all that was put on the caller's stream is done: the communicator has another one."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
+def open_end(
+    uri: str, *, listen: bool, timeout: float, token: str | None, limits: PipeLimits
+) -> KVPipe:
+    """See `open_pipe`."""
+    parts = urlsplit(uri)
+    device, to = _devices(uri, parts.query)
+    nccl = loaded()
+
+    def joined(link: Link, deadline: float) -> PairLink:
+        agree(link, "nccl", nccl.version, deadline)
+
+        def make(exchange: Exchange, until: float) -> Communicator:
+            return NcclCommunicator(nccl, exchange, 0 if listen else 1, device, until)
+
+        return PairLink(link, make, limits.silence_seconds)
+
+    memory: Memory = DeviceMemory(device, to)
+    return meet(
+        f"nccl://{parts.netloc}",
+        listen=listen,
+        timeout=timeout,
+        token=token,
+        limits=limits,
+        joined=joined,
+        memory=memory,
+    )
+
+
+def _devices(uri: str, query: str) -> tuple[torch.device, torch.device]:
+    """This end's GPU, and where it receives to."""
+    named = parse_qs(query)
+    if not torch.cuda.is_available():
+        raise ConfigError(f"{uri!r} needs a GPU, and torch {torch.__version__} sees none")
+    if not named:
+        return torch.device("cuda", torch.cuda.current_device()), torch.device("cpu")
+    try:
+        (text,) = named.pop("device")
+        device = torch.device(text)
+        if named or device.type != "cuda" or (device.index or 0) >= torch.cuda.device_count():
+            raise ValueError(text)
+    except (KeyError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"{uri!r}: after ? comes at most device=cuda:N, of a GPU here") from error
+    device = torch.device("cuda", device.index or 0)
+    return device, device

@@ -1,0 +1,277 @@
+"""`gloo` pipes: the contract, between threads, two processes, and several senders."""
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from contract_pipe import (
+    LARGE,
+    SOON_SECONDS,
+    Ends,
+    MakeEnds,
+    PipeContract,
+    Threads,
+    block,
+    closing,
+    same,
+    threads,
+)
+from contract_pipe_limits import PipeLimitsContract
+from contract_pipe_processes import (
+    HUGE,
+    SILENCE_SECONDS,
+    START_SECONDS,
+    MakeListening,
+    ProcessContract,
+    listening,
+    start_child,
+)
+from lookup_buffer.codec import torch_version, writable_bytes
+from lookup_buffer.errors import (
+    ConfigError,
+    LookupBufferError,
+    NodeRefused,
+    PipeBroken,
+    PipeError,
+    PipeTimeout,
+    ProtocolError,
+)
+from lookup_buffer.link import Link, connect
+from lookup_buffer.pipes import KVPipe, PipeLimits, open_pipe
+from lookup_buffer.pipes.communicator import Exchange
+from lookup_buffer.pipes.gloo import GlooCommunicator
+from lookup_buffer.pipes.pair import agree
+
+__all__ = ["closing", "listening", "start_child", "threads"]
+
+
+@pytest.fixture
+def make_ends(closing: ExitStack) -> MakeEnds:
+    def make(limits: PipeLimits | None = None) -> Ends:
+        a = open_pipe("gloo://127.0.0.1:0", listen=True, limits=limits)
+        b = open_pipe(a.uri, limits=limits)
+        closing.callback(a.abort)
+        closing.callback(b.abort)
+        return a, b
+
+    return make
+
+
+class TestGlooPipe(PipeContract, PipeLimitsContract):
+    pass
+
+
+@pytest.fixture
+def make_listening() -> MakeListening:
+    return lambda limits: open_pipe("gloo://127.0.0.1:0", listen=True, limits=limits)
+
+
+class TestGlooPipeProcesses(ProcessContract):
+    pass
+
+
+def test_an_end_with_another_token_is_refused(closing: ExitStack) -> None:
+    a = closing.enter_context(open_pipe("gloo://127.0.0.1:0", listen=True, token="one"))
+    for token in (None, "two"):
+        with pytest.raises(NodeRefused):
+            open_pipe(a.uri, token=token)
+    b = closing.enter_context(open_pipe(a.uri, token="one"))
+    b.send_tensor(None)
+    assert a.recv_tensor(timeout=5.0) is None
+
+
+def test_nobody_listens() -> None:
+    with pytest.raises(PipeTimeout, match="nobody listens at gloo:"):
+        open_pipe("gloo://127.0.0.1:9", timeout=0.2)
+
+
+@pytest.mark.parametrize("uri", ["gloo://", "gloo://host", "gloo://h:x"])
+def test_an_address_that_is_none(uri: str) -> None:
+    with pytest.raises(ConfigError, match="gloo://"):
+        open_pipe(uri)
+
+
+# -- the communicator
+
+
+@pytest.fixture
+def communicators() -> list[GlooCommunicator]:
+    exchanges: list[Exchange] = []
+    exchanges.append(Exchange(lambda name, value: exchanges[1].heard(name, value)))
+    exchanges.append(Exchange(lambda name, value: exchanges[0].heard(name, value)))
+    deadline = time.monotonic() + SOON_SECONDS
+    with ThreadPoolExecutor(2) as pool:
+        made = [
+            pool.submit(GlooCommunicator, exchange, rank, "127.0.0.1", deadline)
+            for rank, exchange in enumerate(exchanges)
+        ]
+        return [one.result() for one in made]
+
+
+def test_both_directions_at_once_and_nothing_is_left(
+    communicators: list[GlooCommunicator], threads: Threads
+) -> None:
+    sent = [block(HUGE, seed) for seed in range(2)]
+    got = [block(HUGE, 2) for _ in range(2)]
+    calls = []
+    for rank, one in enumerate(communicators):
+        calls.append(threads.call(one.send, writable_bytes(sent[rank]), SOON_SECONDS))
+        calls.append(threads.call(one.recv, writable_bytes(got[rank]), SOON_SECONDS))
+    for call in calls:
+        call.result(2 * SOON_SECONDS)
+    assert same(got[0], sent[1])
+    assert same(got[1], sent[0])
+    before = _native_threads()
+    for one in communicators:
+        one.abort()
+    communicators.clear()
+    del one
+    deadline = time.monotonic() + SOON_SECONDS
+    while _native_threads() >= before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert _native_threads() < before
+
+
+def test_who_waits_has_a_deadline(communicators: list[GlooCommunicator]) -> None:
+    started = time.monotonic()
+    with pytest.raises(PipeTimeout):
+        communicators[0].recv(writable_bytes(block(LARGE)), 0.3)
+    assert 0.25 < time.monotonic() - started < SOON_SECONDS
+    with pytest.raises(PipeBroken):
+        communicators[1].send(writable_bytes(block(LARGE)), SOON_SECONDS)
+
+
+def test_an_abort_wakes_both_ends(communicators: list[GlooCommunicator], threads: Threads) -> None:
+    a, b = communicators
+    memory = writable_bytes(block(HUGE))
+    waiting = [threads.call(a.recv, memory, 60.0), threads.call(a.send, memory, 60.0)]
+    waiting.append(threads.call(b.recv, memory, 60.0))  # one is in the middle of its bytes
+    started = time.monotonic()
+    a.abort()
+    b.abort()
+    for one in (waiting[0], waiting[2], waiting[1]):
+        try:
+            one.result(SOON_SECONDS)
+        except PipeBroken:
+            continue
+    assert time.monotonic() - started < SOON_SECONDS
+    with pytest.raises(PipeBroken):
+        a.send(memory, 1.0)
+
+
+@pytest.mark.parametrize(("signal", "error"), [("SIGKILL", PipeBroken), ("SIGSTOP", PipeTimeout)])
+def test_a_peer_that_ends_between_its_announcement_and_its_bytes(
+    listening: KVPipe, closing: ExitStack, signal: str, error: type[LookupBufferError]
+) -> None:
+    child = Path(__file__).parent / "gloo_child.py"
+    process = subprocess.Popen([sys.executable, str(child), listening.uri, signal])
+    closing.callback(process.wait)
+    closing.callback(process.kill)
+    assert listening.recv_tensor("there", timeout=START_SECONDS) is None
+    started, before = time.monotonic(), threading.active_count()
+    with pytest.raises(error):
+        listening.recv_tensor(timeout=60.0)
+    assert time.monotonic() - started < SILENCE_SECONDS + SOON_SECONDS
+    listening.abort()
+    deadline = time.monotonic() + SOON_SECONDS
+    while threading.active_count() > before - 3 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not [one for one in threading.enumerate() if one.name.startswith("lb-pipe")]
+
+
+ENDS_IN_THE_MIDDLE = """
+import threading, time, torch
+from lookup_buffer.pipes import open_pipe
+
+a = open_pipe("gloo://127.0.0.1:0", listen=True)
+b = open_pipe(a.uri)
+tensor = torch.ones(8 << 20, dtype=torch.uint8)
+moved = threading.Event()
+
+def move():
+    while True:
+        a.send_tensor(tensor)
+        b.recv_tensor()
+        moved.set()
+
+threading.Thread(target=move, daemon=True).start()
+moved.wait(60.0)
+"""
+
+
+def test_a_process_that_ends_in_the_middle_of_a_transfer_ends_in_order() -> None:
+    """Else torch's threads would terminate it: -SIGABRT."""
+    command = [sys.executable, "-c", ENDS_IN_THE_MIDDLE]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert run.returncode == 0, run.stderr
+
+
+def test_ends_of_different_versions_name_both(threads: Threads) -> None:
+    links = [Link(stream) for stream in socket.socketpair()]
+    deadline = time.monotonic() + SOON_SECONDS
+    ends = [
+        threads.call(agree, link, "gloo", version, deadline)
+        for link, version in zip(links, ("of torch 1", "of torch 2"), strict=True)
+    ]
+    for end in ends:
+        with pytest.raises(NodeRefused, match=r"torch [12].* torch [12]"):
+            end.result(SOON_SECONDS)
+    for link in links:
+        link.close()
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [["data", 1, 1 << 20]],
+        [["pull", 1], ["data", 1, -1]],
+        [["pull", 1], ["data", 1, 1 << 60]],
+        [["data", 1]],
+        [["pair", "name", b"v" * 5000]],
+        [["pair", f"name {n}", b"value"] for n in range(100)],
+        [["pair", 1, 2]],
+    ],
+)
+def test_a_peer_that_says_what_cannot_be_is_lost(
+    closing: ExitStack, threads: Threads, frames: list[list[Any]]
+) -> None:
+    a = open_pipe("gloo://127.0.0.1:0", listen=True)
+    closing.callback(a.abort)
+    waiting = threads.call(a.recv_tensor, timeout=SOON_SECONDS)
+    link = connect("127.0.0.1", int(a.uri.rsplit(":")[-1]), token=None, timeout=SOON_SECONDS)
+    closing.callback(link.abort)
+    agree(link, "gloo", f"of torch {torch_version()}", time.monotonic() + SOON_SECONDS)
+    for frame in frames:
+        with suppress(PipeError):  # it may have hung up already
+            link.send(frame, timeout=SOON_SECONDS)
+    with pytest.raises(ProtocolError):
+        waiting.result(SOON_SECONDS)
+
+
+def test_addresses_of_ipv6(closing: ExitStack) -> None:
+    a = open_pipe("gloo://[::1]:0", listen=True)
+    b = open_pipe(a.uri)
+    closing.callback(a.abort)
+    closing.callback(b.abort)
+    a.send_tensor(block(LARGE), "k")
+    assert same(b.recv_tensor("k", timeout=SOON_SECONDS), block(LARGE))
+
+
+def test_the_end_of_another_scheme_is_refused(closing: ExitStack) -> None:
+    a = closing.enter_context(open_pipe("tcp://127.0.0.1:0", listen=True))
+    closing.callback(a.abort)
+    with pytest.raises((ProtocolError, PipeBroken)):
+        open_pipe(a.uri.replace("tcp", "gloo"), timeout=SOON_SECONDS)
+
+
+def _native_threads() -> int:
+    return len(os.listdir("/proc/self/task"))

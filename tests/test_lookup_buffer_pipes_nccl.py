@@ -1,0 +1,85 @@
+"""`nccl` pipes: the contract, where there are two GPUs; and what is said where there is none."""
+
+from contextlib import ExitStack
+from functools import partial
+
+import pytest
+import torch
+
+from contract_pipe import LARGE, Ends, MakeEnds, PipeContract, block, closing, same, threads
+from contract_pipe_limits import PipeLimitsContract
+from lookup_buffer.errors import ConfigError
+from lookup_buffer.pipes import PipeLimits, open_pipe
+from lookup_buffer.pipes.libnccl import Nccl
+from lookup_buffer.pipes.meeting import meet
+from lookup_buffer.pipes.nccl import DeviceMemory
+
+__all__ = ["closing", "threads"]
+
+GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
+two_gpus = pytest.mark.skipif(GPUS < 2, reason=f"NCCL wants a GPU for each end; here are {GPUS}")
+
+
+@pytest.fixture
+def make_ends(closing: ExitStack) -> MakeEnds:
+    def make(limits: PipeLimits | None = None) -> Ends:
+        with torch.cuda.device(0):
+            a = open_pipe("nccl://127.0.0.1:0", listen=True, limits=limits)
+        with torch.cuda.device(1):
+            b = open_pipe(a.uri, limits=limits)
+        closing.callback(a.abort)
+        closing.callback(b.abort)
+        return a, b
+
+    return make
+
+
+class TestMemoryOfADevice(PipeContract, PipeLimitsContract):
+    """The way to a device's memory and back, with the host for a device and Gloo for NCCL."""
+
+    @pytest.fixture
+    def make_ends(self, closing: ExitStack, monkeypatch: pytest.MonkeyPatch) -> MakeEnds:
+        host = torch.device("cpu")
+        on_host = partial(meet, memory=DeviceMemory(host, host))
+        monkeypatch.setattr("lookup_buffer.pipes.gloo.meet", on_host)
+
+        def make(limits: PipeLimits | None = None) -> Ends:
+            a = open_pipe("gloo://127.0.0.1:0", listen=True, limits=limits)
+            b = open_pipe(a.uri, limits=limits)
+            closing.callback(a.abort)
+            closing.callback(b.abort)
+            return a, b
+
+        return make
+
+
+@pytest.mark.gpu
+@two_gpus
+class TestNcclPipe(PipeContract, PipeLimitsContract):
+    pass
+
+
+@pytest.mark.gpu
+@two_gpus
+def test_an_end_receives_to_the_gpu_that_its_address_names(closing: ExitStack) -> None:
+    a = open_pipe("nccl://127.0.0.1:0?device=cuda:0", listen=True)
+    b = open_pipe(f"{a.uri}?device=cuda:1")
+    closing.callback(a.abort)
+    closing.callback(b.abort)
+    for nbytes in (100, LARGE, 0):
+        a.send_tensor(block(nbytes).cuda(0), "k")
+        received = b.recv_tensor("k")
+        assert received is not None
+        assert received.device == torch.device("cuda", 1)
+        assert same(received.cpu(), block(nbytes))
+
+
+def test_without_the_library_it_is_said_so() -> None:
+    with pytest.raises(ConfigError, match=r"needs NCCL.*libnccl-of-nobody"):
+        Nccl("libnccl-of-nobody.so.2")
+
+
+@pytest.mark.skipif(GPUS > 0, reason="there is a GPU")
+def test_without_a_gpu_it_is_said_so() -> None:
+    with pytest.raises(ConfigError, match="needs a GPU"):
+        open_pipe("nccl://127.0.0.1:1")
