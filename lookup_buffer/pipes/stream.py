@@ -2,7 +2,7 @@
 
 import threading
 import time
-from typing import Final, Protocol
+from typing import Protocol
 
 from lookup_buffer.codec import (
     Tensor,
