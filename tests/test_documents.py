@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from connectors.settings import ConnectorSettings, parse_settings
 from lookup_buffer.config import SECRETS, parse_bytes
@@ -29,14 +30,20 @@ def _blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", README, flags=re.DOTALL | re.MULTILINE)
 
 
-def test_the_library_example_imports_only_what_there_is() -> None:
-    (example,) = _blocks("python")
-    imports = [node for node in ast.walk(ast.parse(example)) if isinstance(node, ast.ImportFrom)]
-    assert imports
-    for node in imports:
-        module = importlib.import_module(node.module or "")
-        for alias in node.names:
-            assert hasattr(module, alias.name), f"{node.module} has no {alias.name}"
+def test_the_library_examples_import_only_what_there_is() -> None:
+    for example in _blocks("python"):
+        nodes = ast.walk(ast.parse(example))
+        imports = [node for node in nodes if isinstance(node, ast.ImportFrom)]
+        assert imports
+        for node in imports:
+            module = importlib.import_module(node.module or "")
+            for alias in node.names:
+                assert hasattr(module, alias.name), f"{node.module} has no {alias.name}"
+
+
+def test_the_example_of_a_pipe_runs() -> None:
+    (example,) = [block for block in _blocks("python") if "open_pipe" in block]
+    exec(compile(example, "README.md", "exec"), {"torch": torch})
 
 
 def test_the_commands_of_the_readme_exist() -> None:
