@@ -5,6 +5,7 @@ takes it; tests that break one take `own_cluster`.
 """
 
 import binascii
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
@@ -76,12 +77,17 @@ class ValkeyCluster:
     def owner(self, key: str | bytes | int) -> ServerProcess:
         """The master that serves the slot of a key, or a slot."""
         slot = key if isinstance(key, int) else slot_of(key)
-        for fields in self._nodes():
+        server = self._server_of(slot, self._nodes())
+        assert server is not None, f"nobody serves slot {slot}"
+        return server
+
+    def _server_of(self, slot: int, nodes: list[list[str]]) -> ServerProcess | None:
+        for fields in nodes:
             for slots in fields[8:]:
                 first, _, last = slots.partition("-")
                 if first.isdigit() and int(first) <= slot <= int(last or first):
                     return next(m for m in self.members if _listed(m) == fields[1])
-        raise AssertionError(f"nobody serves slot {slot}")
+        return None
 
     def command(self, key: str | bytes, *parts: str | bytes | int) -> Any:
         """The reply to one command, from the master that serves the slot of `key`."""
@@ -112,6 +118,26 @@ class ValkeyCluster:
                 giving("MIGRATE", "127.0.0.1", target.port, "", 0, 5000, "KEYS", *keys)
             for connection in (taking, giving):
                 connection("CLUSTER", "SETSLOT", slot, "NODE", self._id(target))
+        self._settle_slot(slot, target)
+
+    def _settle_slot(self, slot: int, target: ServerProcess) -> None:
+        """Until every living member knows of it. A member that bumped its epoch meanwhile may claim
+        the slot again, for good: the target's claim is then made the newer one."""
+        for attempt in range(60):
+            living = [member for member in self.members if member.running]
+            if all(self._owner_by(member, slot) is target for member in living):
+                return
+            if attempt % 10 == 9:
+                target.command("CLUSTER", "BUMPEPOCH")
+                for master in self.masters():
+                    master.command("CLUSTER", "SETSLOT", slot, "NODE", self._id(target))
+            time.sleep(0.1)
+        raise AssertionError(f"members do not agree who serves slot {slot}")
+
+    def _owner_by(self, member: ServerProcess, slot: int) -> ServerProcess | None:
+        """Who serves a slot, as one member sees it."""
+        with RespConnection(member.port, timeout_seconds=2.0) as asking:
+            return self._server_of(slot, _lines(asking("CLUSTER", "NODES")))
 
     def flush(self) -> None:
         """Empty all masters, as if the cluster had lost its data."""
@@ -120,7 +146,12 @@ class ValkeyCluster:
 
     def wait_until_whole(self, seconds: float = WHOLE_SECONDS) -> None:
         """Every living member agrees that all slots are served, and every replica is in step."""
-        wait_until(self._whole, seconds, "the cluster is whole")
+        try:
+            wait_until(self._whole, seconds, "the cluster is whole")
+        except pytest.fail.Exception as failure:
+            views = {m.port: sorted(_served(m)) for m in self.members if m.running}
+            steps = {m.port: _in_step(m) for m in self.members if m.running}
+            pytest.fail(f"{failure}; who serves what: {views}; in step: {steps}")
 
     def close(self) -> None:
         for member in self.members:

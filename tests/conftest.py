@@ -10,7 +10,9 @@ scope started before the test is not counted against it; they have to be named i
 
 import gc
 import importlib.util
+import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -56,6 +58,29 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.collect()  # from here it counts how much there is, and so how much more makes it due
+
+
+@contextmanager
+def _environment_kept() -> Iterator[None]:
+    before = dict(os.environ)
+    yield
+    if os.environ != before:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def environment_of_the_module() -> Iterator[None]:
+    """vLLM sets variables when it makes a configuration, LD_PRELOAD among them: every node and
+    server that a later test starts would load torch's libraries."""
+    with _environment_kept():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def environment(environment_of_the_module: None) -> Iterator[None]:
+    with _environment_kept():
+        yield
 
 
 @pytest.fixture(autouse=True)
