@@ -167,6 +167,13 @@ class EcClaims:
             timeout=timeout,
         )
 
+    def wait(self, watch: RequestWatch, timeout: float) -> bool:
+        """Whether the answer for a request that asked is there, at the latest after `timeout`."""
+        asked = self._claimants[watch.request_id].asked
+        if asked is not None and asked.state is ClaimSetState.PENDING and timeout > 0:
+            asked.wait(timeout)
+        return asked is None or asked.state is not ClaimSetState.PENDING
+
     def look(self, watch: RequestWatch, timeout: float) -> Verdict:
         """How it stands for a request that asked; waits at most `timeout` seconds where what was
         granted is no longer sure, because vLLM was long busy with others, and is asked for anew."""

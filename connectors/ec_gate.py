@@ -7,12 +7,14 @@ Decides per request; what vLLM is then promised and told is `EcScheduler`'s.
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from connectors.adapters import Adapters
-from connectors.counters import Counters
+from connectors.counters import Counters, logger
 from connectors.ec_claims import EcClaims, Verdict
 from connectors.ec_engine_cache import EngineCache
+from connectors.ec_idle import IdleTime
 from connectors.ec_pins import Pin, PinTable
 from connectors.ec_shape import EngineShape
 from connectors.ec_watch import Phase, RequestWatch, WatchedItem
@@ -68,6 +70,7 @@ class EcGate:
         self._watches: dict[str, RequestWatch] = {}
         self._unavailable: set[str] = set()
         self._seconds_left = settings.first_sight_seconds
+        self._idle = IdleTime(settings.idle_wait_seconds, clock)
         self.embed_bytes = shape.embed_bytes
         self.located: dict[str, set[str]] = {}
         """On a pure producer: items that are stored already, with the requests that asked."""
@@ -134,6 +137,7 @@ class EcGate:
             self._seconds_left -= self._clock() - started
         if watch.phase is not Phase.CLAIMING:
             return True
+        self._idle.spend_on(partial(self._claims.wait, watch))
         started = self._clock()
         verdict = self._claims.look(watch, max(self._seconds_left, 0.0))
         self._seconds_left -= self._clock() - started
@@ -148,7 +152,7 @@ class EcGate:
     def _was_evicted(self, watch: RequestWatch) -> bool:
         """Whether vLLM's cache lost, while the request waited, what it relied on there."""
         return watch.evictions != self._engine_cache.evictions and any(
-            not self._is_held(watch, item.identifier) for item in self._needed(watch)
+            not self._is_held(watch, item.identifier) for item in watch.needed(self._engine_cache)
         )
 
     def _may_go_without(self, watch: RequestWatch) -> bool:
@@ -156,7 +160,8 @@ class EcGate:
         if not watch.is_dependent:
             return True
         if watch.computed_tokens >= watch.hopeless_end:
-            needed = [i for i in self._needed(watch, anew=True) if i.carried is Carried.METADATA]
+            needed = watch.needed(self._engine_cache, anew=True)
+            needed = [item for item in needed if item.carried is Carried.METADATA]
             if self._pins.promise_all([item.identifier for item in needed]):
                 # Kept in this pass even if the node dies in it: vLLM would encode what it lacks.
                 self._answers.update((item.identifier, True) for item in needed)
@@ -181,22 +186,10 @@ class EcGate:
         pin = self._pins.get(identifier)
         return pin is not None and watch.request_id in pin.wanted_by
 
-    def _needed(self, watch: RequestWatch, *, anew: bool = False) -> list[WatchedItem]:
-        """Items that still need bytes; `anew`: those that were asked for in vain as well."""
-        return [
-            item
-            for item in watch.items
-            if item.end > watch.computed_tokens
-            and (anew or item.identifier not in watch.absent)
-            and not watch.refers_to(item.identifier)
-            # vLLM's cache may evict before it is used: good enough where media are at hand.
-            and (item.identifier not in self._engine_cache or item.carried is Carried.METADATA)
-        ]
-
     def _ask(self, watch: RequestWatch) -> bool:
         """Ask for all that is needed, or for nothing. False: not asked, try in a later pass."""
         watch.evictions = self._engine_cache.evictions
-        needed = self._needed(watch)
+        needed = watch.needed(self._engine_cache)
         if not needed:
             watch.phase = Phase.ANSWERED
             return True
@@ -246,7 +239,7 @@ class EcGate:
             pin = self._pins.get(identifier)
             if pin is None:
                 continue  # it went with another request's step: vLLM's own cache has it
-            if pin.handle.state is PrefetchState.PENDING:
+            if not self._idle.spend_on(pin.wait):
                 pending.append(identifier)
             elif self._pins.fits(pin):
                 # An earlier request of this pass may have been told no, when it was still so.
@@ -254,22 +247,25 @@ class EcGate:
                     del self._answers[identifier]
             else:
                 missing[identifier] = pin
-        if pending:
-            if watch.hold(self._clock(), self._settings.fetch_wait_seconds):
-                return False
-            self._counters.add("miss:timeout", len(pending))
+        if pending and watch.hold(self._clock(), self._settings.fetch_wait_seconds):
+            return False
+        for identifier in pending:
+            self._missed(watch, identifier, "timeout")
         for identifier, pin in missing.items():
             reason = self._pins.why_missing(pin)
-            self._counters.add(f"miss:{reason}")
             # A store that is down has nothing to say of claims either.
             if pin.handle.state is PrefetchState.MISSING and reason != "store_down":
                 watch.lacks(watch.wanted[identifier])
-        for identifier in (*pending, *missing):
-            watch.absent.add(identifier)
-            del watch.wanted[identifier]
-            self._pins.drop(identifier, watch.request_id)
+            self._missed(watch, identifier, reason)
         watch.phase = Phase.ANSWERED
         return True
+
+    def _missed(self, watch: RequestWatch, identifier: str, reason: str) -> None:
+        self._counters.add(f"miss:{reason}")
+        logger.debug("request %s: item %s missed: %s", watch.request_id, identifier, reason)
+        watch.absent.add(identifier)
+        del watch.wanted[identifier]
+        self._pins.drop(identifier, watch.request_id)
 
     def _locate(self, watch: RequestWatch, needed: list[WatchedItem]) -> bool:
         """A pure producer only wants to know what is stored already."""
@@ -294,10 +290,9 @@ class EcGate:
         watch.phase = Phase.ANSWERED
         return True
 
-    # -- the end of a pass, of a request, of the engine ----------------------------------------
-
-    def end_pass(self) -> None:
+    def end_pass(self, *, is_idle: bool) -> None:
         self._seconds_left = self._settings.first_sight_seconds
+        self._idle.begin_pass(is_idle=is_idle)
 
     def take_unavailable_requests(self) -> set[str]:
         """Requests that can get their items neither here nor elsewhere; vLLM fails them."""

@@ -36,6 +36,12 @@ class Pin:
     order: "LoadOrder | None" = None
     """Where the bytes lie, as it was when vLLM was promised them."""
 
+    def wait(self, timeout: float) -> bool:
+        """Whether it is settled, at the latest after `timeout` seconds."""
+        if self.handle.state is PrefetchState.PENDING and timeout > 0:
+            self.handle.wait(timeout)
+        return self.handle.state is not PrefetchState.PENDING
+
 
 class PinTable:
     """All pins of one engine.

@@ -191,7 +191,7 @@ class EcScheduler:
         self.claims.end_pass(self._step, dispatched=runs)
         self.pins.end_pass()
         self._answers.clear()
-        self.gate.end_pass()
+        self.gate.end_pass(is_idle=not scheduler_output.total_num_scheduled_tokens)
         return metadata
 
     def close(self) -> None:

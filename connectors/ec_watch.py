@@ -7,12 +7,15 @@ attributes that it reads.
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from connectors.adapters import Adapters
 from connectors.identifiers import NotShareable, shared_key
 from connectors.media import Carried, carried_by
 from lookup_buffer.key import TensorKey
+
+if TYPE_CHECKING:
+    from connectors.ec_engine_cache import EngineCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +173,18 @@ class RequestWatch:
             self.held_seconds += min(now - self.held_at, wait_seconds / 2)
         self.held_at = now
         return self.held_seconds < wait_seconds
+
+    def needed(self, engine_cache: "EngineCache", *, anew: bool = False) -> list[WatchedItem]:
+        """Items that still need bytes; `anew`: those that were asked for in vain as well."""
+        return [
+            item
+            for item in self.items
+            if item.end > self.computed_tokens
+            and (anew or item.identifier not in self.absent)
+            and not self.refers_to(item.identifier)
+            # vLLM's cache may evict before it is used: good enough where media are at hand.
+            and (item.identifier not in engine_cache or item.carried is Carried.METADATA)
+        ]
 
     def rewind(self) -> None:
         """The request was preempted: it will need its items again."""

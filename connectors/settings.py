@@ -50,6 +50,9 @@ class ConnectorSettings(BufferConfig):
     """How long others take this engine's word that it encodes; longer than any of its steps."""
     first_sight_seconds: float = Field(default=MILLISECOND_SECONDS, ge=0, le=1)
     """How long one scheduling pass may wait, in all, for answers about requests new to it."""
+    idle_wait_seconds: float = Field(default=2 * MILLISECOND_SECONDS, ge=0, le=1)
+    """How long a scheduling pass may wait, in all, for what its requests wait for, where the pass
+    before it found nothing to run: vLLM would only ask again. 0: it asks again and again."""
     sync_fetch_seconds: float = Field(default=0.0, ge=0, le=10)
     """vLLM before 0.23 only, which holds no request back: how long one scheduling pass may wait, in
     all, for bytes of other hosts. Nothing else runs meanwhile; 0 means `first_sight_seconds`."""

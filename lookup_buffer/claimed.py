@@ -70,3 +70,9 @@ class ClaimSet:
     holder: str = ""
     """Who has it, as `node:boot`; while PENDING, that another has it is known by this."""
     request_id: int = 0
+
+    def wait(self, timeout: float) -> ClaimSetState:
+        """The state once it is settled, or PENDING after `timeout` seconds."""
+        with self.settled:
+            self.settled.wait_for(lambda: self.state is not ClaimSetState.PENDING, timeout)
+        return self.state

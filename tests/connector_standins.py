@@ -31,6 +31,9 @@ class LedgerHandle:
     order: LoadOrder | None = None
     is_released: bool = False
 
+    def wait(self, timeout: float) -> PrefetchState:
+        return self.state
+
 
 @dataclass(slots=True, eq=False)
 class Stored:

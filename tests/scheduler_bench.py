@@ -36,7 +36,12 @@ class Bench:
         self.buffer = LedgerBuffer()
         self.clock = Clock()
         settings = ConnectorSettings(
-            **{"fetch_wait_seconds": WAIT_SECONDS, "capacity_bytes": "64MiB", **raw}
+            **{
+                "fetch_wait_seconds": WAIT_SECONDS,
+                "idle_wait_seconds": 0,
+                "capacity_bytes": "64MiB",
+                **raw,
+            }
         )
         shape = EngineShape(producer, consumer, steps_in_flight, EMBED_BYTES)
         client: Any = self.buffer

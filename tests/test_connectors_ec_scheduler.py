@@ -83,6 +83,20 @@ def test_a_miss_is_counted_once_however_often_vllm_asks_while_another_item_comes
     assert bench.scheduler.counters.totals() == {"miss:absent": 1}
 
 
+def test_the_log_names_the_reason_of_each_miss(caplog: pytest.LogCaptureFixture) -> None:
+    bench = Bench(claim_wait_seconds=0)
+    bench.store("B", needs_fetch=True)
+    request = make_request("r", "A", "B")
+    with caplog.at_level("DEBUG"):
+        bench.ensure(request)
+        bench.clock.now += WAIT_SECONDS / 2
+        bench.ensure(request)
+        bench.clock.now += WAIT_SECONDS / 2
+        assert bench.ensure(request)
+    assert "request r: item A missed: absent" in caplog.text
+    assert "request r: item B missed: timeout" in caplog.text
+
+
 def test_fetch_that_arrives_lets_the_request_pass() -> None:
     bench = Bench()
     bench.store("A", needs_fetch=True)

@@ -94,6 +94,7 @@ class VirtualEngine:
                 claim_wait_seconds=BOUND_SECONDS,
                 claim_lease_seconds=LEASE_SECONDS,
                 fetch_wait_seconds=FETCH_SECONDS,
+                idle_wait_seconds=0,  # its time is not that of the threads
             ),
             EngineShape(True, True, 1, EMBED_BYTES),
             metadata_fields=lambda _: set(),
