@@ -70,7 +70,7 @@ def test_every_make_target_that_is_named_exists(document: str) -> None:
 def test_every_linked_file_exists(document: str) -> None:
     text = (ROOT / document).read_text(encoding="utf-8")
     links = [link for link in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in link]
-    missing = [link for link in links if not (ROOT / link).exists()]
+    missing = [link for link in links if not ((ROOT / document).parent / link).exists()]
     assert not missing
 
 
