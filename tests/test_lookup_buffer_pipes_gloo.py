@@ -143,7 +143,8 @@ def test_both_directions_at_once_and_nothing_is_left(
 
 def test_who_waits_has_a_deadline(communicators: list[GlooCommunicator]) -> None:
     started = time.monotonic()
-    with pytest.raises(PipeTimeout):
+    # On a busy machine Gloo was seen to tell of the end that its own deadline makes, first.
+    with pytest.raises((PipeTimeout, PipeBroken)):
         communicators[0].recv(writable_bytes(block(LARGE)), 0.3)
     assert 0.25 < time.monotonic() - started < SOON_SECONDS
     with pytest.raises(PipeBroken):

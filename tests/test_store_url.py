@@ -6,7 +6,7 @@ import traceback
 from urllib.parse import quote
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from store import MemoryStore, StoreUrlError, open_store, redact
@@ -230,6 +230,10 @@ def test_redact(url: str, shown: str) -> None:
     ),
 )  # fmt: skip
 def test_no_password_is_ever_shown(password: str, form: str) -> None:
+    # Behind an '@' that nobody escaped stands the host, where the form has none of its own, or the
+    # path of a socket.
+    has_host = ("@" in form or "?" in form) and not form.startswith("unix")
+    assume("@" not in password or has_host)
     secret = f"zQ{password}Qz"
     url = form.format(secret)
     pieces = (secret, secret[:6], secret[-6:])
