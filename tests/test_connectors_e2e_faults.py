@@ -105,6 +105,9 @@ def test_redis_killed_and_back(hosts: TwoHosts, engine_pair: EnginePair) -> None
         RECOVERY_SECONDS,
         "node a publishes again what it holds",
     )
+    wait_until(  # node b found the store gone, and asks it again after a pause
+        lambda: hosts.sees(hosts.b, pair.identifier(second)), RECOVERY_SECONDS, "node b knows"
+    )
     loaded(pair.b, pair, second, AT_ONCE_SECONDS)
     shares_again(hosts, pair)
 

@@ -215,6 +215,8 @@ def test_foreign_things_under_our_keys_are_misses(pair: Pair) -> None:
         if line.startswith("lb:rec:") and name.mm_hash in line
     )
     assert command(pair.server.url, "SET", record, "not a hash") == b"+OK"
+    # Until the server's word of the change is here, what was read before it counts.
+    wait_until(lambda: not pair.here.has_caches([name], timeout=1.0)[0], BACK_SECONDS)
     with pytest.raises(MissingTensor):
         pair.here.select(name)
     pair.there.insert(healthy, torch.ones(2))
