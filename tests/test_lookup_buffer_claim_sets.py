@@ -224,12 +224,12 @@ def test_what_is_stored_here_or_elsewhere_is_not_granted(node_pair: Pair) -> Non
     names = keys(2)
     with node_pair[0].client() as here, node_pair[1].client() as there:
         here.insert(names[1], torch.ones(3))
+        wait_until(lambda: there.has_caches([names[1]], timeout=1.0)[0], WAIT_SECONDS)
         for buffer in (here, there):
             one = ask(buffer, names)
             assert (one.state, one.key) == (ClaimSetState.STORED, names[1].text)
-        assert here.claim(names[0], lease_seconds=1.0, state=ClaimState.INTENT).outcome is (
-            ClaimOutcome.GRANTED
-        )
+        free = here.claim(names[0], lease_seconds=1.0, state=ClaimState.INTENT, timeout=SOON_SECONDS)
+        assert free.outcome is ClaimOutcome.GRANTED
 
 
 class _Watched:
