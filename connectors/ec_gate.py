@@ -135,6 +135,8 @@ class EcGate:
             if self._claims.ask(watch, max(self._seconds_left, 0.0)):
                 watch.phase = Phase.CLAIMING
             self._seconds_left -= self._clock() - started
+        elif watch.phase is Phase.ANSWERED:
+            self._claims.spare(watch)
         if watch.phase is not Phase.CLAIMING:
             return True
         self._idle.spend_on(partial(self._claims.wait, watch))
@@ -225,6 +227,7 @@ class EcGate:
             return False
         watch.find_room(now)
         keys = [item.key for item in items]
+        self._claims.ask_ahead(watch, items)
         handles = self._buffer.prefetch(keys, timeout=max(self._seconds_left, 0.0))
         self._seconds_left -= self._clock() - now
         for item, nbytes, handle in zip(items, sizes, handles, strict=True):

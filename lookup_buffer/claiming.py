@@ -60,11 +60,8 @@ class Claiming:
         wait = waiting(wait_seconds)
         if not self._post(ClaimAll(one.request_id, self._namespace, texts, wait)):
             self._fail([one.request_id])
-        elif timeout > 0:
-            with self._settled:
-                self._settled.wait_for(
-                    lambda: one.holder or one.state is not ClaimSetState.PENDING, timeout
-                )
+        else:
+            one.hear(timeout)
         return one
 
     def encoding(self, keys: Sequence[TensorKey], lease_seconds: float) -> None:
