@@ -25,6 +25,7 @@ from lookup_buffer.key import TensorKey
 
 if TYPE_CHECKING:
     from lookup_buffer.client import LookupBuffer
+    from lookup_buffer.prefetched import Prefetched
 
 INTENT_SECONDS = 0.8
 """How long an intent is relied on. The node lets it live for a second, and has to hear before that
@@ -116,17 +117,31 @@ class EcClaims:
 
     # -- a request before it may encode
 
-    def ask_ahead(self, watch: RequestWatch, items: Sequence[WatchedItem]) -> None:
-        """Ask, beside the question whether anybody has the items of a request seen for the first
-        time, for the right to encode them all: one wait instead of two where nobody has them."""
-        if not self.enabled or watch.is_running or watch.request_id in self._claimants:
-            return
-        keys = {item.identifier: item.key for item in items if item.carried is Carried.MEDIA}
-        if len(keys) < len(items) or any(self._buffer.has_caches([*keys.values()], timeout=0.0)):
-            return
+    def prefetch(
+        self, watch: RequestWatch, items: Sequence[WatchedItem], timeout: float
+    ) -> "list[Prefetched]":
+        """Ask for the bytes of `items`, waiting at most `timeout` seconds; for a request seen for
+        the first time also for the right to encode them: one wait instead of two where nobody has
+        them, which of a new image is so."""
+        keys = {item.identifier: item.key for item in items}
+        ordered = [*keys.values()]
+        if not self._may_claim_ahead(watch, items, ordered):
+            return self._buffer.prefetch(ordered, timeout=timeout)
         now = self._clock()
-        self._claimants[watch.request_id] = claimant = _Claimant(now + self.wait_seconds)
-        self._claim(watch, claimant, keys, now, 0.0)
+        claimant = self._claimants[watch.request_id] = _Claimant(now + self.wait_seconds)
+        self._begin(watch, claimant, keys, now)
+        handles, claimant.asked = self._buffer.prefetch_and_claim(
+            ordered, wait_seconds=claimant.until - now, timeout=timeout
+        )
+        return handles
+
+    def _may_claim_ahead(
+        self, watch: RequestWatch, items: Sequence[WatchedItem], keys: Sequence[TensorKey]
+    ) -> bool:
+        if not self.enabled or watch.is_running or watch.request_id in self._claimants:
+            return False
+        can_encode = all(item.carried is Carried.MEDIA for item in items)
+        return can_encode and not any(self._buffer.has_caches(keys, timeout=0.0))
 
     def ask(self, watch: RequestWatch, timeout: float) -> bool:
         """Ask for the right to encode what the request lacks, waiting at most `timeout` seconds.
@@ -155,22 +170,20 @@ class EcClaims:
         if now >= claimant.until:
             return False
         keys = {item.identifier: item.key for item in watch.items if item.identifier in missing}
-        self._claim(watch, claimant, keys, now, timeout)
+        self._begin(watch, claimant, keys, now)
+        self._claim(claimant, now, timeout)
         return True
 
-    def _claim(
-        self,
-        watch: RequestWatch,
-        claimant: _Claimant,
-        keys: dict[str, TensorKey],
-        now: float,
-        timeout: float,
+    def _begin(
+        self, watch: RequestWatch, claimant: _Claimant, keys: dict[str, TensorKey], now: float
     ) -> None:
         claimant.keys = keys
         for identifier in keys:
             self._users.setdefault(identifier, set()).add(watch.request_id)
         claimant.ungranted_at = now
         claimant.answer_by = now + self._settings.fetch_wait_seconds
+
+    def _claim(self, claimant: _Claimant, now: float, timeout: float) -> None:
         claimant.asked = self._buffer.claim_all(
             sorted(claimant.keys.values(), key=lambda key: key.text),
             wait_seconds=claimant.until - now,
@@ -194,7 +207,8 @@ class EcClaims:
             if is_late and claimant.late < LATE_MAX and now < claimant.until:
                 claimant.late += 1
                 self._counters.add("claim:late")
-                self._claim(watch, claimant, claimant.keys, now, timeout)
+                self._begin(watch, claimant, claimant.keys, now)
+                self._claim(claimant, now, timeout)
         verdict = self._look(watch.request_id, claimant)
         if verdict is Verdict.ASK:
             watch.absent.difference_update(claimant.keys)

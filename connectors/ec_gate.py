@@ -226,9 +226,7 @@ class EcGate:
                 self._counters.add("over_budget")
             return False
         watch.find_room(now)
-        keys = [item.key for item in items]
-        self._claims.ask_ahead(watch, items)
-        handles = self._buffer.prefetch(keys, timeout=max(self._seconds_left, 0.0))
+        handles = self._claims.prefetch(watch, items, max(self._seconds_left, 0.0))
         self._seconds_left -= self._clock() - now
         for item, nbytes, handle in zip(items, sizes, handles, strict=True):
             self._pins.add(Pin(item.identifier, handle, item.num_embeds, nbytes))
