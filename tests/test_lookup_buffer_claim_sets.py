@@ -228,7 +228,9 @@ def test_what_is_stored_here_or_elsewhere_is_not_granted(node_pair: Pair) -> Non
         for buffer in (here, there):
             one = ask(buffer, names)
             assert (one.state, one.key) == (ClaimSetState.STORED, names[1].text)
-        free = here.claim(names[0], lease_seconds=1.0, state=ClaimState.INTENT, timeout=SOON_SECONDS)
+        free = here.claim(
+            names[0], lease_seconds=1.0, state=ClaimState.INTENT, timeout=SOON_SECONDS
+        )
         assert free.outcome is ClaimOutcome.GRANTED
 
 
