@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from connector_standins import make_request
-from connectors.ec_claims import LATE_MAX
+from connectors.ec_claims import LATE_MAX, LATE_SECONDS
 from lookup_buffer.claimed import ClaimSetState
 from lookup_buffer.prefetched import PrefetchState
 from scheduler_bench import LEASE_SECONDS, WAIT_SECONDS, Bench, claimed, counted, make_bench
@@ -66,6 +66,33 @@ def test_grants_that_vllm_always_looks_at_too_late_do_not_keep_a_request_back() 
     assert bench.ensure(request)
     assert not bench.allocate(request)
     assert counted(bench) == {"claim:late": LATE_MAX, "claim:granted": 1}
+
+
+def test_answers_to_late_questions_are_waited_for_within_a_bound_for_each_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Passes are long, so the next grant would be seen too late as well."""
+    bench = make_bench()
+    requests = [make_request(name, name) for name in "abc"]
+    for request in requests:
+        assert not bench.ensure(request)
+        bench.buffer.fleet.settle(ClaimSetState.GRANTED)
+    ask, timeouts = bench.buffer.claim_all, []
+
+    def answered_after_a_while(keys: Any, *, wait_seconds: float, timeout: float) -> Any:
+        timeouts.append(timeout)
+        bench.clock.now += min(timeout, LATE_SECONDS * 0.7)
+        one = ask(keys, wait_seconds=wait_seconds, timeout=timeout)
+        one.state = ClaimSetState.GRANTED
+        return one
+
+    monkeypatch.setattr(bench.buffer, "claim_all", answered_after_a_while)
+    bench.build(0)
+    bench.clock.now += 1.0
+    assert [bench.ensure(request) for request in requests[:2]] == [True, True]
+    bench.build(0)
+    assert bench.ensure(requests[2])
+    assert timeouts == pytest.approx([LATE_SECONDS, 0.3 * LATE_SECONDS, LATE_SECONDS])
 
 
 def test_waiting_for_vllms_room_does_not_use_up_the_time_to_fetch_what_another_encoded() -> None:
