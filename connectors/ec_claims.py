@@ -27,15 +27,15 @@ if TYPE_CHECKING:
     from lookup_buffer.client import LookupBuffer
     from lookup_buffer.prefetched import Prefetched
 
-INTENT_SECONDS = 0.8
+INTENT_SECONDS = 0.6
 """How long an intent is relied on. The node lets it live for a second, and has to hear before that
-is over that the encode has begun."""
+is over that the encode has begun, also on a host that is short of processors."""
 WAIT_PER_ENCODE = 5.0
 """Whoever waits for another's encode waits so many times as long as one took here."""
 WAIT_SECONDS_MIN = 10.0
 WAIT_SECONDS_MAX = 60.0
 LATE_MAX = 2
-"""A request whose grants vLLM sees too late so often encodes all the same."""
+"""A request whose grants vLLM sees too late so often in succession encodes all the same."""
 LATE_SECONDS = 0.02
 """What one pass waits for answers where grants came too late: the pass before took much longer, and
 so will the next, by which the next grant would be as late."""
@@ -222,6 +222,11 @@ class EcClaims:
         if asked.holder and not claimant.waited:
             claimant.waited = True
             self._counters.add("claim:waited")
+        if asked.state in (ClaimSetState.PENDING, ClaimSetState.GRANTED):
+            for identifier, key in claimant.keys.items():
+                if request_id not in self._users.get(identifier, ()):
+                    # Another request of this engine has come to encode it meanwhile.
+                    return self._stored(request_id, claimant, key.text)
         match asked.state:
             case ClaimSetState.PENDING:
                 bound = claimant.until if asked.holder else claimant.answer_by
@@ -241,10 +246,8 @@ class EcClaims:
 
     def _granted(self, request_id: str, claimant: Claimant) -> Verdict:
         self._counters.add("claim:granted")
-        for identifier, key in claimant.keys.items():
-            if request_id not in self._users.get(identifier, ()):
-                # Ours because another request of this engine has come to encode it meanwhile.
-                return self._stored(request_id, claimant, key.text)
+        if self._clock() < claimant.ungranted_at + INTENT_SECONDS:
+            claimant.late = 0
         claimant.asked = None
         claimant.lapses_at = claimant.ungranted_at + INTENT_SECONDS
         self._intents.update(claimant.keys)
@@ -320,6 +323,12 @@ class EcClaims:
         for identifier, key in claimant.keys.items():
             if identifier in self._intents and request_id in self._users.get(identifier, ()):
                 self._encodes.pledge(request_id, identifier, key)
+
+    def not_run(self, identifier: str) -> None:
+        """vLLM took the step's encode of the item back: it preempted the request in that pass."""
+        key = self._encodes.drop(identifier)
+        if key is not None:
+            self._buffer.unclaim([key])
 
     def end_pass(self, step: int, *, dispatched: bool) -> None:
         """A step was built; `dispatched`: with all that was allocated and not dispatched before."""
