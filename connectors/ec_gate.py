@@ -15,6 +15,7 @@ from connectors.counters import Counters, logger
 from connectors.ec_claims import EcClaims, Verdict
 from connectors.ec_engine_cache import EngineCache
 from connectors.ec_idle import IdleTime
+from connectors.ec_meanings import Meanings
 from connectors.ec_pins import Pin, PinTable
 from connectors.ec_shape import EngineShape
 from connectors.ec_watch import Phase, RequestWatch, WatchedItem
@@ -68,6 +69,7 @@ class EcGate:
         self._counters = counters
         self._clock = clock
         self._watches: dict[str, RequestWatch] = {}
+        self.meanings = Meanings()
         self._unavailable: set[str] = set()
         self._seconds_left = settings.first_sight_seconds
         self._idle = IdleTime(settings.idle_wait_seconds, clock)
@@ -84,24 +86,30 @@ class EcGate:
         watch = self._watches.get(request.request_id)
         if watch is None:
             watch = self._watches[request.request_id] = RequestWatch(request.request_id)
-        elif (
-            num_computed_tokens >= watch.items_end
-            and len(request.mm_features) == watch.feature_count
-        ):
+        is_read = len(request.mm_features) == watch.feature_count
+        if is_read and num_computed_tokens >= watch.items_end:
             # Decoding: every step of every running request comes here.
             watch.computed_tokens = num_computed_tokens
             if watch.wanted:
                 self._drop_all(watch)
             return True
-        if len(request.mm_features) != watch.feature_count:
-            watch.look_at(request, self._metadata_fields, self._adapters, self._skipped)
-            if not self._is_consumer:  # it encodes what it can and serves nobody
-                watch.metadata_only, watch.hopeless_end = False, 0
+        if not (is_read or self._look_at(watch, request)):
+            return False
         watch.follow(request, num_computed_tokens)
         may_pass = self._may_pass(watch, num_computed_tokens)
         if may_pass:
             watch.held_at = None
         return may_pass
+
+    def _look_at(self, watch: RequestWatch, request: Any) -> bool:
+        """False: vLLM was promised, in this pass, what another means by the name of an item."""
+        self.meanings.remove(watch.meant)
+        watch.look_at(request, self._metadata_fields, self._adapters, self._skipped)
+        self.meanings.add(watch.meant)
+        if not self._is_consumer:  # it encodes what it can and serves nobody
+            watch.metadata_only, watch.hopeless_end = False, 0
+        promised = (identifier for identifier in watch.meant if self._answers.get(identifier))
+        return not any(map(self.meanings.disputed, promised))
 
     def _may_pass(self, watch: RequestWatch, computed: int) -> bool:
         if computed != watch.computed_tokens:
@@ -161,10 +169,10 @@ class EcGate:
             return True
         if watch.computed_tokens >= watch.hopeless_end:
             needed = watch.needed(self._engine_cache, anew=True)
-            needed = [item for item in needed if item.carried is Carried.METADATA]
-            if self._pins.promise_all([item.identifier for item in needed]):
+            names = [item.identifier for item in needed if item.carried is Carried.METADATA]
+            if not any(map(self.meanings.disputed, names)) and self._pins.promise_all(names):
                 # Kept in this pass even if the node dies in it: vLLM would encode what it lacks.
-                self._answers.update((item.identifier, True) for item in needed)
+                self._answers.update(dict.fromkeys(names, True))
                 return True
             now = self._clock()
             if watch.hold(now, self._settings.fetch_wait_seconds):
@@ -196,7 +204,7 @@ class EcGate:
         if not self._is_consumer:
             return self._locate(watch, needed)
         for item in needed:
-            self._pins.discard_other(item.identifier, item.key)
+            self._pins.discard_other(item.identifier, item.key, item.num_embeds)
         new = [item for item in needed if not self._pins.hopeful(item.identifier)]
         if new and not self._prefetch(watch, new):
             return False
@@ -316,6 +324,7 @@ class EcGate:
         self._claims.forget(request_id)
         watch = self._watches.pop(request_id, None)
         if watch is not None:
+            self.meanings.remove(watch.meant)
             self._drop_all(watch)
 
     def _drop_all(self, watch: RequestWatch) -> None:

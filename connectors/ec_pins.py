@@ -143,15 +143,19 @@ class PinTable:
         if pin is not None and self._promised.get(identifier) is not pin:
             self.release(pin)
 
-    def discard_other(self, identifier: str, key: TensorKey) -> None:
-        """The identifier now stands for `key`; bytes of another adapter of that name are not it."""
+    def discard_other(self, identifier: str, key: TensorKey, num_embeds: int) -> None:
+        """The identifier now stands for `key`, of so many rows; bytes of another adapter of that
+        name, or of other content that a client called so, are not it."""
         pin = self._waiting.get(identifier)
-        if pin is not None and pin.handle.key != key:
+        if pin is not None and (pin.handle.key != key or pin.num_embeds != num_embeds):
             self.discard(identifier)
 
     def promise(self, pin: Pin) -> None:
         """vLLM was told that it can have this item in the current pass."""
         pin.order = pin.handle.order
+        former = self._promised.get(pin.identifier)
+        if former is not None and former is not pin:  # of a node that was lost in this pass
+            self.release(former)
         self._promised[pin.identifier] = pin
 
     def take(self, identifier: str) -> Pin | None:

@@ -77,6 +77,8 @@ class EcScheduler:
         self._step = 0
         self._answers: dict[str, bool] = {}
         self._loads: dict[str, tuple[ItemLoad, Pin | None]] = {}
+        self._allocated: dict[str, str] = {}
+        """Items that vLLM made room for in this pass, and for which request it last did."""
         self._saves: dict[str, str] = {}
         self.gate = EcGate(
             buffer,
@@ -112,7 +114,7 @@ class EcScheduler:
         if not self._shape.is_consumer:
             return identifier in self.gate.located
         pin = self.pins.get(identifier)
-        if pin is None or not self.pins.fits(pin):
+        if pin is None or not self.pins.fits(pin) or self.gate.meanings.disputed(identifier):
             return False
         self.pins.promise(pin)
         return True
@@ -122,6 +124,7 @@ class EcScheduler:
         feature = request.mm_features[index]
         identifier: str = feature.identifier
         self._engine_cache.add(identifier)
+        self._allocated[identifier] = request.request_id
         position = feature.mm_position
         self.gate.allocated(request.request_id, identifier, position.offset + position.length)
         if not is_hit:
@@ -171,6 +174,9 @@ class EcScheduler:
         self._step += 1
         self.pins.land(self._step)
         for identifier in scheduler_output.free_encoder_mm_hashes:
+            # Some hosts also name what was driven out and then came back in the same pass.
+            if self._allocated.get(identifier) in scheduler_output.num_scheduled_tokens:
+                continue
             self._engine_cache.discard(identifier)
             _, pin = self._loads.pop(identifier, (None, None))
             if pin is not None:
@@ -191,6 +197,7 @@ class EcScheduler:
         self.claims.end_pass(self._step, dispatched=runs)
         self.pins.end_pass()
         self._answers.clear()
+        self._allocated.clear()
         self.gate.end_pass(is_idle=not scheduler_output.total_num_scheduled_tokens)
         return metadata
 
