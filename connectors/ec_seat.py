@@ -79,7 +79,7 @@ def open_buffer(vllm_config: Any, settings: ConnectorSettings, rank: int | None)
         LookupBufferError: the configuration is refused, or node or store are required and absent.
     """
     seat = EngineSeat(
-        engine_id=str(vllm_config.ec_transfer_config.engine_id),
+        engine_id=_engine_id(vllm_config),
         rank=rank,
         world_size=loading_ranks(vllm_config),
     )
@@ -97,6 +97,14 @@ def open_buffer(vllm_config: Any, settings: ConnectorSettings, rank: int | None)
             logger.error("%s: %s", CONNECTOR_NAME, error)
         raise
     return buffer
+
+
+def _engine_id(vllm_config: Any) -> str:
+    """vLLM tells data-parallel engines apart for KV connectors only; ours would share their claims,
+    and one would take the other's workers for its own."""
+    engine_id, parallel = vllm_config.ec_transfer_config.engine_id, vllm_config.parallel_config
+    index = getattr(parallel, "data_parallel_index", getattr(parallel, "data_parallel_rank", 0))
+    return f"{engine_id}_dp{index}" if index else str(engine_id)
 
 
 def _check_reachable(buffer: LookupBuffer, settings: ConnectorSettings) -> None:
