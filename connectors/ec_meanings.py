@@ -12,6 +12,10 @@ from lookup_buffer.key import TensorKey
 
 Meaning = tuple[TensorKey | None, int]
 """Under which key it is shared, None where it is not, and how many rows its output has."""
+Meant = Mapping[str, Iterable[Meaning]]
+"""By the identifiers of one request's items. More than one meaning fits nothing."""
+Answers = dict[tuple[str, tuple[Meaning, ...]], bool]
+"""What vLLM was told in a pass: by an item's identifier, and what was meant by it."""
 
 
 class Meanings:
@@ -19,15 +23,18 @@ class Meanings:
 
     def __init__(self) -> None:
         self._meanings: dict[str, Counter[Meaning]] = {}
+        self.asking: Meant | None = None
+        """Of the request that vLLM is about to schedule, and asks for items of; None where it did
+        not say, as hosts before 0.30 do not of requests that run."""
 
     def __len__(self) -> int:
         return len(self._meanings)
 
-    def add(self, meant: Mapping[str, Iterable[Meaning]]) -> None:
+    def add(self, meant: Meant) -> None:
         for identifier, meanings in meant.items():
             self._meanings.setdefault(identifier, Counter()).update(meanings)
 
-    def remove(self, meant: Mapping[str, Iterable[Meaning]]) -> None:
+    def remove(self, meant: Meant) -> None:
         for identifier, meanings in meant.items():
             left = self._meanings[identifier]
             left.subtract(meanings)
@@ -35,6 +42,7 @@ class Meanings:
             if not left:
                 del self._meanings[identifier]
 
-    def disputed(self, identifier: str) -> bool:
-        """Whether two requests, or one, mean different things by it: then it is nobody's."""
-        return len(self._meanings.get(identifier, ())) > 1
+    def of(self, identifier: str) -> tuple[Meaning, ...]:
+        """What vLLM may mean by it now; nothing where no request with it is known."""
+        meant = self._meanings if self.asking is None else self.asking
+        return tuple(meant.get(identifier, ()))

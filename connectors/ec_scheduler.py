@@ -18,6 +18,7 @@ from connectors.counters import Counters, logger
 from connectors.ec_claims import EcClaims
 from connectors.ec_engine_cache import EngineCache
 from connectors.ec_gate import EcGate
+from connectors.ec_meanings import Answers, Meaning
 from connectors.ec_metadata import ItemLoad, StepMetadata
 from connectors.ec_pins import Pin, PinTable
 from connectors.ec_shape import EngineShape
@@ -75,7 +76,7 @@ class EcScheduler:
             clock=clock,
         )
         self._step = 0
-        self._answers: dict[str, bool] = {}
+        self._answers: Answers = {}
         self._loads: dict[str, tuple[ItemLoad, Pin | None]] = {}
         self._allocated: dict[str, str] = {}
         """Items that vLLM made room for in this pass, and for which request it last did."""
@@ -105,16 +106,19 @@ class EcScheduler:
         The answer holds for the rest of the pass, whatever happens to the item meanwhile.
         """
         self._engine_cache.discard(identifier)  # vLLM asks only for what its own cache lacks
-        answer = self._answers.get(identifier)
+        asked = identifier, self.gate.meanings.of(identifier)
+        answer = self._answers.get(asked)
         if answer is None:
-            answer = self._answers[identifier] = self._answer(identifier)
+            answer = self._answers[asked] = self._answer(*asked)
         return answer
 
-    def _answer(self, identifier: str) -> bool:
+    def _answer(self, identifier: str, meanings: tuple[Meaning, ...]) -> bool:
         if not self._shape.is_consumer:
             return identifier in self.gate.located
         pin = self.pins.get(identifier)
-        if pin is None or not self.pins.fits(pin) or self.gate.meanings.disputed(identifier):
+        if pin is None or not self.pins.is_here(pin):
+            return False
+        if any(meaning != (pin.handle.key, pin.rows) for meaning in meanings):
             return False
         self.pins.promise(pin)
         return True

@@ -8,6 +8,7 @@ import pytest
 from connector_standins import EMBEDS, Position, Request, make_request
 from connectors.ec_meanings import Meanings
 from lookup_buffer.key import TensorKey
+from lookup_buffer.prefetched import PrefetchState
 from nodes import wait_until
 from scheduler_bench import WAIT_SECONDS, Bench
 
@@ -21,19 +22,22 @@ def longer(request: Request) -> Request:
     return request
 
 
-def test_what_two_requests_mean_differently_is_disputed_until_one_of_them_is_gone() -> None:
+def test_what_is_meant_is_what_the_request_means_that_vllm_asks_for() -> None:
     meanings = Meanings()
     one = {"A": {(TensorKey("A"), 4)}, "B": {(TensorKey("B"), 4)}}
     other = {"A": {(TensorKey("A"), 9)}, "B": {(TensorKey("B"), 4)}}
     for meant in (one, other, one):
         meanings.add(meant)
-    assert meanings.disputed("A")
-    assert not meanings.disputed("B")
-    assert not meanings.disputed("C")
+    assert set(meanings.of("A")) == {(TensorKey("A"), 4), (TensorKey("A"), 9)}
+    assert meanings.of("B") == ((TensorKey("B"), 4),)
+    assert meanings.of("C") == ()
+    meanings.asking = other
+    assert meanings.of("A") == ((TensorKey("A"), 9),)
+    meanings.asking = None
     meanings.remove(one)
-    assert meanings.disputed("A")
+    assert len(meanings.of("A")) == 2
     meanings.remove(other)
-    assert not meanings.disputed("A")
+    assert meanings.of("A") == ((TensorKey("A"), 4),)
     meanings.remove(one)
     assert len(meanings) == 0
 
@@ -50,66 +54,74 @@ def test_a_name_used_again_for_longer_content_is_encoded(is_first: bool, has_roo
     assert passed == {"fitting": True, "misfit": True}
     if not has_room:
         bench.build(0)
+    assert bench.ensure(misfit)
     assert not bench.allocate(misfit)
     assert bench.build().mm_datas == []
 
 
-def test_a_name_promised_in_this_pass_holds_who_means_something_else_until_the_next() -> None:
+def test_in_one_pass_each_is_told_what_fits_it() -> None:
     bench = Bench(claim_wait_seconds=0)
     bench.store("A")
     fitting, misfit = make_request("fitting", "A"), longer(make_request("misfit", "A"))
-    assert bench.ensure(fitting)
-    assert bench.scheduler.has_cache_item("A")  # and then vLLM finds no room for it
-    assert not bench.ensure(misfit)
-    bench.build(0)
-    assert bench.ensure(misfit)
-    assert not bench.allocate(misfit)
-
-
-def test_who_carries_no_media_waits_while_its_name_is_disputed() -> None:
-    bench = Bench(claim_wait_seconds=0)
-    bench.store("A")
-    bare, misfit = (
-        make_request("bare", "A", metadata_only=True),
-        longer(make_request("misfit", "A")),
-    )
-    assert bench.ensure(misfit)
-    assert not bench.ensure(bare)
-    bench.build(0)
-    bench.scheduler.gate.forget("misfit")
-    bench.clock.now += 0.1
-    assert bench.ensure(bare)
-    assert bench.allocate(bare)
+    for request, fits in ((fitting, True), (misfit, False), (fitting, True)):
+        assert bench.ensure(request)
+        assert bench.scheduler.has_cache_item("A") is fits
+    assert bench.allocate(fitting)
     (load,) = bench.build().mm_datas
     assert load.num_token == EMBEDS
-    bench.scheduler.gate.forget("bare")
-    assert len(bench.scheduler.gate.meanings) == 0
+    assert bench.scheduler.counters.totals()["miss:shape"] == 1
 
 
-def test_who_carries_no_media_fails_where_its_name_stays_disputed() -> None:
-    bench = Bench(claim_wait_seconds=0)
-    bench.store("A")
-    bare, misfit = (
-        make_request("bare", "A", metadata_only=True),
-        longer(make_request("misfit", "A")),
-    )
-    assert bench.ensure(misfit)
-    for _ in range(3):
-        assert not bench.ensure(bare)
-        bench.clock.now += WAIT_SECONDS / 2
-    assert bench.scheduler.gate.take_unavailable_requests() == {"bare"}
-
-
-def test_a_pin_for_content_of_another_size_is_not_taken_over() -> None:
+def test_hosts_that_do_not_say_who_asks_are_told_no_while_it_is_disputed() -> None:
+    """Before 0.30 the gate is not asked for requests that run."""
     bench = Bench(claim_wait_seconds=0)
     bench.store("A")
     assert bench.ensure(make_request("fitting", "A"))
-    misfit = longer(make_request("misfit", "A"))
-    assert bench.ensure(misfit)
-    bench.scheduler.gate.forget("fitting")
-    assert bench.buffer.pinned == {} or not bench.scheduler.has_cache_item("A")
-    assert not bench.allocate(misfit)
-    assert bench.scheduler.counters.totals()["miss:shape"] == 1
+    assert bench.ensure(longer(make_request("misfit", "A")))
+    bench.build(0)
+    assert not bench.scheduler.has_cache_item("A")
+    bench.build(0)
+    bench.scheduler.gate.forget("misfit")
+    assert bench.scheduler.has_cache_item("A")
+
+
+def test_who_carries_no_media_is_not_held_up_by_who_uses_its_name_for_something_else() -> None:
+    bench = Bench(claim_wait_seconds=0)
+    bench.store("A", needs_fetch=True)
+    bare, misfit = (
+        make_request("bare", "A", metadata_only=True),
+        make_request("misfit", "A", metadata_only=True),
+    )
+    longer(misfit)
+    for _ in range(3):
+        assert not bench.ensure(misfit)
+        assert not bench.ensure(bare)
+        bench.build(0)
+        bench.clock.now += 0.1
+    bench.buffer.settle(0, PrefetchState.RESIDENT)
+    assert not bench.ensure(misfit)
+    assert bench.ensure(bare)
+    assert bench.allocate(bare)
+    assert len(bench.build().mm_datas) == 1
+    for _ in range(2):
+        bench.clock.now += WAIT_SECONDS / 2
+        assert not bench.ensure(misfit)
+    assert bench.scheduler.gate.take_unavailable_requests() == {"misfit"}
+    for request_id in ("bare", "misfit"):
+        bench.scheduler.gate.forget(request_id)
+    assert len(bench.scheduler.gate.meanings) == 0
+
+
+def test_one_request_without_media_that_names_two_contents_alike_fails() -> None:
+    bench = Bench(claim_wait_seconds=0)
+    bench.store("A")
+    request = make_request("r", "A", "A", metadata_only=True)
+    request.mm_features[0].mm_position = Position(2, LONGER)
+    request.mm_features[1].mm_position = Position(LONGER + 4, EMBEDS)
+    for _ in range(3):
+        assert not bench.ensure(request)
+        bench.clock.now += WAIT_SECONDS / 2
+    assert bench.scheduler.gate.take_unavailable_requests() == {"r"}
 
 
 def test_one_request_that_names_two_contents_alike_gets_neither() -> None:
