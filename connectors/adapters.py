@@ -81,7 +81,7 @@ def content_digest(folder: Path) -> str:
                 while chunk := file.read(_CHUNK_BYTES):
                     digest.update(chunk)
         return digest.hexdigest() if _files(folder) == before else ""
-    except OSError:
+    except (OSError, ValueError):  # no file has a name with a zero in it
         return ""
 
 

@@ -53,14 +53,15 @@ class LookupBufferECConnector(ECConnectorBase):
             self._reported = fields if _is_encode_only(vllm_config) else None
         else:
             self.worker = _make_worker(vllm_config, settings)
-            if not hasattr(ECConnectorBase, "start_worker_services"):
-                self.start_worker_services()  # hosts before 0.30 never call it
+            if self.worker is not None and not hasattr(ECConnectorBase, "start_worker_services"):
+                self.worker.start()  # hosts before 0.30 never say so
 
     # -- worker --------------------------------------------------------------------------------
 
     def start_worker_services(self, **kwargs: Any) -> None:
         if self.worker is not None:
             self.worker.start()
+            self.worker.model_loaded()
 
     def start_load_caches(self, encoder_cache: "dict[str, torch.Tensor]", **kwargs: Any) -> None:
         metadata = self._connector_metadata
@@ -221,8 +222,9 @@ def _make_scheduler(
 
 
 def _make_worker(vllm_config: Any, settings: "ConnectorSettings") -> "EcWorker | None":
-    from connectors.ec_seat import engine_namespace, open_buffer, worker_seat
+    from connectors.ec_seat import engine_id, engine_namespace, open_buffer, worker_seat
     from connectors.ec_worker import EcWorker
+    from connectors.live_weights import WeightsWatch
 
     seat = worker_seat(vllm_config)
     if seat is None:
@@ -230,4 +232,9 @@ def _make_worker(vllm_config: Any, settings: "ConnectorSettings") -> "EcWorker |
     # Now, as the scheduler does: a model may change its own configuration while it loads.
     engine_namespace(vllm_config, settings)
     rank = seat.rank
-    return EcWorker(lambda: open_buffer(vllm_config, settings, rank=rank), settings, seat)
+    return EcWorker(
+        lambda: open_buffer(vllm_config, settings, rank=rank),
+        settings,
+        seat,
+        weights=WeightsWatch(engine_id(vllm_config)) if rank == 0 else None,
+    )

@@ -15,6 +15,7 @@ from connectors.counters import Counters, logger
 from connectors.ec_claims import EcClaims, Verdict
 from connectors.ec_engine_cache import EngineCache
 from connectors.ec_idle import IdleTime
+from connectors.ec_meanings import Answers, Meanings
 from connectors.ec_pins import Pin, PinTable
 from connectors.ec_shape import EngineShape
 from connectors.ec_watch import Phase, RequestWatch, WatchedItem
@@ -33,8 +34,7 @@ class EcGate:
     """One watch per request with multimodal items, from first sight until it finished.
 
     Args:
-        pins: where prefetched items are kept; shared with `EcScheduler`.
-        claims: who encodes what is missing; shared with `EcScheduler`.
+        pins, claims: what was prefetched, who encodes the rest; shared with `EcScheduler`.
         engine_cache: what vLLM itself holds; kept by `EcScheduler`.
         answers: what `has_cache_item` said in this pass; a "no" that is no longer true is removed.
         metadata_fields: see `carried_by`.
@@ -50,7 +50,7 @@ class EcGate:
         pins: PinTable,
         claims: EcClaims,
         engine_cache: EngineCache,
-        answers: dict[str, bool],
+        answers: Answers,
         metadata_fields: Callable[[str], set[str]],
         adapters: Adapters,
         counters: Counters,
@@ -68,6 +68,7 @@ class EcGate:
         self._counters = counters
         self._clock = clock
         self._watches: dict[str, RequestWatch] = {}
+        self.meanings = Meanings()
         self._unavailable: set[str] = set()
         self._seconds_left = settings.first_sight_seconds
         self._idle = IdleTime(settings.idle_wait_seconds, clock)
@@ -84,24 +85,28 @@ class EcGate:
         watch = self._watches.get(request.request_id)
         if watch is None:
             watch = self._watches[request.request_id] = RequestWatch(request.request_id)
-        elif (
-            num_computed_tokens >= watch.items_end
-            and len(request.mm_features) == watch.feature_count
-        ):
-            # Decoding: every step of every running request comes here.
+        is_read = len(request.mm_features) == watch.feature_count
+        if is_read and num_computed_tokens >= watch.items_end:
+            # Decoding: every step of every running request comes here, and needs nothing.
             watch.computed_tokens = num_computed_tokens
             if watch.wanted:
                 self._drop_all(watch)
             return True
-        if len(request.mm_features) != watch.feature_count:
-            watch.look_at(request, self._metadata_fields, self._adapters, self._skipped)
-            if not self._is_consumer:  # it encodes what it can and serves nobody
-                watch.metadata_only, watch.hopeless_end = False, 0
+        if not is_read:
+            self._look_at(watch, request)
+        self.meanings.asking = watch.meant
         watch.follow(request, num_computed_tokens)
         may_pass = self._may_pass(watch, num_computed_tokens)
         if may_pass:
             watch.held_at = None
         return may_pass
+
+    def _look_at(self, watch: RequestWatch, request: Any) -> None:
+        self.meanings.remove(watch.meant)
+        watch.look_at(request, self._metadata_fields, self._adapters, self._skipped)
+        self.meanings.add(watch.meant)
+        if not self._is_consumer:  # it encodes what it can and serves nobody
+            watch.metadata_only, watch.hopeless_end = False, 0
 
     def _may_pass(self, watch: RequestWatch, computed: int) -> bool:
         if computed != watch.computed_tokens:
@@ -163,10 +168,10 @@ class EcGate:
             return True
         if watch.computed_tokens >= watch.hopeless_end:
             needed = watch.needed(self._engine_cache, anew=True)
-            needed = [item for item in needed if item.carried is Carried.METADATA]
-            if self._pins.promise_all([item.identifier for item in needed]):
+            rows = {i.identifier: i.num_embeds for i in needed if i.carried is Carried.METADATA}
+            if all(len(watch.meant[name]) == 1 for name in rows) and self._pins.promise_all(rows):
                 # Kept in this pass even if the node dies in it: vLLM would encode what it lacks.
-                self._answers.update((item.identifier, True) for item in needed)
+                self._answers.update(((name, self.meanings.of(name)), True) for name in rows)
                 return True
             now = self._clock()
             if watch.hold(now, self._settings.fetch_wait_seconds):
@@ -229,23 +234,24 @@ class EcGate:
         handles = self._claims.prefetch(watch, items, max(self._seconds_left, 0.0))
         self._seconds_left -= self._clock() - now
         for item, nbytes, handle in zip(items, sizes, handles, strict=True):
-            self._pins.add(Pin(item.identifier, handle, item.num_embeds, nbytes))
+            self._pins.add(Pin(item.identifier, handle, nbytes))
         return True
 
     def _settle(self, watch: RequestWatch) -> bool:
         """Look at the answers. False: some are on their way and the request has time left."""
         pending: list[str] = []
         missing: dict[str, Pin] = {}
-        for identifier in watch.wanted:
+        for identifier, item in watch.wanted.items():
             pin = self._pins.get(identifier)
             if pin is None:
                 continue  # it went with another request's step: vLLM's own cache has it
             if not self._idle.spend_on(pin.wait):
                 pending.append(identifier)
-            elif self._pins.fits(pin):
+            elif self._pins.fits(pin, item.num_embeds):
                 # An earlier request of this pass may have been told no, when it was still so.
-                if self._answers.get(identifier) is False:
-                    del self._answers[identifier]
+                asked = (identifier, self.meanings.of(identifier))
+                if self._answers.get(asked) is False:
+                    del self._answers[asked]
             else:
                 missing[identifier] = pin
         if pending and watch.hold(self._clock(), self._settings.fetch_wait_seconds):
@@ -292,6 +298,7 @@ class EcGate:
         return True
 
     def end_pass(self, *, is_idle: bool) -> None:
+        self.meanings.asking = None
         self._seconds_left = self._settings.first_sight_seconds
         self._idle.begin_pass(is_idle=is_idle)
 
@@ -317,6 +324,7 @@ class EcGate:
         self._claims.forget(request_id)
         watch = self._watches.pop(request_id, None)
         if watch is not None:
+            self.meanings.remove(watch.meant)
             self._drop_all(watch)
 
     def _drop_all(self, watch: RequestWatch) -> None:

@@ -10,7 +10,7 @@ calls. A pin is in exactly one of these places:
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -28,13 +28,17 @@ class Pin:
 
     identifier: str
     handle: "Prefetched"
-    num_embeds: int
-    """Rows that the engine expects; bytes of another shape are never handed to it."""
     nbytes: int
     """What counts against the budget: an estimate, as the true size is only known on arrival."""
     wanted_by: set[str] = field(default_factory=set)
     order: "LoadOrder | None" = None
     """Where the bytes lie, as it was when vLLM was promised them."""
+
+    @property
+    def rows(self) -> int:
+        """Of the output that came, -1 where it has none."""
+        shape = self.handle.order.header.shape if self.handle.order is not None else ()
+        return shape[0] if shape else -1
 
     def wait(self, timeout: float) -> bool:
         """Whether it is settled, at the latest after `timeout` seconds."""
@@ -79,8 +83,8 @@ class PinTable:
         """The pin that waits for this item's request to be scheduled."""
         return self._waiting.get(identifier)
 
-    def fits(self, pin: Pin) -> bool:
-        """Whether the bytes are here, in the arena that is mapped now, and are what is expected.
+    def is_here(self, pin: Pin) -> bool:
+        """Whether the bytes are here, in the arena that is mapped now.
 
         The arena of a lost node stays mapped for a while, so what was dispatched still loads; what
         waits may wait longer than that.
@@ -89,15 +93,16 @@ class PinTable:
         order = handle.order
         if handle.state is not PrefetchState.RESIDENT or order is None:
             return False
-        if not self._is_mapped(order):
-            return False
-        shape = order.header.shape
-        return order.header.kind == "tensor" and bool(shape) and shape[0] == pin.num_embeds
+        return self._is_mapped(order) and order.header.kind == "tensor"
 
-    def promise_all(self, identifiers: Sequence[str]) -> bool:
+    def fits(self, pin: Pin, num_embeds: int) -> bool:
+        """Whether they are here, and are what a request expects: so many rows."""
+        return self.is_here(pin) and pin.rows == num_embeds
+
+    def promise_all(self, rows: Mapping[str, int]) -> bool:
         """Promise these items, if the bytes of all of them wait here and fit; else none."""
-        pins = [self._waiting.get(identifier) for identifier in identifiers]
-        held = [pin for pin in pins if pin is not None and self.fits(pin)]
+        pins = [(self._waiting.get(identifier), count) for identifier, count in rows.items()]
+        held = [pin for pin, count in pins if pin is not None and self.fits(pin, count)]
         if len(held) < len(pins):
             return False
         for pin in held:
@@ -117,7 +122,7 @@ class PinTable:
     def hopeful(self, identifier: str) -> bool:
         """Whether the bytes of this item wait here, or may be on their way: no need to ask."""
         pin = self._waiting.get(identifier)
-        return pin is not None and (pin.handle.state is PrefetchState.PENDING or self.fits(pin))
+        return pin is not None and (pin.handle.state is PrefetchState.PENDING or self.is_here(pin))
 
     def add(self, pin: Pin) -> None:
         """In place of one that was asked for in vain: who waits for that waits for this now."""
@@ -152,6 +157,9 @@ class PinTable:
     def promise(self, pin: Pin) -> None:
         """vLLM was told that it can have this item in the current pass."""
         pin.order = pin.handle.order
+        former = self._promised.get(pin.identifier)
+        if former is not None and former is not pin:  # of a node that was lost in this pass
+            self.release(former)
         self._promised[pin.identifier] = pin
 
     def take(self, identifier: str) -> Pin | None:

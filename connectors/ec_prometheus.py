@@ -93,9 +93,9 @@ FAMILIES: Final = (
     ),
     Family(
         "vllm:lookup_buffer_ec_broken_promises",
-        "Promised items that did not load at once: late, or lost, which ends the engine.",
+        "Promised items that did not load at once: late, misfit, or lost, which ends the engine.",
         "outcome",
-        {"load_late": "late", "load_lost": "lost"},
+        {"load_late": "late", "load_lost": "lost", "load_misfit": "misfit"},
     ),
     Family(
         "vllm:lookup_buffer_ec_device_faults",

@@ -18,6 +18,7 @@ from connectors.counters import Counters, logger
 from connectors.ec_claims import EcClaims
 from connectors.ec_engine_cache import EngineCache
 from connectors.ec_gate import EcGate
+from connectors.ec_meanings import Answers, Meaning
 from connectors.ec_metadata import ItemLoad, StepMetadata
 from connectors.ec_pins import Pin, PinTable
 from connectors.ec_shape import EngineShape
@@ -75,8 +76,10 @@ class EcScheduler:
             clock=clock,
         )
         self._step = 0
-        self._answers: dict[str, bool] = {}
+        self._answers: Answers = {}
         self._loads: dict[str, tuple[ItemLoad, Pin | None]] = {}
+        self._allocated: dict[str, str] = {}
+        """Items that vLLM made room for in this pass, and for which request it last did."""
         self._saves: dict[str, str] = {}
         self._encodes: list[tuple[str, str, int]] = []
         """Of this pass: identifier, request, and position in it."""
@@ -105,16 +108,19 @@ class EcScheduler:
         The answer holds for the rest of the pass, whatever happens to the item meanwhile.
         """
         self._engine_cache.discard(identifier)  # vLLM asks only for what its own cache lacks
-        answer = self._answers.get(identifier)
+        asked = identifier, self.gate.meanings.of(identifier)
+        answer = self._answers.get(asked)
         if answer is None:
-            answer = self._answers[identifier] = self._answer(identifier)
+            answer = self._answers[asked] = self._answer(*asked)
         return answer
 
-    def _answer(self, identifier: str) -> bool:
+    def _answer(self, identifier: str, meanings: tuple[Meaning, ...]) -> bool:
         if not self._shape.is_consumer:
             return identifier in self.gate.located
         pin = self.pins.get(identifier)
-        if pin is None or not self.pins.fits(pin):
+        if pin is None or not self.pins.is_here(pin):
+            return False
+        if any(meaning != (pin.handle.key, pin.rows) for meaning in meanings):
             return False
         self.pins.promise(pin)
         return True
@@ -124,6 +130,7 @@ class EcScheduler:
         feature = request.mm_features[index]
         identifier: str = feature.identifier
         self._engine_cache.add(identifier)
+        self._allocated[identifier] = request.request_id
         position = feature.mm_position
         self.gate.allocated(request.request_id, identifier, position.offset + position.length)
         if not is_hit:
@@ -174,6 +181,9 @@ class EcScheduler:
         self._step += 1
         self.pins.land(self._step)
         for identifier in scheduler_output.free_encoder_mm_hashes:
+            # Some hosts also name what was driven out and then came back in the same pass.
+            if self._allocated.get(identifier) in scheduler_output.num_scheduled_tokens:
+                continue
             self._engine_cache.discard(identifier)
             _, pin = self._loads.pop(identifier, (None, None))
             if pin is not None:
@@ -195,6 +205,7 @@ class EcScheduler:
         self.claims.end_pass(self._step, dispatched=runs)
         self.pins.end_pass()
         self._answers.clear()
+        self._allocated.clear()
         self.gate.end_pass(is_idle=not scheduler_output.total_num_scheduled_tokens)
         return metadata
 

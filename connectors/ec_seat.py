@@ -4,14 +4,16 @@ The one place that knows vLLM's configuration classes apart from `namespace`; ca
 """
 
 import time
-from typing import Any
+from typing import Any, cast
 
 from connectors.counters import logger
+from connectors.ec_current import CurrentBuffer
 from connectors.ec_shape import EngineShape
 from connectors.ec_worker import WorkerSeat
 from connectors.namespace import namespace_parts
 from connectors.plugin import CONNECTOR_NAME
 from connectors.settings import ConnectorSettings
+from connectors.weights_flag import WeightsFlag
 from lookup_buffer.client import EngineSeat, LookupBuffer
 from lookup_buffer.errors import LookupBufferError, NodeUnavailable
 from lookup_buffer.namespace import Namespace
@@ -79,7 +81,7 @@ def open_buffer(vllm_config: Any, settings: ConnectorSettings, rank: int | None)
         LookupBufferError: the configuration is refused, or node or store are required and absent.
     """
     seat = EngineSeat(
-        engine_id=str(vllm_config.ec_transfer_config.engine_id),
+        engine_id=engine_id(vllm_config),
         rank=rank,
         world_size=loading_ranks(vllm_config),
     )
@@ -92,11 +94,30 @@ def open_buffer(vllm_config: Any, settings: ConnectorSettings, rank: int | None)
         )
         if rank is None:
             _check_reachable(buffer, settings)
+            return _while_current(buffer, seat.engine_id)
     except LookupBufferError as error:
         if rank in (None, 0):  # the first of them ends the start, so this is said once
             logger.error("%s: %s", CONNECTOR_NAME, error)
         raise
     return buffer
+
+
+def engine_id(vllm_config: Any) -> str:
+    """vLLM tells data-parallel engines apart for KV connectors only; ours would share their claims,
+    and one would take the other's workers for its own."""
+    common, parallel = vllm_config.ec_transfer_config.engine_id, vllm_config.parallel_config
+    index = getattr(parallel, "data_parallel_index", getattr(parallel, "data_parallel_rank", 0))
+    return f"{common}_dp{index}" if index else str(common)
+
+
+def _while_current(buffer: LookupBuffer, engine_id: str) -> LookupBuffer:
+    """The client for as long as this engine has the weights that its namespace names."""
+    try:
+        flag = WeightsFlag.adopt(engine_id)
+    except OSError:
+        logger.warning("lookup buffer: weights that change in this engine would not be noticed")
+        return buffer
+    return cast("LookupBuffer", CurrentBuffer(buffer, flag))
 
 
 def _check_reachable(buffer: LookupBuffer, settings: ConnectorSettings) -> None:

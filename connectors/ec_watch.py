@@ -16,6 +16,7 @@ from lookup_buffer.key import TensorKey
 
 if TYPE_CHECKING:
     from connectors.ec_engine_cache import EngineCache
+    from connectors.ec_meanings import Meaning
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ class RequestWatch:
     __slots__ = (
         "absent", "allocated", "ask_again_at", "awaits_room", "computed_tokens", "evictions",
         "feature_count", "held_at", "held_seconds", "hopeless_end", "is_running", "items",
-        "items_end", "metadata_only", "over_budget", "phase", "preemptions", "request_id",
+        "items_end", "meant", "metadata_only", "over_budget", "phase", "preemptions", "request_id",
         "room_since", "room_waited_seconds", "unclaimed", "wanted",
     )  # fmt: skip
 
@@ -58,6 +59,8 @@ class RequestWatch:
         self.request_id = request_id
         self.phase = Phase.UNASKED
         self.items: list[WatchedItem] = []
+        self.meant: dict[str, set[Meaning]] = {}
+        """Of all its items, shared or not, by their identifiers."""
         self.feature_count = -1
         self.items_end = 0
         """End of the last item, shared or not: from here on the request needs nothing."""
@@ -104,23 +107,27 @@ class RequestWatch:
         """Read the request's items; `skipped` is told why an item is not shared."""
         features = request.mm_features
         by_identifier: dict[str, WatchedItem] = {}
+        self.meant = {}
         self.items_end = self.hopeless_end = 0
         for feature in features:
             position = feature.mm_position
             end = position.offset + position.length
             self.items_end = max(self.items_end, end)
-            carried = carried_by(feature, metadata_fields)
+            carried, rows = carried_by(feature, metadata_fields), embeds_of(feature)
+            meant = self.meant.setdefault(feature.identifier, set())
             try:
                 key = shared_key(feature.identifier, request, adapters)
                 if carried is Carried.EMBEDDINGS:
                     raise NotShareable("client_embeddings")
             except NotShareable as reason:
+                meant.add((None, rows))
                 skipped(str(reason))
                 if carried is Carried.METADATA:
                     self.hopeless_end = end
                 continue
+            meant.add((key, rows))
             by_identifier[feature.identifier] = WatchedItem(
-                feature.identifier, key, end, embeds_of(feature), carried
+                feature.identifier, key, end, rows, carried
             )
         self.items = list(by_identifier.values())
         self.metadata_only = any(item.carried is Carried.METADATA for item in self.items)

@@ -114,17 +114,11 @@ class EcWithoutGate:
             if item.end > computed and item.identifier not in engine_cache and not item.key.part
         }
         self._find(needed)
+        self._scheduler.gate.meanings.asking = watch.meant
         return [self._is_loadable(feature.identifier, needed) for feature in features]
 
     def _is_loadable(self, identifier: str, needed: Mapping[str, int]) -> bool:
-        if identifier not in needed:
-            return False
-        if self._is_consumer:
-            pin = self._scheduler.pins.get(identifier)
-            # Another request may have named content of another size alike.
-            if pin is None or pin.num_embeds != needed[identifier]:
-                return False
-        return self._scheduler.has_cache_item(identifier)
+        return identifier in needed and self._scheduler.has_cache_item(identifier)
 
     def look_for(self, identifier: str) -> None:
         """Make sure that `EcScheduler.has_cache_item` knows what can be known of this item."""
@@ -181,9 +175,9 @@ class EcWithoutGate:
             return "timeout"
         if handle.order is None:
             return handle.reason or "absent"
-        shape, nbytes = handle.order.header.shape, handle.order.nbytes
-        pin = Pin(identifier, handle, rows or (shape[0] if shape else 0), nbytes, {_ASKER})
-        if not pins.fits(pin):
+        nbytes = handle.order.nbytes
+        pin = Pin(identifier, handle, nbytes, {_ASKER})
+        if not pins.fits(pin, pin.rows if rows is None else rows):
             return "shape"
         if not pins.has_room(nbytes):
             return "over_budget"
@@ -238,7 +232,7 @@ class EcWithoutGate:
         """Whether to ask anew when the host does: it was used, is lost, or was not to be had."""
         if question.is_pinned:
             pin = self._scheduler.pins.get(identifier)
-            return pin is None or not self._scheduler.pins.fits(pin)
+            return pin is None or not self._scheduler.pins.is_here(pin)
         is_late = question.handle is not None and question.handle.state is PrefetchState.PENDING
         return not is_late and now >= question.asked_at + ASK_AGAIN_SECONDS
 

@@ -21,6 +21,7 @@ from lookup_buffer.key import TensorKey
 if TYPE_CHECKING:
     import torch
 
+    from connectors.live_weights import WeightsWatch
     from lookup_buffer.client import LookupBuffer
     from lookup_buffer.prefetched import LoadOrder
 
@@ -47,6 +48,7 @@ class EcWorker:
 
     Args:
         open_buffer: connects to the node; called once, by `start`.
+        weights: on the rank that says when they change.
     """
 
     def __init__(
@@ -55,10 +57,12 @@ class EcWorker:
         settings: ConnectorSettings,
         seat: WorkerSeat,
         *,
+        weights: "WeightsWatch | None" = None,
         counters: Counters | None = None,
         log: RateLimitedLog | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._weights = weights
         self._open_buffer = open_buffer
         self._settings = settings
         self._seat = seat
@@ -77,6 +81,8 @@ class EcWorker:
         """
         if self._buffer is not None:
             return
+        if self._weights is not None:
+            self._weights.start()
         self._buffer = self._open_buffer()
         self._copies = self._make_copies(self._buffer)
         if self._seat.is_producer and self._seat.rank == 0:
@@ -89,6 +95,11 @@ class EcWorker:
                 log=self._log,
             )
 
+    def model_loaded(self) -> None:
+        """What is written into the model from now on changes it."""
+        if self._weights is not None:
+            self._weights.begin()
+
     def _make_copies(self, buffer: "LookupBuffer") -> Copies:
         if not self._seat.device.startswith("cuda"):
             return HostCopies(buffer, self._seat.device)
@@ -100,6 +111,7 @@ class EcWorker:
         """Make every item of the step's loads present, and give their pins back."""
         if not metadata.mm_datas:
             return
+        self._weights_changed()  # what was promised is loaded all the same
         orders: list[LoadOrder] = []
         for item in metadata.mm_datas:
             if item.mm_hash not in encoder_cache:
@@ -113,10 +125,17 @@ class EcWorker:
 
     def _load(self, item: ItemLoad) -> "torch.Tensor | None":
         try:
-            return self._copy(item)
+            tensor = self._copy(item)
         except LookupBufferError as error:
             self._log.report("load", "item %s did not load as promised: %s", item.mm_hash, error)
-            return self._copy_at_last(item)
+            tensor = self._copy_at_last(item)
+        if tensor is None or tensor.shape[0] >= item.num_token:
+            return tensor
+        # Hosts before 0.23 do not say for whom they ask. Whoever calls content by the hash of other
+        # content has a wrong answer, but not the engine's end: a host takes what rows it wants.
+        self._log.report("misfit", "item %s has fewer rows than its name stands for", item.mm_hash)
+        self.counters.add("load_misfit")
+        return tensor.new_zeros(item.num_token, *tensor.shape[1:])
 
     def _copy(self, item: ItemLoad) -> "torch.Tensor | None":
         if self._buffer is None or self._copies is None:
@@ -157,8 +176,15 @@ class EcWorker:
         key = metadata.saves.get(identifier)
         if key is None:
             return
+        if self._weights_changed():
+            self.counters.add("save_skipped:weights_changed")
+            self._give_up(key)
+            return
         # Each call into torch costs this thread up to 40 µs when its caches are cold.
         self.saves.offer(key, self._copies.keep(encoder_cache[identifier]))
+
+    def _weights_changed(self) -> bool:
+        return self._weights is not None and self._weights.changed()
 
     def _insert(self, key: str, output: Any) -> bool:
         assert self._buffer is not None, "the queue starts after the buffer"
@@ -184,3 +210,5 @@ class EcWorker:
             self._copies.close(COPIES_SECONDS)
         if self._buffer is not None:
             self._buffer.close()
+        if self._weights is not None:
+            self._weights.close()

@@ -9,14 +9,12 @@ import re
 from typing import Any
 
 from connectors.adapters import Adapters
-from lookup_buffer.errors import ConfigError
+from lookup_buffer.errors import ConfigError, InvalidKey
 from lookup_buffer.key import MAX_KEY_CHARACTERS, TensorKey
 
 # `lora_name:` may stand in front of either form.
 _COUNTED_BY_RENDERER = re.compile(r"(?:^|:)renderer\d+-mm-\d+-")
 _COUNTED_IN_REQUEST = re.compile(r"(?:^|:)([^:]+)-(?:image|video|audio|vision_chunk)-\d+$")
-# Escaping triples a character at worst; refuse here what the key would refuse there.
-_LONGEST = (MAX_KEY_CHARACTERS - 128) // 3
 
 
 class NotShareable(Exception):
@@ -29,7 +27,7 @@ def shared_key(identifier: str, request: Any, adapters: Adapters) -> TensorKey:
     Raises:
         NotShareable: it may name something else on another instance.
     """
-    if not identifier or len(identifier) > _LONGEST:
+    if len(identifier) > MAX_KEY_CHARACTERS:  # a client's name may be of any length
         raise NotShareable("identifier_length")
     if _COUNTED_BY_RENDERER.search(identifier):
         raise NotShareable("identifier_counted")
@@ -40,16 +38,20 @@ def shared_key(identifier: str, request: Any, adapters: Adapters) -> TensorKey:
         raise NotShareable("identifier_counted")
     lora = getattr(request, "lora_request", None)
     if lora is None or not identifier.startswith(lora.lora_name + ":"):
-        return TensorKey(identifier)
+        return _key(identifier)
     # The prefix is the adapter's name, and two instances may load different adapters under one.
     digest = adapters.digest_of(lora)
     if not digest:
         raise NotShareable("lora")
     # A part, which nobody can write into an identifier of his own.
-    content = identifier.removeprefix(lora.lora_name + ":")
-    if not content:
-        raise NotShareable("identifier_length")
-    return TensorKey(content, part=f"lora-{digest}")
+    return _key(identifier.removeprefix(lora.lora_name + ":"), part=f"lora-{digest}")
+
+
+def _key(identifier: str, part: str = "") -> TensorKey:
+    try:
+        return TensorKey(identifier, part=part)
+    except InvalidKey as error:  # empty, or too long once it is escaped
+        raise NotShareable("identifier_length") from error
 
 
 def refuse_counted_identifiers(vllm_config: Any) -> None:

@@ -24,6 +24,8 @@ CHECKPOINT_FORMATS = frozenset(
 )  # fmt: skip
 # Differ between two copies of one model, or between transformers' releases, without a meaning.
 _VOLATILE = frozenset({"_name_or_path", "_commit_hash", "transformers_version"})
+_PROCESSOR_FILES = ("*processor*.json", "*feature_extract*.json", "*.py")
+"""In a folder: how media become the encoder's input, and the code that a model brings along."""
 _PROCESSOR_SETTINGS = (
     "mm_processor_kwargs", "media_io_kwargs", "mm_device_do_normalize", "mm_encoder_attn_dtype",
     "video_pruning_rate", "video_pruning_method",
@@ -45,6 +47,7 @@ def namespace_parts(vllm_config: Any, settings: ConnectorSettings) -> dict[str, 
         "protocol": PROTOCOL_VERSION,
         "model": str(model.model),
         "revision": _revision(model),
+        "implementation": _implementation(model),
         "code_revision": str(getattr(model, "code_revision", None) or ""),
         "dtype": str(model.dtype).removeprefix("torch."),
         "quantization": _quantization(model),
@@ -52,6 +55,7 @@ def namespace_parts(vllm_config: Any, settings: ConnectorSettings) -> dict[str, 
         "encoder": _summary(hf_config),
         "encoder_config": _digest(hf_config),
         "processor": _processor(model),
+        "processor_files": _processor_files(model),
         "load_format": _load_format(vllm_config),
         "weights": settings.weights_version or _weights(model),
         "lora": _lora(vllm_config),
@@ -115,6 +119,13 @@ def _revision(model: Any) -> str:
     return str(commit or getattr(model, "revision", None) or "")
 
 
+def _implementation(model: Any) -> str:
+    """The class that vLLM found for the model: its own or one of transformers', or a plugin's."""
+    name = str(getattr(model, "architecture", None) or "")
+    replaced = getattr(model, "model_class_overrides", None)
+    return canonical({"class": name, "replaced": replaced}) if replaced else name
+
+
 def _quantization(model: Any) -> str:
     """The method; with options of its own (what it leaves out, say) those as well. What a
     checkpoint says of its own quantisation is part of the model's configuration."""
@@ -126,7 +137,18 @@ def _quantization(model: Any) -> str:
 def _processor(model: Any) -> str:
     multimodal = getattr(model, "multimodal_config", None)
     settings = {name: getattr(multimodal, name, None) for name in _PROCESSOR_SETTINGS}
+    scales = getattr(multimodal, "mm_encoder_fp8_scale_path", None)
+    if scales:
+        settings["mm_encoder_fp8_scales"] = hashlib.sha256(Path(scales).read_bytes()).hexdigest()
     return canonical({name: value for name, value in settings.items() if value not in (None, {})})
+
+
+def _processor_files(model: Any) -> str:
+    """Of a local folder; a name on a hub is told apart by its revision."""
+    folder = Path(str(model.model))
+    paths = {path for pattern in _PROCESSOR_FILES for path in folder.glob(pattern)}
+    digests = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
+    return _digest(digests) if digests else ""
 
 
 def _load_format(vllm_config: Any) -> str:
@@ -141,6 +163,8 @@ def _load_format(vllm_config: Any) -> str:
 def _weights(model: Any) -> str:
     """A local folder's content; a name on a hub is told apart by its revision."""
     folder = Path(str(getattr(model, "model_weights", "") or model.model))
+    if folder.is_file():
+        folder = folder.parent
     return weights_digest(folder) if folder.is_dir() else ""
 
 

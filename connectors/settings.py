@@ -13,6 +13,7 @@ from pydantic import Field, SecretStr, ValidationError, field_validator
 
 from lookup_buffer.config import GIB, SECRETS, BufferConfig, Bytes, explain
 from lookup_buffer.errors import ConfigError
+from lookup_buffer.fields import SECONDS_MAX
 from store import redact
 from store.url import parse
 
@@ -38,7 +39,7 @@ class ConnectorSettings(BufferConfig):
     """Names the weights where their content cannot be seen: change it when they change in place."""
     namespace_extra: str = Field(default="", max_length=256)
     """Kept apart from engines with another value, e.g. one per tenant."""
-    ttl_seconds: float | None = Field(default=None, ge=1)
+    ttl_seconds: float | None = Field(default=None, ge=1, le=SECONDS_MAX)
     """How long a stored encoder output lives; none means until it is evicted."""
     fetch_wait_seconds: float = Field(default=2.0, ge=0, le=600)
     """How long one request may wait, in all, for bytes on their way before it encodes itself; and,
@@ -75,8 +76,11 @@ class ConnectorSettings(BufferConfig):
     @field_validator(*SECRET_FILES)
     @classmethod
     def _readable(cls, value: Path | None) -> Path | None:
-        if value is not None and not value.is_file():
-            raise ValueError("a file that exists")
+        try:
+            if value is not None and not value.is_file():
+                raise ValueError("a file that exists")
+        except OSError as error:  # a name that is too long for one
+            raise ValueError("a file that exists") from error
         return value
 
     @property

@@ -29,6 +29,7 @@ from store.url import SCHEMES
 from store.url import parse as parse_store_url
 
 GIB = 1 << 30
+YEAR_SECONDS = 366 * 86_400.0
 ENVIRONMENT_PREFIX = "LOOKUP_BUFFER_"
 SECRETS = ("token", "store_password", "store_sentinel_password")
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -40,7 +41,7 @@ _SIZE_STEPS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 def parse_bytes(value: object) -> object:
     """Bytes of `8GiB`, `512MB` or a plain number; anything else is passed on to be refused."""
-    if isinstance(value, str) and (match := _SIZE.fullmatch(value)):
+    if isinstance(value, str) and len(value) < 32 and (match := _SIZE.fullmatch(value)):
         number, step, suffix = match.groups()
         base = 1000 if suffix in ("b", "B") and step else 1024
         return int(float(number) * base ** _SIZE_STEPS[step.lower()])
@@ -89,9 +90,9 @@ class BufferConfig(BaseModel):
     """Address that other nodes are told; none means the address listened on."""
     token: SecretStr | None = None
     """Secret that the nodes of a fleet share; needed to listen beyond loopback."""
-    record_ttl_seconds: float = Field(default=1800.0, ge=3)
+    record_ttl_seconds: float = Field(default=1800.0, ge=3, le=YEAR_SECONDS)
     """How long Redis keeps a record that its holder stops renewing."""
-    idle_exit_seconds: float = Field(default=600.0, gt=0)
+    idle_exit_seconds: float = Field(default=600.0, gt=0, le=YEAR_SECONDS)
     """A node that was started automatically ends when it had no client for so long."""
 
     @field_validator("store_url")

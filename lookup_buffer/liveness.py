@@ -52,6 +52,11 @@ class Liveness:
             if seen is None or (seen.boot, seen.sequence) != (boot, sequence):
                 self._sightings[node] = _Sighting(boot, sequence, now)
 
+    def forgive(self, seconds: float, now: float) -> None:
+        """We stood still for so long ourselves: nobody's silence meanwhile was heard."""
+        for seen in self._sightings.values():
+            seen.changed_at = min(now, seen.changed_at + seconds)
+
     def alive(self, node: str, boot: str, now: float) -> bool:
         """Whether this boot of `node` was seen to move lately; another boot is another node."""
         seen = self._sightings.get(node)

@@ -216,10 +216,12 @@ def step_output(
     finished: Iterable[str] = (),
     new: Sequence[Request] = (),
     encoded: Mapping[str, list[int]] | None = None,
+    scheduled: Iterable[str] = (),
 ) -> Any:
     """The part of vLLM's SchedulerOutput that the connector reads."""
     return SimpleNamespace(
         total_num_scheduled_tokens=tokens,
+        num_scheduled_tokens=dict.fromkeys(scheduled, 1),
         scheduled_new_reqs=[
             SimpleNamespace(
                 req_id=request.request_id,

@@ -83,7 +83,7 @@ def test_what_is_no_folder_of_weights_is_never_known(tmp_path: Path) -> None:
     unreadable = adapter(tmp_path / "gone")
     (unreadable / "adapter_model.safetensors").unlink()
     (unreadable / "adapter_model.safetensors").symlink_to(tmp_path / "nowhere")
-    for path in (Path("someone/adapter-on-a-hub"), only_config, unreadable):
+    for path in (Path("someone/adapter-on-a-hub"), Path("\0"), only_config, unreadable):
         assert content_digest(path) == ""
 
 

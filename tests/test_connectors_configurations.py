@@ -46,6 +46,7 @@ APART: dict[str, tuple[dict[str, Any], dict[str, Any], set[str]]] = {
         {"processor"},
     ),
     "the encoder's attention in fp8": (USUAL, {"mm_encoder_attn_dtype": "fp8"}, {"processor"}),
+    "another implementation": (USUAL, {"model_impl": "transformers"}, {"implementation"}),
     "pruning of video": (USUAL, {"video_pruning_rate": 0.5}, {"processor"}),
     "another encoder": (
         USUAL,

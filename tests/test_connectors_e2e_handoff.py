@@ -243,6 +243,29 @@ def test_a_uuid_that_was_used_for_another_shape(pair: Pair) -> None:
     assert pair.consumer.origins(reply) == ("encoded",)
 
 
+def test_a_uuid_that_is_used_for_several_shapes_at_once(pair: Pair) -> None:
+    """vLLM asks for all of them by that one name: what fits one would be loaded for the others."""
+    for turn in range(3):
+        name = f"both-{turn}"
+        (reported,) = pair.encode(clips(0)[0] | {"uuid": name}).values()
+        honest = named(name, reported["metadata"])
+        parts = [honest, of_tokens(name, 2), of_tokens(name, 60)] * 2
+        with ThreadPoolExecutor(max_workers=len(parts)) as clients:
+            replies = list(clients.map(lambda part: pair.consumer.ask(part, QUESTION), parts))
+        assert pair.consumer.is_healthy(), pair.consumer.log_tail()
+        for part, reply in zip(parts, replies, strict=True):
+            if part == honest:
+                assert reply.tokens == pair.answers[0,]
+            else:
+                assert reply.status == 500
+
+
+@pytest.mark.parametrize("length", [341, 342, 1300, 5000])
+def test_a_uuid_of_any_length_and_spelling(pair: Pair, length: int) -> None:
+    reply = pair.consumer.ask(clips(1)[0] | {"uuid": "\N{CAT FACE}" * length}, QUESTION)
+    assert reply.tokens == pair.answers[1,]
+
+
 @pytest.fixture(scope="module")
 def neighbour(
     pair: Pair, audio_model: Path, tmp_path_factory: pytest.TempPathFactory

@@ -9,6 +9,7 @@ import pytest
 
 from connector_standins import EMBED_BYTES, EMBEDS, LedgerBuffer, Stored, make_request, step_output
 from lookup_buffer.errors import ConfigError
+from lookup_buffer.namespace import Namespace
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -20,6 +21,7 @@ from connectors import ec_connector, ec_seat
 from connectors.ec_connector import LookupBufferECConnector
 from connectors.media import MetadataFields
 from connectors.plugin import CONNECTOR_MODULE, CONNECTOR_NAME, register
+from connectors.settings import parse_settings
 
 
 def vllm_config(role: str = "ec_both", **extra: Any) -> Any:
@@ -230,3 +232,29 @@ def test_what_workers_count_reaches_the_statistics(
     assert scheduler.get_ec_connector_stats().data == {"saved": 3}
     scheduler.update_connector_output(SimpleNamespace(ec_connector_worker_meta=None))
     assert scheduler.get_ec_connector_stats() is None
+
+
+@pytest.mark.parametrize("attribute", ["data_parallel_index", "data_parallel_rank"])
+def test_data_parallel_engines_of_one_command_are_told_apart(
+    attribute: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM gives them one id; older releases know their rank by another name."""
+    seats: list[Any] = []
+
+    class Opened(LedgerBuffer):
+        attached = False
+
+        def __init__(self, *_: Any, engine: Any, **__: Any) -> None:
+            super().__init__()
+            seats.append(engine)
+
+    monkeypatch.setattr(ec_seat, "LookupBuffer", Opened)
+    monkeypatch.setattr(ec_seat, "engine_namespace", lambda *_: Namespace.named("tests"))
+    config = vllm_config()
+    for index in (0, 1, 1):
+        config.parallel_config = SimpleNamespace(
+            rank=0, tensor_parallel_size=1, pipeline_parallel_size=1, **{attribute: index}
+        )
+        ec_seat.open_buffer(config, parse_settings({}), rank=None if len(seats) < 2 else 0)
+    first, second, worker_of_second = (seat.engine_id for seat in seats)
+    assert first != second == worker_of_second

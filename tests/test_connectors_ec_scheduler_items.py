@@ -244,3 +244,33 @@ def test_close_gives_everything_back() -> None:
 
 def test_settings_of_the_bench_are_valid() -> None:
     assert parse_settings({"capacity_bytes": "64MiB"}).pin_budget_bytes == 16 << 20
+
+
+def test_load_of_an_item_that_came_back_in_the_pass_that_drove_it_out_is_kept() -> None:
+    """vLLM needs it in this step; before some release it named it as driven out all the same."""
+    bench = Bench()
+    bench.store("A")
+    request = make_request("r", "A")
+    bench.ensure(request)
+    bench.allocate(request)
+    metadata = bench.build(freed=["A"], scheduled=["r"])
+    assert [load.mm_hash for load in metadata.mm_datas] == ["A"]
+    assert "A" in bench.scheduler.engine_cache
+
+
+def test_an_item_promised_twice_in_a_pass_in_which_the_node_was_replaced_is_held_once() -> None:
+    bench = Bench()
+    bench.store("A")
+    media, bare = make_request("media", "A"), make_request("bare", "A", metadata_only=True)
+    assert bench.ensure(media)
+    assert bench.scheduler.has_cache_item("A")
+    bench.buffer.boot = "c" * 16
+    assert bench.ensure(bare)
+    assert bench.allocate(bare)
+    bench.build()
+    for request_id in ("media", "bare"):
+        bench.scheduler.gate.forget(request_id)
+    for _ in range(3):
+        bench.build()
+    assert bench.scheduler.pins.held_bytes == 0
+    assert bench.buffer.pinned == {}

@@ -133,6 +133,14 @@ def test_load_leaves_what_the_engine_has_and_reports_done(
     assert buffer.finished == [order.ticket]
 
 
+def test_too_few_rows_are_none(buffer: MemoryBuffer, make_worker: Callable[..., EcWorker]) -> None:
+    cache: dict[str, torch.Tensor] = {}
+    worker = make_worker()
+    worker.load(cache, item("A", buffer.order(torch.ones(ROWS - 1, 8))))
+    assert torch.equal(cache["A"], torch.zeros(ROWS, 8)), "the model takes as many as it wants"
+    assert worker.counters.totals() == {"load_misfit": 1}
+
+
 def test_load_waits_for_a_rank_that_attaches_late(
     buffer: MemoryBuffer, make_worker: Callable[..., EcWorker]
 ) -> None:

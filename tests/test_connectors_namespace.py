@@ -86,6 +86,8 @@ CHANGES: dict[str, Callable[[Any], None]] = {
     "model": change("model_config.model", "org/other"),
     "revision": change("model_config.revision", "v2"),
     "commit": change("model_config.hf_config._commit_hash", "abc"),
+    "class": change("model_config.architecture", "TransformersMultiModalForCausalLM"),
+    "class overrides": change("model_config.model_class_overrides", {"Idefics3": "my:Own"}),
     "code": change("model_config.code_revision", "v2"),
     "dtype": change("model_config.dtype", "torch.float16"),
     "quantization": change("model_config.quantization", "fp8"),
@@ -229,6 +231,45 @@ def test_local_folder_is_digested(tmp_path: Path) -> None:
     assert fingerprint(config) != before
 
 
+def test_a_model_that_is_one_file_is_digested(tmp_path: Path) -> None:
+    config = vllm_config()
+    config.model_config.model = str(tmp_path / "model.gguf")
+    (tmp_path / "model.gguf").write_bytes(b"w")
+    before = fingerprint(config)
+    (tmp_path / "model.gguf").write_bytes(b"v")
+    assert fingerprint(config) != before
+
+
+FILES = ["preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",
+         "image_processing_mine.py"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_how_a_local_folder_has_its_media_processed_counts(tmp_path: Path, name: str) -> None:
+    """Items are named by the media as the client sent them: nothing else would tell these apart."""
+    folders = [tmp_path / folder for folder in ("one", "copy", "other")]
+    parts = []
+    for folder in folders:
+        folder.mkdir()
+        (folder / name).write_text("mean = 0.5" if folder.name != "other" else "mean = 0.6")
+        (folder / "generation_config.json").write_text(folder.name)
+        config = vllm_config()
+        config.model_config.model = str(folder)
+        parts.append(dict(engine_namespace(config, SETTINGS).parts, model=""))
+    assert parts[0] == parts[1] != parts[2]
+
+
+def test_scales_of_an_encoder_in_fp8_count_by_content(tmp_path: Path) -> None:
+    fingerprints = []
+    for name, scale in (("one", "1.0"), ("copy", "1.0"), ("other", "2.0")):
+        (tmp_path / name).write_text(scale)
+        config = vllm_config()
+        config.model_config.multimodal_config.mm_encoder_fp8_scale_path = str(tmp_path / name)
+        fingerprints.append(fingerprint(config))
+    assert fingerprints[0] == fingerprints[1] != fingerprints[2]
+    assert fingerprints[0] != fingerprint(vllm_config())
+
+
 # -- identifiers
 
 
@@ -245,6 +286,10 @@ def test_local_folder_is_digested(tmp_path: Path) -> None:
         ("5f3a", "r-1", "cats", None),
         ("", "r-1", None, "identifier_length"),
         ("x" * 5000, "r-1", None, "identifier_length"),
+        ("x" * 4096, "r-1", None, None),
+        ("\N{CAT FACE}" * 341, "r-1", None, None),
+        ("\N{CAT FACE}" * 342, "r-1", None, "identifier_length"),
+        ("\udcff" * 1000, "r-1", None, "identifier_length"),
     ],
 )
 def test_which_identifiers_are_shared(

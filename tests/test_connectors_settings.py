@@ -38,6 +38,13 @@ def test_sizes_as_people_write_them() -> None:
         ({"claim_wait_seconds": -1}, ["'claim_wait_seconds'", "-1", "allowed"]),
         ({"claim_lease_seconds": 0}, ["'claim_lease_seconds'", "0", "allowed"]),
         ({"ttl_seconds": 0}, ["'ttl_seconds'", "0", "allowed"]),
+        # More than an insert may carry: each would be refused, long after the start.
+        ({"ttl_seconds": 7 * 86_400}, ["'ttl_seconds'", "604800", "86400"]),
+        ({"ttl_seconds": "inf"}, ["'ttl_seconds'", "inf", "86400"]),
+        ({"record_ttl_seconds": "inf"}, ["'record_ttl_seconds'", "inf", "allowed"]),
+        ({"idle_exit_seconds": 1e308}, ["'idle_exit_seconds'", "1e+308", "allowed"]),
+        ({"capacity_bytes": "9" * 400}, ["'capacity_bytes'", "999", "allowed"]),
+        ({"token_file": "x" * 5000}, ["'token_file'", "xxx", "a file that exists"]),
         ({"required": "perhaps"}, ["'required'", "'perhaps'", "allowed"]),
         ({"token_file": "/no/such"}, ["'token_file'", "/no/such", "a file that exists"]),
         ({"token": "s"}, ["'token'", "vLLM prints", "'token_file'"]),

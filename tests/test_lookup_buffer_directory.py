@@ -120,6 +120,27 @@ def test_an_older_reading_that_comes_late_is_no_sign_of_life(fleet: Fleet) -> No
     assert fleet.directory.endpoint(at("a")) is None, "noticed within six seconds"
 
 
+def test_a_node_that_was_stopped_itself_takes_nobody_for_dead_when_it_wakes(fleet: Fleet) -> None:
+    """All of the host may have stood still; and who lives is only heard with the next reading."""
+    fleet.pass_seconds(3, "us", "a", "b")
+    fleet.clock.now += 30.0
+    fleet.directory.tick()
+    assert fleet.directory.endpoint(at("a")) == "tcp://a:1"
+    fleet.directory.refresh(fleet.store)
+    assert fleet.directory.endpoint(at("a")) == "tcp://a:1", "it has not come to beat again"
+    fleet.pass_seconds(5, "us", "a")
+    assert fleet.directory.endpoint(at("a")) == "tcp://a:1"
+    assert fleet.directory.endpoint(at("b")) is None, "noticed within six seconds"
+
+
+def test_a_store_that_is_away_is_no_stall(fleet: Fleet) -> None:
+    fleet.pass_seconds(3, "us", "a")
+    for _ in range(5):
+        fleet.clock.now += 1.0
+        fleet.directory.tick()
+    assert fleet.directory.endpoint(at("a")) is None
+
+
 def test_who_leaves_is_gone_at_once(fleet: Fleet) -> None:
     fleet.pass_seconds(3, "us", "a")
     fleet.store.leave("a", "aboot")

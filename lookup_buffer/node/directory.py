@@ -16,6 +16,8 @@ from store import Location, MetadataStore, NodeInfo, Record, StoreError
 
 REFRESH_SECONDS_MIN = 0.05
 """An unknown node in a record refreshes the directory at most this often."""
+STALL_SECONDS = 2.0
+"""Ticks come four times a second; where one is so late, this node was stopped or starved."""
 LONG_DEAD_SECONDS = 60.0
 """Who was silent for so long is struck off, and what it had is withdrawn: a node that was only
 frozen then has to publish all it has anew."""
@@ -42,6 +44,7 @@ class Directory:
         """Grows when a node came, went, or moved: what was judged before then is out of date."""
         self._listed = False
         self._lost_at = -DEAD_AFTER_SECONDS
+        self._ticked_at = clock()
 
     def refresh(self, store: MetadataStore) -> None:
         """Read all beats, and the description of every boot that is new.
@@ -74,9 +77,15 @@ class Directory:
                     self._infos[info.node, info.boot] = info
 
     def tick(self) -> None:
-        """See who has died since. To be called often, also while the store is away."""
+        """See who has died since. To be called often, also while the store is away.
+
+        A node that wakes after it was stopped takes nobody for dead until it has listened anew.
+        """
         with self._lock:
             now = self._clock()
+            stalled_seconds, self._ticked_at = now - self._ticked_at, now
+            if stalled_seconds > STALL_SECONDS:
+                self._liveness.forgive(stalled_seconds, now)
             endpoints = {
                 (node, boot): info.endpoint
                 for (node, boot), info in self._infos.items()

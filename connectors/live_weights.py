@@ -1,0 +1,107 @@
+"""Weights that change in a running engine, noticed by a worker before its scheduler promises again.
+
+vLLM tells no connector of it. But all its ways to new weights (`reload_weights`, a worker extension
+of a training framework) end in the model's `load_weights`, or write into its parameters, and all
+of them run in the workers between two steps, while the scheduler waits. So the worker puts up its
+flag before the first tensor changes.
+"""
+
+import functools
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from connectors.counters import logger
+from connectors.weights import ENCODER_NAMES
+from connectors.weights_flag import WeightsFlag
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+PARAMETERS_MAX = 32
+"""So many are looked at in each step that loads or stores, which takes some microseconds."""
+_ENCODES = "embed_multimodal"
+"""What vLLM calls to have media encoded, since 0.12."""
+
+
+class WeightsWatch:
+    """In the model's thread. Made before the model is; `start`, then `begin` once it is loaded."""
+
+    def __init__(self, engine_id: str) -> None:
+        from torch.nn.modules.module import register_module_module_registration_hook
+
+        self._engine_id = engine_id
+        self._flag: WeightsFlag | None = None
+        self._changed = False
+        self._loaders: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        """Modules that load weights, as far as they have parts."""
+        self._parts: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self._hook: Any = register_module_module_registration_hook(self._built)
+        self._parameters: list[torch.nn.Parameter] = []
+        self._versions: list[int] = []
+
+    def _built(self, module: "torch.nn.Module", _: str, part: "torch.nn.Module | None") -> None:
+        if hasattr(module, "load_weights"):
+            self._loaders.add(module)
+        if part is not None:
+            self._parts.add(part)
+
+    def start(self) -> None:
+        """Before there is a scheduler. Never raises."""
+        try:
+            self._flag = WeightsFlag.make(self._engine_id)
+        except OSError as error:
+            message = "lookup buffer: weights that change would not stop this engine's loads: %s"
+            logger.warning(message, error)
+
+    def begin(self) -> None:
+        """The model is loaded: what is written into it from now on is a change. Idempotent."""
+        if self._hook is None:
+            return
+        self._hook.remove()
+        self._hook = None
+        whole = list(self._loaders - self._parts)
+        if not whole:
+            logger.warning("lookup buffer: no model found; weights that change are not noticed")
+        # Not a draft model beside it.
+        for model in [model for model in whole if hasattr(model, _ENCODES)] or whole:
+            self._watch(model)
+        self._versions = [parameter._version for parameter in self._parameters]
+        self._loaders.clear()
+        self._parts.clear()
+
+    def _watch(self, model: "torch.nn.Module") -> None:
+        load_weights: Callable[..., Any] = model.load_weights  # type: ignore[assignment]
+
+        @functools.wraps(load_weights)
+        def noticed(*args: Any, **kwargs: Any) -> Any:
+            self._notice()
+            return load_weights(*args, **kwargs)
+
+        model.load_weights = noticed  # type: ignore[assignment]
+        named = [(n, p) for n, p in model.named_parameters() if not p.is_inference()]
+        encoder = [p for n, p in named if any(word in n.lower() for word in ENCODER_NAMES)]
+        chosen = encoder or [p for _, p in named]
+        count = min(len(chosen), PARAMETERS_MAX)
+        self._parameters += [chosen[i * len(chosen) // count] for i in range(count)]
+
+    def _notice(self) -> None:
+        if not self._changed:
+            self._changed = True
+            if self._flag is not None:
+                self._flag.put_up()
+
+    def changed(self) -> bool:
+        """Whether the weights are no longer those that the engine started with."""
+        self.begin()  # hosts that do not say when the model is loaded
+        if not self._changed and self._versions != [p._version for p in self._parameters]:
+            self._notice()
+        return self._changed
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._hook is not None:  # the model was never loaded
+            self._hook.remove()
+        if self._flag is not None:
+            self._flag.close()

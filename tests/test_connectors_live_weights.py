@@ -1,0 +1,223 @@
+"""Weights that change in a running engine: noticed before it, and then nothing is shared."""
+
+import os
+import uuid
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from connector_standins import EMBED_BYTES, LedgerBuffer, make_request
+from connectors.ec_current import CurrentBuffer
+from connectors.ec_metadata import StepMetadata
+from connectors.ec_scheduler import EcScheduler
+from connectors.ec_shape import EngineShape
+from connectors.ec_worker import EcWorker, WorkerSeat
+from connectors.live_weights import WeightsWatch
+from connectors.settings import ConnectorSettings
+from connectors.weights_flag import WeightsFlag
+from lookup_buffer.prefetched import PrefetchState
+from scheduler_bench import WAIT_SECONDS, Bench
+
+Weights = Iterable[tuple[str, torch.Tensor]]
+
+
+class Part(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(3), requires_grad=False)
+
+    def load_weights(self, weights: Weights) -> None:
+        for _, tensor in weights:
+            self.weight.data.copy_(tensor)  # as vLLM does it; torch counts no change then
+
+
+class Model(torch.nn.Module):
+    """Built and loaded as vLLM's are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vision_tower = Part()
+        self.language_model = Part()
+        self.on_load: Any = lambda: None
+
+    def embed_multimodal(self) -> None:
+        raise NotImplementedError
+
+    def load_weights(self, weights: Weights) -> None:
+        self.on_load()
+        self.vision_tower.load_weights(weights)
+
+
+class Draft(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Part()
+
+    def load_weights(self, weights: Weights) -> None:
+        self.layer.load_weights(weights)
+
+
+@pytest.fixture
+def engine_id() -> str:
+    return str(uuid.uuid4())
+
+
+@pytest.fixture
+def watch(engine_id: str) -> Iterator[WeightsWatch]:
+    watch = WeightsWatch(engine_id)
+    watch.start()
+    yield watch
+    watch.close()
+
+
+@pytest.fixture
+def model(watch: WeightsWatch) -> Model:
+    """As it is when vLLM has loaded it."""
+    model = Model()
+    model.load_weights([("w", torch.ones(3))])
+    return model
+
+
+def flags() -> list[str]:
+    return [path.name for path in Path("/dev/shm").glob(f"lookup-buffer-weights-{os.getuid()}-*")]
+
+
+def test_a_reload_is_known_before_the_first_tensor_changes(
+    watch: WeightsWatch, model: Model, engine_id: str
+) -> None:
+    draft = Draft()
+    watch.begin()
+    flag = WeightsFlag.adopt(engine_id)
+    draft.load_weights([("w", torch.ones(3))])  # encodes nothing
+    assert not flag.is_up()
+    assert not watch.changed()
+    seen: list[tuple[bool, float]] = []
+    model.on_load = lambda: seen.append((flag.is_up(), float(model.vision_tower.weight[0])))
+    model.load_weights([("w", torch.zeros(3))])
+    assert seen == [(True, 1.0)]
+    assert watch.changed()
+    assert float(model.vision_tower.weight[0]) == 0.0
+
+
+def test_what_is_written_into_the_encoder_by_hand_is_seen_in_the_next_step(
+    watch: WeightsWatch, model: Model, engine_id: str
+) -> None:
+    watch.begin()
+    flag = WeightsFlag.adopt(engine_id)
+    model.language_model.weight.add_(1.0)  # experts move, for one
+    assert not watch.changed()
+    model.vision_tower.weight.copy_(torch.zeros(3))
+    assert watch.changed()
+    assert flag.is_up()
+
+
+def test_hosts_that_do_not_say_when_the_model_is_loaded(watch: WeightsWatch, model: Model) -> None:
+    assert not watch.changed()
+    model.load_weights([])
+    assert watch.changed()
+
+
+def test_the_flag_leaves_nothing_behind(engine_id: str) -> None:
+    before = flags()
+    made = WeightsFlag.make(engine_id)
+    assert len(flags()) == len(before) + 1
+    again = WeightsFlag.make(engine_id)  # the worker was killed, and has been started anew
+    adopted = WeightsFlag.adopt(engine_id)
+    assert flags() == before
+    made.put_up()
+    assert not adopted.is_up(), "it was of an engine that is gone"
+    again.put_up()
+    assert adopted.is_up()
+    again.close()
+    with pytest.raises(OSError, match="No such file"):
+        WeightsFlag.adopt(engine_id)
+    WeightsFlag.make(engine_id).close()
+    assert flags() == before
+
+
+def bench_with(flag: WeightsFlag, *, consumer: bool = True) -> Bench:
+    bench = Bench(consumer=consumer)
+    buffer: Any = CurrentBuffer(bench.buffer, flag)  # type: ignore[arg-type]
+    bench.scheduler = EcScheduler(
+        buffer,
+        ConnectorSettings(
+            fetch_wait_seconds=WAIT_SECONDS, idle_wait_seconds=0, capacity_bytes=1 << 26
+        ),
+        EngineShape(True, consumer, 2, EMBED_BYTES),
+        metadata_fields=lambda _: set(),
+        clock=bench.clock,
+    )
+    return bench
+
+
+@pytest.fixture
+def flag(engine_id: str) -> WeightsFlag:
+    WeightsFlag.make(engine_id)
+    return WeightsFlag.adopt(engine_id)
+
+
+def test_nothing_of_the_fleet_is_promised_any_more(flag: WeightsFlag) -> None:
+    bench = bench_with(flag)
+    bench.store("A")
+    bench.store("B", needs_fetch=True)
+    pinned, waiting = make_request("pinned", "A"), make_request("waiting", "B")
+    assert bench.ensure(pinned)
+    assert not bench.ensure(waiting)
+    bench.build(0)
+    flag.put_up()
+    assert not bench.scheduler.has_cache_item("A")
+    bench.buffer.settle(0, PrefetchState.RESIDENT)
+    assert bench.ensure(waiting)
+    anew = make_request("anew", "A")
+    assert bench.ensure(anew)
+    for request in (pinned, waiting, anew):
+        assert not bench.allocate(request)
+        bench.scheduler.gate.forget(request.request_id)
+    for _ in range(3):
+        assert bench.build().mm_datas == []
+    assert bench.buffer.pinned == {}
+    assert bench.scheduler.pins.held_bytes == 0
+    assert bench.buffer.fleet.encoding == [], "nobody waits for what will not be stored"
+    assert bench.scheduler.counters.totals()["miss:weights_changed"] == 1
+
+
+def test_who_carries_no_media_fails_alone(flag: WeightsFlag) -> None:
+    bench = bench_with(flag)
+    bench.store("A")
+    flag.put_up()
+    request = make_request("r", "A", metadata_only=True)
+    for _ in range(3):
+        assert not bench.ensure(request)
+        bench.clock.now += WAIT_SECONDS / 2
+    assert bench.scheduler.gate.take_unavailable_requests() == {"r"}
+
+
+def test_a_producer_encodes_what_is_stored_already(flag: WeightsFlag) -> None:
+    bench = bench_with(flag, consumer=False)
+    bench.store("A")
+    before, after = make_request("before", "A"), make_request("after", "A")
+    assert bench.ensure(before)
+    assert bench.allocate(before)
+    bench.build()
+    bench.scheduler.gate.forget("before")
+    flag.put_up()
+    assert bench.ensure(after)
+    assert not bench.allocate(after)
+
+
+def test_a_worker_stores_no_output_of_other_weights(watch: WeightsWatch, model: Model) -> None:
+    buffer: Any = LedgerBuffer()
+    settings = ConnectorSettings(capacity_bytes=1 << 24)
+    worker = EcWorker(lambda: buffer, settings, WorkerSeat(0, is_producer=True), weights=watch)
+    worker.start()
+    worker.model_loaded()
+    model.load_weights([])
+    worker.save({"A": torch.zeros(4, 2)}, "A", StepMetadata(saves={"A": "A"}))
+    assert worker.saves is not None
+    assert worker.saves.drain(5.0)
+    worker.close()
+    assert worker.counters.totals() == {"save_skipped:weights_changed": 1}
+    assert buffer.fleet.given_back == ["A"]
