@@ -50,6 +50,7 @@ LOOK_SECONDS: Final = 1.0
 MINIMUM_BYTES_PER_SECOND: Final = 16e6
 MAX_PAYLOAD_BYTES: Final = 1 << 40
 
+_BYE: Final[list[Any]] = ["bye"]
 _NUMBER: Final = struct.Struct(">Q")
 _HAD: Final = struct.Struct(">QQ?")
 """The frame's number, the batch's, and whether all of it was there."""
@@ -89,6 +90,7 @@ class RedisLink:
         self._expiry = b"%d" % int(seconds * 1000)
         self._sending = threading.Lock()
         self._sent = self._received = 0
+        self._said_bye = False
         self._element: bytes | None = None
         """A frame that has come and was not looked at."""
         self._payload: memoryview | None = None
@@ -112,7 +114,10 @@ class RedisLink:
     def close(self) -> None:
         # The writing thread has ended by now, or is stuck: then the lists are left to expire.
         if self._sending.acquire(blocking=False):
-            self._writer.part((b"UNLINK", self._in, self._in + b":had"))
+            unlink = (b"UNLINK", self._in, self._in + b":had")
+            # No end of a stream tells the other end that this one has gone, only a word does.
+            last = [] if self._said_bye else self._push(encode_frame(_BYE))
+            self._writer.part([*last, unlink])
             self._sending.release()
         self._writer.close()
         self._reader.close()
@@ -129,6 +134,7 @@ class RedisLink:
         deadline = time.monotonic() + timeout + nbytes / MINIMUM_BYTES_PER_SECOND
         frame = encode_frame(header, nbytes)
         with self._sending:
+            self._said_bye = self._said_bye or header == _BYE
             if payload is None or nbytes <= INLINE_BYTES:
                 self._writer.say(self._push(frame + (payload or b"")), deadline)
                 self._writer.settle(deadline)
@@ -202,7 +208,7 @@ class RedisLink:
             self._payload = payload
         if payload.nbytes != (0 if self._large_nbytes else frame.payload_nbytes):
             raise ProtocolError("a frame with other bytes than it says")
-        if frame.header == ["bye"]:  # nobody will read or write anything any more
+        if frame.header == _BYE:  # nobody will read or write anything any more
             lists = (self._in, self._in + b":had", self._out, self._out + b":had")
             self._reader.ask((b"UNLINK", *lists), time.monotonic() + self._patience)
         return frame
