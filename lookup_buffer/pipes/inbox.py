@@ -16,7 +16,13 @@ from lookup_buffer.pipes.pipe import Any as AnyKey
 class Source(Protocol):
     """Where an offer came from."""
 
-    def receive(self, offer: "Offer", memory: memoryview) -> bool: ...
+    def receive(self, offer: "Offer", memory: memoryview, spare: "Spare | None" = None) -> bool: ...
+
+    def discard(self, offer: "Offer") -> None: ...
+
+
+Spare = Callable[[], memoryview]
+"""Makes memory for bytes that may still come after whoever waited for them has given up."""
 
 
 @dataclass(slots=True, eq=False)
@@ -24,6 +30,8 @@ class Arrival:
     """The bytes of an offer on their way into memory that the receiver made."""
 
     memory: memoryview
+    moving: bool = False
+    """They are being written there now."""
     over: bool = False
     gone: bool = False
     """The sender gave up before it was asked."""
@@ -46,7 +54,7 @@ class Offer:
     arrival: Arrival | None = None
     """Set once they were asked for."""
     value: Any = None
-    """Whose memory that is."""
+    """Whose memory that is, unless it is the caller's."""
     arrived: int = field(default_factory=itertools.count().__next__)
     """In the order in which offers came."""
 
@@ -72,8 +80,13 @@ class Inbox:
             self._offers[offer.key].appendleft(offer)
             self._changed.notify_all()
 
-    def take(self, key: "str | AnyKey | None", deadline: float) -> Offer:
-        """The oldest under that key, or under any.
+    def take(
+        self,
+        key: "str | AnyKey | None",
+        deadline: float,
+        check: Callable[[Offer], None] | None = None,
+    ) -> Offer:
+        """The oldest under that key, or under any. It stays where `check` raises.
 
         Raises:
             LookupTimeout: there was none by the deadline, a monotonic time.
@@ -85,7 +98,10 @@ class Inbox:
                     raise type(self._end)(str(self._end))
                 if not self._changed.wait(deadline - time.monotonic()):
                     raise LookupTimeout("nothing came through the pipe in the time given")
-            offer = queue.popleft()
+            offer = queue[0]
+            if check is not None:
+                check(offer)
+            queue.popleft()
             if not queue:
                 del self._offers[offer.key]
             return offer

@@ -9,7 +9,7 @@ import time
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
 
-from lookup_buffer.codec import Value, copy_of, header_of
+from lookup_buffer.codec import Tensor, Value, check_place, copy_of, header_of
 from lookup_buffer.errors import (
     BufferFull,
     Closed,
@@ -101,7 +101,11 @@ class InprocPipe(KVPipe):
                 message.value, message.held = copy_of(tensor), True
 
     def recv_tensor(
-        self, key: str | TensorKey | Any | None = None, *, timeout: float = TIMEOUT_SECONDS
+        self,
+        key: str | TensorKey | Any | None = None,
+        *,
+        timeout: float = TIMEOUT_SECONDS,
+        out: Tensor | None = None,
     ) -> Value:
         deadline = time.monotonic() + timeout
         lane = key if isinstance(key, Any) else key_text(key)
@@ -113,11 +117,16 @@ class InprocPipe(KVPipe):
                     self._check(None)
                     raise LookupTimeout(f"nothing came within {timeout:g} s")
                 self._check(None)
+            value = queue[0].value
+            if out is not None and value is not None:
+                check_place(out, header_of(value), "cpu")
             message = queue.popleft()
             message.received = True
             self._in.used -= message.cost if message.held else 0
             self._changed.notify_all()
-            return message.value if message.held else copy_of(message.value)
+            if not message.held:  # it is the sender's, who goes on once he may have this lock
+                return copy_of(value, out)
+        return value if out is None else copy_of(value, out)
 
     @property
     def used_bytes(self) -> int:

@@ -14,7 +14,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import torch
 
-from lookup_buffer.codec import Value, empty_tensor, writable_bytes
+from lookup_buffer.codec import Value, check_place, empty_tensor, writable_bytes
 from lookup_buffer.errors import (
     ConfigError,
     LookupBufferError,
@@ -135,18 +135,28 @@ class DeviceMemory:
     def outward(self, value: Value) -> "_DeviceBytes":
         return _DeviceBytes(value, self._device)
 
-    def empty(self, offer: Offer) -> torch.Tensor:
-        value = empty_tensor(offer.header)
-        if offer.payload is None:
-            value = torch.empty_like(value, device=self._device)
-            _wait_for(self._device)  # its memory may still be in use by earlier work
+    def check(self, out: torch.Tensor, offer: Offer) -> None:
+        check_place(out, offer.header, self._to)
+
+    def place(self, offer: Offer, out: torch.Tensor | None) -> torch.Tensor:
+        device = torch.device("cpu") if offer.payload is not None else self._device
+        if out is None or out.device != device:
+            value = torch.empty_like(empty_tensor(offer.header), device=device)
+        else:
+            value = out
+        _wait_for(device)  # its memory may still be in use by earlier work
         return value
 
     def writable(self, value: torch.Tensor) -> memoryview:
         return writable_bytes(value)
 
-    def done(self, value: torch.Tensor) -> Value:
-        return value.to(self._to)
+    def done(self, value: torch.Tensor, out: torch.Tensor | None) -> Value:
+        if out is None:
+            return value.to(self._to)
+        if out is not value:
+            # As bytes: there are dtypes that torch cannot copy.
+            out.reshape(-1).view(torch.uint8).copy_(value.reshape(-1).view(torch.uint8))
+        return out
 
 
 class _DeviceBytes:

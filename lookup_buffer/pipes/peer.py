@@ -38,7 +38,7 @@ from lookup_buffer.errors import (
 from lookup_buffer.frames import Frames
 from lookup_buffer.header import TensorHeader
 from lookup_buffer.pipes.carrier import Carrier
-from lookup_buffer.pipes.inbox import Arrival, Inbox, Offer
+from lookup_buffer.pipes.inbox import Arrival, Inbox, Offer, Spare
 from lookup_buffer.pipes.outbox import INLINE_BYTES, Outbox, Outgoing
 from lookup_buffer.pipes.pipe import PipeLimits
 from lookup_buffer.pointer import pointer_to
@@ -88,10 +88,11 @@ class Peer:
 
     # -- receiving
 
-    def receive(self, offer: Offer, memory: memoryview) -> bool:
+    def receive(self, offer: Offer, memory: memoryview, spare: Spare | None = None) -> bool:
         """Put the bytes of an offer into `memory`; False where its sender gave up.
 
-        Where they are on their way already, they are in the memory of who asked for them.
+        Where they are on their way already, they are in the memory of who asked for them. Once
+        this has returned or raised, nobody writes to `memory`, if there is `spare` memory instead.
         """
         if offer.payload is not None:
             return self._take(offer, offer.payload, memory)
@@ -105,14 +106,35 @@ class Peer:
             # which has to pass first: it says that the peer is lost, not only late.
             limit = 2 * self._limits.silence_seconds
             limit += offer.header.nbytes / MINIMUM_BYTES_PER_SECOND
-            deadline = time.monotonic() + limit
-            while not arrival.over:
-                self._check()
-                if not self._changed.wait(deadline - time.monotonic()):
-                    raise LookupTimeout("the bytes did not come in time")
+            try:
+                self._wait_for(arrival, time.monotonic() + limit)
+            except LookupTimeout:
+                if spare is not None:
+                    arrival.memory = spare()
+                raise
         if arrival.payload is not None:
             return self._take(offer, arrival.payload, memory)
         return not arrival.gone
+
+    def _wait_for(self, arrival: Arrival, deadline: float) -> None:
+        """Until it is over, or the reading thread is not, and will not be, within its memory."""
+        try:
+            while not arrival.over:
+                self._check()
+                left = deadline - time.monotonic()
+                if left <= 0 and not arrival.moving:
+                    raise LookupTimeout("the bytes did not come in time")
+                self._changed.wait(left if left > 0 else None)
+        except LookupBufferError:
+            # Where that is because the link has ended, the reading thread is about to leave it.
+            self._changed.wait_for(lambda: not arrival.moving, self._limits.silence_seconds)
+            raise
+
+    def discard(self, offer: Offer) -> None:
+        """It is not to be received: its sender need not keep it."""
+        with self._changed:
+            self._arrivals.pop(offer.number, None)
+        self._say_received(offer)
 
     def _take(self, offer: Offer, payload: bytearray | memoryview, memory: memoryview) -> bool:
         if payload:
@@ -255,13 +277,18 @@ class Peer:
         self._inbox.put(Offer(self, number, key, header, payload))
 
     def _arrived(self, number: int, nbytes: int) -> None:
-        arrival = self._arrivals.pop(number, None)
-        if arrival is None or arrival.memory.nbytes != nbytes:
-            raise ProtocolError("bytes that were not asked for")
-        self._link.recv_into(arrival.memory, timeout=self._limits.silence_seconds)
         with self._changed:
+            arrival = self._arrivals.pop(number, None)
+            if arrival is None or arrival.memory.nbytes != nbytes:
+                raise ProtocolError("bytes that were not asked for")
+            arrival.moving = True
+        try:
+            self._link.recv_into(arrival.memory, timeout=self._limits.silence_seconds)
             arrival.over = True
-            self._changed.notify_all()
+        finally:
+            with self._changed:
+                arrival.moving = False
+                self._changed.notify_all()
 
     def _placed(self, number: int, at: int) -> None:
         arrival = self._arrivals.pop(number, None)
