@@ -132,6 +132,17 @@ class PipeContract:
         assert same(b.recv_tensor(TensorKey("hash"), timeout=SOON_SECONDS), block(10, 2))
         assert same(b.recv_tensor("hash@request", timeout=SOON_SECONDS), block(10, 1))
 
+    @pytest.mark.parametrize(
+        "key", ["", "\0", "\udcff\ud800", "é" * 2048, "k" * 4096], ids=["empty", *"0sék"]
+    )
+    def test_any_text_up_to_the_bound_is_a_key(self, ends: Ends, key: str) -> None:
+        a, b = ends
+        a.send_tensor(block(10), key)
+        assert same(b.recv_tensor(key, timeout=SOON_SECONDS), block(10))
+        for operation in (lambda k: a.send_tensor(None, k), b.recv_tensor):
+            with pytest.raises(InvalidKey):
+                operation(key + "k" * 4097)
+
     def test_several_under_one_key_come_in_order(self, ends: Ends) -> None:
         a, b = ends
         for number in range(5):

@@ -14,7 +14,7 @@ SECONDS = 5.0
 BEAT_SECONDS = 0.3
 
 
-def offer(number: int, key: str | None, nbytes: int) -> list[Any]:
+def offer(number: int, key: bytes | None, nbytes: int) -> list[Any]:
     return ["offer", number, key, TensorHeader.for_tensor("uint8", (nbytes,)).to_fields()]
 
 

@@ -35,7 +35,7 @@ def raw(pipe: KVPipe) -> Iterator[RawEnd]:
 def test_bytes_that_come_too_late_are_kept_and_not_put_into_the_callers_tensor(
     pipe: KVPipe, raw: RawEnd, threads: Threads
 ) -> None:
-    raw.say(offer(1, "k", LARGE))
+    raw.say(offer(1, b"k", LARGE))
     out = torch.zeros(LARGE, dtype=torch.uint8)
     receiving = threads.call(pipe.recv_tensor, "k", out=out)
     assert raw.heard() == ["pull", 1]
@@ -52,7 +52,7 @@ def test_who_is_told_of_the_end_has_his_tensor_for_himself(
     pipe: KVPipe, raw: RawEnd, threads: Threads
 ) -> None:
     """In the middle of its bytes: the reading thread has left it when the error comes."""
-    raw.say(offer(1, "k", 64 * LARGE))
+    raw.say(offer(1, b"k", 64 * LARGE))
     out = torch.zeros(64 * LARGE, dtype=torch.uint8)
     receiving = threads.call(pipe.recv_tensor, "k", out=out)
     assert raw.heard() == ["pull", 1]
@@ -70,9 +70,9 @@ def test_who_is_told_of_the_end_has_his_tensor_for_himself(
 def test_what_there_is_no_memory_for_is_said_so_and_costs_its_sender_nothing(
     pipe: KVPipe, raw: RawEnd, shape: tuple[int, ...]
 ) -> None:
-    raw.say(["offer", 1, "k", TensorHeader.for_tensor("uint8", shape).to_fields()])
+    raw.say(["offer", 1, b"k", TensorHeader.for_tensor("uint8", shape).to_fields()])
     with pytest.raises(CodecError, match="no memory for a tensor of 1099511627776 bytes"):
         pipe.recv_tensor("k", timeout=SOON_SECONDS)
     assert raw.heard() == ["received", 1], "and so its budget is free"
-    raw.say(offer(2, "k", 3), b"abc")
+    raw.say(offer(2, b"k", 3), b"abc")
     assert same(pipe.recv_tensor("k", timeout=SOON_SECONDS), torch.tensor(list(b"abc")).byte())

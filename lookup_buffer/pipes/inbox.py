@@ -46,7 +46,7 @@ class Offer:
     source: Source
     number: int
     """The source's."""
-    key: str | None
+    key: bytes | None
     header: TensorHeader
     payload: bytearray | memoryview | None
     """The bytes, where they came with it or lie in memory that both ends see; else they are to be
@@ -64,7 +64,7 @@ class Inbox:
     """Thread-safe."""
 
     _changed: threading.Condition = field(default_factory=threading.Condition)
-    _offers: defaultdict[str | None, deque[Offer]] = field(
+    _offers: defaultdict[bytes | None, deque[Offer]] = field(
         default_factory=lambda: defaultdict(deque)
     )
     _end: LookupBufferError | None = None
@@ -82,7 +82,7 @@ class Inbox:
 
     def take(
         self,
-        key: "str | AnyKey | None",
+        key: "bytes | AnyKey | None",
         deadline: float,
         check: Callable[[Offer], None] | None = None,
     ) -> Offer:
@@ -106,7 +106,7 @@ class Inbox:
                 del self._offers[offer.key]
             return offer
 
-    def remove(self, source: Source, number: int, key: str | None) -> None:
+    def remove(self, source: Source, number: int, key: bytes | None) -> None:
         """Its sender takes it back, if it is still there."""
         with self._changed:
             self._keep(key, lambda offer: (offer.source, offer.number) != (source, number))
@@ -125,13 +125,13 @@ class Inbox:
                 self._offers.clear()
             self._changed.notify_all()
 
-    def _queue_of(self, key: "str | AnyKey | None") -> "deque[Offer] | None":
+    def _queue_of(self, key: "bytes | AnyKey | None") -> "deque[Offer] | None":
         if not isinstance(key, AnyKey):
             return self._offers.get(key)
         keyed = [queue for name, queue in self._offers.items() if name is not None]
         return min(keyed, key=lambda queue: queue[0].arrived, default=None)
 
-    def _keep(self, key: str | None, wanted: Callable[[Offer], bool]) -> None:
+    def _keep(self, key: bytes | None, wanted: Callable[[Offer], bool]) -> None:
         kept = deque(offer for offer in self._offers.get(key, ()) if wanted(offer))
         if kept:
             self._offers[key] = kept

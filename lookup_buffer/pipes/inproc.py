@@ -22,7 +22,7 @@ from lookup_buffer.errors import (
     TensorTooLarge,
 )
 from lookup_buffer.key import TensorKey
-from lookup_buffer.pipes.pipe import TIMEOUT_SECONDS, Any, KVPipe, PipeLimits, key_text
+from lookup_buffer.pipes.pipe import TIMEOUT_SECONDS, Any, KVPipe, PipeLimits, key_bytes
 
 
 @dataclass(slots=True, eq=False)
@@ -40,14 +40,14 @@ class _Message:
 class _Conduit:
     """One direction."""
 
-    queues: defaultdict[str | None, deque[_Message]] = field(
+    queues: defaultdict[bytes | None, deque[_Message]] = field(
         default_factory=lambda: defaultdict(deque)
     )
     used: int = 0
     end: LookupBufferError | None = None
     """What whoever receives is told once it is empty: the sending end has ended."""
 
-    def queue_of(self, lane: str | Any | None) -> "deque[_Message] | None":
+    def queue_of(self, lane: bytes | Any | None) -> "deque[_Message] | None":
         """Where the next message of that lane is; None where there is none."""
         for name in [name for name, queue in self.queues.items() if not queue]:
             del self.queues[name]
@@ -78,7 +78,7 @@ class InprocPipe(KVPipe):
         self, tensor: Value, key: str | TensorKey | None = None, *, timeout: float = TIMEOUT_SECONDS
     ) -> None:
         deadline = time.monotonic() + timeout
-        lane, nbytes = key_text(key), header_of(tensor).nbytes
+        lane, nbytes = key_bytes(key), header_of(tensor).nbytes
         cost, most = self._limits.cost(nbytes), self._limits.buffer_bytes
         if cost > most:
             raise TensorTooLarge(f"{nbytes} bytes; the pipe holds {most}")
@@ -108,7 +108,7 @@ class InprocPipe(KVPipe):
         out: Tensor | None = None,
     ) -> Value:
         deadline = time.monotonic() + timeout
-        lane = key if isinstance(key, Any) else key_text(key)
+        lane = key if isinstance(key, Any) else key_bytes(key)
         with self._changed:
             self._check(None)
             while (queue := self._in.queue_of(lane)) is None:
@@ -160,7 +160,7 @@ class InprocPipe(KVPipe):
         if error is not None:
             raise type(error)(str(error))
 
-    def _withdraw(self, lane: str | None, message: _Message) -> None:
+    def _withdraw(self, lane: bytes | None, message: _Message) -> None:
         queue = self._out.queues.get(lane)
         if queue and message in queue:
             queue.remove(message)

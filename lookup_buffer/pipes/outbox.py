@@ -24,7 +24,7 @@ INLINE_BYTES: Final = 64 << 10
 class Outgoing:
     """A message that was offered and not received."""
 
-    key: str | None
+    key: bytes | None
     memory: memoryview
     """The caller's, until there is room for a copy."""
     cost: int
@@ -79,7 +79,7 @@ class Outbox:
         """Of the budget: 0 once all that was sent was received, or given up."""
 
     def send(
-        self, key: str | None, header: TensorHeader, bytes_of: "Bytes", deadline: float
+        self, key: bytes | None, header: TensorHeader, bytes_of: "Bytes", deadline: float
     ) -> None:
         """Offer a message; return when its bytes are copied, or the kernel has them."""
         cost = self._limits.cost(header.nbytes)

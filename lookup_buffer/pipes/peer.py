@@ -37,6 +37,7 @@ from lookup_buffer.errors import (
 )
 from lookup_buffer.frames import Frames
 from lookup_buffer.header import TensorHeader
+from lookup_buffer.key import MAX_KEY_CHARACTERS
 from lookup_buffer.pipes.carrier import Carrier
 from lookup_buffer.pipes.inbox import Arrival, Inbox, Offer, Spare
 from lookup_buffer.pipes.outbox import INLINE_BYTES, Outbox, Outgoing
@@ -242,9 +243,11 @@ class Peer:
 
     def _heard(self, header: Any, nbytes: int) -> None:
         match header:
-            case ["offer", int(number), str() | None as key, dict(fields)]:
+            case ["offer", _, bytes(key), *_] if len(key) > MAX_KEY_CHARACTERS:
+                raise ProtocolError("a key that is longer than any")
+            case ["offer", int(number), bytes() | None as key, dict(fields)]:
                 self._offered(number, key, TensorHeader.from_fields(fields), nbytes)
-            case ["offer", int(number), str() | None as key, dict(fields), int(at)] if not nbytes:
+            case ["offer", int(number), bytes() | None as key, dict(fields), int(at)] if not nbytes:
                 header = TensorHeader.from_fields(fields)
                 payload = self._lying(at, header.nbytes)
                 self._inbox.put(Offer(self, number, key, header, payload))
@@ -256,7 +259,7 @@ class Peer:
                 self.outbox.pull(number)
             case ["gone", int(number)] if not nbytes:
                 self._gone(number)
-            case ["withdraw", int(number), str() | None as key] if not nbytes:
+            case ["withdraw", int(number), bytes() | None as key] if not nbytes:
                 self._inbox.remove(self, number, key)
             case ["received", int(number)] if not nbytes:
                 self.outbox.settle(number)
@@ -267,7 +270,7 @@ class Peer:
             case _:
                 raise ProtocolError("not a frame of a pipe")
 
-    def _offered(self, number: int, key: str | None, header: TensorHeader, nbytes: int) -> None:
+    def _offered(self, number: int, key: bytes | None, header: TensorHeader, nbytes: int) -> None:
         if nbytes not in (0, header.nbytes) or nbytes > INLINE_BYTES:
             raise ProtocolError("an offer with other bytes than it says")
         payload = None

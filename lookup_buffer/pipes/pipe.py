@@ -142,18 +142,18 @@ class KVPipe(ABC):
             self.abort()  # the other end must not take what there is for all there was to be
 
 
-def key_text(key: str | TensorKey | None) -> str | None:
-    """How a key travels.
+def key_bytes(key: str | TensorKey | None) -> bytes | None:
+    """How a key travels, and is looked up: any text is one, also what UTF-8 does not allow.
 
     Raises:
         InvalidKey: it is no text, or too long.
     """
-    if key is None or isinstance(key, str):
-        text = key
-    elif isinstance(key, TensorKey):
-        text = key.text
-    else:
+    if key is None:
+        return None
+    text = key.text if isinstance(key, TensorKey) else key
+    if not isinstance(text, str):
         raise InvalidKey(f"a {type(key).__name__} is no key of a pipe")
-    if text is not None and len(text.encode("utf-8", "surrogatepass")) > MAX_KEY_CHARACTERS:
+    found = text.encode("utf-8", "surrogatepass")
+    if len(found) > MAX_KEY_CHARACTERS:
         raise InvalidKey(f"a key of a pipe has at most {MAX_KEY_CHARACTERS} bytes")
-    return text
+    return found

@@ -29,7 +29,7 @@ from lookup_buffer.pipes.carrier import Carrier
 from lookup_buffer.pipes.inbox import Inbox, Offer
 from lookup_buffer.pipes.outbox import Bytes
 from lookup_buffer.pipes.peer import Peer
-from lookup_buffer.pipes.pipe import TIMEOUT_SECONDS, Any, KVPipe, PipeLimits, key_text
+from lookup_buffer.pipes.pipe import TIMEOUT_SECONDS, Any, KVPipe, PipeLimits, key_bytes
 from lookup_buffer.pointer import bytes_at
 
 
@@ -66,11 +66,13 @@ class StreamPipe(KVPipe):
         self, tensor: Value, key: str | TensorKey | None = None, *, timeout: float = TIMEOUT_SECONDS
     ) -> None:
         deadline = time.monotonic() + timeout
-        text, header = key_text(key), header_of(tensor)
+        wanted, header = key_bytes(key), header_of(tensor)
         if header.nbytes > self._limits.buffer_bytes:
             most = self._limits.buffer_bytes
             raise TensorTooLarge(f"{header.nbytes} bytes; the pipe holds {most}")
-        self._only_peer(deadline).outbox.send(text, header, self._memory.outward(tensor), deadline)
+        self._only_peer(deadline).outbox.send(
+            wanted, header, self._memory.outward(tensor), deadline
+        )
 
     def recv_tensor(
         self,
@@ -80,7 +82,7 @@ class StreamPipe(KVPipe):
         out: Tensor | None = None,
     ) -> Value:
         deadline = time.monotonic() + timeout
-        text = key if isinstance(key, Any) else key_text(key)
+        wanted = key if isinstance(key, Any) else key_bytes(key)
 
         def fits(offer: Offer) -> None:
             if out is not None and offer.header.kind != "none":
@@ -88,7 +90,7 @@ class StreamPipe(KVPipe):
 
         while True:
             self._check()
-            offer = self._inbox.take(text, deadline, fits)
+            offer = self._inbox.take(wanted, deadline, fits)
             if offer.header.kind == "none":
                 offer.source.receive(offer, memoryview(b""))
                 return None
