@@ -205,7 +205,18 @@ def _strided(tensor: torch.Tensor) -> torch.Tensor:
         raise CodecError(f"a {type(plain).__name__} of layout {plain.layout} is not carried")
     if plain.is_meta:
         raise CodecError("a meta tensor has no bytes")
+    if plain.untyped_storage().nbytes() < _reach(plain):  # to read it would end the process
+        raise CodecError("a tensor whose storage was taken away has no bytes")
     return plain
+
+
+def _reach(plain: torch.Tensor) -> int:
+    """How many bytes of its storage it goes over, from the start."""
+    count = plain.numel()
+    if count and not plain.is_contiguous():
+        strided = zip(plain.shape, plain.stride(), strict=True)
+        count = 1 + sum((size - 1) * stride for size, stride in strided)
+    return (int(plain.storage_offset()) + count) * plain.itemsize if count else 0
 
 
 def _header_of(plain: torch.Tensor) -> TensorHeader:
