@@ -46,6 +46,18 @@ class RawEnd:
         assert isinstance(header, list)
         return header
 
+    def hung_up(self) -> bool:
+        """Whether the pipe ends this connection, whatever it still says."""
+        self._stream.settimeout(SECONDS)
+        try:
+            while self._stream.recv(65536):
+                pass
+        except ConnectionError:
+            pass
+        except TimeoutError:
+            return False
+        return True
+
     def _beat(self) -> None:
         while not self._ended.wait(BEAT_SECONDS) and not self.link.closed:
             try:
