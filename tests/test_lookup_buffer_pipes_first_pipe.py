@@ -32,6 +32,7 @@ StatelessProcessGroup and PyNcclCommunicator
    test_the_tensor_is_the_callers_again
 """
 
+import socket
 import threading
 import time
 from contextlib import ExitStack, suppress
@@ -64,9 +65,11 @@ from lookup_buffer.errors import (
     PipeError,
     TensorTooLarge,
 )
+from lookup_buffer.link import Link
 from lookup_buffer.pipes import KVPipe, PipeLimits, open_pipe
 from lookup_buffer.pipes.outbox import Outbox
 from lookup_buffer.pipes.resp import RespLane
+from lookup_buffer.pipes.speaker import Speaker
 from raw_pipe import RawEnd
 from store import EmbeddedServer
 from store.dialling import dial
@@ -84,8 +87,20 @@ class _Failing:
     copied = lent
 
 
-def test_a_send_that_fails_gives_its_budget_back_and_tells_its_caller(ends: Ends) -> None:
-    outbox = Outbox(threading.Condition(), lambda *_: None, lambda: None, PipeLimits(LARGE))
+def _nothing(*_: object) -> None:
+    pass
+
+
+def _speaker(closing: ExitStack) -> Speaker:
+    links = [closing.enter_context(Link(stream)) for stream in socket.socketpair()]
+    return Speaker(links[0], threading.RLock(), _nothing, _nothing, _nothing, SOON_SECONDS)
+
+
+def test_a_send_that_fails_gives_its_budget_back_and_tells_its_caller(
+    ends: Ends, closing: ExitStack
+) -> None:
+    limits = PipeLimits(buffer_bytes=LARGE)
+    outbox = Outbox(threading.Condition(), _speaker(closing), _nothing, limits)
     for _ in range(3):
         with pytest.raises(MemoryError):
             outbox.send(None, header_of(block(LARGE)), _Failing(), 0.0)

@@ -117,6 +117,11 @@ class Inbox:
             for key in list(self._offers):
                 self._keep(key, lambda o: o.source is not source or o.payload is not None)
 
+    @property
+    def empty(self) -> bool:
+        """At this moment; to be asked without its lock."""
+        return not self._offers
+
     def end(self, error: LookupBufferError | None, *, clear: bool = False) -> None:
         """What those are told who find nothing; None: to wait again."""
         with self._changed:

@@ -188,6 +188,10 @@ class RedisLink:
             elif time.monotonic() >= deadline:
                 raise _too_slow()
 
+    def writable(self) -> bool:
+        """Each frame is a question to the server, whose answer is awaited."""
+        return False
+
     # -- receiving
 
     def wait_readable(self, timeout: float) -> bool:
