@@ -24,6 +24,7 @@ from lookup_buffer.errors import (
 )
 from lookup_buffer.link import Link
 from lookup_buffer.pipes.communicator import Communicator, Exchange
+from lookup_buffer.pipes.copies import Copies
 from lookup_buffer.pipes.inbox import Offer
 from lookup_buffer.pipes.libnccl import UNIQUE_ID_BYTES, Nccl, loaded
 from lookup_buffer.pipes.meeting import meet
@@ -131,19 +132,23 @@ class DeviceMemory:
     def __init__(self, device: torch.device, to: torch.device) -> None:
         self._device = device
         self._to = to
+        self._copies = Copies()
 
     def outward(self, value: Value) -> "_DeviceBytes":
-        return _DeviceBytes(value, self._device)
+        return _DeviceBytes(value, self._device, self._copies)
+
+    def end(self) -> None:
+        self._copies.end()
 
     def check(self, out: torch.Tensor, offer: Offer) -> None:
         check_place(out, offer.header, self._to)
 
     def place(self, offer: Offer, out: torch.Tensor | None) -> torch.Tensor:
         device = torch.device("cpu") if offer.payload is not None else self._device
-        if out is None or out.device != device:
-            value = torch.empty_like(empty_tensor(offer.header), device=device)
-        else:
-            value = out
+        value = out if out is not None and out.device == device else empty_tensor(offer.header)
+        if value.device != device:  # by its bytes: a new tensor of some dtypes brings a warning
+            there = torch.empty(value.nbytes, dtype=torch.uint8, device=device)
+            value = there.view(value.dtype).view(value.shape)
         _wait_for(device)  # its memory may still be in use by earlier work
         return value
 
@@ -162,9 +167,10 @@ class DeviceMemory:
 class _DeviceBytes:
     """The bytes of a value that is sent."""
 
-    def __init__(self, value: Value, device: torch.device) -> None:
+    def __init__(self, value: Value, device: torch.device, copies: Copies) -> None:
         self._value = value
         self._device = device
+        self._copies = copies
         self._lent = False
 
     def lent(self) -> memoryview:
@@ -174,7 +180,7 @@ class _DeviceBytes:
     def copied(self) -> memoryview:
         few = self._value is None or self._value.nbytes <= INLINE_BYTES
         if few and not self._lent:
-            return HostBytes(self._value).copied()  # they come with their offer
+            return HostBytes(self._value, self._copies).copied()  # they come with their offer
         return self._view(copy=True)
 
     def _view(self, *, copy: bool) -> memoryview:

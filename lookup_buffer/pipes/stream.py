@@ -26,6 +26,7 @@ from lookup_buffer.errors import (
 from lookup_buffer.frames import Frames
 from lookup_buffer.key import TensorKey
 from lookup_buffer.pipes.carrier import Carrier
+from lookup_buffer.pipes.copies import Copies
 from lookup_buffer.pipes.inbox import Inbox, Offer
 from lookup_buffer.pipes.outbox import Bytes
 from lookup_buffer.pipes.peer import Peer
@@ -149,6 +150,7 @@ class StreamPipe(KVPipe):
             self._end = error
             self._changed.notify_all()
         self._inbox.end(error, clear=True)
+        self._memory.end()
         return True
 
     def _only_peer(self, deadline: float) -> Peer:
@@ -198,12 +200,19 @@ class Memory(Protocol):
         """What the receiver is given, once it has come to `value`: `out`, where he gave one."""
         ...
 
+    def end(self) -> None:
+        """Keep nothing any more for messages to come."""
+        ...
+
 
 class HostMemory:
     """See `Memory`."""
 
+    def __init__(self) -> None:
+        self._copies = Copies()
+
     def outward(self, value: Value) -> Bytes:
-        return HostBytes(value)
+        return HostBytes(value, self._copies)
 
     def check(self, out: Tensor, offer: Offer) -> None:
         check_place(out, offer.header, "cpu")
@@ -217,12 +226,16 @@ class HostMemory:
     def done(self, value: Tensor, out: Tensor | None) -> Value:
         return value if out is None or out is value else copy_of(value, out)
 
+    def end(self) -> None:
+        self._copies.end()
+
 
 class HostBytes:
     """The bytes of a value that is sent."""
 
-    def __init__(self, value: Value) -> None:
+    def __init__(self, value: Value, copies: Copies) -> None:
         self._value = value
+        self._copies = copies
 
     def lent(self) -> memoryview:
         if self._value is None:
@@ -231,4 +244,4 @@ class HostBytes:
         return bytes_at(address, nbytes, keep=owner)
 
     def copied(self) -> memoryview:
-        return memoryview(bytes(self.lent()))
+        return self._copies.copy(self.lent())
