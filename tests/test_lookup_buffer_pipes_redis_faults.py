@@ -159,6 +159,25 @@ def test_an_orderly_end_does_not_wait_for_somebody_to_look(valkey_server: Embedd
     assert time.monotonic() - started < 2.5 * LOOK_SECONDS, "else one such time for each"
 
 
+def test_an_aborted_end_does_not_wait_for_somebody_to_look(
+    valkey_server: EmbeddedServer, closing: ExitStack
+) -> None:
+    started = time.monotonic()
+    for _ in range(5):
+        a = closing.enter_context(open_pipe(URI.format(valkey_server.url), listen=True))
+        b = open_pipe(a.uri)
+        b.send_tensor(None)
+        a.recv_tensor(timeout=SOON_SECONDS)
+        deadline = soon()
+        while b.used_bytes and time.monotonic() < deadline:
+            time.sleep(0.001)  # until it has nothing to say and can leave its word
+        b.abort()
+        with pytest.raises(PipeBroken):
+            a.recv_tensor(timeout=SOON_SECONDS)
+        a.close()
+    assert time.monotonic() - started < 2.5 * LOOK_SECONDS, "else one such time for each"
+
+
 def test_what_a_killed_end_leaves_expires(valkey_server: EmbeddedServer, threads: Threads) -> None:
     flush(valkey_server.url)
     uri = URI.format(valkey_server.url)

@@ -52,6 +52,8 @@ MAX_PAYLOAD_BYTES: Final = 1 << 40
 
 _BYE: Final[list[Any]] = ["bye"]
 _NUMBER: Final = struct.Struct(">Q")
+_ABORTED: Final = (1 << 64) - 1
+"""In the place of a frame's number, and of the frame."""
 _HAD: Final = struct.Struct(">QQ?")
 """The frame's number, the batch's, and whether all of it was there."""
 
@@ -123,6 +125,11 @@ class RedisLink:
         self._reader.close()
 
     def abort(self) -> None:
+        # Where that is possible at once; else the other end finds out when it looks.
+        if self._sending.acquire(blocking=False):
+            word = (b"RPUSH", self._out, _NUMBER.pack(_ABORTED))
+            self._writer.part([word, (b"PEXPIRE", self._out, self._expiry)])
+            self._sending.release()
         self._writer.close(reset=True)
         self._reader.close(reset=True)
 
@@ -256,6 +263,8 @@ class RedisLink:
         """The frame, and what comes with it."""
         view = memoryview(element)
         start = _NUMBER.size + PROLOGUE_BYTES
+        if element == _NUMBER.pack(_ABORTED):
+            raise PipeBroken("the other end was aborted")
         if view.nbytes < start:
             raise ProtocolError("no frame")
         (number,) = _NUMBER.unpack(view[: _NUMBER.size])
