@@ -21,6 +21,8 @@ class Claimant:
     """How often a grant was seen only when it may have been another's again."""
     answer_by: float = 0.0
     """A node that did not even say that another is at it by then is not waited for."""
+    encodes_seen: int = 0
+    """How many encodes the engine had begun when it was last looked whose they are."""
     waited: bool = False
     lapses_at: float = math.inf
     """When the intents that were granted are free again."""

@@ -78,6 +78,7 @@ class EcClaims:
         self._intents: set[str] = set()
         """Items whose claim is, or may be, this engine's, and that were not allocated since."""
         self._late_seconds_left = LATE_SECONDS
+        self._encodes_begun = 0
         self._encodes = EngineEncodes(
             shape.steps_in_flight, settings.claim_lease_seconds / 3, clock=clock
         )
@@ -157,6 +158,7 @@ class EcClaims:
         self, watch: RequestWatch, claimant: Claimant, keys: dict[str, TensorKey], now: float
     ) -> None:
         claimant.keys = keys
+        claimant.encodes_seen = self._encodes_begun
         for identifier in keys:
             self._users.setdefault(identifier, set()).add(watch.request_id)
         claimant.ungranted_at = now
@@ -222,11 +224,13 @@ class EcClaims:
         if asked.holder and not claimant.waited:
             claimant.waited = True
             self._counters.add("claim:waited")
-        if asked.state in (ClaimSetState.PENDING, ClaimSetState.GRANTED):
-            for identifier, key in claimant.keys.items():
-                if request_id not in self._users.get(identifier, ()):
-                    # Another request of this engine has come to encode it meanwhile.
-                    return self._stored(request_id, claimant, key.text)
+        if claimant.encodes_seen != self._encodes_begun:
+            claimant.encodes_seen = self._encodes_begun
+            if asked.state in (ClaimSetState.PENDING, ClaimSetState.GRANTED):
+                for identifier, key in claimant.keys.items():
+                    if request_id not in self._users.get(identifier, ()):
+                        # Another request of this engine has come to encode it meanwhile.
+                        return self._stored(request_id, claimant, key.text)
         match asked.state:
             case ClaimSetState.PENDING:
                 bound = claimant.until if asked.holder else claimant.answer_by
@@ -312,6 +316,7 @@ class EcClaims:
             self._counters.add("encode:despite_holder")
         self._intents.discard(identifier)
         self._encodes.begin(identifier, key)
+        self._encodes_begun += 1
         users = self._users.pop(identifier, set())
         if claimant is not None:
             self._pledge(request_id, claimant)
