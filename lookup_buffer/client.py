@@ -6,6 +6,7 @@ by the board, everything else is asked of the node. The ways:
     insert: tensor → staging area → (node copies, hashes) → arena → listed, published
     select: board → arena → the caller's tensor → board again: unchanged
        else node locates, fetches, pins → arena → the caller's tensor → unpinned
+    drop_select: node takes, pins → arena → the caller's tensor → acknowledged, unpinned
 """
 
 import time
@@ -14,9 +15,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from lookup_buffer import codec
-from lookup_buffer.arena import copy_bytes
 from lookup_buffer.attachment import Attachment
-from lookup_buffer.channel import Channel, next_request_id
+from lookup_buffer.channel import next_request_id
 from lookup_buffer.claimed import ClaimAnswer, ClaimSet
 from lookup_buffer.claiming import Claiming
 from lookup_buffer.config import BufferConfig
@@ -25,10 +25,9 @@ from lookup_buffer.errors import (
     LookupTimeout,
     MissingTensor,
     NodeUnavailable,
-    TensorTooLarge,
 )
-from lookup_buffer.header import TensorHeader
 from lookup_buffer.inserted import InsertOutcome
+from lookup_buffer.inserting import Inserting
 from lookup_buffer.key import TensorKey
 from lookup_buffer.local_reads import LocalReads, NotHere
 from lookup_buffer.messages import (
@@ -36,10 +35,8 @@ from lookup_buffer.messages import (
     NODE_SHARE,
     Contains,
     Describe,
-    Insert,
     Select,
     Stats,
-    lasting,
     split,
     waiting,
 )
@@ -47,6 +44,7 @@ from lookup_buffer.namespace import Namespace
 from lookup_buffer.prefetched import LoadOrder, Prefetched, PrefetchState
 from lookup_buffer.prefetching import Prefetching
 from lookup_buffer.seat import EngineSeat
+from lookup_buffer.taking import Taking
 from store import ClaimState
 
 if TYPE_CHECKING:
@@ -88,6 +86,8 @@ class LookupBuffer:
         )
         self._local_reads = LocalReads(self._attachment, self._namespace.fingerprint)
         self._prefetching = Prefetching(self._attachment, self._namespace.fingerprint)
+        self._inserting = Inserting(self._attachment, self._namespace.fingerprint)
+        self._taking = Taking(self._attachment, self._namespace.fingerprint, self.release)
         self._claiming = Claiming(self._attachment, self._namespace.fingerprint)
         self._attachment.open(required=required)
 
@@ -106,46 +106,18 @@ class LookupBuffer:
         When it returns, the tensor may be changed again, and this host's readers see the key;
         other hosts follow as soon as Redis knows.
 
+        A shared key that is there already stays as it is. A hand-off replaces what was under its
+        key, which whoever has taken it still finishes; it is never evicted, and ends after
+        `ttl_seconds` (300 where none are given), so where hand-offs fill their half of the arena
+        an insert waits up to `timeout` seconds for one to be taken.
+
         Raises:
-            TensorTooLarge: larger than the arena.
-            BufferFull: no room; everything that is left is pinned or being written.
+            TensorTooLarge: larger than the arena; a hand-off, than half of it.
+            BufferFull: no room; everything that is left is pinned, being written, or handed off.
             NodeUnavailable: the node did not take it in time.
             ConfigError: `ttl_seconds` is none.
         """
-        if ttl_seconds is not None:
-            ttl_seconds = lasting("ttl_seconds", ttl_seconds)
-        header = codec.header_of(tensor)
-        self._check_fits(header)
-        deadline = time.monotonic() + timeout
-        with self._attachment.channel(timeout) as channel:
-            if tensor is not None and header.nbytes:
-                self._fill(channel, tensor, header, deadline - time.monotonic())
-            request = Insert(
-                next_request_id(),
-                self._namespace.fingerprint,
-                key.text,
-                header.to_fields(),
-                ttl_seconds,
-            )
-            reply = channel.call(request, deadline - time.monotonic())
-        return InsertOutcome(reply["outcome"])
-
-    def _fill(
-        self, channel: Channel, tensor: "torch.Tensor", header: TensorHeader, timeout: float
-    ) -> None:
-        staging = channel.stage(header.nbytes, timeout)
-        source, address, nbytes = codec.contiguous_bytes(tensor)
-        copy_bytes(staging.address, address, nbytes)
-        del source  # kept the memory at `address` alive until here
-
-    def _check_fits(self, header: TensorHeader) -> None:
-        with self._attachment.memory() as memory:
-            capacity_bytes = memory.arena.nbytes
-        if header.nbytes > capacity_bytes:
-            raise TensorTooLarge(
-                f"a tensor of {header.nbytes} bytes exceeds the arena of "
-                f"{capacity_bytes} bytes; raise capacity_bytes"
-            )
+        return self._inserting.insert(key, tensor, ttl_seconds, timeout)
 
     # -- read
 
@@ -173,6 +145,26 @@ class LookupBuffer:
             return self.load(order, out=out)
         finally:
             self.release(order)
+
+    def drop_select(
+        self, key: TensorKey, *, timeout: float = 0.0, out: "torch.Tensor | None" = None
+    ) -> "torch.Tensor | None":
+        """Take the hand-off under `key`: the tensor, which is then gone. Exactly one taker wins.
+
+        It is returned only after its owner, the node that it was inserted on, has said that it is
+        ours. If this process dies or is stopped before, it is to be had again. `timeout` bounds
+        the wait for it to appear, and in line behind other takers; see `select` for the rest.
+
+        Raises:
+            MissingTensor: nobody alive holds it; or who held it died, which ends the wait.
+            LookupTimeout: it was not to be had within `timeout` seconds.
+            InvalidKey: the key is shared; what has many readers is not taken away.
+            BufferFull: it lies on another host, and there is no room for a copy of it here.
+            CodecError: `out` does not fit; the hand-off stays where it was.
+            NodeUnavailable: the node did not answer in time. If it was lost just then, so may be
+                the hand-off.
+        """
+        return self._taking.drop_select(key, timeout, lambda order: self.load(order, out=out))
 
     @contextmanager
     def view(self, key: TensorKey, *, timeout: float = 0.0) -> "Iterator[torch.Tensor | None]":

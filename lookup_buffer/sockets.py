@@ -67,6 +67,18 @@ class SocketGuard:
         if ours is not error:
             raise ours from error
 
+    def detach(self) -> socket.socket:
+        """The connection itself, for another owner; from here it looks closed.
+
+        Raises:
+            PipeClosed: it is closed, or another thread uses it.
+        """
+        with self._lock:
+            if self.closed or self._operations:
+                raise PipeClosed("this link is closed, or in use")
+            self.closed = True
+            return socket.socket(fileno=self._socket.detach())
+
     def shut(self, *, reset: bool = False) -> None:
         """End the connection, wake its threads; with `reset` drop what is under way. Idempotent."""
         with self._lock:

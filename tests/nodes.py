@@ -222,6 +222,11 @@ def key(name: str | None = None) -> TensorKey:
     return TensorKey(f"{name or 'k'}-{secrets.token_hex(8)}")
 
 
+def handoff(name: str | None = None) -> TensorKey:
+    """A hand-off's key that no other test uses."""
+    return TensorKey(name or "h", request_id=secrets.token_hex(8))
+
+
 def tensor_of(seed: str, nbytes: int) -> torch.Tensor:
     """Bytes that follow from the seed alone, in any process."""
     generator = torch.Generator().manual_seed(int.from_bytes(seed.encode()[-7:], "big"))
