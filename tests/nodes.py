@@ -250,7 +250,7 @@ class ClientProcess:
     ) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["pytest", "torch", "lookup_buffer.client"])
-        self._pipe, theirs = context.Pipe()
+        self.pipe, theirs = context.Pipe()
         self._process = context.Process(
             target=_run_client, args=(theirs, to_json(config), source, namespace, seat)
         )
@@ -263,14 +263,14 @@ class ClientProcess:
         return self._process.pid
 
     def say(self, value: Any) -> None:
-        self._pipe.send(value)
+        self.pipe.send(value)
 
     def hear(self, timeout: float = 30.0) -> Any:
         """The next value."""
-        if not self._pipe.poll(timeout):
+        if not self.pipe.poll(timeout):
             pytest.fail(f"the client process said nothing for {timeout} s")
         try:
-            return self._pipe.recv()
+            return self.pipe.recv()
         except EOFError:
             pytest.fail(f"the client process ended with {self.wait()}")
 
@@ -286,7 +286,7 @@ class ClientProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._pipe.close()
+        self.pipe.close()
         if self._process.is_alive():
             self.kill()
         self._process.close()
