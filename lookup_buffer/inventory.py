@@ -179,6 +179,11 @@ class Inventory:
         shares.charge_handoff(charged_bytes, wanted=as_pin)
         return item
 
+    def offered(self, address: Address, header: TensorHeader) -> Item:
+        """A hand-off for which there is no room, with a generation before the one that it gets."""
+        generation, now = next(self._generations), self.clock()
+        return Item(address, header, 0, generation, "local", now, None, gone=True)
+
     def reserve_loan(self, address: Address, header: TensorHeader, *, origin: str) -> Item:
         """Room for a copy of another node's hand-off, which only its pins keep here.
 

@@ -227,7 +227,7 @@ def test_a_full_share_makes_the_writer_wait(start_node: StartNode) -> None:
     nothing_held(node)
 
 
-@pytest.mark.parametrize("consumer", ["here"])
+@BOTH
 def test_a_taker_gets_what_there_is_no_room_for(start_node: StartNode, consumer: str) -> None:
     """All room is taken by what the consumer does not ask for: it and the writer both go on."""
     node = start_node(capacity_bytes=8 * MIB)
@@ -244,6 +244,7 @@ def test_a_taker_gets_what_there_is_no_room_for(start_node: StartNode, consumer:
             if not late:
                 writer.start()
                 time.sleep(0.2)
+                assert taker.has_caches([name], timeout=1.0) == [False], "offered is not held"
             else:
                 threading.Timer(0.3, writer.start).start()
             started = time.monotonic()

@@ -201,14 +201,19 @@ def test_what_expires_in_a_lease_is_finished_and_not_had_again(owner: Owner) -> 
 def test_an_offer_keeps_the_line_until_it_is_withdrawn(owner: Owner) -> None:
     asked = []
     offer = lambda: asked.append(True)  # noqa: E731
-    owner.handoffs.offer(NAME, offer)
+    header = TensorHeader("uint8", (9,), 9)
+    owner.handoffs.offer(NAME, header, offer)
+    offered = owner.shelf.published(NAME)
+    assert offered is not None
+    assert (offered.checksum, owner.is_there()) == (0, False)
     taker = Taker(owner).take()
     assert (asked, taker.told) == ([True], [])
     assert owner.handoffs.wanted(NAME)
-    owner.insert()
+    assert owner.insert() > offered.generation
     owner.handoffs.withdraw(NAME, offer)
     assert owner.handoffs.acknowledge(taker.token)
-    owner.handoffs.offer(NAME, offer)
+    assert owner.shelf.published(NAME) is None
+    owner.handoffs.offer(NAME, header, offer)
     taker = Taker(owner).take()
     owner.handoffs.withdraw(NAME, offer)  # its client left
     assert taker.told == [None]

@@ -85,7 +85,7 @@ class Arrivals:
         arrival.end = self.loop.call_later(wait_seconds, self._too_late, arrival)
         self._queue[arrival] = None
         self.shelf.when_room(partial(call_from_thread, self.loop, self._room_came))
-        self.handoffs.offer(arrival.address, arrival.on_wanted)
+        self.handoffs.offer(arrival.address, arrival.header, arrival.on_wanted)
         self.waiting.arrived(arrival.address)  # who waits on this host now stands in line
         self._try(arrival)  # what was freed before `when_room` told nobody
 

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 
 from lookup_buffer.counters import Counters
 from lookup_buffer.errors import ProtocolError
+from lookup_buffer.header import TensorHeader
 from lookup_buffer.inventory import Address
 from lookup_buffer.key import is_handoff
 from lookup_buffer.node.shelf import Held, Shelf
@@ -157,10 +158,11 @@ class Handoffs:
         """Whether somebody stands in line for it."""
         return address in self._lines
 
-    def offer(self, address: Address, on_wanted: Callable[[], None]) -> None:
+    def offer(self, address: Address, header: TensorHeader, on_wanted: Callable[[], None]) -> None:
         """Somebody has an item for `address` and no room for it: call `on_wanted` when somebody
-        asks. Until `withdraw`."""
+        asks. Until `withdraw`. The store is told, for takers of other nodes."""
         self._offers.setdefault(address, []).append(on_wanted)
+        self.shelf.offer(address, header)
 
     def withdraw(self, address: Address, on_wanted: Callable[[], None]) -> None:
         offers = self._offers.get(address, [])
@@ -168,6 +170,7 @@ class Handoffs:
             offers.remove(on_wanted)
         if not offers:
             self._offers.pop(address, None)
+            self.shelf.retract(address)
             self._serve(address)  # who waited for that offer is told that there is none
 
     # -- leases

@@ -71,7 +71,7 @@ class Publisher:
 
     def _write(self, store: MetadataStore, changes: Sequence[Change]) -> list[Change]:
         """Write one batch; the changes whose server was not reached."""
-        here = [(change, self.shelf.peek(change.address)) for change in changes]
+        here = [(change, self.shelf.published(change.address)) for change in changes]
         gone = [change for change, item in here if item is None]
         publishings = {
             change: self._publishing(item, change) for change, item in here if item is not None

@@ -44,6 +44,7 @@ class Shelf:
         self._lock = threading.Lock()
         self._inventory = Inventory(capacity_bytes, clock, self.board.strike)
         self._on_room: Callable[[], None] | None = None
+        self._offers: dict[Address, Item] = {}
 
     # -- read
 
@@ -221,7 +222,26 @@ class Shelf:
             self._inventory.remove_expired()
         self._report()
 
+    def offer(self, address: Address, header: TensorHeader) -> None:
+        """There will be an item at `address`, when there is room: see `published`."""
+        with self._lock:
+            self._offers[address] = self._inventory.offered(address, header)
+        self._on_change(address, "")
+
+    def retract(self, address: Address) -> None:
+        """Idempotent."""
+        with self._lock:
+            offered = self._offers.pop(address, None)
+        if offered is not None:
+            self._on_change(address, "retracted")
+
     # -- inspect
+
+    def published(self, address: Address) -> Item | None:
+        """What the store is to know of `address`: the complete item, or else what is offered,
+        whose checksum is 0."""
+        with self._lock:
+            return self._inventory.peek(address) or self._offers.get(address)
 
     def peek(self, address: Address) -> Item | None:
         """The complete item at `address`, without marking it as used."""
@@ -230,7 +250,7 @@ class Shelf:
 
     def addresses(self) -> list[Address]:
         with self._lock:
-            return [item.address for item in self._inventory.items()]
+            return [*(item.address for item in self._inventory.items()), *self._offers]
 
     def gauges(self) -> Gauges:
         with self._lock:

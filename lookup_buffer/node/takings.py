@@ -185,7 +185,7 @@ class Taking:
         if self._over:
             return
         located = found[0]
-        self._sources = list(located.sources)
+        self._sources = [*located.sources, *located.offers]
         if self._sources:
             self._ask()
         else:
