@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from lookup_buffer.errors import NodeUnavailable
+from lookup_buffer.client import LookupBuffer
+from lookup_buffer.errors import BufferFull, NodeUnavailable
 from lookup_buffer.key import TensorKey
 from nodes import ClientProcess, NodeProcess
 
@@ -88,11 +89,19 @@ class Producer:
                     pass
                 if self.ending.is_set():
                     return
-                try:
-                    buffer.insert(key_of(number), value_of(number), timeout=30.0)
-                    self.inserted[number] = time.monotonic()
-                except NodeUnavailable:
-                    self.uncertain.add(number)
+                self._insert(buffer, number)
+
+    def _insert(self, buffer: LookupBuffer, number: int) -> None:
+        while not self.ending.is_set():
+            try:
+                buffer.insert(key_of(number), value_of(number), timeout=5.0)
+                self.inserted[number] = time.monotonic()
+                return
+            except BufferFull:
+                continue  # whoever is to take what fills it is stopped, or dead
+            except NodeUnavailable:
+                self.uncertain.add(number)
+                return
 
 
 @dataclass(eq=False)
@@ -103,6 +112,8 @@ class Consumers:
     node: NodeProcess
     busy: dict[int, tuple[int, float]] = field(default_factory=dict)
     """Consumer → its key, and since when."""
+    rests_until: float = 0.0
+    """Its node was lost a moment ago."""
 
     def idle(self) -> list[int]:
         return [one for one in range(CONSUMERS_PER_PROCESS) if one not in self.busy]
@@ -162,7 +173,7 @@ class HandoffStorm:
         for one, who in places:
             if not self._due:
                 return
-            if one in self._frozen:
+            if one in self._frozen or time.monotonic() < one.rests_until:
                 continue
             number = self._due.popleft()
             one.process.say((who, number, TIMEOUT_SECONDS))
@@ -174,17 +185,19 @@ class HandoffStorm:
             one = pipes[pipe]  # type: ignore[index]
             who, number, outcome = one.process.hear()
             del one.busy[who]
-            self._told(number, outcome)
+            self._told(one, number, outcome)
         now = time.monotonic()
         for one in self._consumers:
             for number, since in one.busy.values():
                 assert now - since < HANG_SECONDS, f"whoever asked for {number} hangs"
 
-    def _told(self, number: int, outcome: str) -> None:
+    def _told(self, one: Consumers, number: int, outcome: str) -> None:
         self._ended += 1
         self.outcomes[number].append(outcome)
-        if outcome == "NodeUnavailable" and "won" not in self.outcomes[number]:
-            self._due.append(number)
+        if outcome == "NodeUnavailable":
+            one.rests_until = time.monotonic() + AWAY_SECONDS
+            if "won" not in self.outcomes[number]:
+                self._due.appendleft(number)  # not at the end: nobody asks for what is not due
 
     # -- faults
 
