@@ -114,7 +114,7 @@ class Take(DeskRequest):
     back within that time.
 
     From node to node → token, lease_seconds, generation and checksum, with state leased, or state
-    absent; or, while another has it, nothing until `Leave`.
+    absent; while another has it, and there is time, that comes later, or upon `Leave`.
     """
 
     op = "take"

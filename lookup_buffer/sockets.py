@@ -9,6 +9,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from types import TracebackType
 from typing import Final
 
@@ -192,6 +193,14 @@ def _tune(stream: socket.socket) -> None:
     if stream.getsockname()[0] == stream.getpeername()[0]:
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             stream.setsockopt(socket.SOL_SOCKET, option, _ONE_HOST_BUFFER_BYTES)
+
+
+def watch_over(stream: socket.socket) -> None:
+    """Let the kernel end a connection whose other host is gone, though nothing is to be sent."""
+    options = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3))
+    for option, value in options:
+        ignore_errors(partial(stream.setsockopt, socket.IPPROTO_TCP, option, value))
+    ignore_errors(partial(stream.setsockopt, socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1))
 
 
 def ignore_errors(action: Callable[[], object]) -> None:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from lookup_buffer.attachment import Attachment
-from lookup_buffer.channel import next_request_id
+from lookup_buffer.channel import Channel, next_request_id
 from lookup_buffer.codec import Value
 from lookup_buffer.errors import (
     BufferFull,
@@ -47,17 +47,20 @@ class Taking:
         deadline = time.monotonic() + timeout
         while True:
             wait = waiting(deadline - time.monotonic())
-            request = Take(next_request_id(), self._namespace, key.text, wait)
-            reply = self._attachment.call(request, wait + CALL_SECONDS)
-            if reply["state"] != "resident":
-                raise _miss(key, timeout, reply["reason"])
-            order, token = LoadOrder.of(reply), reply["token"]
-            try:
-                tensor = self._loaded(order, token, load)
-                if self._won(token, reply["lease_seconds"]):
-                    return tensor
-            finally:
-                self._release(order)
+            # The same connection for all of it: who has taken must not stand in line for another
+            # behind those who wait, while his lease runs.
+            with self._attachment.channel(wait + CALL_SECONDS) as channel:
+                request = Take(next_request_id(), self._namespace, key.text, wait)
+                reply = channel.call(request, wait + CALL_SECONDS)
+                if reply["state"] != "resident":
+                    raise _miss(key, timeout, reply["reason"])
+                order, token = LoadOrder.of(reply), reply["token"]
+                try:
+                    tensor = self._loaded(order, token, load)
+                    if self._won(channel, token, reply["lease_seconds"]):
+                        return tensor
+                finally:
+                    self._release(order)
             # The lease was over before the node heard of it: it is another's, or to be had again.
 
     def _loaded(self, order: LoadOrder, token: int, load: Load) -> Value:
@@ -70,11 +73,11 @@ class Taking:
                 pass  # the session is over, and the lease with it
             raise
 
-    def _won(self, token: int, lease_seconds: float) -> bool:
+    def _won(self, channel: Channel, token: int, lease_seconds: float) -> bool:
         request = Acknowledge(next_request_id(), token)
-        bound = lease_seconds + ANSWER_SECONDS + CALL_SECONDS
         try:
-            return bool(self._attachment.call(request, bound)["won"])
+            bound = lease_seconds + ANSWER_SECONDS + CALL_SECONDS
+            return bool(channel.call(request, bound)["won"])
         except NodeUnavailable:
             # That connection broke, perhaps not the session: the answer is the same as it was.
             return bool(self._attachment.call(request, CALL_SECONDS)["won"])

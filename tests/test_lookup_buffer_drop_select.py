@@ -12,10 +12,12 @@ from lookup_buffer.errors import (
     BufferFull,
     CodecError,
     InvalidKey,
+    LookupBufferError,
     LookupTimeout,
     MissingTensor,
     TensorTooLarge,
 )
+from lookup_buffer.key import TensorKey
 from lookup_buffer.prefetched import PrefetchState
 from nodes import MIB, NodeProcess, StartNode, at_rest, handoff, key, tensor_of, wait_until
 
@@ -186,6 +188,58 @@ def test_what_is_shared_is_not_taken(buffers: tuple[LookupBuffer, LookupBuffer])
     with pytest.raises(InvalidKey, match="request_id"):
         taker.drop_select(name)
     assert producer.select(name) is not None
+
+
+def test_more_takers_in_one_program_than_it_has_connections(
+    node_pair: tuple[NodeProcess, NodeProcess],
+) -> None:
+    """Who has taken one acknowledges it, though all others wait."""
+    names, found = [handoff() for _ in range(40)], list[bool]()
+    with node_pair[0].client() as producer, node_pair[1].client() as taker:
+
+        def take(name: TensorKey) -> None:
+            found.append(taker.drop_select(name, timeout=20.0) is not None)
+
+        threads = [threading.Thread(target=take, args=(name,)) for name in names]
+        for thread in threads:
+            thread.start()
+        time.sleep(0.2)
+        for name in names:
+            producer.insert(name, torch.arange(3))
+        for thread in threads:
+            thread.join(20.0)
+    assert found == [True] * 40
+
+
+def test_closing_wakes_who_waits(node_pair: tuple[NodeProcess, NodeProcess]) -> None:
+    ended = list[str]()
+    taker = node_pair[0].client()
+
+    def take() -> None:
+        try:
+            taker.drop_select(handoff(), timeout=60.0)
+        except LookupBufferError as error:
+            ended.append(type(error).__name__)
+
+    thread = threading.Thread(target=take)
+    thread.start()
+    time.sleep(0.2)
+    taker.close()
+    thread.join(5.0)
+    assert not thread.is_alive()
+    assert ended[0] in ("NodeUnavailable", "Closed")
+
+
+def test_without_a_mirror(start_node: StartNode) -> None:
+    first, second = start_node(mirror=False), start_node(mirror=False)
+    name = handoff()
+    with first.client() as producer, second.client() as taker:
+        threading.Timer(0.2, lambda: producer.insert(name, torch.arange(3))).start()
+        assert taker.drop_select(name, timeout=10.0) is not None
+        with pytest.raises(LookupTimeout):
+            taker.drop_select(name, timeout=0.2)
+    nothing_held(first)
+    nothing_held(second)
 
 
 # -- budgets

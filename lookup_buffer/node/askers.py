@@ -16,6 +16,7 @@ from lookup_buffer.errors import LookupBufferError, ProtocolError
 from lookup_buffer.messages import Acknowledge, GiveBack, Leave, Take, parse
 from lookup_buffer.node.connection import Connection
 from lookup_buffer.node.handoffs import Bid, Handoffs, Lease
+from lookup_buffer.sockets import watch_over
 
 BIDS_MAX: Final = 4096
 """Bound on those who stand in line by way of one other node."""
@@ -38,6 +39,7 @@ class Askers:
             self.handoffs.end(connection)
             on_end()
 
+        watch_over(stream)
         connection = Connection(self.loop, stream, self._on_message, ended)
         self._bids[connection] = {}
 
@@ -58,6 +60,7 @@ class Askers:
                 bid = self._bids[connection].pop(request.take, None)
                 if bid is not None:
                     self.handoffs.cancel(bid)
+                    connection.send({"id": request.take, "state": "absent"})
             case request:
                 raise ProtocolError(f"{request.op} is nothing that nodes ask of each other")
 

@@ -23,10 +23,13 @@ from lookup_buffer.messages import Request
 from lookup_buffer.node.connection import Connection
 from lookup_buffer.node.directory import Directory
 from lookup_buffer.node.loop import call_from_thread
+from lookup_buffer.sockets import watch_over
 from store import Location
 
 CONNECT_SECONDS: Final = 1.0
 ANSWER_SECONDS: Final = 2.0
+IDLE_SECONDS: Final = 60.0
+"""A link that nobody uses for so long, beyond its leases, is ended: an owner has few to give."""
 THREADS: Final = 4
 
 
@@ -84,7 +87,10 @@ class Owner:
 
     location: Location
     on_end: Callable[["Owner"], None]
+    clock: Callable[[], float]
     over: bool = False
+    _used_until: float = 0.0
+    """The end of the last lease on it, or when something was last said."""
     _connection: Connection | None = None
     _unsent: list[dict[str, Any]] = field(default_factory=list)
     """What was asked before there was a link."""
@@ -100,19 +106,23 @@ class Owner:
 
     def say(self, request: Request) -> None:
         """One-way; lost where the link is."""
+        self._use(0.0)
         if self._connection is not None:
             self._connection.send(request.to_wire())
         elif not self.over:
             self._unsent.append(request.to_wire())
 
-    def forget(self, number: int) -> None:
-        """Nobody waits for that answer any more."""
-        self._asked.pop(number, None)
+    @property
+    def is_idle(self) -> bool:
+        """Whether nobody needs it, and nobody did for long."""
+        rested = self.clock() > self._used_until + IDLE_SECONDS
+        return rested and not self._asked and self._connection is not None
 
     def connected(self, loop: asyncio.AbstractEventLoop, stream: socket.socket) -> None:
         if self.over:
             stream.close()
             return
+        watch_over(stream)
         self._connection = connection = Connection(
             loop, stream, self._on_message, lambda *_: self.end(UNREACHED)
         )
@@ -135,9 +145,13 @@ class Owner:
 
     def _on_message(self, connection: Connection, message: Any) -> None:
         number, answer = Answer.parse(message)
+        self._use(answer.lease_seconds)
         tell = self._asked.pop(number, None)
         if tell is not None:
             tell(answer)
+
+    def _use(self, seconds: float) -> None:
+        self._used_until = max(self._used_until, self.clock() + seconds)
 
 
 @dataclass(slots=True)
@@ -159,15 +173,16 @@ class Owners:
         """The owner that `location` names; connected to in the background where it was not yet."""
         owner = self._owners.get((location.node, location.boot))
         if owner is None:
-            owner = Owner(location, self._ended)
+            owner = Owner(location, self._ended, self.loop.time)
             self._owners[location.node, location.boot] = owner
             self._pool.submit(self._connect, owner, endpoint)
         return owner
 
     def tick(self) -> None:
-        """End the links of nodes that have died; to be called a few times a second."""
+        """End the links of nodes that have died, and those that nobody uses. To be called a few
+        times a second."""
         for owner in list(self._owners.values()):
-            if self.directory.is_dead(owner.location):
+            if owner.is_idle or self.directory.is_dead(owner.location):
                 owner.end(UNREACHED)
 
     def close(self) -> None:
