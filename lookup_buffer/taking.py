@@ -46,10 +46,11 @@ class Taking:
             )
         deadline = time.monotonic() + timeout
         while True:
-            wait = waiting(deadline - time.monotonic())
             # The same connection for all of it: who has taken must not stand in line for another
             # behind those who wait, while his lease runs.
-            with self._attachment.channel(wait + CALL_SECONDS) as channel:
+            bound = waiting(deadline - time.monotonic()) + CALL_SECONDS
+            with self._attachment.channel(bound) as channel:
+                wait = waiting(deadline - time.monotonic())
                 request = Take(next_request_id(), self._namespace, key.text, wait)
                 reply = channel.call(request, wait + CALL_SECONDS)
                 if reply["state"] != "resident":
