@@ -62,12 +62,11 @@ class Claiming:
     def begin(self, keys: Sequence[TensorKey]) -> ClaimSet:
         """A set that waits for its events. FAILED where there are more keys than one message takes,
         which cannot be had all or not at all."""
-        one = ClaimSet(keys, self._settled, request_id=next_request_id())
         if len(list(split([key.text for key in keys]))) > 1:
-            one.state = ClaimSetState.FAILED
-        else:
-            with self._settled:
-                self._pending[one.request_id] = one
+            return ClaimSet(keys, self._settled, ClaimSetState.FAILED)
+        one = ClaimSet(keys, self._settled, request_id=next_request_id())
+        with self._settled:
+            self._pending[one.request_id] = one
         return one
 
     def encoding(self, keys: Sequence[TensorKey], lease_seconds: float) -> None:

@@ -6,6 +6,7 @@ by the board, everything else is asked of the node. The ways:
     insert: tensor → staging area → (node copies, hashes) → arena → listed, published
     select: board → arena → the caller's tensor → board again: unchanged
        else node locates, fetches, pins → arena → the caller's tensor → unpinned
+    drop_select: node takes, pins → arena → the caller's tensor → acknowledged, unpinned
 """
 
 import time
@@ -16,15 +17,10 @@ from typing import TYPE_CHECKING, Any
 from lookup_buffer import codec
 from lookup_buffer.attachment import Attachment
 from lookup_buffer.channel import next_request_id
-from lookup_buffer.claimed import ClaimAnswer, ClaimSet, ClaimSetState
+from lookup_buffer.claimed import ClaimAnswer, ClaimSet
 from lookup_buffer.claiming import Claiming
 from lookup_buffer.config import BufferConfig
-from lookup_buffer.errors import (
-    LookupBufferError,
-    LookupTimeout,
-    MissingTensor,
-    NodeUnavailable,
-)
+from lookup_buffer.errors import LookupBufferError, LookupTimeout, MissingTensor, NodeUnavailable
 from lookup_buffer.inserted import InsertOutcome
 from lookup_buffer.inserting import Inserting
 from lookup_buffer.key import TensorKey
@@ -43,6 +39,7 @@ from lookup_buffer.namespace import Namespace
 from lookup_buffer.prefetched import LoadOrder, Prefetched, PrefetchState
 from lookup_buffer.prefetching import NODE_DOWN, Prefetching
 from lookup_buffer.seat import EngineSeat
+from lookup_buffer.taking import Taking
 from store import ClaimState
 
 if TYPE_CHECKING:
@@ -85,6 +82,7 @@ class LookupBuffer:
         self._local_reads = LocalReads(self._attachment, self._namespace.fingerprint)
         self._prefetching = Prefetching(self._attachment, self._namespace.fingerprint)
         self._inserting = Inserting(self._attachment, self._namespace.fingerprint)
+        self._taking = Taking(self._attachment, self._namespace.fingerprint, self.release)
         self._claiming = Claiming(self._attachment, self._namespace.fingerprint)
         self._attachment.open(required=required)
 
@@ -103,9 +101,14 @@ class LookupBuffer:
         When it returns, the tensor may be changed again, and this host's readers see the key;
         other hosts follow as soon as Redis knows.
 
+        A shared key that is there already stays as it is. A hand-off replaces what was under its
+        key, which whoever has taken it still finishes; it is never evicted, and ends after
+        `ttl_seconds` (300 where none are given), so where hand-offs fill their half of the arena
+        an insert waits up to `timeout` seconds for one to be taken.
+
         Raises:
-            TensorTooLarge: larger than the arena.
-            BufferFull: no room; everything that is left is pinned or being written.
+            TensorTooLarge: larger than the arena; a hand-off, than half of it.
+            BufferFull: no room; everything that is left is pinned, being written, or handed off.
             NodeUnavailable: the node did not take it in time.
             ConfigError: `ttl_seconds` is none.
         """
@@ -137,6 +140,26 @@ class LookupBuffer:
             return self.load(order, out=out)
         finally:
             self.release(order)
+
+    def drop_select(
+        self, key: TensorKey, *, timeout: float = 0.0, out: "torch.Tensor | None" = None
+    ) -> "torch.Tensor | None":
+        """Take the hand-off under `key`: the tensor, which is then gone. Exactly one taker wins.
+
+        It is returned only after its owner, the node that it was inserted on, has said that it is
+        ours. If this process dies or is stopped before, it is to be had again. `timeout` bounds
+        the wait for it to appear, and in line behind other takers; see `select` for the rest.
+
+        Raises:
+            MissingTensor: nobody alive holds it; or who held it died, which ends the wait.
+            LookupTimeout: it was not to be had within `timeout` seconds.
+            InvalidKey: the key is shared; what has many readers is not taken away.
+            BufferFull: it lies on another host, and there is no room for a copy of it here.
+            CodecError: `out` does not fit; the hand-off stays where it was.
+            NodeUnavailable: the node did not answer in time. If it was lost just then, so may be
+                the hand-off.
+        """
+        return self._taking.drop_select(key, timeout, lambda order: self.load(order, out=out))
 
     @contextmanager
     def view(self, key: TensorKey, *, timeout: float = 0.0) -> "Iterator[torch.Tensor | None]":
@@ -191,8 +214,8 @@ class LookupBuffer:
         """`prefetch`, and `claim_all` of the same keys, in one message: what is nowhere is ours to
         produce one round trip earlier. Returns as `prefetch`; the set may settle later."""
         claims = self._claiming.begin(keys)
-        claimer = claims.request_id if claims.state is ClaimSetState.PENDING else 0
-        handles = self._prefetching.prefetch(keys, timeout, claimer, waiting(wait_seconds))
+        wait = waiting(wait_seconds)
+        handles = self._prefetching.prefetch(keys, timeout, claims.request_id, wait)
         if any(handle.reason == NODE_DOWN for handle in handles):
             self._claiming.fail([claims.request_id])
         return handles, claims

@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import (
@@ -92,6 +92,10 @@ class BufferConfig(BaseModel):
     """Secret that the nodes of a fleet share; needed to listen beyond loopback."""
     record_ttl_seconds: float = Field(default=1800.0, ge=3, le=YEAR_SECONDS)
     """How long Redis keeps a record that its holder stops renewing."""
+    handoff_lease_seconds: float = Field(default=10.0, gt=0, le=600)
+    """How long a taker may have a hand-off of this node before others may; more for large ones."""
+    log_level: Literal["error", "warning", "info"] = "warning"
+    """What the node writes into its log; `info` names each hand-off that was taken."""
     idle_exit_seconds: float = Field(default=600.0, gt=0, le=YEAR_SECONDS)
     """A node that was started automatically ends when it had no client for so long."""
 

@@ -19,6 +19,7 @@ MISS_REASONS: Final = (
     "store_down",
     "timeout",
     "no_room",
+    "taken",
 )
 FETCH_FAILURES: Final = ("stale", "checksum", "peer_failed", "no_room")
 """Why one source was passed over, whether or not another had the tensor."""
@@ -29,6 +30,8 @@ COUNTERS: Final = frozenset(
         "inserts_stored",
         "inserts_exists",
         "inserts_refused",
+        "handoffs_taken",
+        "handoffs_returned",
         "evicted",
         "expired",
         "bytes_inserted",

@@ -25,7 +25,7 @@ def is_fingerprint(value: object) -> bool:
     return isinstance(value, str) and _FINGERPRINT.fullmatch(value) is not None
 
 
-def _is_count(value: object) -> bool:
+def is_count(value: object) -> bool:
     return type(value) is int and 0 <= value < 1 << 63
 
 
@@ -52,7 +52,7 @@ def _is_small_map(value: object) -> bool:
 def _is_reads(value: object) -> bool:
     if not isinstance(value, dict) or len(value) > KEYS_MAX or not all(map(_is_text, value)):
         return False
-    return all(_is_count(count) and 0 < count <= COUNT_MAX for count in value.values())
+    return all(is_count(count) and 0 < count <= COUNT_MAX for count in value.values())
 
 
 def _is_seat(value: object) -> bool:
@@ -61,10 +61,10 @@ def _is_seat(value: object) -> bool:
     if not isinstance(value, list) or len(value) != 3:
         return False
     engine_id, rank, world_size = value
-    in_world = _is_count(world_size) and 0 < world_size <= 4096
+    in_world = is_count(world_size) and 0 < world_size <= 4096
     if not _is_text(engine_id) or not in_world:
         return False
-    return rank is None or (_is_count(rank) and rank < world_size)
+    return rank is None or (is_count(rank) and rank < world_size)
 
 
 def is_parts(value: object) -> bool:
@@ -75,11 +75,11 @@ def is_parts(value: object) -> bool:
 _FINGERPRINT = re.compile(r"[0-9a-f]{64}")
 _CLAIM_STATES = [state.value for state in ClaimState]  # a list: what is looked up may be unhashable
 CHECKS: Final[Mapping[str, Callable[[Any], bool]]] = {
-    "id": _is_count,
-    "version": _is_count,
+    "id": is_count,
+    "version": is_count,
     "seat": _is_seat,
     "expects": _is_small_map,
-    "session": _is_count,
+    "session": is_count,
     "namespace": is_fingerprint,
     "key": _is_text,
     "keys": _list_of(_is_text),
@@ -89,10 +89,12 @@ CHECKS: Final[Mapping[str, Callable[[Any], bool]]] = {
     "wait_seconds": is_seconds,
     "lease_seconds": is_seconds,
     "state": _CLAIM_STATES.__contains__,
-    "waiter": _is_count,
-    "claimer": _is_count,
-    "tickets": _list_of(_is_count),
+    "waiter": is_count,
+    "claimer": is_count,
+    "tickets": _list_of(is_count),
     "reads": _is_reads,
-    "rank": _is_count,
+    "token": is_count,
+    "take": is_count,
+    "rank": is_count,
     "parts": is_parts,
 }

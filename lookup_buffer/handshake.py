@@ -12,7 +12,7 @@ from typing import Any, Final, NoReturn
 from lookup_buffer.errors import NodeRefused, ProtocolError
 from lookup_buffer.frames import Frames
 
-PROTOCOL_VERSION: Final = 1
+PROTOCOL_VERSION: Final = 2
 HELLO_BYTES: Final = 256
 """No header of a handshake is larger."""
 _NONCE_BYTES: Final = 32

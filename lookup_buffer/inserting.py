@@ -14,7 +14,7 @@ from lookup_buffer.errors import TensorTooLarge
 from lookup_buffer.header import TensorHeader
 from lookup_buffer.inserted import InsertOutcome
 from lookup_buffer.key import TensorKey
-from lookup_buffer.messages import Insert, lasting
+from lookup_buffer.messages import CALL_SECONDS, Insert, lasting, waiting
 
 
 class Inserting:
@@ -38,10 +38,16 @@ class Inserting:
         with self._attachment.channel(timeout) as channel:
             if tensor is not None and header.nbytes:
                 _fill(channel, tensor, header, deadline - time.monotonic())
+            left = deadline - time.monotonic()
             request = Insert(
-                next_request_id(), self._namespace, key.text, header.to_fields(), ttl_seconds
+                next_request_id(),
+                self._namespace,
+                key.text,
+                header.to_fields(),
+                ttl_seconds,
+                0.0 if key.is_shared else waiting(left),
             )
-            reply = channel.call(request, deadline - time.monotonic())
+            reply = channel.call(request, left if key.is_shared else waiting(left) + CALL_SECONDS)
         return InsertOutcome(reply["outcome"])
 
     def _check_fits(self, header: TensorHeader) -> None:

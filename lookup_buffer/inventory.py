@@ -3,6 +3,9 @@
 Pure bookkeeping: no I/O, no lock, no thread; the clock is an argument. The node calls it under
 its own lock. Bytes are charged when a reservation is made and released exactly once, when the
 item has gone and its last pin with it.
+
+Hand-offs are never evicted, so they have a share of their own, and pinning one costs nothing: no
+reader can be refused what would make room. What is on loan from another node is never found here.
 """
 
 import itertools
@@ -12,10 +15,7 @@ from dataclasses import dataclass, field
 from lookup_buffer.allocator import Allocator
 from lookup_buffer.errors import BufferFull, TensorTooLarge
 from lookup_buffer.header import TensorHeader
-
-HELD_FRACTION = 1 / 3
-"""Share of the arena that pins and reservations may take together, so that there is always
-something to evict. One item alone may exceed it."""
+from lookup_buffer.shares import Shares
 
 Address = tuple[str, str]
 """(namespace fingerprint, key text): what an item is found by."""
@@ -23,7 +23,10 @@ Address = tuple[str, str]
 
 @dataclass(slots=True, eq=False)
 class Item:
-    """One tensor in the arena. `ready` once its bytes are complete and verified."""
+    """One tensor in the arena. `ready` once its bytes are complete and verified.
+
+    An item that is `gone` from the start is on loan: a copy for those who have it pinned.
+    """
 
     address: Address
     header: TensorHeader
@@ -37,10 +40,19 @@ class Item:
     checksum: int = 0
     pins: int = 0
     gone: bool = False
+    handoff_bytes: int = 0
+    """What it takes of the share of hand-offs; 0 where it is none of ours."""
+    wanted: bool = False
+    """A hand-off that is charged like a pin, because its taker waits: see `reserve_handoff`."""
 
     @property
     def nbytes(self) -> int:
         return self.header.nbytes
+
+    @property
+    def is_handoff(self) -> bool:
+        """Whether it is a hand-off of this node, and not what another has lent."""
+        return self.handoff_bytes > 0
 
 
 @dataclass(slots=True)
@@ -59,6 +71,7 @@ class Gauges:
     used_bytes: int
     pinned_bytes: int
     reserved_bytes: int
+    handoff_bytes: int
     pins: int
     capacity_bytes: int
 
@@ -74,14 +87,16 @@ class Inventory:
     _items: dict[Address, Item] = field(default_factory=dict)
     _by_offset: dict[int, Item] = field(default_factory=dict)
     _pins: dict[int, Pin] = field(default_factory=dict)
-    _pinned_bytes: int = 0
-    _reserved_bytes: int = 0
+    room_came: bool = False
+    """Whether bytes were freed, or may be evicted, since somebody set this to False."""
     _generations: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     _pin_ids: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     _removed: list[tuple[Item, str]] = field(default_factory=list)
     _allocator: Allocator = field(init=False)
+    _shares: Shares = field(init=False)
 
     def __post_init__(self) -> None:
+        self._shares = Shares(self.capacity_bytes)
         self._allocator = Allocator(self.capacity_bytes)
 
     # -- look up
@@ -123,37 +138,90 @@ class Inventory:
             BufferFull: what could be evicted does not make the room.
         """
         assert address not in self._items, "the caller looks first"
-        if self._allocator.rounded_bytes(header.nbytes) > self._allocator.capacity_bytes:
-            raise TensorTooLarge(
-                f"a tensor of {header.nbytes} bytes exceeds the arena of "
-                f"{self.capacity_bytes} bytes; raise capacity_bytes"
-            )
-        self._check_held(header.nbytes)
-        offset = self._allocator.allocate(header.nbytes)
-        if offset is None:
-            offset = self._evict_for(header.nbytes)
-        now = self.clock()
-        expires_at = None if ttl_seconds is None else now + ttl_seconds
-        item = Item(address, header, offset, next(self._generations), origin, now, expires_at)
-        self._items[address] = self._by_offset[offset] = item
-        self._reserved_bytes += item.nbytes
+        self._check_size(header.nbytes)
+        self._shares.check_held(header.nbytes)
+        item = self._place(address, header, origin, ttl_seconds)
+        self._items[address] = item
+        self._shares.reserved_bytes += item.nbytes
+        return item
+
+    def reserve_handoff(
+        self, address: Address, header: TensorHeader, *, ttl_seconds: float, wanted: bool
+    ) -> Item:
+        """Room for a hand-off, or for its next generation: found only when it is committed.
+
+        What has the address and is used by nobody gives way where the share would not hold both.
+        `wanted`: its taker waits, so it will not stay. It may then take what pins may take, so that
+        a full share keeps no taker from what makes room in it.
+
+        Raises:
+            TensorTooLarge: it exceeds the share of hand-offs.
+            BufferFull: they have used it up, or what could be evicted does not make the room.
+        """
+        charged_bytes = self._allocator.rounded_bytes(header.nbytes)
+        shares = self._shares
+        shares.check_handoff_size(charged_bytes)
+        old = self._items.get(address)
+        if (
+            old is not None
+            and old.pins == 0
+            and not shares.takes_handoff(charged_bytes)
+            and shares.takes_handoff(charged_bytes, without=old.handoff_bytes)
+        ):
+            self.remove(old, "replaced")
+        as_pin = wanted and not shares.takes_handoff(charged_bytes)
+        if as_pin:
+            shares.check_held(charged_bytes)
+        else:
+            shares.check_handoff(charged_bytes)
+        item = self._place(address, header, "local", ttl_seconds)
+        item.handoff_bytes, item.wanted = charged_bytes, as_pin
+        shares.charge_handoff(charged_bytes, wanted=as_pin)
+        return item
+
+    def offered(self, address: Address, header: TensorHeader) -> Item:
+        """A hand-off for which there is no room, with a generation before the one that it gets."""
+        generation, now = next(self._generations), self.clock()
+        return Item(address, header, 0, generation, "local", now, None, gone=True)
+
+    def reserve_loan(self, address: Address, header: TensorHeader, *, origin: str) -> Item:
+        """Room for a copy of another node's hand-off, which only its pins keep here.
+
+        Raises:
+            As `reserve`.
+        """
+        self._check_size(header.nbytes)
+        self._shares.check_held(header.nbytes)
+        item = self._place(address, header, origin, None)
+        item.gone = True
+        self._shares.reserved_bytes += item.nbytes
         return item
 
     def commit(self, item: Item, checksum: int) -> None:
         """The bytes of a reservation are complete: readers may have it from now on.
 
-        Reserved bytes become pinned ones without a check when the writer pins at once.
+        Reserved bytes become pinned ones without a check when the writer pins at once. A hand-off
+        becomes a new generation, in the place of what had its address.
         """
-        self._reserved_bytes -= item.nbytes
+        if item.is_handoff:
+            replaced = self._items.get(item.address)
+            if replaced is not None:
+                self.remove(replaced, "replaced")
+            item.generation = next(self._generations)  # by the order in which they can be had
+            self._items[item.address] = item
+        else:
+            self._shares.reserved_bytes -= item.nbytes
         item.checksum = checksum
         item.ready = True
         item.last_used = self.clock()
 
     def abandon(self, item: Item) -> None:
         """Give a reservation back."""
-        self._reserved_bytes -= item.nbytes
+        if not item.is_handoff:
+            self._shares.reserved_bytes -= item.nbytes
+        if self._items.get(item.address) is item:
+            del self._items[item.address]
         item.gone = True
-        del self._items[item.address]
         self._free(item)
 
     def remove(self, item: Item, reason: str) -> None:
@@ -190,9 +258,9 @@ class Inventory:
         Raises:
             BufferFull: pins and reservations together would exceed their share of the arena.
         """
-        if item.pins == 0:
-            self._check_held(item.nbytes)
-            self._pinned_bytes += item.nbytes
+        if item.pins == 0 and not item.is_handoff:
+            self._shares.check_held(item.nbytes)
+            self._shares.pinned_bytes += item.nbytes
         item.pins += 1
         pin_id = next(self._pin_ids)
         self._pins[pin_id] = Pin(item, owner, None if ranks is None else set(ranks))
@@ -207,7 +275,9 @@ class Inventory:
         item = pin.item
         item.pins -= 1
         if item.pins == 0:
-            self._pinned_bytes -= item.nbytes
+            self.room_came = True
+            if not item.is_handoff:
+                self._shares.pinned_bytes -= item.nbytes
             if item.gone:
                 self._free(item)
 
@@ -227,22 +297,33 @@ class Inventory:
         return Gauges(
             items=len(self._items),
             used_bytes=self._allocator.used_bytes,
-            pinned_bytes=self._pinned_bytes,
-            reserved_bytes=self._reserved_bytes,
+            pinned_bytes=self._shares.pinned_bytes,
+            reserved_bytes=self._shares.reserved_bytes,
+            handoff_bytes=self._shares.handoff_bytes + self._shares.wanted_bytes,
             pins=len(self._pins),
             capacity_bytes=self.capacity_bytes,
         )
 
     # -- room
 
-    def _check_held(self, nbytes: int) -> None:
-        held_bytes = self._pinned_bytes + self._reserved_bytes
-        # What has no bytes always passes, else its writer could be refused the pin at commit.
-        if nbytes and held_bytes and held_bytes + nbytes > self.capacity_bytes * HELD_FRACTION:
-            raise BufferFull(
-                f"{held_bytes} bytes are pinned or being written; {nbytes} more exceed "
-                f"a third of the arena of {self.capacity_bytes} bytes"
+    def _check_size(self, nbytes: int) -> None:
+        if self._allocator.rounded_bytes(nbytes) > self._allocator.capacity_bytes:
+            raise TensorTooLarge(
+                f"a tensor of {nbytes} bytes exceeds the arena of "
+                f"{self.capacity_bytes} bytes; raise capacity_bytes"
             )
+
+    def _place(
+        self, address: Address, header: TensorHeader, origin: str, ttl_seconds: float | None
+    ) -> Item:
+        offset = self._allocator.allocate(header.nbytes)
+        if offset is None:
+            offset = self._evict_for(header.nbytes)
+        now = self.clock()
+        expires_at = None if ttl_seconds is None else now + ttl_seconds
+        item = Item(address, header, offset, next(self._generations), origin, now, expires_at)
+        self._by_offset[offset] = item
+        return item
 
     def _evict_for(self, nbytes: int) -> int:
         window = self._allocator.eviction_window(nbytes, self._last_use)
@@ -256,8 +337,11 @@ class Inventory:
 
     def _last_use(self, offset: int) -> float | None:
         item = self._by_offset[offset]
-        return item.last_used if item.ready and item.pins == 0 else None
+        evictable = item.ready and item.pins == 0 and not item.is_handoff
+        return item.last_used if evictable else None
 
     def _free(self, item: Item) -> None:
+        self.room_came = True
+        self._shares.charge_handoff(-item.handoff_bytes, wanted=item.wanted)
         del self._by_offset[item.offset]
         self._allocator.free(item.offset)

@@ -91,6 +91,11 @@ class TensorKey:
         return self.text
 
 
+def is_handoff(text: str) -> bool:
+    """Whether a canonical text names a hand-off: nothing else in it is an '@'."""
+    return "@" in text
+
+
 def _escaped(name: str, piece: object) -> str:
     if not isinstance(piece, str):
         raise InvalidKey(f"{name} is a {type(piece).__name__}, not a str")

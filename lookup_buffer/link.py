@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from select import POLLIN, POLLOUT, poll
 from typing import Any, Final, Protocol
 
-from lookup_buffer.errors import NodeRefused, PipeBroken, PipeClosed
+from lookup_buffer.errors import NodeRefused, PipeBroken, PipeClosed, ProtocolError
 from lookup_buffer.handshake import HELLO_BYTES, admit, introduce
 from lookup_buffer.sockets import KernelTimeout, SocketGuard, connected_socket, tune
 from lookup_buffer.wire import (
@@ -179,6 +179,17 @@ class Link:
     def abort(self) -> None:
         """End now: the peer sees a reset, unsent bytes are dropped. Idempotent, never raises."""
         self._guard.shut(reset=True)
+
+    def detach(self) -> socket.socket:
+        """Give the socket away, between two frames and before the peer sends the next one.
+
+        Raises:
+            PipeClosed: this link is closed, or another thread uses it.
+            ProtocolError: the peer has sent something already.
+        """
+        if self._payload_left or self._start < self._end:
+            raise ProtocolError("the peer sent more than it was asked for")
+        return self._guard.detach()
 
     def set_limits(self, limits: LinkLimits) -> None:
         """Replace the limits, for the frames from the next on."""

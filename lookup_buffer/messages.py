@@ -82,13 +82,17 @@ class Contains(DeskRequest):
 
 @dataclass(frozen=True, slots=True)
 class Insert(DeskRequest):
-    """Take the first bytes of this connection's staging area. → outcome: stored or exists."""
+    """Take the first bytes of this connection's staging area. → outcome: stored or exists.
+
+    A hand-off for which there is no room waits for it, `wait_seconds` at most.
+    """
 
     op = "insert"
     namespace: str
     key: str
     header: dict[str, Any]
     ttl_seconds: float | None
+    wait_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +106,45 @@ class Select(DeskRequest):
     namespace: str
     key: str
     wait_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Take(DeskRequest):
+    """Take a hand-off. → as for `Select`, with token and lease_seconds: to be acknowledged or given
+    back within that time.
+
+    From node to node → token, lease_seconds, generation and checksum, with state leased, or state
+    absent; while another has it, and there is time, that comes later, or upon `Leave`.
+    """
+
+    op = "take"
+    namespace: str
+    key: str
+    wait_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Acknowledge(DeskRequest):
+    """The hand-off arrived. → won: whether the lease was good. Its ticket goes in either case."""
+
+    op = "acknowledge"
+    token: int
+
+
+@dataclass(frozen=True, slots=True)
+class GiveBack(DeskRequest):
+    """One-way. The taker does not want the hand-off after all."""
+
+    op = "give_back"
+    token: int
+
+
+@dataclass(frozen=True, slots=True)
+class Leave(Request):
+    """One-way, from node to node. Who asked by the `Take` of this number waits no longer."""
+
+    op = "leave"
+    take: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,8 +329,9 @@ _ABSENT = object()
 _KINDS: Final[Mapping[str, type[Request]]] = {
     kind.op: kind
     for kind in (
-        Hello, Join, Stage, Contains, Insert, Select, Prefetch, Release, Touch, Done, Claim,
-        ReleaseClaim, ClaimAll, Encoding, Unclaim, Describe, Stats, Goodbye,
+        Hello, Join, Stage, Contains, Insert, Select, Take, Acknowledge, GiveBack, Leave, Prefetch,
+        Release, Touch, Done, Claim, ReleaseClaim, ClaimAll, Encoding, Unclaim, Describe, Stats,
+        Goodbye,
     )
 }  # fmt: skip
 _NAMES: Final = {kind: tuple(item.name for item in fields(kind)) for kind in _KINDS.values()}

@@ -9,6 +9,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from types import TracebackType
 from typing import Final
 
@@ -66,6 +67,18 @@ class SocketGuard:
         self.shut(reset=True)
         if ours is not error:
             raise ours from error
+
+    def detach(self) -> socket.socket:
+        """The connection itself, for another owner; from here it looks closed.
+
+        Raises:
+            PipeClosed: it is closed, or another thread uses it.
+        """
+        with self._lock:
+            if self.closed or self._operations:
+                raise PipeClosed("this link is closed, or in use")
+            self.closed = True
+            return socket.socket(fileno=self._socket.detach())
 
     def shut(self, *, reset: bool = False) -> None:
         """End the connection, wake its threads; with `reset` drop what is under way. Idempotent."""
@@ -180,6 +193,14 @@ def _tune(stream: socket.socket) -> None:
     if stream.getsockname()[0] == stream.getpeername()[0]:
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             stream.setsockopt(socket.SOL_SOCKET, option, _ONE_HOST_BUFFER_BYTES)
+
+
+def watch_over(stream: socket.socket) -> None:
+    """Let the kernel end a connection whose other host is gone, though nothing is to be sent."""
+    options = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3))
+    for option, value in options:
+        ignore_errors(partial(stream.setsockopt, socket.IPPROTO_TCP, option, value))
+    ignore_errors(partial(stream.setsockopt, socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1))
 
 
 def ignore_errors(action: Callable[[], object]) -> None:

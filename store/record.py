@@ -38,6 +38,11 @@ class Location(NamedTuple):
         """At most 64 bytes: beyond that the server gives up its compact form of the record."""
         return f"{self.boot}:{self.generation}:{self.checksum:016x}"
 
+    @property
+    def is_offer(self) -> bool:
+        """Whether the node has no room for the bytes as yet: a hand-off to be taken, not read."""
+        return self.checksum == 0
+
     @classmethod
     def parse(cls, node: str, text: str) -> "Location":
         """The reverse of `text`; `node` is taken as it is. Raises ValueError for anything else."""

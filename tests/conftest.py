@@ -28,7 +28,7 @@ pytest_plugins = [
 pytest.register_assert_rewrite(
     "contract_store", "contract_store_claims", "contract_store_nodes", "contract_pipe",
     "contract_pipe_limits", "contract_pipe_processes", "servers",
-    "nodes", "engines", "openai_servers",
+    "nodes", "engines", "openai_servers", "handoff_storm",
 )  # fmt: skip
 
 _guard = pytest.StashKey[LeakGuard]()
@@ -40,6 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--soak-seed", type=int, default=0, help="what chance begins with")
     group.addoption("--pool-rounds", type=int, default=1, help="rounds of 100 requests")
     group.addoption("--pool-batch", type=int, default=8, help="of them to one engine at once")
+    group.addoption("--handoffs", type=int, default=400, help="hand-offs under faults")
     group.addoption("--storm-requests", type=int, default=150, help="requests under faults")
 
 

@@ -222,6 +222,11 @@ def key(name: str | None = None) -> TensorKey:
     return TensorKey(f"{name or 'k'}-{secrets.token_hex(8)}")
 
 
+def handoff(name: str | None = None) -> TensorKey:
+    """A hand-off's key that no other test uses."""
+    return TensorKey(name or "h", request_id=secrets.token_hex(8))
+
+
 def tensor_of(seed: str, nbytes: int) -> torch.Tensor:
     """Bytes that follow from the seed alone, in any process."""
     generator = torch.Generator().manual_seed(int.from_bytes(seed.encode()[-7:], "big"))
@@ -245,7 +250,7 @@ class ClientProcess:
     ) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["pytest", "torch", "lookup_buffer.client"])
-        self._pipe, theirs = context.Pipe()
+        self.pipe, theirs = context.Pipe()
         self._process = context.Process(
             target=_run_client, args=(theirs, to_json(config), source, namespace, seat)
         )
@@ -258,14 +263,14 @@ class ClientProcess:
         return self._process.pid
 
     def say(self, value: Any) -> None:
-        self._pipe.send(value)
+        self.pipe.send(value)
 
     def hear(self, timeout: float = 30.0) -> Any:
         """The next value."""
-        if not self._pipe.poll(timeout):
+        if not self.pipe.poll(timeout):
             pytest.fail(f"the client process said nothing for {timeout} s")
         try:
-            return self._pipe.recv()
+            return self.pipe.recv()
         except EOFError:
             pytest.fail(f"the client process ended with {self.wait()}")
 
@@ -281,7 +286,7 @@ class ClientProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._pipe.close()
+        self.pipe.close()
         if self._process.is_alive():
             self.kill()
         self._process.close()

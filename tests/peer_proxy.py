@@ -34,6 +34,11 @@ class PeerProxy:
     def release(self) -> None:
         self._released.set()
 
+    def cut(self) -> None:
+        """End all connections that there are."""
+        for one in self._sockets:
+            _end(one)
+
     def __enter__(self) -> "PeerProxy":
         return self
 

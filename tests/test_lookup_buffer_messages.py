@@ -16,7 +16,8 @@ from lookup_buffer.plain import pack, unpack
 FINGERPRINT = "0123456789abcdef" * 4
 KINDS: list[type[Request]] = [
     messages.Hello, messages.Join, messages.Stage, messages.Contains, messages.Insert,
-    messages.Select, messages.Prefetch, messages.Release, messages.Touch, messages.Done,
+    messages.Select, messages.Take, messages.Acknowledge, messages.GiveBack, messages.Leave,
+    messages.Prefetch, messages.Release, messages.Touch, messages.Done,
     messages.Claim, messages.ReleaseClaim, messages.ClaimAll, messages.Encoding, messages.Unclaim,
     messages.Describe, messages.Stats, messages.Goodbye,
 ]  # fmt: skip
@@ -47,6 +48,8 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "waiter": counts,
     "claimer": counts,
     "tickets": st.lists(counts, max_size=8),
+    "token": counts,
+    "take": counts,
     "reads": st.dictionaries(texts, st.integers(1, COUNT_MAX), max_size=8),
     "rank": counts,
     "parts": st.dictionaries(texts, texts, max_size=4),

@@ -167,10 +167,10 @@ def test_requests_that_do_not_fit_the_moment(node: NodeProcess) -> None:
         messages.Hello(2, messages.VERSION, None, {}),
         messages.Join(2, 5),
         messages.Stage(2),  # no descriptor
-        messages.Insert(2, NAMESPACE, "k", header, None),  # no staging area
-        messages.Insert(2, NAMESPACE, "k", {**header, "nbytes": 9}, None),
-        messages.Insert(2, NAMESPACE, "k", {"dtype": "uint8"}, None),
-        messages.Insert(2, NAMESPACE, "k", large, None),
+        messages.Insert(2, NAMESPACE, "k", header, None, 0.0),  # no staging area
+        messages.Insert(2, NAMESPACE, "k", {**header, "nbytes": 9}, None, 0.0),
+        messages.Insert(2, NAMESPACE, "k", {"dtype": "uint8"}, None, 0.0),
+        messages.Insert(2, NAMESPACE, "k", large, None, 0.0),
     ]
     for request in wrong:
         with raw(node) as hostile:

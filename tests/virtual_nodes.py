@@ -38,6 +38,8 @@ class VirtualLoop:
     def call_soon(self, function: Callable[..., object], *arguments: Any) -> Any:
         return self.call_later(0.0, function, *arguments)
 
+    call_soon_threadsafe = call_soon
+
     def run(self, seconds: float) -> None:
         until = self.now + seconds
         while self._due and self._due[0][0] <= until:

@@ -23,6 +23,14 @@ if TYPE_CHECKING:
     from lookup_buffer.config import BufferConfig
     from lookup_buffer.node.identity import Identity
 
+StoreSeconds = Annotated[float | None, typer.Option(help="Bound on one call to the store.")]
+LeaseSeconds = Annotated[
+    float | None, typer.Option(help="How long a taker may keep a hand-off from others.")
+]
+LogLevel = Annotated[
+    str | None, typer.Option(metavar="LEVEL", help="error, warning; info: each hand-off taken.")
+]
+
 
 def serve(
     config: Annotated[
@@ -32,9 +40,7 @@ def serve(
     store_url: StoreUrl = None,
     store_password_file: StorePasswordFile = None,
     store_sentinel_password_file: StoreSentinelPasswordFile = None,
-    store_timeout_seconds: Annotated[
-        float | None, typer.Option(help="Bound on one call to the store.")
-    ] = None,
+    store_timeout_seconds: StoreSeconds = None,
     mirror: Annotated[
         bool | None,
         typer.Option(help="Keep what the store said, corrected by its push; or ask each time."),
@@ -63,6 +69,8 @@ def serve(
     record_ttl_seconds: Annotated[
         float | None, typer.Option(help="How long a record lives that nobody renews.")
     ] = None,
+    handoff_lease_seconds: LeaseSeconds = None,
+    log_level: LogLevel = None,
     idle_exit_seconds: Annotated[
         float | None, typer.Option(help="End when no client was there for so long; else never.")
     ] = None,
@@ -86,6 +94,8 @@ def serve(
         listen=listen,
         advertise=advertise,
         record_ttl_seconds=record_ttl_seconds,
+        handoff_lease_seconds=handoff_lease_seconds,
+        log_level=log_level,
         idle_exit_seconds=idle_exit_seconds,
     )
     try:

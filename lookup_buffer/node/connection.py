@@ -1,5 +1,7 @@
 """One client's unix socket on the node's loop: frames in, frames out, descriptors both ways.
 
+Or another node's TCP socket, over which no descriptors come.
+
 Non-blocking. Input is bounded by the decoder, output by `OUTPUT_MAX_BYTES`: a client that does
 not read its replies is cut off. Runs on the loop's thread only.
 """
@@ -43,7 +45,7 @@ class Connection:
         self._output = bytearray()
         self._descriptors: list[int] = []
         self._open = True
-        self.pid, self.uid = _peer_of(sock)
+        self.pid, self.uid = _peer_of(sock) if sock.family == socket.AF_UNIX else (0, -1)
         sock.setblocking(False)
         loop.add_reader(sock.fileno(), self._readable)
 

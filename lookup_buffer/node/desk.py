@@ -15,13 +15,16 @@ from typing import Any
 from lookup_buffer.counters import Counters
 from lookup_buffer.errors import BufferFull, LookupBufferError, ProtocolError
 from lookup_buffer.inventory import Address
+from lookup_buffer.key import is_handoff
 from lookup_buffer.messages import (
+    Acknowledge,
     Claim,
     ClaimAll,
     Contains,
     Describe,
     Done,
     Encoding,
+    GiveBack,
     Insert,
     Prefetch,
     Release,
@@ -29,6 +32,7 @@ from lookup_buffer.messages import (
     Request,
     Select,
     Stats,
+    Take,
     Touch,
     Unclaim,
     failure,
@@ -37,12 +41,14 @@ from lookup_buffer.node.claim_sets import ClaimSets
 from lookup_buffer.node.claims import Claims
 from lookup_buffer.node.connection import Connection
 from lookup_buffer.node.intake import Intake
-from lookup_buffer.node.locator import Located, Locator
+from lookup_buffer.node.loans import Loans
+from lookup_buffer.node.presence import Presence
 from lookup_buffer.node.registrar import Registrar
 from lookup_buffer.node.resolver import Resolver
 from lookup_buffer.node.selection import Selection
 from lookup_buffer.node.session import Session
 from lookup_buffer.node.shelf import Held, Shelf
+from lookup_buffer.node.takings import OWNER_DEAD, Takings
 from lookup_buffer.node.waiting import Waiting
 
 ENTRIES_MAX = 1024
@@ -55,7 +61,9 @@ class Desk:
     boot: str
     shelf: Shelf
     resolver: Resolver
-    locator: Locator
+    loans: Loans
+    takings: Takings
+    presence: Presence
     registrar: Registrar
     claims: Claims
     claim_sets: ClaimSets
@@ -78,6 +86,7 @@ class Desk:
             sessions.pop(session.id, None)
             if not sessions:
                 del self._attached[session.seat.engine_id]
+        self.takings.end(session)
         self.claim_sets.end(session)
         self.claims.release_all(session)
 
@@ -95,6 +104,12 @@ class Desk:
         match request:
             case Select():
                 self._select(connection, session, request)
+            case Take():
+                self._take(connection, session, request)
+            case Acknowledge():
+                self._acknowledge(connection, session, request)
+            case GiveBack():
+                self.takings.grants.give_back(session, request.token)
             case Prefetch():
                 self._prefetch(session, request)
             case Release():
@@ -104,7 +119,7 @@ class Desk:
             case Done():
                 self.shelf.done(request.tickets, request.rank)
             case Contains():
-                self._contains(connection, request)
+                self.presence.tell(request, functools.partial(_reply, connection, request))
             case Insert():
                 self.intake.insert(connection, session, request)
             case Claim():
@@ -140,6 +155,8 @@ class Desk:
 
     def _hold(self, session: Session, address: Address) -> Held | None:
         held = self.shelf.hold(address, session.id, session.ranks())
+        if held is None and is_handoff(address[1]):
+            held = self.loans.hold(address, session.id, session.ranks())
         if held is not None:
             self.counters.hit(address, held.item.origin)
         return held
@@ -183,7 +200,8 @@ class Desk:
             _reply(connection, request, {"fetching": nbytes})
 
         until = self.loop.time() + request.wait_seconds
-        Selection(self.loop, self.resolver, self.waiting, address, until, look, fetching).begin()
+        bring = self.loans if is_handoff(request.key) else self.resolver
+        Selection(self.loop, bring, self.waiting, address, until, look, fetching).begin()
 
     def _hand_over(
         self, connection: Connection, session: Session, request: Select, held: Held
@@ -208,8 +226,12 @@ class Desk:
 
         if entries:
             _push(session, request, entries)
-        if pending:
-            self.resolver.resolve(list(pending), settle)
+        handoffs = [address for address in pending if is_handoff(address[1])]
+        shared = [address for address in pending if not is_handoff(address[1])]
+        if shared:
+            self.resolver.resolve(shared, settle)
+        if handoffs:
+            self.loans.resolve(handoffs, settle)
         if request.claimer:
             keys = sorted(set(request.keys))
             wish = ClaimAll(request.claimer, request.namespace, keys, request.wait_seconds)
@@ -256,6 +278,31 @@ class Desk:
             "source": item.origin,
         }
 
+    # -- hand-offs
+
+    def _take(self, connection: Connection, session: Session, request: Take) -> None:
+        def answer(held: Held, token: int, lease_seconds: float) -> None:
+            # Not by key: each is hit once, and would drive what is hit often out of the list.
+            self.counters.add("hits_local" if held.item.origin == "local" else "hits_remote")
+            taken = {"token": token, "lease_seconds": lease_seconds}
+            _reply(connection, request, self._resident(held) | taken)
+
+        def missing(reason: str) -> None:
+            waited = request.wait_seconds and reason != OWNER_DEAD
+            self.counters.add("misses_timeout" if waited else _miss(reason))
+            _reply(connection, request, {"state": "missing", "reason": reason})
+
+        def fetching(nbytes: int) -> None:
+            _reply(connection, request, {"fetching": nbytes})
+
+        self.takings.take(connection, session, request, answer, missing, fetching)
+
+    def _acknowledge(self, connection: Connection, session: Session, request: Acknowledge) -> None:
+        def answer(won: bool) -> None:
+            _reply(connection, request, {"won": won})
+
+        self.takings.grants.acknowledge(session, request.token, answer)
+
     # -- claims
 
     def _claim(self, connection: Connection, session: Session, request: Claim) -> None:
@@ -263,39 +310,6 @@ class Desk:
             return not session.over and connection.open
 
         self.claims.claim(session, request, wanted, functools.partial(_reply, connection, request))
-
-    # -- contains
-
-    def _contains(self, connection: Connection, request: Contains) -> None:
-        addresses = [(request.namespace, key) for key in request.keys]
-        present = self.shelf.holds_each(addresses)
-        unknown = self._still_unknown(request, present)
-        if not unknown:
-            _reply(connection, request, {"present": present})
-            return
-
-        def answer() -> None:
-            if not answered:
-                answered.append(True)
-                bound.cancel()
-                _reply(connection, request, {"present": present})
-
-        def located(found: list[Located]) -> None:
-            for index, entry in zip(unknown, found, strict=True):
-                present[index] = bool(entry.sources)
-            answer()
-
-        answered: list[bool] = []
-        bound = self.loop.call_later(request.budget_seconds, answer)
-        self.locator.ask([addresses[index] for index in unknown], located)
-
-    def _still_unknown(self, request: Contains, present: list[bool]) -> list[int]:
-        """Fill in what the locator knows at once; the positions of what it would have to ask."""
-        away = [index for index, here in enumerate(present) if not here]
-        known = self.locator.known(request.namespace, [request.keys[index] for index in away])
-        for index, held in zip(away, known, strict=True):
-            present[index] = bool(held)
-        return [index for index, held in zip(away, known, strict=True) if held is None]
 
 
 def _reply(connection: Connection, request: Request, fields: dict[str, Any]) -> None:

@@ -132,6 +132,13 @@ class Directory:
 
     # -- the dead
 
+    def is_dead(self, location: Location) -> bool:
+        """Whether this boot of another node was seen to be dead, and not only not seen to live.
+
+        See `dead_seconds` for when that is to be believed.
+        """
+        return self.endpoint(location) is None and self.dead_seconds(location) > 0
+
     def dead_seconds(self, location: Location) -> float:
         """For how long the boot that `location` names has been dead, see `Liveness.dead_seconds`.
 

@@ -63,8 +63,16 @@ class Fetcher:
         default_factory=lambda: ThreadPoolExecutor(THREADS, thread_name_prefix="lb-fetch")
     )
 
-    def fetch(self, address: Address, located: Located, done: Callable[[Fetched], None]) -> None:
-        self._pool.submit(self._fetch, address, located, done)
+    def fetch(
+        self,
+        address: Address,
+        located: Located,
+        done: Callable[[Fetched], None],
+        *,
+        loan: bool = False,
+    ) -> None:
+        """Bring it here; a `loan` for whom `done` gives it to, and for nobody else."""
+        self._pool.submit(self._fetch, address, located, done, loan)
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -74,11 +82,13 @@ class Fetcher:
                     link.abort()
             self._idle_links.clear()
 
-    def _fetch(self, address: Address, located: Located, done: Callable[[Fetched], None]) -> None:
+    def _fetch(
+        self, address: Address, located: Located, done: Callable[[Fetched], None], loan: bool
+    ) -> None:
         fetched = Fetched(None, located.reason or "absent")
         try:
             for location, endpoint in located.sources:
-                fetched = self._try(address, location, endpoint)
+                fetched = self._try(address, location, endpoint, loan)
                 if fetched.held is None:
                     self.counters.add(f"fetches_failed_{fetched.reason}")
                 if fetched.held is not None or fetched.reason == "no_room":
@@ -86,9 +96,9 @@ class Fetcher:
         finally:
             done(fetched)
 
-    def _try(self, address: Address, location: Location, endpoint: str) -> Fetched:
+    def _try(self, address: Address, location: Location, endpoint: str, loan: bool) -> Fetched:
         try:
-            return Fetched(self._transfer(address, location, endpoint))
+            return Fetched(self._transfer(address, location, endpoint, loan))
         except (BufferFull, TensorTooLarge):
             return Fetched(None, "no_room")
         except MissingTensor:
@@ -98,7 +108,7 @@ class Fetcher:
         except (PipeError, ProtocolError, NodeRefused, ValueError):  # the endpoint is no address
             return Fetched(None, "peer_failed")
 
-    def _transfer(self, address: Address, location: Location, endpoint: str) -> Held:
+    def _transfer(self, address: Address, location: Location, endpoint: str, loan: bool) -> Held:
         with self._link(endpoint) as link:
             namespace, key = address
             request = {
@@ -113,7 +123,7 @@ class Fetcher:
             if isinstance(answer, dict) and answer.get("status") == "stale":
                 raise MissingTensor(f"{location.node} no longer holds {key}")
             header = self._checked(answer, nbytes, address, location)
-            item = self._reserve(address, header, location.node)
+            item = self._reserve(address, header, location.node, loan)
             try:
                 hasher = xxh3_64()
                 link.recv_into(self.shelf.bytes_of(item), timeout=ANSWER_SECONDS, hasher=hasher)
@@ -140,7 +150,9 @@ class Fetcher:
             raise CorruptTensor(f"{location.node} sent another tensor than was asked for")
         return header
 
-    def _reserve(self, address: Address, header: PayloadHeader, node: str) -> Item:
+    def _reserve(self, address: Address, header: PayloadHeader, node: str, loan: bool) -> Item:
+        if loan:
+            return self.shelf.reserve_loan(address, header.tensor, origin=node)
         ttl_seconds = None if header.ttl_ms is None else header.ttl_ms / 1000
         item = self.shelf.reserve(address, header.tensor, origin=node, ttl_seconds=ttl_seconds)
         if item is None:

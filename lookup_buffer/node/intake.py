@@ -1,8 +1,8 @@
 """The intake: takes what clients insert, from their staging areas into the arena.
 
 Runs on the loop's thread; copies that take longer than handing them over are made on threads of
-its own. A key that is just being written, by another client or from another node, is waited for:
-"exists" is only ever said of what a reader can have.
+its own. A shared key that is just being written, by another client or from another node, is waited
+for: "exists" is only ever said of what a reader can have. A hand-off is taken, if there is room.
 """
 
 import asyncio
@@ -17,7 +17,9 @@ from lookup_buffer.counters import Counters
 from lookup_buffer.errors import LookupBufferError, ProtocolError
 from lookup_buffer.header import TensorHeader
 from lookup_buffer.inventory import Address, Item
+from lookup_buffer.key import is_handoff
 from lookup_buffer.messages import Insert, failure
+from lookup_buffer.node.arrivals import Arrival, Arrivals
 from lookup_buffer.node.claims import Claims
 from lookup_buffer.node.connection import Connection
 from lookup_buffer.node.loop import call_from_thread
@@ -39,6 +41,7 @@ class Intake:
     shelf: Shelf
     counters: Counters
     waiting: Waiting
+    arrivals: Arrivals
     claims: Claims
     on_stored: Callable[[Address], None]
     _busy: set[Connection] = field(default_factory=set)
@@ -60,6 +63,9 @@ class Intake:
         staging = session.stagings.get(connection)
         if header.nbytes and (staging is None or staging.nbytes < header.nbytes):
             raise ProtocolError("the staging area does not hold the tensor")
+        if is_handoff(request.key):
+            self._hand_off(connection, session, request, header)
+            return
         address = (request.namespace, request.key)
         try:
             item = self.shelf.reserve(
@@ -70,9 +76,37 @@ class Intake:
             raise
         if item is None:
             self._taken(connection, session, request)
-            return
-        written = functools.partial(self._written, connection, session, request, item)
-        if staging is None or header.nbytes <= COPY_INLINE_BYTES:
+        else:
+            self._take_in(connection, session, request, item)
+
+    def _hand_off(
+        self, connection: Connection, session: Session, request: Insert, header: TensorHeader
+    ) -> None:
+        def admitted(item: Item) -> None:
+            self._take_in(connection, session, request, item, lambda: self.arrivals.landed(arrival))
+
+        def refused(error: LookupBufferError) -> None:
+            self._busy.discard(connection)
+            self.counters.add("inserts_refused")
+            connection.send(failure(request.id, error))
+
+        address = (request.namespace, request.key)
+        arrival = Arrival(address, header, request.ttl_seconds, connection, admitted, refused)
+        self._busy.add(connection)
+        self.arrivals.come(arrival, request.wait_seconds)
+
+    def _take_in(
+        self,
+        connection: Connection,
+        session: Session,
+        request: Insert,
+        item: Item,
+        landed: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Copy the bytes into what was reserved for them."""
+        staging = session.stagings.get(connection)
+        written = functools.partial(self._written, connection, session, request, item, landed)
+        if staging is None or item.nbytes <= COPY_INLINE_BYTES:
             written(staging, self.shelf.fill(item, staging))
             return
         self._busy.add(connection)
@@ -81,6 +115,8 @@ class Intake:
 
     def unstage(self, session: Session, connection: Connection) -> None:
         """Unmap the connection's staging area, after the copy that may be reading it."""
+        if self.arrivals.leave(connection):
+            self._busy.discard(connection)
         staging = session.stagings.pop(connection, None)
         if staging is not None and staging not in self._copying:
             staging.close()
@@ -120,6 +156,7 @@ class Intake:
         session: Session,
         request: Insert,
         item: Item,
+        landed: Callable[[], None],
         staging: Mapping | None,
         checksum: int,
     ) -> None:
@@ -129,6 +166,7 @@ class Intake:
         self.counters.add("bytes_inserted", item.nbytes)
         self.claims.inserted(session, item.address)
         self.on_stored(item.address)
+        landed()
         self.shelf.release([ticket], session.id)
         if staging is not None:
             self._copying.discard(staging)

@@ -23,6 +23,8 @@ class Located:
     sources: tuple[tuple[Location, str], ...] = ()
     """(location, endpoint) of nodes that live, this node left out."""
     reason: str = ""
+    offers: tuple[tuple[Location, str], ...] = ()
+    """Of a hand-off: nodes that live and have it, but no room for it as yet."""
 
 
 NOT_REACHED = Located(None, reason=STORE_DOWN)
@@ -34,8 +36,11 @@ def located(record: Record | None, directory: Directory) -> Located:
     """What a record comes to, with the nodes that live now."""
     if record is None:
         return Located(None, reason="absent")
-    sources = directory.sources(record)
-    return Located(record, sources, "" if sources else "owner_dead")
+    alive = directory.sources(record)
+    offers = tuple(source for source in alive if source[0].is_offer)
+    sources = tuple(source for source in alive if not source[0].is_offer) if offers else alive
+    reason = "" if sources else "absent" if offers else "owner_dead"
+    return Located(record, sources, reason, offers)
 
 
 class Locator(ABC):

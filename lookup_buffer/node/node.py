@@ -1,17 +1,21 @@
 """The node: builds its parts, runs the loop until told to stop, and takes them down in order.
 
 clients → control → desk → intake → shelf             (loop's thread, lb-copy)
+                     ├→ takings → handoffs → shelf     (loop's thread)
+                     │     └→ owners → other nodes     (loop's thread; lb-owner connects)
                      ├→ resolver → locator → store     (loop's thread; lb-locate)
                      │           └→ fetcher → peers    (lb-fetch)
                      ├→ claim sets → claims → store    (lb-claim)
                      └→ registrar → publisher → store  (lb-registrar)
 other nodes → peer server → shelf                      (lb-peer, one a connection)
+                  └→ askers → handoffs                 (loop's thread)
 """
 
 import asyncio
 import gc
 import logging
 import signal
+import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +25,8 @@ from lookup_buffer.counters import Counters
 from lookup_buffer.elsewhere import Elsewhere
 from lookup_buffer.errors import ConfigError
 from lookup_buffer.inventory import Address
+from lookup_buffer.node.arrivals import Arrivals
+from lookup_buffer.node.askers import Askers
 from lookup_buffer.node.asking import AskingLocator
 from lookup_buffer.node.claim_sets import ClaimSets
 from lookup_buffer.node.claims import Claims
@@ -28,15 +34,21 @@ from lookup_buffer.node.control import Control
 from lookup_buffer.node.desk import Desk
 from lookup_buffer.node.directory import Directory
 from lookup_buffer.node.fetcher import Fetcher
+from lookup_buffer.node.grants import Grants
+from lookup_buffer.node.handoffs import Handoffs
 from lookup_buffer.node.identity import Identity
 from lookup_buffer.node.intake import Intake
+from lookup_buffer.node.loans import Loans
 from lookup_buffer.node.loop import call_from_thread
 from lookup_buffer.node.mirroring import MirrorLocator
+from lookup_buffer.node.owners import Owners
 from lookup_buffer.node.peers import PeerServer
+from lookup_buffer.node.presence import Presence
 from lookup_buffer.node.registrar import Registrar
 from lookup_buffer.node.resolver import Resolver
 from lookup_buffer.node.shelf import Shelf
 from lookup_buffer.node.storage import Storage
+from lookup_buffer.node.takings import Takings
 from lookup_buffer.node.waiting import Waiting
 
 SWITCH_SECONDS = 0.0005
@@ -63,7 +75,13 @@ class Node:
         self._counters = Counters()
         self._shelf = Shelf(config.capacity_bytes, self._changed)
         token = config.token.get_secret_value() if config.token else None
-        self._peers = PeerServer(self._shelf, self._counters, token, self._missed)
+        self._handoffs = handoffs = Handoffs(
+            self._loop, self._shelf, self._counters, config.handoff_lease_seconds
+        )
+        self._askers = Askers(self._loop, handoffs, self._counters)
+        self._peers = PeerServer(
+            self._shelf, self._counters, token, self._missed, self._admit_asker
+        )
         self._identity = self._listen_to_peers()
         self._storage = Storage(config)
         self._directory = directory = Directory(self._identity.node)
@@ -83,39 +101,8 @@ class Node:
             config.record_ttl_seconds,
             self._give_up,
         )
-        waiting = Waiting(self._loop, self._locator)
-        resolver = Resolver(self._loop, self._shelf, self._locator, self._fetcher)
-
-        def stored(address: Address) -> None:
-            resolver.arrived(address)
-            waiting.arrived(address)
-
-        self._claims = Claims(
-            self._loop,
-            self._storage,
-            self._identity,
-            self._shelf,
-            directory,
-            waiting,
-            resolver,
-            self._registrar,
-        )
-        self._intake = Intake(
-            self._loop, self._shelf, self._counters, waiting, self._claims, stored
-        )
-        self._desk = Desk(
-            loop=self._loop,
-            boot=self._identity.boot,
-            shelf=self._shelf,
-            resolver=resolver,
-            locator=self._locator,
-            registrar=self._registrar,
-            claims=self._claims,
-            claim_sets=ClaimSets(self._loop, self._claims, waiting),
-            counters=self._counters,
-            waiting=waiting,
-            intake=self._intake,
-        )
+        self._owners = Owners(self._loop, directory, token)
+        self._desk = self._make_desk(directory)
         self._control = Control(
             self._loop,
             self._desk,
@@ -123,6 +110,44 @@ class Node:
             self._counters,
             self._elsewhere,
             config.expectations(),
+        )
+
+    def _make_desk(self, directory: Directory) -> Desk:
+        loop, shelf, handoffs = self._loop, self._shelf, self._handoffs
+        waiting = Waiting(loop, self._locator)
+        resolver = Resolver(loop, shelf, self._locator, self._fetcher)
+
+        def stored(address: Address) -> None:
+            handoffs.arrived(address)
+            resolver.arrived(address)
+            waiting.arrived(address)
+
+        self._claims = Claims(
+            loop, self._storage, self._identity, shelf, directory, waiting, resolver,
+            self._registrar,
+        )  # fmt: skip
+        arrivals = Arrivals(loop, shelf, handoffs, waiting)
+        self._intake = Intake(
+            loop, shelf, self._counters, waiting, arrivals, self._claims, stored
+        )  # fmt: skip
+        takings = Takings(
+            loop, shelf, handoffs, Grants(loop, handoffs, self._owners), self._owners,
+            self._locator, directory, self._identity, waiting, self._fetcher,
+        )  # fmt: skip
+        return Desk(
+            loop=loop,
+            boot=self._identity.boot,
+            shelf=shelf,
+            resolver=resolver,
+            loans=Loans(loop, shelf, self._locator, self._fetcher),
+            takings=takings,
+            presence=Presence(loop, shelf, self._locator),
+            registrar=self._registrar,
+            claims=self._claims,
+            claim_sets=ClaimSets(loop, self._claims, waiting),
+            counters=self._counters,
+            waiting=waiting,
+            intake=self._intake,
         )
 
     @property
@@ -137,7 +162,7 @@ class Node:
         Raises:
             ConfigError: the node's id belongs to another node; what was held is gone.
         """
-        logging.basicConfig(format=LOG_FORMAT)  # warnings and worse, to standard error
+        logging.basicConfig(format=LOG_FORMAT, level=self._config.log_level.upper())
         sys.setswitchinterval(SWITCH_SECONDS)
         gc.set_threshold(*GARBAGE_THRESHOLDS)
         first = min(FIRST_BYTES, self._config.capacity_bytes)
@@ -169,6 +194,7 @@ class Node:
     def _check_deaths(self) -> None:
         self._directory.tick()
         self._locator.tick()
+        self._owners.tick()
         self._loop.call_later(DEATH_CHECK_SECONDS, self._check_deaths)
 
     def _check_idle(self) -> None:
@@ -184,6 +210,9 @@ class Node:
         """The store says that we hold what we do not: let it be written what we do hold."""
         self._registrar.changed(address, "stale")
 
+    def _admit_asker(self, stream: socket.socket, on_end: Callable[[], None]) -> None:
+        call_from_thread(self._loop, self._askers.admit, stream, on_end)
+
     def _listen_to_peers(self) -> Identity:
         config = self._config
         try:
@@ -198,6 +227,8 @@ class Node:
     def _close(self) -> None:
         self._control.close()
         self._peers.close()
+        self._askers.close()
+        self._owners.close()
         self._fetcher.close()
         self._intake.close()
         self._claims.close()

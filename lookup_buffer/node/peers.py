@@ -1,5 +1,7 @@
 """The peer server: answers other nodes' requests for tensors over TCP.
 
+Who asks for hand-offs instead gets a connection of the loop: see `askers`.
+
 One thread a connection, a bounded number of them; the payload goes out straight from the arena,
 pinned meanwhile. Truth is answered, not what Redis says: another boot or generation than ours is
 `stale`, and the store, which said so, is put right.
@@ -36,6 +38,9 @@ class PeerServer:
     token: str | None
     missed: Callable[[Address], None]
     """Told, on a peer's thread, of what was asked for and is not here, or not so."""
+    admit: Callable[[socket.socket, Callable[[], None]], None]
+    """Given, on a peer's thread, the socket of who asks for hand-offs, and what to call at its
+    end."""
     boot: str = ""
     _listener: socket.socket | None = None
     _slots: threading.Semaphore = field(
@@ -90,12 +95,17 @@ class PeerServer:
 
     def _serve(self, connection: socket.socket) -> None:
         link: Link | None = None
+        passed_on = False
         try:
             link = accept_handshake(connection, token=self.token, timeout=HANDSHAKE_SECONDS)
             with self._lock:
                 self._links.add(link)
             while not self._closing.is_set():
-                self._answer(link, link.recv_header(timeout=IDLE_SECONDS))
+                request = link.recv_header(timeout=IDLE_SECONDS)
+                if isinstance(request.header, dict) and request.header.get("op") == "handoffs":
+                    passed_on = self._pass_on(link, request)
+                    return
+                self._answer(link, request)
         except ProtocolError:
             self.counters.add("protocol_errors")
         except LookupBufferError:
@@ -107,7 +117,20 @@ class PeerServer:
                 with self._lock:
                     self._links.discard(link)
                 link.abort()
-            self._slots.release()
+            if not passed_on:
+                self._slots.release()
+
+    def _pass_on(self, link: Link, request: Frame) -> bool:
+        """Whether its connection, and its slot, are the askers' from now on."""
+        if request.payload_nbytes:
+            raise ProtocolError("a peer may only ask for hand-offs")
+        if request.header.get("boot") != self.boot:
+            link.send({"status": "stale"}, timeout=SEND_SECONDS)
+            link.close()
+            return False
+        link.send({"status": "ok"}, timeout=SEND_SECONDS)
+        self.admit(link.detach(), self._slots.release)
+        return True
 
     def _answer(self, link: Link, request: Frame) -> None:
         address = self._asked_for(request)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from lookup_buffer.counters import Counters
 from lookup_buffer.inventory import Item
+from lookup_buffer.key import is_handoff
 from lookup_buffer.node.backlog import Backlog, Change
 from lookup_buffer.node.directory import Directory
 from lookup_buffer.node.identity import Identity
@@ -70,7 +71,7 @@ class Publisher:
 
     def _write(self, store: MetadataStore, changes: Sequence[Change]) -> list[Change]:
         """Write one batch; the changes whose server was not reached."""
-        here = [(change, self.shelf.peek(change.address)) for change in changes]
+        here = [(change, self.shelf.published(change.address)) for change in changes]
         gone = [change for change, item in here if item is None]
         publishings = {
             change: self._publishing(item, change) for change, item in here if item is not None
@@ -89,7 +90,7 @@ class Publisher:
     def _publish(
         self, store: MetadataStore, publishings: Mapping[Change, Publishing]
     ) -> list[Change]:
-        full, unreached, unpublished = [], [], []
+        full, unreached, unpublished, replaced = [], [], [], []
         outcomes = store.publish_many(list(publishings.values()))
         for (change, publishing), outcome in zip(publishings.items(), outcomes, strict=True):
             match outcome:
@@ -100,12 +101,27 @@ class Publisher:
                 case Publication.REFUSED:
                     self.counters.add("publish_refused")
                     unpublished.append(change)
+                case Publication.CONFLICT if is_handoff(change.address[1]):
+                    replaced.append(publishing)
                 case Publication.CONFLICT:
                     self.counters.add("publish_conflict")
                     unpublished.append(change)
         if full:
             self._make_room(store, full)
+        if replaced:
+            self._replace(store, replaced)
         return unreached + self._release(store, unpublished)
+
+    def _replace(self, store: MetadataStore, publishings: Sequence[Publishing]) -> None:
+        """A hand-off may have another shape than the one before it: that goes first."""
+        node = self.identity.node
+        records = [publishing.record for publishing in publishings]
+        store.withdraw_many(
+            [Withdrawing(record.namespace, record.key, node, "replaced") for record in records]
+        )
+        for outcome in store.publish_many(publishings):
+            if outcome is Publication.CONFLICT:  # with another node's, who inserted one as well
+                self.counters.add("publish_conflict")
 
     def _release(self, store: MetadataStore, changes: Sequence[Change]) -> list[Change]:
         """Nothing to publish: whoever waits for the claims' holder waits in vain. As `_write`."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from lookup_buffer.inventory import Address
 from lookup_buffer.messages import CALL_SECONDS, NODE_SHARE
+from lookup_buffer.node.loans import Loans
 from lookup_buffer.node.locator import STORE_DOWN
 from lookup_buffer.node.resolver import Resolver
 from lookup_buffer.node.waiting import Vigil, Waiting
@@ -23,7 +24,7 @@ class Selection:
     """
 
     loop: asyncio.AbstractEventLoop
-    resolver: Resolver
+    resolver: Resolver | Loans
     waiting: Waiting
     address: Address
     until: float

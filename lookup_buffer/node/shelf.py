@@ -8,11 +8,13 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from xxhash import xxh3_64_intdigest
 
 from lookup_buffer.arena import Arena, Mapping, copy_bytes
 from lookup_buffer.board import Board
+from lookup_buffer.errors import BufferFull
 from lookup_buffer.header import TensorHeader
 from lookup_buffer.inventory import Address, Gauges, Inventory, Item
 
@@ -41,6 +43,8 @@ class Shelf:
         self._on_change = on_change
         self._lock = threading.Lock()
         self._inventory = Inventory(capacity_bytes, clock, self.board.strike)
+        self._on_room: Callable[[], None] | None = None
+        self._offers: dict[Address, Item] = {}
 
     # -- read
 
@@ -82,11 +86,13 @@ class Shelf:
         with self._lock:
             for ticket in tickets:
                 self._inventory.unpin(ticket, owner)
+        self._report()
 
     def done(self, tickets: Iterable[int], rank: int) -> None:
         with self._lock:
             for ticket in tickets:
                 self._inventory.done(ticket, rank)
+        self._report()
 
     def holds_pins(self, owner: int) -> bool:
         with self._lock:
@@ -96,6 +102,7 @@ class Shelf:
         with self._lock:
             for ticket in self._inventory.pins_of(owner):
                 self._inventory.unpin(ticket, owner)
+        self._report()
 
     def bytes_of(self, item: Item) -> memoryview:
         """The item's bytes. The caller holds it."""
@@ -127,19 +134,71 @@ class Shelf:
         finally:
             self._report()
 
+    def reserve_handoff(
+        self, address: Address, header: TensorHeader, *, ttl_seconds: float, wanted: bool
+    ) -> Item:
+        """Room for the next generation of a hand-off. Then commit or abandon.
+
+        Raises:
+            TensorTooLarge, BufferFull: see `Inventory.reserve_handoff`.
+        """
+        try:
+            with self._lock:
+                reserve = partial(
+                    self._inventory.reserve_handoff,
+                    address, header, ttl_seconds=ttl_seconds, wanted=wanted,
+                )  # fmt: skip
+                try:
+                    return reserve()
+                except BufferFull:
+                    self._inventory.remove_expired()
+                    return reserve()
+        finally:
+            self._report()
+
+    def reserve_loan(self, address: Address, header: TensorHeader, *, origin: str) -> Item:
+        """Room for a copy that only its pins keep. Then commit or abandon.
+
+        Raises:
+            TensorTooLarge, BufferFull: see `Inventory.reserve`.
+        """
+        try:
+            with self._lock:
+                return self._inventory.reserve_loan(address, header, origin=origin)
+        finally:
+            self._report()
+
     def commit(self, item: Item, checksum: int, owner: int) -> int:
-        """Make a written item visible; the answer is a ticket that holds it for `owner`."""
+        """Make a written item visible, unless it is a loan; the answer is a ticket that holds it
+        for `owner`."""
         with self._lock:
             self._inventory.commit(item, checksum)
-            if item.expires_at is None:
+            is_loan = item.gone
+            if item.expires_at is None and not is_loan:
                 self.board.list(item.address, item.header, item.offset)
             ticket = self._inventory.pin(item, owner)
-        self._on_change(item.address, "")
+        self._report()
+        if not is_loan:
+            self._on_change(item.address, "")
         return ticket
+
+    def pin(self, item: Item, owner: int, ranks: Iterable[int] | None = None) -> Held:
+        """One more pin on an item that is held, be it a loan.
+
+        Raises:
+            BufferFull: see `hold`.
+        """
+        with self._lock:
+            return Held(self._inventory.pin(item, owner, ranks), item)
 
     def abandon(self, item: Item) -> None:
         with self._lock:
             self._inventory.abandon(item)
+        self._report()
+
+    def when_room(self, tell: Callable[[], None] | None) -> None:
+        """From now on call `tell`, on any thread, when bytes were freed or may be evicted."""
+        self._on_room = tell
 
     def fill(self, item: Item, source: Mapping | None) -> int:
         """Copy a reservation's bytes from the start of `source`; the answer is their checksum.
@@ -163,7 +222,26 @@ class Shelf:
             self._inventory.remove_expired()
         self._report()
 
+    def offer(self, address: Address, header: TensorHeader) -> None:
+        """There will be an item at `address`, when there is room: see `published`."""
+        with self._lock:
+            self._offers[address] = self._inventory.offered(address, header)
+        self._on_change(address, "")
+
+    def retract(self, address: Address) -> None:
+        """Idempotent."""
+        with self._lock:
+            offered = self._offers.pop(address, None)
+        if offered is not None:
+            self._on_change(address, "retracted")
+
     # -- inspect
+
+    def published(self, address: Address) -> Item | None:
+        """What the store is to know of `address`: the complete item, or else what is offered,
+        whose checksum is 0."""
+        with self._lock:
+            return self._inventory.peek(address) or self._offers.get(address)
 
     def peek(self, address: Address) -> Item | None:
         """The complete item at `address`, without marking it as used."""
@@ -172,7 +250,7 @@ class Shelf:
 
     def addresses(self) -> list[Address]:
         with self._lock:
-            return [item.address for item in self._inventory.items()]
+            return [*(item.address for item in self._inventory.items()), *self._offers]
 
     def gauges(self) -> Gauges:
         with self._lock:
@@ -183,9 +261,15 @@ class Shelf:
         self.board.close()
 
     def _report(self) -> None:
-        if not self._inventory.anything_removed:
-            return
-        with self._lock:
-            removed = self._inventory.take_removed()
-        for item, reason in removed:
-            self._on_change(item.address, reason)
+        """Tell what the last change did, without the lock."""
+        inventory = self._inventory
+        if inventory.anything_removed:
+            with self._lock:
+                removed = inventory.take_removed()
+            for item, reason in removed:
+                self._on_change(item.address, reason)
+        on_room = self._on_room
+        if inventory.room_came:
+            inventory.room_came = False
+            if on_room is not None:
+                on_room()

@@ -1,0 +1,124 @@
+"""Arrivals: hand-offs that clients insert, and for which there may be no room yet.
+
+Hand-offs are not evicted, so whoever brings one too many waits until others were taken. He offers
+it meanwhile: if its taker asks, it may use the room of what is pinned, for it will not stay. So a
+full share keeps no taker from what he wants, and no writer from who wants it. Nobody waits behind
+another: whatever fits goes in. Runs on the loop's thread.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+from lookup_buffer.errors import BufferFull, LookupBufferError
+from lookup_buffer.header import TensorHeader
+from lookup_buffer.inventory import Address, Item
+from lookup_buffer.node.connection import Connection
+from lookup_buffer.node.handoffs import TTL_SECONDS, Handoffs
+from lookup_buffer.node.loop import call_from_thread
+from lookup_buffer.node.shelf import Shelf
+from lookup_buffer.node.waiting import Waiting
+
+
+@dataclass(slots=True, eq=False)
+class Arrival:
+    """One hand-off at the door; `admitted` or `refused` is called once, unless its client left."""
+
+    address: Address
+    header: TensorHeader
+    ttl_seconds: float | None
+    connection: Connection
+    admitted: Callable[[Item], None]
+    refused: Callable[[LookupBufferError], None]
+    on_wanted: Callable[[], None] = lambda: None
+    end: asyncio.TimerHandle | None = None
+
+
+@dataclass(slots=True)
+class Arrivals:
+    loop: asyncio.AbstractEventLoop
+    shelf: Shelf
+    handoffs: Handoffs
+    waiting: Waiting
+    _queue: dict[Arrival, None] = field(default_factory=dict)
+    _looking: bool = False
+    """It will be looked for room soon."""
+
+    def come(self, arrival: Arrival, wait_seconds: float) -> None:
+        """Let it in, now or within `wait_seconds`. Then `landed`, when it is complete."""
+        try:
+            item = self._reserve(arrival)
+        except BufferFull as error:
+            if not wait_seconds:
+                arrival.refused(error)
+                return
+            self._enqueue(arrival, wait_seconds)
+        except LookupBufferError as error:
+            arrival.refused(error)
+        else:
+            arrival.admitted(item)
+
+    def landed(self, arrival: Arrival) -> None:
+        """It is complete, and those who stood in line for it were served."""
+        self.handoffs.withdraw(arrival.address, arrival.on_wanted)
+
+    def leave(self, connection: Connection) -> bool:
+        """The client is gone, and with it what was not let in. Whether there was any."""
+        left = [one for one in self._queue if one.connection is connection]
+        for arrival in left:
+            self._dequeue(arrival)
+            self.landed(arrival)
+        return bool(left)
+
+    def _reserve(self, arrival: Arrival) -> Item:
+        ttl_seconds = TTL_SECONDS if arrival.ttl_seconds is None else arrival.ttl_seconds
+        return self.shelf.reserve_handoff(
+            arrival.address,
+            arrival.header,
+            ttl_seconds=ttl_seconds,
+            wanted=self.handoffs.wanted(arrival.address),
+        )
+
+    def _enqueue(self, arrival: Arrival, wait_seconds: float) -> None:
+        arrival.on_wanted = partial(self._try, arrival)
+        arrival.end = self.loop.call_later(wait_seconds, self._too_late, arrival)
+        self._queue[arrival] = None
+        self.shelf.when_room(partial(call_from_thread, self.loop, self._room_came))
+        self.handoffs.offer(arrival.address, arrival.header, arrival.on_wanted)
+        self.waiting.arrived(arrival.address)  # who waits on this host now stands in line
+        self._try(arrival)  # what was freed before `when_room` told nobody
+
+    def _room_came(self) -> None:
+        if not self._looking:
+            self._looking = True
+            self.loop.call_soon(self._look)
+
+    def _look(self) -> None:
+        self._looking = False
+        for arrival in list(self._queue):
+            self._try(arrival)
+
+    def _try(self, arrival: Arrival, *, last: bool = False) -> None:
+        if arrival not in self._queue:
+            return  # being copied, or gone
+        try:
+            item = self._reserve(arrival)
+        except BufferFull as error:
+            if last:
+                self._dequeue(arrival)
+                self.landed(arrival)
+                arrival.refused(error)
+            return
+        self._dequeue(arrival)
+        arrival.admitted(item)
+
+    def _too_late(self, arrival: Arrival) -> None:
+        self._try(arrival, last=True)
+
+    def _dequeue(self, arrival: Arrival) -> None:
+        del self._queue[arrival]
+        if arrival.end is not None:
+            arrival.end.cancel()
+        if not self._queue:
+            self.shelf.when_room(None)

@@ -1,0 +1,120 @@
+"""Grants: the hand-offs that clients of this node have taken, until it is settled whose they are.
+
+The client has a token of this node; behind it stands a lease of the owner, which is this node or
+another. Only the owner's word counts: a link that breaks under an acknowledgement is made anew and
+the question repeated, until nobody could have won by it any more. Runs on the loop's thread.
+"""
+
+import asyncio
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final
+
+from lookup_buffer.messages import Acknowledge, GiveBack
+from lookup_buffer.node.handoffs import Handoffs
+from lookup_buffer.node.owners import UNREACHED, Answer, Owners
+from lookup_buffer.node.session import Session
+from store import Location
+
+AGAIN_SECONDS: Final = 0.1
+ANSWER_SECONDS: Final = 1.0
+"""So long after the end of a lease, an acknowledgement that counted has been answered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leased:
+    """A lease: its owner's token, and where another owner is (None: this node)."""
+
+    token: int
+    seconds: float
+    source: tuple[Location, str] | None
+
+
+@dataclass(slots=True, eq=False)
+class _Grant:
+    session: Session
+    leased: Leased
+    until: float
+    won: bool | None = None
+    answers: list[Callable[[bool], None]] = field(default_factory=list)
+    """Told once it is settled; acknowledged where there are some."""
+
+
+@dataclass(slots=True)
+class Grants:
+    loop: asyncio.AbstractEventLoop
+    handoffs: Handoffs
+    owners: Owners
+    _grants: dict[int, _Grant] = field(default_factory=dict)
+
+    def grant(self, session: Session, leased: Leased) -> int:
+        """The token for a client of `session` who is given what `leased` stands for."""
+        token = secrets.randbits(63)
+        until = self.loop.time() + leased.seconds + ANSWER_SECONDS
+        self._grants[token] = _Grant(session, leased, until)
+        self.loop.call_at(until, self._over, token)
+        return token
+
+    def acknowledge(self, session: Session, token: int, answer: Callable[[bool], None]) -> None:
+        """`answer` whether the lease was good; the same again, if asked again."""
+        grant = self._grants.get(token)
+        if grant is None or grant.session is not session:
+            answer(False)
+        elif grant.won is not None:
+            answer(grant.won)
+        else:
+            grant.answers.append(answer)
+            if len(grant.answers) == 1:
+                self._acknowledge(grant)
+
+    def give_back(self, session: Session, token: int) -> None:
+        """One that is settled, or is being acknowledged, stays as it is."""
+        grant = self._grants.get(token)
+        if grant is not None and grant.session is session and not _is_asked(grant):
+            del self._grants[token]
+            self.give_back_lease(grant.leased)
+
+    def give_back_lease(self, leased: Leased) -> None:
+        if leased.source is None:
+            self.handoffs.give_back(leased.token)
+        else:
+            request = GiveBack(self.owners.next_number(), leased.token)
+            self.owners.at(*leased.source).say(request)
+
+    def end(self, session: Session) -> None:
+        """The session is over, and with it what it did not acknowledge."""
+        for token, grant in list(self._grants.items()):
+            if grant.session is session:
+                self.give_back(session, token)
+
+    def _acknowledge(self, grant: _Grant) -> None:
+        leased = grant.leased
+        if leased.source is None:
+            self._settle(grant, self.handoffs.acknowledge(leased.token))
+        elif grant.won is None:
+            request = Acknowledge(self.owners.next_number(), leased.token)
+            self.owners.at(*leased.source).ask(request, partial(self._answered, grant))
+
+    def _answered(self, grant: _Grant, answer: Answer) -> None:
+        if answer is UNREACHED:
+            self.loop.call_later(AGAIN_SECONDS, self._acknowledge, grant)
+        else:
+            self._settle(grant, answer.state == "won")
+
+    def _settle(self, grant: _Grant, won: bool) -> None:
+        if grant.won is None:
+            grant.won = won
+            answers, grant.answers = grant.answers, []
+            for answer in answers:
+                answer(won)
+
+    def _over(self, token: int) -> None:
+        grant = self._grants.pop(token, None)
+        if grant is not None:
+            self._settle(grant, False)
+
+
+def _is_asked(grant: _Grant) -> bool:
+    return grant.won is not None or bool(grant.answers)

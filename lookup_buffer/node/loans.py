@@ -1,0 +1,72 @@
+"""Loans: reads of hand-offs that lie on other nodes.
+
+A hand-off may be gone, or replaced, at any moment, so a copy of one is never kept: each reader gets
+one of his own, which goes with his pin. Runs on the loop's thread.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+
+from lookup_buffer.inventory import Address, Item
+from lookup_buffer.node.fetcher import FETCH_OWNER, Fetched, Fetcher
+from lookup_buffer.node.locator import Located, Locator
+from lookup_buffer.node.loop import call_from_thread
+from lookup_buffer.node.resolver import Settle
+from lookup_buffer.node.shelf import Held, Shelf
+
+
+@dataclass(slots=True)
+class Loans:
+    loop: asyncio.AbstractEventLoop
+    shelf: Shelf
+    locator: Locator
+    fetcher: Fetcher
+    _lent: dict[Address, Item] = field(default_factory=dict)
+    """What the reader who is being told may hold."""
+
+    def resolve(
+        self,
+        addresses: list[Address],
+        settle: Callable[[Address], Settle],
+        on_fetch: Callable[[int], None] | None = None,
+    ) -> None:
+        """As `Resolver.resolve`; but only while it settles can `hold` have it."""
+        for address in addresses:
+            located = partial(self._located, address, settle(address), on_fetch)
+            self.locator.ask([address], located)
+
+    def hold(self, address: Address, owner: int, ranks: Iterable[int] | None) -> Held | None:
+        """A pin for `owner` on what came for it just now; None where nothing did."""
+        item = self._lent.get(address)
+        return None if item is None else self.shelf.pin(item, owner, ranks)
+
+    def _located(
+        self,
+        address: Address,
+        settle: Settle,
+        on_fetch: Callable[[int], None] | None,
+        found: list[Located],
+    ) -> None:
+        located = found[0]
+        if not located.sources or located.record is None:
+            settle(located.reason)
+            return
+        if on_fetch is not None:
+            on_fetch(located.record.nbytes)
+        done = partial(call_from_thread, self.loop, self._fetched, address, settle)
+        self.fetcher.fetch(address, located, done, loan=True)
+
+    def _fetched(self, address: Address, settle: Settle, fetched: Fetched) -> None:
+        if fetched.held is None:
+            if fetched.reason == "stale":
+                self.locator.forget(address)
+            settle(fetched.reason)
+            return
+        self._lent[address] = fetched.held.item
+        try:
+            settle("")
+        finally:
+            del self._lent[address]
+            self.shelf.release([fetched.held.ticket], FETCH_OWNER)

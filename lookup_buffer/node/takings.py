@@ -1,0 +1,290 @@
+"""Takings: `drop_select` of this node's clients, until they have the bytes.
+
+Each looks here first, then where the store says that the key lies, and waits for it where it is
+nowhere. Where another has it just now, it stands in line at the owner. Bytes of another node come
+as a loan, which is gone with the client's pin. That an owner died with what it held is told at
+once: waiting would be in vain. Runs on the loop's thread.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final
+
+from lookup_buffer.errors import ProtocolError
+from lookup_buffer.inventory import Address
+from lookup_buffer.key import is_handoff
+from lookup_buffer.messages import CALL_SECONDS, NODE_SHARE, Leave, Take
+from lookup_buffer.node.connection import Connection
+from lookup_buffer.node.directory import Directory
+from lookup_buffer.node.fetcher import FETCH_OWNER, Fetched, Fetcher
+from lookup_buffer.node.grants import Grants, Leased
+from lookup_buffer.node.handoffs import Bid, Handoffs, Lease
+from lookup_buffer.node.identity import Identity
+from lookup_buffer.node.locator import STORE_DOWN, Located, Locator
+from lookup_buffer.node.loop import call_from_thread
+from lookup_buffer.node.owners import Answer, Owner, Owners
+from lookup_buffer.node.session import Session
+from lookup_buffer.node.shelf import Held, Shelf
+from lookup_buffer.node.waiting import Vigil, Waiting
+from store import Location
+
+AGAIN_SECONDS: Final = 0.2
+"""When to look again after what nobody tells the end of: a peer or the store failed, no room."""
+DEAD_SECONDS: Final = 0.15
+"""For so long a death must look like one: a node may have been too young to be known."""
+ABSENT: Final = "absent"
+OWNER_DEAD: Final = "owner_dead"
+TAKEN: Final = "taken"
+PEER_FAILED: Final = "peer_failed"
+
+Source = tuple[Location, str]
+
+
+@dataclass(slots=True)
+class Takings:
+    loop: asyncio.AbstractEventLoop
+    shelf: Shelf
+    handoffs: Handoffs
+    grants: Grants
+    owners: Owners
+    locator: Locator
+    directory: Directory
+    identity: Identity
+    waiting: Waiting
+    fetcher: Fetcher
+    _takings: set["Taking"] = field(default_factory=set)
+
+    def take(
+        self,
+        connection: Connection,
+        session: Session,
+        request: Take,
+        answer: Callable[[Held, int, float], None],
+        missing: Callable[[str], None],
+        fetching: Callable[[int], None],
+    ) -> None:
+        """`answer` with what is held for the session, its token and the lease's seconds; or
+        `missing` with the reason. Before that, `fetching` bytes of another node.
+
+        Raises:
+            ProtocolError: the key is shared.
+        """
+        if not is_handoff(request.key):
+            raise ProtocolError("only a hand-off can be taken")
+        until = self.loop.time() + request.wait_seconds
+        taking = Taking(self, connection, session, request, until, answer, missing, fetching)
+        self._takings.add(taking)
+        taking.begin()
+
+    def end(self, session: Session) -> None:
+        """The session is over: it stands in no line, and waits for nothing."""
+        for taking in [taking for taking in self._takings if taking.session is session]:
+            taking.end()
+        self.grants.end(session)
+
+    def discard(self, taking: "Taking") -> None:
+        self._takings.discard(taking)
+
+
+@dataclass(slots=True, eq=False)
+class Taking:
+    node: Takings
+    connection: Connection
+    session: Session
+    request: Take
+    until: float
+    answer: Callable[[Held, int, float], None]
+    missing: Callable[[str], None]
+    fetching: Callable[[int], None]
+    _bid: Bid | None = None
+    _asked: tuple[Owner, int] | None = None
+    _sources: list[Source] = field(default_factory=list)
+    """Owners still to be asked in this attempt."""
+    _vigil: Vigil | None = None
+    _timers: list[asyncio.TimerHandle] = field(default_factory=list)
+    _look_again: asyncio.TimerHandle | None = None
+    _under_way: bool = False
+    _again: bool = False
+    _is_fetching: bool = False
+    _dead_since: float | None = None
+    _over: bool = False
+
+    @property
+    def address(self) -> Address:
+        return self.request.namespace, self.request.key
+
+    def begin(self) -> None:
+        late = self.until + NODE_SHARE * CALL_SECONDS
+        self._timers = [
+            self.node.loop.call_at(self.until, self._out_of_patience),
+            self.node.loop.call_at(late, self._too_late),
+        ]
+        self.attempt()
+
+    def attempt(self) -> None:
+        """Look here and everywhere; once more after that, if something changed meanwhile."""
+        if self._over:
+            return
+        if self._under_way:
+            self._again = True
+            return
+        self._under_way = True
+        self._again = False
+        patient = self.node.loop.time() < self.until
+        self._bid = self.node.handoffs.take(self.address, self.session, self._here, patient=patient)
+
+    def end(self) -> None:
+        """Wait no longer. Idempotent."""
+        self._over = True
+        for timer in (*self._timers, self._look_again):
+            if timer is not None:
+                timer.cancel()
+        if self._vigil is not None:
+            self._vigil.cancel()
+        if self._bid is not None:
+            self.node.handoffs.cancel(self._bid)
+        if self._asked is not None:
+            owner, number = self._asked
+            owner.say(Leave(self.node.owners.next_number(), number))
+        self.node.discard(self)
+
+    # -- here
+
+    def _here(self, lease: Lease | None) -> None:
+        self._bid = None
+        if lease is None:
+            if self.node.handoffs.leased(self.address):
+                self._settle(TAKEN)
+            else:
+                self.node.locator.ask([self.address], self._located)
+            return
+        held = self.node.shelf.pin(lease.held.item, self.session.id)
+        self._hand_over(held, Leased(lease.token, lease.seconds, None))
+
+    def _hand_over(self, held: Held, leased: Leased) -> None:
+        if self._over or self._is_deserted():
+            self.node.shelf.release([held.ticket], self.session.id)
+            self.node.grants.give_back_lease(leased)
+            self.end()
+            return
+        self.end()
+        token = self.node.grants.grant(self.session, leased)
+        self.answer(held, token, leased.seconds)
+        if self._is_deserted():  # and nobody will ever name that token
+            self.node.shelf.release([held.ticket], self.session.id)
+            self.node.grants.give_back(self.session, token)
+
+    def _is_deserted(self) -> bool:
+        return self.session.over or not self.connection.open
+
+    # -- elsewhere
+
+    def _located(self, found: list[Located]) -> None:
+        if self._over:
+            return
+        located = found[0]
+        self._sources = [*located.sources, *located.offers]
+        if self._sources:
+            self._ask()
+        else:
+            self._settle(self._reason(located))
+
+    def _reason(self, located: Located) -> str:
+        """Why nobody can be asked. What the store says of this node itself is out of date."""
+        if located.record is None:
+            return located.reason
+        me = (self.node.identity.node, self.node.identity.boot)
+        others = [at for at in located.record.locations if (at.node, at.boot) != me]
+        if not others:
+            return ABSENT
+        return OWNER_DEAD if all(map(self.node.directory.is_dead, others)) else PEER_FAILED
+
+    def _ask(self) -> None:
+        location, endpoint = self._sources.pop(0)
+        owner = self.node.owners.at(location, endpoint)
+        patience = max(0.0, self.until - self.node.loop.time())
+        request = Take(
+            self.node.owners.next_number(), self.request.namespace, self.request.key, patience
+        )
+        self._asked = (owner, request.id)
+        owner.ask(request, partial(self._told, (location, endpoint)))
+
+    def _told(self, source: Source, answer: Answer) -> None:
+        self._asked = None
+        leased = Leased(answer.token, answer.lease_seconds, source)
+        if answer.state == "leased":
+            if self._over:
+                self.node.grants.give_back_lease(leased)
+            else:
+                self._fetch(leased, source, answer)
+            return
+        if self._over:
+            return
+        if answer.state == "absent":
+            self.node.locator.forget(self.address)
+        if self._sources:
+            self._ask()
+        elif answer.state == "gone":
+            self._finish(OWNER_DEAD)
+        else:
+            self._settle(ABSENT if answer.state == "absent" else PEER_FAILED)
+
+    def _fetch(self, leased: Leased, source: Source, answer: Answer) -> None:
+        self._is_fetching = True
+        self.fetching(answer.nbytes)
+        location, endpoint = source
+        exactly = location._replace(generation=answer.generation, checksum=answer.checksum)
+        done = partial(call_from_thread, self.node.loop, self._fetched, leased)
+        self.node.fetcher.fetch(
+            self.address, Located(None, ((exactly, endpoint),)), done, loan=True
+        )
+
+    def _fetched(self, leased: Leased, fetched: Fetched) -> None:
+        self._is_fetching = False
+        if fetched.held is not None:
+            held = self.node.shelf.pin(fetched.held.item, self.session.id)
+            self.node.shelf.release([fetched.held.ticket], FETCH_OWNER)
+            self._hand_over(held, leased)
+            return
+        self.node.grants.give_back_lease(leased)
+        if not self._over:
+            self._settle(fetched.reason)
+
+    # -- nowhere, as yet
+
+    def _settle(self, reason: str) -> None:
+        """It is not to be had now, for `reason`."""
+        self._under_way = False
+        loop, now = self.node.loop, self.node.loop.time()
+        if reason != OWNER_DEAD:
+            self._dead_since = None
+        elif self._dead_since is None:
+            self._dead_since = now
+        is_dead = self._dead_since is not None and now - self._dead_since >= DEAD_SECONDS
+        if now >= self.until or is_dead:
+            self._finish(reason)
+            return
+        if self._look_again is not None:
+            self._look_again.cancel()
+        if reason != ABSENT:
+            self._look_again = loop.call_later(AGAIN_SECONDS, self.attempt)
+        if self._vigil is None:
+            self._vigil = self.node.waiting.watch(self.address, self.until, self.attempt)
+        elif self._again:
+            self.attempt()
+
+    def _out_of_patience(self) -> None:
+        standing = self._bid is not None or self._asked is not None
+        if standing and self.request.wait_seconds:
+            self._finish(TAKEN)
+
+    def _too_late(self) -> None:
+        if not self._is_fetching:  # which has a bound of its own
+            self._finish(STORE_DOWN if self._asked is None else PEER_FAILED)
+
+    def _finish(self, reason: str) -> None:
+        if not self._over:
+            self.end()
+            self.missing(reason)

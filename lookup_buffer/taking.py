@@ -1,0 +1,92 @@
+"""A client's takes: a hand-off is had, copied, acknowledged, and only then returned.
+
+Any thread. What fails before the acknowledgement gives the hand-off back.
+"""
+
+import time
+from collections.abc import Callable
+
+from lookup_buffer.attachment import Attachment
+from lookup_buffer.channel import Channel, next_request_id
+from lookup_buffer.codec import Value
+from lookup_buffer.errors import (
+    BufferFull,
+    InvalidKey,
+    LookupBufferError,
+    LookupTimeout,
+    MissingTensor,
+    NodeUnavailable,
+)
+from lookup_buffer.key import TensorKey
+from lookup_buffer.messages import CALL_SECONDS, Acknowledge, GiveBack, Take, waiting
+from lookup_buffer.prefetched import LoadOrder
+
+ANSWER_SECONDS = 1.0
+"""So long after the end of a lease the node knows whether an acknowledgement counted."""
+NO_ROOM = "no_room"
+OWNER_DEAD = "owner_dead"
+
+Load = Callable[[LoadOrder], Value]
+
+
+class Taking:
+    def __init__(
+        self, attachment: Attachment, namespace: str, release: Callable[[LoadOrder], None]
+    ) -> None:
+        self._attachment = attachment
+        self._namespace = namespace
+        self._release = release
+
+    def drop_select(self, key: TensorKey, timeout: float, load: Load) -> Value:
+        """See `LookupBuffer.drop_select`; `load` copies what was taken."""
+        if key.is_shared:
+            raise InvalidKey(
+                f"{key} is shared: content for many readers, which nobody takes away. Use select, "
+                "or give the key a request_id, which makes it a hand-off"
+            )
+        deadline = time.monotonic() + timeout
+        while True:
+            # The same connection for all of it: who has taken must not stand in line for another
+            # behind those who wait, while his lease runs.
+            bound = waiting(deadline - time.monotonic()) + CALL_SECONDS
+            with self._attachment.channel(bound) as channel:
+                wait = waiting(deadline - time.monotonic())
+                request = Take(next_request_id(), self._namespace, key.text, wait)
+                reply = channel.call(request, wait + CALL_SECONDS)
+                if reply["state"] != "resident":
+                    raise _miss(key, timeout, reply["reason"])
+                order, token = LoadOrder.of(reply), reply["token"]
+                try:
+                    tensor = self._loaded(order, token, load)
+                    if self._won(channel, token, reply["lease_seconds"]):
+                        return tensor
+                finally:
+                    self._release(order)
+            # The lease was over before the node heard of it: it is another's, or to be had again.
+
+    def _loaded(self, order: LoadOrder, token: int, load: Load) -> Value:
+        try:
+            return load(order)
+        except BaseException:
+            try:
+                self._attachment.post(GiveBack(next_request_id(), token))
+            except LookupBufferError:
+                pass  # the session is over, and the lease with it
+            raise
+
+    def _won(self, channel: Channel, token: int, lease_seconds: float) -> bool:
+        request = Acknowledge(next_request_id(), token)
+        try:
+            bound = lease_seconds + ANSWER_SECONDS + CALL_SECONDS
+            return bool(channel.call(request, bound)["won"])
+        except NodeUnavailable:
+            # That connection broke, perhaps not the session: the answer is the same as it was.
+            return bool(self._attachment.call(request, CALL_SECONDS)["won"])
+
+
+def _miss(key: TensorKey, timeout: float, reason: str) -> LookupBufferError:
+    if reason == NO_ROOM:
+        return BufferFull(f"{key}: no room on this host for what lies on another")
+    if timeout and reason != OWNER_DEAD:
+        return LookupTimeout(f"{key} was not to be had within {timeout} s ({reason})")
+    return MissingTensor(f"{key}: {reason}")

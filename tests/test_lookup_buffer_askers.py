@@ -1,0 +1,169 @@
+"""What other nodes may ask of the owner of hand-offs, in whatever order and form they do."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from lookup_buffer.client import LookupBuffer
+from lookup_buffer.config import parse_tcp
+from lookup_buffer.errors import LookupBufferError, MissingTensor, ProtocolError
+from lookup_buffer.key import TensorKey
+from lookup_buffer.link import Link, connect
+from lookup_buffer.messages import Acknowledge, GiveBack, Leave, Request, Stats, Take
+from lookup_buffer.namespace import Namespace
+from lookup_buffer.node.owners import Answer
+from nodes import NodeProcess, StartNode, at_rest, handoff, wait_until
+from peer_proxy import free_port
+
+NAMESPACE = Namespace.named("tests").fingerprint
+
+
+class Asker:
+    """A node that is made by hand: it asks for hand-offs of `owner`."""
+
+    def __init__(self, owner: NodeProcess, boot: str) -> None:
+        host, port = parse_tcp(owner.config.listen)
+        self.link = connect(host, port, token=None, timeout=5.0)
+        self.link.send({"op": "handoffs", "boot": boot}, timeout=5.0)
+        self.welcome = self.link.recv_header(timeout=5.0).header
+
+    def say(self, request: Request | dict[str, Any]) -> None:
+        message = request if isinstance(request, dict) else request.to_wire()
+        self.link.send(message, timeout=5.0)
+
+    def hear(self) -> tuple[int, Answer]:
+        return Answer.parse(self.link.recv_header(timeout=5.0).header)
+
+    def take(self, name: TensorKey, wait_seconds: float = 0.0, number: int = 1) -> None:
+        self.say(Take(number, NAMESPACE, name.text, wait_seconds))
+
+
+@pytest.fixture
+def producer(start_node: StartNode) -> Iterator[tuple[NodeProcess, LookupBuffer]]:
+    owner = start_node(listen=f"tcp://127.0.0.1:{free_port()}", handoff_lease_seconds=30.0)
+    with owner.client() as buffer:
+        yield owner, buffer
+        wait_until(lambda: owner.stats()["handoff_bytes"] == 0, 5.0)
+        at_rest(owner)
+
+
+Producer = tuple[NodeProcess, LookupBuffer]
+
+
+def ended(link: Link) -> bool:
+    try:
+        link.recv_header(timeout=3.0)
+    except LookupBufferError as error:
+        return type(error).__name__ in ("PipeClosed", "PipeBroken")
+    return False
+
+
+def test_a_take_and_its_acknowledgement(producer: Producer) -> None:
+    owner, buffer = producer
+    name, asker = handoff(), Asker(owner, buffer.boot)
+    assert asker.welcome == {"status": "ok"}
+    with asker.link:
+        asker.take(name)
+        assert asker.hear() == (1, Answer("absent"))
+        buffer.insert(name, torch.arange(10, dtype=torch.uint8))
+        asker.take(name, number=2)
+        number, answer = asker.hear()
+        assert (number, answer.state, answer.nbytes) == (2, "leased", 10)
+        assert answer.lease_seconds == pytest.approx(30.0, abs=0.1)
+        asker.take(name, number=3)
+        assert asker.hear() == (3, Answer("absent")), "another has it, and this one cannot wait"
+        for number in (4, 5):
+            asker.say(Acknowledge(number, answer.token))
+            assert asker.hear() == (number, Answer("won"))
+        asker.say(Acknowledge(6, answer.token + 1))
+        assert asker.hear() == (6, Answer("lost"))
+        with pytest.raises(MissingTensor):
+            buffer.drop_select(name)
+
+
+def test_who_leaves_the_line_is_answered_all_the_same(producer: Producer) -> None:
+    owner, buffer = producer
+    name, asker = handoff(), Asker(owner, buffer.boot)
+    buffer.insert(name, torch.arange(3))
+    with asker.link:
+        asker.take(name, number=1)
+        _, answer = asker.hear()
+        asker.take(name, 20.0, number=2)
+        asker.say(Leave(3, 2))
+        assert asker.hear() == (2, Answer("absent"))
+        asker.say(Leave(4, 77))  # nobody
+        asker.take(name, 20.0, number=5)
+        asker.say(GiveBack(6, answer.token))
+        number, again = asker.hear()
+        assert (number, again.state) == (5, "leased")
+        assert again.token != answer.token
+        asker.say(Acknowledge(7, answer.token))
+        assert asker.hear() == (7, Answer("lost"))
+    assert buffer.drop_select(name, timeout=5.0) is not None, "with the link went what it had"
+
+
+def test_a_boot_that_is_no_more_is_told_so(producer: Producer) -> None:
+    owner, _ = producer
+    asker = Asker(owner, "anotherboot")
+    assert asker.welcome == {"status": "stale"}
+    assert ended(asker.link)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"op": "take"},
+        {"op": "take", "id": 1, "namespace": NAMESPACE, "key": "shared", "wait_seconds": 0.0},
+        {"op": "take", "id": 1, "namespace": "short", "key": "k@1", "wait_seconds": 0.0},
+        {"op": "acknowledge", "id": 1, "token": -1},
+        {"op": "leave", "id": 1, "take": "1"},
+        Stats(1).to_wire(),  # what clients ask
+        {"id": 1, "state": "won"},
+    ],
+)
+def test_garbage_ends_that_link_alone(producer: Producer, message: dict[str, Any]) -> None:
+    owner, buffer = producer
+    name, before = handoff(), owner.stats().get("protocol_errors", 0)
+    hostile, other = Asker(owner, buffer.boot), Asker(owner, buffer.boot)
+    buffer.insert(name, torch.arange(3))
+    hostile.take(name)
+    assert hostile.hear()[1].state == "leased"
+    hostile.say(message)
+    assert ended(hostile.link)
+    assert owner.stats()["protocol_errors"] == before + 1
+    with other.link:
+        other.take(name, 5.0)
+        number, answer = other.hear()
+        assert (number, answer.state) == (1, "leased")
+        other.say(Acknowledge(2, answer.token))
+        assert other.hear() == (2, Answer("won"))
+
+
+def test_a_payload_where_there_is_none_ends_the_link(producer: Producer) -> None:
+    owner, buffer = producer
+    asker = Asker(owner, buffer.boot)
+    asker.link.send(Acknowledge(1, 1).to_wire(), memoryview(bytes(100)), timeout=5.0)
+    assert ended(asker.link)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        None,
+        [],
+        {"id": 1},
+        {"id": True, "state": "won"},
+        {"id": 1, "state": "gone"},
+        {"id": 1, "state": ["won"]},
+        {"id": 1, "state": "leased", "token": 1 << 63},
+        {"id": 1, "state": "leased", "lease_seconds": float("nan")},
+        {"id": 1, "state": "leased", "generation": -1},
+        {"id": 1, "state": "leased", "checksum": 1 << 64},
+        {"id": 1, "state": "leased", "nbytes": 1.5},
+    ],
+)
+def test_what_no_owner_says_is_refused(answer: object) -> None:
+    with pytest.raises(ProtocolError):
+        Answer.parse(answer)

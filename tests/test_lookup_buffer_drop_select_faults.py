@@ -1,0 +1,269 @@
+"""What a fault costs a hand-off: takers, their nodes and owners are really killed and stopped."""
+
+import os
+import re
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import pytest
+import torch
+
+from lookup_buffer.errors import LookupBufferError, MissingTensor
+from lookup_buffer.key import TensorKey
+from nodes import (
+    MIB,
+    ClientProcess,
+    NodeProcess,
+    StartNode,
+    at_rest,
+    handoff,
+    tensor_of,
+    wait_until,
+)
+from peer_proxy import PeerProxy, free_port
+
+DEAD_SECONDS = 6.0
+"""Within so long a node that is stopped is taken for dead."""
+TAKER = """
+def load(order, out=None):
+    tensor = LookupBuffer.load(buffer, order, out=out)
+    say("taken")
+    hear()
+    return tensor
+
+buffer.load = load
+key = TensorKey("h", request_id=hear())
+try:
+    tensor = buffer.drop_select(key, timeout=hear())
+    say(int(tensor[0]))
+except Exception as error:
+    say(type(error).__name__)
+"""
+"""Says "taken" between having the bytes and acknowledging them, and goes on when it is told to."""
+
+
+@pytest.fixture
+def takers() -> Iterator[Callable[[NodeProcess, TensorKey], ClientProcess]]:
+    """takers(node, key, timeout): a process that takes the key and has got its bytes."""
+    with ExitStack() as stack:
+
+        def start(node: NodeProcess, name: TensorKey, timeout: float = 20.0) -> ClientProcess:
+            taker = stack.enter_context(ClientProcess(node.config, TAKER))
+            taker.say(name.request_id)
+            taker.say(timeout)
+            return taker
+
+        yield start
+
+
+def owner_of(start_node: StartNode, **settings: object) -> NodeProcess:
+    return start_node(**{"log_level": "info", "handoff_lease_seconds": 30.0, **settings})
+
+
+def acknowledged(owner: NodeProcess, name: TensorKey) -> Counter[int]:
+    """How often each generation was acknowledged, by the owner's log."""
+    lines = re.findall(rf"taken: {re.escape(name.text)}, generation (\d+),", owner.log_text())
+    return Counter(map(int, lines))
+
+
+def nothing_held(*nodes: NodeProcess) -> None:
+    for node in nodes:
+        at_rest(node)
+        assert node.stats()["handoff_bytes"] == 0
+
+
+class Waiters:
+    """Threads that take `name`, all at once, and what became of each and when."""
+
+    def __init__(self, node: NodeProcess, name: TensorKey, count: int, timeout: float) -> None:
+        self.outcomes: list[tuple[str, float]] = []
+        self.buffer = node.client()
+        self._threads = [
+            threading.Thread(target=self._take, args=(name, timeout)) for _ in range(count)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _take(self, name: TensorKey, timeout: float) -> None:
+        try:
+            self.buffer.drop_select(name, timeout=timeout)
+            outcome = "won"
+        except LookupBufferError as error:
+            outcome = type(error).__name__
+        self.outcomes.append((outcome, time.monotonic()))
+
+    def end(self, seconds: float = 20.0) -> Counter[str]:
+        """How often which outcome, once all have one."""
+        deadline = time.monotonic() + seconds
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        assert not any(thread.is_alive() for thread in self._threads), "somebody hangs"
+        self.buffer.close()
+        return Counter(outcome for outcome, _ in self.outcomes)
+
+
+@pytest.mark.parametrize("place", ["here", "there"])
+def test_a_taker_killed_before_it_acknowledged(
+    start_node: StartNode, takers: Callable[..., ClientProcess], place: str
+) -> None:
+    owner = owner_of(start_node)
+    node = owner if place == "here" else start_node()
+    name, tensor = handoff(), tensor_of("kill", MIB)
+    with owner.client() as producer:
+        producer.insert(name, tensor)
+        taker = takers(node, name)
+        assert taker.hear() == "taken"
+        next_in_line = Waiters(owner, name, 1, timeout=20.0)
+        time.sleep(0.2)
+        assert not next_in_line.outcomes
+        taker.kill()
+        killed = time.monotonic()
+        assert next_in_line.end() == {"won": 1}
+        assert next_in_line.outcomes[0][1] - killed < 2.0, "its session ended, not its lease"
+    assert set(acknowledged(owner, name).values()) == {1}
+    nothing_held(owner, node)
+
+
+def test_the_takers_node_killed_before_it_acknowledged(
+    start_node: StartNode, takers: Callable[..., ClientProcess]
+) -> None:
+    owner, node = owner_of(start_node), start_node()
+    name = handoff()
+    with owner.client() as producer:
+        producer.insert(name, tensor_of("kill", MIB))
+        taker = takers(node, name)
+        assert taker.hear() == "taken"
+        node.kill()
+        found = producer.drop_select(name, timeout=5.0)
+        assert found is not None
+        taker.say("go on")
+        assert taker.hear() == "NodeUnavailable"
+    assert set(acknowledged(owner, name).values()) == {1}
+    nothing_held(owner)
+
+
+@pytest.mark.parametrize("place", ["here", "there"])
+def test_a_stopped_taker_loses_it_to_the_next(
+    start_node: StartNode, takers: Callable[..., ClientProcess], place: str
+) -> None:
+    owner = owner_of(start_node, handoff_lease_seconds=1.0)
+    node = owner if place == "here" else start_node()
+    name = handoff()
+    with owner.client() as producer:
+        producer.insert(name, tensor_of("ice", MIB))
+        taker = takers(node, name, 4.0)
+        assert taker.hear() == "taken"
+        os.kill(taker.pid, signal.SIGSTOP)
+        try:
+            started = time.monotonic()
+            assert producer.drop_select(name, timeout=10.0) is not None
+            assert time.monotonic() - started < 3.0
+            taker.say("go on")
+        finally:
+            os.kill(taker.pid, signal.SIGCONT)
+        assert taker.hear() == "LookupTimeout", "it has lost, and waited on"
+        # Another generation is another matter.
+        again = takers(node, name)
+        producer.insert(name, torch.full((9,), 5))
+        assert again.hear() == "taken"
+        again.say("go on")
+        assert again.hear() == 5
+    assert list(acknowledged(owner, name).values()) == [1, 1]
+    nothing_held(owner, node)
+
+
+def test_a_killed_owner_is_missing_to_all_who_wait(
+    start_node: StartNode, takers: Callable[..., ClientProcess]
+) -> None:
+    owner, node = owner_of(start_node), start_node()
+    name, untouched, never = handoff(), handoff(), handoff()
+    with owner.client() as producer, node.client() as late:
+        producer.insert(name, tensor_of("lost", MIB))
+        producer.insert(untouched, torch.ones(3))
+        wait_until(lambda: late.has_caches([untouched], timeout=1.0)[0], 5.0)
+        taker = takers(node, name)
+        assert taker.hear() == "taken"
+        in_line = Waiters(node, name, 5, timeout=60.0)
+        elsewhere = Waiters(node, never, 1, timeout=3.0)
+        time.sleep(0.3)
+        owner.kill()
+        killed = time.monotonic()
+        assert in_line.end() == {"MissingTensor": 5}
+        assert max(at for _, at in in_line.outcomes) - killed < DEAD_SECONDS
+        with pytest.raises(MissingTensor):
+            late.drop_select(untouched, timeout=60.0)
+        assert time.monotonic() - killed < DEAD_SECONDS + 2.0
+        taker.say("go on")
+        assert taker.hear() == "MissingTensor"
+        assert elsewhere.end() == {"LookupTimeout": 1}, "what was never there is not lost"
+    nothing_held(node)
+
+
+def test_a_stopped_owner_is_missing_and_gives_nothing_twice(start_node: StartNode) -> None:
+    owner, node = owner_of(start_node, handoff_lease_seconds=2.0), start_node()
+    name = handoff()
+    with owner.client() as producer, node.client() as taker:
+        producer.insert(name, tensor_of("ice", MIB))
+        wait_until(lambda: taker.has_caches([name], timeout=1.0)[0], 5.0)
+        with owner.frozen():
+            waiters = Waiters(node, name, 4, timeout=60.0)
+            started = time.monotonic()
+            assert waiters.end() == {"MissingTensor": 4}
+            assert time.monotonic() - started < DEAD_SECONDS + 4.0
+        # It lives again as soon as it is seen to. What they had asked for is taken by nobody.
+        wait_until(lambda: taker.has_caches([name], timeout=1.0)[0], 5.0)
+        assert taker.drop_select(name, timeout=20.0) is not None
+    assert set(acknowledged(owner, name).values()) == {1}
+    nothing_held(owner, node)
+
+
+def test_an_owner_stopped_under_an_acknowledgement(
+    start_node: StartNode, takers: Callable[..., ClientProcess]
+) -> None:
+    """Nobody is told before it is sure: the lease outlives the pause, so the taker has won."""
+    owner, node = owner_of(start_node), start_node()
+    name = handoff()
+    with owner.client() as producer:
+        producer.insert(name, torch.full((9,), 3))
+        taker = takers(node, name)
+        assert taker.hear() == "taken"
+        with owner.frozen():
+            taker.say("go on")
+            time.sleep(2.0)
+        assert taker.hear() == 3
+        with pytest.raises(MissingTensor):
+            producer.drop_select(name)
+    assert set(acknowledged(owner, name).values()) == {1}
+
+
+def test_a_link_that_breaks_costs_nothing(
+    start_node: StartNode, takers: Callable[..., ClientProcess]
+) -> None:
+    with PeerProxy() as proxy:
+        proxy.target = free_port()
+        owner = owner_of(
+            start_node, listen=f"tcp://127.0.0.1:{proxy.target}", advertise=proxy.address
+        )
+        node, name = start_node(), handoff()
+        with owner.client() as producer:
+            producer.insert(name, torch.full((9,), 4))
+            taker = takers(node, name, 3.0)
+            assert taker.hear() == "taken"
+            in_line = Waiters(node, name, 3, timeout=3.0)
+            time.sleep(0.2)
+            proxy.cut()
+            taker.say("go on")
+            # Its lease ended with the link; now either it or one of those in line wins.
+            heard = taker.hear()
+            if heard == "taken":
+                taker.say("go on")
+                heard = taker.hear()
+            outcomes = in_line.end()
+            assert (heard == 4) + outcomes["won"] == 1
+            assert outcomes["won"] + outcomes["LookupTimeout"] == 3
+        assert set(acknowledged(owner, name).values()) == {1}
+        nothing_held(owner, node)

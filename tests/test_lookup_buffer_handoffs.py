@@ -1,0 +1,224 @@
+"""The owner of hand-offs, in virtual time: who gets one, and when it is to be had again."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from lookup_buffer.counters import Counters
+from lookup_buffer.errors import ProtocolError
+from lookup_buffer.header import TensorHeader
+from lookup_buffer.node.handoffs import BYTES_PER_SECOND_MIN, Handoffs, Lease
+from lookup_buffer.node.shelf import Shelf
+from virtual_nodes import VirtualLoop
+
+NAME = ("f" * 64, "k@r")
+LEASE_SECONDS = 10.0
+WRITER = 7
+
+
+class Owner:
+    def __init__(self) -> None:
+        self.loop = VirtualLoop()
+        self.gone: list[str] = []
+        self.shelf = Shelf(1 << 20, self.on_change, self.loop.time)
+        parts: Any = self.loop
+        self.handoffs = Handoffs(parts, self.shelf, Counters(), LEASE_SECONDS)
+
+    def on_change(self, address: tuple[str, str], reason: str) -> None:
+        if reason:
+            self.gone.append(reason)
+
+    def insert(self, nbytes: int = 100, ttl_seconds: float = 300.0) -> int:
+        """The generation."""
+        header = TensorHeader("uint8", (nbytes,), nbytes)
+        item = self.shelf.reserve_handoff(
+            NAME, header, ttl_seconds=ttl_seconds, wanted=self.handoffs.wanted(NAME)
+        )
+        ticket = self.shelf.commit(item, 1, WRITER)
+        self.handoffs.arrived(NAME)
+        self.shelf.release([ticket], WRITER)
+        return item.generation
+
+    def is_there(self) -> bool:
+        return self.shelf.holds(NAME)
+
+    def at_rest(self) -> bool:
+        gauges = self.shelf.gauges()
+        return (gauges.pins, gauges.pinned_bytes, gauges.reserved_bytes) == (0, 0, 0)
+
+
+class Taker:
+    """Keeps what it was told, in order."""
+
+    def __init__(self, owner: Owner) -> None:
+        self.owner = owner
+        self.told: list[Lease | None] = []
+        self.bid: Any = None
+
+    def take(self, *, patient: bool = True) -> "Taker":
+        self.bid = self.owner.handoffs.take(NAME, self, self.told.append, patient=patient)
+        return self
+
+    @property
+    def token(self) -> int:
+        lease = self.told[-1]
+        assert lease is not None
+        return lease.token
+
+    @property
+    def generation(self) -> int:
+        lease = self.told[-1]
+        assert lease is not None
+        return lease.held.item.generation
+
+
+@pytest.fixture
+def owner() -> Iterator[Owner]:
+    owner = Owner()
+    yield owner
+    owner.loop.run(1000.0)
+    assert owner.at_rest(), "when all leases are over nothing is held"
+    assert not owner.handoffs._leases
+    assert not owner.handoffs._current
+    assert not owner.handoffs._lines
+    owner.shelf.remove_expired()
+    assert owner.shelf.gauges().handoff_bytes == 0
+    owner.shelf.close()
+
+
+def test_who_acknowledges_wins_and_may_ask_again(owner: Owner) -> None:
+    owner.insert()
+    taker = Taker(owner).take()
+    assert owner.is_there(), "until it is acknowledged"
+    for _ in range(2):
+        assert owner.handoffs.acknowledge(taker.token)
+        assert not owner.is_there()
+    assert owner.gone == ["taken"]
+    owner.handoffs.give_back(taker.token)  # too late to think better of it
+    assert not owner.is_there()
+    assert owner.handoffs.counters.totals()["handoffs_taken"] == 1
+    owner.loop.run(LEASE_SECONDS + 1)
+    assert not owner.handoffs.acknowledge(taker.token), "for one lease, not for ever"
+
+
+def test_who_finds_nothing_is_told_so(owner: Owner) -> None:
+    for patient in (True, False):
+        assert Taker(owner).take(patient=patient).told == [None]
+    assert not owner.handoffs.acknowledge(12345)
+
+
+def test_others_stand_in_line_in_their_order(owner: Owner) -> None:
+    owner.insert()
+    first, *others = [Taker(owner).take() for _ in range(4)]
+    hasty = Taker(owner).take(patient=False)
+    assert hasty.told == [None]
+    assert [len(taker.told) for taker in others] == [0, 0, 0]
+    owner.handoffs.give_back(first.token)
+    assert [len(taker.told) for taker in others] == [1, 0, 0]
+    owner.handoffs.cancel(others[1].bid)
+    owner.handoffs.end(others[0])  # his session is over
+    assert [len(taker.told) for taker in others] == [1, 0, 1]
+    assert owner.handoffs.acknowledge(others[2].token)
+    assert not owner.handoffs.acknowledge(others[0].token)
+    assert not owner.handoffs.acknowledge(first.token)
+
+
+def test_when_it_is_taken_the_line_hears_that_there_is_nothing(owner: Owner) -> None:
+    owner.insert()
+    first, second = Taker(owner).take(), Taker(owner).take()
+    owner.handoffs.acknowledge(first.token)
+    assert second.told == [None]
+    owner.insert()
+    assert second.told == [None], "told once; he asks again when there is something"
+
+
+def test_a_lease_that_is_over_is_lost(owner: Owner) -> None:
+    owner.insert()
+    frozen, second = Taker(owner).take(), Taker(owner).take()
+    owner.loop.run(LEASE_SECONDS - 0.1)
+    assert second.told == []
+    owner.loop.run(0.2)
+    assert second.told != []
+    assert not owner.handoffs.acknowledge(frozen.token), "who thaws has lost"
+    assert owner.handoffs.acknowledge(second.token)
+
+
+def test_an_owner_that_was_stopped_keeps_to_the_time(owner: Owner) -> None:
+    """After it thaws it may read the acknowledgement before its timers run."""
+    owner.insert()
+    taker = Taker(owner).take()
+    owner.loop.now += LEASE_SECONDS + 1.0
+    assert not owner.handoffs.acknowledge(taker.token)
+    assert owner.handoffs.acknowledge(Taker(owner).take().token)
+
+
+def test_large_ones_are_leased_for_longer(owner: Owner) -> None:
+    nbytes = 400_000
+    owner.insert(nbytes)
+    taker = Taker(owner).take()
+    owner.loop.run(LEASE_SECONDS + 0.9 * nbytes / BYTES_PER_SECOND_MIN)
+    assert owner.handoffs.acknowledge(taker.token)
+
+
+def test_a_replaced_generation_is_finished_by_who_has_it(owner: Owner) -> None:
+    old = owner.insert()
+    first, waiting = Taker(owner).take(), Taker(owner).take()
+    new = owner.insert()
+    assert new > old
+    assert waiting.generation == new, "the line gets the new one at once"
+    assert first.generation == old
+    assert owner.handoffs.acknowledge(first.token)
+    assert owner.is_there()
+    assert owner.handoffs.acknowledge(waiting.token)
+    assert not owner.is_there()
+
+
+def test_a_replaced_generation_that_is_given_back_is_gone(owner: Owner) -> None:
+    owner.insert()
+    first = Taker(owner).take()
+    new = owner.insert()
+    owner.handoffs.give_back(first.token)
+    second = Taker(owner).take()
+    assert second.generation == new
+    assert owner.handoffs.acknowledge(second.token)
+    assert Taker(owner).take().told == [None]
+
+
+def test_what_expires_in_a_lease_is_finished_and_not_had_again(owner: Owner) -> None:
+    for acknowledged in (True, False):
+        owner.insert(ttl_seconds=2.0)
+        first, second = Taker(owner).take(), Taker(owner).take()
+        owner.loop.run(3.0)
+        owner.shelf.remove_expired()
+        if acknowledged:
+            assert owner.handoffs.acknowledge(first.token)
+        else:
+            owner.handoffs.give_back(first.token)
+        assert second.told == [None]
+
+
+def test_an_offer_keeps_the_line_until_it_is_withdrawn(owner: Owner) -> None:
+    asked = []
+    offer = lambda: asked.append(True)  # noqa: E731
+    header = TensorHeader("uint8", (9,), 9)
+    owner.handoffs.offer(NAME, header, offer)
+    offered = owner.shelf.published(NAME)
+    assert offered is not None
+    assert (offered.checksum, owner.is_there()) == (0, False)
+    taker = Taker(owner).take()
+    assert (asked, taker.told) == ([True], [])
+    assert owner.handoffs.wanted(NAME)
+    assert owner.insert() > offered.generation
+    owner.handoffs.withdraw(NAME, offer)
+    assert owner.handoffs.acknowledge(taker.token)
+    assert owner.shelf.published(NAME) is None
+    owner.handoffs.offer(NAME, header, offer)
+    taker = Taker(owner).take()
+    owner.handoffs.withdraw(NAME, offer)  # its client left
+    assert taker.told == [None]
+
+
+def test_only_hand_offs_are_taken(owner: Owner) -> None:
+    with pytest.raises(ProtocolError):
+        owner.handoffs.take((NAME[0], "shared"), owner, lambda _: None, patient=True)

@@ -1,0 +1,310 @@
+"""The owner of hand-offs against a plain dictionary, with time, dying sessions and full shares."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from lookup_buffer.counters import Counters
+from lookup_buffer.errors import BufferFull, LookupBufferError
+from lookup_buffer.header import TensorHeader
+from lookup_buffer.inventory import Item
+from lookup_buffer.node.arrivals import Arrival, Arrivals
+from lookup_buffer.node.handoffs import BYTES_PER_SECOND_MIN, Bid, Handoffs, Lease
+from lookup_buffer.node.shelf import Shelf
+from lookup_buffer.node.waiting import Waiting
+from virtual_nodes import VirtualLoop
+
+CAPACITY = 1 << 16
+LEASE_SECONDS = 10.0
+KEYS = ["a@1", "b@1"]
+TAKERS = ["x", "y", "z"]
+WRITER, READER = 8, 9
+
+
+@dataclass
+class Value:
+    number: int
+    nbytes: int
+    expires_at: float
+
+
+@dataclass
+class ModelLease:
+    key: str
+    value: Value
+    taker: str
+    until: float
+
+
+@dataclass
+class Entry:
+    value: Value | None = None
+    token: int | None = None
+    """Of the lease on the value."""
+    line: list[Bid] = field(default_factory=list)
+    offered: list[Arrival] = field(default_factory=list)
+
+
+class HandoffMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.loop = VirtualLoop()
+        parts: Any = self.loop
+        self.shelf = Shelf(CAPACITY, self.on_change, self.loop.time)
+        self.handoffs = Handoffs(parts, self.shelf, Counters(), LEASE_SECONDS)
+        self.arrivals = Arrivals(parts, self.shelf, self.handoffs, Waiting(parts, parts))
+        self.entries = {key: Entry() for key in KEYS}
+        self.leases: dict[int, ModelLease] = {}
+        self.won: dict[int, float] = {}
+        """Token → until when its winner is answered the same again."""
+        self.pins: list[int] = []
+        self.number = 0
+        self.landing: str | None = None
+        """The key whose new value has just been entered here."""
+
+    def address(self, key: str) -> tuple[str, str]:
+        return ("f" * 64, key)
+
+    # -- what the parts say
+
+    def on_change(self, address: tuple[str, str], reason: str) -> None:
+        entry = self.entries[address[1]]
+        if reason == "expired":
+            assert entry.value is None or entry.value.expires_at <= self.loop.now
+        if reason == "replaced" and address[1] != self.landing:
+            entry.value = entry.token = None  # it gave way to one that is being written
+
+    def is_offered(self, key: str) -> bool:
+        return any(one in self.arrivals._queue for one in self.entries[key].offered)
+
+    def told(self, key: str, bid: list[Bid], patient: bool, lease: Lease | None) -> None:
+        self.forget_what_is_over()
+        entry = self.entries[key]
+        if lease is None:
+            if patient:
+                assert entry.value is None
+                assert not self.is_offered(key), "what is offered is worth the wait"
+            else:
+                assert entry.value is None or entry.token is not None
+        else:
+            assert entry.value is not None, "what is not there was given away"
+            assert entry.token is None, "what another has was given away"
+            taker = str(lease.taker)
+            ahead = [one for one in entry.line if one not in bid]
+            assert not ahead or bid == entry.line[:1], "somebody was passed over"
+            content = bytes(self.shelf.bytes_of(lease.held.item))
+            assert content == bytes([entry.value.number % 256]) * entry.value.nbytes
+            self.leases[lease.token] = ModelLease(key, entry.value, taker, lease.until)
+            entry.token = lease.token
+        entry.line = [one for one in entry.line if one not in bid]
+
+    def forget_what_is_over(self) -> None:
+        now = self.loop.now
+        for token, lease in list(self.leases.items()):
+            if lease.until <= now:
+                self.drop_lease(token)
+        for entry in self.entries.values():
+            if entry.value is not None and entry.value.expires_at <= now:
+                entry.value = entry.token = None
+        self.won = {token: until for token, until in self.won.items() if until > now}
+
+    def drop_lease(self, token: int) -> None:
+        lease = self.leases.pop(token)
+        entry = self.entries[lease.key]
+        if entry.token == token:
+            entry.token = None
+
+    # -- takers
+
+    @rule(key=st.sampled_from(KEYS), taker=st.sampled_from(TAKERS), patient=st.booleans())
+    def take(self, key: str, taker: str, patient: bool) -> None:
+        self.forget_what_is_over()
+        entry, mine = self.entries[key], list[Bid]()
+        expected = entry.value is not None and entry.token is None and not entry.line
+        told: list[Lease | None] = []
+
+        def tell(lease: Lease | None) -> None:
+            told.append(lease)
+            self.told(key, mine, patient, lease)
+
+        bid = self.handoffs.take(self.address(key), taker, tell, patient=patient)
+        if bid is not None:
+            assert patient
+            assert not told
+            mine.append(bid)
+            entry.line.append(bid)
+            assert entry.token is not None or entry.offered, "in line for nothing"
+        elif expected:
+            assert told != [None]
+        assert len(told) == (bid is None)
+
+    @rule(key=st.sampled_from(KEYS), takers=st.permutations(TAKERS))
+    def a_crowd(self, key: str, takers: list[str]) -> None:
+        for taker in takers:
+            self.take(key, taker, patient=True)
+
+    @precondition(lambda self: any(entry.line for entry in self.entries.values()))
+    @rule(data=st.data())
+    def leave_the_line(self, data: st.DataObject) -> None:
+        bid = data.draw(st.sampled_from([b for e in self.entries.values() for b in e.line]))
+        self.entries[bid.address[1]].line.remove(bid)
+        self.handoffs.cancel(bid)
+
+    @precondition(lambda self: self.leases or self.won)
+    @rule(data=st.data())
+    def acknowledge(self, data: st.DataObject) -> None:
+        token = data.draw(st.sampled_from([*self.leases, *self.won]))
+        self.forget_what_is_over()
+        lease = self.leases.get(token)
+        if lease is not None:
+            entry = self.entries[lease.key]
+            if entry.token == token:
+                entry.value = entry.token = None
+            del self.leases[token]
+            self.won[token] = lease.until
+        assert self.handoffs.acknowledge(token) == (token in self.won)
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data())
+    def give_back(self, data: st.DataObject) -> None:
+        token = data.draw(st.sampled_from([*self.leases, *self.won]))
+        if token in self.leases:
+            self.drop_lease(token)
+        self.handoffs.give_back(token)
+
+    @rule(taker=st.sampled_from(TAKERS))
+    def a_session_ends(self, taker: str) -> None:
+        for entry in self.entries.values():
+            entry.line = [bid for bid in entry.line if bid.taker != taker]
+        # One after the other, as the owner does it: each may be given to who is next.
+        for token in [token for token, lease in self.leases.items() if lease.taker == taker]:
+            self.drop_lease(token)
+        self.handoffs.end(taker)
+        assert all(lease.taker != taker for lease in self.leases.values())
+
+    # -- producers and readers
+
+    @rule(
+        key=st.sampled_from(KEYS),
+        nbytes=st.sampled_from([0, 64, 12_000, 20_000, 30_000, 30_000]),
+        ttl=st.sampled_from([None, 3.0, 15.0]),
+        wait=st.sampled_from([0.0, 5.0, 30.0]),
+        connection=st.sampled_from(["p", "q"]),
+    )
+    def insert(
+        self, key: str, nbytes: int, ttl: float | None, wait: float, connection: Any
+    ) -> None:
+        self.forget_what_is_over()
+        self.number += 1
+        number, entry = self.number, self.entries[key]
+
+        def admitted(item: Item) -> None:
+            self.forget_what_is_over()
+            self.shelf.bytes_of(item)[:] = bytes([number % 256]) * nbytes
+            expires_at = item.expires_at
+            assert expires_at is not None
+            entry.value, entry.token = Value(number, nbytes, expires_at), None
+            self.landing = key
+            ticket = self.shelf.commit(item, number, WRITER)
+            self.landing = None
+            if arrival in entry.offered:
+                entry.offered.remove(arrival)
+            self.handoffs.arrived(item.address)
+            self.arrivals.landed(arrival)
+            self.shelf.release([ticket], WRITER)
+
+        def refused(error: LookupBufferError) -> None:
+            assert isinstance(error, BufferFull)
+            assert self.shelf.gauges().used_bytes, "an empty arena has room"
+            if arrival in entry.offered:
+                entry.offered.remove(arrival)
+
+        header = TensorHeader("uint8", (nbytes,), nbytes)
+        arrival = Arrival(self.address(key), header, ttl, connection, admitted, refused)
+        entry.offered.append(arrival)
+        self.arrivals.come(arrival, wait)
+        self.loop.run(0.0)
+
+    @rule(connection=st.sampled_from(["p", "q"]))
+    def a_producer_dies(self, connection: Any) -> None:
+        for entry in self.entries.values():
+            entry.offered = [one for one in entry.offered if one.connection is not connection]
+        self.arrivals.leave(connection)
+
+    @rule(key=st.sampled_from(KEYS))
+    def look(self, key: str) -> None:
+        self.forget_what_is_over()
+        value = self.entries[key].value
+        held = self.shelf.hold(self.address(key), READER)
+        assert (held is None) == (value is None)
+        if held is not None:
+            self.pins.append(held.ticket)
+
+    @rule()
+    def readers_end(self) -> None:
+        self.shelf.release(self.pins, READER)
+        self.pins.clear()
+        self.loop.run(0.0)
+
+    @rule(seconds=st.sampled_from([0.5, 2.0, LEASE_SECONDS, 40.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.loop.run(seconds)
+        self.forget_what_is_over()
+
+    @rule()
+    def a_beat(self) -> None:
+        self.shelf.remove_expired()
+        self.forget_what_is_over()
+        self.loop.run(0.0)
+
+    @precondition(lambda self: self.number > 3)
+    @rule()
+    def everything_ends(self) -> None:
+        self.readers_end()
+        for connection in ("p", "q"):
+            self.a_producer_dies(connection)
+        for taker in TAKERS:
+            self.a_session_ends(taker)
+        self.time_passes(400.0)
+        self.shelf.remove_expired()
+        gauges = self.shelf.gauges()
+        assert (gauges.handoff_bytes, gauges.used_bytes, gauges.pins, gauges.items) == (0, 0, 0, 0)
+        assert self.shelf._inventory._shares.wanted_bytes == 0
+
+    # -- always
+
+    @invariant()
+    def the_share_is_kept(self) -> None:
+        shares = self.shelf._inventory._shares
+        assert 0 <= shares.handoff_bytes <= CAPACITY / 2
+        assert shares.wanted_bytes >= 0
+        assert shares.pinned_bytes == shares.reserved_bytes == 0
+        values = [entry.value for entry in self.entries.values() if entry.value is not None]
+        assert self.shelf.gauges().handoff_bytes >= sum(value.nbytes for value in values)
+
+    @invariant()
+    def nobody_waits_in_vain(self) -> None:
+        self.loop.run(0.0)  # whoever waits for room is told soon, not at once
+        for key, entry in self.entries.items():
+            if entry.line:  # be it behind one whose lease outlives what he has
+                leased = any(lease.key == key for lease in self.leases.values())
+                assert leased or entry.offered, f"in line for {key}, for nothing"
+            if entry.offered:
+                assert self.shelf.gauges().used_bytes, "a writer waits before an empty arena"
+            if entry.line and self.is_offered(key):
+                # Both wait for the same: only for who was let in on those terms before.
+                shares = self.shelf._inventory._shares
+                gap = self.shelf._inventory._allocator.largest_free_bytes
+                smallest = min(one.header.nbytes for one in entry.offered)
+                assert entry.token is not None or shares.wanted_bytes or gap < smallest
+
+    def teardown(self) -> None:
+        self.shelf.close()
+
+
+TestHandoffs = HandoffMachine.TestCase
+TestHandoffs.settings = settings(max_examples=250, stateful_step_count=50, deadline=None)
+assert BYTES_PER_SECOND_MIN > CAPACITY, "the size of an item does not count in its lease"
