@@ -9,21 +9,23 @@ waits there for longer than it is told to.
 
 import enum
 import math
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from connectors.counters import Counters
+from connectors.ec_encodes import EngineEncodes
 from connectors.ec_engine_cache import EngineCache
 from connectors.ec_shape import EngineShape
-from connectors.ec_watch import RequestWatch
+from connectors.ec_watch import RequestWatch, WatchedItem
+from connectors.media import Carried
 from connectors.settings import ConnectorSettings
 from lookup_buffer.claimed import ClaimSet, ClaimSetState
 from lookup_buffer.key import TensorKey
 
 if TYPE_CHECKING:
     from lookup_buffer.client import LookupBuffer
+    from lookup_buffer.prefetched import Prefetched
 
 INTENT_SECONDS = 0.8
 """How long an intent is relied on. The node lets it live for a second, and has to hear before that
@@ -32,7 +34,6 @@ WAIT_PER_ENCODE = 5.0
 """Whoever waits for another's encode waits so many times as long as one took here."""
 WAIT_SECONDS_MIN = 10.0
 WAIT_SECONDS_MAX = 60.0
-OBSERVATIONS = 16
 LATE_MAX = 2
 """A request whose grants vLLM sees too late so often encodes all the same."""
 ASK_AGAIN_MAX = 2
@@ -74,19 +75,6 @@ class _Claimant:
     """By the text of a key: how often it was said to be stored."""
 
 
-@dataclass(slots=True)
-class _Encode:
-    """An item that vLLM made room for, to encode it, until its step has surely run; or one that a
-    request which runs will come to."""
-
-    key: TensorKey
-    allocated_at: float
-    pledged_by: str = ""
-    """The request that runs and has it still ahead; "" once vLLM made room for the item."""
-    step: int | None = None
-    told_at: float = -math.inf
-
-
 class EcClaims:
     """See the module. For engines that produce; others encode for themselves alone."""
 
@@ -102,7 +90,6 @@ class EcClaims:
     ) -> None:
         self._buffer = buffer
         self._settings = settings
-        self._steps_in_flight = shape.steps_in_flight
         self._engine_cache = engine_cache
         self._counters = counters
         self._clock = clock
@@ -112,22 +99,49 @@ class EcClaims:
         """Item → requests that asked for its claim and did not give it up."""
         self._intents: set[str] = set()
         """Items whose claim is, or may be, this engine's, and that were not allocated since."""
-        self._encoding: dict[str, _Encode] = {}
-        self._seconds: deque[float] = deque(maxlen=OBSERVATIONS)
+        self._encodes = EngineEncodes(
+            shape.steps_in_flight, settings.claim_lease_seconds / 3, clock=clock
+        )
 
     def __len__(self) -> int:
         """Requests and encodes that are kept track of."""
-        return len(self._claimants) + len(self._encoding) + len(self._users) + len(self._intents)
+        return len(self._claimants) + len(self._encodes) + len(self._users) + len(self._intents)
 
     @property
     def wait_seconds(self) -> float:
         """How long a request that asks first now may wait for others."""
         if self._settings.claim_wait_seconds is not None:
             return self._settings.claim_wait_seconds
-        longest = WAIT_PER_ENCODE * max(self._seconds, default=0.0)
+        longest = WAIT_PER_ENCODE * self._encodes.longest_seconds
         return min(max(longest, WAIT_SECONDS_MIN), WAIT_SECONDS_MAX)
 
     # -- a request before it may encode
+
+    def prefetch(
+        self, watch: RequestWatch, items: Sequence[WatchedItem], timeout: float
+    ) -> "list[Prefetched]":
+        """Ask for the bytes of `items`, waiting at most `timeout` seconds; for a request seen for
+        the first time also for the right to encode them: one wait instead of two where nobody has
+        them, which of a new image is so."""
+        keys = {item.identifier: item.key for item in items}
+        ordered = [*keys.values()]
+        if not self._may_claim_ahead(watch, items, ordered):
+            return self._buffer.prefetch(ordered, timeout=timeout)
+        now = self._clock()
+        claimant = self._claimants[watch.request_id] = _Claimant(now + self.wait_seconds)
+        self._begin(watch, claimant, keys, now)
+        handles, claimant.asked = self._buffer.prefetch_and_claim(
+            ordered, wait_seconds=claimant.until - now, timeout=timeout
+        )
+        return handles
+
+    def _may_claim_ahead(
+        self, watch: RequestWatch, items: Sequence[WatchedItem], keys: Sequence[TensorKey]
+    ) -> bool:
+        if not self.enabled or watch.is_running or watch.request_id in self._claimants:
+            return False
+        can_encode = all(item.carried is Carried.MEDIA for item in items)
+        return can_encode and not any(self._buffer.has_caches(keys, timeout=0.0))
 
     def ask(self, watch: RequestWatch, timeout: float) -> bool:
         """Ask for the right to encode what the request lacks, waiting at most `timeout` seconds.
@@ -145,22 +159,31 @@ class EcClaims:
         claimant = self._claimants.get(watch.request_id)
         if claimant is None:
             claimant = self._claimants[watch.request_id] = _Claimant(now + self.wait_seconds)
+        elif claimant.asked is not None and claimant.keys.keys() == missing:
+            claimant.answer_by = now + self._settings.fetch_wait_seconds
+            claimant.asked.hear(timeout)
+            return True
         else:
             if claimant.lapses_at < math.inf:  # all that it is to encode is one set
                 missing.update(claimant.keys)
             self._give_up(watch.request_id, claimant)
         if now >= claimant.until:
             return False
-        keys = {item.identifier: item.key for item in watch.items}
-        claimant.keys = {identifier: keys[identifier] for identifier in missing}
-        for identifier in missing:
-            self._users.setdefault(identifier, set()).add(watch.request_id)
+        keys = {item.identifier: item.key for item in watch.items if item.identifier in missing}
+        self._begin(watch, claimant, keys, now)
         self._claim(claimant, now, timeout)
         return True
 
-    def _claim(self, claimant: _Claimant, now: float, timeout: float) -> None:
+    def _begin(
+        self, watch: RequestWatch, claimant: _Claimant, keys: dict[str, TensorKey], now: float
+    ) -> None:
+        claimant.keys = keys
+        for identifier in keys:
+            self._users.setdefault(identifier, set()).add(watch.request_id)
         claimant.ungranted_at = now
         claimant.answer_by = now + self._settings.fetch_wait_seconds
+
+    def _claim(self, claimant: _Claimant, now: float, timeout: float) -> None:
         claimant.asked = self._buffer.claim_all(
             sorted(claimant.keys.values(), key=lambda key: key.text),
             wait_seconds=claimant.until - now,
@@ -184,11 +207,18 @@ class EcClaims:
             if is_late and claimant.late < LATE_MAX and now < claimant.until:
                 claimant.late += 1
                 self._counters.add("claim:late")
+                self._begin(watch, claimant, claimant.keys, now)
                 self._claim(claimant, now, timeout)
         verdict = self._look(watch.request_id, claimant)
         if verdict is Verdict.ASK:
             watch.absent.difference_update(claimant.keys)
         return verdict
+
+    def spare(self, watch: RequestWatch) -> None:
+        """The request lacks nothing: what was asked for ahead is not needed."""
+        claimant = self._claimants.get(watch.request_id)
+        if claimant is not None and claimant.asked is not None:
+            self._give_up(watch.request_id, claimant)
 
     def lapsed(self, watch: RequestWatch) -> bool:
         """Whether what was granted to a request that waits may be another's by now, so that it has
@@ -272,16 +302,14 @@ class EcClaims:
             self._intents.update(i for i in claimant.keys if i in self._users)
         free = []
         for identifier in claimant.keys:
-            encode = self._encoding.get(identifier)
-            if encode is not None and encode.pledged_by == request_id:
-                del self._encoding[identifier]
+            self._encodes.withdraw(request_id, identifier)
             users = self._users.get(identifier)
             if users is None or request_id not in users:
                 continue
             users.discard(request_id)
             if not users:
                 del self._users[identifier]
-                if identifier in self._intents and identifier not in self._encoding:
+                if identifier in self._intents and identifier not in self._encodes:
                     free.append(claimant.keys[identifier])
                 self._intents.discard(identifier)
         if free or unseen:
@@ -300,7 +328,7 @@ class EcClaims:
         if claimant is not None and identifier in claimant.despite:
             self._counters.add("encode:despite_holder")
         self._intents.discard(identifier)
-        self._encoding[identifier] = _Encode(key, self._clock())
+        self._encodes.begin(identifier, key)
         users = self._users.pop(identifier, set())
         if claimant is not None:
             self._pledge(request_id, claimant)
@@ -310,25 +338,11 @@ class EcClaims:
         """The request runs now and will not wait any more: its other items come in later steps, by
         which its intents would long have lapsed."""
         for identifier, key in claimant.keys.items():
-            is_ahead = identifier in self._intents and identifier not in self._encoding
-            if is_ahead and request_id in self._users.get(identifier, ()):
-                self._encoding[identifier] = _Encode(key, self._clock(), request_id)
+            if identifier in self._intents and request_id in self._users.get(identifier, ()):
+                self._encodes.pledge(request_id, identifier, key)
 
     def end_pass(self, step: int, *, dispatched: bool) -> None:
         """A step was built; `dispatched`: with all that was allocated and not dispatched before."""
-        if not self._encoding:
-            return
-        now = self._clock()
-        due: list[TensorKey] = []
-        for identifier, encode in list(self._encoding.items()):
-            if encode.step is None:
-                encode.step = step if dispatched and not encode.pledged_by else None
-            elif encode.step + self._steps_in_flight <= step:
-                del self._encoding[identifier]
-                self._seconds.append(now - encode.allocated_at)
-                continue
-            if now - encode.told_at >= self._settings.claim_lease_seconds / 3:
-                encode.told_at = now
-                due.append(encode.key)
+        due = self._encodes.end_pass(step, dispatched=dispatched)
         if due:
             self._buffer.encoding(due, lease_seconds=self._settings.claim_lease_seconds)

@@ -141,6 +141,8 @@ class EcGate:
             if self._claims.ask(watch, max(self._seconds_left, 0.0)):
                 watch.phase = Phase.CLAIMING
             self._seconds_left -= self._clock() - started
+        elif watch.phase is Phase.ANSWERED:
+            self._claims.spare(watch)
         if watch.phase is not Phase.CLAIMING:
             return True
         self._idle.spend_on(partial(self._claims.wait, watch))
@@ -230,8 +232,7 @@ class EcGate:
                 self._counters.add("over_budget")
             return False
         watch.find_room(now)
-        keys = [item.key for item in items]
-        handles = self._buffer.prefetch(keys, timeout=max(self._seconds_left, 0.0))
+        handles = self._claims.prefetch(watch, items, max(self._seconds_left, 0.0))
         self._seconds_left -= self._clock() - now
         for item, nbytes, handle in zip(items, sizes, handles, strict=True):
             self._pins.add(Pin(item.identifier, handle, nbytes))
@@ -340,11 +341,10 @@ class EcGate:
 
     def _drop(self, watch: RequestWatch, identifier: str) -> None:
         self._pins.drop(identifier, watch.request_id)
-        askers = self.located.get(identifier)
-        if askers is not None:
-            askers.discard(watch.request_id)
-            if not askers:
-                del self.located[identifier]
+        askers = self.located.get(identifier, set())
+        askers.discard(watch.request_id)
+        if not askers:
+            self.located.pop(identifier, None)
 
     def _skipped(self, reason: str) -> None:
         self._counters.add(f"skipped:{reason}")

@@ -71,6 +71,14 @@ class ClaimSet:
     """Who has it, as `node:boot`; while PENDING, that another has it is known by this."""
     request_id: int = 0
 
+    def hear(self, timeout: float) -> None:
+        """Until it is settled or known to wait for another, for `timeout` seconds at most."""
+        if timeout > 0:
+            with self.settled:
+                self.settled.wait_for(
+                    lambda: self.holder or self.state is not ClaimSetState.PENDING, timeout
+                )
+
     def wait(self, timeout: float) -> ClaimSetState:
         """The state once it is settled, or PENDING after `timeout` seconds."""
         with self.settled:

@@ -49,22 +49,25 @@ class Claiming:
 
     def claim_all(self, keys: Sequence[TensorKey], wait_seconds: float, timeout: float) -> ClaimSet:
         """See `LookupBuffer.claim_all`."""
-        one = ClaimSet(keys, self._settled, request_id=next_request_id())
-        parts = list(split(sorted(key.text for key in keys)))
-        if len(parts) > 1:  # more than one message takes cannot be had all or not at all
-            one.state = ClaimSetState.FAILED
+        one = self.begin(keys)
+        texts, wait = sorted(key.text for key in keys), waiting(wait_seconds)
+        if one.state is not ClaimSetState.PENDING:
             return one
-        texts = list(parts[0]) if parts else []
-        with self._settled:
-            self._pending[one.request_id] = one
-        wait = waiting(wait_seconds)
-        if not self._post(ClaimAll(one.request_id, self._namespace, texts, wait)):
-            self._fail([one.request_id])
-        elif timeout > 0:
+        if self._post(ClaimAll(one.request_id, self._namespace, texts, wait)):
+            one.hear(timeout)
+        else:
+            self.fail([one.request_id])
+        return one
+
+    def begin(self, keys: Sequence[TensorKey]) -> ClaimSet:
+        """A set that waits for its events. FAILED where there are more keys than one message takes,
+        which cannot be had all or not at all."""
+        one = ClaimSet(keys, self._settled, request_id=next_request_id())
+        if len(list(split([key.text for key in keys]))) > 1:
+            one.state = ClaimSetState.FAILED
+        else:
             with self._settled:
-                self._settled.wait_for(
-                    lambda: one.holder or one.state is not ClaimSetState.PENDING, timeout
-                )
+                self._pending[one.request_id] = one
         return one
 
     def encoding(self, keys: Sequence[TensorKey], lease_seconds: float) -> None:
@@ -102,9 +105,10 @@ class Claiming:
         """The node is gone, and with it all that was claimed by it."""
         with self._settled:
             pending = list(self._pending)
-        self._fail(pending)
+        self.fail(pending)
 
-    def _fail(self, request_ids: Sequence[int]) -> None:
+    def fail(self, request_ids: Sequence[int]) -> None:
+        """They will not be answered."""
         with self._settled:
             for request_id in request_ids:
                 one = self._pending.pop(request_id, None)

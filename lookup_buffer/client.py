@@ -14,10 +14,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from lookup_buffer import codec
-from lookup_buffer.arena import copy_bytes
 from lookup_buffer.attachment import Attachment
-from lookup_buffer.channel import Channel, next_request_id
-from lookup_buffer.claimed import ClaimAnswer, ClaimSet
+from lookup_buffer.channel import next_request_id
+from lookup_buffer.claimed import ClaimAnswer, ClaimSet, ClaimSetState
 from lookup_buffer.claiming import Claiming
 from lookup_buffer.config import BufferConfig
 from lookup_buffer.errors import (
@@ -25,10 +24,9 @@ from lookup_buffer.errors import (
     LookupTimeout,
     MissingTensor,
     NodeUnavailable,
-    TensorTooLarge,
 )
-from lookup_buffer.header import TensorHeader
 from lookup_buffer.inserted import InsertOutcome
+from lookup_buffer.inserting import Inserting
 from lookup_buffer.key import TensorKey
 from lookup_buffer.local_reads import LocalReads, NotHere
 from lookup_buffer.messages import (
@@ -36,16 +34,14 @@ from lookup_buffer.messages import (
     NODE_SHARE,
     Contains,
     Describe,
-    Insert,
     Select,
     Stats,
-    lasting,
     split,
     waiting,
 )
 from lookup_buffer.namespace import Namespace
 from lookup_buffer.prefetched import LoadOrder, Prefetched, PrefetchState
-from lookup_buffer.prefetching import Prefetching
+from lookup_buffer.prefetching import NODE_DOWN, Prefetching
 from lookup_buffer.seat import EngineSeat
 from store import ClaimState
 
@@ -88,6 +84,7 @@ class LookupBuffer:
         )
         self._local_reads = LocalReads(self._attachment, self._namespace.fingerprint)
         self._prefetching = Prefetching(self._attachment, self._namespace.fingerprint)
+        self._inserting = Inserting(self._attachment, self._namespace.fingerprint)
         self._claiming = Claiming(self._attachment, self._namespace.fingerprint)
         self._attachment.open(required=required)
 
@@ -112,40 +109,7 @@ class LookupBuffer:
             NodeUnavailable: the node did not take it in time.
             ConfigError: `ttl_seconds` is none.
         """
-        if ttl_seconds is not None:
-            ttl_seconds = lasting("ttl_seconds", ttl_seconds)
-        header = codec.header_of(tensor)
-        self._check_fits(header)
-        deadline = time.monotonic() + timeout
-        with self._attachment.channel(timeout) as channel:
-            if tensor is not None and header.nbytes:
-                self._fill(channel, tensor, header, deadline - time.monotonic())
-            request = Insert(
-                next_request_id(),
-                self._namespace.fingerprint,
-                key.text,
-                header.to_fields(),
-                ttl_seconds,
-            )
-            reply = channel.call(request, deadline - time.monotonic())
-        return InsertOutcome(reply["outcome"])
-
-    def _fill(
-        self, channel: Channel, tensor: "torch.Tensor", header: TensorHeader, timeout: float
-    ) -> None:
-        staging = channel.stage(header.nbytes, timeout)
-        source, address, nbytes = codec.contiguous_bytes(tensor)
-        copy_bytes(staging.address, address, nbytes)
-        del source  # kept the memory at `address` alive until here
-
-    def _check_fits(self, header: TensorHeader) -> None:
-        with self._attachment.memory() as memory:
-            capacity_bytes = memory.arena.nbytes
-        if header.nbytes > capacity_bytes:
-            raise TensorTooLarge(
-                f"a tensor of {header.nbytes} bytes exceeds the arena of "
-                f"{capacity_bytes} bytes; raise capacity_bytes"
-            )
+        return self._inserting.insert(key, tensor, ttl_seconds, timeout)
 
     # -- read
 
@@ -220,6 +184,18 @@ class LookupBuffer:
         of the node, of Redis or of a peer: those are MISSING or FAILED with a reason.
         """
         return self._prefetching.prefetch(keys, timeout)
+
+    def prefetch_and_claim(
+        self, keys: Sequence[TensorKey], *, wait_seconds: float, timeout: float = 0.0
+    ) -> tuple[list[Prefetched], ClaimSet]:
+        """`prefetch`, and `claim_all` of the same keys, in one message: what is nowhere is ours to
+        produce one round trip earlier. Returns as `prefetch`; the set may settle later."""
+        claims = self._claiming.begin(keys)
+        claimer = claims.request_id if claims.state is ClaimSetState.PENDING else 0
+        handles = self._prefetching.prefetch(keys, timeout, claimer, waiting(wait_seconds))
+        if any(handle.reason == NODE_DOWN for handle in handles):
+            self._claiming.fail([claims.request_id])
+        return handles, claims
 
     def release(self, held: Prefetched | LoadOrder) -> None:
         """Let go of a pin. One-way; idempotent; never raises."""

@@ -90,6 +90,7 @@ CHECKS: Final[Mapping[str, Callable[[Any], bool]]] = {
     "lease_seconds": is_seconds,
     "state": _CLAIM_STATES.__contains__,
     "waiter": _is_count,
+    "claimer": _is_count,
     "tickets": _list_of(_is_count),
     "reads": _is_reads,
     "rank": _is_count,

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Final
 from lookup_buffer.errors import ConfigError, ProtocolError
 from lookup_buffer.fields import CHECKS, KEYS_BYTES_MAX, KEYS_MAX, SECONDS_MAX, is_seconds
 
-VERSION: Final = 3
+VERSION: Final = 4
 CALL_SECONDS: Final = 1.0
 """How long a client waits for a reply, beyond what it asked the node to wait."""
 NODE_SHARE: Final = 0.9
@@ -107,11 +107,15 @@ class Select(DeskRequest):
 @dataclass(frozen=True, slots=True)
 class Prefetch(DeskRequest):
     """One-way. Answered by `settled` events on the anchor: `entries` of [index of the key, entry],
-    an entry as for `Select`, with state pending, and then another event, where it goes on."""
+    an entry as for `Select`, with state pending, and then another event, where it goes on.
+
+    Where `claimer` is not 0 it is also a `ClaimAll` of that id, for the same keys, in any order."""
 
     op = "prefetch"
     namespace: str
     keys: list[str]
+    claimer: int
+    wait_seconds: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ Any thread may prefetch and release; events come on the attachment's listening t
 
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 from lookup_buffer.attachment import Attachment
 from lookup_buffer.channel import next_request_id
@@ -14,6 +14,9 @@ from lookup_buffer.fields import KEYS_MAX
 from lookup_buffer.key import TensorKey
 from lookup_buffer.messages import Done, Prefetch, Release, split
 from lookup_buffer.prefetched import LoadOrder, Prefetched, PrefetchState
+
+NODE_DOWN: Final = "node_down"
+"""Reason of a handle that no node answers."""
 
 
 class Prefetching:
@@ -24,12 +27,16 @@ class Prefetching:
         self._waiting: dict[tuple[int, int], Prefetched] = {}
         """(request id, index) → handle that has not settled."""
 
-    def prefetch(self, keys: Sequence[TensorKey], timeout: float) -> list[Prefetched]:
-        """See `LookupBuffer.prefetch`."""
+    def prefetch(
+        self, keys: Sequence[TensorKey], timeout: float, claimer: int = 0, wait_seconds: float = 0.0
+    ) -> list[Prefetched]:
+        """See `LookupBuffer.prefetch`; `claimer` as in `Prefetch`, for what one message takes."""
         handles = [Prefetched(key, self._settled) for key in keys]
         left = iter(handles)
         for part in split([key.text for key in keys]):
-            request = Prefetch(next_request_id(), self._namespace, list(part))
+            request = Prefetch(
+                next_request_id(), self._namespace, list(part), claimer, wait_seconds
+            )
             entries = [(request.id, index) for index in range(len(part))]
             with self._settled:
                 self._waiting.update(zip(entries, left, strict=False))
@@ -97,7 +104,7 @@ class Prefetching:
             for entry in entries:
                 handle = self._waiting.pop(entry, None)
                 if handle is not None:
-                    handle.reason = "node_down"
+                    handle.reason = NODE_DOWN
                     handle.state = PrefetchState.FAILED
             self._settled.notify_all()
 

@@ -90,6 +90,13 @@ class LedgerBuffer:
             handles.append(handle)
         return handles
 
+    def prefetch_and_claim(
+        self, keys: Sequence[TensorKey], *, wait_seconds: float, timeout: float = 0.0
+    ) -> tuple[list[LedgerHandle], ClaimSet]:
+        ordered = sorted(keys, key=lambda key: key.text)
+        claims = self.claim_all(ordered, wait_seconds=wait_seconds)
+        return self.prefetch(keys, timeout=timeout), claims
+
     def _settle(self, handle: LedgerHandle, state: PrefetchState, rows: int = EMBEDS) -> None:
         if state is PrefetchState.RESIDENT:
             self._ticket += 1

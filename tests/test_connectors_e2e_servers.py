@@ -39,6 +39,7 @@ WAIT_SECONDS = 3.0
 """`fetch_wait_seconds` of both replicas."""
 ABORTED = "aborted"
 """Name of the request that is."""
+WAITING = "vllm:num_requests_waiting{"
 LONG_ANSWER_TOKENS = 192
 """So long that requests meet, also where the server takes its time to begin each."""
 BLOCK_TOKENS = 32
@@ -200,11 +201,10 @@ def test_abort_in_the_middle_of_a_prefetch(replicas: Replicas) -> None:
     try:
         with replicas.b.asking(*parts_of(question), name=ABORTED):
             wait_until(lambda: node.stats()["reserved_bytes"], AT_ONCE_SECONDS, "a fetch begins")
-        wait_until(
-            lambda: re.search(f"{CHAT}{ABORTED}.* aborted", replicas.b.log_text()),
-            WAIT_SECONDS / 2,
-            "vLLM aborts before the wait is over",
-        )
+            wait_until(lambda: replicas.b.metric(WAITING) == 1, AT_ONCE_SECONDS, "it is held back")
+        # The server's log says so before the engine has heard of it.
+        wait_until(lambda: replicas.b.metric(WAITING) == 0, WAIT_SECONDS / 2, "vLLM aborts it")
+        assert re.search(f"{CHAT}{ABORTED}.* aborted", replicas.b.log_text())
     finally:
         replicas.hosts.relay.let_go()
     at_rest(node)

@@ -16,6 +16,7 @@ from lookup_buffer.namespace import Namespace
 from lookup_buffer.node.claim_sets import ClaimSets
 from lookup_buffer.node.session import Session
 from lookup_buffer.node.waiting import Waiting
+from lookup_buffer.prefetched import PrefetchState
 from nodes import ClientProcess, NodeProcess, StartNode, key, wait_until
 from servers import StartServer, command, frozen
 from store import ClaimState, EmbeddedServer
@@ -224,12 +225,46 @@ def test_what_is_stored_here_or_elsewhere_is_not_granted(node_pair: Pair) -> Non
     names = keys(2)
     with node_pair[0].client() as here, node_pair[1].client() as there:
         here.insert(names[1], torch.ones(3))
+        wait_until(lambda: there.has_caches([names[1]], timeout=1.0)[0], WAIT_SECONDS)
         for buffer in (here, there):
             one = ask(buffer, names)
             assert (one.state, one.key) == (ClaimSetState.STORED, names[1].text)
-        assert here.claim(names[0], lease_seconds=1.0, state=ClaimState.INTENT).outcome is (
-            ClaimOutcome.GRANTED
+        free = here.claim(
+            names[0], lease_seconds=1.0, state=ClaimState.INTENT, timeout=SOON_SECONDS
         )
+        assert free.outcome is ClaimOutcome.GRANTED
+
+
+def test_prefetched_and_claimed_in_one_message(node_pair: Pair) -> None:
+    nowhere, here, there = keys(3)
+    with node_pair[0].client() as mine, node_pair[1].client() as other:
+        handles, claims = mine.prefetch_and_claim([nowhere], wait_seconds=5.0, timeout=5.0)
+        assert handles[0].state is PrefetchState.MISSING
+        assert settled(claims) is ClaimSetState.GRANTED
+        _, held = other.prefetch_and_claim([nowhere], wait_seconds=0.0, timeout=5.0)
+        assert settled(held) is ClaimSetState.HELD
+        mine.insert(here, torch.ones(3))
+        other.insert(there, torch.ones(3))
+        wait_until(lambda: mine.has_caches([there], timeout=1.0)[0], WAIT_SECONDS)
+        for name in (here, there):
+            (handle,), claims = mine.prefetch_and_claim([name], wait_seconds=5.0, timeout=5.0)
+            assert handle.state is PrefetchState.RESIDENT
+            assert settled(claims) is ClaimSetState.STORED
+            mine.release(handle)
+
+
+def test_prefetched_and_claimed_where_neither_can_be(start_node: StartNode) -> None:
+    node = start_node()
+    with node.client() as buffer:
+        many = [TensorKey(f"{number}-{'k' * 200}") for number in range(2000)]
+        handles, claims = buffer.prefetch_and_claim(many, wait_seconds=5.0, timeout=5.0)
+        assert claims.state is ClaimSetState.FAILED, "more than one message takes"
+        assert {handle.state for handle in handles} == {PrefetchState.MISSING}
+        node.kill()
+        wait_until(lambda: not buffer.boot, WAIT_SECONDS)
+        handles, claims = buffer.prefetch_and_claim(keys(2), wait_seconds=5.0, timeout=5.0)
+        assert {handle.state for handle in handles} == {PrefetchState.FAILED}
+        assert claims.state is ClaimSetState.FAILED
 
 
 class _Watched:

@@ -45,6 +45,7 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "lease_seconds": seconds,
     "state": st.sampled_from(["intent", "encoding"]),
     "waiter": counts,
+    "claimer": counts,
     "tickets": st.lists(counts, max_size=8),
     "reads": st.dictionaries(texts, st.integers(1, COUNT_MAX), max_size=8),
     "rank": counts,

@@ -123,7 +123,7 @@ class VirtualEngine:
         unseen = {key.text for keys in granted for key in keys}
         # What was encoded is on its way to be published.
         saving = self.step is not None and key in self.step.saves.values()
-        return key in unseen | claims._intents | claims._encoding.keys() or saving
+        return key in unseen | claims._intents | claims._encodes._encodes.keys() or saving
 
     def preempt(self) -> None:
         """vLLM takes back the last request of the step that runs; its encodes go on."""

@@ -210,6 +210,10 @@ class Desk:
             _push(session, request, entries)
         if pending:
             self.resolver.resolve(list(pending), settle)
+        if request.claimer:
+            keys = sorted(set(request.keys))
+            wish = ClaimAll(request.claimer, request.namespace, keys, request.wait_seconds)
+            self.claim_sets.ask(session, wish, functools.partial(_tell, session, wish))
 
     def _try_hold(self, session: Session, address: Address) -> dict[str, Any] | None:
         """How `address` stands for this session, None where it is not here."""
