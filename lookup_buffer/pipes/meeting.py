@@ -5,17 +5,18 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Final
 
 from lookup_buffer.config import parse_tcp
 from lookup_buffer.errors import ConfigError, LookupBufferError, PipeBroken, PipeTimeout
 from lookup_buffer.frames import Frames
 from lookup_buffer.link import Link, accept_handshake, connect
+from lookup_buffer.pipes.greeting import HANDSHAKE_SECONDS, Greetings
 from lookup_buffer.pipes.pipe import PipeLimits
 from lookup_buffer.pipes.stream import Memory, StreamPipe
 
 TRY_AGAIN_SECONDS: Final = 0.05
-HANDSHAKE_SECONDS: Final = 5.0
 
 
 Joined = Callable[[Link, float], Frames]
@@ -46,6 +47,7 @@ class _Listening(StreamPipe):
         shown = f"[{host}]" if ":" in host else host
         super().__init__(f"{scheme}://{shown}:{port}", limits, memory)
         self._token = token
+        self._greetings = Greetings()
         self._joined = joined
         threading.Thread(target=self._accept, name="lb-pipe-accept", daemon=True).start()
 
@@ -68,8 +70,8 @@ class _Listening(StreamPipe):
                     stream, _ = self._listener.accept()
                 except OSError:
                     return
-                # On a thread of its own: who says nothing must not keep others out.
-                threading.Thread(target=self._greet, args=(stream,), daemon=True).start()
+                if not self._greetings.begin(partial(self._greet, stream)):
+                    stream.close()
 
     def _greet(self, stream: socket.socket) -> None:
         deadline = time.monotonic() + HANDSHAKE_SECONDS

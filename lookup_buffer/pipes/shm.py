@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -22,12 +23,12 @@ from lookup_buffer.errors import (
 )
 from lookup_buffer.link import Link, accept_handshake, request_handshake
 from lookup_buffer.pipes.carrier import SharedMemory
+from lookup_buffer.pipes.greeting import HANDSHAKE_SECONDS, Greetings
 from lookup_buffer.pipes.pipe import KVPipe, PipeLimits
 from lookup_buffer.pipes.socket_file import SocketFile, checked_path, connect_to
 from lookup_buffer.pipes.stream import StreamPipe
 
 SCHEME: Final = "shm://"
-HANDSHAKE_SECONDS: Final = 5.0
 _MEMORY: Final = b"M"
 """Goes with a descriptor, because some byte has to."""
 
@@ -37,6 +38,7 @@ class _Listening(StreamPipe):
         super().__init__(f"{SCHEME}{path}", limits)
         self._memory_bytes = limits.buffer_bytes
         self._token = token
+        self._greetings = Greetings()
         self._file = SocketFile(path)
         threading.Thread(target=self._accept, name="lb-pipe-accept", daemon=True).start()
 
@@ -55,8 +57,8 @@ class _Listening(StreamPipe):
                     stream, _ = listener.accept()
                 except OSError:
                     return
-                # On a thread of its own: who says nothing must not keep others out.
-                threading.Thread(target=self._greet, args=(stream,), daemon=True).start()
+                if not self._greetings.begin(partial(self._greet, stream)):
+                    stream.close()
 
     def _greet(self, stream: socket.socket) -> None:
         with suppress(LookupBufferError):
