@@ -6,6 +6,8 @@ not come so far where there is a token. What they say lies in `hostile/`.
 
 import queue
 import socket
+import subprocess
+import sys
 import threading
 import time
 import tracemalloc
@@ -184,6 +186,32 @@ def test_a_crowd_that_says_nothing_takes_so_many_threads_and_no_more(
     with open_pipe(pipe.uri) as other:
         other.send_tensor(None, "k")
         assert pipe.recv_tensor("k", timeout=SOON_SECONDS) is None
+
+
+NO_DESCRIPTOR_LEFT = """
+import os, resource, socket, sys, time
+from contextlib import suppress
+from lookup_buffer.config import parse_tcp
+from lookup_buffer.pipes import open_pipe
+
+pipe = open_pipe("tcp://127.0.0.1:0", listen=True)
+first = socket.socket()  # for who connects; none is left for who accepts
+_, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (first.fileno() + 1, most))
+first.connect(parse_tcp(pipe.uri))
+time.sleep(0.3)
+resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+first.close()
+with open_pipe(pipe.uri, timeout=20.0) as other:
+    other.send_tensor(None)
+    assert pipe.recv_tensor(timeout=20.0) is None
+"""
+
+
+def test_an_end_without_a_descriptor_left_accepts_again_once_there_is_one() -> None:
+    command = [sys.executable, "-c", NO_DESCRIPTOR_LEFT]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert run.returncode == 0, run.stderr
 
 
 SMALL = TensorHeader.for_tensor("uint8", (4,)).to_fields()

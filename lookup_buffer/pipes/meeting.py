@@ -5,7 +5,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from typing import Final
 
 from lookup_buffer.config import parse_tcp
@@ -47,9 +46,11 @@ class _Listening(StreamPipe):
         shown = f"[{host}]" if ":" in host else host
         super().__init__(f"{scheme}://{shown}:{port}", limits, memory)
         self._token = token
-        self._greetings = Greetings()
         self._joined = joined
-        threading.Thread(target=self._accept, name="lb-pipe-accept", daemon=True).start()
+        serving = (self._listener, self._greet)
+        threading.Thread(
+            target=Greetings().serve, args=serving, name="lb-pipe-accept", daemon=True
+        ).start()
 
     def close(self) -> None:
         self._stop_listening()
@@ -62,16 +63,6 @@ class _Listening(StreamPipe):
     def _stop_listening(self) -> None:
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
-
-    def _accept(self) -> None:
-        with self._listener:
-            while True:
-                try:
-                    stream, _ = self._listener.accept()
-                except OSError:
-                    return
-                if not self._greetings.begin(partial(self._greet, stream)):
-                    stream.close()
 
     def _greet(self, stream: socket.socket) -> None:
         deadline = time.monotonic() + HANDSHAKE_SECONDS

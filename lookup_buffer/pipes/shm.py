@@ -10,7 +10,6 @@ import socket
 import threading
 import time
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -38,9 +37,11 @@ class _Listening(StreamPipe):
         super().__init__(f"{SCHEME}{path}", limits)
         self._memory_bytes = limits.buffer_bytes
         self._token = token
-        self._greetings = Greetings()
         self._file = SocketFile(path)
-        threading.Thread(target=self._accept, name="lb-pipe-accept", daemon=True).start()
+        serving = (self._file.listener, self._greet)
+        threading.Thread(
+            target=Greetings().serve, args=serving, name="lb-pipe-accept", daemon=True
+        ).start()
 
     def close(self) -> None:
         self._file.close()
@@ -49,16 +50,6 @@ class _Listening(StreamPipe):
     def abort(self) -> None:
         self._file.close()
         super().abort()
-
-    def _accept(self) -> None:
-        with self._file.listener as listener:
-            while True:
-                try:
-                    stream, _ = listener.accept()
-                except OSError:
-                    return
-                if not self._greetings.begin(partial(self._greet, stream)):
-                    stream.close()
 
     def _greet(self, stream: socket.socket) -> None:
         with suppress(LookupBufferError):
