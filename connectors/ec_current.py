@@ -46,8 +46,18 @@ class CurrentBuffer:
     def prefetch(self, keys: "Sequence[TensorKey]", *, timeout: float = 0.0) -> list[Prefetched]:
         if not self.outdated:
             return self._buffer.prefetch(keys, timeout=timeout)
+        return self._in_vain(keys)
+
+    def _in_vain(self, keys: "Sequence[TensorKey]") -> list[Prefetched]:
         failed = PrefetchState.FAILED
         return [Prefetched(key, self._settled, failed, WEIGHTS_CHANGED) for key in keys]
+
+    def prefetch_and_claim(
+        self, keys: "Sequence[TensorKey]", *, wait_seconds: float, timeout: float = 0.0
+    ) -> tuple[list[Prefetched], ClaimSet]:
+        if self.outdated:
+            return self._in_vain(keys), ClaimSet(keys, self._settled, ClaimSetState.FAILED)
+        return self._buffer.prefetch_and_claim(keys, wait_seconds=wait_seconds, timeout=timeout)
 
     def has_caches(self, keys: "Sequence[TensorKey]", *, timeout: float = 0.05) -> list[bool]:
         return (

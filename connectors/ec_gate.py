@@ -340,11 +340,10 @@ class EcGate:
 
     def _drop(self, watch: RequestWatch, identifier: str) -> None:
         self._pins.drop(identifier, watch.request_id)
-        askers = self.located.get(identifier)
-        if askers is not None:
-            askers.discard(watch.request_id)
-            if not askers:
-                del self.located[identifier]
+        askers = self.located.get(identifier, set())
+        askers.discard(watch.request_id)
+        if not askers:
+            self.located.pop(identifier, None)
 
     def _skipped(self, reason: str) -> None:
         self._counters.add(f"skipped:{reason}")

@@ -6,7 +6,6 @@ of them run in the workers between two steps, while the scheduler waits. So the 
 flag before the first tensor changes.
 """
 
-import functools
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +14,6 @@ from connectors.weights import ENCODER_NAMES
 from connectors.weights_flag import WeightsFlag
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import torch
 
 PARAMETERS_MAX = 32
@@ -72,12 +69,15 @@ class WeightsWatch:
         self._parts.clear()
 
     def _watch(self, model: "torch.nn.Module") -> None:
-        load_weights: Callable[..., Any] = model.load_weights  # type: ignore[assignment]
+        own = model.__dict__.get("load_weights")
 
-        @functools.wraps(load_weights)
         def noticed(*args: Any, **kwargs: Any) -> Any:
             self._notice()
-            return load_weights(*args, **kwargs)
+            if own is not None:
+                return own(*args, **kwargs)
+            # Looked up now: a training framework may have replaced it meanwhile.
+            kind: Any = type(model)
+            return kind.load_weights(model, *args, **kwargs)
 
         model.load_weights = noticed  # type: ignore[assignment]
         named = [(n, p) for n, p in model.named_parameters() if not p.is_inference()]

@@ -199,7 +199,9 @@ def _strided(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor without its gradient, if it is of a kind that is carried."""
     if not isinstance(tensor, torch.Tensor):
         raise CodecError(f"a {type(tensor).__name__} is not a tensor")
-    plain = tensor.detach()
+    # To detach gives away the interpreter lock, and where others want it that takes its time.
+    is_plain = type(tensor) is torch.Tensor and not tensor.requires_grad
+    plain = tensor if is_plain else tensor.detach()
     # A subclass that survives detach wraps its memory in something (fake, distributed, masked).
     if type(plain) is not torch.Tensor or plain.layout is not torch.strided or plain.is_nested:
         raise CodecError(f"a {type(plain).__name__} of layout {plain.layout} is not carried")

@@ -128,17 +128,18 @@ def host_request(
     *identifiers: str,
     metadata_only: bool = False,
     max_tokens: int = 16,
+    embeds: int = EMBEDS,
     **values: Any,
 ) -> Any:
     """A prompt of a few tokens, an item, a few tokens, an item, and a tail."""
-    starts = [GAP + index * (EMBEDS + GAP) for index in range(len(identifiers))]
+    starts = [GAP + index * (embeds + GAP) for index in range(len(identifiers))]
     features = [
         made(
             MultiModalFeatureSpec,
             data=None if metadata_only else pixels(),
             modality="image",
             identifier=identifier,
-            mm_position=PlaceholderRange(offset=start, length=EMBEDS),
+            mm_position=PlaceholderRange(offset=start, length=embeds),
             mm_hash=identifier,
         )
         for start, identifier in zip(starts, identifiers, strict=True)
@@ -146,7 +147,7 @@ def host_request(
     return made(
         Request,
         request_id=request_id,
-        prompt_token_ids=[1] * (GAP + len(identifiers) * (EMBEDS + GAP)),
+        prompt_token_ids=[1] * (GAP + len(identifiers) * (embeds + GAP)),
         sampling_params=SamplingParams(max_tokens=max_tokens, ignore_eos=True),
         pooling_params=None,
         eos_token_id=None,

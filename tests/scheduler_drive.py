@@ -236,6 +236,7 @@ class DrivenEngine:
             assert load.mm_hash in self.cache, "a promise that did not load"
             expected = output_of(load.mm_hash, self._width)
             assert torch.equal(self.cache[load.mm_hash], expected), "other bytes than promised"
+            assert len(expected) == load.num_token, "loaded for who expects other rows"
             self.loaded.append(load.mm_hash)
 
     def _encode(self, output: Any) -> None:

@@ -102,6 +102,21 @@ def test_a_reload_is_known_before_the_first_tensor_changes(
     assert float(model.vision_tower.weight[0]) == 0.0
 
 
+def test_a_loader_that_somebody_else_puts_in_place_is_called(
+    watch: WeightsWatch, model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the model's class, after it was loaded, or in the model itself, before."""
+    called: list[str] = []
+    inner = Model()
+    monkeypatch.setattr(inner, "load_weights", lambda weights: called.append("model"))
+    watch.begin()
+    monkeypatch.setattr(Model, "load_weights", lambda self, weights: called.append("class"))
+    for one in (model, inner):
+        one.load_weights([])
+    assert called == ["class", "model"]
+    assert watch.changed()
+
+
 def test_what_is_written_into_the_encoder_by_hand_is_seen_in_the_next_step(
     watch: WeightsWatch, model: Model, engine_id: str
 ) -> None:

@@ -85,11 +85,14 @@ def finish(engine: DrivenEngine, fleet: LedgerFleet) -> None:
 class Traffic:
     """Random requests, aborts, answers of the fleet, and a node that comes and goes."""
 
-    def __init__(self, fleet: LedgerFleet, seed: int) -> None:
+    def __init__(self, fleet: LedgerFleet, seed: int, misnamed: float = 0.0) -> None:
         self._fleet = fleet
+        self._misnamed = misnamed
         self._random = random.Random(seed)
         self.count = 0
         self.bare: set[str] = set()
+        self.misnaming: set[str] = set()
+        """Requests that call longer content by the names of what the others mean."""
 
     def turn(self, engine: DrivenEngine) -> None:
         roll = self._random.random()
@@ -114,10 +117,14 @@ class Traffic:
         is_bare = self._random.random() < 0.3
         if is_bare:
             self.bare.add(name)
+        misnames = self._misnamed > self._random.random()
+        if misnames:
+            self.misnaming.add(name)
         engine.add(
             name,
             *self._random.choices(NAMES, k=self._random.randint(1, 3)),
             metadata_only=is_bare,
+            embeds=EMBEDS + misnames,
             max_tokens=self._random.randint(1, 8),
             priority=self._random.randint(0, 3),
         )
@@ -189,6 +196,21 @@ def test_node_lost_before_any_call_of_the_scheduler(
         if calls <= fatal:
             break
     assert ends == ({"length", "error"} if is_bare else {"length"})
+
+
+@pytest.mark.parametrize("room", ["plenty", "tight", "async"])
+def test_random_traffic_of_which_some_misnames_what_it_carries(
+    room: str, fleet: LedgerFleet, make_engine: MakeEngine
+) -> None:
+    """vLLM may fail who finds other rows in its own cache; nobody is given what does not fit."""
+    traffic = Traffic(fleet, seed=sum(room.encode()), misnamed=0.3)
+    engine = make_engine(ROOMS[room])
+    for _ in range(TURNS):
+        traffic.turn(engine)
+    finish(engine, fleet)
+    assert len(engine.reasons) == traffic.count
+    answered = {name for name, reason in engine.reasons.items() if reason == "length"}
+    assert min(len(engine.loaded), len(answered & traffic.misnaming)) > 10
 
 
 def test_an_image_repeated_in_a_prompt_is_loaded_again_where_it_was_driven_out(

@@ -6,11 +6,14 @@ not come so far where there is a token. What they say lies in `hostile/`.
 
 import queue
 import socket
+import subprocess
+import sys
 import threading
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -19,18 +22,21 @@ from hypothesis import strategies as st
 from contract_pipe import SOON_SECONDS, closing
 from hostile_files import hostile
 from lookup_buffer.codec import header_of
+from lookup_buffer.config import parse_tcp
 from lookup_buffer.errors import LookupBufferError, ProtocolError
 from lookup_buffer.header import TensorHeader
 from lookup_buffer.link import Link
-from lookup_buffer.pipes import PipeLimits
+from lookup_buffer.pipes import PipeLimits, open_pipe
 from lookup_buffer.pipes.carrier import SharedMemory
 from lookup_buffer.pipes.communicator import Exchange
 from lookup_buffer.pipes.gloo import GlooCommunicator
+from lookup_buffer.pipes.greeting import GREETINGS_MAX
 from lookup_buffer.pipes.inbox import Inbox
 from lookup_buffer.pipes.pair import PairLink
 from lookup_buffer.pipes.peer import Peer
 from lookup_buffer.pipes.redis_link import RedisLink, Session
 from lookup_buffer.pipes.resp import RespLane
+from lookup_buffer.pipes.socket_file import connect_to
 from lookup_buffer.wire import encode_frame
 from store import EmbeddedServer
 from store.dialling import dial
@@ -155,6 +161,57 @@ def test_a_key_that_is_longer_than_any(closing: ExitStack) -> None:
             attacked.inbox.take(b"k" * nbytes, time.monotonic() + SOON_SECONDS)
         else:
             assert isinstance(attacked.reason(), ProtocolError)
+
+
+@pytest.mark.parametrize("scheme", ["tcp", "shm"])
+def test_a_crowd_that_says_nothing_takes_so_many_threads_and_no_more(
+    scheme: str, closing: ExitStack, tmp_path: Path
+) -> None:
+    uri = {"tcp": "tcp://127.0.0.1:0", "shm": f"shm://{tmp_path}/pipe"}[scheme]
+    pipe = open_pipe(uri, listen=True)
+    closing.callback(pipe.abort)
+    before = threading.active_count()
+    crowd = []
+    for _ in range(GREETINGS_MAX + 50):
+        if scheme == "tcp":
+            crowd.append(socket.create_connection(parse_tcp(pipe.uri), SOON_SECONDS))
+        else:
+            crowd.append(connect_to(tmp_path / "pipe", time.monotonic() + SOON_SECONDS))
+        assert threading.active_count() - before <= GREETINGS_MAX
+    for one in crowd:
+        one.close()
+    deadline = time.monotonic() + SOON_SECONDS
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    with open_pipe(pipe.uri) as other:
+        other.send_tensor(None, "k")
+        assert pipe.recv_tensor("k", timeout=SOON_SECONDS) is None
+
+
+NO_DESCRIPTOR_LEFT = """
+import os, resource, socket, sys, time
+from contextlib import suppress
+from lookup_buffer.config import parse_tcp
+from lookup_buffer.pipes import open_pipe
+
+pipe = open_pipe("tcp://127.0.0.1:0", listen=True)
+first = socket.socket()  # for who connects; none is left for who accepts
+_, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (first.fileno() + 1, most))
+first.connect(parse_tcp(pipe.uri))
+time.sleep(0.3)
+resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+first.close()
+with open_pipe(pipe.uri, timeout=20.0) as other:
+    other.send_tensor(None)
+    assert pipe.recv_tensor(timeout=20.0) is None
+"""
+
+
+def test_an_end_without_a_descriptor_left_accepts_again_once_there_is_one() -> None:
+    command = [sys.executable, "-c", NO_DESCRIPTOR_LEFT]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert run.returncode == 0, run.stderr
 
 
 SMALL = TensorHeader.for_tensor("uint8", (4,)).to_fields()

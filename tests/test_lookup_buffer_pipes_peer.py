@@ -1,5 +1,6 @@
 """Peers: whose memory is written to when, and what cannot be received."""
 
+import socket
 import time
 from collections.abc import Iterator
 
@@ -7,9 +8,11 @@ import pytest
 import torch
 
 from contract_pipe import LARGE, SOON_SECONDS, Threads, block, same, threads
-from lookup_buffer.errors import CodecError, LookupTimeout, PipeBroken
+from lookup_buffer.errors import CodecError, LookupTimeout, PipeBroken, PipeError
 from lookup_buffer.header import TensorHeader
+from lookup_buffer.link import Link
 from lookup_buffer.pipes import KVPipe, PipeLimits, open_pipe
+from lookup_buffer.pipes.stream import StreamPipe
 from lookup_buffer.wire import encode_frame
 from raw_pipe import RawEnd, offer
 
@@ -76,3 +79,17 @@ def test_what_there_is_no_memory_for_is_said_so_and_costs_its_sender_nothing(
     assert raw.heard() == ["received", 1], "and so its budget is free"
     raw.say(offer(2, b"k", 3), b"abc")
     assert same(pipe.recv_tensor("k", timeout=SOON_SECONDS), torch.tensor(list(b"abc")).byte())
+
+
+@pytest.mark.parametrize("end", ["close", "abort"])
+def test_who_is_met_too_late_hears_how_it_ended(end: str) -> None:
+    pipe = StreamPipe("tcp://ended", PipeLimits())
+    getattr(pipe, end)()
+    ours, theirs = (Link(stream) for stream in socket.socketpair())
+    with theirs:
+        pipe.meet(ours)
+        if end == "close":
+            assert theirs.recv_header(SOON_SECONDS).header == ["bye"]
+        else:
+            with pytest.raises(PipeError):
+                theirs.recv_header(SOON_SECONDS)

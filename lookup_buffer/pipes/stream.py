@@ -54,14 +54,16 @@ class StreamPipe(KVPipe):
         peer = Peer(link, self._inbox, self._limits, self._forget, carrier)
         with self._changed:
             peer.start()
-            is_late = self._end is not None
-            if not is_late:
+            end = self._end
+            if end is None:
                 self._peers.append(peer)
                 self._lost = None
                 self._inbox.end(None)
                 self._changed.notify_all()
-        if is_late:
+        if isinstance(end, Closed):
             peer.close()  # so that it hears why
+        elif end is not None:
+            peer.abort(end)
 
     def send_tensor(
         self, tensor: Value, key: str | TensorKey | None = None, *, timeout: float = TIMEOUT_SECONDS
