@@ -102,9 +102,8 @@ class LookupBuffer:
         other hosts follow as soon as Redis knows.
 
         A shared key that is there already stays as it is. A hand-off replaces what was under its
-        key, which whoever has taken it still finishes; it is never evicted, and ends after
-        `ttl_seconds` (300 where none are given), so where hand-offs fill their half of the arena
-        an insert waits up to `timeout` seconds for one to be taken.
+        key, is never evicted, and ends after `ttl_seconds` (else 300); where they fill half of the
+        arena, an insert waits up to `timeout` seconds for one to be taken.
 
         Raises:
             TensorTooLarge: larger than the arena; a hand-off, than half of it.
@@ -146,9 +145,9 @@ class LookupBuffer:
     ) -> "torch.Tensor | None":
         """Take the hand-off under `key`: the tensor, which is then gone. Exactly one taker wins.
 
-        It is returned only after its owner, the node that it was inserted on, has said that it is
-        ours. If this process dies or is stopped before, it is to be had again. `timeout` bounds
-        the wait for it to appear, and in line behind other takers; see `select` for the rest.
+        It is returned after its owner, the node that it was inserted on, has said that it is ours;
+        if this process dies or is stopped before, it is to be had again. `timeout` bounds the wait
+        for it to appear, and in line behind other takers; see `select` for the rest.
 
         Raises:
             MissingTensor: nobody alive holds it; or who held it died, which ends the wait.
@@ -156,8 +155,7 @@ class LookupBuffer:
             InvalidKey: the key is shared; what has many readers is not taken away.
             BufferFull: it lies on another host, and there is no room for a copy of it here.
             CodecError: `out` does not fit; the hand-off stays where it was.
-            NodeUnavailable: the node did not answer in time. If it was lost just then, so may be
-                the hand-off.
+            NodeUnavailable: the node did not answer; the hand-off may be lost with it.
         """
         return self._taking.drop_select(key, timeout, lambda order: self.load(order, out=out))
 

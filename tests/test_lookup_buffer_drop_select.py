@@ -18,6 +18,7 @@ from lookup_buffer.errors import (
     MissingTensor,
     TensorTooLarge,
 )
+from lookup_buffer.key import TensorKey
 from lookup_buffer.prefetched import PrefetchState
 from nodes import MIB, NodeProcess, StartNode, at_rest, handoff, key, tensor_of, wait_until
 
@@ -318,3 +319,27 @@ def test_a_taker_gets_what_there_is_no_room_for(start_node: StartNode, consumer:
         for name in blocking:
             assert taker.drop_select(name, timeout=5.0) is not None
     nothing_held(node)
+
+
+def test_many_times_what_there_is_room_for_in_any_order(start_node: StartNode) -> None:
+    """As the seed's own stress test has it, of which some orders could never end."""
+    owner, other = (start_node(capacity_bytes=8 * MIB) for _ in range(2))
+    names = [handoff() for _ in range(14)]
+    with owner.client() as producer, other.client() as taker:
+
+        def write(name: TensorKey) -> None:
+            producer.insert(name, tensor_of(name.text, MIB), timeout=30.0)
+
+        writers = [threading.Thread(target=write, args=(name,)) for name in names]
+        for writer in writers:
+            writer.start()
+            time.sleep(0.02)
+        for name in reversed(names):  # those for which there was no room come first
+            found = taker.drop_select(name, timeout=10.0)
+            assert found is not None
+            assert torch.equal(found, tensor_of(name.text, MIB))
+        for writer in writers:
+            writer.join(5.0)
+            assert not writer.is_alive()
+    nothing_held(owner)
+    nothing_held(other)

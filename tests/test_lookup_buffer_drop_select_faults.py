@@ -12,7 +12,7 @@ from contextlib import ExitStack
 import pytest
 import torch
 
-from lookup_buffer.errors import LookupBufferError, MissingTensor
+from lookup_buffer.errors import LookupBufferError, LookupTimeout, MissingTensor
 from lookup_buffer.key import TensorKey
 from nodes import (
     MIB,
@@ -25,6 +25,7 @@ from nodes import (
     wait_until,
 )
 from peer_proxy import PeerProxy, free_port
+from servers import StartServer, flush, frozen
 
 DEAD_SECONDS = 6.0
 """Within so long a node that is stopped is taken for dead."""
@@ -267,3 +268,39 @@ def test_a_link_that_breaks_costs_nothing(
             assert outcomes["won"] + outcomes["LookupTimeout"] == 3
         assert set(acknowledged(owner, name).values()) == {1}
         nothing_held(owner, node)
+
+
+def test_a_stopped_store_is_nothing_to_who_needs_none(
+    start_node: StartNode, start_server: StartServer
+) -> None:
+    server = start_server()
+    owner, node = (owner_of(start_node, store_url=server.url) for _ in range(2))
+    before, name = handoff(), handoff()
+    with owner.client() as producer, node.client() as taker:
+        producer.insert(before, torch.ones(3))
+        wait_until(lambda: taker.has_caches([before], timeout=1.0)[0], 5.0)
+        with frozen(server):
+            producer.insert(name, torch.ones(3))
+            assert producer.drop_select(name) is not None
+            assert taker.drop_select(before) is not None, "its owner was known"
+            producer.insert(name, torch.ones(3))
+            started = time.monotonic()
+            with pytest.raises(LookupTimeout):
+                taker.drop_select(name, timeout=0.5)
+            assert time.monotonic() - started < 2.0
+        assert taker.drop_select(name, timeout=20.0) is not None
+    nothing_held(owner, node)
+
+
+def test_a_lost_store_is_told_again_what_there_is(
+    start_node: StartNode, start_server: StartServer
+) -> None:
+    server = start_server()
+    owner, node = (owner_of(start_node, store_url=server.url) for _ in range(2))
+    name = handoff()
+    with owner.client() as producer, node.client() as taker:
+        producer.insert(name, torch.ones(3))
+        wait_until(lambda: owner.stats()["unpublished"] == 0, 5.0)
+        flush(server.url)
+        assert taker.drop_select(name, timeout=20.0) is not None
+    nothing_held(owner, node)

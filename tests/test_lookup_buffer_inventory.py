@@ -283,3 +283,58 @@ def test_the_ranks_of_a_ticket_report_in_any_order_and_count_once() -> None:
     inventory.done(ticket, 0)
     assert inventory.gauges().pins == 0
     inventory.done(ticket, 0)
+
+
+def handed_off(inventory: Inventory, name: str, nbytes: int) -> Item:
+    item = inventory.reserve_handoff(
+        address_of(name), header_of(nbytes), ttl_seconds=300.0, wanted=False
+    )
+    inventory.commit(item, 0)
+    return item
+
+
+def test_hand_offs_are_never_evicted_and_their_pins_cost_nothing() -> None:
+    inventory = Inventory(CAPACITY, lambda: 0.0)
+    items = [handed_off(inventory, str(number), 600) for number in range(7)]
+    with pytest.raises(BufferFull, match="half"):
+        handed_off(inventory, "more", 600)
+    for item in items:
+        inventory.pin(item, 1)
+    for number in range(20):
+        filled(inventory, f"shared{number}", 1000)
+    assert all(inventory.find(item.address) is item for item in items)
+    gauges = inventory.gauges()
+    assert (gauges.pinned_bytes, gauges.reserved_bytes) == (0, 0)
+    assert gauges.handoff_bytes == 7 * 640
+    with pytest.raises(TensorTooLarge, match="half"):
+        handed_off(inventory, "large", CAPACITY // 2 + 1)
+
+
+def test_a_replaced_hand_off_is_charged_until_its_last_reader_has_it() -> None:
+    inventory = Inventory(CAPACITY, lambda: 0.0)
+    old = handed_off(inventory, "a", 640)
+    ticket = inventory.pin(old, 1)
+    new = handed_off(inventory, "a", 1280)
+    assert new.generation > old.generation
+    assert inventory.find(address_of("a")) is new
+    assert inventory.gauges().handoff_bytes == 640 + 1280
+    inventory.unpin(ticket, 1)
+    assert inventory.gauges().handoff_bytes == 1280
+
+
+def test_a_loan_is_never_found_and_goes_with_its_last_pin() -> None:
+    inventory = Inventory(CAPACITY, lambda: 0.0)
+    mine = handed_off(inventory, "a", 64)
+    loan = inventory.reserve_loan(address_of("a"), header_of(1000), origin="another")
+    assert inventory.gauges().reserved_bytes == 1000
+    inventory.commit(loan, 5)
+    tickets = [inventory.pin(loan, 1), inventory.pin(loan, 2)]
+    assert inventory.find(address_of("a")) is mine
+    assert inventory.items() == [mine]
+    assert inventory.gauges().pinned_bytes == 1000
+    for owner, ticket in zip((1, 2), tickets, strict=True):
+        inventory.unpin(ticket, owner)
+    assert inventory.gauges().used_bytes == 64
+    inventory.abandon(inventory.reserve_loan(address_of("b"), header_of(10), origin="another"))
+    gauges = inventory.gauges()
+    assert (gauges.used_bytes, gauges.reserved_bytes, gauges.items) == (64, 0, 1)

@@ -133,7 +133,9 @@ class Taking:
         self._under_way = True
         self._again = False
         patient = self.node.loop.time() < self.until
-        self._bid = self.node.handoffs.take(self.address, self.session, self._here, patient=patient)
+        bid = self.node.handoffs.take(self.address, self.session, self._here, patient=patient)
+        if bid is not None:  # else it was told already, and may stand in line again
+            self._bid = bid
 
     def end(self) -> None:
         """Wait no longer. Idempotent."""
