@@ -135,7 +135,10 @@ def request(request_id: str, identifier: str) -> Any:
 def end_pass(scheduler: EcScheduler, *finished: str) -> None:
     scheduler.build_metadata(
         SimpleNamespace(
-            total_num_scheduled_tokens=1, free_encoder_mm_hashes=[], finished_req_ids=set(finished)
+            total_num_scheduled_tokens=1,
+            scheduled_encoder_inputs={},
+            free_encoder_mm_hashes=[],
+            finished_req_ids=set(finished),
         )
     )
 

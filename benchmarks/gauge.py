@@ -71,6 +71,21 @@ def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
     return round(statistics.median(a / b for a, b in zip(ours, theirs, strict=True)), 3)
 
 
+def target(
+    name: str,
+    value: float,
+    *,
+    at_least: float | None = None,
+    at_most: float | None = None,
+    **of: Any,
+) -> dict[str, Any]:
+    """A figure beside what it is meant to be; it asserts nothing."""
+    if at_least is not None:
+        return {"figure": name, **of, "at_least": at_least, "was": value, "met": value >= at_least}
+    met = at_most is not None and value <= at_most
+    return {"figure": name, **of, "at_most": at_most, "was": value, "met": met}
+
+
 def processor_seconds(pid: int) -> float:
     """Processor time of a process so far, all its threads, to 10 ms."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -6,17 +6,17 @@ For each size, in interleaved rounds, the median of one message of that size:
 - `bare`: a small message asks through a bare Gloo group, `send` answers, `recv` receives in place;
 - `bare_new`: the same into a new tensor, which is what `recv_tensor` returns;
 - `gloo`, `tcp`: a small message asks through the pipe, the answer, which its sender copies, is
-  received by key;
-- `gloo_receive`: `recv_tensor` by key alone, of what was sent before;
+  received by key, into such memory;
+- `gloo_receive`: `recv_tensor` by key alone, of what was sent before, into such memory;
+- `gloo_receive_new`: the same into a new tensor;
 
 and the ratios of their speeds, medians of per-round ratios, so that a slow moment of the machine
-falls on both sides.
+falls on both sides. `targets` is what they are meant to be, and what they were.
 
     python -m benchmarks.pipe_gloo [--rounds 15]
 """
 
 import argparse
-import json
 import multiprocessing
 import statistics
 import tempfile
@@ -30,11 +30,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lookup_buffer.codec import copy_into
+from benchmarks.gauge import emit, machine, paired_ratio, target
+from lookup_buffer.codec import copy_into, torch_version
 from lookup_buffer.pipes import KVPipe, open_pipe
 
-SIZES_BYTES = (64 << 10, 1 << 20, 8 << 20, 64 << 20)
-WAYS = ("memcpy", "bare", "bare_new", "gloo", "gloo_receive", "tcp")
+SIZES_BYTES = (16 << 10, 64 << 10, 1 << 20, 8 << 20, 64 << 20)
+WAYS = ("memcpy", "bare", "bare_new", "gloo", "gloo_receive", "gloo_receive_new", "tcp")
 MESSAGES_MAX = 50
 _dist: Any = dist
 
@@ -103,15 +104,21 @@ class Ways:
         return self._repeated(lambda: self._fetch(self._pipes["tcp"]))
 
     def gloo_receive(self) -> float:
+        return self._received(self._target)
+
+    def gloo_receive_new(self) -> float:
+        return self._received(None)
+
+    def _received(self, out: torch.Tensor | None) -> float:
         pipe = self._pipes["gloo"]
         pipe.send_tensor(torch.tensor([self._nbytes, self._messages]))
         pipe.recv_tensor("all sent")
         keys = iter([f"answer-{number}" for number in reversed(range(self._messages))])
-        return self._repeated(lambda: pipe.recv_tensor(next(keys), timeout=60.0))
+        return self._repeated(lambda: pipe.recv_tensor(next(keys), timeout=60.0, out=out))
 
     def _fetch(self, pipe: KVPipe) -> None:
         pipe.send_tensor(torch.tensor([self._nbytes, 1]))
-        pipe.recv_tensor("answer-0", timeout=60.0)
+        pipe.recv_tensor("answer-0", timeout=60.0, out=self._target)
 
     def _repeated(self, action: Callable[[], object]) -> float:
         start = time.perf_counter()
@@ -130,10 +137,9 @@ def measure(ways: Ways, nbytes: int, rounds: int) -> dict[str, Any]:
     result: dict[str, Any] = {"payload_bytes": nbytes}
     for way, values in spent.items():
         result[f"{way}_us"] = round(statistics.median(values) * 1e6, 1)
-    for ours in ("gloo", "gloo_receive"):
+    for ours in ("gloo", "gloo_receive", "gloo_receive_new"):
         for other in ("bare", "bare_new", "tcp", "memcpy"):
-            ratios = [a / b for a, b in zip(spent[other], spent[ours], strict=True)]
-            result[f"{ours}_speed_over_{other}"] = round(statistics.median(ratios), 3)
+            result[f"{ours}_speed_over_{other}"] = paired_ratio(spent[other], spent[ours])
     return result
 
 
@@ -145,7 +151,7 @@ def main() -> None:
         path = str(Path(folder) / "store")
         pipes = {way: open_pipe(f"{way}://127.0.0.1:0", listen=True) for way in ("gloo", "tcp")}
         other = multiprocessing.get_context("spawn").Process(
-            target=serve, args=(path, [pipe.uri for pipe in pipes.values()])
+            target=serve, args=(path, [pipe.uri for pipe in pipes.values()]), daemon=True
         )
         other.start()
         group = bare_group(path, 0)
@@ -154,8 +160,19 @@ def main() -> None:
         for pipe in pipes.values():
             pipe.send_tensor(None)
             pipe.close()
-        other.join()
-    print(json.dumps({"benchmark": "pipe_gloo", "rounds": rounds, "results": results}, indent=2))
+        other.join(60.0)
+    targets = [
+        target(
+            "receive: speed over bare Gloo",
+            result["gloo_receive_speed_over_bare"],
+            payload_bytes=result["payload_bytes"],
+            at_least=0.9,
+        )
+        for result in results
+        if result["payload_bytes"] >= 1 << 20
+    ]
+    about = {"rounds": rounds, "torch": torch_version(), **machine()}
+    emit({"benchmark": "pipe_gloo", **about, "targets": {"gloo": targets}, "results": results})
 
 
 if __name__ == "__main__":

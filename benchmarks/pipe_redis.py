@@ -6,9 +6,10 @@ For each size, in interleaved rounds, the medians of
 - `bare`: over a unix socket between two processes: one message asks, `recv_into` receives;
 - `redis_py_set`, `redis_py_get`: one value of that size;
 - `lane_set`, `lane_get`: the same in chunks by the pipe's raw lane; reading takes it out, too;
-- `ask`: through the pipe between two processes, the answer by key;
+- `ask`: through the pipe between two processes, the answer by key, into such memory;
 
-and the ratios of their speeds, medians of per-round ratios. All over unix sockets.
+and the ratios of their speeds, medians of per-round ratios. All over unix sockets. `targets` is
+what those at 64 MiB are meant to be, and what they were.
 
     python -m benchmarks.pipe_redis [--rounds 9]
 """
@@ -21,20 +22,29 @@ import struct
 import tempfile
 import threading
 import time
-from typing import Final
+from typing import Any, Final
 from urllib.parse import unquote
 
 import redis
 import torch
 
-from benchmarks.gauge import emit, machine, paired_ratio, product_of, programs, running, seconds_of
+from benchmarks.gauge import (
+    emit,
+    machine,
+    paired_ratio,
+    product_of,
+    programs,
+    running,
+    seconds_of,
+    target,
+)
 from lookup_buffer.arena import copy_bytes
 from lookup_buffer.pipes import KVPipe, open_pipe
 from lookup_buffer.pipes.redis_link import BATCH_CHUNKS, CHUNK_BYTES
 from lookup_buffer.pipes.resp import RespLane
 from store.dialling import dial
 
-SIZES_BYTES: Final = (64 << 10, 1 << 20, 8 << 20, 64 << 20)
+SIZES_BYTES: Final = (16 << 10, 64 << 10, 1 << 20, 8 << 20, 64 << 20)
 ROUND_BYTES: Final = 64 << 20
 REPEATS_MAX: Final = 50
 TIMEOUT_SECONDS: Final = 60.0
@@ -111,10 +121,11 @@ class Ways:
 
     def ask(self) -> None:
         self._pipe.send_tensor(torch.tensor(self._nbytes))
-        self._pipe.recv_tensor("answer", timeout=TIMEOUT_SECONDS)
+        out = self._target[: self._nbytes]
+        self._pipe.recv_tensor("answer", timeout=TIMEOUT_SECONDS, out=out)
 
 
-def measure(ways: Ways, nbytes: int, rounds: int) -> dict[str, object]:
+def measure(ways: Ways, nbytes: int, rounds: int) -> dict[str, Any]:
     ways.resize(nbytes)
     repeats = max(1, min(REPEATS_MAX, ROUND_BYTES // nbytes))
     seconds: dict[str, list[float]] = {name: [0.0] * (rounds + 1) for name in NAMES}
@@ -123,7 +134,7 @@ def measure(ways: Ways, nbytes: int, rounds: int) -> dict[str, object]:
             for name in NAMES:
                 seconds[name][number] += seconds_of(getattr(ways, name)) / repeats
     seconds = {name: values[1:] for name, values in seconds.items()}  # the first is to warm up
-    result: dict[str, object] = {"payload_bytes": nbytes}
+    result: dict[str, Any] = {"payload_bytes": nbytes}
     for name, values in seconds.items():
         result[f"{name}_us"] = round(statistics.median(values) * 1e6, 1)
     for ours, theirs in (
@@ -156,7 +167,23 @@ def measured(executable: str | None, rounds: int) -> dict[str, object]:
         lane.close()
         pipe.send_tensor(None)
         process.join(TIMEOUT_SECONDS)
-        return {"server": product_of(server.url), "results": results}
+        server_name = product_of(server.url)
+        return {
+            "server": server_name,
+            "targets": targets_of(server_name, results[-1]),
+            "results": results,
+        }
+
+
+def targets_of(server: str, result: dict[str, Any]) -> list[dict[str, Any]]:
+    is_old = server.lower().startswith("redis 7")
+    found = []
+    for way, least in (("get", 4.0 if is_old else 5.0), ("set", 3.0 if is_old else 4.0)):
+        ratio = result[f"lane_{way}_speed_over_redis_py_{way}"]
+        payload_bytes = result["payload_bytes"]
+        name = f"{way}: speed over redis-py"
+        found.append(target(name, ratio, payload_bytes=payload_bytes, at_least=least))
+    return found
 
 
 def main() -> None:

@@ -3,14 +3,16 @@
 For each scheme and size, in interleaved rounds, the medians of
 
 - `memcpy`: one copy of bytes that no cache holds into memory that was touched before;
-- `memcpy_new`: the same into a new tensor, which is what `recv_tensor` returns;
+- `memcpy_new`: the same into a new tensor;
 - `bare`: one message asks, `sendall` answers, `recv_into` of the full remainder receives;
-- `ask`: the same through the pipe, the answer by key, into a new tensor;
-- `receive`: `recv_tensor` by key alone, of what was sent before, last key first;
+- `receive`: `recv_tensor` by key, of what was sent before, last key first, into such memory;
+- `receive_new`: the same into a new tensor;
+- `ask`, `ask_new`: a message asks through the pipe, the answer is sent then, and received by key;
 
 and the ratios of their speeds (medians of per-round ratios, so that a slow moment of the machine
-falls on both sides): `receive` to a memcpy, `ask` to the bare socket and to a memcpy in
-and one out.
+falls on both sides). `targets` is what they are meant to be, and what they were. Then, for scale,
+the way of vLLM's first pipe over the CPU: a value set in torch's TCPStore by one process and got by
+the other (without the pickling of it).
 
     python -m benchmarks.pipes [--rounds 15] [SCHEME ...]
 """
@@ -27,18 +29,22 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
+import torch.distributed as dist
 
-from benchmarks.gauge import emit, machine, paired_ratio, seconds_of
+from benchmarks.gauge import emit, machine, paired_ratio, seconds_of, target
 from lookup_buffer.arena import copy_bytes
-from lookup_buffer.codec import writable_bytes
+from lookup_buffer.codec import torch_version, writable_bytes
 from lookup_buffer.pipes import KVPipe, open_pipe
 
-SIZES_BYTES: Final = (16 << 10, 64 << 10, 1 << 20, 8 << 20, 64 << 20)
+_dist: Any = dist  # its types leave out most of what is used here
+SIZES_BYTES: Final = (16 << 10, 64 << 10, 1 << 20, 2 << 20, 8 << 20, 64 << 20)
 ROUND_BYTES: Final = 128 << 20
 MESSAGES_MAX: Final = 100
+FIRST_PIPE_BYTES: Final = (1 << 20, 8 << 20, 64 << 20)
+FIRST_PIPE_MESSAGES: Final = 5
 TIMEOUT_SECONDS: Final = 60.0
 SIZE: Final = struct.Struct(">Q")
 DIRECTORY: Final = tempfile.gettempdir()
@@ -102,13 +108,16 @@ class Ways:
         return self._repeated(self._fetch_bare)
 
     def ask(self) -> float:
-        return self._repeated(self._fetch)
+        return self._repeated(lambda: self._fetch(self._target))
+
+    def ask_new(self) -> float:
+        return self._repeated(lambda: self._fetch(None))
 
     def receive(self) -> float:
-        self._pipe.send_tensor(torch.tensor([self._nbytes, self._messages]))
-        self._pipe.recv_tensor("all sent")
-        keys = [f"answer-{number}" for number in reversed(range(self._messages))]
-        return seconds_of(lambda: self._receive(keys)) / len(keys)
+        return self._received(self._target)
+
+    def receive_new(self) -> float:
+        return self._received(None)
 
     def _copy(self, targets: Callable[[], torch.Tensor]) -> None:
         for source in self._sources:
@@ -116,9 +125,15 @@ class Ways:
             copy_bytes(target.data_ptr(), source.data_ptr(), self._nbytes)
             del target  # before the next one is made: the allocator may use its memory again
 
-    def _receive(self, keys: list[str]) -> None:
+    def _received(self, out: torch.Tensor | None) -> float:
+        self._pipe.send_tensor(torch.tensor([self._nbytes, self._messages]))
+        self._pipe.recv_tensor("all sent")
+        keys = [f"answer-{number}" for number in reversed(range(self._messages))]
+        return seconds_of(lambda: self._receive(keys, out)) / len(keys)
+
+    def _receive(self, keys: list[str], out: torch.Tensor | None) -> None:
         for key in keys:
-            self._pipe.recv_tensor(key, timeout=TIMEOUT_SECONDS)
+            self._pipe.recv_tensor(key, timeout=TIMEOUT_SECONDS, out=out)
 
     def _fetch_bare(self) -> None:
         buffer = writable_bytes(self._target)
@@ -127,9 +142,9 @@ class Ways:
         while got < self._nbytes:
             got += self._bare.recv_into(buffer[got:])
 
-    def _fetch(self) -> None:
+    def _fetch(self, out: torch.Tensor | None) -> None:
         self._pipe.send_tensor(torch.tensor([self._nbytes, 1]))
-        self._pipe.recv_tensor("answer-0", timeout=TIMEOUT_SECONDS)
+        self._pipe.recv_tensor("answer-0", timeout=TIMEOUT_SECONDS, out=out)
 
     def _repeated(self, action: Callable[[], object]) -> float:
         start = time.perf_counter()
@@ -138,46 +153,107 @@ class Ways:
         return (time.perf_counter() - start) / self._messages
 
 
-NAMES: Final = ("memcpy", "memcpy_new", "bare", "ask", "receive")
+NAMES: Final = ("memcpy", "memcpy_new", "bare", "receive", "receive_new", "ask", "ask_new")
+RATIOS: Final = (
+    ("receive", "memcpy"), ("receive_new", "memcpy_new"), ("receive", "bare"),
+    ("ask", "memcpy"), ("ask", "bare"), ("ask_new", "bare"),
+)  # fmt: skip
 
 
-def measure(ways: Ways, nbytes: int, rounds: int) -> dict[str, object]:
+def measure(ways: Ways, nbytes: int, rounds: int) -> dict[str, Any]:
     seconds: dict[str, list[float]] = {name: [] for name in NAMES}
     for number in range(rounds + 1):
         for name in NAMES:
             spent = getattr(ways, name)()
             if number:  # the first is to warm up
                 seconds[name].append(spent)
-    result: dict[str, object] = {"payload_bytes": nbytes}
+    result: dict[str, Any] = {"payload_bytes": nbytes}
     for name, values in seconds.items():
         result[f"{name}_us"] = round(statistics.median(values) * 1e6, 1)
-    copies = [a + b for a, b in zip(seconds["memcpy"], seconds["memcpy_new"], strict=True)]
-    result["receive_speed_over_memcpy"] = paired_ratio(seconds["memcpy"], seconds["receive"])
-    result["receive_speed_over_memcpy_new"] = paired_ratio(
-        seconds["memcpy_new"], seconds["receive"]
-    )
-    result["ask_speed_over_two_memcpy"] = paired_ratio(copies, seconds["ask"])
-    result["ask_speed_over_bare"] = paired_ratio(seconds["bare"], seconds["ask"])
+    for ours, theirs in RATIOS:
+        result[f"{ours}_speed_over_{theirs}"] = paired_ratio(seconds[theirs], seconds[ours])
+    twice = [2 * one for one in seconds["memcpy"]]
+    result["ask_speed_over_two_memcpy"] = paired_ratio(twice, seconds["ask"])
     return result
 
 
-def measured(scheme: str, rounds: int) -> list[dict[str, object]]:
+def measured(scheme: str, rounds: int) -> list[dict[str, Any]]:
     listener = bare_listener(scheme)
     bare_address = listener.getsockname()
-    with listener, open_pipe(LISTENING[scheme], listen=True) as pipe:
-        process = multiprocessing.get_context("spawn").Process(
-            target=serve, args=(pipe.uri, bare_address), daemon=True
-        )
-        process.start()
-        bare, _ = listener.accept()
-        with bare:
-            if not isinstance(bare_address, str):
-                bare.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            results = [measure(Ways(pipe, bare, nbytes), nbytes, rounds) for nbytes in SIZES_BYTES]
-        pipe.send_tensor(None)
+    try:
+        with listener, open_pipe(LISTENING[scheme], listen=True) as pipe:
+            process = multiprocessing.get_context("spawn").Process(
+                target=serve, args=(pipe.uri, bare_address), daemon=True
+            )
+            process.start()
+            listener.settimeout(TIMEOUT_SECONDS)
+            bare, _ = listener.accept()
+            with bare:
+                if not isinstance(bare_address, str):
+                    bare.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                results = [measure(Ways(pipe, bare, n), n, rounds) for n in SIZES_BYTES]
+            pipe.send_tensor(None)
+        process.join(TIMEOUT_SECONDS)
+    finally:
+        if isinstance(bare_address, str):
+            Path(bare_address).unlink()
+    return results
+
+
+def targets_of(scheme: str, results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """`receive` is a load of what the sender has put there, `ask` one of what is still to be sent,
+    which in shared memory is two copies: in and out."""
+    found = []
+    for result in results:
+        nbytes = result["payload_bytes"]
+        over = partial(target, payload_bytes=nbytes)
+        large = nbytes >= 8 << 20
+        if scheme == "shm":
+            if nbytes >= 2 << 20:
+                ratio = result["receive_speed_over_memcpy"]
+                found.append(over("receive: speed over memcpy", ratio, at_least=0.9))
+            if large:
+                ratio = result["ask_speed_over_two_memcpy"]
+                found.append(over("ask: speed over two memcpy", ratio, at_least=0.8))
+            else:
+                more = round(result["ask_us"] - 2 * result["memcpy_us"], 1)
+                found.append(over("ask: us more than two memcpy", more, at_most=100.0))
+        else:
+            for way in ("receive", "ask"):
+                ratio = result[f"{way}_speed_over_bare"]
+                name, least = f"{way}: speed over a bare socket", 0.9 if large else 0.5
+                found.append(over(name, ratio, at_least=least))
+    return found
+
+
+def get_from_store(port: int) -> None:
+    store = _dist.TCPStore("127.0.0.1", port, use_libuv=False)
+    for nbytes in FIRST_PIPE_BYTES:
+        for number in range(FIRST_PIPE_MESSAGES):
+            store.wait([f"{nbytes}/{number}"])
+            torch.frombuffer(bytearray(store.get(f"{nbytes}/{number}")), dtype=torch.uint8)
+            store.set(f"{nbytes}/{number}/got", b"")
+            store.delete_key(f"{nbytes}/{number}")
+
+
+def first_pipe() -> list[dict[str, Any]]:
+    store = _dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, use_libuv=False)
+    process = multiprocessing.get_context("spawn").Process(
+        target=get_from_store, args=(store.port,), daemon=True
+    )
+    process.start()
+    results = []
+    for nbytes in FIRST_PIPE_BYTES:
+        value = bytes(nbytes)
+        spent = []
+        for number in range(FIRST_PIPE_MESSAGES):
+            start = time.perf_counter()
+            store.set(f"{nbytes}/{number}", value)
+            store.wait([f"{nbytes}/{number}/got"])
+            spent.append(time.perf_counter() - start)
+        microseconds = round(statistics.median(spent[1:]) * 1e6, 1)
+        results.append({"payload_bytes": nbytes, "store_us": microseconds})
     process.join(TIMEOUT_SECONDS)
-    if isinstance(bare_address, str):
-        Path(bare_address).unlink()
     return results
 
 
@@ -187,7 +263,17 @@ def main() -> None:
     parser.add_argument("schemes", nargs="*", default=list(LISTENING), metavar="SCHEME")
     arguments = parser.parse_args()
     results = {scheme: measured(scheme, arguments.rounds) for scheme in arguments.schemes}
-    emit({"benchmark": "pipes", "rounds": arguments.rounds, **machine(), "results": results})
+    targets = {scheme: targets_of(scheme, found) for scheme, found in results.items()}
+    about = {"rounds": arguments.rounds, "torch": torch_version(), **machine()}
+    emit(
+        {
+            "benchmark": "pipes",
+            **about,
+            "targets": targets,
+            "results": results,
+            "first_pipe": first_pipe(),
+        }
+    )
 
 
 if __name__ == "__main__":

@@ -10,32 +10,35 @@ waits there for longer than it is told to.
 import enum
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from connectors.counters import Counters
+from connectors.ec_claimant import Claimant
 from connectors.ec_encodes import EngineEncodes
 from connectors.ec_engine_cache import EngineCache
 from connectors.ec_shape import EngineShape
 from connectors.ec_watch import RequestWatch, WatchedItem
 from connectors.media import Carried
 from connectors.settings import ConnectorSettings
-from lookup_buffer.claimed import ClaimSet, ClaimSetState
+from lookup_buffer.claimed import ClaimSetState
 from lookup_buffer.key import TensorKey
 
 if TYPE_CHECKING:
     from lookup_buffer.client import LookupBuffer
     from lookup_buffer.prefetched import Prefetched
 
-INTENT_SECONDS = 0.8
+INTENT_SECONDS = 0.6
 """How long an intent is relied on. The node lets it live for a second, and has to hear before that
-is over that the encode has begun."""
+is over that the encode has begun, also on a host that is short of processors."""
 WAIT_PER_ENCODE = 5.0
 """Whoever waits for another's encode waits so many times as long as one took here."""
 WAIT_SECONDS_MIN = 10.0
 WAIT_SECONDS_MAX = 60.0
 LATE_MAX = 2
-"""A request whose grants vLLM sees too late so often encodes all the same."""
+"""A request whose grants vLLM sees too late so often in succession encodes all the same."""
+LATE_SECONDS = 0.02
+"""What one pass waits for answers where grants came too late: the pass before took much longer, and
+so will the next, by which the next grant would be as late."""
 ASK_AGAIN_MAX = 2
 """What is said to be stored, and did not come when asked for again so often, is encoded here."""
 
@@ -48,31 +51,6 @@ class Verdict(enum.Enum):
     ENCODE = enum.auto()
     ASK = enum.auto()
     """It was published: ask for the bytes again."""
-
-
-@dataclass(slots=True, eq=False)
-class _Claimant:
-    """One request that asked for claims, until it finished."""
-
-    until: float
-    """End of its one budget of waiting for others; set when it first asks, never again."""
-    keys: dict[str, TensorKey] = field(default_factory=dict)
-    """Of the items that it asked for, by their identifiers."""
-    asked: ClaimSet | None = None
-    """None once the answer was seen."""
-    ungranted_at: float = 0.0
-    """When it was last seen that nothing is granted yet: the grant is no older."""
-    late: int = 0
-    """How often a grant was seen only when it may have been another's again."""
-    answer_by: float = 0.0
-    """A node that did not even say that another is at it by then is not waited for."""
-    waited: bool = False
-    lapses_at: float = math.inf
-    """When the intents that were granted are free again."""
-    despite: set[str] = field(default_factory=set)
-    """Items that another is encoding still."""
-    asked_again: dict[str, int] = field(default_factory=dict)
-    """By the text of a key: how often it was said to be stored."""
 
 
 class EcClaims:
@@ -94,11 +72,13 @@ class EcClaims:
         self._counters = counters
         self._clock = clock
         self.enabled = shape.is_producer and settings.claim_wait_seconds != 0
-        self._claimants: dict[str, _Claimant] = {}
+        self._claimants: dict[str, Claimant] = {}
         self._users: dict[str, set[str]] = {}
         """Item → requests that asked for its claim and did not give it up."""
         self._intents: set[str] = set()
         """Items whose claim is, or may be, this engine's, and that were not allocated since."""
+        self._late_seconds_left = LATE_SECONDS
+        self._encodes_begun = 0
         self._encodes = EngineEncodes(
             shape.steps_in_flight, settings.claim_lease_seconds / 3, clock=clock
         )
@@ -128,7 +108,7 @@ class EcClaims:
         if not self._may_claim_ahead(watch, items, ordered):
             return self._buffer.prefetch(ordered, timeout=timeout)
         now = self._clock()
-        claimant = self._claimants[watch.request_id] = _Claimant(now + self.wait_seconds)
+        claimant = self._claimants[watch.request_id] = Claimant(now + self.wait_seconds)
         self._begin(watch, claimant, keys, now)
         handles, claimant.asked = self._buffer.prefetch_and_claim(
             ordered, wait_seconds=claimant.until - now, timeout=timeout
@@ -158,7 +138,7 @@ class EcClaims:
         now = self._clock()
         claimant = self._claimants.get(watch.request_id)
         if claimant is None:
-            claimant = self._claimants[watch.request_id] = _Claimant(now + self.wait_seconds)
+            claimant = self._claimants[watch.request_id] = Claimant(now + self.wait_seconds)
         elif claimant.asked is not None and claimant.keys.keys() == missing:
             claimant.answer_by = now + self._settings.fetch_wait_seconds
             claimant.asked.hear(timeout)
@@ -175,15 +155,16 @@ class EcClaims:
         return True
 
     def _begin(
-        self, watch: RequestWatch, claimant: _Claimant, keys: dict[str, TensorKey], now: float
+        self, watch: RequestWatch, claimant: Claimant, keys: dict[str, TensorKey], now: float
     ) -> None:
         claimant.keys = keys
+        claimant.encodes_seen = self._encodes_begun
         for identifier in keys:
             self._users.setdefault(identifier, set()).add(watch.request_id)
         claimant.ungranted_at = now
         claimant.answer_by = now + self._settings.fetch_wait_seconds
 
-    def _claim(self, claimant: _Claimant, now: float, timeout: float) -> None:
+    def _claim(self, claimant: Claimant, now: float, timeout: float) -> None:
         claimant.asked = self._buffer.claim_all(
             sorted(claimant.keys.values(), key=lambda key: key.text),
             wait_seconds=claimant.until - now,
@@ -208,7 +189,8 @@ class EcClaims:
                 claimant.late += 1
                 self._counters.add("claim:late")
                 self._begin(watch, claimant, claimant.keys, now)
-                self._claim(claimant, now, timeout)
+                self._claim(claimant, now, max(timeout, self._late_seconds_left))
+                self._late_seconds_left -= self._clock() - now
         verdict = self._look(watch.request_id, claimant)
         if verdict is Verdict.ASK:
             watch.absent.difference_update(claimant.keys)
@@ -235,13 +217,20 @@ class EcClaims:
         watch.absent.difference_update(claimant.keys)
         return True
 
-    def _look(self, request_id: str, claimant: _Claimant) -> Verdict:
+    def _look(self, request_id: str, claimant: Claimant) -> Verdict:
         asked = claimant.asked
         if asked is None:
             return Verdict.ENCODE
         if asked.holder and not claimant.waited:
             claimant.waited = True
             self._counters.add("claim:waited")
+        if claimant.encodes_seen != self._encodes_begun:
+            claimant.encodes_seen = self._encodes_begun
+            if asked.state in (ClaimSetState.PENDING, ClaimSetState.GRANTED):
+                for identifier, key in claimant.keys.items():
+                    if request_id not in self._users.get(identifier, ()):
+                        # Another request of this engine has come to encode it meanwhile.
+                        return self._stored(request_id, claimant, key.text)
         match asked.state:
             case ClaimSetState.PENDING:
                 bound = claimant.until if asked.holder else claimant.answer_by
@@ -259,18 +248,16 @@ class EcClaims:
             case ClaimSetState.FAILED:
                 return self._refused(request_id, claimant, "failed")
 
-    def _granted(self, request_id: str, claimant: _Claimant) -> Verdict:
+    def _granted(self, request_id: str, claimant: Claimant) -> Verdict:
         self._counters.add("claim:granted")
-        for identifier, key in claimant.keys.items():
-            if request_id not in self._users.get(identifier, ()):
-                # Ours because another request of this engine has come to encode it meanwhile.
-                return self._stored(request_id, claimant, key.text)
+        if self._clock() < claimant.ungranted_at + INTENT_SECONDS:
+            claimant.late = 0
         claimant.asked = None
         claimant.lapses_at = claimant.ungranted_at + INTENT_SECONDS
         self._intents.update(claimant.keys)
         return Verdict.ENCODE
 
-    def _stored(self, request_id: str, claimant: _Claimant, key: str) -> Verdict:
+    def _stored(self, request_id: str, claimant: Claimant, key: str) -> Verdict:
         times = claimant.asked_again[key] = claimant.asked_again.get(key, 0) + 1
         if times > ASK_AGAIN_MAX:
             return self._refused(request_id, claimant, "out_of_reach")
@@ -278,7 +265,7 @@ class EcClaims:
         self._give_up(request_id, claimant)
         return Verdict.ASK
 
-    def _refused(self, request_id: str, claimant: _Claimant, reason: str) -> Verdict:
+    def _refused(self, request_id: str, claimant: Claimant, reason: str) -> Verdict:
         """Encode all the same, without the claims."""
         self._counters.add(f"claim:{reason}")
         if reason == "held":
@@ -292,7 +279,7 @@ class EcClaims:
         if claimant is not None:
             self._give_up(request_id, claimant)
 
-    def _give_up(self, request_id: str, claimant: _Claimant) -> None:
+    def _give_up(self, request_id: str, claimant: Claimant) -> None:
         """Wait no longer, and give back what no other request of this engine wants."""
         asked, claimant.asked = claimant.asked, None
         claimant.lapses_at = math.inf
@@ -329,20 +316,28 @@ class EcClaims:
             self._counters.add("encode:despite_holder")
         self._intents.discard(identifier)
         self._encodes.begin(identifier, key)
+        self._encodes_begun += 1
         users = self._users.pop(identifier, set())
         if claimant is not None:
             self._pledge(request_id, claimant)
         return users
 
-    def _pledge(self, request_id: str, claimant: _Claimant) -> None:
+    def _pledge(self, request_id: str, claimant: Claimant) -> None:
         """The request runs now and will not wait any more: its other items come in later steps, by
         which its intents would long have lapsed."""
         for identifier, key in claimant.keys.items():
             if identifier in self._intents and request_id in self._users.get(identifier, ()):
                 self._encodes.pledge(request_id, identifier, key)
 
+    def not_run(self, identifier: str) -> None:
+        """vLLM took the step's encode of the item back: it preempted the request in that pass."""
+        key = self._encodes.drop(identifier)
+        if key is not None:
+            self._buffer.unclaim([key])
+
     def end_pass(self, step: int, *, dispatched: bool) -> None:
         """A step was built; `dispatched`: with all that was allocated and not dispatched before."""
+        self._late_seconds_left = LATE_SECONDS
         due = self._encodes.end_pass(step, dispatched=dispatched)
         if due:
             self._buffer.encoding(due, lease_seconds=self._settings.claim_lease_seconds)

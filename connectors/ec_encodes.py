@@ -67,6 +67,11 @@ class EngineEncodes:
         if encode is not None and encode.pledged_by == request_id:
             del self._encodes[identifier]
 
+    def drop(self, identifier: str) -> TensorKey | None:
+        """It does not come about. Its key, where it was to."""
+        encode = self._encodes.pop(identifier, None)
+        return None if encode is None else encode.key
+
     def end_pass(self, step: int, *, dispatched: bool) -> list[TensorKey]:
         """A step was built; `dispatched`: with all that was allocated and not dispatched before.
 

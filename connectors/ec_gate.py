@@ -34,8 +34,7 @@ class EcGate:
     """One watch per request with multimodal items, from first sight until it finished.
 
     Args:
-        pins: where prefetched items are kept; shared with `EcScheduler`.
-        claims: who encodes what is missing; shared with `EcScheduler`.
+        pins, claims: what was prefetched, who encodes the rest; shared with `EcScheduler`.
         engine_cache: what vLLM itself holds; kept by `EcScheduler`.
         answers: what `has_cache_item` said in this pass; a "no" that is no longer true is removed.
         metadata_fields: see `carried_by`.

@@ -9,7 +9,7 @@ are pinned on this host. A promise that does not load kills the engine.
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -81,6 +81,8 @@ class EcScheduler:
         self._allocated: dict[str, str] = {}
         """Items that vLLM made room for in this pass, and for which request it last did."""
         self._saves: dict[str, str] = {}
+        self._encodes: list[tuple[str, str, int]] = []
+        """Of this pass: identifier, request, and position in it."""
         self.gate = EcGate(
             buffer,
             settings,
@@ -133,6 +135,7 @@ class EcScheduler:
         self.gate.allocated(request.request_id, identifier, position.offset + position.length)
         if not is_hit:
             self.pins.discard(identifier)
+            self._encodes.append((identifier, request.request_id, index))
             self._encode(request, feature)
         elif not self._shape.is_consumer:
             self.counters.add("encode_skipped")
@@ -193,6 +196,7 @@ class EcScheduler:
         # V1 workers skip a step without tokens before they come to us (encode-only ones do not).
         runs = scheduler_output.total_num_scheduled_tokens > 0 or not self._shape.is_consumer
         if runs:
+            self._see_what_runs(scheduler_output.scheduled_encoder_inputs)
             metadata.mm_datas = [load for load, _ in self._loads.values()]
             metadata.saves = self._saves
             self.pins.fly(self._step, [pin for _, pin in self._loads.values() if pin is not None])
@@ -204,6 +208,12 @@ class EcScheduler:
         self._allocated.clear()
         self.gate.end_pass(is_idle=not scheduler_output.total_num_scheduled_tokens)
         return metadata
+
+    def _see_what_runs(self, scheduled: Mapping[str, Sequence[int]]) -> None:
+        for identifier, request_id, index in self._encodes:
+            if index not in scheduled.get(request_id, ()):
+                self.claims.not_run(identifier)
+        self._encodes.clear()
 
     def close(self) -> None:
         """The engine ends: nothing is held any more, and the client with it. Idempotent."""

@@ -54,17 +54,16 @@ def header_of(tensor: torch.Tensor | None) -> TensorHeader:
     return _header_of(_strided(tensor))
 
 
-def copy_of(value: Value) -> Value:
-    """What a receiver gets of this value: a contiguous CPU tensor of its own.
+def copy_of(value: Value, out: torch.Tensor | None = None) -> Value:
+    """What a receiver gets of this value: a contiguous CPU tensor of its own, or `out`.
 
     Raises:
         CodecError: a tensor of a kind that is not carried.
     """
     if value is None:
         return None
-    header = header_of(value)
     owner, address, nbytes = contiguous_bytes(value)
-    copy = empty_tensor(header)
+    copy = empty_tensor(header_of(value)) if out is None else out
     copy_into(copy, address, nbytes)
     del owner  # kept until here: the address is its
     return copy
@@ -98,9 +97,13 @@ def empty_tensor(header: TensorHeader) -> torch.Tensor:
     """A new CPU tensor of this dtype and shape, with unspecified content.
 
     Raises:
-        CodecError: the header is that of a None, or this torch lacks its dtype.
+        CodecError: the header is that of a None, this torch lacks its dtype, or the memory.
     """
-    return _empty(header.shape, _torch_dtype(header))
+    dtype = _torch_dtype(header)
+    try:
+        return _empty(header.shape, dtype)
+    except RuntimeError as error:  # what torch says where the system refuses memory
+        raise CodecError(f"no memory for a tensor of {header.nbytes} bytes") from error
 
 
 def tensor_over(buffer: bytes | bytearray | memoryview, header: TensorHeader) -> torch.Tensor:
@@ -140,6 +143,19 @@ def check_out(out: torch.Tensor, header: TensorHeader) -> None:
     strided = zip(_strided(out).shape, out.stride(), strict=True)
     if any(size > 1 and stride == 0 for size, stride in strided):
         raise CodecError("out is an expanded tensor: its elements share memory")
+
+
+def check_place(out: torch.Tensor, header: TensorHeader, device: str | torch.device) -> None:
+    """Refuse a destination whose own memory this value cannot be received into.
+
+    Raises:
+        CodecError: see `check_out`; also where it is not contiguous, or on another device.
+    """
+    check_out(out, header)
+    if not out.is_contiguous() or out.is_conj() or out.is_neg():
+        raise CodecError(f"out has strides {out.stride()}: it is not a contiguous tensor")
+    if out.device != torch.device(device):
+        raise CodecError(f"out is on {out.device}, and this is received to {device}")
 
 
 def destination(out: torch.Tensor | None, header: TensorHeader) -> torch.Tensor:
@@ -183,13 +199,26 @@ def _strided(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor without its gradient, if it is of a kind that is carried."""
     if not isinstance(tensor, torch.Tensor):
         raise CodecError(f"a {type(tensor).__name__} is not a tensor")
-    plain = tensor.detach()
+    # To detach gives away the interpreter lock, and where others want it that takes its time.
+    is_plain = type(tensor) is torch.Tensor and not tensor.requires_grad
+    plain = tensor if is_plain else tensor.detach()
     # A subclass that survives detach wraps its memory in something (fake, distributed, masked).
     if type(plain) is not torch.Tensor or plain.layout is not torch.strided or plain.is_nested:
         raise CodecError(f"a {type(plain).__name__} of layout {plain.layout} is not carried")
     if plain.is_meta:
         raise CodecError("a meta tensor has no bytes")
+    if plain.untyped_storage().nbytes() < _reach(plain):  # to read it would end the process
+        raise CodecError("a tensor whose storage was taken away has no bytes")
     return plain
+
+
+def _reach(plain: torch.Tensor) -> int:
+    """How many bytes of its storage it goes over, from the start."""
+    count = plain.numel()
+    if count and not plain.is_contiguous():
+        strided = zip(plain.shape, plain.stride(), strict=True)
+        count = 1 + sum((size - 1) * stride for size, stride in strided)
+    return (int(plain.storage_offset()) + count) * plain.itemsize if count else 0
 
 
 def _header_of(plain: torch.Tensor) -> TensorHeader:

@@ -22,6 +22,10 @@ class Frames(Protocol):
 
     def wait_readable(self, timeout: float) -> bool: ...
 
+    def writable(self) -> bool:
+        """Whether a frame with few bytes can be sent without waiting for anything."""
+        ...
+
     @property
     def failure(self) -> BaseException | None: ...
 

@@ -16,7 +16,7 @@ PROTOCOL_VERSION: Final = 1
 HELLO_BYTES: Final = 256
 """No header of a handshake is larger."""
 _NONCE_BYTES: Final = 32
-_REFUSED: Final = "refused: protocol version or token do not match"
+_REFUSED: Final = "refused: one end has no token, or another one"
 
 
 def introduce(link: Frames, token: str | None, deadline: float) -> None:
@@ -24,7 +24,9 @@ def introduce(link: Frames, token: str | None, deadline: float) -> None:
     mine = os.urandom(_NONCE_BYTES)
     _say(link, deadline, ["hello", PROTOCOL_VERSION, mine, token is not None])
     version, theirs, has_token = _hello(_hear(link, deadline))
-    if version != PROTOCOL_VERSION or has_token != (token is not None):
+    if version != PROTOCOL_VERSION:
+        raise _other_version(version)
+    if has_token != (token is not None):
         raise NodeRefused(_REFUSED)
     if token is not None:
         _say(link, deadline, ["proof", _proof(token, b"client", mine, theirs)])
@@ -32,9 +34,13 @@ def introduce(link: Frames, token: str | None, deadline: float) -> None:
 
 
 def admit(link: Frames, token: str | None, deadline: float) -> None:
-    """As the one who listens: a stranger learns nothing but that a token is wanted."""
+    """As the one who listens: a stranger learns nothing but the version, and whether a token is
+    wanted."""
     version, theirs, has_token = _hello(_hear(link, deadline))
-    if version != PROTOCOL_VERSION or has_token != (token is not None):
+    if version != PROTOCOL_VERSION:
+        _say(link, deadline, ["refused", PROTOCOL_VERSION])
+        raise _other_version(version)
+    if has_token != (token is not None):
         _refuse(link, deadline)
     mine = os.urandom(_NONCE_BYTES)
     _say(link, deadline, ["hello", PROTOCOL_VERSION, mine, token is not None])
@@ -54,9 +60,18 @@ def _hear(link: Frames, deadline: float) -> list[Any]:
     header = link.recv_header(deadline - time.monotonic()).header
     if not isinstance(header, list) or not header:
         raise ProtocolError("not a handshake message")
-    if header == ["refused"]:
-        raise NodeRefused(_REFUSED)
+    match header:
+        case ["refused"]:
+            raise NodeRefused(_REFUSED)
+        case ["refused", int(version)]:
+            raise _other_version(version)
     return header
+
+
+def _other_version(theirs: int) -> NodeRefused:
+    return NodeRefused(
+        f"refused: the other end speaks protocol version {theirs}, this one {PROTOCOL_VERSION}"
+    )
 
 
 def _refuse(link: Frames, deadline: float) -> NoReturn:

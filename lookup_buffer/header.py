@@ -98,10 +98,13 @@ class TensorHeader:
             raise ProtocolError("bad header: unknown dtype")
         if len(self.shape) > MAX_DIMENSIONS:
             raise ProtocolError(f"bad header: more than {MAX_DIMENSIONS} dimensions")
-        product = DTYPES[self.dtype]
+        product = reach = DTYPES[self.dtype]
         for size in self.shape:
-            # Every size is below 2**63, so 16 of them cannot grow this number without bound.
+            # Every size is below 2**63, so 16 of them cannot grow these numbers without bound.
             product *= _checked_int("a dimension", size, 0, 1 << 63)
+            reach *= size or 1
+        if reach >= 1 << 63:
+            raise ProtocolError("bad header: a shape that no tensor has, not even an empty one")
         if product != nbytes:
             raise ProtocolError("bad header: dtype and shape do not make nbytes")
 

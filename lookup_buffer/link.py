@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from select import POLLIN, poll
+from select import POLLIN, POLLOUT, poll
 from typing import Any, Final, Protocol
 
 from lookup_buffer.errors import NodeRefused, PipeBroken, PipeClosed
@@ -148,6 +148,14 @@ class Link:
             poller = poll()
             poller.register(self._socket, POLLIN)
             return bool(poller.poll(max(0.0, timeout) * 1000))
+
+    def writable(self) -> bool:
+        """Whether the kernel takes a small frame at once. It says so only where a good part of the
+        socket's buffer is free: 64 KiB and more."""
+        with self._guard:
+            poller = poll()
+            poller.register(self._socket, POLLOUT)
+            return bool(poller.poll(0))
 
     @property
     def closed(self) -> bool:

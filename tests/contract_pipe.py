@@ -132,6 +132,17 @@ class PipeContract:
         assert same(b.recv_tensor(TensorKey("hash"), timeout=SOON_SECONDS), block(10, 2))
         assert same(b.recv_tensor("hash@request", timeout=SOON_SECONDS), block(10, 1))
 
+    @pytest.mark.parametrize(
+        "key", ["", "\0", "\udcff\ud800", "é" * 2048, "k" * 4096], ids=["empty", *"0sék"]
+    )
+    def test_any_text_up_to_the_bound_is_a_key(self, ends: Ends, key: str) -> None:
+        a, b = ends
+        a.send_tensor(block(10), key)
+        assert same(b.recv_tensor(key, timeout=SOON_SECONDS), block(10))
+        for operation in (lambda k: a.send_tensor(None, k), b.recv_tensor):
+            with pytest.raises(InvalidKey):
+                operation(key + "k" * 4097)
+
     def test_several_under_one_key_come_in_order(self, ends: Ends) -> None:
         a, b = ends
         for number in range(5):
@@ -179,6 +190,62 @@ class PipeContract:
                 calls.append(threads.call(theirs.recv_tensor, f"k{n}", timeout=SOON_SECONDS))
         results = [call.result(SOON_SECONDS) for call in calls]
         assert sum(result is not None for result in results) == 8
+
+    # -- into the caller's tensor
+
+    @pytest.mark.parametrize("key", [None, "k"])
+    def test_out_is_filled_and_returned(self, ends: Ends, key: str | None) -> None:
+        a, b = ends
+        tensors = [
+            block(SMALL),
+            block(3 * LARGE).view(3, LARGE).t(),
+            block(LARGE).view(torch.bfloat16).view(2, -1),
+            block(24).lt(128),
+            torch.complex(torch.ones(3), torch.ones(3)).conj(),
+            torch.tensor(3.5),
+            torch.empty(0, 7),
+        ]
+        for tensor in tensors:
+            a.send_tensor(tensor, key)
+        for tensor in tensors:
+            out = torch.zeros(tensor.shape, dtype=tensor.dtype)
+            assert b.recv_tensor(key, timeout=SOON_SECONDS, out=out) is out
+            assert same(out, tensor)
+        a.send_tensor(None, key)
+        out = block(SMALL)
+        assert b.recv_tensor(key, timeout=SOON_SECONDS, out=out) is None
+        assert same(out, block(SMALL))
+
+    @pytest.mark.parametrize("nbytes", [SMALL, LARGE])
+    def test_what_out_does_not_fit_is_not_lost(self, ends: Ends, nbytes: int) -> None:
+        a, b = ends
+        for number in range(2):
+            a.send_tensor(block(2 * nbytes, number).view(2, nbytes), "k")
+        wrong = [
+            block(nbytes),
+            block(2 * nbytes),
+            block(2 * nbytes).view(torch.int8).view(2, nbytes),
+            block(2 * nbytes).view(nbytes, 2).t(),
+            block(nbytes).expand(2, nbytes),
+            torch.empty(2, nbytes, dtype=torch.uint8, device="meta"),
+        ]
+        for out in wrong:
+            for key in ("k", ANY_KEY):
+                with pytest.raises(CodecError):
+                    b.recv_tensor(key, timeout=SOON_SECONDS, out=out)
+        for number in range(2):
+            out = torch.empty(2, nbytes, dtype=torch.uint8)
+            b.recv_tensor("k", timeout=SOON_SECONDS, out=out)
+            assert same(out, block(2 * nbytes, number).view(2, nbytes))
+
+    def test_out_is_left_alone_where_nothing_came(self, ends: Ends) -> None:
+        a, b = ends
+        out = torch.zeros(LARGE, dtype=torch.uint8)
+        with pytest.raises(LookupTimeout):
+            b.recv_tensor("k", timeout=SHORT_SECONDS, out=out)
+        a.send_tensor(block(LARGE), "k")
+        assert same(b.recv_tensor("k", timeout=SOON_SECONDS), block(LARGE))
+        assert not out.any()
 
     # -- what travels
 

@@ -71,7 +71,9 @@ class PipeLimitsContract:
         tensor = block(nbytes, 2)
         waiting = threads.call(a.send_tensor, tensor, "wanted", timeout=SOON_SECONDS)
         assert not waiting.done()
-        assert same(b.recv_tensor("wanted", timeout=SOON_SECONDS), tensor)
+        out = torch.zeros_like(tensor)
+        assert b.recv_tensor("wanted", timeout=SOON_SECONDS, out=out) is out
+        assert same(out, tensor)
         waiting.result(SOON_SECONDS)
         assert same(b.recv_tensor("unwanted", timeout=SOON_SECONDS), block(LARGE, 1))
 

@@ -300,6 +300,31 @@ def test_what_another_request_came_to_encode_meanwhile_is_no_reason_to_encode_it
     assert len(bench.scheduler.claims) == 0
 
 
+def test_what_another_request_comes_to_encode_is_not_waited_for_any_longer() -> None:
+    """The node says nothing yet, for the engine itself is encoding it; vLLM's cache has it soon."""
+    bench = make_bench()
+    first, second = make_request("first", "A"), make_request("second", "A")
+    bench.ensure(first)
+    bench.buffer.fleet.settle(ClaimSetState.GRANTED)
+    assert not bench.ensure(second)
+    assert bench.ensure(first)
+    assert not bench.allocate(first)
+    bench.build()
+    assert bench.ensure(second)
+    assert len(claimed(bench)) == 2
+
+
+def test_an_encode_that_vllm_took_back_in_the_same_pass_holds_up_nobody() -> None:
+    bench = make_bench(ClaimSetState.GRANTED)
+    request = make_request("r", "A", "B")
+    assert bench.ensure(request)
+    bench.allocate(request, 0)
+    bench.allocate(request, 1)
+    bench.build(encoded={"r": [0]})
+    assert bench.buffer.fleet.given_back == ["B"]
+    assert bench.buffer.fleet.encoding == [(["A"], LEASE_SECONDS)]
+
+
 def test_keys_of_the_sets_are_the_keys_of_the_items() -> None:
     bench = make_bench()
     bench.ensure(make_request("r", "A%"))

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from connector_standins import make_request
-from connectors.ec_claims import LATE_MAX
+from connectors.ec_claims import INTENT_SECONDS, LATE_MAX, LATE_SECONDS
 from lookup_buffer.claimed import ClaimSetState
 from lookup_buffer.prefetched import PrefetchState
 from scheduler_bench import LEASE_SECONDS, WAIT_SECONDS, Bench, claimed, counted, make_bench
@@ -29,10 +29,10 @@ def test_an_intent_that_lapsed_before_vllm_had_room_is_asked_for_again() -> None
     bench = make_bench(ClaimSetState.GRANTED)
     request = make_request("r", "A")
     assert bench.ensure(request)
-    bench.clock.now += 0.7
+    bench.clock.now += 0.9 * INTENT_SECONDS
     assert bench.ensure(request)
     assert len(claimed(bench)) == 1
-    bench.clock.now += 0.4
+    bench.clock.now += 0.2 * INTENT_SECONDS
     bench.store("A")
     assert bench.ensure(request)
     assert bench.allocate(request), "another published it meanwhile"
@@ -66,6 +66,48 @@ def test_grants_that_vllm_always_looks_at_too_late_do_not_keep_a_request_back() 
     assert bench.ensure(request)
     assert not bench.allocate(request)
     assert counted(bench) == {"claim:late": LATE_MAX, "claim:granted": 1}
+
+
+def test_a_grant_that_was_seen_in_time_begins_the_count_anew() -> None:
+    """The request waits for a seat in vLLM for as long as others are served."""
+    bench = make_bench()
+    request = make_request("r", "A")
+    for _ in range(LATE_MAX + 1):
+        assert not bench.ensure(request)
+        bench.buffer.fleet.settle(ClaimSetState.GRANTED)
+        bench.clock.now += 1.0
+        assert not bench.ensure(request), "it never goes on without a claim"
+        bench.buffer.fleet.settle(ClaimSetState.GRANTED)
+        assert bench.ensure(request)
+        bench.build(0)
+        bench.clock.now += 1.0
+
+
+def test_answers_to_late_questions_are_waited_for_within_a_bound_for_each_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Passes are long, so the next grant would be seen too late as well."""
+    bench = make_bench()
+    requests = [make_request(name, name) for name in "abc"]
+    for request in requests:
+        assert not bench.ensure(request)
+        bench.buffer.fleet.settle(ClaimSetState.GRANTED)
+    ask, timeouts = bench.buffer.claim_all, []
+
+    def answered_after_a_while(keys: Any, *, wait_seconds: float, timeout: float) -> Any:
+        timeouts.append(timeout)
+        bench.clock.now += min(timeout, LATE_SECONDS * 0.7)
+        one = ask(keys, wait_seconds=wait_seconds, timeout=timeout)
+        one.state = ClaimSetState.GRANTED
+        return one
+
+    monkeypatch.setattr(bench.buffer, "claim_all", answered_after_a_while)
+    bench.build(0)
+    bench.clock.now += 1.0
+    assert [bench.ensure(request) for request in requests[:2]] == [True, True]
+    bench.build(0)
+    assert bench.ensure(requests[2])
+    assert timeouts == pytest.approx([LATE_SECONDS, 0.3 * LATE_SECONDS, LATE_SECONDS])
 
 
 def test_waiting_for_vllms_room_does_not_use_up_the_time_to_fetch_what_another_encoded() -> None:

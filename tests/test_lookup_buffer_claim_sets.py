@@ -235,6 +235,20 @@ def test_what_is_stored_here_or_elsewhere_is_not_granted(node_pair: Pair) -> Non
         assert free.outcome is ClaimOutcome.GRANTED
 
 
+def test_what_the_engine_itself_is_encoding_is_waited_for(node_pair: Pair) -> None:
+    """Its output may have left the engine's own cache before it is stored."""
+    first, second = keys(2)
+    seat = EngineSeat("encodes", None, 1)
+    with node_pair[0].client(engine=seat) as buffer:
+        buffer.encoding([first, second], lease_seconds=20.0)
+        waits, given_back = ask(buffer, [first]), ask(buffer, [second])
+        assert (waits.state, given_back.state) == (ClaimSetState.PENDING, ClaimSetState.PENDING)
+        buffer.insert(first, torch.ones(3))
+        assert settled(waits) is ClaimSetState.STORED
+        buffer.unclaim([second])
+        assert settled(given_back, 2.0) is ClaimSetState.GRANTED
+
+
 def test_prefetched_and_claimed_in_one_message(node_pair: Pair) -> None:
     nowhere, here, there = keys(3)
     with node_pair[0].client() as mine, node_pair[1].client() as other:
@@ -286,6 +300,9 @@ class _Held:
 
     def holds(self, session: object, address: object) -> bool:
         return False
+
+    def encoding_seconds(self, session: object, address: object) -> float:
+        return 0.0
 
     def claim(
         self, session: object, request: object, wanted: object, answer: Callable[[object], None]

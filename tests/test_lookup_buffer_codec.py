@@ -18,6 +18,7 @@ from lookup_buffer.codec import (
     check_out,
     contiguous_bytes,
     copy_into,
+    copy_of,
     empty_tensor,
     header_of,
     tensor_over,
@@ -250,6 +251,19 @@ def test_kinds_that_are_not_carried(tensor: torch.Tensor) -> None:
         contiguous_bytes(tensor)
     with pytest.raises(CodecError):
         header_of(tensor)
+
+
+@pytest.mark.parametrize("left", [0, 4 * 39])
+@pytest.mark.parametrize("view", [slice(None), slice(None, None, 3)])
+def test_a_tensor_without_its_storage_is_refused(left: int, view: slice) -> None:
+    """What sharded training leaves of a parameter; its address is 0."""
+    tensor = torch.ones(40)[view]
+    tensor.untyped_storage().resize_(left)
+    for use in (copy_of, contiguous_bytes, header_of):
+        with pytest.raises(CodecError, match="taken away"):
+            use(tensor)
+    tensor.untyped_storage().resize_(4 * 40)
+    assert copy_of(tensor) is not None
 
 
 def test_fake_and_foreign_values_are_not_carried() -> None:

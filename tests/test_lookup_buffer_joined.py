@@ -1,19 +1,38 @@
 """JoinedBuffer: what vLLM's first lookup buffer did, without what was wrong with it.
 
-Each defect of `SimpleBuffer` that was found has a test with its name.
+Each defect of `SimpleBuffer` that was found has a test with its name:
+
+1. a prefix is taken for the whole: test_no_prefix_is_taken_for_the_whole
+2. token ids from 100,000 on equal their neighbours: test_no_tolerance_between_large_token_ids
+3. a miss holds up all that comes after it: test_a_miss_holds_up_no_hit
+4. a full buffer and a consumer who wants another item wait for each other:
+   test_a_full_buffer_keeps_nobody_from_what_is_wanted
+5. an item larger than the buffer waits for ever: test_an_item_larger_than_the_buffer_is_refused
+6. None ends the handler: test_none_is_a_value, test_any_one_is_the_oldest
+7. a consumer's death loses an item without a word, and items are charged twice:
+   test_the_producer_is_told_of_a_consumers_death, test_an_item_is_charged_once
+   (that the item is there again is what hand-offs of `LookupBuffer` are for)
+8. tensors are sent under the buffer's lock: test_a_slow_consumer_stalls_no_insert
+9. its own stress test hangs: test_two_hundred_items_in_different_orders_with_room_for_two
+And of its connector: its thread keeps the process alive,
+   test_a_process_ends_whose_buffer_is_left_open
 """
 
 import random
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
-from contract_pipe import SHORT_SECONDS, SOON_SECONDS, Threads, same, threads
-from lookup_buffer.errors import BufferFull, ConfigError, LookupTimeout, TensorTooLarge
+from contract_pipe import SHORT_SECONDS, SOON_SECONDS, Threads, block, same, threads
+from lookup_buffer.errors import BufferFull, ConfigError, LookupTimeout, PipeBroken, TensorTooLarge
 from lookup_buffer.joined import JoinedBuffer
-from lookup_buffer.pipes import PipeLimits, open_pipe
+from lookup_buffer.pipes import KVPipe, PipeLimits, open_pipe
+from raw_pipe import RawEnd
 
 __all__ = ["threads"]
 ITEM = 100_000
@@ -33,6 +52,14 @@ def pair() -> Iterator[Pair]:
     yield pair
     for buffer in pair[::-1]:
         buffer.close()
+
+
+@pytest.fixture
+def pipe() -> Iterator[KVPipe]:
+    """A producer's, whose consumer is still to come."""
+    pipe = open_pipe("tcp://127.0.0.1:0", listen=True)
+    yield pipe
+    pipe.abort()
 
 
 @pytest.fixture
@@ -174,6 +201,61 @@ def test_none_is_a_value(pair: Pair, which: int) -> None:
     producer.insert(tokens, roi, *values)
     got = consumer.drop_select(tokens, roi, timeout=SOON_SECONDS)[2:]
     assert all(same(a, b) for a, b in zip(got, values, strict=True))
+
+
+def test_the_producer_is_told_of_a_consumers_death(pipe: KVPipe) -> None:
+    producer = JoinedBuffer(pipe)
+    with RawEnd(pipe) as consumer:
+        insert(producer, [1], 1)
+        assert consumer.heard()[:2] == ["offer", 1]
+        consumer.say(["pull", 1])
+    with pytest.raises(PipeBroken):
+        while True:  # until it has heard of the end
+            insert(producer, [2], 2)
+
+
+def test_an_item_is_charged_once(pipe: KVPipe) -> None:
+    producer, consumer = JoinedBuffer(pipe), JoinedBuffer(open_pipe(pipe.uri))
+    insert(producer, [1], 1)
+    assert 2 * ITEM < pipe.used_bytes < 2 * ITEM + 4096
+    assert select(consumer, [1]) == 1
+    deadline = time.monotonic() + SOON_SECONDS
+    while pipe.used_bytes and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert pipe.used_bytes == 0
+    consumer.close()
+
+
+def test_a_slow_consumer_stalls_no_insert(pipe: KVPipe) -> None:
+    producer = JoinedBuffer(pipe)
+    tokens, roi = torch.tensor([1]), torch.tensor([True])
+    with RawEnd(pipe) as consumer:
+        producer.insert(tokens, roi, block(64 << 20), None, None)
+        assert consumer.heard()[:2] == ["offer", 1]
+        consumer.say(["pull", 1])  # and reads nothing of it
+        started = time.monotonic()
+        for number in range(50):
+            insert(producer, [number], number, timeout=SOON_SECONDS)
+        assert time.monotonic() - started < SOON_SECONDS
+
+
+LEFT_OPEN = """
+import torch
+from lookup_buffer.joined import JoinedBuffer
+from lookup_buffer.pipes import open_pipe
+
+pipe = open_pipe("tcp://127.0.0.1:0", listen=True)
+producer, consumer = JoinedBuffer(pipe), JoinedBuffer(open_pipe(pipe.uri))
+tokens, roi = torch.tensor([1]), torch.tensor([True])
+producer.insert(tokens, roi, None, None, torch.ones(1 << 20))
+assert consumer.drop_select(tokens, roi)[4] is not None
+"""
+
+
+def test_a_process_ends_whose_buffer_is_left_open() -> None:
+    command = [sys.executable, "-c", LEFT_OPEN]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert run.returncode == 0, run.stderr
 
 
 def test_two_hundred_items_in_different_orders_with_room_for_two(small_pair: Pair) -> None:

@@ -193,12 +193,32 @@ def test_an_impostor_without_the_token_is_refused_by_the_client() -> None:
         pretending.result(TIMEOUT)
 
 
-def test_another_version_is_refused(stranger: tuple[Link, Server]) -> None:
+BOTH_VERSIONS = rf"version {PROTOCOL_VERSION + 1}, this one {PROTOCOL_VERSION}"
+
+
+def test_another_version_is_refused_and_both_are_named(stranger: tuple[Link, Server]) -> None:
     link, server = stranger
     link.send(hello(version=PROTOCOL_VERSION + 1), timeout=TIMEOUT)
-    assert link.recv_header(TIMEOUT) == (["refused"], 0)
-    with pytest.raises(NodeRefused):
+    assert link.recv_header(TIMEOUT) == (["refused", PROTOCOL_VERSION], 0)
+    with pytest.raises(NodeRefused, match=BOTH_VERSIONS):
         server.outcome.result(TIMEOUT)
+
+
+@pytest.mark.parametrize(
+    "answer", [["refused", PROTOCOL_VERSION + 1], hello(version=PROTOCOL_VERSION + 1)]
+)
+def test_who_connects_to_another_version_hears_of_both(answer: list[object]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+
+        def newer() -> None:
+            with Link(listener.accept()[0]) as link:
+                link.recv_header(TIMEOUT)
+                link.send(answer, timeout=TIMEOUT)
+
+        answering = pool.submit(newer)
+        with pytest.raises(NodeRefused, match=BOTH_VERSIONS):
+            connect("127.0.0.1", listener.getsockname()[1], token=TOKEN, timeout=TIMEOUT)
+        answering.result(TIMEOUT)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from hostile_files import hostile
 from lookup_buffer import messages
 from lookup_buffer.arena import Staging
 from lookup_buffer.header import TensorHeader
@@ -101,32 +102,8 @@ def node(node_pair: Pair) -> Iterator[NodeProcess]:
     at_rest(node, open_files=files)
 
 
-def frame(
-    header: bytes, *, magic: bytes = b"LB01", nbytes: int | None = None, payload: int = 0
-) -> bytes:
-    return struct.pack(">4sIQ", magic, len(header) if nbytes is None else nbytes, payload) + header
-
-
 STATS = encode_frame(messages.Stats(5).to_wire())
-GARBAGE = {
-    "noise": secrets.token_bytes(4096),
-    "http": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
-    "wrong magic": frame(b"\x80", magic=b"LB02"),
-    "no header": frame(b""),
-    "oversized": frame(b"", nbytes=(4 << 20) + 1),
-    "four gigabytes": frame(b"", nbytes=(1 << 32) - 1),
-    "payload": frame(STATS[16:], payload=1),
-    "an exabyte of payload": frame(STATS[16:], payload=1 << 60),
-    "no msgpack": frame(b"\xc1" * 8),
-    "half a map": frame(b"\x85\xa2op"),
-    "number": frame(b"\x07"),
-    "nested": frame(b"\x91" * 10_000 + b"\xc0"),
-    "list bomb": frame(b"\xdd\xff\xff\xff\xff" * 100),
-    "extension": frame(b"\xd4\x01\x00"),
-    "unknown op": encode_frame({"op": "drop tables", "id": 1}),
-    "list": encode_frame(["stats", 1]),
-    "good, then bad": STATS + b"garbage that is no frame",
-}
+GARBAGE = hostile("frames", "node") | {"noise": secrets.token_bytes(4096)}
 
 
 @pytest.mark.parametrize("session", [False, True])
@@ -164,7 +141,7 @@ def test_the_announced_is_not_allocated(node: NodeProcess) -> None:
     before = resident_bytes()
     hostile = [Raw(node) for _ in range(100)]
     for one in hostile:
-        one.socket.sendall(frame(b"", nbytes=4 << 20))
+        one.socket.sendall(struct.pack(">4sIQ", b"LB01", 4 << 20, 0))
     node.stats()
     assert resident_bytes() - before < 50 * MIB
     for one in hostile:

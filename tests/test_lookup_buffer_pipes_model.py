@@ -24,8 +24,16 @@ from hypothesis.stateful import (
 )
 
 from contract_pipe import block, same
-from lookup_buffer.errors import BufferFull, LookupTimeout, PipeBroken, PipeClosed, TensorTooLarge
+from lookup_buffer.errors import (
+    BufferFull,
+    CodecError,
+    LookupTimeout,
+    PipeBroken,
+    PipeClosed,
+    TensorTooLarge,
+)
 from lookup_buffer.pipes import ANY_KEY, PipeLimits, open_pipe
+from store import EmbeddedServer
 
 BUDGET = 300_000
 SIZES = (None, 0, 1, 5000, 65_536, 65_537, 150_000, BUDGET)
@@ -39,6 +47,7 @@ class Traffic(RuleBasedStateMachine):
 
     scheme = "inproc"
     directory: Path
+    server: EmbeddedServer
 
     @initialize()
     def open(self) -> None:
@@ -46,6 +55,8 @@ class Traffic(RuleBasedStateMachine):
             "inproc": f"inproc://model-{next(_names)}",
             "shm": f"shm://{self.directory}/model",
             "tcp": "tcp://127.0.0.1:0",
+            "redis": f"{self.server.url}?pipe=model-{next(_names)}",
+            "gloo": "gloo://127.0.0.1:0",
         }
         uri = addresses[self.scheme]
         limits = PipeLimits(buffer_bytes=BUDGET)
@@ -80,11 +91,18 @@ class Traffic(RuleBasedStateMachine):
         with pytest.raises(TensorTooLarge):
             self.a.send_tensor(block(BUDGET + 1))
 
-    @rule(key=st.sampled_from(KEYS))
-    def receive(self, key: str | None) -> None:
+    @rule(key=st.sampled_from(KEYS), into=st.booleans())
+    def receive(self, key: str | None, into: bool) -> None:
         if self.messages[key]:
             _, expected = self.messages[key].popleft()
-            assert same(self.b.recv_tensor(key, timeout=SOON_SECONDS), expected)
+            out = None
+            if into and expected is not None:
+                out = torch.empty_like(expected)
+                with pytest.raises(CodecError):  # it stays
+                    self.b.recv_tensor(key, timeout=SOON_SECONDS, out=torch.empty(7))
+            received = self.b.recv_tensor(key, timeout=SOON_SECONDS, out=out)
+            assert same(received, expected)
+            assert out is None or received is out
         else:
             with pytest.raises(LookupTimeout):
                 self.b.recv_tensor(key, timeout=0.0)
@@ -139,13 +157,19 @@ class Traffic(RuleBasedStateMachine):
             self.b.abort()
 
 
-@pytest.mark.parametrize("scheme", ["inproc", "shm", "tcp"])
-def test_random_traffic(scheme: str, tmp_path: Path) -> None:
-    machine = type("Machine", (Traffic,), {"scheme": scheme, "directory": tmp_path})
+# Those that take longer to open have fewer examples.
+@pytest.mark.parametrize(
+    ("scheme", "examples"), [("inproc", 30), ("shm", 30), ("tcp", 30), ("redis", 6), ("gloo", 15)]
+)
+def test_random_traffic(
+    scheme: str, examples: int, tmp_path: Path, valkey_server: EmbeddedServer
+) -> None:
+    parts = {"scheme": scheme, "directory": tmp_path, "server": valkey_server}
+    machine = type("Machine", (Traffic,), parts)
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=30,
+            max_examples=examples,
             stateful_step_count=40,
             deadline=None,
             suppress_health_check=list(HealthCheck),

@@ -11,7 +11,7 @@ import pytest
 from contract_pipe import LARGE, SMALL, SOON_SECONDS, Threads, block, closing, same, threads
 from lookup_buffer.errors import ConfigError, NodeRefused, PipeBroken, PipeError, PipeTimeout
 from lookup_buffer.pipes import PipeLimits, open_pipe
-from lookup_buffer.pipes.redis_link import CHUNK_BYTES, RedisLink, Session
+from lookup_buffer.pipes.redis_link import CHUNK_BYTES, LOOK_SECONDS, RedisLink, Session
 from lookup_buffer.pipes.resp import RespLane
 from servers import StartServer, flush, frozen
 from store import EmbeddedServer
@@ -146,6 +146,36 @@ def test_all_that_is_written_expires_and_an_orderly_end_leaves_nothing(
     # A beat that crossed the goodbye may be left, to expire.
     while names := {n for n in lives(valkey_server.url) if not n.endswith((b":up", b":down"))}:
         assert time.monotonic() < deadline, names
+
+
+def test_an_orderly_end_does_not_wait_for_somebody_to_look(valkey_server: EmbeddedServer) -> None:
+    """The other end has gone, and no connection to it ends: it says so."""
+    started = time.monotonic()
+    for _ in range(5):
+        a = open_pipe(URI.format(valkey_server.url), listen=True)
+        b = open_pipe(a.uri)
+        a.close()
+        b.close()
+    assert time.monotonic() - started < 2.5 * LOOK_SECONDS, "else one such time for each"
+
+
+def test_an_aborted_end_does_not_wait_for_somebody_to_look(
+    valkey_server: EmbeddedServer, closing: ExitStack
+) -> None:
+    started = time.monotonic()
+    for _ in range(5):
+        a = closing.enter_context(open_pipe(URI.format(valkey_server.url), listen=True))
+        b = open_pipe(a.uri)
+        b.send_tensor(None)
+        a.recv_tensor(timeout=SOON_SECONDS)
+        deadline = soon()
+        while b.used_bytes and time.monotonic() < deadline:
+            time.sleep(0.001)  # until it has nothing to say and can leave its word
+        b.abort()
+        with pytest.raises(PipeBroken):
+            a.recv_tensor(timeout=SOON_SECONDS)
+        a.close()
+    assert time.monotonic() - started < 2.5 * LOOK_SECONDS, "else one such time for each"
 
 
 def test_what_a_killed_end_leaves_expires(valkey_server: EmbeddedServer, threads: Threads) -> None:

@@ -288,7 +288,7 @@ def test_a_place_outside_of_the_memory_is_refused(
     hostile = _Hostile(uri, memory.descriptor)
     closing.callback(hostile.end)
     assert hostile.heard() == b"M"
-    offer = ["offer", 1, "k", header_of(block(4096)).to_fields()]
+    offer = ["offer", 1, b"k", header_of(block(4096)).to_fields()]
     if frame == "offer":
         hostile.say([*offer, at])
         receiving = threads.call(a.recv_tensor, "k", timeout=SOON_SECONDS)
@@ -316,7 +316,7 @@ def test_bytes_are_taken_from_their_place(
     for seed in range(2):
         placed = memory.put(writable_bytes(block(LARGE, seed)))
     assert placed is not None
-    offer = ["offer", 1, "k", header_of(block(LARGE)).to_fields()]
+    offer = ["offer", 1, b"k", header_of(block(LARGE)).to_fields()]
     hostile.say([*offer, placed[1]] if frame == "offer" else offer)
     receiving = threads.call(a.recv_tensor, "k", timeout=SOON_SECONDS)
     if frame == "data":

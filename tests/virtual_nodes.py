@@ -146,6 +146,15 @@ class VirtualNode:
     def holds(self, session: Any, address: Address) -> bool:
         return self.held.get(address[1], 0.0) > self.loop.now
 
+    @property
+    def holder(self) -> str:
+        return self.name
+
+    def encoding_seconds(self, session: Any, address: Address) -> float:
+        node, state, ends_at = self.store.claims.get(address[1], (None, "", 0.0))
+        is_ours = node is self and state == "encoding" and self.holds(session, address)
+        return max(0.0, ends_at - self.loop.now) if is_ours else 0.0
+
     def claim(self, session: Any, request: Claim, wanted: Callable[[], bool], answer: Any) -> None:
         def decide() -> None:
             fields = self.store.claim(self, request)

@@ -2,7 +2,8 @@
 
 An attempt takes the claims as intents in the order of the keys and stops at the first that another
 engine has; what it took newly is given back, and the next attempt follows when that one key was
-published or its claim may be free. So two who want the same keys in any order never hold each
+published or its claim may be free; likewise where the engine
+itself is encoding the key. So two who want the same keys in any order never hold each
 other up. Attempts and what else a session says of its claims take turns: none sees another's half
 work. Runs on the loop's thread.
 """
@@ -181,6 +182,11 @@ class ClaimSets:
             self._next(session)
             return
         address = (request.namespace, request.keys[index])
+        encoding_seconds = self.claims.encoding_seconds(session, address)
+        if encoding_seconds:  # its own output is on its way into the buffer
+            fields = {"holder": self.claims.holder, "remaining_seconds": encoding_seconds}
+            self._refused(wish, address, {"outcome": "held"} | fields)
+            return
         is_new = not self.claims.holds(session, address)
 
         def answered(fields: dict[str, Any]) -> None:

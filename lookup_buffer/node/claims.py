@@ -78,6 +78,7 @@ class _Question:
 class _Holding:
     session: Session
     ends_at: float
+    state: ClaimState
 
 
 @dataclass(slots=True)
@@ -141,6 +142,13 @@ class Claims:
         """Whether this engine has the claim, as far as is known here."""
         holding = self._held.get((_owner(session), address))
         return holding is not None and holding.ends_at > time.monotonic()
+
+    def encoding_seconds(self, session: Session, address: Address) -> float:
+        """How long the claim lasts by which this engine has said that it is encoding the key."""
+        holding = self._held.get((_owner(session), address))
+        if holding is None or holding.state is not ClaimState.ENCODING:
+            return 0.0
+        return max(0.0, holding.ends_at - time.monotonic())
 
     def inserted(self, session: Session, address: Address) -> None:
         """What this engine has a claim for is here: its publication drops the claim."""
@@ -208,7 +216,7 @@ class Claims:
             return
         # The store may grant it yet: then it has to be given back like any other.
         self._hold(question)
-        unasked = ClaimAnswer(True, self._holder, question.state, 0.0)
+        unasked = ClaimAnswer(True, self.holder, question.state, 0.0)
         self._settle(question, _fields("granted", unasked))
 
     def _settle(self, question: _Question, fields: dict[str, Any]) -> None:
@@ -229,12 +237,16 @@ class Claims:
         ends_at = time.monotonic() + question.lease_seconds
         if holding is not None:
             holding.ends_at = max(holding.ends_at, ends_at)
+            if question.state is ClaimState.ENCODING:
+                holding.state = question.state
             if question.wanted():
                 # An engine that attached again: the end of its last session, which may be noticed
                 # only now, must not give back what it goes on with.
                 holding.session = question.session
         elif question.wanted():
-            holding = self._held[owner, address] = _Holding(question.session, ends_at)
+            holding = self._held[owner, address] = _Holding(
+                question.session, ends_at, question.state
+            )
             self._forget_at_end((owner, address), holding)
         else:
             # Nobody is told of it, so nobody would ever give it back.
@@ -259,7 +271,7 @@ class Claims:
         self._lines.submit(place, partial(self._release, releasings, answer))
 
     @property
-    def _holder(self) -> str:
+    def holder(self) -> str:
         return f"{self.identity.node}:{self.identity.boot}"
 
     def _token(self, session: Session, address: Address) -> str:
@@ -277,7 +289,7 @@ class Claims:
             store = self.storage.store()
             found = store.claim(
                 *question.address,
-                holder=self._holder,
+                holder=self.holder,
                 token=question.token,
                 state=question.state,
                 lease_seconds=question.lease_seconds,

@@ -6,9 +6,10 @@ but those of the pair's connection, which is bound to the addresses of the contr
 """
 
 import atexit
+import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any, Final
 from weakref import WeakSet
@@ -74,17 +75,18 @@ class GlooCommunicator:
         self._answer: Any = None
         """Kept until it has gone out: the sender says nothing more before."""
         self._changed = threading.Condition()
-        self._users = 0
+        self._deadlines: list[float] = []
+        """Of those who use it now."""
         self._group: Any = None
         # The options have an underscore, and are the only way to bind a group to an address.
         options = Gloo._Options()
-        options._timeout = _until(deadline)
+        options._timeout = until(deadline)
         options._threads = 1  # of collectives, which are not used
         try:
             options._devices = [Gloo.create_device(hostname=host)]
             self._group = Gloo(_ExchangeStore(exchange, deadline), rank, 2, options)
         except RuntimeError as error:
-            raise _failure(error, deadline) from error
+            raise _failure([deadline]) from error
         _alive.add(self)
 
     def send(self, memory: memoryview, timeout: float) -> None:
@@ -99,13 +101,13 @@ class GlooCommunicator:
             group.send([_flat(memory)], self._other, _DATA),
             group.send([_byte()], self._other, _OVER),
         ]
-        received.wait(_until(deadline))
+        received.wait(until(deadline))
         del under_way  # kept until here: Gloo drops what nobody keeps
 
     def _recv(self, group: Any, memory: memoryview, deadline: float) -> None:
         payload = group.recv([_flat(memory)], self._other, _DATA)
-        group.recv([_byte()], self._other, _OVER).wait(_until(deadline))
-        payload.wait(_until(deadline))
+        group.recv([_byte()], self._other, _OVER).wait(until(deadline))
+        payload.wait(until(deadline))
         self._answer = group.send([_byte()], self._other, _RECEIVED)
 
     def _use(self, move: Callable[..., None], memory: memoryview, timeout: float) -> None:
@@ -113,15 +115,17 @@ class GlooCommunicator:
         with self._changed:
             if self._group is None:
                 raise PipeBroken("this end of the pipe was aborted")
-            self._users += 1
+            self._deadlines.append(deadline)
         failure = None
         try:
             move(self._group, memory, deadline)
-        except RuntimeError as error:
-            failure = _failure(error, deadline)
+        except RuntimeError:
+            # When the time of one passes Gloo ends the connection, and the other one hears of that.
+            with self._changed:
+                failure = _failure(self._deadlines)
         finally:
             with self._changed:
-                self._users -= 1
+                self._deadlines.remove(deadline)
                 self._changed.notify_all()
         if failure is not None:
             raise failure  # here, so that it keeps no frame, and so no group
@@ -136,7 +140,7 @@ class GlooCommunicator:
                 self._group.recv([_byte()], self._other, _ABORT).wait(_AT_ONCE)
             except RuntimeError:
                 pass  # as it is to be
-            self._changed.wait_for(lambda: not self._users, ABORT_SECONDS)
+            self._changed.wait_for(lambda: not self._deadlines, ABORT_SECONDS)
             self._group = self._answer = None
 
 
@@ -158,12 +162,14 @@ def _flat(memory: memoryview) -> Value:
     return tensor_over(memory, TensorHeader.for_tensor("uint8", (memory.nbytes,)))
 
 
-def _until(deadline: float) -> timedelta:
-    return max(_AT_ONCE, timedelta(seconds=deadline - time.monotonic()))
+def until(deadline: float) -> timedelta:
+    """Up to that time, and never less: Gloo counts whole milliseconds, and drops the rest."""
+    left = math.ceil((deadline - time.monotonic()) * 1000)
+    return max(_AT_ONCE, timedelta(milliseconds=left))
 
 
-def _failure(error: RuntimeError, deadline: float) -> PipeError:
-    if time.monotonic() >= deadline:
+def _failure(deadlines: Iterable[float]) -> PipeError:
+    if any(time.monotonic() >= deadline for deadline in deadlines):
         return PipeTimeout("the other end did not move its bytes in time")
     return PipeBroken("the connection of the communicator ended")
 

@@ -16,7 +16,13 @@ from lookup_buffer.pipes.pipe import Any as AnyKey
 class Source(Protocol):
     """Where an offer came from."""
 
-    def receive(self, offer: "Offer", memory: memoryview) -> bool: ...
+    def receive(self, offer: "Offer", memory: memoryview, spare: "Spare | None" = None) -> bool: ...
+
+    def discard(self, offer: "Offer") -> None: ...
+
+
+Spare = Callable[[], memoryview]
+"""Makes memory for bytes that may still come after whoever waited for them has given up."""
 
 
 @dataclass(slots=True, eq=False)
@@ -24,6 +30,8 @@ class Arrival:
     """The bytes of an offer on their way into memory that the receiver made."""
 
     memory: memoryview
+    moving: bool = False
+    """They are being written there now."""
     over: bool = False
     gone: bool = False
     """The sender gave up before it was asked."""
@@ -38,7 +46,7 @@ class Offer:
     source: Source
     number: int
     """The source's."""
-    key: str | None
+    key: bytes | None
     header: TensorHeader
     payload: bytearray | memoryview | None
     """The bytes, where they came with it or lie in memory that both ends see; else they are to be
@@ -46,7 +54,7 @@ class Offer:
     arrival: Arrival | None = None
     """Set once they were asked for."""
     value: Any = None
-    """Whose memory that is."""
+    """Whose memory that is, unless it is the caller's."""
     arrived: int = field(default_factory=itertools.count().__next__)
     """In the order in which offers came."""
 
@@ -56,7 +64,7 @@ class Inbox:
     """Thread-safe."""
 
     _changed: threading.Condition = field(default_factory=threading.Condition)
-    _offers: defaultdict[str | None, deque[Offer]] = field(
+    _offers: defaultdict[bytes | None, deque[Offer]] = field(
         default_factory=lambda: defaultdict(deque)
     )
     _end: LookupBufferError | None = None
@@ -72,8 +80,13 @@ class Inbox:
             self._offers[offer.key].appendleft(offer)
             self._changed.notify_all()
 
-    def take(self, key: "str | AnyKey | None", deadline: float) -> Offer:
-        """The oldest under that key, or under any.
+    def take(
+        self,
+        key: "bytes | AnyKey | None",
+        deadline: float,
+        check: Callable[[Offer], None] | None = None,
+    ) -> Offer:
+        """The oldest under that key, or under any. It stays where `check` raises.
 
         Raises:
             LookupTimeout: there was none by the deadline, a monotonic time.
@@ -85,12 +98,15 @@ class Inbox:
                     raise type(self._end)(str(self._end))
                 if not self._changed.wait(deadline - time.monotonic()):
                     raise LookupTimeout("nothing came through the pipe in the time given")
-            offer = queue.popleft()
+            offer = queue[0]
+            if check is not None:
+                check(offer)
+            queue.popleft()
             if not queue:
                 del self._offers[offer.key]
             return offer
 
-    def remove(self, source: Source, number: int, key: str | None) -> None:
+    def remove(self, source: Source, number: int, key: bytes | None) -> None:
         """Its sender takes it back, if it is still there."""
         with self._changed:
             self._keep(key, lambda offer: (offer.source, offer.number) != (source, number))
@@ -101,6 +117,11 @@ class Inbox:
             for key in list(self._offers):
                 self._keep(key, lambda o: o.source is not source or o.payload is not None)
 
+    @property
+    def empty(self) -> bool:
+        """At this moment; to be asked without its lock."""
+        return not self._offers
+
     def end(self, error: LookupBufferError | None, *, clear: bool = False) -> None:
         """What those are told who find nothing; None: to wait again."""
         with self._changed:
@@ -109,13 +130,13 @@ class Inbox:
                 self._offers.clear()
             self._changed.notify_all()
 
-    def _queue_of(self, key: "str | AnyKey | None") -> "deque[Offer] | None":
+    def _queue_of(self, key: "bytes | AnyKey | None") -> "deque[Offer] | None":
         if not isinstance(key, AnyKey):
             return self._offers.get(key)
         keyed = [queue for name, queue in self._offers.items() if name is not None]
         return min(keyed, key=lambda queue: queue[0].arrived, default=None)
 
-    def _keep(self, key: str | None, wanted: Callable[[Offer], bool]) -> None:
+    def _keep(self, key: bytes | None, wanted: Callable[[Offer], bool]) -> None:
         kept = deque(offer for offer in self._offers.get(key, ()) if wanted(offer))
         if kept:
             self._offers[key] = kept

@@ -9,7 +9,7 @@ import time
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
 
-from lookup_buffer.codec import Value, copy_of, header_of
+from lookup_buffer.codec import Tensor, Value, check_place, copy_of, header_of
 from lookup_buffer.errors import (
     BufferFull,
     Closed,
@@ -22,7 +22,7 @@ from lookup_buffer.errors import (
     TensorTooLarge,
 )
 from lookup_buffer.key import TensorKey
-from lookup_buffer.pipes.pipe import TIMEOUT_SECONDS, Any, KVPipe, PipeLimits, key_text
+from lookup_buffer.pipes.pipe import TIMEOUT_SECONDS, Any, KVPipe, PipeLimits, key_bytes
 
 
 @dataclass(slots=True, eq=False)
@@ -40,14 +40,14 @@ class _Message:
 class _Conduit:
     """One direction."""
 
-    queues: defaultdict[str | None, deque[_Message]] = field(
+    queues: defaultdict[bytes | None, deque[_Message]] = field(
         default_factory=lambda: defaultdict(deque)
     )
     used: int = 0
     end: LookupBufferError | None = None
     """What whoever receives is told once it is empty: the sending end has ended."""
 
-    def queue_of(self, lane: str | Any | None) -> "deque[_Message] | None":
+    def queue_of(self, lane: bytes | Any | None) -> "deque[_Message] | None":
         """Where the next message of that lane is; None where there is none."""
         for name in [name for name, queue in self.queues.items() if not queue]:
             del self.queues[name]
@@ -78,7 +78,7 @@ class InprocPipe(KVPipe):
         self, tensor: Value, key: str | TensorKey | None = None, *, timeout: float = TIMEOUT_SECONDS
     ) -> None:
         deadline = time.monotonic() + timeout
-        lane, nbytes = key_text(key), header_of(tensor).nbytes
+        lane, nbytes = key_bytes(key), header_of(tensor).nbytes
         cost, most = self._limits.cost(nbytes), self._limits.buffer_bytes
         if cost > most:
             raise TensorTooLarge(f"{nbytes} bytes; the pipe holds {most}")
@@ -101,10 +101,14 @@ class InprocPipe(KVPipe):
                 message.value, message.held = copy_of(tensor), True
 
     def recv_tensor(
-        self, key: str | TensorKey | Any | None = None, *, timeout: float = TIMEOUT_SECONDS
+        self,
+        key: str | TensorKey | Any | None = None,
+        *,
+        timeout: float = TIMEOUT_SECONDS,
+        out: Tensor | None = None,
     ) -> Value:
         deadline = time.monotonic() + timeout
-        lane = key if isinstance(key, Any) else key_text(key)
+        lane = key if isinstance(key, Any) else key_bytes(key)
         with self._changed:
             self._check(None)
             while (queue := self._in.queue_of(lane)) is None:
@@ -113,11 +117,16 @@ class InprocPipe(KVPipe):
                     self._check(None)
                     raise LookupTimeout(f"nothing came within {timeout:g} s")
                 self._check(None)
+            value = queue[0].value
+            if out is not None and value is not None:
+                check_place(out, header_of(value), "cpu")
             message = queue.popleft()
             message.received = True
             self._in.used -= message.cost if message.held else 0
             self._changed.notify_all()
-            return message.value if message.held else copy_of(message.value)
+            if not message.held:  # it is the sender's, who goes on once he may have this lock
+                return copy_of(value, out)
+        return value if out is None else copy_of(value, out)
 
     @property
     def used_bytes(self) -> int:
@@ -151,7 +160,7 @@ class InprocPipe(KVPipe):
         if error is not None:
             raise type(error)(str(error))
 
-    def _withdraw(self, lane: str | None, message: _Message) -> None:
+    def _withdraw(self, lane: bytes | None, message: _Message) -> None:
         queue = self._out.queues.get(lane)
         if queue and message in queue:
             queue.remove(message)

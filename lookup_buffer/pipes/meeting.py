@@ -11,11 +11,11 @@ from lookup_buffer.config import parse_tcp
 from lookup_buffer.errors import ConfigError, LookupBufferError, PipeBroken, PipeTimeout
 from lookup_buffer.frames import Frames
 from lookup_buffer.link import Link, accept_handshake, connect
+from lookup_buffer.pipes.greeting import HANDSHAKE_SECONDS, Greetings
 from lookup_buffer.pipes.pipe import PipeLimits
 from lookup_buffer.pipes.stream import Memory, StreamPipe
 
 TRY_AGAIN_SECONDS: Final = 0.05
-HANDSHAKE_SECONDS: Final = 5.0
 
 
 Joined = Callable[[Link, float], Frames]
@@ -47,7 +47,10 @@ class _Listening(StreamPipe):
         super().__init__(f"{scheme}://{shown}:{port}", limits, memory)
         self._token = token
         self._joined = joined
-        threading.Thread(target=self._accept, name="lb-pipe-accept", daemon=True).start()
+        serving = (self._listener, self._greet)
+        threading.Thread(
+            target=Greetings().serve, args=serving, name="lb-pipe-accept", daemon=True
+        ).start()
 
     def close(self) -> None:
         self._stop_listening()
@@ -60,16 +63,6 @@ class _Listening(StreamPipe):
     def _stop_listening(self) -> None:
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
-
-    def _accept(self) -> None:
-        with self._listener:
-            while True:
-                try:
-                    stream, _ = self._listener.accept()
-                except OSError:
-                    return
-                # On a thread of its own: who says nothing must not keep others out.
-                threading.Thread(target=self._greet, args=(stream,), daemon=True).start()
 
     def _greet(self, stream: socket.socket) -> None:
         deadline = time.monotonic() + HANDSHAKE_SECONDS

@@ -14,7 +14,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import torch
 
-from lookup_buffer.codec import Value, empty_tensor, writable_bytes
+from lookup_buffer.codec import Value, check_place, empty_tensor, writable_bytes
 from lookup_buffer.errors import (
     ConfigError,
     LookupBufferError,
@@ -24,6 +24,7 @@ from lookup_buffer.errors import (
 )
 from lookup_buffer.link import Link
 from lookup_buffer.pipes.communicator import Communicator, Exchange
+from lookup_buffer.pipes.copies import Copies
 from lookup_buffer.pipes.inbox import Offer
 from lookup_buffer.pipes.libnccl import UNIQUE_ID_BYTES, Nccl, loaded
 from lookup_buffer.pipes.meeting import meet
@@ -131,30 +132,45 @@ class DeviceMemory:
     def __init__(self, device: torch.device, to: torch.device) -> None:
         self._device = device
         self._to = to
+        self._copies = Copies()
 
     def outward(self, value: Value) -> "_DeviceBytes":
-        return _DeviceBytes(value, self._device)
+        return _DeviceBytes(value, self._device, self._copies)
 
-    def empty(self, offer: Offer) -> torch.Tensor:
-        value = empty_tensor(offer.header)
-        if offer.payload is None:
-            value = torch.empty_like(value, device=self._device)
-            _wait_for(self._device)  # its memory may still be in use by earlier work
+    def end(self) -> None:
+        self._copies.end()
+
+    def check(self, out: torch.Tensor, offer: Offer) -> None:
+        check_place(out, offer.header, self._to)
+
+    def place(self, offer: Offer, out: torch.Tensor | None) -> torch.Tensor:
+        device = torch.device("cpu") if offer.payload is not None else self._device
+        value = out if out is not None and out.device == device else empty_tensor(offer.header)
+        if value.device != device:  # by its bytes: a new tensor of some dtypes brings a warning
+            there = torch.empty(value.nbytes, dtype=torch.uint8, device=device)
+            value = there.view(value.dtype).view(value.shape)
+        _wait_for(device)  # its memory may still be in use by earlier work
         return value
 
     def writable(self, value: torch.Tensor) -> memoryview:
         return writable_bytes(value)
 
-    def done(self, value: torch.Tensor) -> Value:
-        return value.to(self._to)
+    def done(self, value: torch.Tensor, out: torch.Tensor | None) -> Value:
+        if out is None:
+            return value.to(self._to)
+        if out is not value:
+            # As bytes: there are dtypes that torch cannot copy.
+            out.reshape(-1).view(torch.uint8).copy_(value.reshape(-1).view(torch.uint8))
+        return out
 
 
 class _DeviceBytes:
     """The bytes of a value that is sent."""
 
-    def __init__(self, value: Value, device: torch.device) -> None:
+    def __init__(self, value: Value, device: torch.device, copies: Copies) -> None:
         self._value = value
         self._device = device
+        self._copies = copies
         self._lent = False
 
     def lent(self) -> memoryview:
@@ -164,7 +180,7 @@ class _DeviceBytes:
     def copied(self) -> memoryview:
         few = self._value is None or self._value.nbytes <= INLINE_BYTES
         if few and not self._lent:
-            return HostBytes(self._value).copied()  # they come with their offer
+            return HostBytes(self._value, self._copies).copied()  # they come with their offer
         return self._view(copy=True)
 
     def _view(self, *, copy: bool) -> memoryview:

@@ -8,34 +8,17 @@ So a full budget never keeps a receiver from the one message that it wants.
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 from lookup_buffer.errors import BufferFull, LookupBufferError
 from lookup_buffer.header import TensorHeader
 from lookup_buffer.pipes.carrier import Carrier
+from lookup_buffer.pipes.outgoing import Outgoing
 from lookup_buffer.pipes.pipe import PipeLimits
+from lookup_buffer.pipes.speaker import Speaker
 
 INLINE_BYTES: Final = 64 << 10
 """So many come with their offer, for less than a round trip costs."""
-
-
-@dataclass(slots=True, eq=False)
-class Outgoing:
-    """A message that was offered and not received."""
-
-    key: str | None
-    memory: memoryview
-    """The caller's, until there is room for a copy."""
-    cost: int
-    at: int | None = None
-    """Where the copy lies, if the other end sees it there."""
-    charged: bool = False
-    number: int = 0
-    inline: bool = False
-    pulled: bool = False
-    over: bool = False
-    """Received, or as good as: its bytes are the kernel's."""
 
 
 class Bytes(Protocol):
@@ -44,10 +27,6 @@ class Bytes(Protocol):
     def lent(self) -> memoryview: ...
 
     def copied(self) -> memoryview: ...
-
-
-Say = Callable[[list[Any], Outgoing | None], None]
-"""To be called with the lock: a frame goes out, with the bytes of a message."""
 
 
 class Outbox:
@@ -61,13 +40,13 @@ class Outbox:
     def __init__(
         self,
         changed: threading.Condition,
-        say: Say,
+        speaker: Speaker,
         check: Callable[[], None],
         limits: PipeLimits,
         carrier: Carrier | None = None,
     ) -> None:
         self._changed = changed
-        self._say = say
+        self._speaker = speaker
         self._carrier = carrier
         self._check_link = check
         self._limits = limits
@@ -79,7 +58,7 @@ class Outbox:
         """Of the budget: 0 once all that was sent was received, or given up."""
 
     def send(
-        self, key: str | None, header: TensorHeader, bytes_of: "Bytes", deadline: float
+        self, key: bytes | None, header: TensorHeader, bytes_of: "Bytes", deadline: float
     ) -> None:
         """Offer a message; return when its bytes are copied, or the kernel has them."""
         cost = self._limits.cost(header.nbytes)
@@ -108,7 +87,8 @@ class Outbox:
             offer = ["offer", out.number, out.key, header.to_fields()]
             if out.at is not None:
                 offer.append(out.at)
-            self._say(offer, out if out.inline else None)
+            self._speaker.put(offer, out if out.inline else None)
+        self._speaker.write()
 
     def _wait_for_room(self, out: Outgoing, bytes_of: "Bytes", deadline: float) -> None:
         """Until it can be copied, or was asked for and has gone out from the caller's memory."""
@@ -125,7 +105,7 @@ class Outbox:
             except LookupBufferError:
                 if not (out.over or out.pulled):
                     self._messages.pop(out.number, None)
-                    self._say(["withdraw", out.number, out.key], None)
+                    self._speaker.say(["withdraw", out.number, out.key])
                     raise
         copied, at = self._copy(bytes_of) if out.charged else (None, None)
         with self._changed:
@@ -188,12 +168,12 @@ class Outbox:
         with self._changed:
             out = self._messages.get(number)
             if out is None or out.inline or out.pulled:
-                self._say(["gone", number], None)
+                self._speaker.say(["gone", number])
             elif out.at is not None:
-                self._say(["data", number, out.at], None)  # it was put there since it was offered
+                self._speaker.say(["data", number, out.at])  # it was put there since its offer
             else:
                 out.pulled = True
-                self._say(["data", number], out)
+                self._speaker.say(["data", number], out)
 
     def clear(self) -> None:
         """Under the lock: nobody will receive anything."""

@@ -31,7 +31,8 @@ from lookup_buffer.errors import (
 )
 from lookup_buffer.link import Link
 from lookup_buffer.pipes.communicator import Communicator, Exchange
-from lookup_buffer.pipes.peer import BEAT_SECONDS, MINIMUM_BYTES_PER_SECOND
+from lookup_buffer.pipes.peer import MINIMUM_BYTES_PER_SECOND
+from lookup_buffer.pipes.speaker import BEAT_SECONDS
 from lookup_buffer.wire import Frame, Header
 
 ABORT_SECONDS: Final = 5.0
@@ -98,6 +99,10 @@ class PairLink:
     def wait_readable(self, timeout: float) -> bool:
         with self._telling_why():
             return self._link.wait_readable(timeout)
+
+    def writable(self) -> bool:
+        with self._telling_why():
+            return self._link.writable()
 
     def recv_header(self, timeout: float) -> Frame:
         while True:

@@ -1,6 +1,7 @@
 """A peer: the other end of a stream, as one end of a pipe sees it.
 
-Frames over a `Link`, in both directions at once, by two threads that live as long as it does:
+Frames over a `Link`, in both directions at once, by two threads that live as long as it does (and,
+where they are small, by who says them: see `speaker`):
 
     ["offer", n, key, header] + bytes      a message; its bytes only if they are few
     ["pull", n]                            its bytes are wanted
@@ -22,7 +23,6 @@ anything but bytes of a frame that has begun.
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -37,19 +37,17 @@ from lookup_buffer.errors import (
 )
 from lookup_buffer.frames import Frames
 from lookup_buffer.header import TensorHeader
+from lookup_buffer.key import MAX_KEY_CHARACTERS
 from lookup_buffer.pipes.carrier import Carrier
-from lookup_buffer.pipes.inbox import Arrival, Inbox, Offer
-from lookup_buffer.pipes.outbox import INLINE_BYTES, Outbox, Outgoing
+from lookup_buffer.pipes.inbox import Arrival, Inbox, Offer, Spare
+from lookup_buffer.pipes.outbox import INLINE_BYTES, Outbox
+from lookup_buffer.pipes.outgoing import Outgoing
 from lookup_buffer.pipes.pipe import PipeLimits
+from lookup_buffer.pipes.speaker import Speaker
 from lookup_buffer.pointer import pointer_to
 
-BEAT_SECONDS: Final = 0.5
-"""A quarter of the shortest silence that an end may be told to bear."""
 BYE_SECONDS: Final = 1.0
 MINIMUM_BYTES_PER_SECOND: Final = 16e6
-
-
-_Frame = tuple[list[Any], Outgoing | None]
 
 
 class Peer:
@@ -71,15 +69,18 @@ class Peer:
         self._inbox = inbox
         self._limits = limits
         self._tell_lost = lost
-        self._changed = threading.Condition()
-        self.outbox = Outbox(self._changed, self._say, self._check, limits, carrier)
-        self._frames: deque[_Frame] = deque()
+        lock = threading.RLock()
+        self._changed = threading.Condition(lock)
+        self._speaker = Speaker(
+            link, lock, self._check, self._sent, self._fail, limits.silence_seconds
+        )
+        self.outbox = Outbox(self._changed, self._speaker, self._check, limits, carrier)
         self._arrivals: dict[int, Arrival] = {}
         self._error: LookupBufferError | None = None
         self._said_bye = self._heard_bye = False
         self._threads = [
             threading.Thread(target=target, name=name, daemon=True)
-            for target, name in ((self._write, "lb-pipe-out"), (self._read, "lb-pipe-in"))
+            for target, name in ((self._speaker.run, "lb-pipe-out"), (self._read, "lb-pipe-in"))
         ]
 
     def start(self) -> None:
@@ -88,31 +89,55 @@ class Peer:
 
     # -- receiving
 
-    def receive(self, offer: Offer, memory: memoryview) -> bool:
+    def receive(self, offer: Offer, memory: memoryview, spare: Spare | None = None) -> bool:
         """Put the bytes of an offer into `memory`; False where its sender gave up.
 
-        Where they are on their way already, they are in the memory of who asked for them.
+        Where they are on their way already, they are in the memory of who asked for them. Once
+        this has returned or raised, nobody writes to `memory`, if there is `spare` memory instead.
         """
         if offer.payload is not None:
             return self._take(offer, offer.payload, memory)
-        with self._changed:
-            if offer.arrival is None:
+        if offer.arrival is None:
+            with self._changed:
                 self._check()
                 offer.arrival = self._arrivals[offer.number] = Arrival(memory)
-                self._say(["pull", offer.number])
+                self._speaker.put(["pull", offer.number])
+            self._speaker.write()
+        with self._changed:
             arrival = offer.arrival
             # Twice: until they begin to come, and then the reading thread's own deadline for them,
             # which has to pass first: it says that the peer is lost, not only late.
             limit = 2 * self._limits.silence_seconds
             limit += offer.header.nbytes / MINIMUM_BYTES_PER_SECOND
-            deadline = time.monotonic() + limit
-            while not arrival.over:
-                self._check()
-                if not self._changed.wait(deadline - time.monotonic()):
-                    raise LookupTimeout("the bytes did not come in time")
+            try:
+                self._wait_for(arrival, time.monotonic() + limit)
+            except LookupTimeout:
+                if spare is not None:
+                    arrival.memory = spare()
+                raise
         if arrival.payload is not None:
             return self._take(offer, arrival.payload, memory)
         return not arrival.gone
+
+    def _wait_for(self, arrival: Arrival, deadline: float) -> None:
+        """Until it is over, or the reading thread is not, and will not be, within its memory."""
+        try:
+            while not arrival.over:
+                self._check()
+                left = deadline - time.monotonic()
+                if left <= 0 and not arrival.moving:
+                    raise LookupTimeout("the bytes did not come in time")
+                self._changed.wait(left if left > 0 else None)
+        except LookupBufferError:
+            # Where that is because the link has ended, the reading thread is about to leave it.
+            self._changed.wait_for(lambda: not arrival.moving, self._limits.silence_seconds)
+            raise
+
+    def discard(self, offer: Offer) -> None:
+        """It is not to be received: its sender need not keep it."""
+        with self._changed:
+            self._arrivals.pop(offer.number, None)
+        self._say_received(offer)
 
     def _take(self, offer: Offer, payload: bytearray | memoryview, memory: memoryview) -> bool:
         if payload:
@@ -122,8 +147,13 @@ class Peer:
 
     def _say_received(self, offer: Offer) -> None:
         with self._changed:
-            if self._error is None:
-                self._say(["received", offer.number])
+            if self._error is not None:
+                return
+            if not self._inbox.empty:  # the next message is there: rather not write before that
+                self._speaker.say(["received", offer.number])
+                return
+            self._speaker.put(["received", offer.number])
+        self._speaker.write()
 
     # -- the end
 
@@ -136,7 +166,7 @@ class Peer:
         with self._changed:
             self._said_bye = True
             if self._error is None:
-                self._say(["bye"])
+                self._speaker.say(["bye"])
         deadline = time.monotonic() + BYE_SECONDS
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -153,7 +183,7 @@ class Peer:
                 return
             self._error = error
             self.outbox.clear()
-            self._frames.clear()
+            self._speaker.stop()
             self._changed.notify_all()
         if reset:
             self._link.abort()
@@ -177,33 +207,9 @@ class Peer:
         if self._error is not None:
             raise type(self._error)(str(self._error))
 
-    # -- the writing thread
-
-    def _say(self, header: list[Any], out: Outgoing | None = None) -> None:
-        """To be called with the lock."""
-        self._frames.append((header, out))
-        self._changed.notify_all()
-
-    def _write(self) -> None:
-        try:
-            while True:
-                header, out = self._next_frame()
-                timeout = self._limits.silence_seconds
-                self._link.send(header, out.memory if out else None, timeout=timeout)
-                if header[0] == "data" and out is not None:
-                    self.outbox.settle(out.number)
-                if header[0] == "bye":
-                    return
-        except LookupBufferError as error:
-            self._fail(error)
-
-    def _next_frame(self) -> _Frame:
-        with self._changed:
-            while not self._frames:
-                self._check()
-                if not self._changed.wait(BEAT_SECONDS):
-                    return ["beat"], None
-            return self._frames.popleft()
+    def _sent(self, header: list[Any], out: Outgoing | None) -> None:
+        if header[0] == "data" and out is not None:
+            self.outbox.settle(out.number)
 
     # -- the reading thread
 
@@ -220,9 +226,11 @@ class Peer:
 
     def _heard(self, header: Any, nbytes: int) -> None:
         match header:
-            case ["offer", int(number), str() | None as key, dict(fields)]:
+            case ["offer", _, bytes(key), *_] if len(key) > MAX_KEY_CHARACTERS:
+                raise ProtocolError("a key that is longer than any")
+            case ["offer", int(number), bytes() | None as key, dict(fields)]:
                 self._offered(number, key, TensorHeader.from_fields(fields), nbytes)
-            case ["offer", int(number), str() | None as key, dict(fields), int(at)] if not nbytes:
+            case ["offer", int(number), bytes() | None as key, dict(fields), int(at)] if not nbytes:
                 header = TensorHeader.from_fields(fields)
                 payload = self._lying(at, header.nbytes)
                 self._inbox.put(Offer(self, number, key, header, payload))
@@ -234,7 +242,7 @@ class Peer:
                 self.outbox.pull(number)
             case ["gone", int(number)] if not nbytes:
                 self._gone(number)
-            case ["withdraw", int(number), str() | None as key] if not nbytes:
+            case ["withdraw", int(number), bytes() | None as key] if not nbytes:
                 self._inbox.remove(self, number, key)
             case ["received", int(number)] if not nbytes:
                 self.outbox.settle(number)
@@ -245,7 +253,7 @@ class Peer:
             case _:
                 raise ProtocolError("not a frame of a pipe")
 
-    def _offered(self, number: int, key: str | None, header: TensorHeader, nbytes: int) -> None:
+    def _offered(self, number: int, key: bytes | None, header: TensorHeader, nbytes: int) -> None:
         if nbytes not in (0, header.nbytes) or nbytes > INLINE_BYTES:
             raise ProtocolError("an offer with other bytes than it says")
         payload = None
@@ -255,13 +263,18 @@ class Peer:
         self._inbox.put(Offer(self, number, key, header, payload))
 
     def _arrived(self, number: int, nbytes: int) -> None:
-        arrival = self._arrivals.pop(number, None)
-        if arrival is None or arrival.memory.nbytes != nbytes:
-            raise ProtocolError("bytes that were not asked for")
-        self._link.recv_into(arrival.memory, timeout=self._limits.silence_seconds)
         with self._changed:
+            arrival = self._arrivals.pop(number, None)
+            if arrival is None or arrival.memory.nbytes != nbytes:
+                raise ProtocolError("bytes that were not asked for")
+            arrival.moving = True
+        try:
+            self._link.recv_into(arrival.memory, timeout=self._limits.silence_seconds)
             arrival.over = True
-            self._changed.notify_all()
+        finally:
+            with self._changed:
+                arrival.moving = False
+                self._changed.notify_all()
 
     def _placed(self, number: int, at: int) -> None:
         arrival = self._arrivals.pop(number, None)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Final, Self
 
-from lookup_buffer.codec import Value
+from lookup_buffer.codec import Tensor, Value
 from lookup_buffer.errors import ConfigError, InvalidKey
 from lookup_buffer.key import MAX_KEY_CHARACTERS, TensorKey
 
@@ -67,7 +67,7 @@ class KVPipe(ABC):
         LookupTimeout: nothing came within the time that was given.
         BufferFull: the other end received too little within it.
         TensorTooLarge: more than the whole budget; said at once.
-        CodecError, InvalidKey: this cannot be carried. Nothing was sent.
+        CodecError, InvalidKey: this cannot be carried, or not be received so. Nothing was sent.
     After which it is of no use any more, to anybody who waits or comes later:
         Closed: this end was closed.
         PipeClosed: the other end was closed, and all that it sent was received.
@@ -100,13 +100,22 @@ class KVPipe(ABC):
 
     @abstractmethod
     def recv_tensor(
-        self, key: str | TensorKey | Any | None = None, *, timeout: float = TIMEOUT_SECONDS
+        self,
+        key: str | TensorKey | Any | None = None,
+        *,
+        timeout: float = TIMEOUT_SECONDS,
+        out: Tensor | None = None,
     ) -> Value:
         """The next message without a key, or the next one under `key`, as a CPU tensor.
 
         `ANY_KEY` is the oldest of those that have one.
         `timeout` bounds the wait for it to appear; a transfer that has begun is given the time
         that its size takes on top. A message that is not taken in time is not lost.
+
+        `out` is filled and returned: a contiguous tensor of the message's dtype and shape, where
+        this end receives to. Into memory that was touched before the bytes come several times as
+        fast as into a new tensor. A message that it does not fit stays where it is (CodecError); a
+        None leaves it as it is. After another error its content is unspecified, and final.
         """
 
     @abstractmethod
@@ -133,18 +142,18 @@ class KVPipe(ABC):
             self.abort()  # the other end must not take what there is for all there was to be
 
 
-def key_text(key: str | TensorKey | None) -> str | None:
-    """How a key travels.
+def key_bytes(key: str | TensorKey | None) -> bytes | None:
+    """How a key travels, and is looked up: any text is one, also what UTF-8 does not allow.
 
     Raises:
         InvalidKey: it is no text, or too long.
     """
-    if key is None or isinstance(key, str):
-        text = key
-    elif isinstance(key, TensorKey):
-        text = key.text
-    else:
+    if key is None:
+        return None
+    text = key.text if isinstance(key, TensorKey) else key
+    if not isinstance(text, str):
         raise InvalidKey(f"a {type(key).__name__} is no key of a pipe")
-    if text is not None and len(text.encode("utf-8", "surrogatepass")) > MAX_KEY_CHARACTERS:
+    found = text.encode("utf-8", "surrogatepass")
+    if len(found) > MAX_KEY_CHARACTERS:
         raise InvalidKey(f"a key of a pipe has at most {MAX_KEY_CHARACTERS} bytes")
-    return text
+    return found

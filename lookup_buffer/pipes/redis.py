@@ -10,6 +10,7 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, Self
 
 from lookup_buffer.errors import (
@@ -20,6 +21,7 @@ from lookup_buffer.errors import (
     ProtocolError,
 )
 from lookup_buffer.handshake import HELLO_BYTES, admit, introduce
+from lookup_buffer.pipes.greeting import HANDSHAKE_SECONDS, Greetings
 from lookup_buffer.pipes.pipe import KVPipe, PipeLimits
 from lookup_buffer.pipes.redis_link import LOOK_SECONDS, RedisLink, Session
 from lookup_buffer.pipes.resp import RespLane
@@ -30,7 +32,6 @@ from store.dialling import dial
 from store.url import parse
 
 TRY_AGAIN_SECONDS: Final = 0.05
-HANDSHAKE_SECONDS: Final = 5.0
 DOOR_SECONDS: Final = 60.0
 """A session at the door expires, as all that is written does."""
 PREFIX: Final = "lb:pipe:"
@@ -112,6 +113,7 @@ class _Listening(StreamPipe):
         super().__init__(address.uri, limits)
         self._address = address
         self._token = token
+        self._greetings = Greetings()
         self._lane = address.lane(deadline)
         self._leaving = False
         try:
@@ -143,8 +145,7 @@ class _Listening(StreamPipe):
                 reply = self._lane.ask(knock, time.monotonic() + patience)
                 if reply is not None:
                     session = _session_of(reply)
-                    # On a thread of its own: who says nothing must not keep others out.
-                    threading.Thread(target=self._greet, args=(session,), daemon=True).start()
+                    self._greetings.begin(partial(self._greet, session))
         except LookupBufferError as error:
             # Without the database this end is of no use, also while nobody is connected to it.
             if not self._leaving and self._end_here(error):

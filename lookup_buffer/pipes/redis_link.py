@@ -50,7 +50,10 @@ LOOK_SECONDS: Final = 1.0
 MINIMUM_BYTES_PER_SECOND: Final = 16e6
 MAX_PAYLOAD_BYTES: Final = 1 << 40
 
+_BYE: Final[list[Any]] = ["bye"]
 _NUMBER: Final = struct.Struct(">Q")
+_ABORTED: Final = (1 << 64) - 1
+"""In the place of a frame's number, and of the frame."""
 _HAD: Final = struct.Struct(">QQ?")
 """The frame's number, the batch's, and whether all of it was there."""
 
@@ -89,6 +92,7 @@ class RedisLink:
         self._expiry = b"%d" % int(seconds * 1000)
         self._sending = threading.Lock()
         self._sent = self._received = 0
+        self._said_bye = False
         self._element: bytes | None = None
         """A frame that has come and was not looked at."""
         self._payload: memoryview | None = None
@@ -112,12 +116,20 @@ class RedisLink:
     def close(self) -> None:
         # The writing thread has ended by now, or is stuck: then the lists are left to expire.
         if self._sending.acquire(blocking=False):
-            self._writer.part((b"UNLINK", self._in, self._in + b":had"))
+            unlink = (b"UNLINK", self._in, self._in + b":had")
+            # No end of a stream tells the other end that this one has gone, only a word does.
+            last = [] if self._said_bye else self._push(encode_frame(_BYE))
+            self._writer.part([*last, unlink])
             self._sending.release()
         self._writer.close()
         self._reader.close()
 
     def abort(self) -> None:
+        # Where that is possible at once; else the other end finds out when it looks.
+        if self._sending.acquire(blocking=False):
+            word = (b"RPUSH", self._out, _NUMBER.pack(_ABORTED))
+            self._writer.part([word, (b"PEXPIRE", self._out, self._expiry)])
+            self._sending.release()
         self._writer.close(reset=True)
         self._reader.close(reset=True)
 
@@ -129,6 +141,7 @@ class RedisLink:
         deadline = time.monotonic() + timeout + nbytes / MINIMUM_BYTES_PER_SECOND
         frame = encode_frame(header, nbytes)
         with self._sending:
+            self._said_bye = self._said_bye or header == _BYE
             if payload is None or nbytes <= INLINE_BYTES:
                 self._writer.say(self._push(frame + (payload or b"")), deadline)
                 self._writer.settle(deadline)
@@ -182,6 +195,10 @@ class RedisLink:
             elif time.monotonic() >= deadline:
                 raise _too_slow()
 
+    def writable(self) -> bool:
+        """Each frame is a question to the server, whose answer is awaited."""
+        return False
+
     # -- receiving
 
     def wait_readable(self, timeout: float) -> bool:
@@ -202,7 +219,7 @@ class RedisLink:
             self._payload = payload
         if payload.nbytes != (0 if self._large_nbytes else frame.payload_nbytes):
             raise ProtocolError("a frame with other bytes than it says")
-        if frame.header == ["bye"]:  # nobody will read or write anything any more
+        if frame.header == _BYE:  # nobody will read or write anything any more
             lists = (self._in, self._in + b":had", self._out, self._out + b":had")
             self._reader.ask((b"UNLINK", *lists), time.monotonic() + self._patience)
         return frame
@@ -246,6 +263,8 @@ class RedisLink:
         """The frame, and what comes with it."""
         view = memoryview(element)
         start = _NUMBER.size + PROLOGUE_BYTES
+        if element == _NUMBER.pack(_ABORTED):
+            raise PipeBroken("the other end was aborted")
         if view.nbytes < start:
             raise ProtocolError("no frame")
         (number,) = _NUMBER.unpack(view[: _NUMBER.size])

@@ -99,10 +99,10 @@ class RespLane:
             self._catch_up(len(names), deadline)
             return [self._reply_into(place, deadline) for place in places]
 
-    def part(self, command: Command) -> None:
-        """Say a last thing as far as that needs no waiting, and close. Never raises."""
+    def part(self, commands: Sequence[Command]) -> None:
+        """Say some last things as far as that needs no waiting, and close. Never raises."""
         with suppress(LookupBufferError), self._guard:
-            self._send([command], time.monotonic() + _LEAST_SECONDS)
+            self._send(commands, time.monotonic() + _LEAST_SECONDS)
         self.close()
 
     def close(self, *, reset: bool = False) -> None:

@@ -22,12 +22,12 @@ from lookup_buffer.errors import (
 )
 from lookup_buffer.link import Link, accept_handshake, request_handshake
 from lookup_buffer.pipes.carrier import SharedMemory
+from lookup_buffer.pipes.greeting import HANDSHAKE_SECONDS, Greetings
 from lookup_buffer.pipes.pipe import KVPipe, PipeLimits
 from lookup_buffer.pipes.socket_file import SocketFile, checked_path, connect_to
 from lookup_buffer.pipes.stream import StreamPipe
 
 SCHEME: Final = "shm://"
-HANDSHAKE_SECONDS: Final = 5.0
 _MEMORY: Final = b"M"
 """Goes with a descriptor, because some byte has to."""
 
@@ -38,7 +38,10 @@ class _Listening(StreamPipe):
         self._memory_bytes = limits.buffer_bytes
         self._token = token
         self._file = SocketFile(path)
-        threading.Thread(target=self._accept, name="lb-pipe-accept", daemon=True).start()
+        serving = (self._file.listener, self._greet)
+        threading.Thread(
+            target=Greetings().serve, args=serving, name="lb-pipe-accept", daemon=True
+        ).start()
 
     def close(self) -> None:
         self._file.close()
@@ -47,16 +50,6 @@ class _Listening(StreamPipe):
     def abort(self) -> None:
         self._file.close()
         super().abort()
-
-    def _accept(self) -> None:
-        with self._file.listener as listener:
-            while True:
-                try:
-                    stream, _ = listener.accept()
-                except OSError:
-                    return
-                # On a thread of its own: who says nothing must not keep others out.
-                threading.Thread(target=self._greet, args=(stream,), daemon=True).start()
 
     def _greet(self, stream: socket.socket) -> None:
         with suppress(LookupBufferError):

@@ -7,13 +7,16 @@ from typing import Protocol
 from lookup_buffer.codec import (
     Tensor,
     Value,
+    check_place,
     contiguous_bytes,
+    copy_of,
     empty_tensor,
     header_of,
     writable_bytes,
 )
 from lookup_buffer.errors import (
     Closed,
+    CodecError,
     ConfigError,
     LookupBufferError,
     LookupTimeout,
@@ -23,10 +26,11 @@ from lookup_buffer.errors import (
 from lookup_buffer.frames import Frames
 from lookup_buffer.key import TensorKey
 from lookup_buffer.pipes.carrier import Carrier
+from lookup_buffer.pipes.copies import Copies
 from lookup_buffer.pipes.inbox import Inbox, Offer
 from lookup_buffer.pipes.outbox import Bytes
 from lookup_buffer.pipes.peer import Peer
-from lookup_buffer.pipes.pipe import TIMEOUT_SECONDS, Any, KVPipe, PipeLimits, key_text
+from lookup_buffer.pipes.pipe import TIMEOUT_SECONDS, Any, KVPipe, PipeLimits, key_bytes
 from lookup_buffer.pointer import bytes_at
 
 
@@ -50,51 +54,75 @@ class StreamPipe(KVPipe):
         peer = Peer(link, self._inbox, self._limits, self._forget, carrier)
         with self._changed:
             peer.start()
-            is_late = self._end is not None
-            if not is_late:
+            end = self._end
+            if end is None:
                 self._peers.append(peer)
                 self._lost = None
                 self._inbox.end(None)
                 self._changed.notify_all()
-        if is_late:
+        if isinstance(end, Closed):
             peer.close()  # so that it hears why
+        elif end is not None:
+            peer.abort(end)
 
     def send_tensor(
         self, tensor: Value, key: str | TensorKey | None = None, *, timeout: float = TIMEOUT_SECONDS
     ) -> None:
         deadline = time.monotonic() + timeout
-        text, header = key_text(key), header_of(tensor)
+        wanted, header = key_bytes(key), header_of(tensor)
         if header.nbytes > self._limits.buffer_bytes:
             most = self._limits.buffer_bytes
             raise TensorTooLarge(f"{header.nbytes} bytes; the pipe holds {most}")
-        self._only_peer(deadline).outbox.send(text, header, self._memory.outward(tensor), deadline)
+        self._only_peer(deadline).outbox.send(
+            wanted, header, self._memory.outward(tensor), deadline
+        )
 
     def recv_tensor(
-        self, key: str | TensorKey | Any | None = None, *, timeout: float = TIMEOUT_SECONDS
+        self,
+        key: str | TensorKey | Any | None = None,
+        *,
+        timeout: float = TIMEOUT_SECONDS,
+        out: Tensor | None = None,
     ) -> Value:
         deadline = time.monotonic() + timeout
-        text = key if isinstance(key, Any) else key_text(key)
+        wanted = key if isinstance(key, Any) else key_bytes(key)
+
+        def fits(offer: Offer) -> None:
+            if out is not None and offer.header.kind != "none":
+                self._memory.check(out, offer)
+
         while True:
             self._check()
-            offer = self._inbox.take(text, deadline)
+            offer = self._inbox.take(wanted, deadline, fits)
             if offer.header.kind == "none":
                 offer.source.receive(offer, memoryview(b""))
                 return None
             try:
-                received = self._receive(offer)
+                received = self._receive(offer, out)
             except LookupTimeout:
                 self._inbox.put_back(offer)
+                raise
+            except CodecError:  # there is nothing that it could be received to: it is gone
+                offer.source.discard(offer)
                 raise
             if received is not None:
                 return received
 
-    def _receive(self, offer: Offer) -> Value:
+    def _receive(self, offer: Offer, out: Tensor | None) -> Value:
         """None where its sender gave up before he was asked."""
+
+        def spare() -> memoryview:
+            offer.value = self._memory.place(offer, None)
+            return self._memory.writable(offer.value)
+
         if offer.value is None:
-            offer.value = self._memory.empty(offer)
-        value = offer.value
-        received = offer.source.receive(offer, self._memory.writable(value))
-        return self._memory.done(value) if received else None
+            value = self._memory.place(offer, out)
+            offer.value = None if value is out else value
+        else:
+            value = offer.value  # it was asked for before
+        memory = self._memory.writable(value)
+        received = offer.source.receive(offer, memory, spare if value is out else None)
+        return self._memory.done(value, out) if received else None
 
     @property
     def used_bytes(self) -> int:
@@ -124,6 +152,7 @@ class StreamPipe(KVPipe):
             self._end = error
             self._changed.notify_all()
         self._inbox.end(error, clear=True)
+        self._memory.end()
         return True
 
     def _only_peer(self, deadline: float) -> Peer:
@@ -159,38 +188,56 @@ class Memory(Protocol):
 
     def outward(self, value: Value) -> Bytes: ...
 
-    def empty(self, offer: Offer) -> Tensor:
-        """Where this is received."""
+    def check(self, out: Tensor, offer: Offer) -> None:
+        """Raises CodecError: this cannot be received into the caller's `out`."""
+        ...
+
+    def place(self, offer: Offer, out: Tensor | None) -> Tensor:
+        """Where its bytes are put: `out`, where they can go there at once, or something new."""
         ...
 
     def writable(self, value: Tensor) -> memoryview: ...
 
-    def done(self, value: Tensor) -> Value:
-        """What the receiver is given, once it has come."""
+    def done(self, value: Tensor, out: Tensor | None) -> Value:
+        """What the receiver is given, once it has come to `value`: `out`, where he gave one."""
+        ...
+
+    def end(self) -> None:
+        """Keep nothing any more for messages to come."""
         ...
 
 
 class HostMemory:
     """See `Memory`."""
 
-    def outward(self, value: Value) -> Bytes:
-        return HostBytes(value)
+    def __init__(self) -> None:
+        self._copies = Copies()
 
-    def empty(self, offer: Offer) -> Tensor:
-        return empty_tensor(offer.header)
+    def outward(self, value: Value) -> Bytes:
+        return HostBytes(value, self._copies)
+
+    def check(self, out: Tensor, offer: Offer) -> None:
+        check_place(out, offer.header, "cpu")
+
+    def place(self, offer: Offer, out: Tensor | None) -> Tensor:
+        return empty_tensor(offer.header) if out is None else out
 
     def writable(self, value: Tensor) -> memoryview:
         return writable_bytes(value)
 
-    def done(self, value: Tensor) -> Value:
-        return value
+    def done(self, value: Tensor, out: Tensor | None) -> Value:
+        return value if out is None or out is value else copy_of(value, out)
+
+    def end(self) -> None:
+        self._copies.end()
 
 
 class HostBytes:
     """The bytes of a value that is sent."""
 
-    def __init__(self, value: Value) -> None:
+    def __init__(self, value: Value, copies: Copies) -> None:
         self._value = value
+        self._copies = copies
 
     def lent(self) -> memoryview:
         if self._value is None:
@@ -199,4 +246,4 @@ class HostBytes:
         return bytes_at(address, nbytes, keep=owner)
 
     def copied(self) -> memoryview:
-        return memoryview(bytes(self.lent()))
+        return self._copies.copy(self.lent())

@@ -1,0 +1,261 @@
+"""Pipes against whoever says anything to them: refused by its first bytes, before memory is taken.
+
+The ends are those of `tcp`, `shm`, `gloo` and `redis` as they are once two have met; strangers do
+not come so far where there is a token. What they say lies in `hostile/`.
+"""
+
+import queue
+import socket
+import subprocess
+import sys
+import threading
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from contract_pipe import SOON_SECONDS, closing
+from hostile_files import hostile
+from lookup_buffer.codec import header_of
+from lookup_buffer.config import parse_tcp
+from lookup_buffer.errors import LookupBufferError, ProtocolError
+from lookup_buffer.header import TensorHeader
+from lookup_buffer.link import Link
+from lookup_buffer.pipes import PipeLimits, open_pipe
+from lookup_buffer.pipes.carrier import SharedMemory
+from lookup_buffer.pipes.communicator import Exchange
+from lookup_buffer.pipes.gloo import GlooCommunicator
+from lookup_buffer.pipes.greeting import GREETINGS_MAX
+from lookup_buffer.pipes.inbox import Inbox
+from lookup_buffer.pipes.pair import PairLink
+from lookup_buffer.pipes.peer import Peer
+from lookup_buffer.pipes.redis_link import RedisLink, Session
+from lookup_buffer.pipes.resp import RespLane
+from lookup_buffer.pipes.socket_file import connect_to
+from lookup_buffer.wire import encode_frame
+from store import EmbeddedServer
+from store.dialling import dial
+
+__all__ = ["closing"]
+HOSTILE = hostile("frames", "pipe")
+MEMORY_BYTES = 1 << 20
+"""A header that is allowed may have so many, and waits for them."""
+SESSION = Session("lb:pipe:hostile:s")
+
+
+class Attacked:
+    """One end, and `say`, what comes to it from the other one."""
+
+    def __init__(self, make: Callable[["Attacked"], Peer], say: Callable[[bytes], object]) -> None:
+        self.inbox = Inbox()
+        self.reasons: queue.SimpleQueue[LookupBufferError] = queue.SimpleQueue()
+        self.say = say
+        self.peer = make(self)
+        self.peer.start()
+
+    def lost(self, peer: Peer, why: LookupBufferError) -> None:
+        self.reasons.put(why)
+
+    def reason(self) -> LookupBufferError:
+        """Why the other end was given up."""
+        return self.reasons.get(timeout=SOON_SECONDS)
+
+
+def _communicator(exchange: Exchange, until: float) -> GlooCommunicator:
+    return GlooCommunicator(exchange, 0, "127.0.0.1", until)
+
+
+def over_socket(scheme: str, closing: ExitStack) -> tuple[Attacked, socket.socket]:
+    ours, theirs = socket.socketpair()
+    closing.callback(theirs.close)
+
+    def make(attacked: Attacked) -> Peer:
+        limits, link = PipeLimits(), Link(ours)
+        if scheme == "gloo":
+            pair = PairLink(link, _communicator, SOON_SECONDS)
+            return Peer(pair, attacked.inbox, limits, attacked.lost)
+        carrier = SharedMemory(4096) if scheme == "shm" else None
+        if carrier is not None:
+            carrier.adopt(carrier.descriptor)
+        return Peer(link, attacked.inbox, limits, attacked.lost, carrier)
+
+    attacked = Attacked(make, theirs.sendall)
+    closing.callback(attacked.peer.abort, LookupBufferError("the test is over"))
+    return attacked, theirs
+
+
+def by_way_of(server: EmbeddedServer, closing: ExitStack) -> Attacked:
+    lanes = [RespLane(dial(server.url, SOON_SECONDS)) for _ in range(3)]
+    for lane in lanes:
+        closing.callback(lane.close)
+    reader, writer, raw = lanes
+    until = time.monotonic() + 60.0
+    reader.subscribe(SESSION.list_to(True), until)
+    raw.ask((b"DEL", SESSION.list_to(True)), until)
+    link = RedisLink(SESSION, reader, writer, listens=True, silence_seconds=SOON_SECONDS)
+
+    def say(data: bytes) -> None:
+        raw.ask((b"RPUSH", SESSION.list_to(True), (1).to_bytes(8, "big") + data), until)
+
+    attacked = Attacked(lambda self: Peer(link, self.inbox, PipeLimits(), self.lost), say)
+    closing.callback(attacked.peer.abort, LookupBufferError("the test is over"))
+    return attacked
+
+
+@pytest.fixture
+def traced() -> Iterator[None]:
+    tracemalloc.start()
+    yield
+    tracemalloc.stop()
+
+
+def refused(attacked: Attacked, data: bytes) -> None:
+    tracemalloc.reset_peak()
+    before, _ = tracemalloc.get_traced_memory()
+    with suppress(ConnectionError):  # it may have hung up before the last byte
+        attacked.say(data)
+    assert isinstance(attacked.reason(), ProtocolError)
+    _, peak = tracemalloc.get_traced_memory()
+    assert peak - before < MEMORY_BYTES
+    with pytest.raises(LookupBufferError):
+        attacked.inbox.end(ProtocolError("all was refused"))
+        attacked.inbox.take(b"k", time.monotonic())
+
+
+@pytest.mark.parametrize("scheme", ["tcp", "shm", "gloo"])
+def test_each_is_refused_before_memory_is_taken(
+    scheme: str, closing: ExitStack, traced: None
+) -> None:
+    for name, data in HOSTILE.items():
+        attacked, _ = over_socket(scheme, closing)
+        try:
+            refused(attacked, data)
+        except BaseException as error:
+            error.add_note(name)
+            raise
+
+
+def test_each_is_refused_by_way_of_a_database(
+    valkey_server: EmbeddedServer, closing: ExitStack, traced: None
+) -> None:
+    for name, data in HOSTILE.items():
+        attacked = by_way_of(valkey_server, closing)
+        try:
+            refused(attacked, data)
+        except BaseException as error:
+            error.add_note(name)
+            raise
+
+
+def test_a_key_that_is_longer_than_any(closing: ExitStack) -> None:
+    fields = header_of(None).to_fields()
+    for nbytes in (4096, 4097):
+        attacked, _ = over_socket("tcp", closing)
+        attacked.say(encode_frame(["offer", 1, b"k" * nbytes, fields]))
+        if nbytes == 4096:
+            attacked.inbox.take(b"k" * nbytes, time.monotonic() + SOON_SECONDS)
+        else:
+            assert isinstance(attacked.reason(), ProtocolError)
+
+
+@pytest.mark.parametrize("scheme", ["tcp", "shm"])
+def test_a_crowd_that_says_nothing_takes_so_many_threads_and_no_more(
+    scheme: str, closing: ExitStack, tmp_path: Path
+) -> None:
+    uri = {"tcp": "tcp://127.0.0.1:0", "shm": f"shm://{tmp_path}/pipe"}[scheme]
+    pipe = open_pipe(uri, listen=True)
+    closing.callback(pipe.abort)
+    before = threading.active_count()
+    crowd = []
+    for _ in range(GREETINGS_MAX + 50):
+        if scheme == "tcp":
+            crowd.append(socket.create_connection(parse_tcp(pipe.uri), SOON_SECONDS))
+        else:
+            crowd.append(connect_to(tmp_path / "pipe", time.monotonic() + SOON_SECONDS))
+        assert threading.active_count() - before <= GREETINGS_MAX
+    for one in crowd:
+        one.close()
+    deadline = time.monotonic() + SOON_SECONDS
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    with open_pipe(pipe.uri) as other:
+        other.send_tensor(None, "k")
+        assert pipe.recv_tensor("k", timeout=SOON_SECONDS) is None
+
+
+NO_DESCRIPTOR_LEFT = """
+import os, resource, socket, sys, time
+from contextlib import suppress
+from lookup_buffer.config import parse_tcp
+from lookup_buffer.pipes import open_pipe
+
+pipe = open_pipe("tcp://127.0.0.1:0", listen=True)
+first = socket.socket()  # for who connects; none is left for who accepts
+_, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (first.fileno() + 1, most))
+first.connect(parse_tcp(pipe.uri))
+time.sleep(0.3)
+resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+first.close()
+with open_pipe(pipe.uri, timeout=20.0) as other:
+    other.send_tensor(None)
+    assert pipe.recv_tensor(timeout=20.0) is None
+"""
+
+
+def test_an_end_without_a_descriptor_left_accepts_again_once_there_is_one() -> None:
+    command = [sys.executable, "-c", NO_DESCRIPTOR_LEFT]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert run.returncode == 0, run.stderr
+
+
+SMALL = TensorHeader.for_tensor("uint8", (4,)).to_fields()
+LARGE = TensorHeader.for_tensor("float32", (1 << 20,)).to_fields()
+HONEST = [
+    encode_frame(["beat"]),
+    encode_frame(["offer", 1, b"k", SMALL], 4) + b"abcd",
+    encode_frame(["offer", 2, None, LARGE]),
+    encode_frame(["offer", 3, b"k", LARGE, 0]),
+    encode_frame(["withdraw", 2, None]),
+    encode_frame(["pull", 1]),
+    encode_frame(["data", 2], 4) + b"abcd",
+    encode_frame(["data", 3, 0]),
+    encode_frame(["gone", 2]),
+    encode_frame(["received", 1]),
+    encode_frame(["pair", "name", b"value"]),
+    encode_frame(["bye"]),
+]
+PIECES = st.sampled_from([*HONEST, *HOSTILE.values()]) | st.binary(max_size=60)
+CHANGES = st.lists(st.tuples(st.integers(0, 10_000), st.integers(0, 255)), max_size=4)
+
+
+@pytest.mark.parametrize("scheme", ["tcp", "shm", "gloo"])
+def test_whatever_is_said_the_end_is_told_of_and_nothing_is_left(scheme: str) -> None:
+    before = threading.active_count()
+
+    @settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(st.lists(PIECES, max_size=6), CHANGES, st.integers(0, 10_000))
+    def attack(pieces: list[bytes], changes: list[tuple[int, int]], cut: int) -> None:
+        said = bytearray(b"".join(pieces))
+        for place, value in changes:
+            if said:
+                said[place % len(said)] = value
+        if cut < 5000:
+            del said[cut:]
+        with ExitStack() as closing:
+            attacked, theirs = over_socket(scheme, closing)
+            with suppress(ConnectionError):
+                attacked.say(bytes(said))
+            theirs.close()
+            assert isinstance(attacked.reason(), LookupBufferError)
+
+    attack()
+    deadline = time.monotonic() + SOON_SECONDS
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() <= before
