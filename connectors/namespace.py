@@ -30,6 +30,9 @@ _PROCESSOR_SETTINGS = (
     "mm_processor_kwargs", "media_io_kwargs", "mm_device_do_normalize", "mm_encoder_attn_dtype",
     "video_pruning_rate", "video_pruning_method",
 )  # fmt: skip
+# Of vLLM's environment. Videos are named by the file as the client sent it, whatever frames are
+# taken out of it.
+_DECODERS = ("VLLM_VIDEO_LOADER_BACKEND", "VLLM_MEDIA_CONNECTOR")
 _SUMMARY = ("model_type", "hidden_size", "d_model", "image_size", "patch_size", "num_hidden_layers")
 _TOWERS = ("vision_config", "audio_config", "thinker_config", "vision_encoder", "audio_encoder")
 
@@ -135,8 +138,11 @@ def _quantization(model: Any) -> str:
 
 
 def _processor(model: Any) -> str:
+    from vllm import envs
+
     multimodal = getattr(model, "multimodal_config", None)
     settings = {name: getattr(multimodal, name, None) for name in _PROCESSOR_SETTINGS}
+    settings |= {name: getattr(envs, name, None) for name in _DECODERS}
     scales = getattr(multimodal, "mm_encoder_fp8_scale_path", None)
     if scales:
         settings["mm_encoder_fp8_scales"] = hashlib.sha256(Path(scales).read_bytes()).hexdigest()

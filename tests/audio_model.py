@@ -31,6 +31,7 @@ _VOCABULARY = 512
 _MEL_BINS, _POSITIONS = 32, 50 * CLIP_SECONDS_MAX
 _TOWER, _TOWER_FFN, _TOWER_LAYERS = 64, 128, 2
 _TEXT, _TEXT_FFN, _TEXT_LAYERS, _HEADS, _KV_HEADS = 256, 256, 2, 4, 2
+EMBEDDING_WIDTH = _TEXT
 _NAME = "audio-1"
 """Raise the number when the files change."""
 

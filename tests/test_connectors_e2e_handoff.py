@@ -6,6 +6,8 @@ a consumer carry the media, or only what the producer reported in
 held against a server without a connector. Some tests are hostile.
 """
 
+import base64
+import io
 import threading
 import time
 from collections.abc import Iterator
@@ -14,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from audio_model import CLIP_TOKENS_MAX, MODEL_TOKENS_MAX, clip, ensure_audio_model
+from audio_model import CLIP_TOKENS_MAX, EMBEDDING_WIDTH, MODEL_TOKENS_MAX, clip, ensure_audio_model
 from connectors.demo.engine_settings import EngineSettings
 from engines import START_SECONDS, TwoHosts, connector, engine_settings
 from nodes import ROOT, at_rest
@@ -77,6 +80,7 @@ def audio_model() -> Path:
 def audio_settings(name: str, model: Path, work: Path, core: int, **more: Any) -> EngineSettings:
     arguments = {
         "limit_mm_per_prompt": {"audio": 3},
+        "enable_mm_embeds": True,  # consumers have it on by themselves
         "max_model_len": MODEL_TOKENS_MAX,
         "max_num_batched_tokens": STEP_TOKENS,
     }
@@ -241,6 +245,19 @@ def test_a_uuid_that_was_used_for_another_shape(pair: Pair) -> None:
     reply = pair.consumer.ask(clips(7)[0] | {"uuid": "reused"}, QUESTION)
     assert reply.tokens == pair.answers[7,]
     assert pair.consumer.origins(reply) == ("encoded",)
+
+
+def test_embeddings_that_a_client_supplies_are_not_stored(pair: Pair) -> None:
+    given = io.BytesIO()
+    torch.save(torch.randn(20, EMBEDDING_WIDTH), given)
+    supplied = base64.b64encode(given.getvalue()).decode()
+    part = {"type": "audio_embeds", "audio_embeds": supplied, "uuid": "supplied"}
+    for server in (pair.producer, pair.consumer):
+        assert server.ask(part, QUESTION, tokens=1).status == 200
+    pair.encode(clips(2)[0] | {"uuid": "encoded"})  # what comes later is stored by now
+    assert pair.hosts.holders("supplied") == set()
+    assert pair.hosts.holders("encoded")
+    assert pair.producer.metric("vllm:lookup_buffer_ec_items_not_shared_total") >= 1
 
 
 def test_a_uuid_that_is_used_for_several_shapes_at_once(pair: Pair) -> None:

@@ -1,6 +1,7 @@
 """Weights that change in a running engine: noticed before it, and then nothing is shared."""
 
 import os
+import re
 import uuid
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from connectors.live_weights import WeightsWatch
 from connectors.settings import ConnectorSettings
 from connectors.weights_flag import WeightsFlag
 from lookup_buffer.prefetched import PrefetchState
+from nodes import ROOT
 from scheduler_bench import WAIT_SECONDS, Bench
 
 Weights = Iterable[tuple[str, torch.Tensor]]
@@ -172,6 +174,15 @@ def bench_with(flag: WeightsFlag, *, consumer: bool = True) -> Bench:
 def flag(engine_id: str) -> WeightsFlag:
     WeightsFlag.make(engine_id)
     return WeightsFlag.adopt(engine_id)
+
+
+def test_it_has_all_that_the_schedulers_side_asks_of_the_client() -> None:
+    """Where the types cannot tell, for it stands in for the client."""
+    modules = ("ec_claims", "ec_gate", "ec_pins", "ec_scheduler", "ec_without_gate")
+    sources = [(ROOT / "connectors" / f"{name}.py").read_text() for name in modules]
+    used = {name for source in sources for name in re.findall(r"self\._buffer\.(\w+)", source)}
+    assert {"prefetch", "release", "close"} < used
+    assert used <= vars(CurrentBuffer).keys()
 
 
 def test_nothing_of_the_fleet_is_promised_any_more(flag: WeightsFlag) -> None:

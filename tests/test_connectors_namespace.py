@@ -259,6 +259,14 @@ def test_how_a_local_folder_has_its_media_processed_counts(tmp_path: Path, name:
     assert parts[0] == parts[1] != parts[2]
 
 
+@pytest.mark.parametrize("name", ["VLLM_VIDEO_LOADER_BACKEND", "VLLM_MEDIA_CONNECTOR"])
+def test_how_vllm_decodes_media_counts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A video is named by its file: the frames that are taken out of it do not tell."""
+    before = fingerprint(vllm_config())
+    monkeypatch.setenv(name, "another")
+    assert fingerprint(vllm_config()) != before
+
+
 def test_scales_of_an_encoder_in_fp8_count_by_content(tmp_path: Path) -> None:
     fingerprints = []
     for name, scale in (("one", "1.0"), ("copy", "1.0"), ("other", "2.0")):
