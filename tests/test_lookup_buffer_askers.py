@@ -14,8 +14,9 @@ from lookup_buffer.link import Link, connect
 from lookup_buffer.messages import Acknowledge, GiveBack, Leave, Request, Stats, Take
 from lookup_buffer.namespace import Namespace
 from lookup_buffer.node.owners import Answer
-from nodes import NodeProcess, StartNode, at_rest, handoff, wait_until
+from nodes import NodeProcess, Nodes, at_rest, handoff, wait_until
 from peer_proxy import free_port
+from store import EmbeddedServer
 
 NAMESPACE = Namespace.named("tests").fingerprint
 
@@ -40,9 +41,15 @@ class Asker:
         self.say(Take(number, NAMESPACE, name.text, wait_seconds))
 
 
+@pytest.fixture(scope="module")
+def owner(valkey_server: EmbeddedServer) -> Iterator[NodeProcess]:
+    nodes = Nodes(valkey_server.url)
+    yield nodes(listen=f"tcp://127.0.0.1:{free_port()}", handoff_lease_seconds=30.0)
+    nodes.end()
+
+
 @pytest.fixture
-def producer(start_node: StartNode) -> Iterator[tuple[NodeProcess, LookupBuffer]]:
-    owner = start_node(listen=f"tcp://127.0.0.1:{free_port()}", handoff_lease_seconds=30.0)
+def producer(owner: NodeProcess) -> Iterator[tuple[NodeProcess, LookupBuffer]]:
     with owner.client() as buffer:
         yield owner, buffer
         wait_until(lambda: owner.stats()["handoff_bytes"] == 0, 5.0)
