@@ -5,6 +5,7 @@ no logger. `open_store` is the door.
 """
 
 from store.answers import (
+    GONE_SECONDS,
     Beat,
     ClaimAnswer,
     ClaimState,
@@ -31,6 +32,7 @@ from store.record import LOCATIONS_MAX, Location, Record
 from store.url import parse, redact
 
 __all__ = [
+    "GONE_SECONDS",
     "LOCATIONS_MAX",
     "TTL_SECONDS",
     "Beat",

@@ -57,6 +57,10 @@ class Publishing:
     claim_token: str | None = None
 
 
+GONE_SECONDS = 3600
+"""How long it is told why the last copy of a key went, unless it is said otherwise."""
+
+
 @dataclass(frozen=True, slots=True)
 class Withdrawing:
     """One copy that is no more; see MetadataStore.withdraw_many."""
@@ -66,6 +70,7 @@ class Withdrawing:
     node: str
     reason: str
     exactly: Location | None = None
+    gone_seconds: int = GONE_SECONDS
 
 
 @dataclass(frozen=True, slots=True)

@@ -115,7 +115,8 @@ class MetadataStore(ABC):
         None for what lies on a server that was not reached; where none was reached,
         StoreUnavailable is raised.
 
-        With the last location the record goes, and `reason` is kept for an hour (see `gone`).
+        With the last location the record goes; `reason` is kept for its `gone_seconds` (see
+        `gone`).
         With `exactly`, only that very location is removed: for whoever found it stale, while the
         node may have published anew. Works when memory is full.
         """
@@ -235,7 +236,7 @@ class MetadataStore(ABC):
 
     @abstractmethod
     def gone(self, namespace: str, key: str) -> str | None:
-        """Why the key's last location went, within the last hour; None where that is not known."""
+        """Why the key's last location went, for `gone_seconds`; None where that is not known."""
 
     @abstractmethod
     def server_info(self) -> ServerInfo:

@@ -42,7 +42,7 @@ def withdraw_call(withdrawing: Withdrawing) -> Call:
             f"at:{withdrawing.node}",
             expected,
             withdrawing.reason,
-            layout.GONE_SECONDS,
+            withdrawing.gone_seconds,
         ),
     )
 

@@ -8,7 +8,7 @@ A documented, versioned contract. Other programs, and people with redis-cli, may
 |                        |               | per location at:<node> = boot:generation:checksum      |
 | lb:claim:<ns>:{<key>}  | STRING, lease | <holder>:<state>:<token>: who is about to produce the  |
 |                        |               | key (state intent) or at work on it (encoding)         |
-| lb:gone:<ns>:{<key>}   | STRING, 1 h   | why the last location went                             |
+| lb:gone:<ns>:{<key>}   | STRING, 1 h   | why the last location went (of hand-offs for a minute) |
 | lb:nodes               | HASH          | <node> = boot:sequence, moved by each beat             |
 | lb:node:<node>         | HASH, 1 day   | boot, endpoint, host, version, capacity, used, items   |
 | lb:ns:<ns>             | HASH          | the parts of the namespace in clear text               |
@@ -37,7 +37,6 @@ from store.record import SAFE_NAME, Location, Record
 VERSION = "1"
 
 NODES = "lb:nodes"
-GONE_SECONDS = 3600
 NODE_SECONDS = 24 * 3600
 HITS_SECONDS = 7 * 24 * 3600
 STATS_SECONDS = 7 * 24 * 3600

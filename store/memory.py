@@ -24,7 +24,7 @@ from store.answers import (
 )
 from store.base import Found, MetadataStore
 from store.errors import NodeTaken, StoreUnavailable
-from store.layout import GONE_SECONDS, HITS_MAX, HITS_SECONDS, NODE_SECONDS, STATS_SECONDS
+from store.layout import HITS_MAX, HITS_SECONDS, NODE_SECONDS, STATS_SECONDS
 from store.record import LOCATIONS_MAX, Location, Record, check_namespace, check_node, check_token
 
 _Item = tuple[str, str]  # namespace and key
@@ -288,7 +288,7 @@ class MemoryStore(MetadataStore):
             self._records.replace(item, record._replace(locations=left))
         else:
             self._records.drop(item)
-            self._gone.put(item, withdrawing.reason, GONE_SECONDS)
+            self._gone.put(item, withdrawing.reason, withdrawing.gone_seconds)
         return True
 
     def _drop_claim(self, item: _Item, token: str) -> bool:

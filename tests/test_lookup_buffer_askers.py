@@ -1,5 +1,7 @@
 """What other nodes may ask of the owner of hand-offs, in whatever order and form they do."""
 
+import asyncio
+import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,9 +15,12 @@ from lookup_buffer.key import TensorKey
 from lookup_buffer.link import Link, connect
 from lookup_buffer.messages import Acknowledge, GiveBack, Leave, Request, Stats, Take
 from lookup_buffer.namespace import Namespace
-from lookup_buffer.node.owners import Answer
-from nodes import NodeProcess, StartNode, at_rest, handoff, wait_until
+from lookup_buffer.node.owners import IDLE_SECONDS, UNREACHED, Answer, Owner
+from lookup_buffer.prefetched import LoadOrder
+from lookup_buffer.wire import encode_frame
+from nodes import NodeProcess, Nodes, at_rest, handoff, wait_until
 from peer_proxy import free_port
+from store import EmbeddedServer, Location
 
 NAMESPACE = Namespace.named("tests").fingerprint
 
@@ -40,9 +45,15 @@ class Asker:
         self.say(Take(number, NAMESPACE, name.text, wait_seconds))
 
 
+@pytest.fixture(scope="module")
+def owner(valkey_server: EmbeddedServer) -> Iterator[NodeProcess]:
+    nodes = Nodes(valkey_server.url)
+    yield nodes(listen=f"tcp://127.0.0.1:{free_port()}", handoff_lease_seconds=30.0)
+    nodes.end()
+
+
 @pytest.fixture
-def producer(start_node: StartNode) -> Iterator[tuple[NodeProcess, LookupBuffer]]:
-    owner = start_node(listen=f"tcp://127.0.0.1:{free_port()}", handoff_lease_seconds=30.0)
+def producer(owner: NodeProcess) -> Iterator[tuple[NodeProcess, LookupBuffer]]:
     with owner.client() as buffer:
         yield owner, buffer
         wait_until(lambda: owner.stats()["handoff_bytes"] == 0, 5.0)
@@ -167,3 +178,47 @@ def test_a_payload_where_there_is_none_ends_the_link(producer: Producer) -> None
 def test_what_no_owner_says_is_refused(answer: object) -> None:
     with pytest.raises(ProtocolError):
         Answer.parse(answer)
+
+
+def test_a_link_is_ended_when_nobody_has_needed_it_for_long() -> None:
+    """Beyond the last lease on it, for with the link ends what was taken by way of it."""
+    loop, now, ended = asyncio.new_event_loop(), [100.0], list[Owner]()
+    owner = Owner(Location("node", "boot", 1, 1), ended.append, lambda: now[0])
+    ours, theirs = socket.socketpair()
+    answers = list[Answer]()
+    owner.ask(Take(1, NAMESPACE, "k@1", 5.0), answers.append)
+    owner.connected(loop, ours)
+    now[0] += 2 * IDLE_SECONDS
+    idle = [owner.is_idle]  # not while somebody waits for an answer
+    theirs.sendall(encode_frame({"id": 1, "state": "leased", "lease_seconds": 200.0}))
+    loop.call_later(0.2, loop.stop)
+    loop.run_forever()
+    assert [answer.state for answer in answers] == ["leased"]
+    for seconds in (200.0 + IDLE_SECONDS - 1.0, 2.0):
+        now[0] += seconds
+        idle.append(owner.is_idle)
+    assert idle == [False, False, True]
+    owner.ask(Take(2, NAMESPACE, "k@1", 5.0), answers.append)
+    theirs.close()
+    loop.call_later(0.2, loop.stop)
+    loop.run_forever()
+    assert (ended, answers[1]) == ([owner], UNREACHED), "who asked is told that it ended"
+    loop.close()
+
+
+def test_a_token_is_its_sessions_alone(producer: Producer) -> None:
+    owner, buffer = producer
+    name = handoff()
+    buffer.insert(name, torch.arange(3))
+    with owner.client() as one, owner.client() as other:
+
+        def call(of: LookupBuffer, request: Request) -> dict[str, Any]:
+            return of._attachment.call(request, 5.0)
+
+        taken = call(one, Take(1, NAMESPACE, name.text, 0.0))
+        other._attachment.post(GiveBack(2, taken["token"]))
+        assert call(other, Acknowledge(3, taken["token"])) == {"id": 3, "won": False}
+        assert call(other, Take(4, NAMESPACE, name.text, 0.0))["reason"] == "taken"
+        assert call(one, Acknowledge(5, taken["token"])) == {"id": 5, "won": True}
+        assert call(one, Acknowledge(6, taken["token"])) == {"id": 6, "won": True}
+        one.release(LoadOrder.of(taken))

@@ -206,8 +206,10 @@ def test_a_killed_owner_is_missing_to_all_who_wait(
 
 def test_a_stopped_owner_is_missing_and_gives_nothing_twice(start_node: StartNode) -> None:
     owner, node = owner_of(start_node, handoff_lease_seconds=2.0), start_node()
-    name = handoff()
+    before, name = handoff(), handoff()
     with owner.client() as producer, node.client() as taker:
+        producer.insert(before, torch.ones(3))
+        assert taker.drop_select(before, timeout=5.0) is not None  # so that there is a link
         producer.insert(name, tensor_of("ice", MIB))
         wait_until(lambda: taker.has_caches([name], timeout=1.0)[0], 5.0)
         with owner.frozen():
@@ -268,6 +270,29 @@ def test_a_link_that_breaks_costs_nothing(
             assert outcomes["won"] + outcomes["LookupTimeout"] == 3
         assert set(acknowledged(owner, name).values()) == {1}
         nothing_held(owner, node)
+
+
+def test_an_answer_that_is_lost_with_its_link_is_asked_for_again(
+    start_node: StartNode, takers: Callable[..., ClientProcess]
+) -> None:
+    with PeerProxy() as proxy:
+        proxy.target = free_port()
+        owner = owner_of(
+            start_node, listen=f"tcp://127.0.0.1:{proxy.target}", advertise=proxy.address
+        )
+        node, name = start_node(), handoff()
+        with owner.client() as producer:
+            producer.insert(name, torch.full((9,), 6))
+            taker = takers(node, name)
+            assert taker.hear() == "taken"
+            proxy.hold_after_bytes = 0
+            taker.say("go on")
+            wait_until(lambda: acknowledged(owner, name), 5.0)
+            proxy.hold_after_bytes = None
+            proxy.cut()
+            proxy.release()
+            assert taker.hear() == 6, "it had won, and is told so"
+        assert list(acknowledged(owner, name).values()) == [1]
 
 
 def test_a_stopped_store_is_nothing_to_who_needs_none(

@@ -284,3 +284,29 @@ def test_the_record_is_what_the_shelf_holds_in_the_end(bench: Bench) -> None:
             bench.write()
     bench.write()
     assert {f"k{n}" for n in range(20) if bench.held_by(f"k{n}")} == held
+
+
+def test_hand_offs_change_their_shape_and_are_soon_forgotten(
+    bench: Bench, valkey_server: EmbeddedServer
+) -> None:
+    """There may be thousands in a second, and each ends by being taken."""
+    key = "k@request-7"
+    address, name = (bench.namespace, key), f"lb:gone:{bench.namespace}:{{{key}}}"
+    for nbytes in (10, 20):  # another tensor than the generation before it
+        header = TensorHeader("uint8", (nbytes,), nbytes)
+        item = bench.shelf.reserve_handoff(address, header, ttl_seconds=300.0, wanted=False)
+        bench.shelf.release([bench.shelf.commit(item, 7, 1)], 1)
+        bench.backlog.add(Change(address, ""))
+        bench.write()
+        (record,) = bench.store.locate(bench.namespace, [key])
+        assert record is not None
+        assert record.nbytes == nbytes
+        assert [at.generation for at in record.locations] == [item.generation]
+        assert command(valkey_server.url, "EXISTS", name) == b":0"
+    bench.shelf.remove(item, "taken")
+    bench.backlog.add(Change(address, "taken"))
+    bench.write()
+    assert bench.held_by(key) == set()
+    assert command(valkey_server.url, "GET", name) == b"taken"
+    assert 50 < int(command(valkey_server.url, "TTL", name)[1:]) <= 60
+    assert bench.counters.totals().get("publish_conflict", 0) == 0

@@ -26,6 +26,7 @@ from lookup_buffer.cli.output import (
     size_text,
 )
 from lookup_buffer.cli.records import hits_of, nodes_of, tensor_text, to_json
+from lookup_buffer.key import is_handoff
 from store import MetadataStore, Record
 from store.record import SAFE_NAME
 
@@ -104,7 +105,8 @@ def _reasons(store: MetadataStore, key: str, spaces: list[str]) -> dict[str, str
 
 def _absence(key: str, gone: dict[str, str]) -> str:
     if not gone:
-        return f"no record of {key!r}: never published, or it expired, or went over an hour ago"
+        ago = "a minute" if is_handoff(key) else "an hour"
+        return f"no record of {key!r}: never published, or it expired, or went over {ago} ago"
     reasons = ", ".join(f"{reason} (namespace {space[:8]})" for space, reason in gone.items())
     return f"no record of {key!r} any more; its last copy went within the last hour: {reasons}"
 

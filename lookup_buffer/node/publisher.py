@@ -9,13 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lookup_buffer.counters import Counters
-from lookup_buffer.inventory import Item
+from lookup_buffer.inventory import Address, Item
 from lookup_buffer.key import is_handoff
 from lookup_buffer.node.backlog import Backlog, Change
 from lookup_buffer.node.directory import Directory
 from lookup_buffer.node.identity import Identity
 from lookup_buffer.node.shelf import Shelf
 from store import (
+    GONE_SECONDS,
     Location,
     MetadataStore,
     Publication,
@@ -27,6 +28,8 @@ from store import (
     Withdrawing,
 )
 
+HANDOFF_GONE_SECONDS = 60
+"""Why a hand-off went is told for so long: they are many, and each is taken soon."""
 VOID_MAX = 64
 """Locations of dead nodes that are withdrawn with one beat."""
 
@@ -82,7 +85,15 @@ class Publisher:
     def _withdraw(self, store: MetadataStore, changes: Sequence[Change]) -> list[Change]:
         node = self.identity.node
         outcomes = store.withdraw_many(
-            [Withdrawing(*change.address, node, change.reason or "gone") for change in changes]
+            [
+                Withdrawing(
+                    *change.address,
+                    node,
+                    change.reason or "gone",
+                    gone_seconds=_gone_seconds(change.address),
+                )
+                for change in changes
+            ]
         )
         unreached = [change for change, gone in zip(changes, outcomes, strict=True) if gone is None]
         return unreached + self._release(store, [c for c in changes if c not in unreached])
@@ -176,6 +187,10 @@ class Publisher:
             return self.record_ttl_seconds
         # Never longer than what is renewed: the record of a dead holder ends by itself.
         return min(self.record_ttl_seconds, max(remaining, 0.001))
+
+
+def _gone_seconds(address: Address) -> int:
+    return HANDOFF_GONE_SECONDS if is_handoff(address[1]) else GONE_SECONDS
 
 
 def _void(namespace: str, key: str, location: Location) -> Withdrawing:
