@@ -62,6 +62,7 @@ class Speaker:
         """Write what is small and can be written at once, and leave the rest to the thread."""
         try:
             while self._writing.acquire(blocking=False):  # else who writes looks again afterwards
+                writable = True
                 try:
                     while self._next_is_small() and (writable := self._link.writable()):
                         self._write_next()
