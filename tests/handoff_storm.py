@@ -206,21 +206,19 @@ class HandoffStorm:
         if fault == "owner killed":
             self._kill_node(self._chance.choice(self.nodes))
             return
-        index = self._chance.randrange(len(self._consumers))
-        one = self._consumers[index]
-        if fault == "consumers stopped" and one not in self._frozen:
+        one = self._chance.choice([one for one in self._consumers if one not in self._frozen])
+        if fault == "consumers stopped":
             os.kill(one.process.pid, signal.SIGSTOP)
             self._frozen[one] = time.monotonic() + self._chance.uniform(0.5, 3.0)
             # Others may have what it has; who comes second waits in vain.
             self._due.extendleft(number for number, _ in list(one.busy.values())[:2])
         else:
-            self._frozen.pop(one, None)
             one.process.kill()
             one.process.__exit__()
             for number, _ in one.busy.values():
                 self.outcomes[number].append(KILLED)
                 self._due.appendleft(number)
-            self._consumers[index] = self._start(one.node)
+            self._consumers[self._consumers.index(one)] = self._start(one.node)
 
     def _kill_node(self, node: NodeProcess) -> None:
         node.kill()
