@@ -7,6 +7,8 @@ import socket
 import threading
 from dataclasses import dataclass, field
 
+from nodes import NodeProcess, StartNode
+
 STEP_BYTES = 64 << 10
 
 
@@ -110,3 +112,10 @@ def free_port() -> int:
         port = probe.getsockname()[1]
     assert isinstance(port, int)
     return port
+
+
+def behind(proxy: PeerProxy, start_node: StartNode, **settings: object) -> NodeProcess:
+    """A node that others reach only through `proxy`."""
+    proxy.target = free_port()
+    listen = f"tcp://127.0.0.1:{proxy.target}"
+    return start_node(listen=listen, advertise=proxy.address, **settings)

@@ -24,7 +24,7 @@ from nodes import (
     tensor_of,
     wait_until,
 )
-from peer_proxy import PeerProxy, free_port
+from peer_proxy import PeerProxy, behind
 from servers import StartServer, flush, frozen
 
 DEAD_SECONDS = 6.0
@@ -61,8 +61,11 @@ def takers() -> Iterator[Callable[[NodeProcess, TensorKey], ClientProcess]]:
         yield start
 
 
+OWNER: dict[str, object] = {"log_level": "info", "handoff_lease_seconds": 30.0}
+
+
 def owner_of(start_node: StartNode, **settings: object) -> NodeProcess:
-    return start_node(**{"log_level": "info", "handoff_lease_seconds": 30.0, **settings})
+    return start_node(**{**OWNER, **settings})
 
 
 def acknowledged(owner: NodeProcess, name: TensorKey) -> Counter[int]:
@@ -247,10 +250,7 @@ def test_a_link_that_breaks_costs_nothing(
     start_node: StartNode, takers: Callable[..., ClientProcess]
 ) -> None:
     with PeerProxy() as proxy:
-        proxy.target = free_port()
-        owner = owner_of(
-            start_node, listen=f"tcp://127.0.0.1:{proxy.target}", advertise=proxy.address
-        )
+        owner = behind(proxy, start_node, **OWNER)
         node, name = start_node(), handoff()
         with owner.client() as producer:
             producer.insert(name, torch.full((9,), 4))
@@ -276,10 +276,7 @@ def test_an_answer_that_is_lost_with_its_link_is_asked_for_again(
     start_node: StartNode, takers: Callable[..., ClientProcess]
 ) -> None:
     with PeerProxy() as proxy:
-        proxy.target = free_port()
-        owner = owner_of(
-            start_node, listen=f"tcp://127.0.0.1:{proxy.target}", advertise=proxy.address
-        )
+        owner = behind(proxy, start_node, **OWNER)
         node, name = start_node(), handoff()
         with owner.client() as producer:
             producer.insert(name, torch.full((9,), 6))

@@ -23,7 +23,7 @@ from nodes import (
     tensor_of,
     wait_until,
 )
-from peer_proxy import PeerProxy, free_port
+from peer_proxy import PeerProxy, behind, free_port
 
 BIG_BYTES = 64 * MIB
 BIG_ARENA_BYTES = 96 * MIB
@@ -33,13 +33,6 @@ BIG_ARENA_BYTES = 96 * MIB
 def proxies() -> Iterator[ExitStack]:
     with ExitStack() as stack:
         yield stack
-
-
-def behind(proxy: PeerProxy, start_node: StartNode, **settings: object) -> NodeProcess:
-    """A node that others reach only through `proxy`."""
-    proxy.target = free_port()
-    listen = f"tcp://127.0.0.1:{proxy.target}"
-    return start_node(listen=listen, advertise=proxy.address, **settings)
 
 
 def nothing_left(node: NodeProcess) -> None:
