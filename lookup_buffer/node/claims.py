@@ -4,34 +4,28 @@ The store decides; a store that is down or slow grants, and so does a server of 
 keys that it has. A claim belongs to the engine whose client took it (to the session of a client
 that is no engine): asking again renews it, the publication of what the engine inserts drops it, and
 it is given back on request, when the session that last asked for it ends, or by its lease if nobody
-can. Called on the loop's thread; the store is asked in `lines`, which have threads of their own.
+can. On the loop's thread; the store is asked by an `arbiter`.
 """
 
 import asyncio
 import hashlib
 import secrets
 import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from lookup_buffer.inventory import Address
 from lookup_buffer.messages import Claim, ReleaseClaim
-from lookup_buffer.node.breaker import Breaker
-from lookup_buffer.node.directory import Directory
+from lookup_buffer.node.arbiter import Arbiter, Ruling
 from lookup_buffer.node.identity import Identity
-from lookup_buffer.node.lines import Lines
-from lookup_buffer.node.loop import call_from_thread
 from lookup_buffer.node.registrar import Registrar
 from lookup_buffer.node.resolver import Resolver
 from lookup_buffer.node.session import Session
 from lookup_buffer.node.shelf import Shelf
-from lookup_buffer.node.storage import Storage
 from lookup_buffer.node.waiting import Vigil, Waiting
-from store import ClaimAnswer, ClaimState, Releasing, StoreError, StoreFull
+from store import ClaimAnswer, Claiming, ClaimState, Releasing
 
 Answer = Callable[[dict[str, Any]], None]
 Owner = str | int
@@ -84,16 +78,14 @@ class _Holding:
 @dataclass(slots=True)
 class Claims:
     loop: asyncio.AbstractEventLoop
-    storage: Storage
+    arbiter: Arbiter
     identity: Identity
     shelf: Shelf
-    directory: Directory
     waiting: Waiting
     resolver: Resolver
     registrar: Registrar
     _held: dict[tuple[Owner, Address], _Holding] = field(default_factory=dict)
     _secret: bytes = field(default_factory=lambda: secrets.token_bytes(16))
-    _lines: Lines = field(default_factory=lambda: Lines("lb-claim"))
 
     def claim(
         self, session: Session, request: Claim, wanted: Callable[[], bool], answer: Answer
@@ -130,13 +122,10 @@ class Claims:
 
     def release_all(self, session: Session) -> None:
         """The session has ended."""
-        groups = defaultdict(list)
-        for (owner, address), holding in list(self._held.items()):
-            if holding.session is session:
-                del self._held[owner, address]
-                groups[self.storage.place_of(address)].append(address)
-        for addresses in groups.values():
-            self._give_back(addresses, session)
+        ended = [held for held, holding in self._held.items() if holding.session is session]
+        for held in ended:
+            del self._held[held]
+        self._give_back([address for _, address in ended], session)
 
     def holds(self, session: Session, address: Address) -> bool:
         """Whether this engine has the claim, as far as is known here."""
@@ -157,7 +146,7 @@ class Claims:
 
     def close(self) -> None:
         """Bounded."""
-        self._lines.close(CLOSE_SECONDS)
+        self.arbiter.close(CLOSE_SECONDS)
 
     # -- one question, on the loop's thread
 
@@ -174,19 +163,26 @@ class Claims:
         else:
             question.asking, question.look_again = True, False
             bound = self.loop.call_later(ANSWER_SECONDS, self._granted_unasked, question)
-            place = self.storage.place_of(question.address)
-            self._lines.submit(place, partial(self._ask, question, bound))
+            claiming = Claiming(
+                *question.address, self.holder, question.token, question.state,
+                question.lease_seconds,
+            )  # fmt: skip
+            self.arbiter.claim(claiming, partial(self._ruled, question, bound))
 
     def _known_elsewhere(self, address: Address) -> bool:
         namespace, key = address
         return self.waiting.locator.known(namespace, [key]) == [True]
 
-    def _answered(
-        self, question: _Question, bound: asyncio.TimerHandle, found: ClaimAnswer, stored: bool
+    def _ruled(
+        self, question: _Question, bound: asyncio.TimerHandle, ruling: Ruling | None
     ) -> None:
-        """The store has spoken."""
-        question.asking = False
+        """The store has spoken, or nothing was heard of it."""
         bound.cancel()
+        if ruling is None:
+            self._granted_unasked(question)
+            return
+        question.asking = False
+        found, stored = ruling.answer, ruling.stored
         if not stored and self.shelf.holds(question.address):
             # Inserted here since it was asked for: of copies on this node the record says nothing.
             stored = True
@@ -265,10 +261,8 @@ class Claims:
     def _give_back(
         self, addresses: Sequence[Address], session: Session, answer: Answer = _nobody
     ) -> None:
-        """Those of one place, together."""
         releasings = [Releasing(*each, self._token(session, each)) for each in addresses]
-        place = self.storage.place_of(addresses[0])
-        self._lines.submit(place, partial(self._release, releasings, answer))
+        self.arbiter.release(releasings, lambda released: answer({"released": released}))
 
     @property
     def holder(self) -> str:
@@ -278,46 +272,6 @@ class Claims:
         """The same for all clients of an engine, and not to be guessed by others."""
         text = "\0".join((str(_owner(session)), *address)).encode("utf-8", "surrogatepass")
         return hashlib.blake2b(text, key=self._secret, digest_size=8).hexdigest()
-
-    # -- in a line
-
-    def _ask(self, question: _Question, bound: asyncio.TimerHandle, breaker: Breaker) -> None:
-        if not breaker.allows():
-            call_from_thread(self.loop, self._granted_unasked, question)
-            return
-        try:
-            store = self.storage.store()
-            found = store.claim(
-                *question.address,
-                holder=self.holder,
-                token=question.token,
-                state=question.state,
-                lease_seconds=question.lease_seconds,
-            )
-        except StoreError as error:
-            if isinstance(error, StoreFull):
-                breaker.succeeded()  # it answers, and releases still pass
-            else:
-                breaker.failed()
-            call_from_thread(self.loop, self._granted_unasked, question)
-            return
-        breaker.succeeded()
-        self.directory.meet(store, [found.record])
-        stored = found.record is not None and bool(self.directory.sources(found.record))
-        if stored and found.granted:
-            with suppress(StoreError):  # the lease will end it
-                store.release_claim(*question.address, token=question.token)
-        call_from_thread(self.loop, self._answered, question, bound, found, stored)
-
-    def _release(self, releasings: Sequence[Releasing], answer: Answer, breaker: Breaker) -> None:
-        released: list[bool | None] = []
-        if breaker.allows():
-            try:
-                released = self.storage.store().release_many(releasings)
-                breaker.succeeded()
-            except StoreError:
-                breaker.failed()  # the leases will end them
-        call_from_thread(self.loop, answer, {"released": released == [True]})
 
 
 def _owner(session: Session) -> Owner:
