@@ -89,26 +89,41 @@ class ClaimSets:
 
     def encoding(self, session: Session, request: Encoding) -> None:
         """The engine is at work on these keys, whoever else may be."""
+        line = self._line(session)
         left = set(request.keys)
-        if not left:
-            return
+        if not (line.busy or line.words):  # else what was said before has to be done before
+            left = {key for key in left if not self._promise(session, request, key)}
+        if left:
+            self._say(session, partial(self._encode, session, request, left))
+
+    def _promise(self, session: Session, request: Encoding, key: str) -> bool:
+        address = (request.namespace, key)
 
         def turn() -> None:
-            for key in sorted(left):
-                self._claim(
-                    session,
-                    (request.namespace, key),
-                    ClaimState.ENCODING,
-                    request.lease_seconds,
-                    partial(answered, key),
-                )
+            if self.claims.holds(session, address):
+                self._encode(session, request, {key})
+            else:  # given back meanwhile
+                self._next(session)
+
+        keep = partial(self._say, session, turn)
+        return self.claims.promise(session, address, request.lease_seconds, keep)
+
+    def _encode(self, session: Session, request: Encoding, left: set[str]) -> None:
+        """A turn: tell the store."""
 
         def answered(key: str, _: dict[str, Any]) -> None:
             left.discard(key)
             if not left:
                 self._next(session)
 
-        self._say(session, turn)
+        for key in sorted(left):
+            self._claim(
+                session,
+                (request.namespace, key),
+                ClaimState.ENCODING,
+                request.lease_seconds,
+                partial(answered, key),
+            )
 
     def unclaim(self, session: Session, request: Unclaim) -> None:
         """End a wait, and give back what the engine does not want any more."""

@@ -37,6 +37,8 @@ INTENT_SECONDS_MAX = 1.0
 """Who only means to produce a key may not keep others waiting for longer."""
 CLOSE_SECONDS = 1.0
 """For what is still to be given back when the node ends; leases end the rest."""
+PROMISE_SECONDS = 0.4
+"""So long before an intent lapses the store is told at the latest that it came to encoding."""
 FORGET_SECONDS = 1.0
 """How long after the end of a lease it is forgotten."""
 STORED = {"outcome": "stored", "holder": "", "state": "", "remaining_seconds": 0.0}
@@ -73,6 +75,15 @@ class _Holding:
     session: Session
     ends_at: float
     state: ClaimState
+    granted_until: float
+    """What the store has surely granted."""
+    promise: asyncio.TimerHandle | None = None
+    """To tell the store of the state, which it does not know yet."""
+
+    def forget_promise(self) -> None:
+        if self.promise is not None:
+            self.promise.cancel()
+            self.promise = None
 
 
 @dataclass(slots=True)
@@ -114,17 +125,35 @@ class Claims:
             question.vigil = self.waiting.watch(address, question.until, look)
         self._look(question)
 
+    def promise(
+        self, session: Session, address: Address, lease_seconds: float, keep: Callable[[], None]
+    ) -> bool:
+        """Take this engine's intent for ENCODING, and call `keep`, which tells the store, only when
+        it is about to lapse: most encodes are over and published by then, and that ends the claim.
+        False where there is no intent that lasts."""
+        holding = self._held.get((_owner(session), address))
+        if holding is None or holding.state is not ClaimState.INTENT:
+            return False
+        now = time.monotonic()
+        left = holding.granted_until - PROMISE_SECONDS - now
+        if left <= 0:
+            return False
+        holding.state = ClaimState.ENCODING
+        holding.ends_at = now + lease_seconds
+        holding.promise = self.loop.call_later(left, keep)
+        return True
+
     def release(self, session: Session, request: ReleaseClaim, answer: Answer) -> None:
         """Answers released: whether the claim was still this engine's."""
         address = (request.namespace, request.key)
-        self._held.pop((_owner(session), address), None)
+        self._drop((_owner(session), address))
         self._give_back([address], session, answer)
 
     def release_all(self, session: Session) -> None:
         """The session has ended."""
         ended = [held for held, holding in self._held.items() if holding.session is session]
         for held in ended:
-            del self._held[held]
+            self._drop(held)
         self._give_back([address for _, address in ended], session)
 
     def holds(self, session: Session, address: Address) -> bool:
@@ -141,7 +170,7 @@ class Claims:
 
     def inserted(self, session: Session, address: Address) -> None:
         """What this engine has a claim for is here: its publication drops the claim."""
-        if self._held.pop((_owner(session), address), None) is not None:
+        if self._drop((_owner(session), address)) is not None:
             self.registrar.changed(address, "", self._token(session, address))
 
     def close(self) -> None:
@@ -189,7 +218,7 @@ class Claims:
             if found.granted:
                 self._give_back([question.address], question.session)
         if found.granted and not stored:
-            self._hold(question)
+            self._hold(question, found.remaining_seconds)
         if stored:  # else who asks for it at once may be told that nobody has it
             self.resolver.published(question.address)
         if question.answered:
@@ -211,7 +240,7 @@ class Claims:
         if question.answered:
             return
         # The store may grant it yet: then it has to be given back like any other.
-        self._hold(question)
+        self._hold(question, 0.0)
         unasked = ClaimAnswer(True, self.holder, question.state, 0.0)
         self._settle(question, _fields("granted", unasked))
 
@@ -226,27 +255,36 @@ class Claims:
         if question.wanted():
             question.answer(fields)
 
-    def _hold(self, question: _Question) -> None:
-        """The claim is, or may be, this engine's."""
+    def _hold(self, question: _Question, granted_seconds: float) -> None:
+        """The claim is, or may be, this engine's; the store has granted it for so long."""
         owner, address = _owner(question.session), question.address
         holding = self._held.get((owner, address))
-        ends_at = time.monotonic() + question.lease_seconds
+        now = time.monotonic()
+        ends_at, granted_until = now + question.lease_seconds, now + granted_seconds
         if holding is not None:
             holding.ends_at = max(holding.ends_at, ends_at)
+            holding.granted_until = granted_until
             if question.state is ClaimState.ENCODING:
                 holding.state = question.state
+                holding.forget_promise()
             if question.wanted():
                 # An engine that attached again: the end of its last session, which may be noticed
                 # only now, must not give back what it goes on with.
                 holding.session = question.session
         elif question.wanted():
             holding = self._held[owner, address] = _Holding(
-                question.session, ends_at, question.state
+                question.session, ends_at, question.state, granted_until
             )
             self._forget_at_end((owner, address), holding)
         else:
             # Nobody is told of it, so nobody would ever give it back.
             self._give_back([address], question.session)
+
+    def _drop(self, held: tuple[Owner, Address]) -> _Holding | None:
+        holding = self._held.pop(held, None)
+        if holding is not None:
+            holding.forget_promise()
+        return holding
 
     def _forget_at_end(self, held: tuple[Owner, Address], holding: _Holding) -> None:
         """When its lease, however often renewed, has surely ended. One timer a holding."""
@@ -254,7 +292,7 @@ class Claims:
             return
         left = holding.ends_at - time.monotonic()
         if left <= 0:
-            del self._held[held]
+            self._drop(held)
         else:
             self.loop.call_later(left + FORGET_SECONDS, self._forget_at_end, held, holding)
 
