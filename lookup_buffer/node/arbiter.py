@@ -29,6 +29,8 @@ class Ruling:
 
     answer: ClaimAnswer
     stored: bool
+    heard: bool = False
+    """The locator was told of the record, too."""
 
 
 Ruled = Callable[[Ruling | None], None]
@@ -39,6 +41,11 @@ Released = Callable[[bool], None]
 
 class Arbiter(ABC):
     """Called, and answering, on the loop. What is said of one key takes effect in order."""
+
+    @property
+    def tells_of_records(self) -> bool:
+        """Whether the locator knows of a key, for a while, when a claim for it was answered."""
+        return False
 
     @abstractmethod
     def claim(self, claiming: Claiming, ruled: Ruled) -> None:
@@ -127,6 +134,10 @@ class MirrorArbiter(Arbiter):
     locator: MirrorLocator
     lines: LineArbiter
 
+    @property
+    def tells_of_records(self) -> bool:
+        return self.locator.claims is not None
+
     def claim(self, claiming: Claiming, ruled: Ruled) -> None:
         claims = self.locator.claims
         if claims is None:
@@ -147,7 +158,7 @@ class MirrorArbiter(Arbiter):
         if stored and found.granted:
             releasing = Releasing(claiming.namespace, claiming.key, claiming.token)
             self.release([releasing], lambda _: None)
-        ruled(Ruling(found, stored))
+        ruled(Ruling(found, stored, heard=True))
 
     def release(self, releasings: Sequence[Releasing], released: Released) -> None:
         claims = self.locator.claims

@@ -212,6 +212,8 @@ class Claims:
             return
         question.asking = False
         found, stored = ruling.answer, ruling.stored
+        if stored and not ruling.heard:  # else who asks at once may be told that nobody has it
+            self.resolver.published(question.address)
         if not stored and self.shelf.holds(question.address):
             # Inserted here since it was asked for: of copies on this node the record says nothing.
             stored = True
@@ -219,8 +221,6 @@ class Claims:
                 self._give_back([question.address], question.session)
         if found.granted and not stored:
             self._hold(question, found.remaining_seconds)
-        if stored:  # else who asks for it at once may be told that nobody has it
-            self.resolver.published(question.address)
         if question.answered:
             return  # granted unasked, when the store was slow
         if stored:
