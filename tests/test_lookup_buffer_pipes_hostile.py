@@ -25,13 +25,13 @@ from hostile_files import hostile
 from lookup_buffer.codec import header_of
 from lookup_buffer.config import parse_tcp
 from lookup_buffer.errors import LookupBufferError, ProtocolError, TensorTooLarge
+from lookup_buffer.greeting import GREETINGS_MAX
 from lookup_buffer.header import TensorHeader
 from lookup_buffer.link import Link
 from lookup_buffer.pipes import PipeLimits, open_pipe
 from lookup_buffer.pipes.carrier import SharedMemory
 from lookup_buffer.pipes.communicator import Exchange
 from lookup_buffer.pipes.gloo import GlooCommunicator
-from lookup_buffer.pipes.greeting import GREETINGS_MAX
 from lookup_buffer.pipes.inbox import Inbox
 from lookup_buffer.pipes.pair import PairLink
 from lookup_buffer.pipes.peer import Peer
