@@ -33,6 +33,7 @@ def publish_call(publishing: Publishing) -> Call:
             publishing.claim_token or "",
             LOCATIONS_MAX,
             f"{record.created:.3f}",
+            "sole" if publishing.sole else "",
             *layout.identity_fields(record),
         ),
     )

@@ -7,6 +7,7 @@ import pytest
 from contract_store import BOOT, StoreContract, a_location, a_record
 from contract_store_claims import ClaimContract, ask
 from contract_store_nodes import NodeContract
+from contract_store_sole import SoleContract
 from servers import command, flush, patient
 from store import (
     LOCATIONS_MAX,
@@ -20,7 +21,7 @@ from store import (
 )
 
 
-class TestValkeyStore(StoreContract, ClaimContract, NodeContract):
+class TestValkeyStore(StoreContract, ClaimContract, NodeContract, SoleContract):
     @pytest.fixture
     def store(self, valkey_server: EmbeddedServer) -> Iterator[MetadataStore]:
         flush(valkey_server.url)
@@ -28,7 +29,7 @@ class TestValkeyStore(StoreContract, ClaimContract, NodeContract):
             yield store
 
 
-class TestRedis70Store(StoreContract, ClaimContract, NodeContract):
+class TestRedis70Store(StoreContract, ClaimContract, NodeContract, SoleContract):
     @pytest.fixture
     def store(self, redis_server: EmbeddedServer) -> Iterator[MetadataStore]:
         flush(redis_server.url)
