@@ -71,6 +71,21 @@ class Withdrawing:
     reason: str
     exactly: Location | None = None
     gone_seconds: int = GONE_SECONDS
+    may_have_ended: bool = False
+    """Whether the reason is kept as well where no record stands: it may have ended by itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A fetch that came to nothing; see MetadataStore.note_failures."""
+
+    namespace: str
+    key: str
+    reason: str
+    holder: str
+    """The node that was asked."""
+    reader: str
+    """The node that asked."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from store.answers import (
     Beat,
     ClaimAnswer,
     ClaimState,
+    Failure,
     NodeInfo,
     Publication,
     Publishing,
@@ -24,7 +25,14 @@ from store.answers import (
 )
 from store.base import Found, MetadataStore
 from store.errors import NodeTaken, StoreUnavailable
-from store.layout import HITS_MAX, HITS_SECONDS, NODE_SECONDS, STATS_SECONDS
+from store.layout import (
+    FAIL_SECONDS,
+    HITS_MAX,
+    HITS_SECONDS,
+    NAMESPACE_SECONDS,
+    NODE_SECONDS,
+    STATS_SECONDS,
+)
 from store.record import LOCATIONS_MAX, Location, Record, check_namespace, check_node, check_token
 
 _Item = tuple[str, str]  # namespace and key
@@ -100,9 +108,10 @@ class MemoryStore(MetadataStore):
         self._records: _Expiring[_Item, Record] = _Expiring(clock)
         self._claims: _Expiring[_Item, _Claim] = _Expiring(clock)
         self._gone: _Expiring[_Item, str] = _Expiring(clock)
+        self._failures: _Expiring[_Item, Failure] = _Expiring(clock)
         self._beats: dict[str, Beat] = {}
         self._infos: _Expiring[str, NodeInfo] = _Expiring(clock)
-        self._namespaces: dict[str, dict[str, str]] = {}
+        self._namespaces: _Expiring[str, dict[str, str]] = _Expiring(clock)
         self._hits: _Expiring[str, dict[str, int]] = _Expiring(clock)
         self._stats: _Expiring[str, dict[str, int]] = _Expiring(clock)
 
@@ -142,7 +151,8 @@ class MemoryStore(MetadataStore):
             held = self._claims.get(item)
             mine = held is not None and held.token == token
             if held is None or (mine and state is ClaimState.ENCODING):
-                held, mine = _Claim(holder, state, token), True
+                first = held.holder if held is not None and held.state is state else holder
+                held, mine = _Claim(first, state, token), True
                 self._claims.put(item, held, lease_seconds)
             left = self._claims.remaining_seconds(item)
             return ClaimAnswer(mine, held.holder, held.state, left, self._records.get(item))
@@ -162,7 +172,7 @@ class MemoryStore(MetadataStore):
             self._beats[node] = Beat(boot, sequence)
             return previous is not None and previous.boot == boot
 
-    def leave(self, node: str, boot: str) -> None:
+    def leave(self, node: str, boot: str, *, reason: str = "stopped") -> None:
         with self._open():
             previous = self._beats.get(node)
             if previous and previous.boot == boot:
@@ -188,7 +198,7 @@ class MemoryStore(MetadataStore):
         check_namespace(fingerprint)
         with self._open():
             if parts:
-                self._namespaces[fingerprint] = dict(parts)
+                self._namespaces.put(fingerprint, dict(parts), NAMESPACE_SECONDS)
 
     def namespaces(self) -> dict[str, dict[str, str]]:
         with self._open():
@@ -234,6 +244,18 @@ class MemoryStore(MetadataStore):
         check_namespace(namespace)
         with self._open():
             return self._gone.get((namespace, key))
+
+    def note_failures(self, failures: Sequence[Failure]) -> None:
+        for failure in failures:
+            check_namespace(failure.namespace)
+        with self._open():
+            for failure in failures:
+                self._failures.put((failure.namespace, failure.key), failure, FAIL_SECONDS)
+
+    def failure(self, namespace: str, key: str) -> Failure | None:
+        check_namespace(namespace)
+        with self._open():
+            return self._failures.get((namespace, key))
 
     def server_info(self) -> ServerInfo:
         with self._open():
@@ -281,6 +303,8 @@ class MemoryStore(MetadataStore):
         item, node = (withdrawing.namespace, withdrawing.key), withdrawing.node
         record = self._records.get(item)
         mine = [at for at in record.locations if at.node == node] if record else []
+        if not record and withdrawing.may_have_ended and self._gone.get(item) is None:
+            self._gone.put(item, withdrawing.reason, withdrawing.gone_seconds)
         if not record or not mine or withdrawing.exactly not in (None, mine[0]):
             return False
         left = tuple(at for at in record.locations if at.node != node)

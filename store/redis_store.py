@@ -8,7 +8,7 @@ import asyncio
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 from store import layout
@@ -16,6 +16,7 @@ from store.answers import (
     Beat,
     ClaimAnswer,
     ClaimState,
+    Failure,
     NodeInfo,
     Publication,
     Publishing,
@@ -27,7 +28,7 @@ from store.base import Found, MetadataStore
 from store.calls import done, milliseconds_of, publication, publish_call, withdraw_call
 from store.deployment import open_topology
 from store.entries import Forgotten
-from store.errors import NodeTaken, StoreCorrupt, StoreUnavailable
+from store.errors import NodeTaken, StoreCorrupt, StoreFull, StoreUnavailable
 from store.inspection import Inspection
 from store.link import Fields, Link, Script, fields_of
 from store.mirror import Mirror
@@ -37,6 +38,7 @@ from store.record import (
     check_node,
     check_token,
 )
+from store.trace import Traces
 from store.url import StoreUrl
 
 _PAGE = 1000  # keys in one round trip: about a millisecond of the server's time
@@ -137,10 +139,14 @@ class RedisStore(MetadataStore):
             raise NodeTaken(node, taken)
         return bool(answer == 1)
 
-    def leave(self, node: str, boot: str) -> None:
+    def leave(self, node: str, boot: str, *, reason: str = "stopped") -> None:
         if self._link.run(self._leave, (layout.NODES,), (node, boot)) == 1:
             # One command each: in a cluster these lie on different servers.
-            self._link.batch([("UNLINK", layout.node(node)), ("UNLINK", layout.stats(node))])
+            left = ("SET", layout.left(node), f"{reason}:{boot}", "EX", layout.LEFT_SECONDS)
+            with suppress(StoreFull):  # of the last one
+                self._link.batch(
+                    [("UNLINK", layout.node(node)), ("UNLINK", layout.stats(node)), left]
+                )
 
     def beats(self) -> dict[str, Beat]:
         (fields,) = self._link.read_hashes([layout.NODES])
@@ -163,8 +169,9 @@ class RedisStore(MetadataStore):
         check_namespace(fingerprint)
         if parts:
             fields = [text for pair in parts.items() for text in pair]
-            with _named(layout.namespace(fingerprint)):
-                self._link.batch([("HSET", layout.namespace(fingerprint), *fields)])
+            name, life = layout.namespace(fingerprint), layout.NAMESPACE_SECONDS
+            with _named(name):
+                self._link.batch([("HSET", name, *fields), ("EXPIRE", name, life)])
 
     def namespaces(self) -> dict[str, dict[str, str]]:
         described = {}
@@ -185,7 +192,7 @@ class RedisStore(MetadataStore):
         if not keys:
             return []
         (scores,) = self._link.batch([("ZMSCORE", layout.hits(namespace), *keys)])
-        return [_hits(score) for score in scores]
+        return [layout.read_hits(score) for score in scores]
 
     def add_stats(self, node: str, counters: Mapping[str, int]) -> None:
         self._add(self._stats, layout.stats(node), (layout.STATS_SECONDS,), counters)
@@ -215,7 +222,23 @@ class RedisStore(MetadataStore):
     def gone(self, namespace: str, key: str) -> str | None:
         check_namespace(namespace)
         (reason,) = self._link.batch([("GET", layout.gone(namespace, key))])
-        return None if reason is None else _text(reason)
+        return None if reason is None else _text(reason).partition(":")[0]
+
+    def note_failures(self, failures: Sequence[Failure]) -> None:
+        for one in failures:
+            check_namespace(one.namespace)
+        life = ("EX", layout.FAIL_SECONDS)
+        self._link.batch(
+            [
+                ("SET", layout.fail(one.namespace, one.key), layout.fail_value(one), *life)
+                for one in failures
+            ]
+        )
+
+    def failure(self, namespace: str, key: str) -> Failure | None:
+        check_namespace(namespace)
+        (value,) = self._link.batch([("GET", layout.fail(namespace, key))])
+        return None if value is None else layout.read_failure(namespace, key, value)
 
     def server_info(self) -> ServerInfo:
         infos = [layout.read_server_info(_text(t)) for t in self._link.each_server(("INFO",))]
@@ -245,6 +268,10 @@ class RedisStore(MetadataStore):
         before the store.
         """
         return Mirror(loop, self._link.topology, dialler, forgotten)
+
+    def traces(self) -> Traces:
+        """What stands in the servers about single keys, for people."""
+        return Traces(self._link)
 
     def inspection(self) -> Inspection:
         """A closer look at the servers, for people."""
@@ -282,11 +309,6 @@ def _found(item: tuple[str, str], fields: Fields | StoreUnavailable) -> Found:
     if isinstance(fields, StoreUnavailable):
         return fields
     return layout.read_record(*item, fields)
-
-
-def _hits(score: bytes | None) -> int:
-    """A score as nodes write it; by hand it may be anything, infinite too."""
-    return int(min(max(float(score or 0), 0.0), 2.0**63))
 
 
 def _text(raw: bytes) -> str:

@@ -289,7 +289,7 @@ class Claims:
             store = self.storage.store()
             found = store.claim(
                 *question.address,
-                holder=self.holder,
+                holder=f"{self.holder}:{int(time.time())}",  # since when, for people
                 token=question.token,
                 state=question.state,
                 lease_seconds=question.lease_seconds,

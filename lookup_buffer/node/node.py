@@ -44,6 +44,7 @@ from lookup_buffer.node.mirroring import MirrorLocator
 from lookup_buffer.node.owners import Owners
 from lookup_buffer.node.peers import PeerServer
 from lookup_buffer.node.presence import Presence
+from lookup_buffer.node.publisher import STALE
 from lookup_buffer.node.registrar import Registrar
 from lookup_buffer.node.resolver import Resolver
 from lookup_buffer.node.shelf import Shelf
@@ -100,6 +101,7 @@ class Node:
             self._counters,
             config.record_ttl_seconds,
             self._give_up,
+            failed_fetches=self._fetcher.failed,
         )
         self._owners = Owners(self._loop, directory, token)
         self._desk = self._make_desk(directory)
@@ -208,7 +210,7 @@ class Node:
 
     def _missed(self, address: Address) -> None:
         """The store says that we hold what we do not: let it be written what we do hold."""
-        self._registrar.changed(address, "stale")
+        self._registrar.changed(address, STALE)
 
     def _admit_asker(self, stream: socket.socket, on_end: Callable[[], None]) -> None:
         call_from_thread(self._loop, self._askers.admit, stream, on_end)
