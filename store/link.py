@@ -267,6 +267,8 @@ def _translated(reply: Any) -> Any:
     elif reply.code in _NOT_SERVED:
         kind = StoreUnavailable
     error = kind(f"store: {reply}")
+    if isinstance(error, StoreUnavailable):
+        error.forbidden = reply.code == "NOPERM"
     if isinstance(error, StoreCorrupt):
         error.wrong_type = reply.code == "WRONGTYPE"
     error.__cause__ = reply

@@ -14,6 +14,7 @@ from lookup_buffer.cli.nodes import nodes
 from lookup_buffer.cli.serve import serve
 from lookup_buffer.cli.show import show
 from lookup_buffer.cli.stats import stats
+from lookup_buffer.cli.why import why
 
 __all__ = ["app"]
 
@@ -64,5 +65,5 @@ app.command(
     add_help_option=False,  # the demo explains its own options
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
 )(demo)
-for _inspect in (ls, show, stats, nodes, doctor):
+for _inspect in (ls, show, why, stats, nodes, doctor):
     app.command()(_inspect)

@@ -44,8 +44,9 @@ def ls(
 ) -> None:
     """List records: what is stored, and where.
 
-    + before a node: it is alive. - before a node: it has not beaten for 2 s. A terminal cuts long
-    keys, a pipe does not; `show` takes the beginning of a key.
+    + before a node: it is alive. - before a node: it has not beaten for 2 s. ~ before a node: it
+    offers a hand-off for which it has no room as yet. A terminal cuts long keys, a pipe does not;
+    `show` takes the beginning of a key.
     """
     config = configure(
         store_url=store_url, store_password_file=store_password_file, directory=directory
