@@ -6,6 +6,7 @@ no logger. `open_store` is the door.
 
 from store.answers import (
     GONE_SECONDS,
+    INVALIDATED,
     Beat,
     ClaimAnswer,
     ClaimState,
@@ -34,6 +35,7 @@ from store.url import parse, redact
 
 __all__ = [
     "GONE_SECONDS",
+    "INVALIDATED",
     "LOCATIONS_MAX",
     "TTL_SECONDS",
     "Beat",

@@ -57,6 +57,9 @@ class Publishing:
     claim_token: str | None = None
 
 
+INVALIDATED = "invalidated"
+"""The reason of what went because its whole namespace was given up."""
+
 GONE_SECONDS = 3600
 """How long it is told why the last copy of a key went, unless it is said otherwise."""
 

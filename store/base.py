@@ -250,6 +250,26 @@ class MetadataStore(ABC):
         """The last fetch of the key that failed, within the last hour."""
 
     @abstractmethod
+    def mark_invalid(self, namespace: str, at: float) -> None:
+        """Have nodes drop what they hold of the namespace; kept for a week.
+
+        `at` is the wall clock: for whoever reads it first, and starts later than that. Another
+        `at` is another mark. Raises StoreFull.
+        """
+
+    @abstractmethod
+    def invalidations(self) -> dict[str, float]:
+        """The last mark of each namespace."""
+
+    @abstractmethod
+    def clear(self, namespace: str) -> int:
+        """Remove all records of a namespace, with INVALIDATED as reason; how many there were.
+
+        In pages, as `scan`. Whoever holds a copy may publish it anew: see `mark_invalid`. Works
+        when memory is full.
+        """
+
+    @abstractmethod
     def server_info(self) -> ServerInfo:
         """What kind of server this is and how full."""
 

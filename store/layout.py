@@ -16,6 +16,7 @@ A documented, versioned contract. Other programs, and people with redis-cli, may
 | lb:node:<node>         | HASH, 1 day   | boot, endpoint, host, version, capacity, used, items   |
 | lb:left:<node>         | STRING, 1 day | <reason>:<boot>: how a node went (stopped, died)       |
 | lb:ns:<ns>             | HASH, 7 days  | the parts of the namespace in clear text               |
+| lb:invalid             | HASH, 7 days  | <ns> = when it was given up, by somebody's wall clock  |
 | lb:hits:<ns>           | ZSET, 7 days  | hits per key, the 10,000 highest                       |
 | lb:stats:<node>        | HASH, 7 days  | the node's counters                                    |
 
@@ -44,6 +45,8 @@ NODES = "lb:nodes"
 NODE_SECONDS = 24 * 3600
 LEFT_SECONDS = 24 * 3600
 FAIL_SECONDS = 3600
+INVALID = "lb:invalid"
+INVALID_SECONDS = 7 * 24 * 3600
 NAMESPACE_SECONDS = 7 * 24 * 3600
 HITS_SECONDS = 7 * 24 * 3600
 STATS_SECONDS = 7 * 24 * 3600
@@ -169,6 +172,22 @@ def read_named_record(name: bytes, fields: Mapping[bytes, bytes]) -> Record | No
     except ValueError:
         return None
     return read_record(*of, fields) if record(*of).encode() == name else None
+
+
+def gone_beside(record_name: str) -> str:
+    """The tombstone of the record that was found under that name."""
+    return "lb:gone:" + record_name.removeprefix("lb:rec:")
+
+
+def read_invalidations(fields: Mapping[bytes, bytes]) -> dict[str, float]:
+    """When each namespace was given up. What nobody can read is left out."""
+    found = {}
+    for name, value in fields.items():
+        try:
+            found[name.decode("ascii")] = float(value)
+        except ValueError:
+            continue
+    return found
 
 
 def unreadable(name: bytes, fields: Mapping[bytes, bytes]) -> str:

@@ -9,9 +9,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Generic, TypeVar
 
 from store.answers import (
+    GONE_SECONDS,
+    INVALIDATED,
     Beat,
     ClaimAnswer,
     ClaimState,
@@ -25,10 +26,12 @@ from store.answers import (
 )
 from store.base import Found, MetadataStore
 from store.errors import NodeTaken, StoreUnavailable
+from store.expiring import Expiring
 from store.layout import (
     FAIL_SECONDS,
     HITS_MAX,
     HITS_SECONDS,
+    INVALID_SECONDS,
     NAMESPACE_SECONDS,
     NODE_SECONDS,
     STATS_SECONDS,
@@ -36,54 +39,6 @@ from store.layout import (
 from store.record import LOCATIONS_MAX, Location, Record, check_namespace, check_node, check_token
 
 _Item = tuple[str, str]  # namespace and key
-_Key = TypeVar("_Key")
-_Value = TypeVar("_Value")
-
-
-class _Expiring(Generic[_Key, _Value]):
-    """A dictionary whose entries end. Ended ones are swept out before they outnumber the rest."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._entries: dict[_Key, tuple[_Value, float]] = {}
-        self._sweep_at = 1024
-        self._swept_at_seconds = clock()
-
-    def get(self, key: _Key) -> _Value | None:
-        entry = self._entries.get(key)
-        if entry is None or entry[1] <= self._clock():
-            return None
-        return entry[0]
-
-    def remaining_seconds(self, key: _Key) -> float:
-        entry = self._entries.get(key)
-        return max(0.0, entry[1] - self._clock()) if entry else 0.0
-
-    def put(self, key: _Key, value: _Value, seconds: float) -> None:
-        self._entries[key] = (value, self._clock() + seconds)
-        if len(self._entries) >= self._sweep_at:
-            self._sweep()
-
-    def has_room(self, entries_max: int) -> bool:
-        """Whether one more fits. Looks for ended entries once a second at most: it looks at all."""
-        if len(self._entries) >= entries_max and self._clock() >= self._swept_at_seconds + 1:
-            self._sweep()
-        return len(self._entries) < entries_max
-
-    def replace(self, key: _Key, value: _Value) -> None:
-        self._entries[key] = (value, self._entries[key][1])
-
-    def drop(self, key: _Key) -> None:
-        self._entries.pop(key, None)
-
-    def items(self) -> list[tuple[_Key, _Value]]:
-        now = self._clock()
-        return [(key, value) for key, (value, end) in self._entries.items() if end > now]
-
-    def _sweep(self) -> None:
-        self._entries = {name: self._entries[name] for name, _ in self.items()}
-        self._sweep_at = max(1024, 2 * len(self._entries))
-        self._swept_at_seconds = self._clock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,15 +60,16 @@ class MemoryStore(MetadataStore):
         self._lock = threading.Lock()
         self._closed = False
         self._records_max = records_max
-        self._records: _Expiring[_Item, Record] = _Expiring(clock)
-        self._claims: _Expiring[_Item, _Claim] = _Expiring(clock)
-        self._gone: _Expiring[_Item, str] = _Expiring(clock)
-        self._failures: _Expiring[_Item, Failure] = _Expiring(clock)
+        self._records: Expiring[_Item, Record] = Expiring(clock)
+        self._claims: Expiring[_Item, _Claim] = Expiring(clock)
+        self._gone: Expiring[_Item, str] = Expiring(clock)
+        self._invalid: Expiring[str, float] = Expiring(clock)
+        self._failures: Expiring[_Item, Failure] = Expiring(clock)
         self._beats: dict[str, Beat] = {}
-        self._infos: _Expiring[str, NodeInfo] = _Expiring(clock)
-        self._namespaces: _Expiring[str, dict[str, str]] = _Expiring(clock)
-        self._hits: _Expiring[str, dict[str, int]] = _Expiring(clock)
-        self._stats: _Expiring[str, dict[str, int]] = _Expiring(clock)
+        self._infos: Expiring[str, NodeInfo] = Expiring(clock)
+        self._namespaces: Expiring[str, dict[str, str]] = Expiring(clock)
+        self._hits: Expiring[str, dict[str, int]] = Expiring(clock)
+        self._stats: Expiring[str, dict[str, int]] = Expiring(clock)
 
     def publish_many(self, publishings: Sequence[Publishing]) -> list[Publication]:
         for publishing in publishings:
@@ -256,6 +212,24 @@ class MemoryStore(MetadataStore):
         check_namespace(namespace)
         with self._open():
             return self._failures.get((namespace, key))
+
+    def mark_invalid(self, namespace: str, at: float) -> None:
+        check_namespace(namespace)
+        with self._open():
+            self._invalid.put(namespace, at, INVALID_SECONDS)
+
+    def invalidations(self) -> dict[str, float]:
+        with self._open():
+            return dict(self._invalid.items())
+
+    def clear(self, namespace: str) -> int:
+        check_namespace(namespace)
+        with self._open():
+            items = [item for item, _ in self._records.items() if item[0] == namespace]
+            for item in items:
+                self._records.drop(item)
+                self._gone.put(item, INVALIDATED, GONE_SECONDS)
+            return len(items)
 
     def server_info(self) -> ServerInfo:
         with self._open():

@@ -13,6 +13,8 @@ from dataclasses import replace
 
 from store import layout
 from store.answers import (
+    GONE_SECONDS,
+    INVALIDATED,
     Beat,
     ClaimAnswer,
     ClaimState,
@@ -61,6 +63,7 @@ class RedisStore(MetadataStore):
         self._publish = Script("publish")
         self._withdraw = Script("withdraw")
         self._claim = Script("claim")
+        self._clear = Script("clear")
         self._release = Script("release")
         self._beat = Script("beat")
         self._leave = Script("leave")
@@ -239,6 +242,30 @@ class RedisStore(MetadataStore):
         check_namespace(namespace)
         (value,) = self._link.batch([("GET", layout.fail(namespace, key))])
         return None if value is None else layout.read_failure(namespace, key, value)
+
+    def mark_invalid(self, namespace: str, at: float) -> None:
+        check_namespace(namespace)
+        with _named(layout.INVALID):
+            self._link.batch(
+                [
+                    ("HSET", layout.INVALID, namespace, f"{at:.3f}"),
+                    ("EXPIRE", layout.INVALID, layout.INVALID_SECONDS),
+                ]
+            )
+
+    def invalidations(self) -> dict[str, float]:
+        (fields,) = self._link.read_hashes([layout.INVALID])
+        return layout.read_invalidations(fields)
+
+    def clear(self, namespace: str) -> int:
+        check_namespace(namespace)
+        count = 0
+        for names in self._link.walk(layout.records(namespace)):
+            records = [name.decode("ascii", "ignore") for name in names]
+            pairs = [(record, layout.gone_beside(record)) for record in records]
+            calls = [(pair, (f"{INVALIDATED}:", GONE_SECONDS)) for pair in pairs]
+            count += sum(map(bool, map(done, self._link.run_many(self._clear, calls))))
+        return count
 
     def server_info(self) -> ServerInfo:
         infos = [layout.read_server_info(_text(t)) for t in self._link.each_server(("INFO",))]

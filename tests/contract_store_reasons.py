@@ -50,3 +50,22 @@ class ReasonContract:
         assert ask(ENCODING, "b:6", token="other") == "a:3"
         assert store.release_claim(namespace, "k", token="t")
         assert ask(ENCODING, "b:7", token="other") == "b:7"
+
+    def test_a_namespace_that_is_given_up(self, store: MetadataStore, namespace: str) -> None:
+        keys = [f"k{n}" for n in range(30)] + ["a key with spaces " + "x" * 200]
+        for key in keys:
+            for node in ("node-1", "node-2"):
+                store.publish(a_record(namespace, key), a_location(node))
+        store.publish(a_record("other", "k0"), a_location())
+        before = store.invalidations()
+        store.mark_invalid(namespace, 17.5)
+        assert store.invalidations() == before | {namespace: 17.5}
+        store.mark_invalid(namespace, 18.25)
+        assert store.invalidations()[namespace] == 18.25
+        assert store.clear(namespace) == len(keys)
+        assert store.clear(namespace) == 0
+        assert store.locate(namespace, keys) == [None] * len(keys)
+        assert {store.gone(namespace, key) for key in keys} == {"invalidated"}
+        assert store.locate("other", ["k0"]) != [None]
+        store.publish(a_record(namespace, "k0"), a_location())
+        assert store.gone(namespace, "k0") is None

@@ -143,7 +143,7 @@ def test_every_key_of_the_layout_is_documented() -> None:
     names = (
         layout.record("<ns>", "K"), layout.claim("<ns>", "K"), layout.gone("<ns>", "K"),
         layout.NODES, layout.node("<node>"), layout.namespace("<ns>"), layout.hits("<ns>"),
-        layout.stats("<node>"), layout.fail("<ns>", "K"), layout.left("<node>"),
+        layout.INVALID, layout.stats("<node>"), layout.fail("<ns>", "K"), layout.left("<node>"),
     )  # fmt: skip
     for name in names:
         assert f"| `{name.replace('{K}', '{<key>}')}` |" in TEXT

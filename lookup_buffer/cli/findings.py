@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 from lookup_buffer.cli.beat_watch import BeatWatch
 from lookup_buffer.cli.output import age_since, age_text, size_text
 from lookup_buffer.key import is_handoff
-from store import GONE_SECONDS, ClaimState, Location
+from store import GONE_SECONDS, INVALIDATED, ClaimState, Location
 
 if TYPE_CHECKING:
     from store.trace import Claim, Departure, Gone, Trace
@@ -41,6 +41,7 @@ class Code(StrEnum):
     RETRACTED = "retracted"
     STALE = "stale"
     OWNER_DEAD = "owner_dead"
+    INVALIDATED = "invalidated"
     GONE = "gone"
     ENDED = "ended"
     OTHER_NAMESPACE = "other_namespace"
@@ -246,6 +247,11 @@ _GONE: Final[Mapping[str, tuple[Code, str, str]]] = {
     "owner dead": (
         Code.OWNER_DEAD,
         "it was on {node}, which was dead for over a minute: others struck the copy off",
+        "it is encoded again where it is wanted",
+    ),
+    INVALIDATED: (
+        Code.INVALIDATED,
+        "its whole namespace was invalidated, by `lookup-buffer invalidate`",
         "it is encoded again where it is wanted",
     ),
 }

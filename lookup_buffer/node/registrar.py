@@ -22,6 +22,7 @@ from lookup_buffer.node.directory import Directory
 from lookup_buffer.node.failed_fetches import FailedFetches
 from lookup_buffer.node.heartbeat import Heartbeat, Pulse
 from lookup_buffer.node.identity import Identity
+from lookup_buffer.node.invalidations import Invalidations
 from lookup_buffer.node.publisher import Publisher
 from lookup_buffer.node.shelf import Shelf
 from lookup_buffer.node.storage import Storage
@@ -59,6 +60,7 @@ class Registrar:
     _backlog: Backlog = field(init=False)
     _publisher: Publisher = field(init=False)
     _heartbeat: Heartbeat = field(init=False)
+    _invalidations: Invalidations = field(init=False)
     _troubles: Troubles = field(init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _wake: threading.Event = field(default_factory=threading.Event)
@@ -74,6 +76,7 @@ class Registrar:
     def __post_init__(self) -> None:
         self._backlog = Backlog(self.clock)
         self._heartbeat = Heartbeat(self.identity, self.clock)
+        self._invalidations = Invalidations(self.shelf, self.clock)
         self._troubles = Troubles(self.clock)
         self._publisher = Publisher(
             self.shelf, self.directory, self.identity, self.counters, self._backlog,
@@ -180,6 +183,7 @@ class Registrar:
         self.directory.refresh(store)
         if pulse is Pulse.WATCHING:
             return  # others' tensors may be had meanwhile
+        self._invalidations.heed(store)
         if pulse is Pulse.NEW or self.clock() - self._walked_at > self.record_ttl_seconds / 3:
             self._repeat_all()
         self._repeat_after_failover(store)
