@@ -205,6 +205,14 @@ class MetadataStore(ABC):
         """
 
     @abstractmethod
+    def node_ages(self, nodes: Sequence[str]) -> dict[str, float]:
+        """Seconds since each node last described itself, by the server's clock, in one round trip.
+
+        The unknown ones are left out. Who describes itself each second, and did so a moment ago,
+        lives: for whoever has no time to watch beats.
+        """
+
+    @abstractmethod
     def describe_namespace(self, fingerprint: str, parts: Mapping[str, str]) -> None:
         """Publish what a namespace stands for, in clear text, for a week. Raises StoreFull."""
 

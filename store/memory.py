@@ -150,6 +150,11 @@ class MemoryStore(MetadataStore):
             found = ((node, self._infos.get(node)) for node in nodes)
             return {node: info for node, info in found if info}
 
+    def node_ages(self, nodes: Sequence[str]) -> dict[str, float]:
+        with self._open():
+            left = {node: self._infos.remaining_seconds(node) for node in nodes}
+            return {node: NODE_SECONDS - seconds for node, seconds in left.items() if seconds}
+
     def describe_namespace(self, fingerprint: str, parts: Mapping[str, str]) -> None:
         check_namespace(fingerprint)
         with self._open():

@@ -168,6 +168,13 @@ class RedisStore(MetadataStore):
         found = (layout.read_node(*pair) for pair in zip(nodes, replies, strict=True))
         return {info.node: info for info in found if info}
 
+    def node_ages(self, nodes: Sequence[str]) -> dict[str, float]:
+        if not nodes:
+            return {}
+        left = self._link.batch([("PTTL", layout.node(node)) for node in nodes])
+        seconds = layout.NODE_SECONDS
+        return {node: seconds - ms / 1000 for node, ms in zip(nodes, left, strict=True) if ms > 0}
+
     def describe_namespace(self, fingerprint: str, parts: Mapping[str, str]) -> None:
         check_namespace(fingerprint)
         if parts:
