@@ -73,6 +73,9 @@ class Publishing:
     """Only one node may have this key: see MetadataStore.publish_many."""
 
 
+INVALIDATED = "invalidated"
+"""The reason of what went because its whole namespace was given up."""
+
 GONE_SECONDS = 3600
 """How long it is told why the last copy of a key went, unless it is said otherwise."""
 
@@ -87,6 +90,21 @@ class Withdrawing:
     reason: str
     exactly: Location | None = None
     gone_seconds: int = GONE_SECONDS
+    may_have_ended: bool = False
+    """Whether the reason is kept as well where no record stands: it may have ended by itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A fetch that came to nothing; see MetadataStore.note_failures."""
+
+    namespace: str
+    key: str
+    reason: str
+    holder: str
+    """The node that was asked."""
+    reader: str
+    """The node that asked."""
 
 
 @dataclass(frozen=True, slots=True)

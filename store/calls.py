@@ -50,8 +50,9 @@ def withdraw_call(withdrawing: Withdrawing) -> Call:
             layout.key_field(withdrawing.key),
             f"at:{withdrawing.node}",
             expected,
-            withdrawing.reason,
+            f"{withdrawing.reason}:{withdrawing.node}",
             withdrawing.gone_seconds,
+            int(withdrawing.may_have_ended),
         ),
     )
 

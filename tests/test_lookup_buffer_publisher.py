@@ -334,6 +334,6 @@ def test_hand_offs_change_their_shape_and_are_soon_forgotten(
     bench.backlog.add(Change(address, "taken"))
     bench.write()
     assert bench.held_by(key) == set()
-    assert command(valkey_server.url, "GET", name) == b"taken"
+    assert command(valkey_server.url, "GET", name) == b"taken:us"
     assert 50 < int(command(valkey_server.url, "TTL", name)[1:]) <= 60
     assert bench.counters.totals().get("publish_conflict", 0) == 0

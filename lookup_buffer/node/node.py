@@ -48,7 +48,7 @@ from lookup_buffer.node.mirroring import MirrorLocator
 from lookup_buffer.node.owners import Owners
 from lookup_buffer.node.peers import PeerServer
 from lookup_buffer.node.presence import Presence
-from lookup_buffer.node.publisher import Report
+from lookup_buffer.node.publisher import STALE, Report
 from lookup_buffer.node.registrar import Registrar
 from lookup_buffer.node.resolver import Resolver
 from lookup_buffer.node.shelf import Shelf
@@ -102,6 +102,7 @@ class Node:
             config.record_ttl_seconds,
             self._give_up,
             self._report,
+            failed_fetches=self._fetcher.failed,
         )
         self._owners = Owners(self._loop, directory, token)
         self._announcements = Announcements(
@@ -222,7 +223,7 @@ class Node:
 
     def _missed(self, address: Address) -> None:
         """The store says that we hold what we do not: let it be written what we do hold."""
-        self._registrar.changed(address, "stale")
+        self._registrar.changed(address, STALE)
 
     def _report(self, reports: Sequence[Report]) -> None:
         call_from_thread(self._loop, self._announcements.told, reports)

@@ -30,6 +30,8 @@ from store import (
 
 HANDOFF_GONE_SECONDS = 60
 """Why a hand-off went is told for so long: they are many, and each is taken soon."""
+STALE = "stale"
+"""Why a copy is withdrawn that the store named and that is not here."""
 VOID_MAX = 64
 """Locations of dead nodes that are withdrawn with one beat."""
 
@@ -99,6 +101,9 @@ class Publisher:
                     node,
                     change.reason or "gone",
                     gone_seconds=_gone_seconds(change.address),
+                    # What the store was never told of, or has let end, went for a reason, too. But
+                    # that somebody asked for what is not here is nothing to be told.
+                    may_have_ended=change.reason != STALE,
                 )
                 for change in changes
             ]
