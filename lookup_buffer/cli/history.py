@@ -11,6 +11,7 @@ from lookup_buffer.cli.beat_watch import BeatWatch
 from lookup_buffer.cli.differences import difference_text, differences
 from lookup_buffer.cli.exits import CommandError, ExitCode
 from lookup_buffer.cli.findings import Code, Finding, Fleet, absent, findings_of, no_namespace
+from lookup_buffer.cli.records import traces_of
 from lookup_buffer.fields import is_fingerprint
 from lookup_buffer.key import MAX_KEY_CHARACTERS, TensorKey
 from store import MetadataStore
@@ -89,7 +90,7 @@ def history_of(store: MetadataStore, key: str, namespace: str) -> History:
         TensorKey.parse(key)  # says what is wrong
     watch = BeatWatch(store)
     described = {name: parts for name, parts in store.namespaces().items() if SAFE_NAME.match(name)}
-    reader = _traces(store)
+    reader = traces_of(store)
     spaces = sorted({*described, *([namespace] if is_fingerprint(namespace) else [])})
     traces = [trace for trace in reader.of([(s, key) for s in spaces]) if not trace.is_empty]
     if not traces:
@@ -99,13 +100,6 @@ def history_of(store: MetadataStore, key: str, namespace: str) -> History:
     fleet = Fleet(watch, reader.departures(sorted(nodes)))
     by_space = {trace.namespace: trace for trace in traces}
     return History(traces[0].key if traces else key, namespace, described, by_space, fleet)
-
-
-def _traces(store: MetadataStore) -> "Traces":
-    from store.redis_store import RedisStore  # slow to import, and by now it is
-
-    assert isinstance(store, RedisStore)  # all that a node may be configured with
-    return store.traces()
 
 
 def _search(reader: "Traces", part: str) -> list["Trace"]:
