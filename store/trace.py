@@ -146,9 +146,10 @@ def _trace(namespace: str, key: str, replies: Sequence[Any]) -> Trace:
     fields = fields_of(hash_ or [])
     record = layout.read_record(namespace, key, fields)
     unreadable = ""
-    if record is None and kind != b"none":
-        name = layout.record(namespace, key).encode()
-        unreadable = layout.unreadable(name, fields) if fields else f"a {kind.decode()}"
+    if record is None and fields:
+        unreadable = layout.unreadable(layout.record(namespace, key).encode(), fields)
+    elif record is None and kind not in (b"none", b"hash"):  # one that has come since is a record
+        unreadable = f"a {kind.decode()}"
     return Trace(
         namespace,
         key,

@@ -40,12 +40,14 @@ class History:
     def findings(self) -> Iterator[Finding]:
         asked = {space for space in self.traces if space.startswith(self.namespace)}
         has_it = [space for space in self.traces if self._is_stored(space)]
-        for space in sorted(asked):
-            yield from findings_of(self.traces[space], self.fleet)
+        found = [
+            one for space in sorted(asked) for one in findings_of(self.traces[space], self.fleet)
+        ]
+        yield from found
         known = {space for space in self.described if space.startswith(self.namespace)}
         if not asked and not known and self.namespace:
             yield no_namespace(self.key, self.namespace, sorted(self.described))
-        elif not asked and not (self.namespace and has_it):
+        elif not found and not (self.namespace and has_it):
             where = " in the namespace" if self.namespace else ""
             one = next(iter(known)) if len(known) == 1 and self.namespace else None
             yield absent(self.key, one, where)
@@ -94,7 +96,7 @@ def history_of(store: MetadataStore, key: str, namespace: str) -> History:
     spaces = sorted({*described, *([namespace] if is_fingerprint(namespace) else [])})
     traces = [trace for trace in reader.of([(s, key) for s in spaces]) if not trace.is_empty]
     if not traces:
-        traces = _search(reader, key)
+        traces = _search(reader, key, namespace)
     nodes = {at.node for trace in traces if trace.record for at in trace.record.locations}
     watch.settle(nodes)
     fleet = Fleet(watch, reader.departures(sorted(nodes)))
@@ -102,14 +104,16 @@ def history_of(store: MetadataStore, key: str, namespace: str) -> History:
     return History(traces[0].key if traces else key, namespace, described, by_space, fleet)
 
 
-def _search(reader: "Traces", part: str) -> list["Trace"]:
-    """The traces of the one key that has `part` in it, in whatever namespace."""
+def _search(reader: "Traces", part: str, namespace: str) -> list["Trace"]:
+    """The traces of the one key that has `part` in it: in the namespaces that are asked about, or
+    else in whatever namespace; then all that is known of that key."""
     found: set[tuple[str, str]] = set()
     for address in reader.find(part):
         found.add(address)
         if len(found) >= FOUND_MAX:
             break
-    keys = sorted({key for _, key in found})
+    near = {key for space, key in found if space.startswith(namespace)}
+    keys = sorted(near or {key for _, key in found})
     if part in keys:
         keys = [part]
     if len(keys) > 1:
