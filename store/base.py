@@ -67,7 +67,10 @@ class MetadataStore(ABC):
         would be one more than LOCATIONS_MAX is not added: FULL; such an answer does not renew the
         record, so one whose holders are all dead ends by itself. ADDED and PRESENT let the record
         live for `ttl_seconds` from now, never shorter than it would have, and remove the tombstone.
-        ADDED, PRESENT and FULL drop the claim that `claim_token` holds. What lies on a server that
+        ADDED, PRESENT and FULL drop the claim that `claim_token` holds.
+        What is `sole` has one node: where another one's location stands, that is no offer (see
+        `Location.is_offer`), it is OWNED and nothing changes. Else it never is in CONFLICT with
+        an older shape of the same key: the record starts anew. What lies on a server that
         was not reached is UNREACHED; where no server was reached, StoreUnavailable is raised.
         """
 

@@ -263,6 +263,11 @@ class MemoryStore(MetadataStore):
         record, token = publishing.record, publishing.claim_token
         item = (record.namespace, record.key)
         known = self._records.get(item)
+        if known and publishing.sole:
+            others = (at for at in known.locations if at.node != publishing.location.node)
+            if not all(at.is_offer for at in others):
+                return Publication.OWNED
+            known = known if _agree(known, record) else None
         if known and not _agree(known, record):
             return Publication.CONFLICT
         if not known and not self._records.has_room(self._records_max):

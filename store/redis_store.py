@@ -17,6 +17,7 @@ from store.answers import (
     INVALIDATED,
     Beat,
     ClaimAnswer,
+    Claiming,
     ClaimState,
     Failure,
     NodeInfo,
@@ -27,13 +28,23 @@ from store.answers import (
     Withdrawing,
 )
 from store.base import Found, MetadataStore
-from store.calls import done, milliseconds_of, publication, publish_call, withdraw_call
+from store.calls import (
+    claim_answer,
+    claim_call,
+    done,
+    fail_command,
+    publication,
+    publish_call,
+    release_call,
+    withdraw_call,
+)
 from store.deployment import open_topology
 from store.entries import Forgotten
 from store.errors import NodeTaken, StoreCorrupt, StoreFull, StoreUnavailable
 from store.inspection import Inspection
-from store.link import Fields, Link, Script, fields_of
+from store.link import Fields, Link, Script
 from store.mirror import Mirror
+from store.mirror_claims import MirrorClaims
 from store.record import (
     Record,
     check_namespace,
@@ -113,23 +124,13 @@ class RedisStore(MetadataStore):
     ) -> ClaimAnswer:
         check_namespace(namespace)
         check_token(token)
-        granted, current, current_state, milliseconds, fields = self._link.run(
-            self._claim,
-            (layout.claim(namespace, key), layout.record(namespace, key)),
-            (holder, token, state.value, milliseconds_of(lease_seconds)),
-        )
-        return ClaimAnswer(
-            granted=granted == 1,
-            holder=_text(current),
-            state=ClaimState(_text(current_state)),
-            remaining_seconds=milliseconds / 1000,
-            record=layout.read_record(namespace, key, fields_of(fields)),
-        )
+        claiming = Claiming(namespace, key, holder, token, state, lease_seconds)
+        return claim_answer(claiming, self._link.run(self._claim, *claim_call(claiming)))
 
     def release_many(self, releasings: Sequence[Releasing]) -> list[bool | None]:
         for one in releasings:
             check_namespace(one.namespace)
-        calls = [((layout.claim(one.namespace, one.key),), (one.token,)) for one in releasings]
+        calls = [release_call(one) for one in releasings]
         return [done(answer) for answer in self._link.run_many(self._release, calls)]
 
     def beat(self, node: str, boot: str, sequence: int, *, replacing: Beat | None = None) -> bool:
@@ -237,13 +238,7 @@ class RedisStore(MetadataStore):
     def note_failures(self, failures: Sequence[Failure]) -> None:
         for one in failures:
             check_namespace(one.namespace)
-        life = ("EX", layout.FAIL_SECONDS)
-        self._link.batch(
-            [
-                ("SET", layout.fail(one.namespace, one.key), layout.fail_value(one), *life)
-                for one in failures
-            ]
-        )
+        self._link.batch([fail_command(one) for one in failures])
 
     def failure(self, namespace: str, key: str) -> Failure | None:
         check_namespace(namespace)
@@ -306,6 +301,10 @@ class RedisStore(MetadataStore):
     def traces(self) -> Traces:
         """What stands in the servers about single keys, for people."""
         return Traces(self._link)
+
+    def mirror_claims(self, mirror: Mirror) -> MirrorClaims:
+        """Claims by the connections of this store's mirror, without a thread."""
+        return MirrorClaims(mirror, self._claim, self._release)
 
     def inspection(self) -> Inspection:
         """A closer look at the servers, for people."""

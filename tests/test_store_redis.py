@@ -8,6 +8,7 @@ from contract_store import BOOT, StoreContract, a_location, a_record
 from contract_store_claims import ClaimContract, ask
 from contract_store_nodes import NodeContract
 from contract_store_reasons import ReasonContract
+from contract_store_sole import SoleContract
 from servers import command, flush, patient
 from store import (
     LOCATIONS_MAX,
@@ -21,7 +22,7 @@ from store import (
 )
 
 
-class TestValkeyStore(StoreContract, ClaimContract, NodeContract, ReasonContract):
+class TestValkeyStore(StoreContract, ClaimContract, NodeContract, ReasonContract, SoleContract):
     @pytest.fixture
     def store(self, valkey_server: EmbeddedServer) -> Iterator[MetadataStore]:
         flush(valkey_server.url)
@@ -29,7 +30,7 @@ class TestValkeyStore(StoreContract, ClaimContract, NodeContract, ReasonContract
             yield store
 
 
-class TestRedis70Store(StoreContract, ClaimContract, NodeContract, ReasonContract):
+class TestRedis70Store(StoreContract, ClaimContract, NodeContract, ReasonContract, SoleContract):
     @pytest.fixture
     def store(self, redis_server: EmbeddedServer) -> Iterator[MetadataStore]:
         flush(redis_server.url)

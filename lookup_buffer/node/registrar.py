@@ -10,7 +10,7 @@ leave a node that others take for dead and that never says why.
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from lookup_buffer.counters import Counters
@@ -23,11 +23,11 @@ from lookup_buffer.node.failed_fetches import FailedFetches
 from lookup_buffer.node.heartbeat import Heartbeat, Pulse
 from lookup_buffer.node.identity import Identity
 from lookup_buffer.node.invalidations import Invalidations
-from lookup_buffer.node.publisher import Publisher
+from lookup_buffer.node.publisher import Publisher, Report
 from lookup_buffer.node.shelf import Shelf
 from lookup_buffer.node.storage import Storage
 from lookup_buffer.node.troubles import Troubles
-from store import Failure, MetadataStore, StoreCorrupt, StoreError, StoreFull
+from store import Failure, Location, MetadataStore, StoreCorrupt, StoreError, StoreFull
 
 AGAIN_PER_SECOND_FLEET = 20_000.0
 """What all nodes together may rewrite: a fifth of what one server takes. Shared out by the nodes
@@ -53,10 +53,14 @@ class Registrar:
     record_ttl_seconds: float
     give_up: Callable[[ConfigError], None]
     """Told, on the registrar's thread, that the node has to end, and why."""
+    report: Callable[[Sequence[Report]], None]
+    """Told, on the registrar's thread, what the store said of hand-offs."""
     clock: Callable[[], float] = time.monotonic
     failed_fetches: FailedFetches = field(default_factory=FailedFetches)
     store_up: bool = False
     """Whether the last turn succeeded."""
+    failing: bool = False
+    """Whether it failed."""
     _backlog: Backlog = field(init=False)
     _publisher: Publisher = field(init=False)
     _heartbeat: Heartbeat = field(init=False)
@@ -80,21 +84,28 @@ class Registrar:
         self._troubles = Troubles(self.clock)
         self._publisher = Publisher(
             self.shelf, self.directory, self.identity, self.counters, self._backlog,
-            self.record_ttl_seconds, self.clock,
+            self.record_ttl_seconds, self.report, self.clock,
         )  # fmt: skip
 
     def start(self) -> None:
         self._thread = threading.Thread(target=self._run, name="lb-registrar", daemon=True)
         self._thread.start()
 
-    def changed(self, address: Address, reason: str, claim_token: str | None = None) -> None:
+    def changed(
+        self,
+        address: Address,
+        reason: str,
+        claim_token: str | None = None,
+        void: tuple[Location, ...] = (),
+    ) -> None:
         """The item at `address` appeared (reason "") or went (why).
 
-        `claim_token` is of the claim under which it was produced, which its publication drops.
+        `claim_token` is of the claim under which it was produced, which its publication drops;
+        `void` are locations of nodes that do not have it, which are withdrawn before.
         """
         if reason in ("evicted", "expired"):
             self.counters.add(reason)
-        self._backlog.add(Change(address, reason, claim_token))
+        self._backlog.add(Change(address, reason, claim_token, void))
         self._wake.set()
 
     def describe(self, fingerprint: str, parts: dict[str, str]) -> None:
@@ -126,7 +137,7 @@ class Registrar:
                 self._wait(breaker)
                 if breaker.allows():
                     self._take_turn(self.storage.store())
-                    self.store_up = True
+                    self.store_up, self.failing = True, False
                     breaker.succeeded()
             except StoreError as error:
                 self._failed(breaker)
@@ -149,7 +160,7 @@ class Registrar:
             self._publisher.write(store, until=self._beat_at)
 
     def _failed(self, breaker: Breaker) -> None:
-        self.store_up = False
+        self.store_up, self.failing = False, True
         breaker.failed()
 
     def _revive(self) -> None:
