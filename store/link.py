@@ -267,7 +267,7 @@ def translated(reply: Any) -> Any:
     elif reply.code in _NOT_SERVED:
         kind = StoreRefused
     error = kind(f"store: {reply}")
-    if isinstance(error, StoreUnavailable):
+    if isinstance(error, StoreRefused):
         error.forbidden = reply.code == "NOPERM"
     if isinstance(error, StoreCorrupt):
         error.wrong_type = reply.code == "WRONGTYPE"

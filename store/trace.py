@@ -107,6 +107,19 @@ class Traces:
                 if record and part in record.key:
                     yield record.namespace, record.key
 
+    def hottest(self, namespaces: Sequence[str], most: int) -> dict[Address, int]:
+        """The hits of up to `most` keys of each namespace that have the most of them."""
+        commands: list[Command] = [
+            ("ZRANGE", layout.hits(space), 0, most - 1, "REV", "WITHSCORES") for space in namespaces
+        ]
+        hottest = {}
+        for space, reply in zip(namespaces, self._link.try_batch(commands), strict=True):
+            if isinstance(reply, StoreError) and not _is_foreign(reply):
+                raise reply
+            for name, score in _scored([] if _is_foreign(reply) else reply):
+                hottest[space, name.decode("utf-8", "surrogateescape")] = layout.read_hits(score)
+        return hottest
+
     def departures(self, nodes: Sequence[str]) -> dict[str, Departure]:
         """How each node went, as far as anybody told."""
         commands: list[Command] = []
@@ -125,6 +138,14 @@ class Traces:
                 _ago(layout.NODE_SECONDS, described_for) if described_for > 0 else None,
             )
         return departures
+
+
+def _scored(reply: Sequence[Any]) -> Iterator[tuple[bytes, Any]]:
+    """Members and scores, as pairs in RESP3 and one after the other before it."""
+    if reply and isinstance(reply[0], list):
+        yield from ((member, score) for member, score in reply)
+    else:
+        yield from zip(reply[::2], reply[1::2], strict=True)
 
 
 def _commands(namespace: str, key: str) -> list[Command]:
@@ -146,9 +167,10 @@ def _trace(namespace: str, key: str, replies: Sequence[Any]) -> Trace:
     fields = fields_of(hash_ or [])
     record = layout.read_record(namespace, key, fields)
     unreadable = ""
-    if record is None and kind != b"none":
-        name = layout.record(namespace, key).encode()
-        unreadable = layout.unreadable(name, fields) if fields else f"a {kind.decode()}"
+    if record is None and fields:
+        unreadable = layout.unreadable(layout.record(namespace, key).encode(), fields)
+    elif record is None and kind not in (b"none", b"hash"):  # one that has come since is a record
+        unreadable = f"a {kind.decode()}"
     return Trace(
         namespace,
         key,

@@ -13,7 +13,7 @@ from command_line import assert_refused, environment, run
 from servers import StartServer, command, frozen
 from store import EmbeddedServer
 
-INSPECTING = ("ls", "show", "why", "stats", "nodes", "doctor", "invalidate")
+INSPECTING = ("ls", "show", "why", "stats", "top", "nodes", "doctor", "invalidate")
 
 
 # -- starting
@@ -81,7 +81,7 @@ def test_wrong_usage_is_2(name: str) -> None:
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("name", ["ls", "stats", "nodes", "show", "why", "invalidate"])
+@pytest.mark.parametrize("name", ["ls", "stats", "top", "nodes", "show", "why", "invalidate"])
 def test_a_store_that_is_down_is_3(name: str, tmp_path: Path) -> None:
     arguments = (name, "key") if name in ("show", "why", "invalidate") else (name,)
     done = run(*arguments, "--store-url", f"unix://{tmp_path}/none.sock")

@@ -97,6 +97,8 @@ def test_a_part_of_a_key_is_enough(store: MetadataStore, url: str) -> None:
     publish(store, SPACE, f"{LONG_KEY}#lora-2", "n1")
     done = run("why", LONG_KEY, "--store-url", url)
     assert_refused(done, 2, "2 keys have", "lora-1", "lora-2")
+    other = run_json("why", LONG_KEY, "--store-url", url, "--namespace", "bbb", code=1)
+    assert other["key"] == f"{LONG_KEY}#lora-1", "the only one there"
     publish(store, SPACE, LONG_KEY, "n1")
     assert run_json("why", LONG_KEY, "--store-url", url, code=1)["key"] == LONG_KEY
 
@@ -130,6 +132,17 @@ def test_an_empty_store_is_1(url: str) -> None:
     assert (done.returncode, done.stderr) == (1, "")
     assert "no namespace that begins with 'abc'" in done.stdout
     assert run("why", "photo", "--namespace", "*", "--store-url", url).returncode == 1
+
+
+def test_there_is_always_a_sentence(store: MetadataStore, url: str) -> None:
+    """What stands there says nothing: a claim that no node wrote."""
+    store.describe_namespace(SPACE, {"model": "siglip"})
+    command(url, "SET", layout.claim(SPACE, "photo"), "by hand", "EX", "60")
+    publish(store, SPACE, "photo", "n1")
+    command(url, "DEL", layout.record(SPACE, "photo"))
+    for asked in ((), ("--namespace", SPACE)):
+        (finding,) = run_json("why", "photo", "--store-url", url, *asked, code=1)["findings"]
+        assert finding["code"] == "absent"
 
 
 def test_what_is_not_ours_is_a_sentence(store: MetadataStore, url: str) -> None:

@@ -8,11 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from lookup_buffer.cli.findings import Code
+from lookup_buffer.cli.history import history_of
 from lookup_buffer.config import BufferConfig
+from lookup_buffer.errors import MissingTensor
 from lookup_buffer.launch import to_json
 from lookup_buffer.namespace import Namespace
 from nodes import ROOT, NodeProcess, StartNode, key, wait_until
-from servers import StartServer, command, flush
+from servers import StartServer, command, flush, patient
 from store import EmbeddedServer, open_store
 
 NAMESPACE = Namespace.named("tests").fingerprint
@@ -183,9 +186,12 @@ def test_a_loss_of_beats_alone_makes_nobody_dead(
 def test_who_is_long_dead_is_struck_off(
     start_node: StartNode, valkey_server: EmbeddedServer
 ) -> None:
-    node, observer = start_node(), start_node()
+    node, observer, name = start_node(), start_node(), key()
     for one in (node, observer):
         wait_until(lambda one=one: one.stats()["store_up"], 5.0)  # type: ignore[misc]
+    with node.client() as client, observer.client() as reader:
+        client.insert(name, torch.ones(3))
+        wait_until(lambda: reader.has_caches([name], timeout=1.0)[0], 5.0)
     node.kill()
     with open_store(valkey_server.url, call_timeout_seconds=2.0) as store:
         beats = store.beats()
@@ -204,3 +210,14 @@ def test_who_is_long_dead_is_struck_off(
             assert now - counted_from < 70.0
     assert now - started > 55.0
     assert observer.alive()
+    with patient(valkey_server.url) as store, observer.client() as reader:
+
+        def code() -> Code:
+            (found,) = history_of(store, name.text, NAMESPACE).findings()
+            assert node.node_id in found.sentence
+            return found.code
+
+        assert code() is Code.HOLDER_DIED
+        with pytest.raises(MissingTensor):  # who asks for it has it struck off
+            reader.select(name)
+        wait_until(lambda: code() is Code.OWNER_DEAD, 10.0)

@@ -15,6 +15,7 @@ from lookup_buffer.cli.nodes import nodes
 from lookup_buffer.cli.serve import serve
 from lookup_buffer.cli.show import show
 from lookup_buffer.cli.stats import stats
+from lookup_buffer.cli.top import top
 from lookup_buffer.cli.why import why
 
 __all__ = ["app"]
@@ -66,5 +67,5 @@ app.command(
     add_help_option=False,  # the demo explains its own options
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
 )(demo)
-for _inspect in (ls, show, why, stats, nodes, doctor, invalidate):
+for _inspect in (ls, show, why, stats, top, nodes, doctor, invalidate):
     app.command()(_inspect)

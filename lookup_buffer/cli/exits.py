@@ -8,7 +8,7 @@ from typer.core import TyperGroup
 
 from lookup_buffer.cli.output import shown
 from lookup_buffer.errors import ConfigError, InvalidKey, LookupBufferError
-from store import StoreCorrupt, StoreError, StoreUnavailable, StoreUrlError
+from store import StoreCorrupt, StoreError, StoreRefused, StoreUnavailable, StoreUrlError
 
 
 class ExitCode(IntEnum):
@@ -44,7 +44,7 @@ class Commands(TyperGroup):
             _end(f"{error}; {advice}", ExitCode.FOUND)
         except StoreUnavailable as error:
             advice = "start the server, or name another by --store-url or LOOKUP_BUFFER_STORE_URL"
-            if error.forbidden:
+            if isinstance(error, StoreRefused) and error.forbidden:
                 advice = "give the user the rights in docs/redis-keys.md, or name another"
             _end(f"{error}; {advice}", ExitCode.UNREACHABLE)
         except (StoreError, LookupBufferError) as error:

@@ -11,6 +11,7 @@ from lookup_buffer.cli.beat_watch import BeatWatch
 from lookup_buffer.cli.differences import difference_text, differences
 from lookup_buffer.cli.exits import CommandError, ExitCode
 from lookup_buffer.cli.findings import Code, Finding, Fleet, absent, findings_of, no_namespace
+from lookup_buffer.cli.records import traces_of
 from lookup_buffer.fields import is_fingerprint
 from lookup_buffer.key import MAX_KEY_CHARACTERS, TensorKey
 from store import MetadataStore
@@ -39,12 +40,14 @@ class History:
     def findings(self) -> Iterator[Finding]:
         asked = {space for space in self.traces if space.startswith(self.namespace)}
         has_it = [space for space in self.traces if self._is_stored(space)]
-        for space in sorted(asked):
-            yield from findings_of(self.traces[space], self.fleet)
+        found = [
+            one for space in sorted(asked) for one in findings_of(self.traces[space], self.fleet)
+        ]
+        yield from found
         known = {space for space in self.described if space.startswith(self.namespace)}
         if not asked and not known and self.namespace:
             yield no_namespace(self.key, self.namespace, sorted(self.described))
-        elif not asked and not (self.namespace and has_it):
+        elif not found and not (self.namespace and has_it):
             where = " in the namespace" if self.namespace else ""
             one = next(iter(known)) if len(known) == 1 and self.namespace else None
             yield absent(self.key, one, where)
@@ -89,11 +92,11 @@ def history_of(store: MetadataStore, key: str, namespace: str) -> History:
         TensorKey.parse(key)  # says what is wrong
     watch = BeatWatch(store)
     described = {name: parts for name, parts in store.namespaces().items() if SAFE_NAME.match(name)}
-    reader = _traces(store)
+    reader = traces_of(store)
     spaces = sorted({*described, *([namespace] if is_fingerprint(namespace) else [])})
     traces = [trace for trace in reader.of([(s, key) for s in spaces]) if not trace.is_empty]
     if not traces:
-        traces = _search(reader, key)
+        traces = _search(reader, key, namespace)
     nodes = {at.node for trace in traces if trace.record for at in trace.record.locations}
     watch.settle(nodes)
     fleet = Fleet(watch, reader.departures(sorted(nodes)))
@@ -101,21 +104,16 @@ def history_of(store: MetadataStore, key: str, namespace: str) -> History:
     return History(traces[0].key if traces else key, namespace, described, by_space, fleet)
 
 
-def _traces(store: MetadataStore) -> "Traces":
-    from store.redis_store import RedisStore  # slow to import, and by now it is
-
-    assert isinstance(store, RedisStore)  # all that a node may be configured with
-    return store.traces()
-
-
-def _search(reader: "Traces", part: str) -> list["Trace"]:
-    """The traces of the one key that has `part` in it, in whatever namespace."""
+def _search(reader: "Traces", part: str, namespace: str) -> list["Trace"]:
+    """The traces of the one key that has `part` in it: in the namespaces that are asked about, or
+    else in whatever namespace; then all that is known of that key."""
     found: set[tuple[str, str]] = set()
     for address in reader.find(part):
         found.add(address)
         if len(found) >= FOUND_MAX:
             break
-    keys = sorted({key for _, key in found})
+    near = {key for space, key in found if space.startswith(namespace)}
+    keys = sorted(near or {key for _, key in found})
     if part in keys:
         keys = [part]
     if len(keys) > 1:

@@ -1,11 +1,14 @@
 """Records as people and programs are shown them."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lookup_buffer.cli.beat_watch import BeatWatch
 from lookup_buffer.cli.output import age_since
 from store import Location, MetadataStore, Record
+
+if TYPE_CHECKING:
+    from store.trace import Traces
 
 
 def hits_of(store: MetadataStore, records: Sequence[Record]) -> dict[tuple[str, str], int]:
@@ -67,3 +70,11 @@ def _mark(location: Location, watch: BeatWatch) -> str:
     if not watch.alive(location.node, location.boot):
         return "-"
     return "~" if location.is_offer else "+"
+
+
+def traces_of(store: MetadataStore) -> "Traces":
+    """The closer look at single keys that only a server gives."""
+    from store.redis_store import RedisStore  # slow to import, and by now it is
+
+    assert isinstance(store, RedisStore)  # all that a node may be configured with
+    return store.traces()

@@ -25,7 +25,7 @@ from lookup_buffer.cli.output import (
     print_table,
     size_text,
 )
-from lookup_buffer.cli.records import hits_of, nodes_of, tensor_text, to_json
+from lookup_buffer.cli.records import hits_of, nodes_of, tensor_text, to_json, traces_of
 from lookup_buffer.key import is_handoff
 from store import MetadataStore, Record
 from store.record import SAFE_NAME
@@ -83,10 +83,17 @@ def _find(store: MetadataStore, key: str, namespace: str, spaces: list[str]) -> 
     if exact:
         return exact
     # Either a beginning, or a key in a namespace that nobody described.
+    addresses = sorted(
+        {
+            address
+            for address in traces_of(store).find(key)
+            if address[0].startswith(namespace) and address[1].startswith(key)
+        }
+    )
     found = {
         (record.namespace, record.key): record
-        for record in store.scan()
-        if record.namespace.startswith(namespace) and record.key.startswith(key)
+        for record in store.look_up(addresses)
+        if isinstance(record, Record)
     }
     keys = sorted({record.key for record in found.values()})
     if key in keys:

@@ -197,4 +197,11 @@ def _gone_seconds(address: Address) -> int:
 
 
 def _void(namespace: str, key: str, location: Location) -> Withdrawing:
-    return Withdrawing(namespace, key, location.node, "owner dead", exactly=location)
+    return Withdrawing(
+        namespace,
+        key,
+        location.node,
+        "owner dead",
+        exactly=location,
+        gone_seconds=_gone_seconds((namespace, key)),
+    )

@@ -1,0 +1,188 @@
+"""`lookup-buffer top`: the fleet at work, live."""
+
+import sys
+import time
+from collections import Counter, deque
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from lookup_buffer.cli.access import opened_store
+from lookup_buffer.cli.options import Directory, Json, StorePasswordFile, StoreUrl, configure
+from lookup_buffer.cli.output import print_json, print_line, print_table, shown, size_text
+from lookup_buffer.cli.records import traces_of
+from lookup_buffer.cli.sample import Activity, Sample, take_sample
+from store import MetadataStore, StoreUnavailable
+from store.record import SAFE_NAME
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+NAMESPACES_SECONDS = 30.0
+"""Between two walks for namespaces, which look at all keys of the server."""
+WINDOW_SECONDS = 5.0
+"""What rates are taken over: nodes beat, and write what they counted, once a second."""
+LONGEST_BEAT_SECONDS = 2.0
+"""Who has not beaten for so long is shown as not alive."""
+_HITS = ("hits_local", "hits_remote")
+
+
+def top(
+    interval: Annotated[
+        float, typer.Option(min=0.2, max=60, metavar="SECONDS", help="Between two looks.")
+    ] = 1.0,
+    store_url: StoreUrl = None,
+    store_password_file: StorePasswordFile = None,
+    directory: Directory = None,
+    json: Json = False,
+) -> None:
+    """Watch the fleet: nodes, hits and misses a second, the keys that are hit most.
+
+    Live at a terminal, until Ctrl-C. In a pipe, and with --json, what happened within 2 s, once.
+    """
+    config = configure(
+        store_url=store_url, store_password_file=store_password_file, directory=directory
+    )
+    with opened_store(config) as store:
+        if json or not sys.stdout.isatty():
+            activity = _watch_once(store, max(interval, LONGEST_BEAT_SECONDS))
+            if json:
+                print_json(_to_json(activity))
+            else:
+                _print(activity)
+            return
+        try:
+            _watch(store, interval)
+        except KeyboardInterrupt:
+            return
+
+
+def _watch_once(store: MetadataStore, seconds: float) -> Activity:
+    spaces = _namespaces(store)
+    first = take_sample(store, traces_of(store), spaces, time.monotonic())
+    time.sleep(seconds)
+    return Activity(first, take_sample(store, traces_of(store), spaces, time.monotonic()))
+
+
+def _watch(store: MetadataStore, interval: float) -> None:
+    from rich.live import Live
+    from rich.text import Text
+
+    samples: deque[Sample] = deque(maxlen=max(1, round(WINDOW_SECONDS / interval)) + 1)
+    spaces, walk_at = list[str](), 0.0
+    with Live(Text("looking …"), screen=True, auto_refresh=False) as live:
+        while True:
+            now = time.monotonic()
+            try:
+                if now >= walk_at:
+                    spaces, walk_at = _namespaces(store), now + NAMESPACES_SECONDS
+                samples.append(take_sample(store, traces_of(store), spaces, now))
+            except StoreUnavailable as error:  # it may come back
+                samples.clear()
+                live.update(Text(shown(str(error))), refresh=True)
+            if samples and now - samples[0].at >= LONGEST_BEAT_SECONDS:
+                activity = Activity(samples[0], samples[-1])
+                live.update(_screen(activity, live.console.width), refresh=True)
+            time.sleep(interval)
+
+
+def _namespaces(store: MetadataStore) -> list[str]:
+    return sorted(name for name in store.namespaces() if SAFE_NAME.match(name))
+
+
+def _to_json(activity: Activity) -> dict[str, Any]:
+    return {
+        "seconds": round(activity.seconds, 3),
+        "nodes": {
+            node: {"alive": activity.alive(node), "counted": dict(activity.of_node(node))}
+            for node in sorted(activity.last.beats)
+        },
+        "counted": dict(activity.of_all()),
+        "hottest": [
+            {"namespace": space, "key": key, "hits_meanwhile": meanwhile, "hits": hits}
+            for (space, key), meanwhile, hits in activity.hottest()
+        ],
+    }
+
+
+def _print(activity: Activity) -> None:
+    print_line(_summary(activity))
+    print_line()
+    print_table(*_nodes(activity), numeric=_NODE_NUMBERS)
+    print_line()
+    print_table(*_hottest(activity), numeric=_KEY_NUMBERS)
+
+
+def _screen(activity: Activity, width: int) -> "Group":
+    """As wide as that; on a narrow one there is less of each."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    parts: list[Any] = [Text(_summary(activity)), Text()]
+    for (columns, rows), numeric in (
+        (_nodes(activity), _NODE_NUMBERS),
+        (_hottest(activity), _KEY_NUMBERS),
+    ):
+        kept = [i for i, name in enumerate(columns) if width >= _WIDE or name not in _FOR_WIDE]
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+        for name in (columns[i] for i in kept):
+            right = name in numeric
+            table.add_column(name, justify="right" if right else "left", no_wrap=True)
+        for row in rows:
+            table.add_row(*(Text(shown(row[i])) for i in kept))
+        parts += [table, Text()]
+    return Group(*parts)
+
+
+def _summary(activity: Activity) -> str:
+    counted, seconds = activity.of_all(), activity.seconds
+    hits = sum(counted[name] for name in _HITS)
+    reasons = {
+        name.removeprefix("misses_"): count
+        for name, count in counted.items()
+        if name.startswith("misses_") and count
+    }
+    misses = sum(reasons.values())
+    alive = sum(map(activity.alive, activity.last.beats))
+    found = f"{hits / (hits + misses):.0%}" if hits + misses else "-"
+    named = ", ".join(f"{why} {n / seconds:.1f}" for why, n in Counter(reasons).most_common(3))
+    return (
+        f"{alive} of {len(activity.last.beats)} nodes live; {hits / seconds:.1f} hits and "
+        f"{misses / seconds:.1f} misses a second{f' ({named})' if named else ''}, hit rate {found}"
+    )
+
+
+_NODE_NUMBERS = ("ITEMS", "USED", "OF", "HITS/s", "MISSES/s", "FETCHED/s")
+_KEY_NUMBERS = ("HITS/s", "HITS")
+_WIDE = 70
+_FOR_WIDE = ("ITEMS", "USED", "OF", "FETCHED/s", "SPACE", "HITS")
+"""Columns that are left out on a narrower screen."""
+
+
+def _nodes(activity: Activity) -> tuple[list[str], list[list[str]]]:
+    rows = []
+    for node in sorted(activity.last.beats):
+        counted, info = activity.of_node(node), activity.last.infos.get(node)
+        misses = sum(n for name, n in counted.items() if name.startswith("misses_"))
+        rows.append(
+            [
+                node,
+                "yes" if activity.alive(node) else "no",
+                str(info.items) if info else "-",
+                size_text(info.used_bytes) if info else "-",
+                size_text(info.capacity_bytes) if info else "-",
+                f"{sum(counted[name] for name in _HITS) / activity.seconds:.1f}",
+                f"{misses / activity.seconds:.1f}",
+                size_text(counted["bytes_fetched"] / activity.seconds),
+            ]
+        )
+    return ["NODE", "ALIVE", *_NODE_NUMBERS], rows
+
+
+def _hottest(activity: Activity) -> tuple[list[str], list[list[str]]]:
+    rows = [
+        [space[:8], f"{meanwhile / activity.seconds:.1f}", str(hits), key]
+        for (space, key), meanwhile, hits in activity.hottest()
+    ]
+    return ["SPACE", *_KEY_NUMBERS, "KEY"], rows
