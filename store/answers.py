@@ -50,6 +50,18 @@ class ClaimAnswer:
 
 
 @dataclass(frozen=True, slots=True)
+class Claiming:
+    """One asking for a claim; see MetadataStore.claim."""
+
+    namespace: str
+    key: str
+    holder: str
+    token: str
+    state: ClaimState
+    lease_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Publishing:
     """One copy to be made known; see MetadataStore.publish_many."""
 

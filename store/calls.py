@@ -7,9 +7,17 @@ the error that the link puts in place of one.
 from typing import Any
 
 from store import layout
-from store.answers import Publication, Publishing, Withdrawing
+from store.answers import (
+    ClaimAnswer,
+    Claiming,
+    ClaimState,
+    Publication,
+    Publishing,
+    Releasing,
+    Withdrawing,
+)
 from store.errors import StoreCorrupt, StoreError, StoreFull, StoreUnavailable
-from store.link import Call
+from store.link import Call, fields_of
 from store.record import LOCATIONS_MAX
 
 
@@ -45,6 +53,30 @@ def withdraw_call(withdrawing: Withdrawing) -> Call:
             withdrawing.reason,
             withdrawing.gone_seconds,
         ),
+    )
+
+
+def claim_call(claiming: Claiming) -> Call:
+    item = (claiming.namespace, claiming.key)
+    lease = milliseconds_of(claiming.lease_seconds)
+    return (
+        (layout.claim(*item), layout.record(*item)),
+        (claiming.holder, claiming.token, claiming.state.value, lease),
+    )
+
+
+def release_call(releasing: Releasing) -> Call:
+    return ((layout.claim(releasing.namespace, releasing.key),), (releasing.token,))
+
+
+def claim_answer(claiming: Claiming, answer: Any) -> ClaimAnswer:
+    granted, holder, state, milliseconds, fields = answer
+    return ClaimAnswer(
+        granted=granted == 1,
+        holder=holder.decode("utf-8", "replace"),
+        state=ClaimState(state.decode()),
+        remaining_seconds=milliseconds / 1000,
+        record=layout.read_record(claiming.namespace, claiming.key, fields_of(fields)),
     )
 
 

@@ -15,6 +15,10 @@ class StoreUnavailable(StoreError):
     """
 
 
+class StoreRefused(StoreUnavailable):
+    """The server answered that it does not serve this, or not now: another one may have to."""
+
+
 class StoreFull(StoreError):
     """The server is out of memory and may evict nothing: this write was not done.
 

@@ -15,6 +15,7 @@ from store import layout
 from store.answers import (
     Beat,
     ClaimAnswer,
+    Claiming,
     ClaimState,
     NodeInfo,
     Publication,
@@ -24,13 +25,22 @@ from store.answers import (
     Withdrawing,
 )
 from store.base import Found, MetadataStore
-from store.calls import done, milliseconds_of, publication, publish_call, withdraw_call
+from store.calls import (
+    claim_answer,
+    claim_call,
+    done,
+    publication,
+    publish_call,
+    release_call,
+    withdraw_call,
+)
 from store.deployment import open_topology
 from store.entries import Forgotten
 from store.errors import NodeTaken, StoreCorrupt, StoreUnavailable
 from store.inspection import Inspection
-from store.link import Fields, Link, Script, fields_of
+from store.link import Fields, Link, Script
 from store.mirror import Mirror
+from store.mirror_claims import MirrorClaims
 from store.record import (
     Record,
     check_namespace,
@@ -108,23 +118,13 @@ class RedisStore(MetadataStore):
     ) -> ClaimAnswer:
         check_namespace(namespace)
         check_token(token)
-        granted, current, current_state, milliseconds, fields = self._link.run(
-            self._claim,
-            (layout.claim(namespace, key), layout.record(namespace, key)),
-            (holder, token, state.value, milliseconds_of(lease_seconds)),
-        )
-        return ClaimAnswer(
-            granted=granted == 1,
-            holder=_text(current),
-            state=ClaimState(_text(current_state)),
-            remaining_seconds=milliseconds / 1000,
-            record=layout.read_record(namespace, key, fields_of(fields)),
-        )
+        claiming = Claiming(namespace, key, holder, token, state, lease_seconds)
+        return claim_answer(claiming, self._link.run(self._claim, *claim_call(claiming)))
 
     def release_many(self, releasings: Sequence[Releasing]) -> list[bool | None]:
         for one in releasings:
             check_namespace(one.namespace)
-        calls = [((layout.claim(one.namespace, one.key),), (one.token,)) for one in releasings]
+        calls = [release_call(one) for one in releasings]
         return [done(answer) for answer in self._link.run_many(self._release, calls)]
 
     def beat(self, node: str, boot: str, sequence: int, *, replacing: Beat | None = None) -> bool:
@@ -245,6 +245,10 @@ class RedisStore(MetadataStore):
         before the store.
         """
         return Mirror(loop, self._link.topology, dialler, forgotten)
+
+    def mirror_claims(self, mirror: Mirror) -> MirrorClaims:
+        """Claims by the connections of this store's mirror, without a thread."""
+        return MirrorClaims(mirror, self._claim, self._release)
 
     def inspection(self) -> Inspection:
         """A closer look at the servers, for people."""

@@ -27,6 +27,7 @@ from lookup_buffer.elsewhere import Elsewhere
 from lookup_buffer.errors import ConfigError
 from lookup_buffer.inventory import Address
 from lookup_buffer.node.announcements import Announcements
+from lookup_buffer.node.arbiter import Arbiter, LineArbiter, MirrorArbiter
 from lookup_buffer.node.arrivals import Arrivals
 from lookup_buffer.node.askers import Askers
 from lookup_buffer.node.asking import AskingLocator
@@ -41,6 +42,7 @@ from lookup_buffer.node.handoffs import Handoffs
 from lookup_buffer.node.identity import Identity
 from lookup_buffer.node.intake import Intake
 from lookup_buffer.node.loans import Loans
+from lookup_buffer.node.locator import Locator
 from lookup_buffer.node.loop import call_from_thread
 from lookup_buffer.node.mirroring import MirrorLocator
 from lookup_buffer.node.owners import Owners
@@ -89,11 +91,7 @@ class Node:
         self._storage = Storage(config)
         self._directory = directory = Directory(self._identity.node)
         self._elsewhere = Elsewhere()
-        self._locator: MirrorLocator | AskingLocator = (
-            MirrorLocator(self._loop, self._storage, directory, self._elsewhere)
-            if config.mirror
-            else AskingLocator(self._loop, self._storage, directory)
-        )
+        self._locator, self._arbiter = self._ways_to_the_store(config.mirror, directory)
         self._fetcher = Fetcher(self._shelf, self._counters, token)
         self._registrar = Registrar(
             self._storage,
@@ -120,6 +118,15 @@ class Node:
             config.expectations(),
         )
 
+    def _ways_to_the_store(self, mirror: bool, directory: Directory) -> tuple[Locator, Arbiter]:
+        """Who has a key, and who may produce it."""
+        loop, storage = self._loop, self._storage
+        lines = LineArbiter(loop, storage, directory)
+        if not mirror:
+            return AskingLocator(loop, storage, directory), lines
+        locator = MirrorLocator(loop, storage, directory, self._elsewhere)
+        return locator, MirrorArbiter(loop, locator, lines)
+
     def _make_desk(self, directory: Directory) -> Desk:
         loop, shelf, handoffs = self._loop, self._shelf, self._handoffs
         waiting = Waiting(loop, self._locator)
@@ -130,8 +137,7 @@ class Node:
             waiting.arrived(address)
 
         self._claims = Claims(
-            loop, self._storage, self._identity, shelf, directory, waiting, resolver,
-            self._registrar,
+            loop, self._arbiter, self._identity, shelf, waiting, resolver, self._registrar
         )  # fmt: skip
         arrivals = Arrivals(loop, shelf, handoffs, waiting)
         self._intake = Intake(
