@@ -166,6 +166,24 @@ def test_one_garbled_copy_does_not_hide_the_others(
     assert found.locations == (a_location(),)
 
 
+def test_what_is_foreign_or_garbled_is_no_owner_of_a_hand_off(
+    store: MetadataStore, valkey_server: EmbeddedServer, namespace: str
+) -> None:
+    name = layout.record(namespace, "k@r")
+    ours = Publishing(a_record(namespace, "k@r"), a_location("node-2"), 60.0, sole=True)
+    changes = [
+        (("HSET", name, "v", "2"), Publication.CONFLICT),
+        (("HSET", name, "at:node-1", "nonsense"), Publication.ADDED),
+        (("HDEL", name, "dtype"), Publication.ADDED),
+    ]
+    for change, outcome in changes:
+        command(valkey_server.url, "DEL", name)
+        store.publish(ours.record, a_location("node-1"))
+        assert store.publish_many([ours]) == [Publication.OWNED]
+        command(valkey_server.url, *change)
+        assert store.publish_many([ours]) == [outcome], change
+
+
 def test_a_foreign_type_is_a_miss_to_readers_and_a_conflict_to_writers(
     store: MetadataStore, valkey_server: EmbeddedServer, namespace: str
 ) -> None:

@@ -34,6 +34,7 @@ from lookup_buffer.node.session import QUARANTINE_SECONDS, Seat, Session
 
 CONNECTIONS_MAX = 1024
 HELLO_SECONDS = 5.0
+TRY_AGAIN_SECONDS = 0.05
 """A connection that has not said hello or join by then is cut off."""
 
 
@@ -66,7 +67,7 @@ class Control:
         self._listener.bind(str(path))
         path.chmod(0o600)
         self._listener.listen(128)
-        self.loop.add_reader(self._listener.fileno(), self._accept)
+        self._watch()
 
     def close(self) -> None:
         if self._listener is not None:
@@ -79,11 +80,19 @@ class Control:
         """How long there has been no connection; 0 while there is one."""
         return 0.0 if self._of else time.monotonic() - self.idle_since
 
+    def _watch(self) -> None:
+        assert self._listener is not None
+        self.loop.add_reader(self._listener.fileno(), self._accept)
+
     def _accept(self) -> None:
         assert self._listener is not None
         try:
             sock, _ = self._listener.accept()
-        except OSError:
+        except BlockingIOError:
+            return
+        except OSError:  # no descriptor is free: the loop would try again without a pause
+            self.loop.remove_reader(self._listener.fileno())
+            self.loop.call_later(TRY_AGAIN_SECONDS, self._watch)
             return
         if len(self._of) >= CONNECTIONS_MAX:
             sock.close()

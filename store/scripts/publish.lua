@@ -14,30 +14,37 @@ local function parse(value)
   return string.match(value, '^(%w+):(%d+):(%x+)$')
 end
 
-local known = redis.call('EXISTS', record) == 1
-if known and sole then
+-- Whether another node has it. A checksum of zeros is an offer: that node has no room as yet.
+local function owned()
   for _, field in ipairs(redis.call('HKEYS', record)) do
     if string.sub(field, 1, 3) == 'at:' and field ~= at then
       local _, _, checksum = parse(redis.call('HGET', record, field))
-      -- A checksum of zeros is an offer: that node has no room for it as yet.
-      if checksum and string.match(checksum, '[^0]') then return 'owned' end
+      if checksum and string.match(checksum, '[^0]') then return true end
     end
   end
+  return false
 end
+
+local known = redis.call('EXISTS', record) == 1
+local garbled, differs = false, false
 if known then
   for i = 8, #ARGV, 2 do
     local value = redis.call('HGET', record, ARGV[i])
-    local anew = sole and value ~= ARGV[i + 1] and ARGV[i] ~= 'key'
-    if not value or anew then
-      -- Garbled: readers miss it already. Start anew instead of waiting for it to expire.
-      -- Or what was under the key before, of nobody but us: this is in its place.
-      redis.call('DEL', record)
-      known = false
+    if not value then
+      garbled = true
       break
     elseif value ~= ARGV[i + 1] then
-      return 'conflict'
+      if not sole or ARGV[i] == 'key' or ARGV[i] == 'v' then return 'conflict' end
+      differs = true
     end
   end
+  if sole and not garbled and owned() then return 'owned' end
+end
+if garbled or differs then
+  -- Garbled: readers miss it already. Start anew instead of waiting for it to expire. Or what was
+  -- under the key before, of nobody but us: this is in its place.
+  redis.call('DEL', record)
+  known = false
 end
 
 local outcome = 'added'
