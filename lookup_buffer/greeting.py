@@ -36,25 +36,30 @@ class Greetings:
         self._thread_name = thread_name
 
     def serve(self, listener: socket.socket, greet: Callable[[socket.socket], object]) -> None:
-        """Greet all who connect, until the listener is shut down; then close it."""
+        """Greet all who connect, until the listener is shut down; then close it. While there is no
+        place they wait in the kernel's queue: those who say nothing will have to leave theirs."""
         with listener:
             while True:
+                self._places.acquire()
                 try:
                     stream, _ = listener.accept()
                 except OSError as error:
+                    self.leave()
                     if error.errno == errno.EINVAL:  # it was shut down
                         return
                     time.sleep(TRY_AGAIN_SECONDS)  # no descriptor is free, or who came has left
                     continue
-                if not self.begin(partial(greet, stream)):
-                    stream.close()
+                self._begin(partial(greet, stream))
 
     def begin(self, greet: Callable[[], object]) -> bool:
         """Whether there was a place; then `greet` runs, and raises nothing. Where it returns True
         its place is taken until somebody calls `leave`."""
         if not self._places.acquire(blocking=False):
             return False
+        self._begin(greet)
+        return True
 
+    def _begin(self, greet: Callable[[], object]) -> None:
         def run() -> None:
             stays: object = False
             try:
@@ -64,7 +69,6 @@ class Greetings:
                     self.leave()
 
         threading.Thread(target=run, name=self._thread_name, daemon=True).start()
-        return True
 
     def leave(self) -> None:
         self._places.release()

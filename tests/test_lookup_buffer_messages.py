@@ -17,6 +17,7 @@ FINGERPRINT = "0123456789abcdef" * 4
 KINDS: list[type[Request]] = [
     messages.Hello, messages.Join, messages.Stage, messages.Contains, messages.Insert,
     messages.Select, messages.Take, messages.Acknowledge, messages.GiveBack, messages.Leave,
+    messages.Holds,
     messages.Prefetch, messages.Release, messages.Touch, messages.Done,
     messages.Claim, messages.ReleaseClaim, messages.ClaimAll, messages.Encoding, messages.Unclaim,
     messages.Describe, messages.Stats, messages.Goodbye,
