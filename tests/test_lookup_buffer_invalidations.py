@@ -16,14 +16,20 @@ from lookup_buffer.key import TensorKey
 from lookup_buffer.namespace import Namespace
 from lookup_buffer.node.invalidations import LATE_SECONDS, Invalidations
 from lookup_buffer.node.shelf import Shelf
-from nodes import NodeProcess, StartNode, handoff, key, wait_until
-from servers import patient
-from store import EmbeddedServer, MemoryStore, MetadataStore
+from nodes import StartNode, handoff, key, wait_until
+from servers import StartServer, patient
+from store import MemoryStore, MetadataStore
 
 
 @pytest.fixture
-def store(valkey_server: EmbeddedServer) -> Iterator[MetadataStore]:
-    with patient(valkey_server.url) as store:
+def url(start_server: StartServer) -> str:
+    """Of a server of its own: nodes that other tests have killed are silent."""
+    return start_server().url
+
+
+@pytest.fixture
+def store(url: str) -> Iterator[MetadataStore]:
+    with patient(url) as store:
         yield store
 
 
@@ -33,11 +39,11 @@ def given_up(store: MetadataStore, space: Namespace, name: TensorKey) -> bool:
 
 
 def test_all_nodes_drop_it_and_only_it(
-    store: MetadataStore, node_pair: tuple[NodeProcess, NodeProcess]
+    store: MetadataStore, url: str, start_node: StartNode
 ) -> None:
-    here, there = node_pair
+    here, there = start_node(store_url=url), start_node(store_url=url)
     space, other = (Namespace.named(f"{name}-{secrets.token_hex(4)}") for name in ("old", "kept"))
-    name, passing, url = key(), handoff(), here.settings.store_url
+    name, passing = key(), handoff()
     with ExitStack() as stack:
         first, second, kept = (
             stack.enter_context(LookupBuffer(node.config, namespace))
@@ -69,11 +75,10 @@ def test_all_nodes_drop_it_and_only_it(
 
 
 def test_a_node_that_was_frozen_drops_it_when_it_is_back(
-    store: MetadataStore, start_node: StartNode
+    store: MetadataStore, url: str, start_node: StartNode
 ) -> None:
-    node, name = start_node(), key()
+    node, name = start_node(store_url=url), key()
     space = Namespace.named(f"frozen-{secrets.token_hex(4)}")
-    url = node.settings.store_url
     with LookupBuffer(node.config, space) as buffer:
         buffer.insert(name, torch.ones(3))
         wait_until(lambda: store.locate(space.fingerprint, [name.text]) != [None], 10.0)
@@ -85,22 +90,21 @@ def test_a_node_that_was_frozen_drops_it_when_it_is_back(
         wait_until(lambda: given_up(store, space, name), 10.0)
 
 
-def test_who_starts_later_has_nothing_to_drop(store: MetadataStore, start_node: StartNode) -> None:
+def test_who_starts_later_has_nothing_to_drop(
+    store: MetadataStore, url: str, start_node: StartNode
+) -> None:
     space, name = Namespace.named(f"later-{secrets.token_hex(4)}"), key()
-    with LookupBuffer(start_node().config, space) as buffer:
+    with LookupBuffer(start_node(store_url=url).config, space) as buffer:
         buffer.insert(name, torch.ones(3))
         wait_until(lambda: space.fingerprint in store.namespaces(), 10.0)
-    run_json("invalidate", space.fingerprint, "--store-url", start_node().settings.store_url)
-    with LookupBuffer(start_node().config, space) as buffer:
+    run_json("invalidate", space.fingerprint, "--store-url", url)
+    with LookupBuffer(start_node(store_url=url).config, space) as buffer:
         buffer.insert(name, torch.ones(3))
         wait_until(lambda: store.locate(space.fingerprint, [name.text]) != [None], 10.0)
         assert buffer.has_caches([name]) == [True]
 
 
-def test_what_is_no_namespace_is_refused(
-    store: MetadataStore, node_pair: tuple[NodeProcess, NodeProcess]
-) -> None:
-    url = node_pair[0].settings.store_url
+def test_what_is_no_namespace_is_refused(store: MetadataStore, url: str) -> None:
     common = secrets.token_hex(4)
     for end in "ab":
         store.describe_namespace(common + end * 56, {"name": end})
