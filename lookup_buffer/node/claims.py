@@ -224,10 +224,11 @@ class Claims:
             stored = True
             if found.granted:
                 self._give_back([question.address], question.session)
-        if found.granted and not stored:
+        is_kept = (_owner(question.session), question.address) in self._held
+        if found.granted and not stored and (is_kept or not question.answered):
             self._hold(question, found.remaining_seconds)
         if question.answered:
-            return  # granted unasked, when the store was slow
+            return  # granted unasked, when the store was slow, and maybe given back since
         if stored:
             self._settle(question, STORED)
         elif found.granted:
