@@ -1,12 +1,16 @@
 """Claims and a store that answers, but later than a claim waits for it."""
 
+from contextlib import closing
+
 import pytest
 
-from claiming import ask, claim_in, keys
+from claiming import WAIT_SECONDS, ask, claim_in, keys
 from lookup_buffer.claimed import ClaimSetState
 from lookup_buffer.client import EngineSeat
+from lookup_buffer.prefetched import PrefetchState
 from nodes import NodeProcess, StartNode, wait_until
-from servers import frozen
+from relay import Relay
+from servers import StartServer, frozen
 from store import EmbeddedServer
 
 STORE_SECONDS = 5.0
@@ -35,3 +39,22 @@ def test_what_was_given_back_before_the_store_granted_it_is_not_held(
             assert ask(buffer, keys(1)).state is ClaimSetState.GRANTED
         wait_until(lambda: claim_in(valkey_server, name) == b"$-1", 5.0)
         assert ask(buffer, [name]).state is ClaimSetState.GRANTED
+
+
+def test_a_prefetch_does_not_wait_for_the_claims_of_many_keys(
+    start_server: StartServer, start_node: StartNode
+) -> None:
+    """They are asked for one by one; what is to be fetched is located meanwhile."""
+    names = keys(50)
+    with closing(Relay()) as relay:
+        relay.connect_to(str(start_server().directory / "server.sock"))
+        url = f"redis://127.0.0.1:{relay.port}"
+        node = start_node(store_url=url, store_timeout_seconds=STORE_SECONDS)
+        wait_until(lambda: node.stats()["store_up"], 15.0)
+        with node.client() as buffer:
+            ask(buffer, keys(1))  # the node is connected, the script known
+            relay.delay(0.1)
+            handles, claims = buffer.prefetch_and_claim(names, wait_seconds=WAIT_SECONDS)
+            wait_until(lambda: all(h.state is PrefetchState.MISSING for h in handles), 2.5)
+            assert claims.state is ClaimSetState.PENDING
+            relay.delay(0.0)
