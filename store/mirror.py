@@ -107,8 +107,9 @@ class Mirror:
     def watch(self, namespace: str, key: str, notify: Callable[[], None]) -> Callable[[], None]:
         """Call `notify` once what is known now is known, and after each change; until cancelled.
 
-        A change of the record or of the claim. It is called when the next change can no longer be
-        missed, so what is read or claimed in it, or later, is enough. Returns the cancellation.
+        A change of the record or of the claim; not as long as there is a claim and no record. It is
+        called when the next change can no longer be missed, so what is read or claimed in it, or
+        later, is enough. Returns the cancellation.
         """
         return self._watches.add(namespace, key, notify)
 

@@ -1,4 +1,4 @@
-"""Watches: who wants to know when a key's record or claim changes.
+"""Watches: who wants to know when a key's record changes, or its claim is gone.
 
 Part of the mirror, on its loop's thread. Both keys of Redis are read on the mirror's lane, so that
 the server tells of their next change, and after each change again.
@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from store import layout
-from store.connection import Command, Refusal, hgetall
+from store.connection import Command, hgetall
 from store.errors import StoreError, StoreUnavailable
 from store.lane import Lane
 
@@ -81,29 +81,31 @@ class Watches:
         self._unarmed.clear()
 
     def _arm(self, watch: Watch) -> None:
-        """Read both keys, so that the server tells of their next change; then notify."""
+        """Read both keys, so that the server tells of their next change; then notify, if there is
+        something to be had: a record, or the claim for it."""
         record, claim = watch.names
         try:
             lane = watch.lane = self._lane_for(record)
         except StoreUnavailable:
             self._arm_soon(watch)
             return
-        refused: list[Refusal] = []
+        found: list[Any] = []
         asked_at, address = self._loop.time(), (watch.namespace, watch.key)
 
         def each(index: int, reply: Any) -> None:
             if index == 0:
-                found = self._take_in(lane, record, address, reply, asked_at)
-                if isinstance(found, StoreUnavailable):
-                    refused.append(reply)
+                reply = self._take_in(lane, record, address, reply, asked_at)
+            found.append(reply)
 
         def done(error: StoreError | None) -> None:
             if watch not in self._by_name.get(record, ()):
                 return
-            if error is not None or refused:
+            if error is not None or isinstance(found[0], StoreUnavailable):
                 self._arm_soon(watch)
-            else:
+            elif found[0] is not None or not isinstance(found[1], bytes):
                 self._tell(watch.notify)
+            # Else it is claimed, and no more: who tried for it now would be refused, and would
+            # disturb others by the claims that he takes and gives back for that.
 
         commands: list[Command] = [hgetall(record), ("GET", claim)]
         lane.ask(commands, each, done)

@@ -118,26 +118,11 @@ class Contender:
         changed = asyncio.Event()
         cancel = process.mirror.watch(process.namespace, key, changed.set)
         try:
-            await asyncio.wait_for(changed.wait(), ASLEEP_SECONDS)  # it is armed now
-            changed.clear()
-            record = await process.record(key)
-            if record is None:
-                again = await self._look(key)
-                if again is not None and not again.granted:
-                    await self._sleep(key, changed, again.remaining_seconds)
+            await self._sleep(key, changed, answer.remaining_seconds)
         except TimeoutError:
             process.say("asleep", key)
         finally:
             cancel()
-
-    async def _look(self, key: str) -> ClaimAnswer | None:
-        """Whether the claim is still another's; if it is nobody's, it is given back at once."""
-        token = secrets.token_hex(8)
-        answer = await self._claim(key, token, ClaimState.INTENT, INTENT_SECONDS)
-        if answer is not None and answer.granted:
-            process = self._process
-            await process.release(key, token)
-        return answer
 
     async def _sleep(self, key: str, changed: asyncio.Event, lease_seconds: float) -> None:
         process = self._process

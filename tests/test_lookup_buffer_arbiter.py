@@ -1,10 +1,15 @@
 """Claims by the mirror's connections: what they cost the server, and where those do not lead."""
 
+import time
+from contextlib import ExitStack
+
 import pytest
+import torch
 
 from claiming import NAMESPACE, ask, claim_in, keys, settled
 from clusters import ValkeyCluster, slot_of
 from lookup_buffer.claimed import ClaimOutcome, ClaimSetState
+from lookup_buffer.client import EngineSeat
 from lookup_buffer.prefetched import PrefetchState
 from nodes import NodeProcess, StartNode, key, wait_until
 from servers import command
@@ -86,3 +91,23 @@ def test_a_claim_on_a_slot_that_has_moved_is_decided_where_it_is(
             assert second.release_claim(name)
         finally:
             valkey_cluster.move_slot(slot_of(record), source)
+
+
+def test_engines_that_wait_for_the_same_keys_leave_the_server_alone(
+    node_pair: Pair, valkey_server: EmbeddedServer
+) -> None:
+    """Each takes the first key and gives it back, for the second is another's; and by that none
+    wakes the others for ever."""
+    first, second = keys(2)
+    with ExitStack() as stack:
+        holder = stack.enter_context(node_pair[1].client())
+        assert holder.claim(second, lease_seconds=60.0).granted
+        seats = [EngineSeat(key("engine").text, None, 1) for _ in range(16)]
+        buffers = [stack.enter_context(node_pair[0].client(engine=seat)) for seat in seats]
+        waits = [ask(buffer, [first, second]) for buffer in buffers]
+        before = calls(valkey_server)["evalsha"]
+        time.sleep(2.0)
+        # Each looks once a second by itself; thousands where they wake each other.
+        assert calls(valkey_server)["evalsha"] - before < 1000
+        holder.insert(second, torch.ones(3))
+        assert [settled(one, 5.0) for one in waits] == [ClaimSetState.STORED] * len(waits)

@@ -9,7 +9,7 @@ from claiming import ask, claim_in, keys, settled
 from lookup_buffer.claimed import ClaimSetState
 from lookup_buffer.client import EngineSeat
 from nodes import NodeProcess, wait_until
-from store import EmbeddedServer
+from store import ClaimState, EmbeddedServer
 
 Pair = tuple[NodeProcess, NodeProcess]
 
@@ -86,3 +86,33 @@ def test_what_the_engine_held_before_is_not_given_back(
         assert settled(waits, 2.0) is ClaimSetState.HELD
         assert claim_in(valkey_server, first) != b"$-1"
         wait_until(lambda: b":encoding:" in claim_in(valkey_server, first), 2.0)
+
+
+def test_an_encode_belongs_to_the_session_that_told_of_it(
+    node_pair: Pair, valkey_server: EmbeddedServer
+) -> None:
+    """An engine that attached again: the end of its last session is noticed only afterwards."""
+    (name,) = keys(1)
+    seat = EngineSeat("attaches-again", None, 1)
+    with node_pair[0].client(engine=seat) as buffer:
+        with node_pair[0].client(engine=seat) as last:
+            assert ask(last, [name]).state is ClaimSetState.GRANTED
+            buffer.encoding([name], lease_seconds=20.0)
+            ask(buffer, keys(1))  # the node has heard it
+        wait_until(lambda: b":encoding:" in claim_in(valkey_server, name), 2.0)
+        buffer.unclaim([name])
+
+
+def test_an_encode_is_told_for_the_session_that_goes_on_with_it(
+    node_pair: Pair, valkey_server: EmbeddedServer
+) -> None:
+    (name,) = keys(1)
+    seat = EngineSeat("goes-on", None, 1)
+    with node_pair[0].client(engine=seat) as buffer:
+        with node_pair[0].client(engine=seat) as last:
+            assert ask(last, [name]).state is ClaimSetState.GRANTED
+            last.encoding([name], lease_seconds=20.0)
+            ask(last, keys(1))  # the node has heard it
+            assert buffer.claim(name, lease_seconds=20.0, state=ClaimState.INTENT).granted
+        wait_until(lambda: b":encoding:" in claim_in(valkey_server, name), 2.0)
+        buffer.unclaim([name])

@@ -136,11 +136,22 @@ def _exists(url: str, namespace: str, key: str) -> bool:
 def test_a_watch_tells_of_records_and_of_claims(
     mirroring: Mirroring, store: MetadataStore, valkey_server: EmbeddedServer, namespace: str
 ) -> None:
+    claim = layout.claim(namespace, "k")
     watching = mirroring.watch(namespace, "k")
     watching.wait(there=False)
     count = len(watching.seen)
-    command(valkey_server.url, "SET", layout.claim(namespace, "k"), "n:encoding:t", "PX", 30)
-    wait_until(lambda: len(watching.seen) >= count + 2, 2.0, "notified of claim and of expiry")
+    command(valkey_server.url, "SET", claim, "n:encoding:t", "PX", 30)
+    wait_until(lambda: len(watching.seen) > count, 2.0, "notified of its expiry")
+    count = len(watching.seen)
+    command(valkey_server.url, "SET", claim, "n:intent:t", "PX", 60_000)
+    command(valkey_server.url, "SET", claim, "n:encoding:t", "PX", 60_000)
+    late = mirroring.watch(namespace, "k")
+    for behind in ("the pushes", "what was read for them"):
+        assert mirroring.has(namespace, behind) is False
+    assert (len(watching.seen), late.seen) == (count, []), "told, and there is nothing to be had"
+    command(valkey_server.url, "DEL", claim)
+    wait_until(lambda: len(watching.seen) > count and late.seen, 2.0)
+    late.cancel()
     publish(store, namespace, "k")
     watching.wait(there=True)
     watching.cancel()

@@ -166,7 +166,7 @@ class VirtualNode:
         return self.held[address[1]] - self.loop.now if is_ours else 0.0
 
     def promise(
-        self, session: Any, address: Address, lease_seconds: float, keep: Callable[[], None]
+        self, session: Any, address: Address, lease_seconds: float, keep: Callable[[Any], None]
     ) -> bool:
         key = address[1]
         state, until = self.granted.get(key, ("", 0.0))
@@ -175,7 +175,7 @@ class VirtualNode:
             return False
         self.granted[key] = ("encoding", until)
         self.held[key] = self.loop.now + lease_seconds
-        self.promises[key] = self.loop.call_later(left, keep)
+        self.promises[key] = self.loop.call_later(left, keep, session)
         return True
 
     def _drop(self, key: str) -> None:

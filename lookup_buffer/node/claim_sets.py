@@ -111,13 +111,15 @@ class ClaimSets:
     def _promise(self, session: Session, request: Encoding, key: str) -> bool:
         address = (request.namespace, key)
 
-        def turn() -> None:
-            if self.claims.holds(session, address):
-                self._encode(session, request, {key})
+        def turn(teller: Session) -> None:
+            if self.claims.holds(teller, address):
+                self._encode(teller, request, {key})
             else:  # given back meanwhile
-                self._next(session)
+                self._next(teller)
 
-        keep = partial(self._say, session, turn)
+        def keep(teller: Session) -> None:
+            self._say(teller, partial(turn, teller))
+
         return self.claims.promise(session, address, request.lease_seconds, keep)
 
     def _encode(self, session: Session, request: Encoding, left: set[str]) -> None:

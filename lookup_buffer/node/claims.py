@@ -126,11 +126,15 @@ class Claims:
         self._look(question)
 
     def promise(
-        self, session: Session, address: Address, lease_seconds: float, keep: Callable[[], None]
+        self,
+        session: Session,
+        address: Address,
+        lease_seconds: float,
+        keep: Callable[[Session], None],
     ) -> bool:
         """Take this engine's intent for ENCODING, and call `keep`, which tells the store, only when
         it is about to lapse: most encodes are over and published by then, and that ends the claim.
-        False where there is no intent that lasts."""
+        `keep` gets the session that goes on with it. False where there is no intent that lasts."""
         holding = self._held.get((_owner(session), address))
         if holding is None or holding.state is not ClaimState.INTENT:
             return False
@@ -138,9 +142,10 @@ class Claims:
         left = holding.granted_until - PROMISE_SECONDS - now
         if left <= 0:
             return False
+        holding.session = session
         holding.state = ClaimState.ENCODING
         holding.ends_at = now + lease_seconds
-        holding.promise = self.loop.call_later(left, keep)
+        holding.promise = self.loop.call_later(left, lambda: keep(holding.session))
         return True
 
     def release(self, session: Session, request: ReleaseClaim, answer: Answer) -> None:
@@ -219,10 +224,11 @@ class Claims:
             stored = True
             if found.granted:
                 self._give_back([question.address], question.session)
-        if found.granted and not stored:
+        is_kept = (_owner(question.session), question.address) in self._held
+        if found.granted and not stored and (is_kept or not question.answered):
             self._hold(question, found.remaining_seconds)
         if question.answered:
-            return  # granted unasked, when the store was slow
+            return  # granted unasked, when the store was slow, and maybe given back since
         if stored:
             self._settle(question, STORED)
         elif found.granted:

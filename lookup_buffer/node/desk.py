@@ -53,6 +53,8 @@ from lookup_buffer.node.waiting import Waiting
 
 ENTRIES_MAX = 1024
 """Entries in one event: at most a kilobyte each, and a frame takes a mebibyte."""
+AHEAD_SECONDS = 0.05
+"""No prefetch waits longer for the claims asked for with it, which may be many, one by one."""
 
 
 @dataclass(slots=True)
@@ -252,6 +254,7 @@ class Desk:
 
         if not (self.claims.arbiter.tells_of_records and self.claim_sets.is_idle(session)):
             located()
+        self.loop.call_later(AHEAD_SECONDS, located)
         self.claim_sets.ask(session, wish, told, located)
 
     def _try_hold(self, session: Session, address: Address) -> dict[str, Any] | None:

@@ -68,7 +68,7 @@ class Locator(ABC):
 
     @abstractmethod
     def watch(self, address: Address, notify: Callable[[], None]) -> Callable[[], None]:
-        """Call `notify` when the record or the claim of a key may have changed; until cancelled.
+        """Call `notify` when a key's record, or its claim, may be there to be had; until cancelled.
 
         What is asked in that call, or later, is not older than the change. Called more often than
         needed. Returns the cancellation, which may be called any number of times.

@@ -1,7 +1,7 @@
 """Those who wait for a key that is not there yet, or for the right to produce it.
 
-Woken when a client of this node inserts the key, when its record or its claim in the store may
-have changed, and when their time is up. Runs on the loop's thread.
+Woken when a client of this node inserts the key, when the store may have a record of it, or its
+claim to give, and when their time is up. Runs on the loop's thread.
 """
 
 import asyncio
