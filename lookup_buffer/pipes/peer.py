@@ -50,7 +50,7 @@ from lookup_buffer.pointer import pointer_to
 BYE_SECONDS: Final = 1.0
 MINIMUM_BYTES_PER_SECOND: Final = 16e6
 LARGE_BYTES: Final = 1 << 20
-"""A sender may wait for the room of so many: that they were received is said at once."""
+"""A sender may wait for the room of so many: that the last was received is said at once."""
 
 
 class Peer:
@@ -169,7 +169,8 @@ class Peer:
         with self._changed:
             if self._error is not None:
                 return
-            if offer.header.nbytes < LARGE_BYTES and self._reading.soon():
+            waited_for = offer.header.nbytes >= LARGE_BYTES and self._inbox.empty
+            if not waited_for and self._reading.soon():
                 self._speaker.put_off(offer.number)
                 return
             self._speaker.put(["received", offer.number])

@@ -114,10 +114,9 @@ class StreamPipe(KVPipe):
 
     def _read_until(self, wanted: bytes | Any | None, deadline: float) -> None:
         """Read what comes on this thread, if nobody else does and there is one whom to read."""
-        peers = self._peers
-        if len(peers) == 1:
-            done = self._inbox.settled
-            peers[0].read_until(lambda: len(peers) != 1 or done(wanted), deadline)
+        peers, settled = self._peers, self._inbox.settled
+        if len(peers) == 1 and not settled(wanted):
+            peers[0].read_until(lambda: len(peers) != 1 or settled(wanted), deadline)
 
     def _call(self) -> None:
         """Something has changed for those who read while they wait, and it did not come in."""
