@@ -1,9 +1,9 @@
-"""What is remembered of one request that asked for claims, until it finished. Pure data."""
+"""What is remembered of one request that asked for claims, until it finished."""
 
 import math
 from dataclasses import dataclass, field
 
-from lookup_buffer.claimed import ClaimSet
+from lookup_buffer.claimed import ClaimSet, ClaimSetState
 from lookup_buffer.key import TensorKey
 
 
@@ -30,3 +30,13 @@ class Claimant:
     """Items that another is encoding still."""
     asked_again: dict[str, int] = field(default_factory=dict)
     """By the text of a key: how often it was said to be stored."""
+
+    def still_waits(self, now: float, encodes_begun: int) -> bool:
+        """Whether another is at it, as was seen before, and nothing has happened since."""
+        asked = self.asked
+        if asked is None or asked.state is not ClaimSetState.PENDING or not asked.holder:
+            return False
+        if now >= self.until or not self.waited or self.encodes_seen != encodes_begun:
+            return False
+        self.ungranted_at = now
+        return True

@@ -178,6 +178,11 @@ class EcClaims:
             asked.wait(timeout)
         return asked is None or asked.state is not ClaimSetState.PENDING
 
+    def still_waits(self, watch: RequestWatch) -> bool:
+        """Whether `look` would only say WAIT; a fraction of its cost, for every pass."""
+        claimant = self._claimants[watch.request_id]
+        return claimant.still_waits(self._clock(), self._encodes_begun)
+
     def look(self, watch: RequestWatch, timeout: float) -> Verdict:
         """How it stands for a request that asked; waits at most `timeout` seconds where what was
         granted is no longer sure, because vLLM was long busy with others, and is asked for anew."""

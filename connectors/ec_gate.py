@@ -129,9 +129,8 @@ class EcGate:
 
     def _is_out_of_date(self, watch: RequestWatch) -> bool:
         """Whether a request that might pass has to ask for its items again before."""
-        if self._claims.lapsed(watch):  # vLLM had no room for it: others may have encoded it
-            return True
-        return watch.is_dependent or watch.evictions != self._engine_cache.evictions
+        lapsed = self._claims.lapsed(watch)  # no room in vLLM: others may have encoded it
+        return lapsed or watch.is_dependent or watch.evictions != self._engine_cache.evictions
 
     def _may_encode(self, watch: RequestWatch) -> bool:
         """Whether what nobody has may be encoded here now; False: another is at it."""
@@ -144,6 +143,8 @@ class EcGate:
             self._claims.spare(watch)
         if watch.phase is not Phase.CLAIMING:
             return True
+        if self._idle.is_over and self._claims.still_waits(watch):
+            return False
         self._idle.spend_on(partial(self._claims.wait, watch))
         started = self._clock()
         verdict = self._claims.look(watch, max(self._seconds_left, 0.0))
@@ -304,8 +305,8 @@ class EcGate:
 
     def take_unavailable_requests(self) -> set[str]:
         """Requests that can get their items neither here nor elsewhere; vLLM fails them."""
-        unavailable, self._unavailable = self._unavailable, set()
-        return unavailable
+        taken, self._unavailable = self._unavailable, set()
+        return taken
 
     def allocated(self, request_id: str, identifier: str, end: int) -> None:
         """vLLM's own cache holds the item for this request until `end` is computed."""

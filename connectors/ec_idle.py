@@ -24,9 +24,13 @@ class IdleTime:
         """`is_idle`: the pass before found nothing to run."""
         self._left = self._seconds if is_idle else 0.0
 
+    @property
+    def is_over(self) -> bool:
+        return self._left <= 0
+
     def spend_on(self, wait: Callable[[float], bool]) -> bool:
         """What `wait` says, which is told how long it may take."""
-        if self._left <= 0:
+        if self.is_over:
             return wait(0.0)
         started = self._clock()
         has_come = wait(self._left)

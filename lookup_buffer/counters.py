@@ -32,6 +32,7 @@ COUNTERS: Final = frozenset(
         "inserts_refused",
         "handoffs_taken",
         "handoffs_returned",
+        "handoffs_elsewhere",
         "evicted",
         "expired",
         "bytes_inserted",

@@ -6,9 +6,12 @@ no logger. `open_store` is the door.
 
 from store.answers import (
     GONE_SECONDS,
+    INVALIDATED,
     Beat,
     ClaimAnswer,
+    Claiming,
     ClaimState,
+    Failure,
     NodeInfo,
     Publication,
     Publishing,
@@ -24,6 +27,7 @@ from store.errors import (
     StoreCorrupt,
     StoreError,
     StoreFull,
+    StoreRefused,
     StoreUnavailable,
     StoreUrlError,
 )
@@ -33,13 +37,16 @@ from store.url import parse, redact
 
 __all__ = [
     "GONE_SECONDS",
+    "INVALIDATED",
     "LOCATIONS_MAX",
     "TTL_SECONDS",
     "Beat",
     "ClaimAnswer",
     "ClaimState",
+    "Claiming",
     "EmbeddedServer",
     "EmbeddedServerError",
+    "Failure",
     "Found",
     "Location",
     "MemoryStore",
@@ -54,6 +61,7 @@ __all__ = [
     "StoreCorrupt",
     "StoreError",
     "StoreFull",
+    "StoreRefused",
     "StoreUnavailable",
     "StoreUrlError",
     "Withdrawing",

@@ -7,9 +7,17 @@ the error that the link puts in place of one.
 from typing import Any
 
 from store import layout
-from store.answers import Publication, Publishing, Withdrawing
+from store.answers import (
+    ClaimAnswer,
+    Claiming,
+    ClaimState,
+    Publication,
+    Publishing,
+    Releasing,
+    Withdrawing,
+)
 from store.errors import StoreCorrupt, StoreError, StoreFull, StoreUnavailable
-from store.link import Call
+from store.link import Call, fields_of
 from store.record import LOCATIONS_MAX
 
 
@@ -25,6 +33,7 @@ def publish_call(publishing: Publishing) -> Call:
             publishing.claim_token or "",
             LOCATIONS_MAX,
             f"{record.created:.3f}",
+            "sole" if publishing.sole else "",
             *layout.identity_fields(record),
         ),
     )
@@ -41,9 +50,34 @@ def withdraw_call(withdrawing: Withdrawing) -> Call:
             layout.key_field(withdrawing.key),
             f"at:{withdrawing.node}",
             expected,
-            withdrawing.reason,
+            f"{withdrawing.reason}:{withdrawing.node}",
             withdrawing.gone_seconds,
+            int(withdrawing.may_have_ended),
         ),
+    )
+
+
+def claim_call(claiming: Claiming) -> Call:
+    item = (claiming.namespace, claiming.key)
+    lease = milliseconds_of(claiming.lease_seconds)
+    return (
+        (layout.claim(*item), layout.record(*item)),
+        (claiming.holder, claiming.token, claiming.state.value, lease),
+    )
+
+
+def release_call(releasing: Releasing) -> Call:
+    return ((layout.claim(releasing.namespace, releasing.key),), (releasing.token,))
+
+
+def claim_answer(claiming: Claiming, answer: Any) -> ClaimAnswer:
+    granted, holder, state, milliseconds, fields = answer
+    return ClaimAnswer(
+        granted=granted == 1,
+        holder=holder.decode("utf-8", "replace"),
+        state=ClaimState(state.decode()),
+        remaining_seconds=milliseconds / 1000,
+        record=layout.read_record(claiming.namespace, claiming.key, fields_of(fields)),
     )
 
 

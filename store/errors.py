@@ -12,7 +12,14 @@ class StoreUnavailable(StoreError):
 
     It does not say whether a write took effect: the request may have been carried out and only
     its answer lost. Every operation but the adding of counters may therefore simply be repeated.
+    `forbidden` tells that the server's ACL does not allow it.
     """
+
+    forbidden = False
+
+
+class StoreRefused(StoreUnavailable):
+    """The server answered that it does not serve this, or not now: another one may have to."""
 
 
 class StoreFull(StoreError):

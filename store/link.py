@@ -13,7 +13,7 @@ from typing import Any
 
 from store.budget import Budget
 from store.connection import Command, Endpoint, Part, Refusal, hgetall
-from store.errors import StoreCorrupt, StoreError, StoreFull, StoreUnavailable
+from store.errors import StoreCorrupt, StoreError, StoreFull, StoreRefused, StoreUnavailable
 from store.server import Exchange, Server
 from store.topology import Place, Topology
 
@@ -79,7 +79,7 @@ class Link:
             again = [(calls[i][0][0], script.by_text(calls[i])) for i in unknown]
             for i, reply in zip(unknown, self._exchange(again, budget), strict=True):
                 replies[i] = reply
-        return _unless_none_was_reached([_translated(reply) for reply in replies])
+        return _unless_none_was_reached([translated(reply) for reply in replies])
 
     def find_hashes(self, names: Sequence[str | bytes]) -> list[Fields | StoreUnavailable]:
         """The fields of each HASH; empty where it is missing, or is no HASH at all.
@@ -89,7 +89,7 @@ class Link:
         replies = self._exchange([(name, hgetall(name)) for name in names])
         if not _any_failed(replies):
             return [fields_of(reply) for reply in replies]
-        answers = _unless_none_was_reached([_translated(reply) for reply in replies])
+        answers = _unless_none_was_reached([translated(reply) for reply in replies])
         return [a if isinstance(a, StoreUnavailable) else fields_of(a) for a in answers]
 
     def read_hashes(self, names: Sequence[str | bytes]) -> list[Fields]:
@@ -102,8 +102,12 @@ class Link:
 
         Raises the first error among them.
         """
+        return [_checked(reply) for reply in self.try_batch(commands)]
+
+    def try_batch(self, commands: Sequence[Command]) -> list[Any]:
+        """The same, with a StoreError in the place of each reply that is one."""
         replies = self._exchange([(command[1], command) for command in commands])
-        return [_checked(_translated(reply)) for reply in replies]
+        return [translated(reply) for reply in replies]
 
     def each_server(self, command: Command) -> list[Any]:
         """The reply of every server to the same command, in one round trip."""
@@ -111,7 +115,7 @@ class Link:
         budget = self.topology.new_budget()
         servers = self.topology.servers(budget)
         replies = self._scatter(servers, [command] * len(servers), budget)
-        return [_checked(_translated(reply)) for reply in self._doubting(servers, replies)]
+        return [_checked(translated(reply)) for reply in self._doubting(servers, replies)]
 
     def walk(self, pattern: str) -> Iterator[list[bytes]]:
         """Names of keys, in pages. A server looks at a bounded number of keys for each."""
@@ -120,7 +124,7 @@ class Link:
             cursor: Part = 0
             while True:
                 command = ("SCAN", cursor, "MATCH", pattern, "COUNT", _PAGE)
-                cursor, names = _checked(_translated(self._at(server, command)))
+                cursor, names = _checked(translated(self._at(server, command)))
                 if names:
                     yield names
                 if cursor in (0, b"0"):
@@ -239,7 +243,7 @@ def fields_of(reply: Any) -> Fields:
     if isinstance(reply, list):
         pairs = iter(reply)
         return dict(zip(pairs, pairs, strict=True))
-    error = _translated(reply)
+    error = translated(reply)
     if isinstance(error, StoreCorrupt):
         return {}
     raise error
@@ -253,7 +257,7 @@ def _code(reply: Any) -> str:
     return reply.code if isinstance(reply, Refusal) else ""
 
 
-def _translated(reply: Any) -> Any:
+def translated(reply: Any) -> Any:
     """The reply; a Refusal as the StoreError that says what it means to callers."""
     if not isinstance(reply, Refusal):
         return reply
@@ -261,8 +265,10 @@ def _translated(reply: Any) -> Any:
     if reply.code == "OOM" or "-OOM" in str(reply):
         kind = StoreFull
     elif reply.code in _NOT_SERVED:
-        kind = StoreUnavailable
+        kind = StoreRefused
     error = kind(f"store: {reply}")
+    if isinstance(error, StoreUnavailable):
+        error.forbidden = reply.code == "NOPERM"
     if isinstance(error, StoreCorrupt):
         error.wrong_type = reply.code == "WRONGTYPE"
     error.__cause__ = reply

@@ -14,7 +14,7 @@ import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -26,6 +26,7 @@ from store.errors import StoreError, StoreUnavailable
 from store.lane import Lane
 from store.link import fields_of
 from store.topology import Standalone, Topology
+from store.watches import Watches
 
 ENTRIES_MAX = 200_000
 """About 2 KB each. Past it the entries that were read longest ago are forgotten."""
@@ -35,27 +36,12 @@ RECHECK_SECONDS = 1.0
 """How often the topology is looked at: a slot that moved is noticed so late at the latest."""
 FORGOTTEN_SECONDS = 10.0
 """How long it is remembered what was to be forgotten: longer than a reading is under way."""
-_REARM_SECONDS = 0.1
 _PASSING = frozenset(["ASK", "TRYAGAIN"])
 """Refusals while a slot is on its way: the server is right, and the map too."""
 
 Answer = Callable[[list[Found]], None]
 _Group = Sequence[tuple[int, bytes]]
 """What one lane is asked: positions in the question, and names of keys."""
-
-
-@dataclass(slots=True, eq=False)
-class _Watch:
-    namespace: str
-    key: str
-    notify: Callable[[], None]
-    names: tuple[bytes, bytes] = field(init=False)
-    """Of the record and of the claim."""
-    lane: Lane | None = None
-
-    def __post_init__(self) -> None:
-        of = (self.namespace, self.key)
-        self.names = (layout.record(*of).encode(), layout.claim(*of).encode())
 
 
 class Mirror:
@@ -79,8 +65,7 @@ class Mirror:
         self._lanes: dict[Endpoint, Lane] = {}
         self._forgotten_at: dict[bytes, float] = {}
         """What was asked for before then, and is answered after it, is not kept."""
-        self._watches: dict[bytes, set[_Watch]] = {}
-        self._unarmed: set[_Watch] = set()
+        self._watches = Watches(loop, self._lane_for, self.take_in, self._tell)
         self._failovers = topology.failovers()
         self._rechecking = False
         self._closed = False
@@ -125,20 +110,37 @@ class Mirror:
         A change of the record or of the claim. It is called when the next change can no longer be
         missed, so what is read or claimed in it, or later, is enough. Returns the cancellation.
         """
-        watch = _Watch(namespace, key, notify)
-        for name in watch.names:
-            self._watches.setdefault(name, set()).add(watch)
-        self._arm(watch)
-        return partial(self._unwatch, watch)
+        return self._watches.add(namespace, key, notify)
 
     def close(self) -> None:
         """Idempotent."""
         self._closed = True
         self._ticker.cancel()
-        self._watches.clear()
-        self._unarmed.clear()
+        self._watches.close()
         for lane in self._lanes.values():
             lane.close(StoreUnavailable("the mirror is closed"))
+
+    def now(self) -> float:
+        """What `take_in` goes by: when something was asked."""
+        return self._loop.time()
+
+    def send(
+        self, name: bytes, command: Command, answer: Callable[[Lane | None, Any], None]
+    ) -> None:
+        """Put a command on the lane of the key `name` of Redis. `answer` is told the lane and the
+        reply, which may be a Refusal; or StoreUnavailable, and no lane where none was known."""
+        try:
+            lane = self._lane_for(name)
+        except StoreUnavailable as error:
+            answer(None, error)
+            return
+        replies: list[Any] = []
+
+        def done(error: StoreError | None) -> None:
+            unknown = StoreUnavailable(str(error))
+            self._tell(answer, lane, replies[0] if replies else unknown)
+
+        lane.ask([command], lambda _, reply: replies.append(reply), done)
 
     # -- reading
 
@@ -166,7 +168,7 @@ class Mirror:
         index, name = group[at]
         key = reading.keys[index]
         address = (reading.namespace, key)
-        reading.found[index] = self._take_in(lane, name, address, reply, reading.asked_at)
+        reading.found[index] = self.take_in(lane, name, address, reply, reading.asked_at)
 
     def _read_all(self, reading: "_Reading", group: _Group, error: StoreError | None) -> None:
         if error is not None:
@@ -177,19 +179,23 @@ class Mirror:
         if not reading.left:
             self._tell(reading.answer, reading.found)
 
-    def _take_in(
+    def take_in(
         self, lane: Lane, name: bytes, address: tuple[str, str], reply: Any, asked_at: float
     ) -> Found:
         """What a reply says of a key; remembered, unless it says that somebody else knows."""
         if isinstance(reply, Refusal) and reply.code != "WRONGTYPE":
-            if reply.code not in _PASSING:
-                self._topology.doubt(lane.server)
-                self._recheck()
+            self.refused(lane, reply)
             return StoreUnavailable(f"store {lane.server.endpoint}: {reply}")
         record = layout.read_record(*address, fields_of(reply))
         if self._forgotten_at.get(name, -math.inf) < asked_at:
             self._entries.put(name, *address, lane, record, self._loop.time())
         return record
+
+    def refused(self, lane: Lane, refusal: Refusal) -> None:
+        """A server refused a command: perhaps another one is to be asked from now on."""
+        if refusal.code not in _PASSING:
+            self._topology.doubt(lane.server)
+            self._recheck()
 
     def _tell(self, callback: Callable[..., None], *arguments: object) -> None:
         """Call somebody else's code: what is wrong with it must not end the lane's own reading."""
@@ -208,64 +214,12 @@ class Mirror:
             return
         for name in names:
             self._entries.drop(name)
-            for watch in tuple(self._watches.get(name, ())):
-                self._arm(watch)
+            self._watches.changed(name)
 
     def _forget_all(self, lane: Lane) -> None:
         """All that `lane` had read; what is watched there is read again, now or soon."""
         self._entries.drop_all(lane)
-        for watch in {watch for watches in self._watches.values() for watch in watches}:
-            if watch.lane is lane:
-                self._arm_soon(watch)
-
-    # -- watching
-
-    def _arm(self, watch: _Watch) -> None:
-        """Read both keys, so that the server tells of their next change; then notify."""
-        record, claim = watch.names
-        try:
-            lane = watch.lane = self._lane_for(record)
-        except StoreUnavailable:
-            self._arm_soon(watch)
-            return
-        refused: list[Refusal] = []
-        asked_at, address = self._loop.time(), (watch.namespace, watch.key)
-
-        def each(index: int, reply: Any) -> None:
-            if index == 0:
-                found = self._take_in(lane, record, address, reply, asked_at)
-                if isinstance(found, StoreUnavailable):
-                    refused.append(reply)
-
-        def done(error: StoreError | None) -> None:
-            if watch not in self._watches.get(record, ()):
-                return
-            if error is not None or refused:
-                self._arm_soon(watch)
-            else:
-                self._tell(watch.notify)
-
-        commands: list[Command] = [hgetall(record), ("GET", claim)]
-        lane.ask(commands, each, done)
-
-    def _arm_soon(self, watch: _Watch) -> None:
-        if not self._unarmed and not self._closed:
-            self._loop.call_later(_REARM_SECONDS, self._arm_again)
-        self._unarmed.add(watch)
-
-    def _arm_again(self) -> None:
-        unarmed, self._unarmed = self._unarmed, set()
-        for watch in unarmed:
-            if watch in self._watches.get(watch.names[0], ()):
-                self._arm(watch)
-
-    def _unwatch(self, watch: _Watch) -> None:
-        for name in watch.names:
-            watches = self._watches.get(name)
-            if watches is not None:
-                watches.discard(watch)
-                if not watches:
-                    del self._watches[name]
+        self._watches.lost(lane)
 
     # -- servers
 

@@ -2,30 +2,25 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 
 import pytest
 import torch
 
-from lookup_buffer.claimed import ClaimOutcome, ClaimSet, ClaimSetState
-from lookup_buffer.client import EngineSeat, LookupBuffer
+from claiming import NAMESPACE, SOON_SECONDS, WAIT_SECONDS, ask, claim_in, keys, settled
+from lookup_buffer.claimed import ClaimOutcome, ClaimSetState
 from lookup_buffer.key import TensorKey
 from lookup_buffer.messages import ClaimAll
-from lookup_buffer.namespace import Namespace
 from lookup_buffer.node.claim_sets import ClaimSets
 from lookup_buffer.node.session import Session
 from lookup_buffer.node.waiting import Waiting
 from lookup_buffer.prefetched import PrefetchState
-from nodes import ClientProcess, NodeProcess, StartNode, key, wait_until
-from servers import StartServer, command, frozen
+from nodes import ClientProcess, NodeProcess, StartNode, wait_until
+from servers import StartServer, frozen
 from store import ClaimState, EmbeddedServer
 
-NAMESPACE = Namespace.named("tests").fingerprint
 Pair = tuple[NodeProcess, NodeProcess]
-WAIT_SECONDS = 10.0
-SOON_SECONDS = 0.8
-"""In truth some milliseconds, and less than an intent lasts."""
 
 
 @pytest.fixture(scope="module")
@@ -33,29 +28,6 @@ def node_pair(node_pair: Pair) -> Pair:
     for node in node_pair:
         wait_until(lambda node=node: node.stats()["store_up"], 15.0)  # type: ignore[misc]
     return node_pair
-
-
-def claim_in(server: EmbeddedServer, name: TensorKey) -> bytes:
-    """What the server has of the claim; b"$-1" where there is none."""
-    return command(server.url, "GET", f"lb:claim:{NAMESPACE}:{{{name.text}}}")
-
-
-def keys(count: int) -> list[TensorKey]:
-    return sorted((key() for _ in range(count)), key=lambda one: one.text)
-
-
-def ask(
-    buffer: LookupBuffer, names: Sequence[TensorKey], wait_seconds: float = WAIT_SECONDS
-) -> ClaimSet:
-    """A set that is settled, or known to wait for another."""
-    one = buffer.claim_all(names, wait_seconds=wait_seconds, timeout=5.0)
-    assert one.holder or one.state is not ClaimSetState.PENDING, "the node did not answer"
-    return one
-
-
-def settled(one: ClaimSet, seconds: float = SOON_SECONDS) -> ClaimSetState:
-    wait_until(lambda: one.state is not ClaimSetState.PENDING, seconds)
-    return one.state
 
 
 def test_what_nobody_has_is_granted_as_intents(
@@ -88,20 +60,6 @@ def test_who_waits_holds_nothing_of_its_set(node_pair: Pair, valkey_server: Embe
         holder.insert(second, torch.ones(3))
         assert settled(waits) is ClaimSetState.STORED
         assert waits.key == second.text
-
-
-def test_what_the_engine_held_before_is_not_given_back(
-    node_pair: Pair, valkey_server: EmbeddedServer
-) -> None:
-    first, second = keys(2)
-    seat = EngineSeat("claims-a-set", None, 1)
-    with node_pair[0].client() as holder, node_pair[1].client(engine=seat) as other:
-        assert holder.claim(second, lease_seconds=30.0).granted
-        assert ask(other, [first]).state is ClaimSetState.GRANTED
-        other.encoding([first], lease_seconds=30.0)
-        waits = ask(other, [first, second], wait_seconds=0.5)
-        assert settled(waits, 2.0) is ClaimSetState.HELD
-        assert b":encoding:" in claim_in(valkey_server, first)
 
 
 @pytest.mark.parametrize("way", ["release", "close", "lease", "kill"])
@@ -233,20 +191,6 @@ def test_what_is_stored_here_or_elsewhere_is_not_granted(node_pair: Pair) -> Non
             names[0], lease_seconds=1.0, state=ClaimState.INTENT, timeout=SOON_SECONDS
         )
         assert free.outcome is ClaimOutcome.GRANTED
-
-
-def test_what_the_engine_itself_is_encoding_is_waited_for(node_pair: Pair) -> None:
-    """Its output may have left the engine's own cache before it is stored."""
-    first, second = keys(2)
-    seat = EngineSeat("encodes", None, 1)
-    with node_pair[0].client(engine=seat) as buffer:
-        buffer.encoding([first, second], lease_seconds=20.0)
-        waits, given_back = ask(buffer, [first]), ask(buffer, [second])
-        assert (waits.state, given_back.state) == (ClaimSetState.PENDING, ClaimSetState.PENDING)
-        buffer.insert(first, torch.ones(3))
-        assert settled(waits) is ClaimSetState.STORED
-        buffer.unclaim([second])
-        assert settled(given_back, 2.0) is ClaimSetState.GRANTED
 
 
 def test_prefetched_and_claimed_in_one_message(node_pair: Pair) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 from lookup_buffer.inventory import Address
 from lookup_buffer.messages import Claim, ClaimAll, Encoding, ReleaseClaim, Unclaim
 from lookup_buffer.node.claim_sets import ClaimSets
+from lookup_buffer.node.claims import PROMISE_SECONDS
 
 
 class VirtualLoop:
@@ -34,6 +35,9 @@ class VirtualLoop:
         number = next(self._order)
         heapq.heappush(self._due, (self.now + seconds, number, function, arguments))
         return _Handle(partial(self._cancelled.add, number))
+
+    def call_at(self, when: float, function: Callable[..., object], *arguments: Any) -> Any:
+        return self.call_later(max(0.0, when - self.now), function, *arguments)
 
     def call_soon(self, function: Callable[..., object], *arguments: Any) -> Any:
         return self.call_later(0.0, function, *arguments)
@@ -100,7 +104,8 @@ class Store:
         if holder is None or request.state == "encoding":
             ends_at = self.loop.now + request.lease_seconds
             self.claims[key] = (node, request.state, ends_at)
-        return {"outcome": "granted", "holder": "", "remaining_seconds": request.lease_seconds}
+        left = self.claims[key][2] - self.loop.now
+        return {"outcome": "granted", "holder": "", "remaining_seconds": left}
 
     def release(self, node: "VirtualNode", key: str) -> None:
         if self.holder(key) is node:
@@ -140,6 +145,9 @@ class VirtualNode:
         self.session = _Session()
         self.to_store, self.from_store = Way(self.loop, chance), Way(self.loop, chance)
         self.held: dict[str, float] = {}
+        self.granted: dict[str, tuple[str, float]] = {}
+        """State, and until when the store has granted it."""
+        self.promises: dict[str, Any] = {}
         parts: Any = self
         self.sets = ClaimSets(parts.loop, parts, parts)
 
@@ -153,9 +161,28 @@ class VirtualNode:
         return self.name
 
     def encoding_seconds(self, session: Any, address: Address) -> float:
-        node, state, ends_at = self.store.claims.get(address[1], (None, "", 0.0))
-        is_ours = node is self and state == "encoding" and self.holds(session, address)
-        return max(0.0, ends_at - self.loop.now) if is_ours else 0.0
+        state, _ = self.granted.get(address[1], ("", 0.0))
+        is_ours = state == "encoding" and self.holds(session, address)
+        return self.held[address[1]] - self.loop.now if is_ours else 0.0
+
+    def promise(
+        self, session: Any, address: Address, lease_seconds: float, keep: Callable[[], None]
+    ) -> bool:
+        key = address[1]
+        state, until = self.granted.get(key, ("", 0.0))
+        left = until - PROMISE_SECONDS - self.loop.now
+        if state != "intent" or key not in self.held or left <= 0:
+            return False
+        self.granted[key] = ("encoding", until)
+        self.held[key] = self.loop.now + lease_seconds
+        self.promises[key] = self.loop.call_later(left, keep)
+        return True
+
+    def _drop(self, key: str) -> None:
+        self.held.pop(key, None)
+        self.granted.pop(key, None)
+        if key in self.promises:
+            self.promises.pop(key).cancel()
 
     def claim(self, session: Any, request: Claim, wanted: Callable[[], bool], answer: Any) -> None:
         def decide() -> None:
@@ -167,14 +194,23 @@ class VirtualNode:
                 if not wanted():
                     self.to_store.send(self.store.release, self, request.key)
                     return
-                self.held[request.key] = self.loop.now + request.lease_seconds
+                self._hold(request, fields["remaining_seconds"])
             if wanted():
                 answer(fields)
 
         self.to_store.send(decide)
 
+    def _hold(self, request: Claim, granted_seconds: float) -> None:
+        key, now = request.key, self.loop.now
+        state, _ = self.granted.get(key, ("", 0.0))
+        if request.state == "encoding" and key in self.promises:
+            self.promises.pop(key).cancel()
+        state = request.state if request.state == "encoding" or not state else state
+        self.granted[key] = (state, now + granted_seconds)
+        self.held[key] = max(self.held.get(key, 0.0), now + request.lease_seconds)
+
     def release(self, session: Any, request: ReleaseClaim, answer: Any) -> None:
-        self.held.pop(request.key, None)
+        self._drop(request.key)
         self.to_store.send(self.store.release, self, request.key)
 
     # What it asks of `Waiting`.
@@ -208,7 +244,7 @@ class VirtualNode:
                 self.sets.unclaim(session, request)
 
     def publish(self, key: str) -> None:
-        self.held.pop(key, None)
+        self._drop(key)
         self.to_store.send(self.store.publish, self, key)
 
     def end(self) -> None:
@@ -216,9 +252,9 @@ class VirtualNode:
         self.session.over = True
         session: Any = self.session
         self.sets.end(session)
-        for key in self.held:
+        for key in list(self.held):
+            self._drop(key)
             self.to_store.send(self.store.release, self, key)
-        self.held.clear()
 
     @property
     def is_at_rest(self) -> bool:

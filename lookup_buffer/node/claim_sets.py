@@ -34,6 +34,7 @@ class _Wish:
     request: ClaimAll
     until: float
     answer: Answer
+    given_up: Callable[[], None]
     taken: list[Address] = field(default_factory=list)
     """What the attempt under way has taken that its engine did not hold before."""
     busy: bool = False
@@ -77,44 +78,71 @@ class ClaimSets:
     waiting: Waiting
     _lines: dict[Session, _Line] = field(default_factory=dict)
 
-    def ask(self, session: Session, request: ClaimAll, answer: Answer) -> None:
-        """Answer as `ClaimAll` says, until it is settled or cancelled by `unclaim`."""
+    def is_idle(self, session: Session) -> bool:
+        """Whether what is asked now is done now, and not behind others."""
+        line = self._line(session)
+        return not (line.busy or line.words or line.attempts)
+
+    def ask(
+        self,
+        session: Session,
+        request: ClaimAll,
+        answer: Answer,
+        given_up: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Answer as `ClaimAll` says, until it is settled, or cancelled by `unclaim` and `given_up`
+        told."""
         line = self._line(session)
         if len(line.wishes) >= WAITING_MAX or request.id in line.wishes:
             answer(_event("refused"))
             return
         until = self.loop.time() + request.wait_seconds
-        wish = line.wishes[request.id] = _Wish(session, request, until, answer)
+        wish = line.wishes[request.id] = _Wish(session, request, until, answer, given_up)
         self._look(wish)
 
     def encoding(self, session: Session, request: Encoding) -> None:
         """The engine is at work on these keys, whoever else may be."""
         left = set(request.keys)
-        if not left:
-            return
+        if self.is_idle(session):  # else what was said before has to be done before
+            left = {key for key in left if not self._promise(session, request, key)}
+        if left:
+            self._say(session, partial(self._encode, session, request, left))
+
+    def _promise(self, session: Session, request: Encoding, key: str) -> bool:
+        address = (request.namespace, key)
 
         def turn() -> None:
-            for key in sorted(left):
-                self._claim(
-                    session,
-                    (request.namespace, key),
-                    ClaimState.ENCODING,
-                    request.lease_seconds,
-                    partial(answered, key),
-                )
+            if self.claims.holds(session, address):
+                self._encode(session, request, {key})
+            else:  # given back meanwhile
+                self._next(session)
+
+        keep = partial(self._say, session, turn)
+        return self.claims.promise(session, address, request.lease_seconds, keep)
+
+    def _encode(self, session: Session, request: Encoding, left: set[str]) -> None:
+        """A turn: tell the store."""
 
         def answered(key: str, _: dict[str, Any]) -> None:
             left.discard(key)
             if not left:
                 self._next(session)
 
-        self._say(session, turn)
+        for key in sorted(left):
+            self._claim(
+                session,
+                (request.namespace, key),
+                ClaimState.ENCODING,
+                request.lease_seconds,
+                partial(answered, key),
+            )
 
     def unclaim(self, session: Session, request: Unclaim) -> None:
         """End a wait, and give back what the engine does not want any more."""
         wish = self._line(session).wishes.pop(request.waiter, None)
         if wish is not None:
             wish.end()
+            wish.given_up()
 
         def turn() -> None:
             self._release(session, [(request.namespace, key) for key in request.keys])

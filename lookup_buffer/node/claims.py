@@ -4,34 +4,28 @@ The store decides; a store that is down or slow grants, and so does a server of 
 keys that it has. A claim belongs to the engine whose client took it (to the session of a client
 that is no engine): asking again renews it, the publication of what the engine inserts drops it, and
 it is given back on request, when the session that last asked for it ends, or by its lease if nobody
-can. Called on the loop's thread; the store is asked in `lines`, which have threads of their own.
+can. On the loop's thread; the store is asked by an `arbiter`.
 """
 
 import asyncio
 import hashlib
 import secrets
 import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from lookup_buffer.inventory import Address
 from lookup_buffer.messages import Claim, ReleaseClaim
-from lookup_buffer.node.breaker import Breaker
-from lookup_buffer.node.directory import Directory
+from lookup_buffer.node.arbiter import Arbiter, Ruling
 from lookup_buffer.node.identity import Identity
-from lookup_buffer.node.lines import Lines
-from lookup_buffer.node.loop import call_from_thread
 from lookup_buffer.node.registrar import Registrar
 from lookup_buffer.node.resolver import Resolver
 from lookup_buffer.node.session import Session
 from lookup_buffer.node.shelf import Shelf
-from lookup_buffer.node.storage import Storage
 from lookup_buffer.node.waiting import Vigil, Waiting
-from store import ClaimAnswer, ClaimState, Releasing, StoreError, StoreFull
+from store import ClaimAnswer, Claiming, ClaimState, Releasing
 
 Answer = Callable[[dict[str, Any]], None]
 Owner = str | int
@@ -43,6 +37,8 @@ INTENT_SECONDS_MAX = 1.0
 """Who only means to produce a key may not keep others waiting for longer."""
 CLOSE_SECONDS = 1.0
 """For what is still to be given back when the node ends; leases end the rest."""
+PROMISE_SECONDS = 0.4
+"""So long before an intent lapses the store is told at the latest that it came to encoding."""
 FORGET_SECONDS = 1.0
 """How long after the end of a lease it is forgotten."""
 STORED = {"outcome": "stored", "holder": "", "state": "", "remaining_seconds": 0.0}
@@ -79,21 +75,28 @@ class _Holding:
     session: Session
     ends_at: float
     state: ClaimState
+    granted_until: float
+    """What the store has surely granted."""
+    promise: asyncio.TimerHandle | None = None
+    """To tell the store of the state, which it does not know yet."""
+
+    def forget_promise(self) -> None:
+        if self.promise is not None:
+            self.promise.cancel()
+            self.promise = None
 
 
 @dataclass(slots=True)
 class Claims:
     loop: asyncio.AbstractEventLoop
-    storage: Storage
+    arbiter: Arbiter
     identity: Identity
     shelf: Shelf
-    directory: Directory
     waiting: Waiting
     resolver: Resolver
     registrar: Registrar
     _held: dict[tuple[Owner, Address], _Holding] = field(default_factory=dict)
     _secret: bytes = field(default_factory=lambda: secrets.token_bytes(16))
-    _lines: Lines = field(default_factory=lambda: Lines("lb-claim"))
 
     def claim(
         self, session: Session, request: Claim, wanted: Callable[[], bool], answer: Answer
@@ -122,21 +125,36 @@ class Claims:
             question.vigil = self.waiting.watch(address, question.until, look)
         self._look(question)
 
+    def promise(
+        self, session: Session, address: Address, lease_seconds: float, keep: Callable[[], None]
+    ) -> bool:
+        """Take this engine's intent for ENCODING, and call `keep`, which tells the store, only when
+        it is about to lapse: most encodes are over and published by then, and that ends the claim.
+        False where there is no intent that lasts."""
+        holding = self._held.get((_owner(session), address))
+        if holding is None or holding.state is not ClaimState.INTENT:
+            return False
+        now = time.monotonic()
+        left = holding.granted_until - PROMISE_SECONDS - now
+        if left <= 0:
+            return False
+        holding.state = ClaimState.ENCODING
+        holding.ends_at = now + lease_seconds
+        holding.promise = self.loop.call_later(left, keep)
+        return True
+
     def release(self, session: Session, request: ReleaseClaim, answer: Answer) -> None:
         """Answers released: whether the claim was still this engine's."""
         address = (request.namespace, request.key)
-        self._held.pop((_owner(session), address), None)
+        self._drop((_owner(session), address))
         self._give_back([address], session, answer)
 
     def release_all(self, session: Session) -> None:
         """The session has ended."""
-        groups = defaultdict(list)
-        for (owner, address), holding in list(self._held.items()):
-            if holding.session is session:
-                del self._held[owner, address]
-                groups[self.storage.place_of(address)].append(address)
-        for addresses in groups.values():
-            self._give_back(addresses, session)
+        ended = [held for held, holding in self._held.items() if holding.session is session]
+        for held in ended:
+            self._drop(held)
+        self._give_back([address for _, address in ended], session)
 
     def holds(self, session: Session, address: Address) -> bool:
         """Whether this engine has the claim, as far as is known here."""
@@ -152,12 +170,12 @@ class Claims:
 
     def inserted(self, session: Session, address: Address) -> None:
         """What this engine has a claim for is here: its publication drops the claim."""
-        if self._held.pop((_owner(session), address), None) is not None:
+        if self._drop((_owner(session), address)) is not None:
             self.registrar.changed(address, "", self._token(session, address))
 
     def close(self) -> None:
         """Bounded."""
-        self._lines.close(CLOSE_SECONDS)
+        self.arbiter.close(CLOSE_SECONDS)
 
     # -- one question, on the loop's thread
 
@@ -174,28 +192,35 @@ class Claims:
         else:
             question.asking, question.look_again = True, False
             bound = self.loop.call_later(ANSWER_SECONDS, self._granted_unasked, question)
-            place = self.storage.place_of(question.address)
-            self._lines.submit(place, partial(self._ask, question, bound))
+            holder = f"{self.holder}:{int(time.time())}"  # since when, for people
+            claiming = Claiming(
+                *question.address, holder, question.token, question.state, question.lease_seconds
+            )
+            self.arbiter.claim(claiming, partial(self._ruled, question, bound))
 
     def _known_elsewhere(self, address: Address) -> bool:
         namespace, key = address
         return self.waiting.locator.known(namespace, [key]) == [True]
 
-    def _answered(
-        self, question: _Question, bound: asyncio.TimerHandle, found: ClaimAnswer, stored: bool
+    def _ruled(
+        self, question: _Question, bound: asyncio.TimerHandle, ruling: Ruling | None
     ) -> None:
-        """The store has spoken."""
-        question.asking = False
+        """The store has spoken, or nothing was heard of it."""
         bound.cancel()
+        if ruling is None:
+            self._granted_unasked(question)
+            return
+        question.asking = False
+        found, stored = ruling.answer, ruling.stored
+        if stored and not ruling.heard:  # else who asks at once may be told that nobody has it
+            self.resolver.published(question.address)
         if not stored and self.shelf.holds(question.address):
             # Inserted here since it was asked for: of copies on this node the record says nothing.
             stored = True
             if found.granted:
                 self._give_back([question.address], question.session)
         if found.granted and not stored:
-            self._hold(question)
-        if stored:  # else who asks for it at once may be told that nobody has it
-            self.resolver.published(question.address)
+            self._hold(question, found.remaining_seconds)
         if question.answered:
             return  # granted unasked, when the store was slow
         if stored:
@@ -215,7 +240,7 @@ class Claims:
         if question.answered:
             return
         # The store may grant it yet: then it has to be given back like any other.
-        self._hold(question)
+        self._hold(question, 0.0)
         unasked = ClaimAnswer(True, self.holder, question.state, 0.0)
         self._settle(question, _fields("granted", unasked))
 
@@ -230,27 +255,36 @@ class Claims:
         if question.wanted():
             question.answer(fields)
 
-    def _hold(self, question: _Question) -> None:
-        """The claim is, or may be, this engine's."""
+    def _hold(self, question: _Question, granted_seconds: float) -> None:
+        """The claim is, or may be, this engine's; the store has granted it for so long."""
         owner, address = _owner(question.session), question.address
         holding = self._held.get((owner, address))
-        ends_at = time.monotonic() + question.lease_seconds
+        now = time.monotonic()
+        ends_at, granted_until = now + question.lease_seconds, now + granted_seconds
         if holding is not None:
             holding.ends_at = max(holding.ends_at, ends_at)
+            holding.granted_until = granted_until
             if question.state is ClaimState.ENCODING:
                 holding.state = question.state
+                holding.forget_promise()
             if question.wanted():
                 # An engine that attached again: the end of its last session, which may be noticed
                 # only now, must not give back what it goes on with.
                 holding.session = question.session
         elif question.wanted():
             holding = self._held[owner, address] = _Holding(
-                question.session, ends_at, question.state
+                question.session, ends_at, question.state, granted_until
             )
             self._forget_at_end((owner, address), holding)
         else:
             # Nobody is told of it, so nobody would ever give it back.
             self._give_back([address], question.session)
+
+    def _drop(self, held: tuple[Owner, Address]) -> _Holding | None:
+        holding = self._held.pop(held, None)
+        if holding is not None:
+            holding.forget_promise()
+        return holding
 
     def _forget_at_end(self, held: tuple[Owner, Address], holding: _Holding) -> None:
         """When its lease, however often renewed, has surely ended. One timer a holding."""
@@ -258,17 +292,15 @@ class Claims:
             return
         left = holding.ends_at - time.monotonic()
         if left <= 0:
-            del self._held[held]
+            self._drop(held)
         else:
             self.loop.call_later(left + FORGET_SECONDS, self._forget_at_end, held, holding)
 
     def _give_back(
         self, addresses: Sequence[Address], session: Session, answer: Answer = _nobody
     ) -> None:
-        """Those of one place, together."""
         releasings = [Releasing(*each, self._token(session, each)) for each in addresses]
-        place = self.storage.place_of(addresses[0])
-        self._lines.submit(place, partial(self._release, releasings, answer))
+        self.arbiter.release(releasings, lambda released: answer({"released": released}))
 
     @property
     def holder(self) -> str:
@@ -278,46 +310,6 @@ class Claims:
         """The same for all clients of an engine, and not to be guessed by others."""
         text = "\0".join((str(_owner(session)), *address)).encode("utf-8", "surrogatepass")
         return hashlib.blake2b(text, key=self._secret, digest_size=8).hexdigest()
-
-    # -- in a line
-
-    def _ask(self, question: _Question, bound: asyncio.TimerHandle, breaker: Breaker) -> None:
-        if not breaker.allows():
-            call_from_thread(self.loop, self._granted_unasked, question)
-            return
-        try:
-            store = self.storage.store()
-            found = store.claim(
-                *question.address,
-                holder=self.holder,
-                token=question.token,
-                state=question.state,
-                lease_seconds=question.lease_seconds,
-            )
-        except StoreError as error:
-            if isinstance(error, StoreFull):
-                breaker.succeeded()  # it answers, and releases still pass
-            else:
-                breaker.failed()
-            call_from_thread(self.loop, self._granted_unasked, question)
-            return
-        breaker.succeeded()
-        self.directory.meet(store, [found.record])
-        stored = found.record is not None and bool(self.directory.sources(found.record))
-        if stored and found.granted:
-            with suppress(StoreError):  # the lease will end it
-                store.release_claim(*question.address, token=question.token)
-        call_from_thread(self.loop, self._answered, question, bound, found, stored)
-
-    def _release(self, releasings: Sequence[Releasing], answer: Answer, breaker: Breaker) -> None:
-        released: list[bool | None] = []
-        if breaker.allows():
-            try:
-                released = self.storage.store().release_many(releasings)
-                breaker.succeeded()
-            except StoreError:
-                breaker.failed()  # the leases will end them
-        call_from_thread(self.loop, answer, {"released": released == [True]})
 
 
 def _owner(session: Session) -> Owner:

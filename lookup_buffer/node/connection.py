@@ -11,7 +11,8 @@ import asyncio
 import os
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from lookup_buffer.errors import LookupBufferError, ProtocolError
@@ -45,6 +46,7 @@ class Connection:
         self._output = bytearray()
         self._descriptors: list[int] = []
         self._open = True
+        self._gathering = False
         self.pid, self.uid = _peer_of(sock) if sock.family == socket.AF_UNIX else (0, -1)
         sock.setblocking(False)
         loop.add_reader(sock.fileno(), self._readable)
@@ -58,7 +60,19 @@ class Connection:
         if not self._open:
             return
         self._output += encode_frame(message)
-        self._flush()
+        if not self._gathering:
+            self._flush()
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """What is sent meanwhile goes out in one piece, which wakes the other end once."""
+        outer, self._gathering = self._gathering, True
+        try:
+            yield
+        finally:
+            self._gathering = outer
+            if self._open and not outer:
+                self._flush()
 
     def send_with_descriptors(self, message: Any, descriptors: list[int]) -> None:
         """Send the first frame of a session with descriptors beside it."""

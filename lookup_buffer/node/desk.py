@@ -228,14 +228,31 @@ class Desk:
             _push(session, request, entries)
         handoffs = [address for address in pending if is_handoff(address[1])]
         shared = [address for address in pending if not is_handoff(address[1])]
-        if shared:
-            self.resolver.resolve(shared, settle)
         if handoffs:
             self.loans.resolve(handoffs, settle)
+        resolve = functools.partial(self.resolver.resolve, shared, settle)
         if request.claimer:
-            keys = sorted(set(request.keys))
-            wish = ClaimAll(request.claimer, request.namespace, keys, request.wait_seconds)
-            self.claim_sets.ask(session, wish, functools.partial(_tell, session, wish))
+            self._claim_ahead(session, request, resolve)
+        elif shared:
+            resolve()
+
+    def _claim_ahead(
+        self, session: Session, request: Prefetch, resolve: Callable[[], None]
+    ) -> None:
+        """Ask for the claims for what is prefetched; where the store's answer to that tells of the
+        records as well, `resolve` when it is there, and tell the client both in one piece."""
+        keys = sorted(set(request.keys))
+        wish = ClaimAll(request.claimer, request.namespace, keys, request.wait_seconds)
+        located = functools.cache(resolve)  # that is, once
+
+        def told(event: dict[str, Any]) -> None:
+            with session.anchor.together():
+                located()
+                _tell(session, wish, event)
+
+        if not (self.claims.arbiter.tells_of_records and self.claim_sets.is_idle(session)):
+            located()
+        self.claim_sets.ask(session, wish, told, located)
 
     def _try_hold(self, session: Session, address: Address) -> dict[str, Any] | None:
         """How `address` stands for this session, None where it is not here."""

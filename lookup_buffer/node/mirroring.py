@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from lookup_buffer.elsewhere import Elsewhere
@@ -23,6 +24,7 @@ from store import Found, Record
 if TYPE_CHECKING:  # it imports redis-py, for which a starting node does not wait
     from store.entries import Entry
     from store.mirror import Mirror
+    from store.mirror_claims import MirrorClaims
 
 OPEN_AGAIN_SECONDS = 1.0
 
@@ -54,6 +56,8 @@ class MirrorLocator(Locator):
     """Of the directory, when verdicts of this round began."""
     _round: int = 0
     """Verdicts of earlier rounds are out of date, and what was listed by them is struck off."""
+    claims: "MirrorClaims | None" = None
+    """By the mirror's connections; None as long as there are none."""
     _mirror: "Mirror | None" = None
     _waiting: list[_Question | _Watch] = field(default_factory=list)
     """What was asked before the store was open."""
@@ -131,7 +135,8 @@ class MirrorLocator(Locator):
             return
         waiting, self._waiting = self._waiting, []
         if opened.exception() is None:
-            self._mirror = mirror = self.storage.mirror(self.loop, self._thread, self._forgotten)
+            mirror, self.claims = self.storage.mirror(self.loop, self._thread, self._forgotten)
+            self._mirror = mirror
             for asked in waiting:
                 if isinstance(asked, _Question):
                     self._ask(mirror, asked)
@@ -175,14 +180,26 @@ class MirrorLocator(Locator):
 
     def _answered(self, question: _Question) -> None:
         records = [r for r in question.records.values() if isinstance(r, Record)]
+        self._meet(records, partial(self._met, question))
+
+    def held(self, record: Record | None, answer: Callable[[bool], None]) -> None:
+        """Tell whether a node that lives holds `record`; maybe before this returns."""
+
+        def met() -> None:
+            answer(record is not None and bool(self.directory.sources(record)))
+
+        self._meet([] if record is None else [record], met)
+
+    def _meet(self, records: Sequence[Record], met: Callable[[], None]) -> None:
+        """Call `met` when all nodes that these name are known, as far as they can be."""
         if all(self.directory.knows(at) for record in records for at in record.locations):
-            self._met(question)
+            met()
             return
         # A node that was never seen: read the directory first, on the other thread.
-        met = self._thread.submit(self._meet, records)
-        met.add_done_callback(lambda _: call_from_thread(self.loop, self._met, question))
+        read = self._thread.submit(self._read_directory, records)
+        read.add_done_callback(lambda _: call_from_thread(self.loop, met))
 
-    def _meet(self, records: Sequence[Record]) -> None:
+    def _read_directory(self, records: Sequence[Record]) -> None:
         self.directory.meet(self.storage.store(), records)
 
     def _met(self, question: _Question) -> None:

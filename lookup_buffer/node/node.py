@@ -6,7 +6,8 @@ clients → control → desk → intake → shelf             (loop's thread, lb
                      ├→ resolver → locator → store     (loop's thread; lb-locate)
                      │           └→ fetcher → peers    (lb-fetch)
                      ├→ claim sets → claims → store    (lb-claim)
-                     └→ registrar → publisher → store  (lb-registrar)
+                     ├→ registrar → publisher → store  (lb-registrar)
+                     └→ announcements → owners         (loop's thread)
 other nodes → peer server → shelf                      (lb-peer, one a connection)
                   └→ askers → handoffs                 (loop's thread)
 """
@@ -17,7 +18,7 @@ import logging
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from lookup_buffer.config import BufferConfig
@@ -25,6 +26,8 @@ from lookup_buffer.counters import Counters
 from lookup_buffer.elsewhere import Elsewhere
 from lookup_buffer.errors import ConfigError
 from lookup_buffer.inventory import Address
+from lookup_buffer.node.announcements import Announcements
+from lookup_buffer.node.arbiter import Arbiter, LineArbiter, MirrorArbiter
 from lookup_buffer.node.arrivals import Arrivals
 from lookup_buffer.node.askers import Askers
 from lookup_buffer.node.asking import AskingLocator
@@ -39,11 +42,13 @@ from lookup_buffer.node.handoffs import Handoffs
 from lookup_buffer.node.identity import Identity
 from lookup_buffer.node.intake import Intake
 from lookup_buffer.node.loans import Loans
+from lookup_buffer.node.locator import Locator
 from lookup_buffer.node.loop import call_from_thread
 from lookup_buffer.node.mirroring import MirrorLocator
 from lookup_buffer.node.owners import Owners
 from lookup_buffer.node.peers import PeerServer
 from lookup_buffer.node.presence import Presence
+from lookup_buffer.node.publisher import STALE, Report
 from lookup_buffer.node.registrar import Registrar
 from lookup_buffer.node.resolver import Resolver
 from lookup_buffer.node.shelf import Shelf
@@ -86,11 +91,7 @@ class Node:
         self._storage = Storage(config)
         self._directory = directory = Directory(self._identity.node)
         self._elsewhere = Elsewhere()
-        self._locator: MirrorLocator | AskingLocator = (
-            MirrorLocator(self._loop, self._storage, directory, self._elsewhere)
-            if config.mirror
-            else AskingLocator(self._loop, self._storage, directory)
-        )
+        self._locator, self._arbiter = self._ways_to_the_store(config.mirror, directory)
         self._fetcher = Fetcher(self._shelf, self._counters, token)
         self._registrar = Registrar(
             self._storage,
@@ -100,8 +101,14 @@ class Node:
             self._counters,
             config.record_ttl_seconds,
             self._give_up,
+            self._report,
+            failed_fetches=self._fetcher.failed,
         )
         self._owners = Owners(self._loop, directory, token)
+        self._announcements = Announcements(
+            self._loop, self._shelf, handoffs, self._locator, directory, self._owners,
+            self._identity, self._registrar, self._counters,
+        )  # fmt: skip
         self._desk = self._make_desk(directory)
         self._control = Control(
             self._loop,
@@ -112,23 +119,31 @@ class Node:
             config.expectations(),
         )
 
+    def _ways_to_the_store(self, mirror: bool, directory: Directory) -> tuple[Locator, Arbiter]:
+        """Who has a key, and who may produce it."""
+        loop, storage = self._loop, self._storage
+        lines = LineArbiter(loop, storage, directory)
+        if not mirror:
+            return AskingLocator(loop, storage, directory), lines
+        locator = MirrorLocator(loop, storage, directory, self._elsewhere)
+        return locator, MirrorArbiter(loop, locator, lines)
+
     def _make_desk(self, directory: Directory) -> Desk:
         loop, shelf, handoffs = self._loop, self._shelf, self._handoffs
         waiting = Waiting(loop, self._locator)
         resolver = Resolver(loop, shelf, self._locator, self._fetcher)
 
         def stored(address: Address) -> None:
-            handoffs.arrived(address)
             resolver.arrived(address)
             waiting.arrived(address)
 
         self._claims = Claims(
-            loop, self._storage, self._identity, shelf, directory, waiting, resolver,
-            self._registrar,
+            loop, self._arbiter, self._identity, shelf, waiting, resolver, self._registrar
         )  # fmt: skip
         arrivals = Arrivals(loop, shelf, handoffs, waiting)
         self._intake = Intake(
-            loop, shelf, self._counters, waiting, arrivals, self._claims, stored
+            loop, shelf, self._counters, waiting, arrivals, self._claims, self._announcements,
+            stored,
         )  # fmt: skip
         takings = Takings(
             loop, shelf, handoffs, Grants(loop, handoffs, self._owners), self._owners,
@@ -208,7 +223,10 @@ class Node:
 
     def _missed(self, address: Address) -> None:
         """The store says that we hold what we do not: let it be written what we do hold."""
-        self._registrar.changed(address, "stale")
+        self._registrar.changed(address, STALE)
+
+    def _report(self, reports: Sequence[Report]) -> None:
+        call_from_thread(self._loop, self._announcements.told, reports)
 
     def _admit_asker(self, stream: socket.socket, on_end: Callable[[], None]) -> None:
         call_from_thread(self._loop, self._askers.admit, stream, on_end)

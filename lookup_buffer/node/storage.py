@@ -18,6 +18,7 @@ from store import EmbeddedServer, EmbeddedServerError, MetadataStore, StoreUnava
 if TYPE_CHECKING:
     from store.entries import Forgotten
     from store.mirror import Mirror
+    from store.mirror_claims import MirrorClaims
 
 
 def embedded_url(directory: Path) -> str:
@@ -73,13 +74,15 @@ class Storage:
 
     def mirror(
         self, loop: asyncio.AbstractEventLoop, dialler: Executor, forgotten: "Forgotten"
-    ) -> "Mirror":
-        """A mirror of the opened store, for `loop`, on whose thread this is called."""
+    ) -> "tuple[Mirror, MirrorClaims]":
+        """A mirror of the opened store, for `loop`, on whose thread this is called; and the way to
+        ask for claims by its connections."""
         from store.redis_store import RedisStore  # slow to import, and by now it is
 
         store = self.store()
         assert isinstance(store, RedisStore)  # all that a node may be configured with
-        return store.mirror(loop, dialler, forgotten)
+        mirror = store.mirror(loop, dialler, forgotten)
+        return mirror, store.mirror_claims(mirror)
 
     def revive(self) -> None:
         """Start the embedded server again if it died; its socket stays the same.

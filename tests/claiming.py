@@ -1,0 +1,39 @@
+"""Sets of claims as tests ask for them, and what the server has of them."""
+
+from collections.abc import Sequence
+
+from lookup_buffer.claimed import ClaimSet, ClaimSetState
+from lookup_buffer.client import LookupBuffer
+from lookup_buffer.key import TensorKey
+from lookup_buffer.namespace import Namespace
+from nodes import key, wait_until
+from servers import command
+from store import EmbeddedServer
+
+NAMESPACE = Namespace.named("tests").fingerprint
+WAIT_SECONDS = 10.0
+SOON_SECONDS = 0.8
+"""In truth some milliseconds, and less than an intent lasts."""
+
+
+def claim_in(server: EmbeddedServer, name: TensorKey) -> bytes:
+    """What the server has of the claim; b"$-1" where there is none."""
+    return command(server.url, "GET", f"lb:claim:{NAMESPACE}:{{{name.text}}}")
+
+
+def keys(count: int) -> list[TensorKey]:
+    return sorted((key() for _ in range(count)), key=lambda one: one.text)
+
+
+def ask(
+    buffer: LookupBuffer, names: Sequence[TensorKey], wait_seconds: float = WAIT_SECONDS
+) -> ClaimSet:
+    """A set that is settled, or known to wait for another."""
+    one = buffer.claim_all(names, wait_seconds=wait_seconds, timeout=5.0)
+    assert one.holder or one.state is not ClaimSetState.PENDING, "the node did not answer"
+    return one
+
+
+def settled(one: ClaimSet, seconds: float = SOON_SECONDS) -> ClaimSetState:
+    wait_until(lambda: one.state is not ClaimSetState.PENDING, seconds)
+    return one.state

@@ -1,0 +1,88 @@
+"""Claims of engines that are at work: what others see of them, and their own other requests."""
+
+import time
+
+import pytest
+import torch
+
+from claiming import ask, claim_in, keys, settled
+from lookup_buffer.claimed import ClaimSetState
+from lookup_buffer.client import EngineSeat
+from nodes import NodeProcess, wait_until
+from store import EmbeddedServer
+
+Pair = tuple[NodeProcess, NodeProcess]
+
+
+@pytest.fixture(scope="module")
+def node_pair(node_pair: Pair) -> Pair:
+    for node in node_pair:
+        wait_until(lambda node=node: node.stats()["store_up"], 15.0)  # type: ignore[misc]
+    return node_pair
+
+
+def test_an_encode_is_told_before_its_intent_lapses(
+    node_pair: Pair, valkey_server: EmbeddedServer
+) -> None:
+    """And not at once, for most are published sooner, which ends the claim anyway."""
+    (name,) = keys(1)
+    with node_pair[0].client() as holder, node_pair[1].client() as other:
+        assert ask(holder, [name]).state is ClaimSetState.GRANTED
+        holder.encoding([name], lease_seconds=20.0)
+        waits = ask(other, [name])
+        assert (waits.state, waits.holder != "") == (ClaimSetState.PENDING, True)
+        end = time.monotonic() + 1.5  # an intent and a half
+        while time.monotonic() < end:
+            assert claim_in(valkey_server, name) != b"$-1"
+            time.sleep(0.01)
+        assert b":encoding:" in claim_in(valkey_server, name)
+        holder.insert(name, torch.ones(3))
+        assert settled(waits) is ClaimSetState.STORED
+
+
+@pytest.mark.parametrize("way", ["insert", "unclaim"])
+def test_an_encode_that_is_over_before_it_had_to_be_told_never_is(
+    node_pair: Pair, valkey_server: EmbeddedServer, way: str
+) -> None:
+    (name,) = keys(1)
+    with node_pair[0].client() as holder:
+        assert ask(holder, [name]).state is ClaimSetState.GRANTED
+        holder.encoding([name], lease_seconds=20.0)
+        if way == "insert":
+            holder.insert(name, torch.ones(3))
+        else:
+            holder.unclaim([name])
+        wait_until(lambda: claim_in(valkey_server, name) == b"$-1", 0.5, "less than an intent")
+        end = time.monotonic() + 0.8
+        while time.monotonic() < end:
+            assert claim_in(valkey_server, name) == b"$-1"
+            time.sleep(0.02)
+
+
+def test_what_the_engine_itself_is_encoding_is_waited_for(node_pair: Pair) -> None:
+    """Its output may have left the engine's own cache before it is stored."""
+    first, second = keys(2)
+    seat = EngineSeat("encodes", None, 1)
+    with node_pair[0].client(engine=seat) as buffer:
+        buffer.encoding([first, second], lease_seconds=20.0)
+        waits, given_back = ask(buffer, [first]), ask(buffer, [second])
+        assert (waits.state, given_back.state) == (ClaimSetState.PENDING, ClaimSetState.PENDING)
+        buffer.insert(first, torch.ones(3))
+        assert settled(waits) is ClaimSetState.STORED
+        buffer.unclaim([second])
+        assert settled(given_back, 2.0) is ClaimSetState.GRANTED
+
+
+def test_what_the_engine_held_before_is_not_given_back(
+    node_pair: Pair, valkey_server: EmbeddedServer
+) -> None:
+    first, second = keys(2)
+    seat = EngineSeat("claims-a-set", None, 1)
+    with node_pair[0].client() as holder, node_pair[1].client(engine=seat) as other:
+        assert holder.claim(second, lease_seconds=30.0).granted
+        assert ask(other, [first]).state is ClaimSetState.GRANTED
+        other.encoding([first], lease_seconds=30.0)
+        waits = ask(other, [first, second], wait_seconds=0.5)
+        assert settled(waits, 2.0) is ClaimSetState.HELD
+        assert claim_in(valkey_server, first) != b"$-1"
+        wait_until(lambda: b":encoding:" in claim_in(valkey_server, first), 2.0)
