@@ -25,7 +25,7 @@ from xxhash import xxh3_64, xxh3_64_intdigest
 
 from benchmarks.gauge import emit, machine, paired_ratio
 from lookup_buffer.codec import torch_version, writable_bytes
-from lookup_buffer.link import accept_handshake, connect
+from lookup_buffer.handshake import accept_handshake, connect
 from lookup_buffer.pipes import open_pipe
 
 SIZES: Final = (1 << 10, 16 << 10, 1 << 20, 8 << 20, 64 << 20)

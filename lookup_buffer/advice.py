@@ -10,6 +10,7 @@ from typing import Final
 PAGE_BYTES: Final = 4096
 HUGE_BYTES: Final = 4 << 20
 """From this size on huge pages pay: two of the usual 2 MiB."""
+_DONTNEED: Final = 4
 _HUGEPAGE: Final = 14
 _POPULATE_READ: Final = 22
 _POPULATE_WRITE: Final = 23
@@ -22,6 +23,11 @@ def populate(address: int, nbytes: int, *, writable: bool) -> bool:
     """Fault the pages in; False where the kernel (before 5.14) cannot."""
     advice = _POPULATE_WRITE if writable else _POPULATE_READ
     return bool(_libc.madvise(address, nbytes, advice) == 0)
+
+
+def discard(address: int, nbytes: int) -> None:
+    """Give whole pages back to the system: to unmap them then takes no time."""
+    _libc.madvise(address, nbytes, _DONTNEED)
 
 
 def prefer_huge_pages(address: int, nbytes: int) -> None:

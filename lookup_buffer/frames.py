@@ -4,6 +4,7 @@
 Threads, deadlines and errors are as `Link` says.
 """
 
+from collections.abc import Callable
 from typing import Protocol
 
 from lookup_buffer.wire import Frame, Header
@@ -13,17 +14,51 @@ class Frames(Protocol):
     """One may send while another receives; `close` and `abort` any thread, at any time."""
 
     def send(
-        self, header: Header, payload: memoryview | None = None, *, timeout: float
-    ) -> None: ...
+        self,
+        header: Header,
+        payload: memoryview | None = None,
+        *,
+        timeout: float,
+        before: Header | None = None,
+        begun: int = 0,
+    ) -> None:
+        """`before` is the header of a frame without payload that goes out first, `begun` the number
+        of bytes that have gone out already."""
+        ...
 
     def recv_header(self, timeout: float) -> Frame: ...
 
+    def peek(self) -> Frame | None:
+        """What `recv_header` returns next, if that has come; waits for nothing."""
+        ...
+
     def recv_into(self, buffer: memoryview, *, timeout: float) -> None: ...
 
-    def wait_readable(self, timeout: float) -> bool: ...
+    def has_come(self, nbytes: int) -> bool:
+        """Whether so many bytes that follow what `peek` returned can be received at once."""
+        ...
 
-    def writable(self) -> bool:
-        """Whether a frame with few bytes can be sent without waiting for anything."""
+    @property
+    def holds_more(self) -> bool:
+        """Whether it holds something that it has read and nobody has received."""
+        ...
+
+    def wait_readable(
+        self, timeout: float, wait: Callable[[float], bool] | None = None
+    ) -> bool: ...
+
+    @property
+    def descriptor(self) -> int | None:
+        """What can be polled while it is in use, where there is such."""
+        ...
+
+    def begin(
+        self, header: Header, payload: memoryview | None = None, before: Header | None = None
+    ) -> int | None:
+        """Send what can be sent without waiting: so many bytes, None where that is all.
+
+        The rest is to go out before anything else, by `send` of the same.
+        """
         ...
 
     @property

@@ -1,16 +1,21 @@
 """The handshake: two ends that have just met agree on a version, and prove that they know a token.
 
-Over anything that carries frames. Each proves by HMAC-SHA256 over both ends' nonces and its own
-role; the token never travels.
+Over anything that carries frames (`introduce`, `admit`), and how a link comes to be by it. Each
+proves by HMAC-SHA256 over both ends' nonces and its own role; the token never travels.
 """
 
 import hmac
 import os
+import socket
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Final, NoReturn
 
 from lookup_buffer.errors import NodeRefused, ProtocolError
 from lookup_buffer.frames import Frames
+from lookup_buffer.link import Link, LinkLimits
+from lookup_buffer.sockets import connected_socket
 
 PROTOCOL_VERSION: Final = 2
 HELLO_BYTES: Final = 256
@@ -19,8 +24,77 @@ _NONCE_BYTES: Final = 32
 _REFUSED: Final = "refused: one end has no token, or another one"
 
 
+_HANDSHAKE_LIMITS: Final = LinkLimits(max_header_bytes=HELLO_BYTES, max_payload_bytes=0)
+
+
+def connect(
+    host: str, port: int, *, token: str | None, timeout: float, limits: LinkLimits | None = None
+) -> Link:
+    """A link to a listening peer, after the handshake; both within `timeout` (but for the time
+    that the system takes to resolve a host name).
+
+    With a token each end proves that it knows it, by HMAC-SHA256 over both ends' nonces and its
+    own role; the token never travels. This authenticates the ends as they meet. It does not
+    encrypt, nor protect the bytes that follow from somebody on the path.
+
+    Raises:
+        NodeRefused: the peer is of another version, or one end has no token or another one.
+        PipeError: not reachable, too slow, or gone meanwhile.
+        ProtocolError: the peer does not speak this protocol.
+    """
+    deadline = time.monotonic() + timeout
+    stream = connected_socket(host, port, deadline)
+    left = deadline - time.monotonic()
+    return request_handshake(stream, token=token, timeout=left, limits=limits)
+
+
+def request_handshake(
+    stream: socket.socket, *, token: str | None, timeout: float, limits: LinkLimits | None = None
+) -> Link:
+    """See `connect`; for a socket just connected, which it owns from the call on."""
+    deadline = time.monotonic() + timeout
+    link = Link(stream, _HANDSHAKE_LIMITS)
+    with _aborting(link):
+        introduce(link, token, deadline)
+    link.set_limits(limits or LinkLimits())
+    return link
+
+
+def accept_handshake(
+    stream: socket.socket, *, token: str | None, timeout: float, limits: LinkLimits | None = None
+) -> Link:
+    """The other side of `connect`, for a socket just accepted. Owns the socket from the call on.
+
+    The client proves itself first, so a stranger learns nothing but that a token is wanted.
+
+    Raises:
+        NodeRefused: the client is of another version, or has no token or another one.
+        PipeError: the client said too little in time, or left.
+        ProtocolError: the client does not speak this protocol.
+    """
+    deadline = time.monotonic() + timeout
+    link = Link(stream, _HANDSHAKE_LIMITS)
+    with _aborting(link):
+        admit(link, token, deadline)
+    link.set_limits(limits or LinkLimits())
+    return link
+
+
+@contextmanager
+def _aborting(link: Link) -> Iterator[None]:
+    """Leave no half-open link behind. A refusal already sent still arrives."""
+    try:
+        yield
+    except NodeRefused:
+        link.close()
+        raise
+    except BaseException:
+        link.abort()
+        raise
+
+
 def introduce(link: Frames, token: str | None, deadline: float) -> None:
-    """As the one who connects. For the errors see `link.connect`."""
+    """As the one who connects. For the errors see `connect`."""
     mine = os.urandom(_NONCE_BYTES)
     _say(link, deadline, ["hello", PROTOCOL_VERSION, mine, token is not None])
     version, theirs, has_token = _hello(_hear(link, deadline))

@@ -1,20 +1,21 @@
 """A link: frames over a connected stream socket, with a deadline on everything.
 
-Owns the socket, the deadlines, and the handshake by which a link comes to be. Runs on the threads
-of its callers and starts none. Knows bytes only: no tensors, no keys, no Redis.
+Owns the socket and the deadlines; how a link comes to be: `handshake`. Runs on the threads of its
+callers and starts none. Knows bytes only: no tensors, no keys, no Redis.
 """
 
 import socket
+import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from select import POLLIN, POLLOUT, poll
+from fcntl import ioctl
+from select import POLLIN, poll
+from termios import FIONREAD
 from typing import Any, Final, Protocol
 
-from lookup_buffer.errors import NodeRefused, PipeBroken, PipeClosed, ProtocolError
-from lookup_buffer.handshake import HELLO_BYTES, admit, introduce
-from lookup_buffer.sockets import KernelTimeout, SocketGuard, connected_socket, tune
+from lookup_buffer.errors import PipeBroken, PipeClosed, ProtocolError
+from lookup_buffer.sockets import KernelTimeout, SocketGuard, tune
 from lookup_buffer.wire import (
     MAX_HEADER_BYTES,
     PROLOGUE_BYTES,
@@ -71,6 +72,7 @@ class Link:
         self._limits = limits or LinkLimits()
         self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
         self._start = self._end = 0  # the part of the scratch that is read and not yet consumed
+        self._peeked: Frame | None = None
         self._payload_left = 0
         self._guard = SocketGuard(stream)
         stream.setblocking(True)
@@ -78,18 +80,28 @@ class Link:
         self._receive_timeout = KernelTimeout(stream, socket.SO_RCVTIMEO)
         tune(stream)
 
-    def send(self, header: Header, payload: memoryview | None = None, *, timeout: float) -> None:
+    def send(
+        self,
+        header: Header,
+        payload: memoryview | None = None,
+        *,
+        timeout: float,
+        before: Header | None = None,
+        begun: int = 0,
+    ) -> None:
         """Send one frame. `payload` is a contiguous view of bytes; it may be reused on return.
 
-        Returning says that the kernel has the bytes, not that the peer does.
+        Returning says that the kernel has the bytes, not that the peer does. `before` is the header
+        of a frame without payload that goes out first, for less than a call of its own; `begun` is
+        what `begin` has returned for the same.
         """
         nbytes = 0 if payload is None else payload.nbytes
-        frame = encode_frame(header, nbytes, max_header_bytes=self._limits.max_header_bytes)
+        frame = self._encoded(header, nbytes, before)
         deadline = self._deadline(timeout, nbytes)
         with self._guard:
             self._send_timeout.allow_until(deadline)
             # One call for both: no second packet for a small payload, no wait for an ACK.
-            sent = self._socket.sendmsg([frame, payload] if payload is not None else [frame])
+            sent = begun or self._socket.sendmsg((frame, payload or b""))
             while sent < len(frame) + nbytes:
                 self._send_timeout.allow_until(deadline)
                 if sent < len(frame):
@@ -97,29 +109,75 @@ class Link:
                 elif payload is not None:
                     sent += self._socket.send(payload[sent - len(frame) :])
 
+    def begin(
+        self, header: Header, payload: memoryview | None = None, before: Header | None = None
+    ) -> int | None:
+        """As `send`, what the kernel takes at once: so many bytes, None where that is all.
+
+        The rest is to go out before anything else, by `send` of the same.
+        """
+        nbytes = 0 if payload is None else payload.nbytes
+        frame = self._encoded(header, nbytes, before)
+        with self._guard:
+            try:
+                sent = self._socket.sendmsg((frame, payload or b""), (), socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return 0
+        return None if sent == len(frame) + nbytes else sent
+
+    def _encoded(self, header: Header, payload_nbytes: int, before: Header | None) -> bytes:
+        most = self._limits.max_header_bytes
+        frame = encode_frame(header, payload_nbytes, max_header_bytes=most)
+        return frame if before is None else encode_frame(before, max_header_bytes=most) + frame
+
     def recv_header(self, timeout: float) -> Frame:
         """The next frame's header; its payload, if any, is to be received next."""
         if self._payload_left and not self.closed:
             raise RuntimeError("the payload of the previous frame was not received")
-        deadline = self._deadline(timeout, 0)
+        frame, self._peeked = self._peeked, None
+        if frame is None:
+            deadline = self._deadline(timeout, 0)
+            with self._guard:
+                self._fill(PROLOGUE_BYTES, deadline)
+                header_nbytes, payload_nbytes = self._prologue()
+                self._start += PROLOGUE_BYTES
+                if header_nbytes <= _SCRATCH_BYTES - PROLOGUE_BYTES:
+                    self._fill(header_nbytes, deadline, within_frame=True)
+                    packed = self._scratch[self._start : self._start + header_nbytes]
+                    self._start += header_nbytes
+                else:
+                    packed = memoryview(bytearray(header_nbytes))
+                    self._receive(packed, deadline, None)
+                frame = Frame(decode_header(packed), payload_nbytes)
+        self._payload_left = frame.payload_nbytes
+        return frame
+
+    def peek(self) -> Frame | None:
+        """What `recv_header` returns next, if that has come; waits for nothing.
+
+        None also where the stream has ended, and for a header that is larger than usual.
+        """
+        if self._peeked is None and not self._payload_left:
+            with self._guard:
+                self._peeked = self._next_frame()
+                if self._peeked is None and self._take_more():
+                    self._peeked = self._next_frame()
+        return self._peeked
+
+    def has_come(self, nbytes: int) -> bool:
+        """Whether so many bytes that follow what `peek` returned can be received at once."""
+        missing = nbytes - (self._end - self._start)
+        if missing <= 0:
+            return True
         with self._guard:
-            self._fill(PROLOGUE_BYTES, deadline)
-            header_nbytes, payload_nbytes = decode_prologue(
-                self._scratch[self._start : self._start + PROLOGUE_BYTES],
-                max_header_bytes=self._limits.max_header_bytes,
-                max_payload_bytes=self._limits.max_payload_bytes,
-            )
-            self._start += PROLOGUE_BYTES
-            if header_nbytes <= _SCRATCH_BYTES - PROLOGUE_BYTES:
-                self._fill(header_nbytes, deadline, within_frame=True)
-                packed = self._scratch[self._start : self._start + header_nbytes]
-                self._start += header_nbytes
-            else:
-                packed = memoryview(bytearray(header_nbytes))
-                self._receive(packed, deadline, None)
-            header = decode_header(packed)
-            self._payload_left = payload_nbytes
-        return Frame(header, payload_nbytes)
+            waiting = bytearray(4)
+            ioctl(self._socket, FIONREAD, waiting)
+            return int.from_bytes(waiting, sys.byteorder) >= missing
+
+    @property
+    def holds_more(self) -> bool:
+        """Whether it holds something that it has read and nobody has received."""
+        return self._peeked is not None or self._start < self._end
 
     def recv_into(
         self, buffer: memoryview, *, timeout: float, hasher: Hasher | None = None
@@ -137,25 +195,20 @@ class Link:
             self._receive(buffer, deadline, hasher)
             self._payload_left -= buffer.nbytes
 
-    def wait_readable(self, timeout: float) -> bool:
+    def wait_readable(self, timeout: float, wait: Callable[[float], bool] | None = None) -> bool:
         """Whether there is something to receive (a frame, or the end) within this time.
 
-        The one wait that leaves the link usable when its time passes.
+        The one wait that leaves the link usable when its time passes, or it is interrupted. With
+        `wait` the caller does that himself, and says whether `descriptor` was readable.
         """
-        if self._start < self._end:
+        if self.holds_more:
             return True
-        with self._guard:
-            poller = poll()
-            poller.register(self._socket, POLLIN)
-            return bool(poller.poll(max(0.0, timeout) * 1000))
+        return self._guard.watch(wait or self._poll, timeout)
 
-    def writable(self) -> bool:
-        """Whether the kernel takes a small frame at once. It says so only where a good part of the
-        socket's buffer is free: 64 KiB and more."""
-        with self._guard:
-            poller = poll()
-            poller.register(self._socket, POLLOUT)
-            return bool(poller.poll(0))
+    @property
+    def descriptor(self) -> int:
+        """What can be polled; open while an operation on the link is under way."""
+        return self._socket.fileno()
 
     @property
     def closed(self) -> bool:
@@ -187,7 +240,7 @@ class Link:
             PipeClosed: this link is closed, or another thread uses it.
             ProtocolError: the peer has sent something already.
         """
-        if self._payload_left or self._start < self._end:
+        if self._payload_left or self.holds_more:
             raise ProtocolError("the peer sent more than it was asked for")
         return self._guard.detach()
 
@@ -207,13 +260,50 @@ class Link:
     def _deadline(self, timeout: float, nbytes: int) -> float:
         return time.monotonic() + timeout + nbytes / self._limits.minimum_bytes_per_second
 
+    def _prologue(self) -> tuple[int, int]:
+        """Of the frame at the start of the scratch, which has it: bytes of header and payload."""
+        return decode_prologue(
+            self._scratch[self._start : self._start + PROLOGUE_BYTES],
+            max_header_bytes=self._limits.max_header_bytes,
+            max_payload_bytes=self._limits.max_payload_bytes,
+        )
+
+    def _next_frame(self) -> Frame | None:
+        """The frame whose header the scratch has in full."""
+        if self._end - self._start < PROLOGUE_BYTES:
+            return None
+        header_nbytes, payload_nbytes = self._prologue()
+        start = self._start + PROLOGUE_BYTES
+        if self._end < start + header_nbytes:
+            return None
+        self._start = start + header_nbytes
+        return Frame(decode_header(self._scratch[start : self._start]), payload_nbytes)
+
+    def _take_more(self) -> bool:
+        """Whether the scratch has more now than it had."""
+        self._make_room()
+        try:
+            more = self._socket.recv_into(self._scratch[self._end :], 0, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        self._end += more
+        return more > 0
+
+    def _make_room(self) -> None:
+        held = self._end - self._start
+        self._scratch[:held] = bytes(self._scratch[self._start : self._end])
+        self._start, self._end = 0, held
+
+    def _poll(self, seconds: float) -> bool:
+        poller = poll()
+        poller.register(self._socket, POLLIN)
+        return bool(poller.poll(max(0.0, seconds) * 1000))
+
     def _fill(self, nbytes: int, deadline: float, *, within_frame: bool = False) -> None:
         """Read until the scratch holds this many unconsumed bytes; more may come with them."""
         if self._end - self._start >= nbytes:
             return
-        held = self._end - self._start
-        self._scratch[:held] = bytes(self._scratch[self._start : self._end])
-        self._start, self._end = 0, held
+        self._make_room()
         while self._end < nbytes:
             read = self._read(self._scratch[self._end :], deadline)
             if read == 0:
@@ -246,72 +336,3 @@ def _ended(*, within_frame: bool) -> PipeClosed | PipeBroken:
     if within_frame:
         return PipeBroken("the connection ended in the middle of a frame")
     return PipeClosed("the peer closed the connection")
-
-
-_HANDSHAKE_LIMITS: Final = LinkLimits(max_header_bytes=HELLO_BYTES, max_payload_bytes=0)
-
-
-def connect(
-    host: str, port: int, *, token: str | None, timeout: float, limits: LinkLimits | None = None
-) -> Link:
-    """A link to a listening peer, after the handshake; both within `timeout` (but for the time
-    that the system takes to resolve a host name).
-
-    With a token each end proves that it knows it, by HMAC-SHA256 over both ends' nonces and its
-    own role; the token never travels. This authenticates the ends as they meet. It does not
-    encrypt, nor protect the bytes that follow from somebody on the path.
-
-    Raises:
-        NodeRefused: the peer is of another version, or one end has no token or another one.
-        PipeError: not reachable, too slow, or gone meanwhile.
-        ProtocolError: the peer does not speak this protocol.
-    """
-    deadline = time.monotonic() + timeout
-    stream = connected_socket(host, port, deadline)
-    left = deadline - time.monotonic()
-    return request_handshake(stream, token=token, timeout=left, limits=limits)
-
-
-def request_handshake(
-    stream: socket.socket, *, token: str | None, timeout: float, limits: LinkLimits | None = None
-) -> Link:
-    """See `connect`; for a socket just connected, which it owns from the call on."""
-    deadline = time.monotonic() + timeout
-    link = Link(stream, _HANDSHAKE_LIMITS)
-    with _aborting(link):
-        introduce(link, token, deadline)
-    link.set_limits(limits or LinkLimits())
-    return link
-
-
-def accept_handshake(
-    stream: socket.socket, *, token: str | None, timeout: float, limits: LinkLimits | None = None
-) -> Link:
-    """The other side of `connect`, for a socket just accepted. Owns the socket from the call on.
-
-    The client proves itself first, so a stranger learns nothing but that a token is wanted.
-
-    Raises:
-        NodeRefused: the client is of another version, or has no token or another one.
-        PipeError: the client said too little in time, or left.
-        ProtocolError: the client does not speak this protocol.
-    """
-    deadline = time.monotonic() + timeout
-    link = Link(stream, _HANDSHAKE_LIMITS)
-    with _aborting(link):
-        admit(link, token, deadline)
-    link.set_limits(limits or LinkLimits())
-    return link
-
-
-@contextmanager
-def _aborting(link: Link) -> Iterator[None]:
-    """Leave no half-open link behind. A refusal already sent still arrives."""
-    try:
-        yield
-    except NodeRefused:
-        link.close()
-        raise
-    except BaseException:
-        link.abort()
-        raise

@@ -44,10 +44,7 @@ class SocketGuard:
         """What ended the connection, where an operation did; others then only find it closed."""
 
     def __enter__(self) -> None:
-        with self._lock:
-            if self.closed:
-                raise PipeClosed("this link is closed")
-            self._operations += 1
+        self._enter()
 
     def __exit__(
         self,
@@ -67,6 +64,14 @@ class SocketGuard:
         self.shut(reset=True)
         if ours is not error:
             raise ours from error
+
+    def watch(self, wait: Callable[[float], bool], seconds: float) -> bool:
+        """An operation that moves no bytes: its failure, such as an interrupt, ends nothing."""
+        self._enter()
+        try:
+            return wait(seconds)
+        finally:
+            self._leave()
 
     def detach(self) -> socket.socket:
         """The connection itself, for another owner; from here it looks closed.
@@ -97,6 +102,12 @@ class SocketGuard:
             # just about to send would then go in the clear.
             ignore_errors(lambda: socket.socket.shutdown(self._socket, socket.SHUT_RDWR))
         self._leave()
+
+    def _enter(self) -> None:
+        with self._lock:
+            if self.closed:
+                raise PipeClosed("this link is closed")
+            self._operations += 1
 
     def _leave(self) -> None:
         with self._lock:

@@ -6,8 +6,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from lookup_buffer.config import parse_tcp
+from lookup_buffer.handshake import request_handshake
 from lookup_buffer.header import TensorHeader
-from lookup_buffer.link import request_handshake
 from lookup_buffer.pipes import KVPipe
 
 SECONDS = 5.0

@@ -11,8 +11,9 @@ import torch
 from lookup_buffer.client import LookupBuffer
 from lookup_buffer.config import parse_tcp
 from lookup_buffer.errors import LookupBufferError, MissingTensor, ProtocolError
+from lookup_buffer.handshake import connect
 from lookup_buffer.key import TensorKey
-from lookup_buffer.link import Link, connect
+from lookup_buffer.link import Link
 from lookup_buffer.messages import Acknowledge, GiveBack, Holds, Leave, Request, Stats, Take
 from lookup_buffer.namespace import Namespace
 from lookup_buffer.node.owners import IDLE_SECONDS, UNREACHED, Answer, Owner

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from lookup_buffer.errors import LookupBufferError, NodeRefused, PipeError, ProtocolError
-from lookup_buffer.handshake import PROTOCOL_VERSION
-from lookup_buffer.link import Link, accept_handshake, connect
+from lookup_buffer.handshake import PROTOCOL_VERSION, accept_handshake, connect
+from lookup_buffer.link import Link
 from lookup_buffer.wire import FrameDecoder
 
 TOKEN = "correct horse battery staple"

@@ -15,7 +15,7 @@ NO_DESCRIPTOR_LEFT = """
 import resource, socket, time
 from lookup_buffer.config import parse_tcp
 from lookup_buffer.counters import Counters
-from lookup_buffer.link import connect
+from lookup_buffer.handshake import connect
 from lookup_buffer.node.peers import PeerServer
 from lookup_buffer.node.shelf import Shelf
 

@@ -41,7 +41,7 @@ from lookup_buffer.errors import (
     PipeTimeout,
     ProtocolError,
 )
-from lookup_buffer.link import connect, request_handshake
+from lookup_buffer.handshake import connect, request_handshake
 from lookup_buffer.pipes import KVPipe, PipeLimits, open_pipe
 from lookup_buffer.pipes.carrier import SharedMemory
 

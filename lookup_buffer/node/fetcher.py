@@ -25,9 +25,10 @@ from lookup_buffer.errors import (
     ProtocolError,
     TensorTooLarge,
 )
+from lookup_buffer.handshake import connect
 from lookup_buffer.header import PayloadHeader
 from lookup_buffer.inventory import Address, Item
-from lookup_buffer.link import Link, connect
+from lookup_buffer.link import Link
 from lookup_buffer.node.failed_fetches import FailedFetches
 from lookup_buffer.node.locator import Located
 from lookup_buffer.node.shelf import Held, Shelf

@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple
 from lookup_buffer.config import parse_tcp
 from lookup_buffer.errors import LookupBufferError, MissingTensor, ProtocolError
 from lookup_buffer.fields import is_count, is_seconds
-from lookup_buffer.link import connect
+from lookup_buffer.handshake import connect
 from lookup_buffer.messages import Request
 from lookup_buffer.node.connection import Connection
 from lookup_buffer.node.directory import Directory

@@ -19,9 +19,10 @@ from lookup_buffer.counters import Counters
 from lookup_buffer.errors import BufferFull, LookupBufferError, ProtocolError
 from lookup_buffer.fields import is_fingerprint
 from lookup_buffer.greeting import Greetings, listening
+from lookup_buffer.handshake import accept_handshake
 from lookup_buffer.header import PayloadHeader
 from lookup_buffer.inventory import Address
-from lookup_buffer.link import Link, accept_handshake
+from lookup_buffer.link import Link
 from lookup_buffer.node.shelf import Held, Shelf
 from lookup_buffer.wire import Frame
 

@@ -8,14 +8,14 @@ import mmap
 import threading
 from typing import Final
 
-from lookup_buffer.advice import prefer_huge_pages
+from lookup_buffer.advice import discard, prefer_huge_pages
 from lookup_buffer.arena import copy_bytes
 from lookup_buffer.pointer import bytes_at, pointer_to
 
 LEAST_BYTES: Final = 1 << 20
 """Fewer the allocator gives again by itself."""
 KEPT_BYTES: Final = 64 << 20
-"""Of memory without a copy in it, at the most."""
+"""Of memory without a copy in it, at the most, while nothing is sent."""
 _STEP_BYTES: Final = 2 << 20
 """The size of a block is a multiple: so more sizes fit into it later."""
 
@@ -26,6 +26,9 @@ class _Block:
         self.nbytes = nbytes
         self.address = pointer_to(self._map)
         prefer_huge_pages(self.address, nbytes)
+
+    def __del__(self) -> None:
+        discard(self.address, self.nbytes)  # a millisecond for 8 MiB, which others can use
 
 
 class _Copy:
@@ -45,7 +48,6 @@ class Copies:
     def __init__(self) -> None:
         self._lock = threading.RLock()  # a copy may end wherever a garbage collection begins
         self._free: list[_Block] = []
-        self._kept_bytes = 0
         self._ended = False
 
     def copy(self, source: memoryview) -> memoryview:
@@ -60,16 +62,26 @@ class Copies:
         """Keep nothing, now and later. Copies that somebody sees stay."""
         with self._lock:
             self._ended = True
-            self._free.clear()
+            dropped, self._free = self._free, []
+        del dropped  # without the lock, for it takes time
+
+    def rest(self) -> None:
+        """For now nothing is sent: keep no more than is worth it.
+
+        Not before, for it takes longer than the copies do, and would be paid in between them.
+        """
+        dropped = []
+        with self._lock:
+            kept_bytes = sum(block.nbytes for block in self._free)
+            while kept_bytes > KEPT_BYTES:  # the oldest goes: nobody had a use for it
+                dropped.append(self._free.pop(0))
+                kept_bytes -= dropped[-1].nbytes
+        del dropped  # as in `end`
 
     def give_back(self, block: _Block) -> None:
         with self._lock:
-            if self._ended:
-                return
-            self._free.append(block)
-            self._kept_bytes += block.nbytes
-            while self._kept_bytes > KEPT_BYTES:  # the oldest goes: nobody had a use for it
-                self._kept_bytes -= self._free.pop(0).nbytes
+            if not self._ended:
+                self._free.append(block)
 
     def _take(self, nbytes: int) -> _Block | None:
         """The smallest that is large enough, but not one that is many times too large."""
@@ -78,7 +90,6 @@ class Copies:
             fitting = [block for block in self._free if nbytes <= block.nbytes <= most]
             if not fitting:
                 return None
-            best = min(fitting, key=lambda block: block.nbytes)
+            best = min(reversed(fitting), key=lambda block: block.nbytes)  # the warmest of those
             self._free.remove(best)
-            self._kept_bytes -= best.nbytes
             return best

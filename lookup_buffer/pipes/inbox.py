@@ -136,6 +136,11 @@ class Inbox:
             for key in list(self._offers):
                 self._keep(key, lambda o: o.source is not source or o.payload is not None)
 
+    def settled(self, key: "bytes | AnyKey | None") -> bool:
+        """Whether `take` has something to return or to raise at this moment."""
+        with self._changed:
+            return self._end is not None or bool(self._queue_of(key))
+
     @property
     def empty(self) -> bool:
         """At this moment; to be asked without its lock."""

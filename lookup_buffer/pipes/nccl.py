@@ -137,6 +137,9 @@ class DeviceMemory:
     def outward(self, value: Value) -> "_DeviceBytes":
         return _DeviceBytes(value, self._device, self._copies)
 
+    def rest(self) -> None:
+        self._copies.rest()
+
     def end(self) -> None:
         self._copies.end()
 

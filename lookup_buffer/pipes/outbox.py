@@ -1,6 +1,7 @@
 """The outbox: what one end has sent to a peer and the peer has not received; it has a budget.
 
-Three ways for a message: it has room, is copied, and the sender goes on; it has none, and its
+Three ways for a message: it has room, is copied (which goes on while a large one is offered, for it
+is asked for a moment later at the earliest), and the sender goes on; it has none, and its
 sender waits until it has; or, while he waits, it is asked for, and goes out from his own memory.
 So a full budget never keeps a receiver from the one message that it wants.
 """
@@ -35,6 +36,7 @@ class Outbox:
     Args:
         check: raises, under the lock, where the peer is of no use any more.
         carrier: where copies are best put; there are pipes that have none.
+        attend: is called before something is said that the other end will answer.
     """
 
     def __init__(
@@ -44,11 +46,13 @@ class Outbox:
         check: Callable[[], None],
         limits: PipeLimits,
         carrier: Carrier | None = None,
+        attend: Callable[[], None] | None = None,
     ) -> None:
         self._changed = changed
         self._speaker = speaker
         self._carrier = carrier
         self._check_link = check
+        self._attend = attend
         self._limits = limits
         self._messages: dict[int, Outgoing] = {}
         self._last_number = 0
@@ -63,20 +67,41 @@ class Outbox:
         """Offer a message; return when its bytes are copied, or the kernel has them."""
         cost = self._limits.cost(header.nbytes)
         if self._charge(cost):
-            at = None
+            # What is to be asked for is copied while its offer is on the way.
+            copying = self._carrier is None and header.nbytes > INLINE_BYTES
+            out = Outgoing(key, memoryview(b""), cost, charged=True, copying=copying)
             try:
-                memory, at = self._copy(bytes_of)
-                out = Outgoing(key, memory, cost, at, charged=True)
-                out.inline = at is None and header.nbytes <= INLINE_BYTES
+                if not copying:
+                    out.memory, out.at = self._copy(bytes_of)
+                    out.inline = out.at is None and header.nbytes <= INLINE_BYTES
                 self._offer(out, header)
             except BaseException:
-                self._free(at)
+                self._free(out.at)
                 self._give_back(cost)
                 raise
+            if copying:
+                self._copy_offered(out, bytes_of)
         else:
             out = Outgoing(key, bytes_of.lent(), cost)
             self._offer(out, header)
             self._wait_for_room(out, bytes_of, deadline)
+
+    def _copy_offered(self, out: Outgoing, bytes_of: "Bytes") -> None:
+        try:
+            out.memory = bytes_of.copied()
+        except BaseException:
+            with self._changed:
+                self._speaker.put(["withdraw", out.number, out.key])
+                if out.pulled:
+                    self._speaker.put(["gone", out.number])
+            self._speaker.write()
+            self.settle(out.number)
+            raise
+        with self._changed:
+            out.copying = False
+            if out.pulled and not out.over:
+                self._speaker.put(["data", out.number], out)
+        self._speaker.write()
 
     def _offer(self, out: Outgoing, header: TensorHeader) -> None:
         with self._changed:
@@ -87,6 +112,8 @@ class Outbox:
             offer = ["offer", out.number, out.key, header.to_fields()]
             if out.at is not None:
                 offer.append(out.at)
+            elif self._attend is not None and not out.inline:
+                self._attend()
             self._speaker.put(offer, out if out.inline else None)
         self._speaker.write()
 
@@ -168,12 +195,14 @@ class Outbox:
         with self._changed:
             out = self._messages.get(number)
             if out is None or out.inline or out.pulled:
-                self._speaker.say(["gone", number])
+                self._speaker.put(["gone", number])
             elif out.at is not None:
-                self._speaker.say(["data", number, out.at])  # it was put there since its offer
+                self._speaker.put(["data", number, out.at])  # it was put there since its offer
             else:
                 out.pulled = True
-                self._speaker.say(["data", number], out)
+                if not out.copying:
+                    self._speaker.put(["data", number], out)
+        self._speaker.write()
 
     def clear(self) -> None:
         """Under the lock: nobody will receive anything."""

@@ -16,6 +16,8 @@ class Outgoing:
     charged: bool = False
     number: int = 0
     inline: bool = False
+    copying: bool = False
+    """Its bytes are not all in `memory` yet."""
     pulled: bool = False
     over: bool = False
     """Received, or as good as: its bytes are the kernel's."""

@@ -80,48 +80,89 @@ class PairLink:
         self._announced = 0
         """Bytes that come through the communicator next."""
 
-    def send(self, header: Header, payload: memoryview | None = None, *, timeout: float) -> None:
+    def send(
+        self,
+        header: Header,
+        payload: memoryview | None = None,
+        *,
+        timeout: float,
+        before: Header | None = None,
+        begun: int = 0,
+    ) -> None:
         match header:
             case ["pull", _]:
                 self._begin()
             case ["data", number] if payload is not None:
-                self._send_through(number, payload, timeout)
+                self._send_through(number, payload, timeout, before)
                 return
         with self._sending, self._telling_why():
-            self._link.send(header, payload, timeout=timeout)
+            self._link.send(header, payload, timeout=timeout, before=before, begun=begun)
 
-    def _send_through(self, number: Any, payload: memoryview, timeout: float) -> None:
+    def begin(
+        self, header: Header, payload: memoryview | None = None, before: Header | None = None
+    ) -> int | None:
+        match header:
+            case ["pull", _]:
+                self._begin()
+            case ["data", _] if payload is not None:
+                return 0
+        with self._telling_why():
+            if not self._sending.acquire(blocking=False):
+                return 0
+            try:
+                return self._link.begin(header, payload, before)
+            finally:
+                self._sending.release()
+
+    def _send_through(
+        self, number: Any, payload: memoryview, timeout: float, before: Header | None
+    ) -> None:
         communicator = self._made(beat=True)
-        self._say(["data", number, payload.nbytes])
+        self._say(["data", number, payload.nbytes], before)
         if payload.nbytes:
             communicator.send(payload, timeout + payload.nbytes / MINIMUM_BYTES_PER_SECOND)
 
-    def wait_readable(self, timeout: float) -> bool:
+    def wait_readable(self, timeout: float, wait: Callable[[float], bool] | None = None) -> bool:
         with self._telling_why():
-            return self._link.wait_readable(timeout)
+            return self._link.wait_readable(timeout, wait)
 
-    def writable(self) -> bool:
-        with self._telling_why():
-            return self._link.writable()
+    @property
+    def descriptor(self) -> int:
+        return self._link.descriptor
 
     def recv_header(self, timeout: float) -> Frame:
-        while True:
-            with self._telling_why():
-                frame = self._link.recv_header(timeout)
-            match frame.header:
-                case ["pair", str(name), bytes(value)] if not frame.payload_nbytes:
-                    self._exchange.heard(name, value)
-                    continue
-                case ["pull", _]:
-                    self._begin()
-                case ["data", int(number), int(nbytes)] if not frame.payload_nbytes:
-                    if nbytes < 0 or not self._making:
-                        raise ProtocolError("bytes that were not asked for")
-                    self._announced = nbytes
-                    return Frame(["data", number], nbytes)
-                case ["data", *_]:
-                    raise ProtocolError("bytes that do not come through the communicator")
-            return frame
+        with self._telling_why():
+            frame = self._link.recv_header(timeout)
+        match frame.header:
+            case ["pair", str(name), bytes(value)] if not frame.payload_nbytes:
+                self._exchange.heard(name, value)
+                return Frame(["beat"], 0)  # nothing for others
+            case ["pull", _]:
+                self._begin()
+            case ["data", int(number), int(nbytes)] if not frame.payload_nbytes:
+                if nbytes < 0 or not self._making:
+                    raise ProtocolError("bytes that were not asked for")
+                self._announced = nbytes
+                return Frame(["data", number], nbytes)
+            case ["data", *_]:
+                raise ProtocolError("bytes that do not come through the communicator")
+        return frame
+
+    def peek(self) -> Frame | None:
+        with self._telling_why():
+            frame = self._link.peek()
+        match frame:
+            case Frame(["data", int(number), int(nbytes)], 0):
+                return Frame(["data", number], nbytes)
+        return frame
+
+    def has_come(self, nbytes: int) -> bool:
+        with self._telling_why():
+            return self._link.has_come(nbytes)
+
+    @property
+    def holds_more(self) -> bool:
+        return self._link.holds_more
 
     def recv_into(self, buffer: memoryview, *, timeout: float) -> None:
         if not self._announced:
@@ -200,9 +241,9 @@ class PairLink:
             aborting.start()
             aborting.join(seconds)
 
-    def _say(self, header: list[Any]) -> None:
+    def _say(self, header: list[Any], before: Header | None = None) -> None:
         with self._sending, self._telling_why():
-            self._link.send(header, timeout=self._make_seconds)
+            self._link.send(header, timeout=self._make_seconds, before=before)
 
     @contextmanager
     def _telling_why(self) -> Iterator[None]:

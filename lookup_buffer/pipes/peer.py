@@ -8,7 +8,7 @@ where they are small, by who says them: see `speaker`):
     ["data", n] + bytes                    here they are
     ["gone", n]                            the sender gave up before he was asked
     ["withdraw", n, key]                   he gives up now
-    ["received", n]                        what came with its bytes was received
+    ["received", n, …]                     what came with its bytes was received
     ["beat"]   ["bye"]
 
 Where the two ends share memory (see `carrier`), the bytes may lie there instead of in a frame:
@@ -17,8 +17,9 @@ Where the two ends share memory (see `carrier`), the bytes may lie there instead
     ["data", n, at]                        likewise, of what was put there since it was offered
 
 Offers always pass, large payload is asked for: so neither the order in which a receiver wants keys
-nor a full budget can make the two ends wait for each other. The reading thread never waits for
-anything but bytes of a frame that has begun.
+nor a full budget can make the two ends wait for each other. Who reads (the thread for it, or who
+waits for what is to come: see `reading`) never waits for anything but bytes of a frame that has
+begun.
 """
 
 import threading
@@ -32,7 +33,6 @@ from lookup_buffer.errors import (
     LookupTimeout,
     PipeBroken,
     PipeClosed,
-    PipeTimeout,
     ProtocolError,
 )
 from lookup_buffer.frames import Frames
@@ -43,17 +43,21 @@ from lookup_buffer.pipes.inbox import Arrival, Inbox, Offer, Spare
 from lookup_buffer.pipes.outbox import INLINE_BYTES, Outbox
 from lookup_buffer.pipes.outgoing import Outgoing
 from lookup_buffer.pipes.pipe import PipeLimits
+from lookup_buffer.pipes.reading import Reading
 from lookup_buffer.pipes.speaker import Speaker
 from lookup_buffer.pointer import pointer_to
 
 BYE_SECONDS: Final = 1.0
 MINIMUM_BYTES_PER_SECOND: Final = 16e6
+LARGE_BYTES: Final = 1 << 20
+"""A sender may wait for the room of so many: that the last was received is said at once."""
 
 
 class Peer:
     """Thread-safe. `outbox` sends, `receive` receives what the inbox was given.
 
-    `lost` is told once, on any thread, why it is of no use any more.
+    `lost` is told once, on any thread, why it is of no use any more; `rest` is called when there
+    was nothing to send for a while.
     """
 
     def __init__(
@@ -63,6 +67,7 @@ class Peer:
         limits: PipeLimits,
         lost: Callable[["Peer", LookupBufferError], None],
         carrier: Carrier | None = None,
+        rest: Callable[[], None] | None = None,
     ) -> None:
         self._link = link
         self._carrier = carrier
@@ -72,12 +77,17 @@ class Peer:
         lock = threading.RLock()
         self._changed = threading.Condition(lock)
         self._speaker = Speaker(
-            link, lock, self._check, self._sent, self._fail, limits.silence_seconds
+            link, lock, self._check, self._sent, self._fail, limits.silence_seconds, rest
         )
-        self.outbox = Outbox(self._changed, self._speaker, self._check, limits, carrier)
+        self._reading = Reading(
+            link, self._heard, self._fail, self._say_put_off, limits.silence_seconds
+        )
+        self.outbox = Outbox(
+            self._changed, self._speaker, self._check, limits, carrier, self._reading.attend
+        )
         self._arrivals: dict[int, Arrival] = {}
         self._error: LookupBufferError | None = None
-        self._said_bye = self._heard_bye = False
+        self._said_bye = False
         self._threads = [
             threading.Thread(target=target, name=name, daemon=True)
             for target, name in ((self._speaker.run, "lb-pipe-out"), (self._read, "lb-pipe-in"))
@@ -88,6 +98,14 @@ class Peer:
             thread.start()
 
     # -- receiving
+
+    def read_until(self, done: Callable[[], bool], deadline: float) -> None:
+        """See `Reading.until`."""
+        self._reading.until(done, deadline)
+
+    def call(self) -> None:
+        """See `Reading.call`."""
+        self._reading.call()
 
     def receive(self, offer: Offer, memory: memoryview, spare: Spare | None = None) -> bool:
         """Put the bytes of an offer into `memory`; False where its sender gave up.
@@ -103,14 +121,16 @@ class Peer:
                 offer.arrival = self._arrivals[offer.number] = Arrival(memory)
                 self._speaker.put(["pull", offer.number])
             self._speaker.write()
+        arrival = offer.arrival
+        # Twice: until they begin to come, and then the deadline of who reads for them, which has to
+        # pass first: it says that the peer is lost, not only late.
+        limit = 2 * self._limits.silence_seconds
+        limit += offer.header.nbytes / MINIMUM_BYTES_PER_SECOND
+        deadline = time.monotonic() + limit
+        self._reading.until(lambda: arrival.over, deadline, offer.number)
         with self._changed:
-            arrival = offer.arrival
-            # Twice: until they begin to come, and then the reading thread's own deadline for them,
-            # which has to pass first: it says that the peer is lost, not only late.
-            limit = 2 * self._limits.silence_seconds
-            limit += offer.header.nbytes / MINIMUM_BYTES_PER_SECOND
             try:
-                self._wait_for(arrival, time.monotonic() + limit)
+                self._wait_for(arrival, deadline)
             except LookupTimeout:
                 if spare is not None:
                     arrival.memory = spare()
@@ -120,7 +140,7 @@ class Peer:
         return not arrival.gone
 
     def _wait_for(self, arrival: Arrival, deadline: float) -> None:
-        """Until it is over, or the reading thread is not, and will not be, within its memory."""
+        """Until it is over, or nobody is, or will be, within its memory."""
         try:
             while not arrival.over:
                 self._check()
@@ -129,7 +149,7 @@ class Peer:
                     raise LookupTimeout("the bytes did not come in time")
                 self._changed.wait(left if left > 0 else None)
         except LookupBufferError:
-            # Where that is because the link has ended, the reading thread is about to leave it.
+            # Where that is because the link has ended, who reads is about to leave it.
             self._changed.wait_for(lambda: not arrival.moving, self._limits.silence_seconds)
             raise
 
@@ -149,10 +169,16 @@ class Peer:
         with self._changed:
             if self._error is not None:
                 return
-            if not self._inbox.empty:  # the next message is there: rather not write before that
-                self._speaker.say(["received", offer.number])
+            waited_for = offer.header.nbytes >= LARGE_BYTES and self._inbox.empty
+            if not waited_for and self._reading.soon():
+                self._speaker.put_off(offer.number)
                 return
             self._speaker.put(["received", offer.number])
+        self._speaker.write()
+
+    def _say_put_off(self) -> None:
+        with self._changed:
+            self._speaker.put_put_off()
         self._speaker.write()
 
     # -- the end
@@ -211,18 +237,11 @@ class Peer:
         if header[0] == "data" and out is not None:
             self.outbox.settle(out.number)
 
-    # -- the reading thread
+    # -- reading: the thread's, or whose who waits
 
     def _read(self) -> None:
-        try:
-            while not self._heard_bye:
-                if not self._link.wait_readable(self._limits.silence_seconds):
-                    raise PipeTimeout("the other end of the pipe says nothing any more")
-                frame = self._link.recv_header(self._limits.silence_seconds)
-                self._heard(frame.header, frame.payload_nbytes)
-            self.lose(PipeClosed("the other end was closed"), reset=False)
-        except LookupBufferError as error:
-            self._fail(error)
+        self._reading.run()
+        self.lose(PipeClosed("the other end was closed"), reset=False)  # unless that has failed
 
     def _heard(self, header: Any, nbytes: int) -> None:
         match header:
@@ -244,12 +263,13 @@ class Peer:
                 self._gone(number)
             case ["withdraw", int(number), bytes() | None as key] if not nbytes:
                 self._inbox.remove(self, number, key)
-            case ["received", int(number)] if not nbytes:
-                self.outbox.settle(number)
+            case ["received", *numbers] if not nbytes and all(type(n) is int for n in numbers):
+                for number in numbers:
+                    self.outbox.settle(number)
             case ["beat"] if not nbytes:
                 pass
             case ["bye"] if not nbytes:
-                self._heard_bye = True
+                self._reading.end()
             case _:
                 raise ProtocolError("not a frame of a pipe")
 

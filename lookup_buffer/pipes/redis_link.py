@@ -19,7 +19,7 @@ import struct
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -76,6 +76,12 @@ class RedisLink:
         silence_seconds: how long the server may take for an answer.
     """
 
+    failure: BaseException | None = None
+    """Its two connections fail each for itself, and each operation with its own reason."""
+    descriptor: int | None = None
+    """What comes is the answer to a question, and so it is for who has asked."""
+    holds_more = False
+
     def __init__(
         self,
         session: Session,
@@ -109,10 +115,6 @@ class RedisLink:
         """Whether the other end is connected to the server."""
         return self._reader.listeners(self._out, deadline) > 0
 
-    @property
-    def failure(self) -> None:
-        """Its two connections fail each for itself, and each operation with its own reason."""
-
     def close(self) -> None:
         # The writing thread has ended by now, or is stuck: then the lists are left to expire.
         if self._sending.acquire(blocking=False):
@@ -135,18 +137,27 @@ class RedisLink:
 
     # -- sending
 
-    def send(self, header: Header, payload: memoryview | None = None, *, timeout: float) -> None:
+    def send(
+        self,
+        header: Header,
+        payload: memoryview | None = None,
+        *,
+        timeout: float,
+        before: Header | None = None,
+        begun: int = 0,
+    ) -> None:
         """Large bytes: returns once the other end has them."""
         nbytes = 0 if payload is None else payload.nbytes
         deadline = time.monotonic() + timeout + nbytes / MINIMUM_BYTES_PER_SECOND
         frame = encode_frame(header, nbytes)
         with self._sending:
             self._said_bye = self._said_bye or header == _BYE
+            first = [] if before is None else self._push(encode_frame(before))
             if payload is None or nbytes <= INLINE_BYTES:
-                self._writer.say(self._push(frame + (payload or b"")), deadline)
+                self._writer.say([*first, *self._push(frame + (payload or b""))], deadline)
                 self._writer.settle(deadline)
             else:
-                self._writer.say(self._push(frame), deadline)
+                self._writer.say([*first, *self._push(frame)], deadline)
                 self._send_large(payload, deadline)
 
     def _push(self, frame: bytes) -> list[Command]:
@@ -195,13 +206,20 @@ class RedisLink:
             elif time.monotonic() >= deadline:
                 raise _too_slow()
 
-    def writable(self) -> bool:
+    def begin(
+        self, header: Header, payload: memoryview | None = None, before: Header | None = None
+    ) -> int:
         """Each frame is a question to the server, whose answer is awaited."""
-        return False
+        return 0
 
     # -- receiving
 
-    def wait_readable(self, timeout: float) -> bool:
+    def peek(self) -> None: ...
+
+    def has_come(self, nbytes: int) -> bool:
+        return False
+
+    def wait_readable(self, timeout: float, wait: Callable[[float], bool] | None = None) -> bool:
         if self._element is None:
             self._element = self._next_element(time.monotonic() + timeout)
         return self._element is not None

@@ -51,7 +51,8 @@ class StreamPipe(KVPipe):
 
     def meet(self, link: Frames, carrier: Carrier | None = None) -> None:
         """Another end has connected."""
-        peer = Peer(link, self._inbox, self._limits, self._forget, carrier)
+        rest = self._memory.rest
+        peer = Peer(link, self._inbox, self._limits, self._forget, carrier, rest)
         with self._changed:
             peer.start()
             end = self._end
@@ -60,6 +61,7 @@ class StreamPipe(KVPipe):
                 self._lost = None
                 self._inbox.end(None)
                 self._changed.notify_all()
+        self._call()  # from the second on nobody can wait for one alone
         if isinstance(end, Closed):
             peer.close()  # so that it hears why
         elif end is not None:
@@ -93,6 +95,7 @@ class StreamPipe(KVPipe):
 
         while True:
             self._check()
+            self._read_until(wanted, deadline)
             offer = self._inbox.take(wanted, deadline, fits)
             if offer.header.kind == "none":
                 offer.source.receive(offer, memoryview(b""))
@@ -102,12 +105,24 @@ class StreamPipe(KVPipe):
                 received = self._receive(offer, out)
             except LookupTimeout:
                 self._inbox.put_back(offer)
+                self._call()
                 raise
             except (CodecError, TensorTooLarge):  # nothing it could be received to: it is gone
                 offer.source.discard(offer)
                 raise
             if received is not None:
                 return received
+
+    def _read_until(self, wanted: bytes | Any | None, deadline: float) -> None:
+        """Read what comes on this thread, if nobody else does and there is one whom to read."""
+        peers, settled = self._peers, self._inbox.settled
+        if len(peers) == 1 and not settled(wanted):
+            peers[0].read_until(lambda: len(peers) != 1 or settled(wanted), deadline)
+
+    def _call(self) -> None:
+        """Something has changed for those who read while they wait, and it did not come in."""
+        for peer in list(self._peers):
+            peer.call()
 
     def _receive(self, offer: Offer, out: Tensor | None) -> Value:
         """None where its sender gave up before he was asked."""
@@ -153,6 +168,7 @@ class StreamPipe(KVPipe):
             self._end = error
             self._changed.notify_all()
         self._inbox.end(error, clear=True)
+        self._call()
         self._memory.end()
         return True
 
@@ -203,6 +219,10 @@ class Memory(Protocol):
         """What the receiver is given, once it has come to `value`: `out`, where he gave one."""
         ...
 
+    def rest(self) -> None:
+        """For now there are no messages: keep little for those to come."""
+        ...
+
     def end(self) -> None:
         """Keep nothing any more for messages to come."""
         ...
@@ -228,6 +248,9 @@ class HostMemory:
 
     def done(self, value: Tensor, out: Tensor | None) -> Value:
         return value if out is None or out is value else copy_of(value, out)
+
+    def rest(self) -> None:
+        self._copies.rest()
 
     def end(self) -> None:
         self._copies.end()

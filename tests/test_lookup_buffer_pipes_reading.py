@@ -1,0 +1,203 @@
+"""Reading: who waits reads for himself, and nobody is held up by what comes for others."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from types import FrameType
+
+import pytest
+import torch
+
+from contract_pipe import LARGE, SHORT_SECONDS, SMALL, SOON_SECONDS, Threads, block, same, threads
+from lookup_buffer.codec import writable_bytes
+from lookup_buffer.errors import LookupTimeout, PipeBroken
+from lookup_buffer.pipes import KVPipe, PipeLimits, open_pipe
+from lookup_buffer.wire import encode_frame
+from raw_pipe import RawEnd, offer
+
+__all__ = ["threads"]
+SILENCE_SECONDS = 60.0
+"""So that nothing but the deadline of who waits can end his wait."""
+
+
+@pytest.fixture
+def pipe() -> Iterator[KVPipe]:
+    limits = PipeLimits(silence_seconds=SILENCE_SECONDS)
+    pipe = open_pipe("tcp://127.0.0.1:0", listen=True, limits=limits)
+    yield pipe
+    pipe.abort()
+
+
+@pytest.fixture
+def raw(pipe: KVPipe) -> Iterator[RawEnd]:
+    with RawEnd(pipe) as raw:
+        raw.say(["offer", 1, b"met", offer(1, b"", 3)[3]], b"abc")
+        pipe.recv_tensor("met", timeout=SOON_SECONDS)
+        yield raw
+
+
+class Interrupted(Exception):
+    pass
+
+
+def interrupt(_: int, __: FrameType | None) -> None:
+    raise Interrupted
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    before = signal.signal(signal.SIGALRM, interrupt)
+    yield
+    signal.signal(signal.SIGALRM, before)
+
+
+WHOLE = encode_frame(offer(2, b"k", SMALL), SMALL) + bytes(block(SMALL).numpy())
+
+
+@pytest.mark.parametrize("cut", [1, 20, 60, len(WHOLE) - SMALL, len(WHOLE) - 1])
+def test_a_frame_that_has_not_come_in_full_holds_up_nobody(
+    pipe: KVPipe, raw: RawEnd, threads: Threads, cut: int
+) -> None:
+    waiting = threads.call(pipe.recv_tensor, "k", timeout=10 * SHORT_SECONDS)
+    raw.say_bytes(WHOLE[:cut])
+    with pytest.raises(LookupTimeout):
+        waiting.result(SOON_SECONDS)
+    raw.say_bytes(WHOLE[cut:])
+    assert same(pipe.recv_tensor("k", timeout=SOON_SECONDS), block(SMALL))
+
+
+def test_the_bytes_of_another_hold_up_nobody(pipe: KVPipe, raw: RawEnd, threads: Threads) -> None:
+    raw.say(offer(2, b"large", 64 * LARGE))
+    short = threads.call(pipe.recv_tensor, "k", timeout=20 * SHORT_SECONDS)
+    large = threads.call(pipe.recv_tensor, "large")
+    assert raw.heard()[0] == "received", "of what was there before"
+    assert raw.heard() == ["pull", 2]
+    raw.say_bytes(encode_frame(["data", 2], 64 * LARGE) + b"x" * 32 * LARGE)
+    with pytest.raises(LookupTimeout):
+        short.result(SOON_SECONDS)
+    raw.say_bytes(b"x" * 32 * LARGE)
+    assert large.result(SOON_SECONDS)[-1] == ord("x")
+
+
+def test_who_has_his_own_leaves_the_rest_to_others(
+    pipe: KVPipe, raw: RawEnd, threads: Threads
+) -> None:
+    """Also what came in one piece with it."""
+    first = threads.call(pipe.recv_tensor, "first", timeout=SOON_SECONDS)
+    second = threads.call(pipe.recv_tensor, "second", timeout=SOON_SECONDS)
+    whole = b""
+    for number, key in enumerate((b"first", b"second", b"third"), 2):
+        whole += encode_frame(offer(number, key, SMALL), SMALL) + bytes(SMALL)
+    raw.say_bytes(whole)
+    for one in (first, second):
+        assert not one.result(SOON_SECONDS).any()
+    assert pipe.recv_tensor("third", timeout=SOON_SECONDS) is not None
+
+
+def test_a_wait_that_is_interrupted_leaves_the_pipe_as_it_was(
+    pipe: KVPipe, raw: RawEnd, interruptible: None
+) -> None:
+    with pytest.raises(Interrupted):
+        signal.setitimer(signal.ITIMER_REAL, 4 * SHORT_SECONDS)
+        pipe.recv_tensor("k")
+    raw.say(["offer", 2, b"k", offer(2, b"k", SMALL)[3]], bytes(block(SMALL).numpy()))
+    assert same(pipe.recv_tensor("k", timeout=SOON_SECONDS), block(SMALL))
+
+
+def test_who_is_interrupted_in_his_bytes_ends_the_pipe(
+    pipe: KVPipe, raw: RawEnd, threads: Threads, interruptible: None
+) -> None:
+    """Nobody knows what comes next; and it is said, not waited for."""
+    out = torch.zeros(LARGE, dtype=torch.uint8)
+
+    def answer() -> None:
+        while raw.heard() != ["pull", 2]:
+            pass
+        raw.say_bytes(encode_frame(["data", 2], LARGE) + b"x" * (LARGE // 2))
+        while not out[LARGE // 4]:
+            time.sleep(SHORT_SECONDS)
+        os.kill(os.getpid(), signal.SIGALRM)
+
+    raw.say(offer(2, b"k", LARGE))
+    answering = threads.call(answer)
+    with pytest.raises(Interrupted):
+        pipe.recv_tensor("k", out=out)
+    answering.result(SOON_SECONDS)
+    with pytest.raises(PipeBroken):
+        pipe.recv_tensor("other", timeout=SOON_SECONDS)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_what_was_received_is_said_though_nothing_else_is(
+    pipe: KVPipe, raw: RawEnd, threads: Threads, waits: bool
+) -> None:
+    raw.say(["offer", 2, b"k", offer(2, b"k", SMALL)[3]], bytes(SMALL))
+    pipe.recv_tensor("k", timeout=SOON_SECONDS)
+    if waits:
+        threads.call(pipe.recv_tensor, "later", timeout=2 * SHORT_SECONDS)
+    told: list[int] = []
+    while 2 not in told:
+        word, *numbers = raw.heard()
+        assert word == "received"
+        told += numbers
+
+
+def test_what_nobody_waits_for_is_heard_all_the_same(pipe: KVPipe, raw: RawEnd) -> None:
+    """Right after somebody has read, when he may come back for more, and later."""
+    for number, seconds in enumerate((0.0, SHORT_SECONDS, 4 * SHORT_SECONDS)):
+        tensor = block(LARGE, number)
+        pipe.send_tensor(tensor, f"k{number}")
+        time.sleep(seconds)
+        heard = raw.heard()
+        while heard[0] != "offer":
+            heard = raw.heard()
+        raw.say(["pull", heard[1]])
+        while (frame := raw.link.recv_header(SOON_SECONDS)).header[0] != "data":
+            pass
+        received = torch.empty(LARGE, dtype=torch.uint8)
+        raw.link.recv_into(writable_bytes(received), timeout=SOON_SECONDS)
+        assert frame.header == ["data", heard[1]]
+        assert same(received, tensor)
+
+
+def test_a_second_end_is_heard_by_who_waits_for_the_first(threads: Threads) -> None:
+    with (
+        open_pipe("tcp://127.0.0.1:0", listen=True) as pipe,
+        open_pipe(pipe.uri) as first,
+    ):
+        first.send_tensor(None)
+        assert pipe.recv_tensor(timeout=SOON_SECONDS) is None
+        waiting = threads.call(pipe.recv_tensor, "k", timeout=SOON_SECONDS)
+        with open_pipe(pipe.uri) as second:
+            second.send_tensor(block(SMALL), "k")
+            assert same(waiting.result(SOON_SECONDS), block(SMALL))
+
+
+def test_many_wait_at_once_and_each_gets_his(threads: Threads) -> None:
+    """Whoever has the right to read gives it on in time."""
+    with (
+        open_pipe("tcp://127.0.0.1:0", listen=True) as pipe,
+        open_pipe(pipe.uri) as other,
+    ):
+        sizes = (0, SMALL, LARGE)
+
+        def receive(who: int) -> bool:
+            return all(
+                same(pipe.recv_tensor(f"{who}-{n}", timeout=60.0), block(sizes[n % 3], n))
+                for n in range(30)
+            )
+
+        receiving = [threads.call(receive, who) for who in range(6)]
+        sent = threading.Barrier(3)
+
+        def send(part: int) -> None:
+            sent.wait()
+            for n in range(30):
+                for who in range(part, 6, 3):
+                    other.send_tensor(block(sizes[n % 3], n), f"{who}-{n}")
+
+        sending = [threads.call(send, part) for part in range(3)]
+        for one in (*sending, *receiving):
+            assert one.result(60.0) is not False
