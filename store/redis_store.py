@@ -11,7 +11,7 @@ from concurrent.futures import Executor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 
-from store import layout
+from store import calls, layout
 from store.answers import (
     GONE_SECONDS,
     INVALIDATED,
@@ -28,16 +28,6 @@ from store.answers import (
     Withdrawing,
 )
 from store.base import Found, MetadataStore
-from store.calls import (
-    claim_answer,
-    claim_call,
-    done,
-    fail_command,
-    publication,
-    publish_call,
-    release_call,
-    withdraw_call,
-)
 from store.deployment import open_topology
 from store.entries import Forgotten
 from store.errors import NodeTaken, StoreCorrupt, StoreFull, StoreUnavailable
@@ -85,8 +75,8 @@ class RedisStore(MetadataStore):
         for publishing in publishings:
             publishing.record.check()
             publishing.location.check()
-        answers = self._link.run_many(self._publish, [publish_call(one) for one in publishings])
-        return [publication(answer) for answer in answers]
+        answers = self._link.run_many(self._publish, list(map(calls.publish_call, publishings)))
+        return list(map(calls.publication, answers))
 
     def look_up(self, items: Sequence[tuple[str, str]]) -> list[Found]:
         for namespace, _ in items:
@@ -109,8 +99,8 @@ class RedisStore(MetadataStore):
     def withdraw_many(self, withdrawings: Sequence[Withdrawing]) -> list[bool | None]:
         for one in withdrawings:
             check_namespace(one.namespace)
-        answers = self._link.run_many(self._withdraw, [withdraw_call(one) for one in withdrawings])
-        return [done(answer) for answer in answers]
+        answers = self._link.run_many(self._withdraw, list(map(calls.withdraw_call, withdrawings)))
+        return list(map(calls.done, answers))
 
     def claim(
         self,
@@ -125,13 +115,15 @@ class RedisStore(MetadataStore):
         check_namespace(namespace)
         check_token(token)
         claiming = Claiming(namespace, key, holder, token, state, lease_seconds)
-        return claim_answer(claiming, self._link.run(self._claim, *claim_call(claiming)))
+        return calls.claim_answer(
+            claiming, self._link.run(self._claim, *calls.claim_call(claiming))
+        )
 
     def release_many(self, releasings: Sequence[Releasing]) -> list[bool | None]:
         for one in releasings:
             check_namespace(one.namespace)
-        calls = [release_call(one) for one in releasings]
-        return [done(answer) for answer in self._link.run_many(self._release, calls)]
+        answers = self._link.run_many(self._release, list(map(calls.release_call, releasings)))
+        return list(map(calls.done, answers))
 
     def beat(self, node: str, boot: str, sequence: int, *, replacing: Beat | None = None) -> bool:
         check_node(node, boot)
@@ -238,7 +230,13 @@ class RedisStore(MetadataStore):
     def note_failures(self, failures: Sequence[Failure]) -> None:
         for one in failures:
             check_namespace(one.namespace)
-        self._link.batch([fail_command(one) for one in failures])
+        life = ("EX", layout.FAIL_SECONDS)
+        self._link.batch(
+            [
+                ("SET", layout.fail(one.namespace, one.key), layout.fail_value(one), *life)
+                for one in failures
+            ]
+        )
 
     def failure(self, namespace: str, key: str) -> Failure | None:
         check_namespace(namespace)
@@ -265,8 +263,10 @@ class RedisStore(MetadataStore):
         for names in self._link.walk(layout.records(namespace)):
             records = [name.decode("ascii", "ignore") for name in names]
             pairs = [(record, layout.gone_beside(record)) for record in records]
-            calls = [(pair, (f"{INVALIDATED}:", GONE_SECONDS)) for pair in pairs]
-            count += sum(map(bool, map(done, self._link.run_many(self._clear, calls))))
+            cleared = self._link.run_many(
+                self._clear, [(pair, (f"{INVALIDATED}:", GONE_SECONDS)) for pair in pairs]
+            )
+            count += sum(map(bool, map(calls.done, cleared)))
         return count
 
     def server_info(self) -> ServerInfo:
@@ -298,13 +298,13 @@ class RedisStore(MetadataStore):
         """
         return Mirror(loop, self._link.topology, dialler, forgotten)
 
-    def traces(self) -> Traces:
-        """What stands in the servers about single keys, for people."""
-        return Traces(self._link)
-
     def mirror_claims(self, mirror: Mirror) -> MirrorClaims:
         """Claims by the connections of this store's mirror, without a thread."""
         return MirrorClaims(mirror, self._claim, self._release)
+
+    def traces(self) -> Traces:
+        """What stands in the servers about single keys, for people."""
+        return Traces(self._link)
 
     def inspection(self) -> Inspection:
         """A closer look at the servers, for people."""

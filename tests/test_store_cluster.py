@@ -16,7 +16,7 @@ from servers import patient
 from store import MetadataStore, Publication, Record, StoreUnavailable, layout
 
 
-class TestClusterStore(StoreContract, ClaimContract, NodeContract, ReasonContract, SoleContract):
+class TestClusterStore(StoreContract, ClaimContract, NodeContract, SoleContract, ReasonContract):
     @pytest.fixture
     def store(self, valkey_cluster: ValkeyCluster) -> Iterator[MetadataStore]:
         with patient(valkey_cluster.url) as store:

@@ -12,7 +12,7 @@ from contract_store_sole import SoleContract
 from store import MemoryStore, MetadataStore, Publication, Publishing, StoreFull, open_store
 
 
-class TestMemoryStore(StoreContract, ClaimContract, NodeContract, ReasonContract, SoleContract):
+class TestMemoryStore(StoreContract, ClaimContract, NodeContract, SoleContract, ReasonContract):
     @pytest.fixture
     def store(self) -> Iterator[MetadataStore]:
         with open_store("memory://") as store:

@@ -22,7 +22,7 @@ from store import (
 )
 
 
-class TestValkeyStore(StoreContract, ClaimContract, NodeContract, ReasonContract, SoleContract):
+class TestValkeyStore(StoreContract, ClaimContract, NodeContract, SoleContract, ReasonContract):
     @pytest.fixture
     def store(self, valkey_server: EmbeddedServer) -> Iterator[MetadataStore]:
         flush(valkey_server.url)
@@ -30,7 +30,7 @@ class TestValkeyStore(StoreContract, ClaimContract, NodeContract, ReasonContract
             yield store
 
 
-class TestRedis70Store(StoreContract, ClaimContract, NodeContract, ReasonContract, SoleContract):
+class TestRedis70Store(StoreContract, ClaimContract, NodeContract, SoleContract, ReasonContract):
     @pytest.fixture
     def store(self, redis_server: EmbeddedServer) -> Iterator[MetadataStore]:
         flush(redis_server.url)

@@ -15,7 +15,7 @@ from servers import patient
 from store import MetadataStore, Record, StoreUnavailable
 
 
-class TestSentinelStore(StoreContract, ClaimContract, NodeContract, ReasonContract, SoleContract):
+class TestSentinelStore(StoreContract, ClaimContract, NodeContract, SoleContract, ReasonContract):
     @pytest.fixture
     def store(self, sentinels: Sentinels) -> Iterator[MetadataStore]:
         with patient(sentinels.url) as store:
