@@ -11,13 +11,11 @@ from store.answers import (
     ClaimAnswer,
     Claiming,
     ClaimState,
-    Failure,
     Publication,
     Publishing,
     Releasing,
     Withdrawing,
 )
-from store.connection import Command
 from store.errors import StoreCorrupt, StoreError, StoreFull, StoreUnavailable
 from store.link import Call, fields_of
 from store.record import LOCATIONS_MAX
@@ -57,11 +55,6 @@ def withdraw_call(withdrawing: Withdrawing) -> Call:
             int(withdrawing.may_have_ended),
         ),
     )
-
-
-def fail_command(failure: Failure) -> Command:
-    name = layout.fail(failure.namespace, failure.key)
-    return ("SET", name, layout.fail_value(failure), "EX", layout.FAIL_SECONDS)
 
 
 def claim_call(claiming: Claiming) -> Call:

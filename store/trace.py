@@ -117,7 +117,7 @@ class Traces:
             if isinstance(reply, StoreError) and not _is_foreign(reply):
                 raise reply
             for name, score in _scored([] if _is_foreign(reply) else reply):
-                hottest[space, name.decode("utf-8", "surrogateescape")] = layout.read_hits(score)
+                hottest[space, name.decode("utf-8", "replace")] = layout.read_hits(score)
         return hottest
 
     def departures(self, nodes: Sequence[str]) -> dict[str, Departure]:
