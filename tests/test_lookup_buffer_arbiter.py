@@ -11,6 +11,7 @@ from clusters import ValkeyCluster, slot_of
 from lookup_buffer.claimed import ClaimOutcome, ClaimSetState
 from lookup_buffer.client import EngineSeat
 from lookup_buffer.prefetched import PrefetchState
+from mirrors import kill_lanes
 from nodes import NodeProcess, StartNode, key, wait_until
 from servers import command
 from store import EmbeddedServer, layout
@@ -65,6 +66,21 @@ def test_a_server_that_forgot_its_scripts_is_given_them_again(
         command(valkey_server.url, "SCRIPT", "FLUSH")
         assert buffer.release_claim(name)
         assert claim_in(valkey_server, name) == b"$-1"
+
+
+def test_a_connection_that_was_cut_neither_grants_nor_keeps_a_claim(
+    node_pair: Pair, valkey_server: EmbeddedServer
+) -> None:
+    held, ours = keys(2)
+    with node_pair[1].client() as holder, node_pair[0].client() as other:
+        assert holder.claim(held, lease_seconds=60.0).granted
+        assert other.claim(ours, lease_seconds=60.0).remaining_seconds > 0
+        for _ in range(2):
+            kill_lanes(valkey_server.url)
+            assert other.claim(held, lease_seconds=60.0).outcome is ClaimOutcome.HELD
+        kill_lanes(valkey_server.url)
+        assert other.release_claim(ours)
+        assert claim_in(valkey_server, ours) == b"$-1"
 
 
 def test_a_claim_on_a_slot_that_has_moved_is_decided_where_it_is(

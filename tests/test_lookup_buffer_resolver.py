@@ -68,7 +68,7 @@ def test_what_was_published_while_it_was_located_is_located_once_more(
     told: list[str] = []
     resolver = Resolver(loop, None, locator, fetcher)  # type: ignore[arg-type]
     resolver.resolve([ADDRESS], lambda _: told.append)
-    resolver.published(ADDRESS)
+    resolver.published(ADDRESS, located=False)
     assert locator.forgotten == [ADDRESS]
     resolver.resolve([ADDRESS], lambda _: told.append)  # joins a question that is out of date
     locator.answers.pop()([ABSENT])

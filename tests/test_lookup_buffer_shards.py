@@ -14,6 +14,7 @@ from lookup_buffer.client import LookupBuffer
 from lookup_buffer.errors import MissingTensor
 from lookup_buffer.key import TensorKey
 from lookup_buffer.namespace import Namespace
+from lookup_buffer.prefetched import PrefetchState
 from nodes import NodeProcess, StartNode, key, wait_until
 from store import layout
 
@@ -123,3 +124,24 @@ def test_where_asking_does_not_reach_is_down_and_not_absent(
             found = reader.select(others[0])
             assert found is not None
             assert torch.equal(found, torch.ones(3))
+
+
+def test_what_was_said_to_be_stored_is_there_whatever_was_asked_before(
+    own_cluster: ValkeyCluster, shard: Shard, start_node: StartNode
+) -> None:
+    """A question for many keys waits for the frozen shard, with an answer that is out of date."""
+    settings = {"store_timeout_seconds": 10.0}
+    nodes = [start(start_node, own_cluster, **settings) for _ in range(2)]
+    (name,), (lost,) = shard.keys(1, here=False), shard.keys(1, here=True)
+    with nodes[0].client() as producer, nodes[1].client() as buffer:
+        for one in (producer, buffer):  # they know the cluster, and are connected
+            one.prefetch([*shard.keys(4, here=False), *shard.keys(1, here=True)], timeout=5.0)
+        with shard.frozen():
+            before = buffer.prefetch([name, lost], timeout=0.2)
+            assert all(handle.state is PrefetchState.PENDING for handle in before)
+            producer.insert(name, torch.ones(3))
+            wait_until(lambda: nodes[0].stats()["unpublished"] == 0, 5.0)
+            answer = buffer.claim(name, lease_seconds=60.0)
+            assert answer.outcome is ClaimOutcome.STORED
+            (after,) = buffer.prefetch([name])
+        assert after.wait(5.0) is PrefetchState.RESIDENT

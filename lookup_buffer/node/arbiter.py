@@ -19,7 +19,7 @@ from lookup_buffer.node.lines import Lines
 from lookup_buffer.node.loop import call_from_thread
 from lookup_buffer.node.mirroring import MirrorLocator
 from lookup_buffer.node.storage import Storage
-from store import ClaimAnswer, Claiming, Releasing, StoreError, StoreFull, StoreRefused
+from store import ClaimAnswer, Claiming, Releasing, StoreError, StoreFull, StoreUnavailable
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,8 @@ class LineArbiter(Arbiter):
 
 @dataclass(slots=True)
 class MirrorArbiter(Arbiter):
-    """Until the mirror is there, and where a server points elsewhere, by the other way."""
+    """Until the mirror is there, and where a server points elsewhere, by the other way; also where
+    the mirror's connection was cut, which is dialled again only after a pause."""
 
     loop: asyncio.AbstractEventLoop
     locator: MirrorLocator
@@ -145,9 +146,9 @@ class MirrorArbiter(Arbiter):
             return
 
         def answered(found: ClaimAnswer | StoreError) -> None:
-            if isinstance(found, StoreRefused):
+            if isinstance(found, StoreUnavailable):
                 self.lines.claim(claiming, ruled)
-            elif isinstance(found, StoreError):  # perhaps at once, where it is known to be down
+            elif isinstance(found, StoreError):
                 self.loop.call_soon(ruled, None)
             else:
                 self.locator.held(found.record, partial(self._rule, claiming, found, ruled))
@@ -169,7 +170,7 @@ class MirrorArbiter(Arbiter):
             claims.release(one, partial(self._released, one, released))
 
     def _released(self, one: Releasing, released: Released, found: bool | StoreError) -> None:
-        if isinstance(found, StoreRefused):
+        if isinstance(found, StoreUnavailable):
             self.lines.release([one], released)
         else:
             released(found is True)

@@ -217,8 +217,8 @@ class Claims:
             return
         question.asking = False
         found, stored = ruling.answer, ruling.stored
-        if stored and not ruling.heard:  # else who asks at once may be told that nobody has it
-            self.resolver.published(question.address)
+        if stored:  # else who asks at once may be told that nobody has it
+            self.resolver.published(question.address, located=ruling.heard)
         if not stored and self.shelf.holds(question.address):
             # Inserted here since it was asked for: of copies on this node the record says nothing.
             stored = True

@@ -67,9 +67,11 @@ class Resolver:
         if address in self._flights:
             self._settle(address, "")
 
-    def published(self, address: Address) -> None:
-        """The store said so to somebody: "nobody has it", read before, does not stand."""
-        self.locator.forget(address)
+    def published(self, address: Address, *, located: bool) -> None:
+        """The store said so to somebody: "nobody has it", read before, does not stand. `located`:
+        it said so on the locator's way, which knows the record by that."""
+        if not located:
+            self.locator.forget(address)
         flight = self._flights.get(address)
         if flight is not None and flight.fetching_bytes is None:
             flight.doubted = True
