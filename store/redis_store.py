@@ -230,7 +230,13 @@ class RedisStore(MetadataStore):
     def note_failures(self, failures: Sequence[Failure]) -> None:
         for one in failures:
             check_namespace(one.namespace)
-        self._link.batch([calls.fail_command(one) for one in failures])
+        life = ("EX", layout.FAIL_SECONDS)
+        self._link.batch(
+            [
+                ("SET", layout.fail(one.namespace, one.key), layout.fail_value(one), *life)
+                for one in failures
+            ]
+        )
 
     def failure(self, namespace: str, key: str) -> Failure | None:
         check_namespace(namespace)
