@@ -67,7 +67,7 @@ def test_stored(
     client.insert(name, torch.ones(3))
     client.insert(none, None)
     holder = node_pair[0].node_id
-    words = ("stored on", holder, "which lives", "12 B", "first published 0 s ago")
+    words = ("stored on", holder, "which lives", "12 B", "first published", " s ago")
     found = the_finding(store, name, Code.STORED, *words)
     assert (found.node, found.namespace) == (holder, SPACE)
     the_finding(store, none, Code.STORED, "a stored None")
@@ -211,7 +211,7 @@ def test_what_becomes_of_holders(
     node.kill()
     the_finding(store, name, Code.HOLDER_SILENT, "dead, frozen")
     store.leave(node.node_id, boot, reason="died")
-    the_finding(store, name, Code.HOLDER_DIED, node.node_id, "struck it off 0 s ago")
+    the_finding(store, name, Code.HOLDER_DIED, node.node_id, "struck it off", " s ago")
     command(valkey_server.url, "DEL", layout.left(node.node_id))  # a day later
     the_finding(store, name, Code.HOLDER_UNKNOWN, node.node_id, "not in the fleet")
     node.start()
