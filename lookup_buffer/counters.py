@@ -8,7 +8,8 @@ import threading
 from collections import Counter
 from typing import Final
 
-from lookup_buffer.inventory import Address
+from lookup_buffer.histogram import Histogram
+from lookup_buffer.inventory import Address, Item
 
 MISS_REASONS: Final = (
     "absent",
@@ -37,8 +38,17 @@ COUNTERS: Final = frozenset(
         "bytes_inserted",
         "bytes_fetched",
         "bytes_served",
+        "bytes_hit_local",
+        "bytes_hit_remote",
+        "claims_granted",
+        "claims_renewed",
+        "claims_held",
+        "claims_stored",
+        "claims_unasked",
+        "publish_written",
         "publish_refused",
         "publish_conflict",
+        "store_failures",
         "protocol_errors",
         "sessions_opened",
         *(f"misses_{reason}" for reason in MISS_REASONS),
@@ -59,6 +69,8 @@ class Counters:
         self._totals: Counter[str] = Counter()
         self._unflushed: Counter[str] = Counter()
         self._hits: Counter[Address] = Counter()
+        self.fetch_seconds = Histogram()
+        """Of fetches that brought the tensor, from the request to the verified bytes."""
 
     def add(self, name: str, amount: int = 1) -> None:
         assert name in COUNTERS, name
@@ -66,11 +78,17 @@ class Counters:
             self._totals[name] += amount
             self._unflushed[name] += amount
 
-    def hit(self, address: Address, origin: str, count: int = 1) -> None:
-        """Readers got `address`, that a client of this node stored or that was fetched."""
-        self.add("hits_local" if origin == "local" else "hits_remote", count)
+    def hit(self, item: Item, count: int = 1) -> None:
+        """Readers got `item`, that a client of this node stored or that was fetched."""
+        self.hit_handoff(item, count)
         with self._lock:
-            self._count_hits(address, count)
+            self._count_hits(item.address, count)
+
+    def hit_handoff(self, item: Item, count: int = 1) -> None:
+        """Not by key: each is hit once, and would drive what is hit often out of the list."""
+        source = "local" if item.origin == "local" else "remote"
+        self.add(f"hits_{source}", count)
+        self.add(f"bytes_hit_{source}", count * item.nbytes)
 
     def totals(self) -> dict[str, int]:
         with self._lock:

@@ -105,6 +105,8 @@ class Publisher:
         outcomes = store.publish_many(list(publishings.values()))
         for (change, publishing), outcome in zip(publishings.items(), outcomes, strict=True):
             match outcome:
+                case Publication.ADDED | Publication.PRESENT:
+                    self.counters.add("publish_written")
                 case Publication.FULL:
                     full.append(publishing)
                 case Publication.UNREACHED:
