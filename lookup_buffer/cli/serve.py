@@ -21,7 +21,7 @@ from lookup_buffer.cli.options import (
 
 if TYPE_CHECKING:
     from lookup_buffer.config import BufferConfig
-    from lookup_buffer.node.identity import Identity
+    from lookup_buffer.node.node import Node
 
 StoreSeconds = Annotated[float | None, typer.Option(help="Bound on one call to the store.")]
 LeaseSeconds = Annotated[
@@ -130,7 +130,7 @@ def _run(config: "BufferConfig", *, ends_when_idle: bool) -> None:
     try:
         with lock(directory / "node.lock", timeout=LOCK_SECONDS):
             node = Node(config, ends_when_idle=ends_when_idle)
-            node.run(path, lambda: _announce(node.identity, path, shown_url(config)))
+            node.run(path, lambda: _announce(node, path, shown_url(config)))
     except NodeUnavailable as error:
         raise _taken(directory, path) from error
 
@@ -143,7 +143,10 @@ def _taken(directory: Path, path: Path) -> CommandError:
     )
 
 
-def _announce(identity: "Identity", path: Path, store: str) -> None:
+def _announce(node: "Node", path: Path, store: str) -> None:
+    identity = node.identity
     line = f"node {identity.node} is ready: socket {path}, endpoint {identity.endpoint}"
+    if node.http_address is not None:
+        line += f", metrics {node.http_address}/metrics"
     sys.stdout.write(f"{line}, store {store}\n")
     sys.stdout.flush()

@@ -29,14 +29,16 @@ class HttpServer:
 
     def __init__(self, token: str | None) -> None:
         self._token = token
+        self.address = ""
+        """Where it listens, with the port that was really taken."""
         self._socket: socket.socket | None = None
         self._thread: threading.Thread | None = None
         self._loop = asyncio.new_event_loop()
         self._closing = asyncio.Event()
         self._exchanges: set[asyncio.Task[None]] = set()
 
-    def listen(self, address: str) -> str:
-        """Bind; the answer is the address with the port that was really taken.
+    def listen(self, address: str) -> None:
+        """Bind.
 
         Raises:
             OSError: the address is taken or not ours.
@@ -45,7 +47,7 @@ class HttpServer:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, port), family=family, backlog=CONNECTIONS_MAX)
         shown = f"[{host}]" if family == socket.AF_INET6 else host
-        return f"http://{shown}:{self._socket.getsockname()[1]}"
+        self.address = f"http://{shown}:{self._socket.getsockname()[1]}"
 
     def start(self, pages: Pages) -> None:
         """Answer, on a thread of its own, from now on."""

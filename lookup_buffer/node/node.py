@@ -170,6 +170,11 @@ class Node:
     def identity(self) -> Identity:
         return self._identity
 
+    @property
+    def http_address(self) -> str | None:
+        """Where `/metrics` is served; None where it is not."""
+        return None if self._http is None else self._http.address
+
     def run(self, socket_path: Path, on_ready: Callable[[], None] = lambda: None) -> None:
         """Serve until told to stop. The caller holds the lock on the runtime directory.
 
