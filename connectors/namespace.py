@@ -2,7 +2,8 @@
 
 Built once per connector from vLLM's configuration; scheduler and workers of one engine build equal
 ones. In doubt a part is in: a part too many costs sharing between engines that could have shared, a
-part too few gives wrong answers. The parts are published in clear text, so they hold no secret.
+part too few gives wrong answers. The parts are published in clear text, so they hold no secret and
+no path: see `disclosure`.
 """
 
 import hashlib
@@ -11,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from connectors.disclosure import disclosed
 from connectors.settings import ConnectorSettings
 from connectors.weights import weights_digest
 from lookup_buffer.namespace import Namespace
@@ -48,13 +50,13 @@ def namespace_parts(vllm_config: Any, settings: ConnectorSettings) -> dict[str, 
     hf_config = _hf_config(model)
     return {
         "protocol": PROTOCOL_VERSION,
-        "model": str(model.model),
+        "model": disclosed(str(model.model)),
         "revision": _revision(model),
         "implementation": _implementation(model),
         "code_revision": str(getattr(model, "code_revision", None) or ""),
         "dtype": str(model.dtype).removeprefix("torch."),
         "quantization": _quantization(model),
-        "hf_overrides": canonical(getattr(model, "hf_overrides", None) or {}),
+        "hf_overrides": canonical(disclosed(getattr(model, "hf_overrides", None) or {})),
         "encoder": _summary(hf_config),
         "encoder_config": _digest(hf_config),
         "processor": _processor(model),
@@ -134,6 +136,7 @@ def _quantization(model: Any) -> str:
     checkpoint says of its own quantisation is part of the model's configuration."""
     method = str(getattr(model, "quantization", None) or "")
     options = getattr(model, "quantization_config", None)
+    options = disclosed(options)
     return canonical({"method": method, "options": options}) if options else method
 
 
@@ -146,7 +149,8 @@ def _processor(model: Any) -> str:
     scales = getattr(multimodal, "mm_encoder_fp8_scale_path", None)
     if scales:
         settings["mm_encoder_fp8_scales"] = hashlib.sha256(Path(scales).read_bytes()).hexdigest()
-    return canonical({name: value for name, value in settings.items() if value not in (None, {})})
+    used = {name: value for name, value in settings.items() if value not in (None, {})}
+    return canonical(disclosed(used))
 
 
 def _processor_files(model: Any) -> str:
@@ -162,7 +166,7 @@ def _load_format(vllm_config: Any) -> str:
     name = getattr(load.load_format, "value", str(load.load_format))
     if name in CHECKPOINT_FORMATS:
         return "checkpoint"
-    extra = getattr(load, "model_loader_extra_config", None) or {}
+    extra = disclosed(getattr(load, "model_loader_extra_config", None) or {})
     return canonical({"format": name, "seed": vllm_config.model_config.seed, "extra": extra})
 
 

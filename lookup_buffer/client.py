@@ -98,17 +98,20 @@ class LookupBuffer:
     ) -> InsertOutcome:
         """Store `tensor`, or `None` as a value, under `key`.
 
-        When it returns, the tensor may be changed again, and this host's readers see the key;
-        other hosts follow as soon as Redis knows.
+        When it returns, the tensor may be changed again, and this host's readers see the key; other
+        hosts as soon as Redis knows. The insert of a hand-off waits for that, unless Redis does not
+        answer.
 
         A shared key that is there already stays as it is. A hand-off replaces what was under its
-        key, is never evicted, and ends after `ttl_seconds` (else 300); where they fill half of the
-        arena, an insert waits up to `timeout` seconds for one to be taken.
+        key on this host; while another host has one, it is EXISTS, and nothing is stored. It is
+        never evicted, and ends after `ttl_seconds` (else 300); where they fill half of the arena,
+        an insert waits up to `timeout` seconds for one to be taken.
 
         Raises:
             TensorTooLarge: larger than the arena; a hand-off, than half of it.
             BufferFull: no room; everything that is left is pinned, being written, or handed off.
-            NodeUnavailable: the node did not take it in time.
+            NodeUnavailable: the node did not take it in time, or another one that may have such a
+                hand-off did not answer within `timeout`.
             ConfigError: `ttl_seconds` is none.
         """
         return self._inserting.insert(key, tensor, ttl_seconds, timeout)
@@ -151,7 +154,8 @@ class LookupBuffer:
 
         Raises:
             MissingTensor: nobody alive holds it; or who held it died, which ends the wait.
-            LookupTimeout: it was not to be had within `timeout` seconds.
+            LookupTimeout: it was not to be had within `timeout` seconds; also where it was inserted
+                while Redis was away, and lost with its node: nobody else knew of it.
             InvalidKey: the key is shared; what has many readers is not taken away.
             BufferFull: it lies on another host, and there is no room for a copy of it here.
             CodecError: `out` does not fit; the hand-off stays where it was.

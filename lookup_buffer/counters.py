@@ -24,6 +24,8 @@ MISS_REASONS: Final = (
 )
 FETCH_FAILURES: Final = ("stale", "checksum", "peer_failed", "no_room")
 """Why one source was passed over, whether or not another had the tensor."""
+REMOVAL_REASONS: Final = ("evicted", "expired", "invalidated")
+"""Why what may be had from here is here no more, but by its taker."""
 COUNTERS: Final = frozenset(
     {
         "hits_local",
@@ -33,8 +35,8 @@ COUNTERS: Final = frozenset(
         "inserts_refused",
         "handoffs_taken",
         "handoffs_returned",
-        "evicted",
-        "expired",
+        "handoffs_elsewhere",
+        *REMOVAL_REASONS,
         "bytes_inserted",
         "bytes_fetched",
         "bytes_served",

@@ -148,6 +148,15 @@ class Leave(Request):
 
 
 @dataclass(frozen=True, slots=True)
+class Holds(Request):
+    """From node to node → state: present where there is that hand-off, be it leased, or absent."""
+
+    op = "holds"
+    namespace: str
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
 class Prefetch(DeskRequest):
     """One-way. Answered by `settled` events on the anchor: `entries` of [index of the key, entry],
     an entry as for `Select`, with state pending, and then another event, where it goes on.
@@ -329,9 +338,9 @@ _ABSENT = object()
 _KINDS: Final[Mapping[str, type[Request]]] = {
     kind.op: kind
     for kind in (
-        Hello, Join, Stage, Contains, Insert, Select, Take, Acknowledge, GiveBack, Leave, Prefetch,
-        Release, Touch, Done, Claim, ReleaseClaim, ClaimAll, Encoding, Unclaim, Describe, Stats,
-        Goodbye,
+        Hello, Join, Stage, Contains, Insert, Select, Take, Acknowledge, GiveBack, Leave, Holds,
+        Prefetch, Release, Touch, Done, Claim, ReleaseClaim, ClaimAll, Encoding, Unclaim, Describe,
+        Stats, Goodbye,
     )
 }  # fmt: skip
 _NAMES: Final = {kind: tuple(item.name for item in fields(kind)) for kind in _KINDS.values()}

@@ -6,10 +6,12 @@ no logger. `open_store` is the door.
 
 from store.answers import (
     GONE_SECONDS,
+    INVALIDATED,
     Beat,
     ClaimAnswer,
     Claiming,
     ClaimState,
+    Failure,
     NodeInfo,
     Publication,
     Publishing,
@@ -35,6 +37,7 @@ from store.url import parse, redact
 
 __all__ = [
     "GONE_SECONDS",
+    "INVALIDATED",
     "LOCATIONS_MAX",
     "TTL_SECONDS",
     "Beat",
@@ -43,6 +46,7 @@ __all__ = [
     "Claiming",
     "EmbeddedServer",
     "EmbeddedServerError",
+    "Failure",
     "Found",
     "Location",
     "MemoryStore",

@@ -17,6 +17,8 @@ class Publication(Enum):
     """Enough other nodes hold it: the location was not added, and nothing was renewed."""
     CONFLICT = "conflict"
     """The record has another dtype, shape, size or kind, or belongs to another key."""
+    OWNED = "owned"
+    """Another node has it, and this is something that only one may have: nothing changed."""
     REFUSED = "refused"
     """The server is out of memory and may evict nothing: not stored."""
     UNREACHED = "unreached"
@@ -67,7 +69,12 @@ class Publishing:
     location: Location
     ttl_seconds: float
     claim_token: str | None = None
+    sole: bool = False
+    """Only one node may have this key: see MetadataStore.publish_many."""
 
+
+INVALIDATED = "invalidated"
+"""The reason of what went because its whole namespace was given up."""
 
 GONE_SECONDS = 3600
 """How long it is told why the last copy of a key went, unless it is said otherwise."""
@@ -83,6 +90,21 @@ class Withdrawing:
     reason: str
     exactly: Location | None = None
     gone_seconds: int = GONE_SECONDS
+    may_have_ended: bool = False
+    """Whether the reason is kept as well where no record stands: it may have ended by itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A fetch that came to nothing; see MetadataStore.note_failures."""
+
+    namespace: str
+    key: str
+    reason: str
+    holder: str
+    """The node that was asked."""
+    reader: str
+    """The node that asked."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from store.answers import (
     Beat,
     ClaimAnswer,
     ClaimState,
+    Failure,
     NodeInfo,
     Publication,
     Publishing,
@@ -66,7 +67,10 @@ class MetadataStore(ABC):
         would be one more than LOCATIONS_MAX is not added: FULL; such an answer does not renew the
         record, so one whose holders are all dead ends by itself. ADDED and PRESENT let the record
         live for `ttl_seconds` from now, never shorter than it would have, and remove the tombstone.
-        ADDED, PRESENT and FULL drop the claim that `claim_token` holds. What lies on a server that
+        ADDED, PRESENT and FULL drop the claim that `claim_token` holds.
+        What is `sole` has one node: where another one's location stands, that is no offer (see
+        `Location.is_offer`), it is OWNED and nothing changes. Else it never is in CONFLICT with
+        an older shape of the same key: the record starts anew. What lies on a server that
         was not reached is UNREACHED; where no server was reached, StoreUnavailable is raised.
         """
 
@@ -116,7 +120,8 @@ class MetadataStore(ABC):
         StoreUnavailable is raised.
 
         With the last location the record goes; `reason` is kept for its `gone_seconds` (see
-        `gone`).
+        `gone`). Where no record stood and `may_have_ended` says so, it is kept as well, unless
+        another one is.
         With `exactly`, only that very location is removed: for whoever found it stale, while the
         node may have published anew. Works when memory is full.
         """
@@ -150,7 +155,8 @@ class MetadataStore(ABC):
         The same token asks again: an ENCODING claim is renewed, an INTENT becomes ENCODING; an
         INTENT that asks as such again keeps what is left of its lease, and an ENCODING claim stays
         one. `token` is unguessable to others by its randomness and has no colon; `holder` is for
-        people and for those who wait. Raises StoreFull.
+        people and for those who wait; as long as a claim stays in one state it is the text that
+        was said first. Raises StoreFull.
         """
 
     @abstractmethod
@@ -178,11 +184,11 @@ class MetadataStore(ABC):
         """
 
     @abstractmethod
-    def leave(self, node: str, boot: str) -> None:
+    def leave(self, node: str, boot: str, *, reason: str = "stopped") -> None:
         """Strike the node off, with its description and counters, if its boot is still this one.
 
-        For a node that stops, and for an observer that has seen it dead for long. Works when
-        memory is full.
+        For a node that stops, and for an observer that has seen it dead for long. `reason` is
+        kept for a day, for people. Works when memory is full, but for that.
         """
 
     @abstractmethod
@@ -202,8 +208,16 @@ class MetadataStore(ABC):
         """
 
     @abstractmethod
+    def node_ages(self, nodes: Sequence[str]) -> dict[str, float]:
+        """Seconds since each node last described itself, by the server's clock, in one round trip.
+
+        The unknown ones are left out. Who describes itself each second, and did so a moment ago,
+        lives: for whoever has no time to watch beats.
+        """
+
+    @abstractmethod
     def describe_namespace(self, fingerprint: str, parts: Mapping[str, str]) -> None:
-        """Publish what a namespace stands for, in clear text. Raises StoreFull."""
+        """Publish what a namespace stands for, in clear text, for a week. Raises StoreFull."""
 
     @abstractmethod
     def namespaces(self) -> dict[str, dict[str, str]]:
@@ -237,6 +251,34 @@ class MetadataStore(ABC):
     @abstractmethod
     def gone(self, namespace: str, key: str) -> str | None:
         """Why the key's last location went, for `gone_seconds`; None where that is not known."""
+
+    @abstractmethod
+    def note_failures(self, failures: Sequence[Failure]) -> None:
+        """Keep the last failure of each key for an hour, for people. Raises StoreFull."""
+
+    @abstractmethod
+    def failure(self, namespace: str, key: str) -> Failure | None:
+        """The last fetch of the key that failed, within the last hour."""
+
+    @abstractmethod
+    def mark_invalid(self, namespace: str, at: float) -> None:
+        """Have nodes drop what they hold of the namespace; kept for a week.
+
+        `at` is the wall clock: for whoever reads it first, and starts later than that. Another
+        `at` is another mark. Raises StoreFull.
+        """
+
+    @abstractmethod
+    def invalidations(self) -> dict[str, float]:
+        """The last mark of each namespace."""
+
+    @abstractmethod
+    def clear(self, namespace: str) -> int:
+        """Remove all records of a namespace, with INVALIDATED as reason; how many there were.
+
+        In pages, as `scan`. Whoever holds a copy may publish it anew: see `mark_invalid`. Works
+        when memory is full.
+        """
 
     @abstractmethod
     def server_info(self) -> ServerInfo:

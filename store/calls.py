@@ -33,6 +33,7 @@ def publish_call(publishing: Publishing) -> Call:
             publishing.claim_token or "",
             LOCATIONS_MAX,
             f"{record.created:.3f}",
+            "sole" if publishing.sole else "",
             *layout.identity_fields(record),
         ),
     )
@@ -49,8 +50,9 @@ def withdraw_call(withdrawing: Withdrawing) -> Call:
             layout.key_field(withdrawing.key),
             f"at:{withdrawing.node}",
             expected,
-            withdrawing.reason,
+            f"{withdrawing.reason}:{withdrawing.node}",
             withdrawing.gone_seconds,
+            int(withdrawing.may_have_ended),
         ),
     )
 

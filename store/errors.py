@@ -12,7 +12,10 @@ class StoreUnavailable(StoreError):
 
     It does not say whether a write took effect: the request may have been carried out and only
     its answer lost. Every operation but the adding of counters may therefore simply be repeated.
+    `forbidden` tells that the server's ACL does not allow it.
     """
+
+    forbidden = False
 
 
 class StoreRefused(StoreUnavailable):

@@ -7,11 +7,16 @@ A documented, versioned contract. Other programs, and people with redis-cli, may
 | lb:rec:<ns>:{<key>}    | HASH, expires | v, dtype, shape, nbytes, kind, created, sometimes key; |
 |                        |               | per location at:<node> = boot:generation:checksum      |
 | lb:claim:<ns>:{<key>}  | STRING, lease | <holder>:<state>:<token>: who is about to produce the  |
-|                        |               | key (state intent) or at work on it (encoding)         |
-| lb:gone:<ns>:{<key>}   | STRING, 1 h   | why the last location went (of hand-offs for a minute) |
+|                        |               | key (state intent) or at work on it (encoding);        |
+|                        |               | a node's holder is <node>:<boot>:<since>               |
+| lb:gone:<ns>:{<key>}   | STRING, 1 h   | <reason>:<node>: why the last location went, and whose |
+|                        |               | it was (of hand-offs for a minute)                     |
+| lb:fail:<ns>:{<key>}   | STRING, 1 h   | <reason>:<holder>:<reader>: the last fetch that failed |
 | lb:nodes               | HASH          | <node> = boot:sequence, moved by each beat             |
 | lb:node:<node>         | HASH, 1 day   | boot, endpoint, host, version, capacity, used, items   |
-| lb:ns:<ns>             | HASH          | the parts of the namespace in clear text               |
+| lb:left:<node>         | STRING, 1 day | <reason>:<boot>: how a node went (stopped, died)       |
+| lb:ns:<ns>             | HASH, 7 days  | the parts of the namespace in clear text               |
+| lb:invalid             | HASH, 7 days  | <ns> = when it was given up, by somebody's wall clock  |
 | lb:hits:<ns>           | ZSET, 7 days  | hits per key, the 10,000 highest                       |
 | lb:stats:<node>        | HASH, 7 days  | the node's counters                                    |
 
@@ -19,7 +24,7 @@ A documented, versioned contract. Other programs, and people with redis-cli, may
 only harmless characters, else "h." and the hex of a 128-bit hash. Such names can collide: there the
 raw key is a field of the record, and is compared on every read and write. Where the name says it
 all, no field repeats it: that would be 150 bytes of 600.
-The braces make the three keys of one item share a slot of Redis Cluster, as the scripts need.
+The braces make the keys of one item share a slot of Redis Cluster, as the scripts need.
 
 A change that an older reader would misunderstand raises VERSION: records of another version are
 a miss to readers and a conflict to publishers, until they expire.
@@ -31,13 +36,18 @@ from collections.abc import Mapping
 from functools import lru_cache
 from itertools import filterfalse
 
-from store.answers import Beat, NodeInfo, ServerInfo
+from store.answers import Beat, Failure, NodeInfo, ServerInfo
 from store.record import SAFE_NAME, Location, Record
 
 VERSION = "1"
 
 NODES = "lb:nodes"
 NODE_SECONDS = 24 * 3600
+LEFT_SECONDS = 24 * 3600
+FAIL_SECONDS = 3600
+INVALID = "lb:invalid"
+INVALID_SECONDS = 7 * 24 * 3600
+NAMESPACE_SECONDS = 7 * 24 * 3600
 HITS_SECONDS = 7 * 24 * 3600
 STATS_SECONDS = 7 * 24 * 3600
 HITS_MAX = 10_000
@@ -47,7 +57,8 @@ _SPELLED_CHARACTERS_MAX = 128
 _SAFE_KEY = re.compile(rf"[A-Za-z0-9._%#@=+,/-]{{1,{_SPELLED_CHARACTERS_MAX}}}\Z")
 _SHAPE = re.compile(rb"\[(\d+(?:,\d+)*)?\]\Z")
 _DIMENSIONS_MAX = 16
-_HASHED = "h."
+HASHED = "h."
+"""How a name begins that is the hash of a key."""
 _RECORD_NAME = re.compile(rb"lb:rec:([A-Za-z0-9._-]{1,128}):\{([^{}]+)\}\Z")
 
 
@@ -60,12 +71,12 @@ def _is_spelled_out(key: str) -> bool:
     if key.isascii() and key.encode().isalnum():  # a digest, as most keys are: no slow pattern
         return len(key) <= _SPELLED_CHARACTERS_MAX
     # Keys that look like a hash are hashed as well, so that no key can pose as another's hash.
-    return bool(_SAFE_KEY.match(key)) and not key.startswith(_HASHED)
+    return bool(_SAFE_KEY.match(key)) and not key.startswith(HASHED)
 
 
 @lru_cache(maxsize=1024)  # record, claim and tombstone of one key are named one after the other
 def _hashed(key: str) -> str:
-    return _HASHED + hashlib.blake2b(_raw(key), digest_size=16).hexdigest()
+    return HASHED + hashlib.blake2b(_raw(key), digest_size=16).hexdigest()
 
 
 def _raw(key: str) -> bytes:
@@ -85,6 +96,10 @@ def gone(namespace: str, key: str) -> str:
     return f"lb:gone:{namespace}:{{{key_name(key)}}}"
 
 
+def fail(namespace: str, key: str) -> str:
+    return f"lb:fail:{namespace}:{{{key_name(key)}}}"
+
+
 def records(namespace: str | None) -> str:
     """The pattern of all records, or of one namespace's."""
     return f"lb:rec:{namespace or '*'}:{{*"
@@ -92,6 +107,10 @@ def records(namespace: str | None) -> str:
 
 def node(name: str) -> str:
     return f"lb:node:{name}"
+
+
+def left(node: str) -> str:
+    return f"lb:left:{node}"
 
 
 def namespace(fingerprint: str) -> str:
@@ -147,12 +166,28 @@ def read_named_record(name: bytes, fields: Mapping[bytes, bytes]) -> Record | No
     if not match:
         return None
     namespace, spelled = match.groups()
-    raw = fields.get(b"key", b"") if spelled.startswith(_HASHED.encode()) else spelled
+    raw = fields.get(b"key", b"") if spelled.startswith(HASHED.encode()) else spelled
     try:
         of = (namespace.decode(), raw.decode("utf-8", "surrogatepass"))
     except ValueError:
         return None
     return read_record(*of, fields) if record(*of).encode() == name else None
+
+
+def gone_beside(record_name: str) -> str:
+    """The tombstone of the record that was found under that name."""
+    return "lb:gone:" + record_name.removeprefix("lb:rec:")
+
+
+def read_invalidations(fields: Mapping[bytes, bytes]) -> dict[str, float]:
+    """When each namespace was given up. What nobody can read is left out."""
+    found = {}
+    for name, value in fields.items():
+        try:
+            found[name.decode("ascii")] = float(value)
+        except ValueError:
+            continue
+    return found
 
 
 def unreadable(name: bytes, fields: Mapping[bytes, bytes]) -> str:
@@ -189,6 +224,22 @@ def read_node(name: str, fields: Mapping[bytes, bytes]) -> NodeInfo | None:
         )
     except (KeyError, ValueError):
         return None
+
+
+def fail_value(failure: Failure) -> str:
+    return f"{failure.reason}:{failure.holder}:{failure.reader}"
+
+
+def read_failure(namespace: str, key: str, value: bytes) -> Failure | None:
+    """The reverse of `fail_value`; None where it is garbled."""
+    reason, _, nodes = value.decode("utf-8", "replace").partition(":")
+    holder, colon, reader = nodes.partition(":")
+    return Failure(namespace, key, reason, holder, reader) if colon else None
+
+
+def read_hits(score: bytes | None) -> int:
+    """A score as nodes write it; by hand it may be anything, infinite too."""
+    return int(min(max(float(score or 0), 0.0), 2.0**63))
 
 
 def read_beat(value: bytes) -> Beat | None:

@@ -102,8 +102,12 @@ class Link:
 
         Raises the first error among them.
         """
+        return [_checked(reply) for reply in self.try_batch(commands)]
+
+    def try_batch(self, commands: Sequence[Command]) -> list[Any]:
+        """The same, with a StoreError in the place of each reply that is one."""
         replies = self._exchange([(command[1], command) for command in commands])
-        return [_checked(translated(reply)) for reply in replies]
+        return [translated(reply) for reply in replies]
 
     def each_server(self, command: Command) -> list[Any]:
         """The reply of every server to the same command, in one round trip."""
@@ -263,6 +267,8 @@ def translated(reply: Any) -> Any:
     elif reply.code in _NOT_SERVED:
         kind = StoreRefused
     error = kind(f"store: {reply}")
+    if isinstance(error, StoreUnavailable):
+        error.forbidden = reply.code == "NOPERM"
     if isinstance(error, StoreCorrupt):
         error.wrong_type = reply.code == "WRONGTYPE"
     error.__cause__ = reply

@@ -9,12 +9,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Generic, TypeVar
 
 from store.answers import (
+    GONE_SECONDS,
+    INVALIDATED,
     Beat,
     ClaimAnswer,
     ClaimState,
+    Failure,
     NodeInfo,
     Publication,
     Publishing,
@@ -24,58 +26,19 @@ from store.answers import (
 )
 from store.base import Found, MetadataStore
 from store.errors import NodeTaken, StoreUnavailable
-from store.layout import HITS_MAX, HITS_SECONDS, NODE_SECONDS, STATS_SECONDS
+from store.expiring import Expiring
+from store.layout import (
+    FAIL_SECONDS,
+    HITS_MAX,
+    HITS_SECONDS,
+    INVALID_SECONDS,
+    NAMESPACE_SECONDS,
+    NODE_SECONDS,
+    STATS_SECONDS,
+)
 from store.record import LOCATIONS_MAX, Location, Record, check_namespace, check_node, check_token
 
 _Item = tuple[str, str]  # namespace and key
-_Key = TypeVar("_Key")
-_Value = TypeVar("_Value")
-
-
-class _Expiring(Generic[_Key, _Value]):
-    """A dictionary whose entries end. Ended ones are swept out before they outnumber the rest."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._entries: dict[_Key, tuple[_Value, float]] = {}
-        self._sweep_at = 1024
-        self._swept_at_seconds = clock()
-
-    def get(self, key: _Key) -> _Value | None:
-        entry = self._entries.get(key)
-        if entry is None or entry[1] <= self._clock():
-            return None
-        return entry[0]
-
-    def remaining_seconds(self, key: _Key) -> float:
-        entry = self._entries.get(key)
-        return max(0.0, entry[1] - self._clock()) if entry else 0.0
-
-    def put(self, key: _Key, value: _Value, seconds: float) -> None:
-        self._entries[key] = (value, self._clock() + seconds)
-        if len(self._entries) >= self._sweep_at:
-            self._sweep()
-
-    def has_room(self, entries_max: int) -> bool:
-        """Whether one more fits. Looks for ended entries once a second at most: it looks at all."""
-        if len(self._entries) >= entries_max and self._clock() >= self._swept_at_seconds + 1:
-            self._sweep()
-        return len(self._entries) < entries_max
-
-    def replace(self, key: _Key, value: _Value) -> None:
-        self._entries[key] = (value, self._entries[key][1])
-
-    def drop(self, key: _Key) -> None:
-        self._entries.pop(key, None)
-
-    def items(self) -> list[tuple[_Key, _Value]]:
-        now = self._clock()
-        return [(key, value) for key, (value, end) in self._entries.items() if end > now]
-
-    def _sweep(self) -> None:
-        self._entries = {name: self._entries[name] for name, _ in self.items()}
-        self._sweep_at = max(1024, 2 * len(self._entries))
-        self._swept_at_seconds = self._clock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,14 +60,16 @@ class MemoryStore(MetadataStore):
         self._lock = threading.Lock()
         self._closed = False
         self._records_max = records_max
-        self._records: _Expiring[_Item, Record] = _Expiring(clock)
-        self._claims: _Expiring[_Item, _Claim] = _Expiring(clock)
-        self._gone: _Expiring[_Item, str] = _Expiring(clock)
+        self._records: Expiring[_Item, Record] = Expiring(clock)
+        self._claims: Expiring[_Item, _Claim] = Expiring(clock)
+        self._gone: Expiring[_Item, str] = Expiring(clock)
+        self._invalid: Expiring[str, float] = Expiring(clock)
+        self._failures: Expiring[_Item, Failure] = Expiring(clock)
         self._beats: dict[str, Beat] = {}
-        self._infos: _Expiring[str, NodeInfo] = _Expiring(clock)
-        self._namespaces: dict[str, dict[str, str]] = {}
-        self._hits: _Expiring[str, dict[str, int]] = _Expiring(clock)
-        self._stats: _Expiring[str, dict[str, int]] = _Expiring(clock)
+        self._infos: Expiring[str, NodeInfo] = Expiring(clock)
+        self._namespaces: Expiring[str, dict[str, str]] = Expiring(clock)
+        self._hits: Expiring[str, dict[str, int]] = Expiring(clock)
+        self._stats: Expiring[str, dict[str, int]] = Expiring(clock)
 
     def publish_many(self, publishings: Sequence[Publishing]) -> list[Publication]:
         for publishing in publishings:
@@ -142,7 +107,8 @@ class MemoryStore(MetadataStore):
             held = self._claims.get(item)
             mine = held is not None and held.token == token
             if held is None or (mine and state is ClaimState.ENCODING):
-                held, mine = _Claim(holder, state, token), True
+                first = held.holder if held is not None and held.state is state else holder
+                held, mine = _Claim(first, state, token), True
                 self._claims.put(item, held, lease_seconds)
             left = self._claims.remaining_seconds(item)
             return ClaimAnswer(mine, held.holder, held.state, left, self._records.get(item))
@@ -162,7 +128,7 @@ class MemoryStore(MetadataStore):
             self._beats[node] = Beat(boot, sequence)
             return previous is not None and previous.boot == boot
 
-    def leave(self, node: str, boot: str) -> None:
+    def leave(self, node: str, boot: str, *, reason: str = "stopped") -> None:
         with self._open():
             previous = self._beats.get(node)
             if previous and previous.boot == boot:
@@ -184,11 +150,16 @@ class MemoryStore(MetadataStore):
             found = ((node, self._infos.get(node)) for node in nodes)
             return {node: info for node, info in found if info}
 
+    def node_ages(self, nodes: Sequence[str]) -> dict[str, float]:
+        with self._open():
+            left = {node: self._infos.remaining_seconds(node) for node in nodes}
+            return {node: NODE_SECONDS - seconds for node, seconds in left.items() if seconds}
+
     def describe_namespace(self, fingerprint: str, parts: Mapping[str, str]) -> None:
         check_namespace(fingerprint)
         with self._open():
             if parts:
-                self._namespaces[fingerprint] = dict(parts)
+                self._namespaces.put(fingerprint, dict(parts), NAMESPACE_SECONDS)
 
     def namespaces(self) -> dict[str, dict[str, str]]:
         with self._open():
@@ -235,6 +206,36 @@ class MemoryStore(MetadataStore):
         with self._open():
             return self._gone.get((namespace, key))
 
+    def note_failures(self, failures: Sequence[Failure]) -> None:
+        for failure in failures:
+            check_namespace(failure.namespace)
+        with self._open():
+            for failure in failures:
+                self._failures.put((failure.namespace, failure.key), failure, FAIL_SECONDS)
+
+    def failure(self, namespace: str, key: str) -> Failure | None:
+        check_namespace(namespace)
+        with self._open():
+            return self._failures.get((namespace, key))
+
+    def mark_invalid(self, namespace: str, at: float) -> None:
+        check_namespace(namespace)
+        with self._open():
+            self._invalid.put(namespace, at, INVALID_SECONDS)
+
+    def invalidations(self) -> dict[str, float]:
+        with self._open():
+            return dict(self._invalid.items())
+
+    def clear(self, namespace: str) -> int:
+        check_namespace(namespace)
+        with self._open():
+            items = [item for item, _ in self._records.items() if item[0] == namespace]
+            for item in items:
+                self._records.drop(item)
+                self._gone.put(item, INVALIDATED, GONE_SECONDS)
+            return len(items)
+
     def server_info(self) -> ServerInfo:
         with self._open():
             return ServerInfo("memory", "", 0, 0, "noeviction", "standalone")
@@ -262,6 +263,11 @@ class MemoryStore(MetadataStore):
         record, token = publishing.record, publishing.claim_token
         item = (record.namespace, record.key)
         known = self._records.get(item)
+        if known and publishing.sole:
+            others = (at for at in known.locations if at.node != publishing.location.node)
+            if not all(at.is_offer for at in others):
+                return Publication.OWNED
+            known = known if _agree(known, record) else None
         if known and not _agree(known, record):
             return Publication.CONFLICT
         if not known and not self._records.has_room(self._records_max):
@@ -281,6 +287,8 @@ class MemoryStore(MetadataStore):
         item, node = (withdrawing.namespace, withdrawing.key), withdrawing.node
         record = self._records.get(item)
         mine = [at for at in record.locations if at.node == node] if record else []
+        if not record and withdrawing.may_have_ended and self._gone.get(item) is None:
+            self._gone.put(item, withdrawing.reason, withdrawing.gone_seconds)
         if not record or not mine or withdrawing.exactly not in (None, mine[0]):
             return False
         left = tuple(at for at in record.locations if at.node != node)

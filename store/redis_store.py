@@ -8,15 +8,18 @@ import asyncio
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 
-from store import layout
+from store import calls, layout
 from store.answers import (
+    GONE_SECONDS,
+    INVALIDATED,
     Beat,
     ClaimAnswer,
     Claiming,
     ClaimState,
+    Failure,
     NodeInfo,
     Publication,
     Publishing,
@@ -25,18 +28,9 @@ from store.answers import (
     Withdrawing,
 )
 from store.base import Found, MetadataStore
-from store.calls import (
-    claim_answer,
-    claim_call,
-    done,
-    publication,
-    publish_call,
-    release_call,
-    withdraw_call,
-)
 from store.deployment import open_topology
 from store.entries import Forgotten
-from store.errors import NodeTaken, StoreCorrupt, StoreUnavailable
+from store.errors import NodeTaken, StoreCorrupt, StoreFull, StoreUnavailable
 from store.inspection import Inspection
 from store.link import Fields, Link, Script
 from store.mirror import Mirror
@@ -47,6 +41,7 @@ from store.record import (
     check_node,
     check_token,
 )
+from store.trace import Traces
 from store.url import StoreUrl
 
 _PAGE = 1000  # keys in one round trip: about a millisecond of the server's time
@@ -69,6 +64,7 @@ class RedisStore(MetadataStore):
         self._publish = Script("publish")
         self._withdraw = Script("withdraw")
         self._claim = Script("claim")
+        self._clear = Script("clear")
         self._release = Script("release")
         self._beat = Script("beat")
         self._leave = Script("leave")
@@ -79,8 +75,8 @@ class RedisStore(MetadataStore):
         for publishing in publishings:
             publishing.record.check()
             publishing.location.check()
-        answers = self._link.run_many(self._publish, [publish_call(one) for one in publishings])
-        return [publication(answer) for answer in answers]
+        answers = self._link.run_many(self._publish, list(map(calls.publish_call, publishings)))
+        return list(map(calls.publication, answers))
 
     def look_up(self, items: Sequence[tuple[str, str]]) -> list[Found]:
         for namespace, _ in items:
@@ -103,8 +99,8 @@ class RedisStore(MetadataStore):
     def withdraw_many(self, withdrawings: Sequence[Withdrawing]) -> list[bool | None]:
         for one in withdrawings:
             check_namespace(one.namespace)
-        answers = self._link.run_many(self._withdraw, [withdraw_call(one) for one in withdrawings])
-        return [done(answer) for answer in answers]
+        answers = self._link.run_many(self._withdraw, list(map(calls.withdraw_call, withdrawings)))
+        return list(map(calls.done, answers))
 
     def claim(
         self,
@@ -119,13 +115,15 @@ class RedisStore(MetadataStore):
         check_namespace(namespace)
         check_token(token)
         claiming = Claiming(namespace, key, holder, token, state, lease_seconds)
-        return claim_answer(claiming, self._link.run(self._claim, *claim_call(claiming)))
+        return calls.claim_answer(
+            claiming, self._link.run(self._claim, *calls.claim_call(claiming))
+        )
 
     def release_many(self, releasings: Sequence[Releasing]) -> list[bool | None]:
         for one in releasings:
             check_namespace(one.namespace)
-        calls = [release_call(one) for one in releasings]
-        return [done(answer) for answer in self._link.run_many(self._release, calls)]
+        answers = self._link.run_many(self._release, list(map(calls.release_call, releasings)))
+        return list(map(calls.done, answers))
 
     def beat(self, node: str, boot: str, sequence: int, *, replacing: Beat | None = None) -> bool:
         check_node(node, boot)
@@ -137,10 +135,14 @@ class RedisStore(MetadataStore):
             raise NodeTaken(node, taken)
         return bool(answer == 1)
 
-    def leave(self, node: str, boot: str) -> None:
+    def leave(self, node: str, boot: str, *, reason: str = "stopped") -> None:
         if self._link.run(self._leave, (layout.NODES,), (node, boot)) == 1:
             # One command each: in a cluster these lie on different servers.
-            self._link.batch([("UNLINK", layout.node(node)), ("UNLINK", layout.stats(node))])
+            left = ("SET", layout.left(node), f"{reason}:{boot}", "EX", layout.LEFT_SECONDS)
+            with suppress(StoreFull):  # of the last one
+                self._link.batch(
+                    [("UNLINK", layout.node(node)), ("UNLINK", layout.stats(node)), left]
+                )
 
     def beats(self) -> dict[str, Beat]:
         (fields,) = self._link.read_hashes([layout.NODES])
@@ -159,12 +161,20 @@ class RedisStore(MetadataStore):
         found = (layout.read_node(*pair) for pair in zip(nodes, replies, strict=True))
         return {info.node: info for info in found if info}
 
+    def node_ages(self, nodes: Sequence[str]) -> dict[str, float]:
+        if not nodes:
+            return {}
+        left = self._link.batch([("PTTL", layout.node(node)) for node in nodes])
+        seconds = layout.NODE_SECONDS
+        return {node: seconds - ms / 1000 for node, ms in zip(nodes, left, strict=True) if ms > 0}
+
     def describe_namespace(self, fingerprint: str, parts: Mapping[str, str]) -> None:
         check_namespace(fingerprint)
         if parts:
             fields = [text for pair in parts.items() for text in pair]
-            with _named(layout.namespace(fingerprint)):
-                self._link.batch([("HSET", layout.namespace(fingerprint), *fields)])
+            name, life = layout.namespace(fingerprint), layout.NAMESPACE_SECONDS
+            with _named(name):
+                self._link.batch([("HSET", name, *fields), ("EXPIRE", name, life)])
 
     def namespaces(self) -> dict[str, dict[str, str]]:
         described = {}
@@ -185,7 +195,7 @@ class RedisStore(MetadataStore):
         if not keys:
             return []
         (scores,) = self._link.batch([("ZMSCORE", layout.hits(namespace), *keys)])
-        return [_hits(score) for score in scores]
+        return [layout.read_hits(score) for score in scores]
 
     def add_stats(self, node: str, counters: Mapping[str, int]) -> None:
         self._add(self._stats, layout.stats(node), (layout.STATS_SECONDS,), counters)
@@ -215,7 +225,49 @@ class RedisStore(MetadataStore):
     def gone(self, namespace: str, key: str) -> str | None:
         check_namespace(namespace)
         (reason,) = self._link.batch([("GET", layout.gone(namespace, key))])
-        return None if reason is None else _text(reason)
+        return None if reason is None else _text(reason).partition(":")[0]
+
+    def note_failures(self, failures: Sequence[Failure]) -> None:
+        for one in failures:
+            check_namespace(one.namespace)
+        life = ("EX", layout.FAIL_SECONDS)
+        self._link.batch(
+            [
+                ("SET", layout.fail(one.namespace, one.key), layout.fail_value(one), *life)
+                for one in failures
+            ]
+        )
+
+    def failure(self, namespace: str, key: str) -> Failure | None:
+        check_namespace(namespace)
+        (value,) = self._link.batch([("GET", layout.fail(namespace, key))])
+        return None if value is None else layout.read_failure(namespace, key, value)
+
+    def mark_invalid(self, namespace: str, at: float) -> None:
+        check_namespace(namespace)
+        with _named(layout.INVALID):
+            self._link.batch(
+                [
+                    ("HSET", layout.INVALID, namespace, f"{at:.3f}"),
+                    ("EXPIRE", layout.INVALID, layout.INVALID_SECONDS),
+                ]
+            )
+
+    def invalidations(self) -> dict[str, float]:
+        (fields,) = self._link.read_hashes([layout.INVALID])
+        return layout.read_invalidations(fields)
+
+    def clear(self, namespace: str) -> int:
+        check_namespace(namespace)
+        count = 0
+        for names in self._link.walk(layout.records(namespace)):
+            records = [name.decode("ascii", "ignore") for name in names]
+            pairs = [(record, layout.gone_beside(record)) for record in records]
+            cleared = self._link.run_many(
+                self._clear, [(pair, (f"{INVALIDATED}:", GONE_SECONDS)) for pair in pairs]
+            )
+            count += sum(map(bool, map(calls.done, cleared)))
+        return count
 
     def server_info(self) -> ServerInfo:
         infos = [layout.read_server_info(_text(t)) for t in self._link.each_server(("INFO",))]
@@ -249,6 +301,10 @@ class RedisStore(MetadataStore):
     def mirror_claims(self, mirror: Mirror) -> MirrorClaims:
         """Claims by the connections of this store's mirror, without a thread."""
         return MirrorClaims(mirror, self._claim, self._release)
+
+    def traces(self) -> Traces:
+        """What stands in the servers about single keys, for people."""
+        return Traces(self._link)
 
     def inspection(self) -> Inspection:
         """A closer look at the servers, for people."""
@@ -286,11 +342,6 @@ def _found(item: tuple[str, str], fields: Fields | StoreUnavailable) -> Found:
     if isinstance(fields, StoreUnavailable):
         return fields
     return layout.read_record(*item, fields)
-
-
-def _hits(score: bytes | None) -> int:
-    """A score as nodes write it; by hand it may be anything, infinite too."""
-    return int(min(max(float(score or 0), 0.0), 2.0**63))
 
 
 def _text(raw: bytes) -> str:

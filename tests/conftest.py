@@ -26,8 +26,8 @@ pytest_plugins = [
 ]
 # These are not named test_*, so without this a failed assert in them would not be explained.
 pytest.register_assert_rewrite(
-    "contract_store", "contract_store_claims", "contract_store_nodes", "contract_pipe",
-    "contract_pipe_limits", "contract_pipe_processes", "servers",
+    "contract_store", "contract_store_claims", "contract_store_nodes", "contract_store_sole",
+    "contract_pipe", "contract_pipe_limits", "contract_pipe_processes", "servers",
     "nodes", "engines", "observing", "openai_servers", "handoff_storm",
 )  # fmt: skip
 

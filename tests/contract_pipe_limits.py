@@ -102,6 +102,28 @@ class PipeLimitsContract:
             a.send_tensor(block(LARGE, seed), timeout=SOON_SECONDS)
             assert same(b.recv_tensor(timeout=SOON_SECONDS), block(LARGE, seed))
 
+    def test_what_is_larger_than_this_end_receives_is_told_and_gone(
+        self, make_ends: MakeEnds, threads: Threads
+    ) -> None:
+        a, b = make_ends(PipeLimits(buffer_bytes=4 * LARGE, message_bytes=LARGE))
+        for nbytes, key in ((LARGE + 1, "k"), (3 * LARGE, None)):
+            a.send_tensor(block(nbytes), key)
+            a.send_tensor(block(LARGE), key)
+            with pytest.raises(TensorTooLarge, match="message_bytes"):
+                b.recv_tensor(key, timeout=SOON_SECONDS)
+            assert same(b.recv_tensor(key, timeout=SOON_SECONDS), block(LARGE))
+        assert _settled(lambda: a.used_bytes == 0)
+
+    def test_many_who_wait_for_room_are_no_flood(
+        self, make_ends: MakeEnds, threads: Threads
+    ) -> None:
+        a, b = make_ends(PipeLimits(buffer_bytes=4096))
+        sends = [threads.call(a.send_tensor, block(16, n), f"k{n}") for n in range(40)]
+        for n in range(40):
+            assert same(b.recv_tensor(f"k{n}", timeout=SOON_SECONDS), block(16, n))
+        for send in sends:
+            send.result(SOON_SECONDS)
+
     def test_more_than_the_budget_in_all_passes_in_any_order(
         self, make_ends: MakeEnds, threads: Threads
     ) -> None:

@@ -1,6 +1,6 @@
 """What every MetadataStore has to do. A store's test inherits it and says how to make one.
 
-Claims and nodes have files of their own: contract_store_claims, contract_store_nodes.
+Claims, nodes and hand-offs have their own: contract_store_claims, _nodes, _sole.
 
 TTLs run on the clock of the store, so tests that wait use short real ones, and check only that
 nothing ends early and that all ends.

@@ -1,5 +1,7 @@
 """What every MetadataStore has to do about nodes: beats, who an id belongs to, leaving."""
 
+import time
+
 import pytest
 
 from contract_store import BOOT, OTHER_BOOT
@@ -60,6 +62,17 @@ class NodeContract:
         store.leave("node-1", BOOT)
         assert (store.beats(), store.node_infos(["node-1"]), store.stats()) == ({}, {}, {})
         store.leave("node-1", BOOT)
+
+    def test_how_long_ago_a_node_described_itself(self, store: MetadataStore) -> None:
+        info = NodeInfo("node-1", BOOT, "tcp://10.0.0.1:7000", "host", "0.1", 1 << 33, 12, 3)
+        store.describe_node(info)
+        time.sleep(0.2)
+        ages = store.node_ages(["node-1", "missing"])
+        assert ages.keys() == {"node-1"}
+        assert 0.1 < ages["node-1"] < 30
+        store.describe_node(info)
+        assert store.node_ages(["node-1"])["node-1"] < ages["node-1"] + 0.1
+        assert store.node_ages([]) == {}
 
     def test_a_boot_id_that_nobody_could_read_is_refused(self, store: MetadataStore) -> None:
         for node, boot in (("node-1", "no:colon"), ("node-1", ""), ("a b", BOOT)):

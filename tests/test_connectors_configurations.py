@@ -1,7 +1,8 @@
 """The namespace over vLLM's own configurations, as its command line's arguments make them.
 
 No engine runs: most of these settings need an accelerator, or other weights. That engines of two
-namespaces share nothing is what `test_connectors_e2e_sharing` shows, with other weights.
+namespaces share nothing is what `test_connectors_e2e_sharing` shows, with other weights. Clients of
+real nodes stand for the engines that ask why.
 """
 
 import itertools
@@ -14,10 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from command_line import run, run_json
 from connectors.demo.engine_settings import engine_arguments, engine_environment
 from engines import START_SECONDS, engine_settings
-from nodes import ROOT
+from lookup_buffer.client import LookupBuffer
+from lookup_buffer.errors import MissingTensor
+from lookup_buffer.namespace import Namespace
+from nodes import ROOT, NodeProcess, key, wait_until
 
 pytestmark = pytest.mark.vllm
 
@@ -135,3 +141,30 @@ def test_what_outputs_do_not_depend_on_does_not(
 ) -> None:
     one, other = TOGETHER[name]
     assert differing(parts, one, other) == set()
+
+
+@pytest.mark.parametrize("name", ["dtype", "quantisation", "processor", "another encoder"])
+def test_why_names_what_keeps_engines_apart(
+    parts: dict[str, dict[str, str]], node_pair: tuple[NodeProcess, NodeProcess], name: str
+) -> None:
+    """An item of the one engine, asked about from the other's point of view."""
+    one, other, named = APART[name]
+    first, second = Namespace(parts[f"0 {one}"]), Namespace(parts[f"1 {other}"])
+    image, here, there = key(), *node_pair
+    store_url = here.settings.store_url
+    asked = ("why", image.text, "--namespace", second.fingerprint, "--store-url", store_url)
+    with LookupBuffer(here.config, first) as buffer, LookupBuffer(there.config, second) as missing:
+        buffer.insert(image, torch.ones(3))
+        with pytest.raises(MissingTensor):
+            missing.select(image)
+        wait_until(lambda: _compared(asked), 20.0)
+        (finding,) = run_json(*asked, code=1)["findings"]
+    assert (finding["code"], finding["other_namespace"]) == ("other_namespace", first.fingerprint)
+    assert {part.partition(".")[0] for part in finding["differs"]} == named
+    for part in named:
+        assert part in finding["sentence"]
+
+
+def _compared(asked: tuple[str, ...]) -> bool:
+    (finding, *_) = json.loads(run(*asked, "--json").stdout)["findings"]
+    return bool(finding["differs"])

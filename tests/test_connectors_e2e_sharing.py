@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from command_line import run_json
 from connectors.demo.engine import Answer, DemoEngine, Question
 from engines import (
     NONE_KNOWN,
@@ -249,6 +250,11 @@ def test_engines_with_other_weights_share_nothing(
     question = album.about(RETRAINED)
     assert retrained.identifiers == (pair.identifier(question),)  # vLLM itself sees no difference
     assert retrained.tokens != pair.tokens(question)
+    found = run_json("why", *retrained.identifiers, "--store-url", hosts.a.settings.store_url)
+    stored, *others = found["findings"]
+    assert (stored["code"], stored["node"]) == ("stored", hosts.a.node_id)
+    (apart,) = [one for one in others if list(one["differs"]) == ["weights"]]
+    assert (apart["code"], apart["other_namespace"]) == ("other_namespace", stored["namespace"])
     answer = pair.ask(pair.a, question, within_seconds=ANSWER_SECONDS)
     assert answer.origins == ("encoded",)
     wait_until(lambda: len(namespaces_of(hosts, *answer.identifiers)) == 2, ANSWER_SECONDS)

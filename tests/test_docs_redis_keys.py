@@ -38,7 +38,7 @@ PRINTED = {
     "The same for a key that is long or has odd characters": r"(.*\n)*key\nan image with (.*\n)*",
     "How long will its record live if nobody renews it": r"1[78]\d{{5}}\n",
     "Is it being encoded": r"node-1:{boot}:encoding:t1\n\d{{4}}\n",
-    "Why is it gone": r"evicted\n",
+    "Why is it gone": r"evicted:node-1\n",
     "Which nodes live": r"node-1\n{boot}:3\nnode-1\n{boot}:3\n",
     "Where is a node, how full is it, what has it counted": (
         r"(.*\n)*endpoint\ntcp://10.0.0.1:7000\n(.*\n)*hits_local\n3\n"
@@ -143,7 +143,7 @@ def test_every_key_of_the_layout_is_documented() -> None:
     names = (
         layout.record("<ns>", "K"), layout.claim("<ns>", "K"), layout.gone("<ns>", "K"),
         layout.NODES, layout.node("<node>"), layout.namespace("<ns>"), layout.hits("<ns>"),
-        layout.stats("<node>"),
+        layout.INVALID, layout.stats("<node>"), layout.fail("<ns>", "K"), layout.left("<node>"),
     )  # fmt: skip
     for name in names:
         assert f"| `{name.replace('{K}', '{<key>}')}` |" in TEXT

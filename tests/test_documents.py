@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from connectors.settings import ConnectorSettings, parse_settings
+from lookup_buffer.cli.findings import Code
 from lookup_buffer.config import SECRETS, parse_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -23,6 +24,7 @@ DOCUMENTS = (
     "docs/pipes.md",
     "docs/redis-keys.md",
     "docs/vllm.md",
+    "docs/why.md",
 )
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -103,6 +105,12 @@ def test_every_setting_of_the_connector_is_explained_with_its_default() -> None:
         if "iB" not in shown:
             plain = str(field.default).lower() if isinstance(field.default, bool) else field.default
             assert shown in (str(plain), f"{plain:g}" if isinstance(plain, float) else ""), name
+
+
+def test_every_code_of_why_is_explained() -> None:
+    text = (ROOT / "docs" / "why.md").read_text(encoding="utf-8")
+    explained = re.findall(r"^\| `([a-z_]+)` \|", text.partition("## What it can say")[2], re.M)
+    assert sorted(explained) == sorted(code.value for code in Code)
 
 
 def test_every_metric_of_the_connector_is_explained() -> None:

@@ -13,7 +13,7 @@ from lookup_buffer.config import parse_tcp
 from lookup_buffer.errors import LookupBufferError, MissingTensor, ProtocolError
 from lookup_buffer.key import TensorKey
 from lookup_buffer.link import Link, connect
-from lookup_buffer.messages import Acknowledge, GiveBack, Leave, Request, Stats, Take
+from lookup_buffer.messages import Acknowledge, GiveBack, Holds, Leave, Request, Stats, Take
 from lookup_buffer.namespace import Namespace
 from lookup_buffer.node.owners import IDLE_SECONDS, UNREACHED, Answer, Owner
 from lookup_buffer.prefetched import LoadOrder
@@ -69,6 +69,25 @@ def ended(link: Link) -> bool:
     except LookupBufferError as error:
         return type(error).__name__ in ("PipeClosed", "PipeBroken")
     return False
+
+
+def test_whether_there_is_one(producer: Producer) -> None:
+    owner, buffer = producer
+    name, asker = handoff(), Asker(owner, buffer.boot)
+    with asker.link:
+        asker.say(Holds(1, NAMESPACE, name.text))
+        assert asker.hear() == (1, Answer("absent"))
+        buffer.insert(name, torch.ones(3))
+        asker.say(Holds(2, NAMESPACE, name.text))
+        assert asker.hear() == (2, Answer("present"))
+        asker.take(name, number=3)
+        _, leased = asker.hear()
+        asker.say(Holds(4, NAMESPACE, name.text))
+        assert asker.hear() == (4, Answer("present")), "it may be had again"
+        asker.say(Acknowledge(5, leased.token))
+        assert asker.hear() == (5, Answer("won"))
+        asker.say(Holds(6, NAMESPACE, name.text))
+        assert asker.hear() == (6, Answer("absent"))
 
 
 def test_a_take_and_its_acknowledgement(producer: Producer) -> None:

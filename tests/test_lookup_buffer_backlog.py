@@ -29,6 +29,19 @@ def test_fresh_changes_come_before_rewriting() -> None:
     assert (backlog.take(), backlog.wait_seconds()) == ([], None)
 
 
+def test_hand_offs_that_appeared_come_first() -> None:
+    """Producers wait until they are published, and takers may wait for them."""
+    backlog = Backlog(Clock())
+    for key in ("a", "gone@r", "b", "first@r", "second@r"):
+        backlog.add(of(key, "taken" if key == "gone@r" else ""))
+    assert len(backlog) == 5
+    taken = backlog.take(3)
+    assert keys(taken) == ["first@r", "second@r", "a"]
+    backlog.put_back(taken)
+    backlog.add(of("second@r", "taken"))
+    assert keys(backlog.take()) == ["first@r", "gone@r", "b", "a", "second@r"]
+
+
 def test_rewriting_has_a_pace_and_fresh_changes_have_none() -> None:
     clock = Clock()
     backlog = Backlog(clock)

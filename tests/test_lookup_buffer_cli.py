@@ -13,7 +13,7 @@ from command_line import assert_refused, environment, run
 from servers import StartServer, command, frozen
 from store import EmbeddedServer
 
-INSPECTING = ("ls", "show", "stats", "nodes", "doctor")
+INSPECTING = ("ls", "show", "why", "stats", "nodes", "doctor", "invalidate")
 
 
 # -- starting
@@ -36,7 +36,9 @@ def loaded_after(*arguments: str, **settings: str) -> set[str]:
     return set(json.loads(done.stdout.splitlines()[-1]))
 
 
-@pytest.mark.parametrize("arguments", [("--help",), ("ls", "--help"), ("serve", "--help")])
+@pytest.mark.parametrize(
+    "arguments", [("--help",), ("ls", "--help"), ("why", "--help"), ("serve", "--help")]
+)
 def test_starting_loads_nothing_that_is_slow(arguments: tuple[str, ...]) -> None:
     # Newer versions of typer load pydantic for the options of a command.
     slow = {"torch", "numpy", "redis", "hiredis", "rich", "vllm", "asyncio"}
@@ -79,9 +81,9 @@ def test_wrong_usage_is_2(name: str) -> None:
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("name", ["ls", "stats", "nodes", "show"])
+@pytest.mark.parametrize("name", ["ls", "stats", "nodes", "show", "why", "invalidate"])
 def test_a_store_that_is_down_is_3(name: str, tmp_path: Path) -> None:
-    arguments = (name, "key") if name == "show" else (name,)
+    arguments = (name, "key") if name in ("show", "why", "invalidate") else (name,)
     done = run(*arguments, "--store-url", f"unix://{tmp_path}/none.sock")
     assert_refused(done, 3, "none.sock", "--store-url")
 
@@ -121,7 +123,7 @@ def test_a_password_on_the_command_line_is_refused() -> None:
     assert "geheim" not in done.stderr
 
 
-@pytest.mark.parametrize("name", [*INSPECTING[2:], "ls"])
+@pytest.mark.parametrize("name", ["stats", "nodes", "doctor", "ls"])
 def test_secrets_are_never_printed(name: str, tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text("streng-vertraulich")

@@ -223,9 +223,10 @@ class HandoffMachine(RuleBasedStateMachine):
                 entry.offered.remove(arrival)
 
         header = TensorHeader("uint8", (nbytes,), nbytes)
-        arrival = Arrival(self.address(key), header, ttl, connection, admitted, refused)
+        until = self.loop.time() + wait
+        arrival = Arrival(self.address(key), header, ttl, until, connection, admitted, refused)
         entry.offered.append(arrival)
-        self.arrivals.come(arrival, wait)
+        self.arrivals.come(arrival)
         self.loop.run(0.0)
 
     @rule(connection=st.sampled_from(["p", "q"]))

@@ -27,7 +27,7 @@ class Items(RuleBasedStateMachine):
 
     @initialize()
     def open(self) -> None:
-        limits = PipeLimits(buffer_bytes=BUDGET)
+        self.limits = limits = PipeLimits(buffer_bytes=BUDGET)
         pipe = open_pipe("tcp://127.0.0.1:0", listen=True, limits=limits)
         self.pipe = pipe
         self.consumer_pipe = open_pipe(pipe.uri, limits=limits)
@@ -46,7 +46,7 @@ class Items(RuleBasedStateMachine):
         roi = torch.tensor([not hole] * (len(ids) - len(tokens)) + [True] * len(tokens))
         value = None if size is None else block(size, number)
         item: list[Value] = [ids, roi, value, value, torch.tensor(float(number))]
-        cost = packed(item).nbytes
+        cost = self.limits.cost(packed(item).nbytes)
         if self.used + cost > BUDGET:
             with pytest.raises(BufferFull):
                 self.producer.insert(ids, roi, *item[2:], timeout=0.0)

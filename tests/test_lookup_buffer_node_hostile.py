@@ -5,6 +5,8 @@ import os
 import secrets
 import socket
 import struct
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -299,3 +301,35 @@ def test_a_select_that_its_client_gave_up_leaves_no_pin(node: NodeProcess) -> No
         anchor.send(messages.Release(6, [answer["ticket"]]))
         anchor.send(messages.Goodbye(7))
         assert anchor.ended()
+
+
+NO_DESCRIPTOR_LEFT = """
+import resource, socket, time
+from lookup_buffer.config import parse_tcp
+from lookup_buffer.counters import Counters
+from lookup_buffer.link import connect
+from lookup_buffer.node.peers import PeerServer
+from lookup_buffer.node.shelf import Shelf
+
+shelf = Shelf(1 << 20, lambda address, reason: None)
+server = PeerServer(shelf, Counters(), None, lambda address: None, lambda stream, on_end: None)
+host, port = parse_tcp(server.listen("tcp://127.0.0.1:0"))
+server.start("boot")
+first = socket.socket()  # for who connects; none is left for who accepts
+_, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (first.fileno() + 1, most))
+first.connect((host, port))
+began = time.process_time()
+time.sleep(0.5)
+assert time.process_time() - began < 0.25, "it tries again and again without a pause"
+resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+first.close()
+connect(host, port, token=None, timeout=20.0).close()
+server.close()
+"""
+
+
+def test_a_node_without_a_descriptor_left_waits_for_one() -> None:
+    command = [sys.executable, "-c", NO_DESCRIPTOR_LEFT]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert run.returncode == 0, run.stderr

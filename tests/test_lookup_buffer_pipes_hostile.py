@@ -4,6 +4,7 @@ The ends are those of `tcp`, `shm`, `gloo` and `redis` as they are once two have
 not come so far where there is a token. What they say lies in `hostile/`.
 """
 
+import itertools
 import queue
 import socket
 import subprocess
@@ -23,14 +24,14 @@ from contract_pipe import SOON_SECONDS, closing
 from hostile_files import hostile
 from lookup_buffer.codec import header_of
 from lookup_buffer.config import parse_tcp
-from lookup_buffer.errors import LookupBufferError, ProtocolError
+from lookup_buffer.errors import LookupBufferError, ProtocolError, TensorTooLarge
+from lookup_buffer.greeting import GREETINGS_MAX
 from lookup_buffer.header import TensorHeader
 from lookup_buffer.link import Link
 from lookup_buffer.pipes import PipeLimits, open_pipe
 from lookup_buffer.pipes.carrier import SharedMemory
 from lookup_buffer.pipes.communicator import Exchange
 from lookup_buffer.pipes.gloo import GlooCommunicator
-from lookup_buffer.pipes.greeting import GREETINGS_MAX
 from lookup_buffer.pipes.inbox import Inbox
 from lookup_buffer.pipes.pair import PairLink
 from lookup_buffer.pipes.peer import Peer
@@ -38,6 +39,7 @@ from lookup_buffer.pipes.redis_link import RedisLink, Session
 from lookup_buffer.pipes.resp import RespLane
 from lookup_buffer.pipes.socket_file import connect_to
 from lookup_buffer.wire import encode_frame
+from raw_pipe import RawEnd, offer
 from store import EmbeddedServer
 from store.dialling import dial
 
@@ -45,6 +47,7 @@ __all__ = ["closing"]
 HOSTILE = hostile("frames", "pipe")
 MEMORY_BYTES = 1 << 20
 """A header that is allowed may have so many, and waits for them."""
+INBOX_BYTES = 1 << 19
 SESSION = Session("lb:pipe:hostile:s")
 
 
@@ -52,7 +55,7 @@ class Attacked:
     """One end, and `say`, what comes to it from the other one."""
 
     def __init__(self, make: Callable[["Attacked"], Peer], say: Callable[[bytes], object]) -> None:
-        self.inbox = Inbox()
+        self.inbox = Inbox(INBOX_BYTES)
         self.reasons: queue.SimpleQueue[LookupBufferError] = queue.SimpleQueue()
         self.say = say
         self.peer = make(self)
@@ -99,8 +102,11 @@ def by_way_of(server: EmbeddedServer, closing: ExitStack) -> Attacked:
     raw.ask((b"DEL", SESSION.list_to(True)), until)
     link = RedisLink(SESSION, reader, writer, listens=True, silence_seconds=SOON_SECONDS)
 
+    numbers = itertools.count(1)
+
     def say(data: bytes) -> None:
-        raw.ask((b"RPUSH", SESSION.list_to(True), (1).to_bytes(8, "big") + data), until)
+        element = next(numbers).to_bytes(8, "big") + data
+        raw.ask((b"RPUSH", SESSION.list_to(True), element), until)
 
     attacked = Attacked(lambda self: Peer(link, self.inbox, PipeLimits(), self.lost), say)
     closing.callback(attacked.peer.abort, LookupBufferError("the test is over"))
@@ -150,6 +156,67 @@ def test_each_is_refused_by_way_of_a_database(
         except BaseException as error:
             error.add_note(name)
             raise
+
+
+FIELDS = TensorHeader.for_tensor("uint8", (1 << 16,)).to_fields()
+FLOODS: dict[str, Callable[[int], bytes]] = {
+    "bytes": lambda n: encode_frame(["offer", n, b"k", FIELDS], 1 << 16) + bytes(1 << 16),
+    "offers": lambda n: encode_frame(["offer", n, None, FIELDS]),
+    "keys": lambda n: encode_frame(["offer", n, str(n).encode().rjust(4096), FIELDS]),
+}
+
+
+def flooded(attacked: Attacked, frame: Callable[[int], bytes]) -> None:
+    """Nobody receives: it is refused what exceeds the inbox, and no more was kept than that."""
+    tracemalloc.reset_peak()
+    before, _ = tracemalloc.get_traced_memory()
+    reasons: list[LookupBufferError] = []
+    for number in range(1, 10_000):
+        with suppress(ConnectionError):
+            attacked.say(frame(number))
+        with suppress(queue.Empty):
+            reasons.append(attacked.reasons.get_nowait())
+            break
+    assert [type(reason) for reason in reasons] == [ProtocolError]
+    assert "inbox_bytes" in str(reasons[0])
+    assert number > INBOX_BYTES // (68 << 10), "what there is room for is taken"
+    _, peak = tracemalloc.get_traced_memory()
+    assert peak - before < 2 * INBOX_BYTES + MEMORY_BYTES
+
+
+@pytest.mark.parametrize("what", FLOODS)
+@pytest.mark.parametrize("scheme", ["tcp", "shm", "gloo"])
+def test_a_flood_is_refused_when_the_inbox_is_full(
+    scheme: str, what: str, closing: ExitStack, traced: None
+) -> None:
+    attacked, theirs = over_socket(scheme, closing)
+    theirs.settimeout(SOON_SECONDS)
+    flooded(attacked, FLOODS[what])
+
+
+@pytest.mark.parametrize("what", FLOODS)
+def test_a_flood_by_way_of_a_database_is_refused(
+    valkey_server: EmbeddedServer, what: str, closing: ExitStack, traced: None
+) -> None:
+    flooded(by_way_of(valkey_server, closing), FLOODS[what])
+
+
+@pytest.mark.parametrize("nbytes", [(1 << 30) + 1, 1 << 40])
+def test_a_message_that_is_larger_than_any_is_refused_before_memory_is_taken(
+    closing: ExitStack, nbytes: int
+) -> None:
+    pipe = closing.enter_context(
+        open_pipe("tcp://127.0.0.1:0", listen=True, limits=PipeLimits(buffer_bytes=1 << 30))
+    )
+    with RawEnd(pipe) as other:
+        other.say(offer(1, b"k", nbytes))
+        other.say(offer(2, b"k", 4), b"abcd")
+        with pytest.raises(TensorTooLarge, match=str(nbytes)):
+            pipe.recv_tensor("k", timeout=SOON_SECONDS)
+        assert other.heard() == ["received", 1]
+        found = pipe.recv_tensor("k", timeout=SOON_SECONDS)
+        assert found is not None
+        assert bytes(found.tolist()) == b"abcd"
 
 
 def test_a_key_that_is_longer_than_any(closing: ExitStack) -> None:

@@ -3,11 +3,12 @@
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import pytest
 import torch
 
-from contract_pipe import LARGE, SOON_SECONDS, Threads, block, same, threads
+from contract_pipe import LARGE, SOON_SECONDS, Threads, block, closing, same, threads
 from lookup_buffer.errors import CodecError, LookupTimeout, PipeBroken, PipeError
 from lookup_buffer.header import TensorHeader
 from lookup_buffer.link import Link
@@ -16,7 +17,7 @@ from lookup_buffer.pipes.stream import StreamPipe
 from lookup_buffer.wire import encode_frame
 from raw_pipe import RawEnd, offer
 
-__all__ = ["threads"]
+__all__ = ["closing", "threads"]
 SILENCE_SECONDS = 2.0
 
 
@@ -71,8 +72,12 @@ def test_who_is_told_of_the_end_has_his_tensor_for_himself(
 
 @pytest.mark.parametrize("shape", [(1 << 40,), (1 << 20, 1 << 20)])
 def test_what_there_is_no_memory_for_is_said_so_and_costs_its_sender_nothing(
-    pipe: KVPipe, raw: RawEnd, shape: tuple[int, ...]
+    closing: ExitStack, shape: tuple[int, ...]
 ) -> None:
+    """Where this end would receive it; see `PipeLimits.message_bytes`."""
+    limits = PipeLimits(message_bytes=1 << 40)
+    pipe = closing.enter_context(open_pipe("tcp://127.0.0.1:0", listen=True, limits=limits))
+    raw = closing.enter_context(RawEnd(pipe))
     raw.say(["offer", 1, b"k", TensorHeader.for_tensor("uint8", shape).to_fields()])
     with pytest.raises(CodecError, match="no memory for a tensor of 1099511627776 bytes"):
         pipe.recv_tensor("k", timeout=SOON_SECONDS)

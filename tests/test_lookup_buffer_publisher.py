@@ -14,7 +14,7 @@ from lookup_buffer.header import TensorHeader
 from lookup_buffer.node.backlog import BATCH, Backlog, Change
 from lookup_buffer.node.directory import LONG_DEAD_SECONDS, Directory
 from lookup_buffer.node.identity import Identity
-from lookup_buffer.node.publisher import Publisher
+from lookup_buffer.node.publisher import Publisher, Report
 from lookup_buffer.node.shelf import Shelf
 from servers import command, flush
 from store import (
@@ -23,6 +23,8 @@ from store import (
     Location,
     MemoryStore,
     MetadataStore,
+    Publication,
+    Record,
     StoreUnavailable,
     layout,
     open_store,
@@ -48,12 +50,14 @@ class Bench:
         self.clock = Clock()
         self.backlog = Backlog(self.clock)
         self.counters = Counters()
+        self.reports: list[Report] = []
         self.shelf = Shelf(1 << 20, lambda address, reason: None)
         self.directory = Directory("us", self.clock)
         identity = Identity("us", "usboot", "tcp://us:1")
         self.publisher = Publisher(
-            self.shelf, self.directory, identity, self.counters, self.backlog, 60.0, self.clock
-        )
+            self.shelf, self.directory, identity, self.counters, self.backlog, 60.0,
+            self.reports.extend, self.clock,
+        )  # fmt: skip
         self.sequence = 0
 
     def insert(self, key: str, header: TensorHeader = HEADER, token: str | None = None) -> None:
@@ -286,6 +290,29 @@ def test_the_record_is_what_the_shelf_holds_in_the_end(bench: Bench) -> None:
     assert {f"k{n}" for n in range(20) if bench.held_by(f"k{n}")} == held
 
 
+def test_a_hand_off_that_another_node_has_is_reported_until_that_is_void(bench: Bench) -> None:
+    address = (bench.namespace, "k@request-8")
+    header = TensorHeader("uint8", (10,), 10)
+    theirs = Location("them", "theirboot", 3, 9)
+    record = Record(*address, "uint8", (4,), 4, "tensor", 1.0)
+    bench.store.publish(record, theirs)
+    item = bench.shelf.reserve_handoff(address, header, ttl_seconds=300.0, wanted=False)
+    bench.shelf.release([bench.shelf.commit(item, 7, 1)], 1)
+    bench.backlog.add(Change(address, ""))
+    bench.write()
+    assert bench.reports == [(address, item.generation, Publication.OWNED)]
+    assert bench.held_by(address[1]) == {"them"}
+    void = (theirs._replace(generation=2), theirs._replace(boot="otherboot"))
+    bench.backlog.add(Change(address, "", void=void))
+    bench.write()
+    assert bench.held_by(address[1]) == {"them"}, "it is another one that is void"
+    bench.backlog.add(Change(address, "", void=(theirs,)))
+    bench.write()
+    assert bench.held_by(address[1]) == {"us"}
+    assert bench.reports[2:] == [(address, item.generation, Publication.ADDED)]
+    assert bench.counters.totals().get("publish_conflict", 0) == 0
+
+
 def test_hand_offs_change_their_shape_and_are_soon_forgotten(
     bench: Bench, valkey_server: EmbeddedServer
 ) -> None:
@@ -307,6 +334,6 @@ def test_hand_offs_change_their_shape_and_are_soon_forgotten(
     bench.backlog.add(Change(address, "taken"))
     bench.write()
     assert bench.held_by(key) == set()
-    assert command(valkey_server.url, "GET", name) == b"taken"
+    assert command(valkey_server.url, "GET", name) == b"taken:us"
     assert 50 < int(command(valkey_server.url, "TTL", name)[1:]) <= 60
     assert bench.counters.totals().get("publish_conflict", 0) == 0

@@ -51,7 +51,15 @@ def registrar_on(
     shelf = Shelf(1 << 20, lambda address, reason: registrar.changed(address, reason))
     identity = Identity("us", "usboot", "tcp://us:1")
     registrar = Registrar(
-        Given(store), shelf, Directory("us"), identity, Counters(), 1800.0, give_up, clock
+        Given(store),
+        shelf,
+        Directory("us"),
+        identity,
+        Counters(),
+        1800.0,
+        give_up,
+        lambda _: None,
+        clock,
     )
     registrar.start()
     yield registrar, shelf

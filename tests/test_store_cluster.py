@@ -10,11 +10,13 @@ from clusters import ValkeyCluster, slot_of
 from contract_store import StoreContract, a_location, a_record
 from contract_store_claims import ClaimContract
 from contract_store_nodes import NodeContract
+from contract_store_reasons import ReasonContract
+from contract_store_sole import SoleContract
 from servers import patient
 from store import MetadataStore, Publication, Record, StoreUnavailable, layout
 
 
-class TestClusterStore(StoreContract, ClaimContract, NodeContract):
+class TestClusterStore(StoreContract, ClaimContract, NodeContract, SoleContract, ReasonContract):
     @pytest.fixture
     def store(self, valkey_cluster: ValkeyCluster) -> Iterator[MetadataStore]:
         with patient(valkey_cluster.url) as store:

@@ -15,6 +15,7 @@ from contract_store_claims import ask
 from servers import StartServer, alive, command, frozen, redis_executable, valkey_executable
 from store import (
     EmbeddedServer,
+    Failure,
     MetadataStore,
     NodeInfo,
     NodeTaken,
@@ -50,6 +51,7 @@ CALLS: dict[str, Callable[[MetadataStore], object]] = {
         NodeInfo("node-1", BOOT, "tcp://h:1", "h", "0", 1, 1, 1)
     ),
     "node_infos": lambda store: store.node_infos(["node-1"]),
+    "node_ages": lambda store: store.node_ages(["node-1"]),
     "describe_namespace": lambda store: store.describe_namespace("ns", {"model": "m"}),
     "namespaces": lambda store: store.namespaces(),
     "add_hits": lambda store: store.add_hits("ns", {"k": 1}),
@@ -58,6 +60,11 @@ CALLS: dict[str, Callable[[MetadataStore], object]] = {
     "stats": lambda store: store.stats(),
     "scan": lambda store: list(store.scan()),
     "gone": lambda store: store.gone("ns", "k"),
+    "note_failures": lambda store: store.note_failures([Failure("ns", "k", "checksum", "a", "b")]),
+    "failure": lambda store: store.failure("ns", "k"),
+    "mark_invalid": lambda store: store.mark_invalid("ns", 1.0),
+    "invalidations": lambda store: store.invalidations(),
+    "clear": lambda store: store.clear("ns"),
     "server_info": lambda store: store.server_info(),
     "ping": lambda store: store.ping(),
 }

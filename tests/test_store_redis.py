@@ -7,6 +7,8 @@ import pytest
 from contract_store import BOOT, StoreContract, a_location, a_record
 from contract_store_claims import ClaimContract, ask
 from contract_store_nodes import NodeContract
+from contract_store_reasons import ReasonContract
+from contract_store_sole import SoleContract
 from servers import command, flush, patient
 from store import (
     LOCATIONS_MAX,
@@ -20,7 +22,7 @@ from store import (
 )
 
 
-class TestValkeyStore(StoreContract, ClaimContract, NodeContract):
+class TestValkeyStore(StoreContract, ClaimContract, NodeContract, SoleContract, ReasonContract):
     @pytest.fixture
     def store(self, valkey_server: EmbeddedServer) -> Iterator[MetadataStore]:
         flush(valkey_server.url)
@@ -28,7 +30,7 @@ class TestValkeyStore(StoreContract, ClaimContract, NodeContract):
             yield store
 
 
-class TestRedis70Store(StoreContract, ClaimContract, NodeContract):
+class TestRedis70Store(StoreContract, ClaimContract, NodeContract, SoleContract, ReasonContract):
     @pytest.fixture
     def store(self, redis_server: EmbeddedServer) -> Iterator[MetadataStore]:
         flush(redis_server.url)
@@ -73,7 +75,7 @@ def test_the_layout_is_what_it_says(
     assert command(url, "HGET", "lb:nodes", "node-1") == f"{BOOT}:3".encode()
     assert command(url, "TTL", "lb:nodes") == b":-1", "beats must not be evicted"
     store.withdraw(namespace, "k", "node-1", reason="evicted")
-    assert command(url, "GET", f"lb:gone:{namespace}:{{k}}") == b"evicted"
+    assert command(url, "GET", f"lb:gone:{namespace}:{{k}}") == b"evicted:node-1"
     assert 3590 < int(command(url, "TTL", f"lb:gone:{namespace}:{{k}}")[1:]) <= 3600
 
 

@@ -8,12 +8,14 @@ import pytest
 from contract_store import StoreContract, a_location, a_record
 from contract_store_claims import ClaimContract
 from contract_store_nodes import NodeContract
+from contract_store_reasons import ReasonContract
+from contract_store_sole import SoleContract
 from sentinels import SERVICE, Sentinels
 from servers import patient
 from store import MetadataStore, Record, StoreUnavailable
 
 
-class TestSentinelStore(StoreContract, ClaimContract, NodeContract):
+class TestSentinelStore(StoreContract, ClaimContract, NodeContract, SoleContract, ReasonContract):
     @pytest.fixture
     def store(self, sentinels: Sentinels) -> Iterator[MetadataStore]:
         with patient(sentinels.url) as store:

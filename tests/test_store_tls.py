@@ -9,13 +9,14 @@ import pytest
 from contract_store import StoreContract
 from contract_store_claims import ClaimContract
 from contract_store_nodes import NodeContract
+from contract_store_reasons import ReasonContract
 from relay import Blackhole
 from servers import patient
 from store import MetadataStore, StoreUnavailable, open_store
 from tls_server import PASSWORD, TlsServer
 
 
-class TestTlsStore(StoreContract, ClaimContract, NodeContract):
+class TestTlsStore(StoreContract, ClaimContract, NodeContract, ReasonContract):
     @pytest.fixture
     def store(self, tls_server: TlsServer) -> Iterator[MetadataStore]:
         with patient(tls_server.url) as store:

@@ -36,6 +36,9 @@ class VirtualLoop:
         heapq.heappush(self._due, (self.now + seconds, number, function, arguments))
         return _Handle(partial(self._cancelled.add, number))
 
+    def call_at(self, when: float, function: Callable[..., object], *arguments: Any) -> Any:
+        return self.call_later(max(0.0, when - self.now), function, *arguments)
+
     def call_soon(self, function: Callable[..., object], *arguments: Any) -> Any:
         return self.call_later(0.0, function, *arguments)
 

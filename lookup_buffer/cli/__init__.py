@@ -9,11 +9,13 @@ import typer
 from lookup_buffer.cli.demo import demo
 from lookup_buffer.cli.doctor import doctor
 from lookup_buffer.cli.exits import Commands
+from lookup_buffer.cli.invalidate import invalidate
 from lookup_buffer.cli.ls import ls
 from lookup_buffer.cli.nodes import nodes
 from lookup_buffer.cli.serve import serve
 from lookup_buffer.cli.show import show
 from lookup_buffer.cli.stats import stats
+from lookup_buffer.cli.why import why
 
 __all__ = ["app"]
 
@@ -64,5 +66,5 @@ app.command(
     add_help_option=False,  # the demo explains its own options
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
 )(demo)
-for _inspect in (ls, show, stats, nodes, doctor):
+for _inspect in (ls, show, why, stats, nodes, doctor, invalidate):
     app.command()(_inspect)

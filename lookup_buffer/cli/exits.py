@@ -44,6 +44,8 @@ class Commands(TyperGroup):
             _end(f"{error}; {advice}", ExitCode.FOUND)
         except StoreUnavailable as error:
             advice = "start the server, or name another by --store-url or LOOKUP_BUFFER_STORE_URL"
+            if error.forbidden:
+                advice = "give the user the rights in docs/redis-keys.md, or name another"
             _end(f"{error}; {advice}", ExitCode.UNREACHABLE)
         except (StoreError, LookupBufferError) as error:
             _end(str(error), ExitCode.UNREACHABLE)

@@ -1,13 +1,13 @@
 """`lookup-buffer ls`: what is stored, and where."""
 
 from collections.abc import Iterator
-from itertools import islice
 from typing import Annotated
 
 import typer
 
 from lookup_buffer.cli.access import opened_store
 from lookup_buffer.cli.beat_watch import BeatWatch
+from lookup_buffer.cli.listing import Page, Wanted, pages_of
 from lookup_buffer.cli.options import (
     Directory,
     Json,
@@ -15,20 +15,22 @@ from lookup_buffer.cli.options import (
     StorePasswordFile,
     StoreUrl,
     configure,
+    seconds_of,
+    size_of,
 )
 from lookup_buffer.cli.output import (
+    TextTable,
     age_since,
     age_text,
-    print_json,
+    print_json_list,
     print_line,
-    print_table,
     size_text,
 )
-from lookup_buffer.cli.records import hits_of, nodes_of, nodes_text, tensor_text, to_json
-from lookup_buffer.fields import is_fingerprint
+from lookup_buffer.cli.records import nodes_of, nodes_text, tensor_text, to_json
 from store import MetadataStore, Record
 
 SHOWN_OF_FINGERPRINT = 8
+COLUMNS = ["KEY", "TENSOR", "SIZE", "NODES", "HITS", "AGE"]
 
 
 def ls(
@@ -36,6 +38,19 @@ def ls(
     node: Annotated[
         str | None, typer.Option(metavar="ID", help="Only what this node holds.")
     ] = None,
+    older_than: Annotated[
+        str | None, typer.Option(metavar="AGE", help="Only what is older: 30s, 5m, 2h, 1d.")
+    ] = None,
+    younger_than: Annotated[
+        str | None, typer.Option(metavar="AGE", help="Only what is younger.")
+    ] = None,
+    larger_than: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Only what is larger: 4096, 8MiB.")
+    ] = None,
+    smaller_than: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Only what is smaller.")
+    ] = None,
+    min_hits: Annotated[int, typer.Option(min=0, help="Only what has so many hits.")] = 0,
     limit: Annotated[int, typer.Option(min=0, help="At most so many records; 0: all.")] = 1000,
     store_url: StoreUrl = None,
     store_password_file: StorePasswordFile = None,
@@ -44,62 +59,85 @@ def ls(
 ) -> None:
     """List records: what is stored, and where.
 
-    + before a node: it is alive. - before a node: it has not beaten for 2 s. A terminal cuts long
-    keys, a pipe does not; `show` takes the beginning of a key.
+    + before a node: it is alive. - before a node: it has not been heard of for 2 s. ~ before a
+    node: it offers a hand-off for which it has no room as yet. A terminal cuts long keys, a pipe
+    does not; `show` takes the beginning of a key. What is found is shown page by page, each sorted
+    by age.
     """
     config = configure(
         store_url=store_url, store_password_file=store_password_file, directory=directory
     )
+    wanted = Wanted(
+        namespace or "",
+        node,
+        seconds_of("--older-than", older_than),
+        seconds_of("--younger-than", younger_than),
+        size_of("--larger-than", larger_than),
+        size_of("--smaller-than", smaller_than),
+        min_hits,
+    )
     with opened_store(config) as store:
-        watch = BeatWatch(store)
-        found = _distinct(store, namespace or "", node)
-        records = list(islice(found, limit or None))
-        more = bool(limit) and next(found, None) is not None
-        hits = hits_of(store, records)
-        watch.settle(nodes_of(records))
-    records.sort(key=lambda record: (record.namespace, -record.created))
-    if json:
-        listed = [to_json(record, hits[record.namespace, record.key], watch) for record in records]
-        print_json({"records": listed, "truncated": more})
-    else:
-        _print(records, hits, watch, more)
+        listing = _Listing(store, wanted, limit)
+        if json:
+            print_json_list("records", listing.as_json(), lambda: {"truncated": listing.truncated})
+        else:
+            listing.print()
 
 
-def _distinct(store: MetadataStore, namespace: str, node: str | None) -> Iterator[Record]:
-    """The records that are asked for, each once: a scan may name one twice."""
-    seen = set()
-    whole = namespace if is_fingerprint(namespace) else None
-    for record in store.scan(whole):
-        address = (record.namespace, record.key)
-        if address in seen or not record.namespace.startswith(namespace):
-            continue
-        if node is None or any(location.node == node for location in record.locations):
-            seen.add(address)
-            yield record
+class _Listing:
+    """One run of the command. `truncated` is known when all pages were taken."""
 
+    def __init__(self, store: MetadataStore, wanted: Wanted, limit: int) -> None:
+        self.truncated = False
+        self._watch = BeatWatch(store)
+        self._glanced_at: set[str] = set()
+        self._pages = self._first(pages_of(store, wanted), limit)
 
-def _print(
-    records: list[Record], hits: dict[tuple[str, str], int], watch: BeatWatch, more: bool
-) -> None:
-    if not records:
-        print_line("no records")
-        return
-    columns = ["KEY", "TENSOR", "SIZE", "NODES", "HITS", "AGE"]
-    rows = [
-        [
+    def as_json(self) -> Iterator[dict[str, object]]:
+        for page in self._pages:
+            for record in page.records:
+                yield to_json(record, page.hits[record.namespace, record.key], self._watch)
+
+    def print(self) -> None:
+        table, spaces, count = None, set[str](), 0
+        for page in self._pages:
+            count += len(page.records)
+            spaces |= {record.namespace for record in page.records}
+            columns = [*(["SPACE"] if len(spaces) > 1 else []), *COLUMNS]
+            if table is None or table.columns != columns:
+                table = TextTable(columns, numeric=("SIZE", "HITS", "AGE"), cut=("KEY",))
+            table.print([self._row(record, page, table) for record in page.records])
+        if not count:
+            print_line("no records")
+        elif self.truncated:
+            print_line(f"the first {count} that were found; --limit 0 lists all")
+
+    def _first(self, pages: Iterator[Page], limit: int) -> Iterator[Page]:
+        """Up to `limit` records, each page by age; it is known then whether their holders live."""
+        left = limit
+        for page in pages:
+            if limit and not left:
+                self.truncated = True
+                return
+            records = page.records[:left] if limit else page.records
+            self.truncated = len(records) < len(page.records)
+            left -= len(records)
+            records.sort(key=lambda record: (record.namespace, -record.created))
+            holders = nodes_of(records) - self._glanced_at
+            self._glanced_at |= holders
+            self._watch.glance(holders)
+            yield Page(records, page.hits)
+            if self.truncated:
+                return
+
+    def _row(self, record: Record, page: Page, table: TextTable) -> list[str]:
+        space = [record.namespace[:SHOWN_OF_FINGERPRINT]] if "SPACE" in table.columns else []
+        return [
+            *space,
             record.key,
             tensor_text(record),
             size_text(record.nbytes),
-            nodes_text(record, watch),
-            str(hits[record.namespace, record.key]),
+            nodes_text(record, self._watch),
+            str(page.hits[record.namespace, record.key]),
             age_text(age_since(record.created)),
         ]
-        for record in records
-    ]
-    if len({record.namespace for record in records}) > 1:
-        columns.insert(0, "SPACE")
-        for row, record in zip(rows, records, strict=True):
-            row.insert(0, record.namespace[:SHOWN_OF_FINGERPRINT])
-    print_table(columns, rows, numeric=("SIZE", "HITS", "AGE"), cut=("KEY",))
-    if more:
-        print_line(f"the first {len(records)} that were found; --limit 0 lists all")

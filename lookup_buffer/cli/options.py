@@ -5,6 +5,7 @@ environment, then from the defaults of `BufferConfig`.
 """
 
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -109,3 +110,37 @@ def _read(path: Path, option: str) -> str:
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or "it is not text"
         raise CommandError(f"{option} {path} cannot be read: {why}", ExitCode.USAGE) from error
+
+
+_AGE = re.compile(r"(\d{1,9}(?:\.\d+)?)\s*(s|m|min|h|d)?")
+_AGE_SECONDS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86_400}
+
+
+def seconds_of(option: str, text: str | None) -> float | None:
+    """The seconds of `90`, `5m`, `2h` or `1d`.
+
+    Raises:
+        CommandError: it is none of these.
+    """
+    if text is None:
+        return None
+    match = _AGE.fullmatch(text.strip())
+    if match is None:
+        raise CommandError(f"{option} is {text!r}; allowed: 30s, 5m, 2h, 1d", ExitCode.USAGE)
+    return float(match[1]) * _AGE_SECONDS[match[2] or "s"]
+
+
+def size_of(option: str, text: str | None) -> int | None:
+    """The bytes of `4096`, `16KiB` or `8MB`.
+
+    Raises:
+        CommandError: it is none of these.
+    """
+    from lookup_buffer.config import parse_bytes
+
+    if text is None:
+        return None
+    parsed = parse_bytes(text.strip())
+    if not isinstance(parsed, int):
+        raise CommandError(f"{option} is {text!r}; allowed: 4096, 16KiB, 8MB", ExitCode.USAGE)
+    return parsed

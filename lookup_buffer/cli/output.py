@@ -7,8 +7,9 @@ are shown as escapes, so that no key can drive a terminal.
 
 import json
 import sys
+import textwrap
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -23,6 +24,19 @@ def print_json(document: Mapping[str, Any]) -> None:
     print(json.dumps(document, indent=2))
 
 
+def print_json_list(
+    name: str, items: Iterable[Mapping[str, Any]], rest: Callable[[], Mapping[str, Any]]
+) -> None:
+    """One document with a list of any length, written as it comes; `rest` is asked afterwards."""
+    print(f'{{\n  "{name}": [', end="")
+    separator = "\n"
+    for item in items:
+        print(separator + textwrap.indent(json.dumps(item, indent=2), "    "), end="")
+        separator = ",\n"
+    print("\n  ]," if separator != "\n" else "],")
+    print(json.dumps(rest(), indent=2).removeprefix("{\n"))
+
+
 def print_table(
     columns: Sequence[str],
     rows: Sequence[Sequence[str]],
@@ -30,26 +44,73 @@ def print_table(
     numeric: Sequence[str] = (),
     cut: Sequence[str] = (),
 ) -> None:
+    """See TextTable."""
+    TextTable(columns, numeric=numeric, cut=cut).print(rows)
+
+
+class TextTable:
     """A table without lines. The columns named in `numeric` end at the right.
 
     Where a terminal is too narrow, the columns named in `cut` end in …; of the others, what is too
-    long goes on below.
+    long goes on below. Rows may come in several lots: then columns keep at least their width.
     """
-    from rich.table import Table
-    from rich.text import Text
 
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in columns:
-        # Numbers keep their width; of the other columns the widest gives way first.
-        table.add_column(
-            name,
-            justify="right" if name in numeric else "left",
-            no_wrap=name in numeric,
-            overflow="ellipsis" if name in cut or name in numeric else "fold",
-        )
-    for row in rows:
-        table.add_row(*(Text(shown(cell)) for cell in row))
-    _print(table)
+    def __init__(
+        self, columns: Sequence[str], *, numeric: Sequence[str] = (), cut: Sequence[str] = ()
+    ) -> None:
+        self.columns = list(columns)
+        self._numeric = numeric
+        self._cut = cut
+        self._widths = [0] * len(columns)
+        self._headed = False
+
+    def print(self, rows: Sequence[Sequence[str]]) -> None:
+        lines = [[shown(cell) for cell in row] for row in rows]
+        if sys.stdout.isatty():
+            self._print_at_terminal(lines)
+        else:
+            self._print_plain(lines)
+        self._headed = True
+        sys.stdout.flush()
+
+    def _print_plain(self, rows: list[list[str]]) -> None:
+        from rich.cells import cell_len
+
+        if not self._headed:
+            rows = [self.columns, *rows]
+        lengths = [[cell_len(cell) for cell in row] for row in rows]
+        self._widths = [max(column) for column in zip(self._widths, *lengths, strict=True)]
+        right = [name in self._numeric for name in self.columns]
+        _tolerate()
+        for row, found in zip(rows, lengths, strict=True):
+            cells = [
+                " " * (width - length) + cell if at_right else cell + " " * (width - length)
+                for cell, length, width, at_right in zip(
+                    row, found, self._widths, right, strict=True
+                )
+            ]
+            print("  ".join(cells).rstrip())
+
+    def _print_at_terminal(self, rows: list[list[str]]) -> None:
+        from rich.cells import cell_len
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=not self._headed)
+        for name, width in zip(self.columns, self._widths, strict=True):
+            # Numbers keep their width; of the other columns the widest gives way first.
+            table.add_column(
+                name,
+                justify="right" if name in self._numeric else "left",
+                no_wrap=name in self._numeric,
+                overflow="ellipsis" if name in (*self._cut, *self._numeric) else "fold",
+                min_width=width if name in self._numeric else None,
+            )
+        for row in rows:
+            table.add_row(*map(Text, row))
+        lengths = [[cell_len(cell) for cell in row] for row in (self.columns, *rows)]
+        self._widths = [max(column) for column in zip(self._widths, *lengths, strict=True)]
+        _print(table)
 
 
 def print_fields(fields: Mapping[str, str]) -> None:
@@ -126,9 +187,14 @@ def _print(content: "Table | Text") -> None:
     if sys.stdout.isatty():
         Console().print(content)
         return
-    sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # whatever the locale
+    _tolerate()
     console = Console(width=_PIPE_COLUMNS, color_system=None, force_terminal=False)
     with console.capture() as capture:
         console.print(content)
     for line in capture.get().splitlines():
         print(line.rstrip())
+
+
+def _tolerate() -> None:
+    """Whatever the locale, no character is an error."""
+    sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]

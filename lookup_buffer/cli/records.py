@@ -5,7 +5,7 @@ from typing import Any
 
 from lookup_buffer.cli.beat_watch import BeatWatch
 from lookup_buffer.cli.output import age_since
-from store import MetadataStore, Record
+from store import Location, MetadataStore, Record
 
 
 def hits_of(store: MetadataStore, records: Sequence[Record]) -> dict[tuple[str, str], int]:
@@ -27,7 +27,8 @@ def nodes_of(records: Iterable[Record]) -> set[str]:
 
 
 def to_json(record: Record, hits: int, watch: BeatWatch) -> dict[str, Any]:
-    """The stable JSON form of a record."""
+    """The stable JSON form of a record. What a node only offers, a hand-off that waits for room
+    there, has no checksum as yet."""
     return {
         "namespace": record.namespace,
         "key": record.key,
@@ -41,7 +42,8 @@ def to_json(record: Record, hits: int, watch: BeatWatch) -> dict[str, Any]:
         "locations": [
             {
                 **location._asdict(),
-                "checksum": f"{location.checksum:016x}",
+                "checksum": None if location.is_offer else f"{location.checksum:016x}",
+                "offered": location.is_offer,
                 "alive": watch.alive(location.node, location.boot),
             }
             for location in record.locations
@@ -57,8 +59,11 @@ def tensor_text(record: Record) -> str:
 
 
 def nodes_text(record: Record, watch: BeatWatch) -> str:
-    """`+host-a -host-b`: alive, and not."""
-    return " ".join(
-        ("+" if watch.alive(location.node, location.boot) else "-") + location.node
-        for location in record.locations
-    )
+    """`+host-a -host-b ~host-c`: alive, not alive, and alive but only offering it."""
+    return " ".join(_mark(location, watch) + location.node for location in record.locations)
+
+
+def _mark(location: Location, watch: BeatWatch) -> str:
+    if not watch.alive(location.node, location.boot):
+        return "-"
+    return "~" if location.is_offer else "+"

@@ -74,7 +74,7 @@ def show(
         for record, facts in zip(records, shown, strict=True):
             _print(record, facts)
     if not records:
-        raise CommandError(_absence(key, gone), ExitCode.FOUND)
+        raise CommandError(f"{_absence(key, gone)}; see `lookup-buffer why`", ExitCode.FOUND)
 
 
 def _find(store: MetadataStore, key: str, namespace: str, spaces: list[str]) -> list[Record]:
@@ -132,7 +132,7 @@ def _print(record: Record, facts: dict[str, Any]) -> None:
                 "yes" if copy["alive"] else "no",
                 copy["boot"],
                 str(copy["generation"]),
-                copy["checksum"],
+                copy["checksum"] or "none: offered, no room as yet",
             ]
             for copy in facts["locations"]
         ],

@@ -28,6 +28,8 @@ class Arrival:
     address: Address
     header: TensorHeader
     ttl_seconds: float | None
+    until: float
+    """When its client waits no longer, by the loop's clock."""
     connection: Connection
     admitted: Callable[[Item], None]
     refused: Callable[[LookupBufferError], None]
@@ -45,22 +47,22 @@ class Arrivals:
     _looking: bool = False
     """It will be looked for room soon."""
 
-    def come(self, arrival: Arrival, wait_seconds: float) -> None:
-        """Let it in, now or within `wait_seconds`. Then `landed`, when it is complete."""
+    def come(self, arrival: Arrival) -> None:
+        """Let it in, now or until its client waits no longer. Then `landed`, when it is settled."""
         try:
             item = self._reserve(arrival)
         except BufferFull as error:
-            if not wait_seconds:
+            if self.loop.time() >= arrival.until:
                 arrival.refused(error)
                 return
-            self._enqueue(arrival, wait_seconds)
+            self._enqueue(arrival)
         except LookupBufferError as error:
             arrival.refused(error)
         else:
             arrival.admitted(item)
 
     def landed(self, arrival: Arrival) -> None:
-        """It is complete, and those who stood in line for it were served."""
+        """It is settled, and those who stood in line for it were served."""
         self.handoffs.withdraw(arrival.address, arrival.on_wanted)
 
     def leave(self, connection: Connection) -> bool:
@@ -80,9 +82,9 @@ class Arrivals:
             wanted=self.handoffs.wanted(arrival.address),
         )
 
-    def _enqueue(self, arrival: Arrival, wait_seconds: float) -> None:
+    def _enqueue(self, arrival: Arrival) -> None:
         arrival.on_wanted = partial(self._try, arrival)
-        arrival.end = self.loop.call_later(wait_seconds, self._too_late, arrival)
+        arrival.end = self.loop.call_at(arrival.until, self._too_late, arrival)
         self._queue[arrival] = None
         self.shelf.when_room(partial(call_from_thread, self.loop, self._room_came))
         self.handoffs.offer(arrival.address, arrival.header, arrival.on_wanted)

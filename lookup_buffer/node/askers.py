@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from lookup_buffer.counters import Counters
 from lookup_buffer.errors import LookupBufferError, ProtocolError
-from lookup_buffer.messages import Acknowledge, GiveBack, Leave, Take, parse
+from lookup_buffer.messages import Acknowledge, GiveBack, Holds, Leave, Take, parse
 from lookup_buffer.node.connection import Connection
 from lookup_buffer.node.handoffs import Bid, Handoffs, Lease
 from lookup_buffer.sockets import watch_over
@@ -56,6 +56,9 @@ class Askers:
                 connection.send({"id": request.id, "state": "won" if won else "lost"})
             case GiveBack() as request:
                 self.handoffs.give_back(request.token)
+            case Holds() as request:
+                held = self.handoffs.holds((request.namespace, request.key))
+                connection.send({"id": request.id, "state": "present" if held else "absent"})
             case Leave() as request:
                 bid = self._bids[connection].pop(request.take, None)
                 if bid is not None:

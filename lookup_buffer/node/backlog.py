@@ -1,7 +1,8 @@
 """The backlog: which addresses are still to be written to the store, and in what order.
 
 An address is in it once, however often it changed: what is written is what the shelf holds when
-its turn comes. Fresh changes come first. What was written before and is written again (a walk of
+its turn comes. Hand-offs that can be had come first, for their producers wait, and maybe their
+takers; then the other fresh changes. What was written before and is written again (a walk of
 the inventory, a store that lost its data) comes behind them and at a bounded pace.
 """
 
@@ -11,7 +12,9 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from lookup_buffer.inventory import Address
+from lookup_buffer.key import is_handoff
 from lookup_buffer.node.pace import Pace
+from store import Location
 
 BATCH = 64
 """Changes in one round trip: a millisecond of the server's time at most."""
@@ -32,6 +35,8 @@ class Change:
     reason: str
     claim_token: str | None = None
     """Of the claim under which it was produced; the publication drops it."""
+    void: tuple[Location, ...] = ()
+    """Of nodes that were asked and do not have it: withdrawn before it is published."""
     paced: bool = field(default=False, compare=False)
     """Written before, and now again: behind what is fresh, and at a bounded pace."""
 
@@ -43,6 +48,8 @@ class Backlog:
         self._clock = clock
         self._lock = threading.Lock()
         self._pace = Pace(AGAIN_PER_SECOND_MAX, BATCH, clock)
+        self._urgent: dict[Address, Change] = {}
+        """Hand-offs that appeared: no more than the arena holds."""
         self._fresh: dict[Address, Change] = {}
         self._again: dict[Address, Change] = {}
         self._recent: dict[Address, tuple[float, Change]] = {}
@@ -68,11 +75,12 @@ class Backlog:
     def take(self, most: int = BATCH) -> list[Change]:
         """What to write now, out of the backlog. Give it back by `put_back` where that fails."""
         with self._lock:
-            fresh = _pop_first(self._fresh, most)
+            fresh = _pop_first(self._urgent, most)
+            fresh += _pop_first(self._fresh, most - len(fresh))
             self._forget_old()
             for change in fresh:
                 self._recent.pop(change.address, None)
-                written = replace(change, claim_token=None, paced=True)
+                written = Change(change.address, change.reason, paced=True)
                 self._recent[change.address] = (self._clock(), written)
             room = self._pace.take(min(most - len(fresh), len(self._again)))
             return fresh + _pop_first(self._again, room)
@@ -87,7 +95,7 @@ class Backlog:
                 if change.paced:
                     self._add_again(change)
                     continue
-                newer = self._fresh.pop(change.address, None)
+                newer = self._pop(change.address)
                 self._add(change)
                 if newer is not None:
                     self._add(newer)
@@ -95,25 +103,31 @@ class Backlog:
     def wait_seconds(self) -> float | None:
         """Until `take` has something worth a round trip; None where there is nothing."""
         with self._lock:
-            if self._fresh:
+            if self._urgent or self._fresh:
                 return 0.0
             return self._pace.wait_seconds(len(self._again)) if self._again else None
 
     def __len__(self) -> int:
         with self._lock:
-            return len(self._fresh) + len(self._again)
+            return len(self._urgent) + len(self._fresh) + len(self._again)
 
     def _add(self, change: Change) -> None:
         self._again.pop(change.address, None)
-        older = self._fresh.pop(change.address, None)
+        older = self._pop(change.address)
         if older is not None and change.claim_token is None:
             change = replace(change, claim_token=older.claim_token)
+        if not change.reason and is_handoff(change.address[1]):
+            self._urgent[change.address] = change
+            return
         self._fresh[change.address] = change
         if len(self._fresh) > FRESH_MAX:
             del self._fresh[next(iter(self._fresh))]
 
+    def _pop(self, address: Address) -> Change | None:
+        return self._urgent.pop(address, None) or self._fresh.pop(address, None)
+
     def _add_again(self, change: Change) -> None:
-        if change.address not in self._fresh:
+        if change.address not in self._urgent and change.address not in self._fresh:
             self._again.setdefault(change.address, change)
 
     def _forget_old(self) -> None:

@@ -194,10 +194,10 @@ class Claims:
         else:
             question.asking, question.look_again = True, False
             bound = self.loop.call_later(ANSWER_SECONDS, self._granted_unasked, question)
+            holder = f"{self.holder}:{int(time.time())}"  # since when, for people
             claiming = Claiming(
-                *question.address, self.holder, question.token, question.state,
-                question.lease_seconds,
-            )  # fmt: skip
+                *question.address, holder, question.token, question.state, question.lease_seconds
+            )
             self.arbiter.claim(claiming, partial(self._ruled, question, bound))
 
     def _known_elsewhere(self, address: Address) -> bool:

@@ -3,7 +3,7 @@
 A few threads, each with at most one transfer under way. Links are kept per endpoint and thrown
 away at their first error. Whatever arrives is compared with what was asked for and its checksum
 taken on the way; nobody sees it before both are right. A source that fails is passed over for
-the next; how it failed is counted.
+the next; how it failed is counted, and told to the store where people could not guess it.
 """
 
 import threading
@@ -29,6 +29,7 @@ from lookup_buffer.errors import (
 from lookup_buffer.header import PayloadHeader
 from lookup_buffer.inventory import Address, Item
 from lookup_buffer.link import Link, connect
+from lookup_buffer.node.failed_fetches import FailedFetches
 from lookup_buffer.node.locator import Located
 from lookup_buffer.node.shelf import Held, Shelf
 from store import Location
@@ -39,6 +40,8 @@ CONNECT_SECONDS = 1.0
 ANSWER_SECONDS = 2.0
 """Bound on the wait for a peer's answer; the payload has its own, by its size."""
 
+_TOLD = ("checksum", "peer_failed")
+"""Failures that the store is told of: of others the record says enough."""
 FETCH_OWNER = -1
 """Owner of the pin that holds a fetched item until its readers have theirs."""
 
@@ -58,6 +61,7 @@ class Fetcher:
     shelf: Shelf
     counters: Counters
     token: str | None
+    failed: FailedFetches = field(default_factory=FailedFetches)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _idle_links: dict[str, list[Link]] = field(default_factory=dict)
     _pool: ThreadPoolExecutor = field(
@@ -92,6 +96,8 @@ class Fetcher:
                 fetched = self._try(address, location, endpoint, loan)
                 if fetched.held is None:
                     self.counters.add(f"fetches_failed_{fetched.reason}")
+                if fetched.reason in _TOLD:
+                    self.failed.note(address, fetched.reason, location.node)
                 if fetched.held is not None or fetched.reason == "no_room":
                     break
         finally:

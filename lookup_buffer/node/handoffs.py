@@ -75,6 +75,7 @@ class Handoffs:
     """The lease on what can be found under the address."""
     _lines: dict[Address, deque[Bid]] = field(default_factory=dict)
     _offers: dict[Address, list[Callable[[], None]]] = field(default_factory=dict)
+    _held_back: set[Address] = field(default_factory=set)
 
     # -- takers
 
@@ -145,9 +146,19 @@ class Handoffs:
 
     # -- producers
 
+    def hold_back(self, address: Address) -> None:
+        """Until it has `arrived` nobody is given what lies at `address`: it is not settled yet
+        whether it is this node's. Who wants it stands in line."""
+        self._held_back.add(address)
+
     def arrived(self, address: Address) -> None:
-        """There is a new generation at `address`."""
+        """There is a new generation at `address`, or what was held back there is not to be had."""
+        self._held_back.discard(address)
         self._serve(address)
+
+    def holds(self, address: Address) -> bool:
+        """Whether there is one, be it leased."""
+        return self.shelf.holds(address)
 
     def leased(self, address: Address) -> bool:
         """Whether somebody has it just now, so that it may come back."""
@@ -177,7 +188,7 @@ class Handoffs:
 
     def _serve(self, address: Address) -> None:
         """Give who is first in line what can be had, or tell all of them that there is nothing."""
-        while line := self._lines.get(address):
+        while (line := self._lines.get(address)) and address not in self._held_back:
             held = self.shelf.hold(address, HANDOFF_OWNER)
             if held is None:
                 if address in self._offers:

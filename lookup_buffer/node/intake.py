@@ -2,7 +2,8 @@
 
 Runs on the loop's thread; copies that take longer than handing them over are made on threads of
 its own. A shared key that is just being written, by another client or from another node, is waited
-for: "exists" is only ever said of what a reader can have. A hand-off is taken, if there is room.
+for: "exists" is only ever said of what a reader can have. A hand-off is taken, if there is room,
+and answered when it is known to be this node's: see `announcements`.
 """
 
 import asyncio
@@ -16,9 +17,11 @@ from lookup_buffer.arena import Mapping
 from lookup_buffer.counters import Counters
 from lookup_buffer.errors import LookupBufferError, ProtocolError
 from lookup_buffer.header import TensorHeader
+from lookup_buffer.inserted import InsertOutcome
 from lookup_buffer.inventory import Address, Item
 from lookup_buffer.key import is_handoff
 from lookup_buffer.messages import Insert, failure
+from lookup_buffer.node.announcements import Announcements
 from lookup_buffer.node.arrivals import Arrival, Arrivals
 from lookup_buffer.node.claims import Claims
 from lookup_buffer.node.connection import Connection
@@ -44,6 +47,7 @@ class Intake:
     waiting: Waiting
     arrivals: Arrivals
     claims: Claims
+    announcements: Announcements
     on_stored: Callable[[Address], None]
     _busy: set[Connection] = field(default_factory=set)
     """With an insert that waits or is being copied: one at a time on a connection."""
@@ -84,7 +88,7 @@ class Intake:
         self, connection: Connection, session: Session, request: Insert, header: TensorHeader
     ) -> None:
         def admitted(item: Item) -> None:
-            self._take_in(connection, session, request, item, lambda: self.arrivals.landed(arrival))
+            self._take_in(connection, session, request, item, arrival)
 
         def refused(error: LookupBufferError) -> None:
             self._busy.discard(connection)
@@ -92,9 +96,12 @@ class Intake:
             connection.send(failure(request.id, error))
 
         address = (request.namespace, request.key)
-        arrival = Arrival(address, header, request.ttl_seconds, connection, admitted, refused)
+        until = self.loop.time() + request.wait_seconds
+        arrival = Arrival(
+            address, header, request.ttl_seconds, until, connection, admitted, refused
+        )
         self._busy.add(connection)
-        self.arrivals.come(arrival, request.wait_seconds)
+        self.arrivals.come(arrival)
 
     def _take_in(
         self,
@@ -102,11 +109,11 @@ class Intake:
         session: Session,
         request: Insert,
         item: Item,
-        landed: Callable[[], None] = lambda: None,
+        arrival: Arrival | None = None,
     ) -> None:
         """Copy the bytes into what was reserved for them."""
         staging = session.stagings.get(connection)
-        written = functools.partial(self._written, connection, session, request, item, landed)
+        written = functools.partial(self._written, connection, session, request, item, arrival)
         if staging is None or item.nbytes <= COPY_INLINE_BYTES:
             written(staging, self.shelf.fill(item, staging))
             return
@@ -157,20 +164,51 @@ class Intake:
         session: Session,
         request: Insert,
         item: Item,
-        landed: Callable[[], None],
+        arrival: Arrival | None,
         staging: Mapping | None,
         checksum: int,
     ) -> None:
         self._busy.discard(connection)
         ticket = self.shelf.commit(item, checksum, session.id)
-        self.counters.add("inserts_stored")
-        self.counters.add("bytes_inserted", item.nbytes)
-        self.claims.inserted(session, item.address)
-        self.on_stored(item.address)
-        landed()
-        self.shelf.release([ticket], session.id)
         if staging is not None:
             self._copying.discard(staging)
             if session.stagings.get(connection) is not staging:
                 staging.close()  # its connection ended, or it was replaced, during the copy
-        connection.send({"id": request.id, "outcome": "stored"})
+        if arrival is None:
+            self.claims.inserted(session, item.address)
+            self._stored(item)
+            self.shelf.release([ticket], session.id)
+            connection.send({"id": request.id, "outcome": InsertOutcome.STORED.value})
+            return
+        settled = functools.partial(self._settled, connection, session, request, arrival, ticket)
+        self._busy.add(connection)
+        self.announcements.announce(item, arrival.until, functools.partial(settled, item))
+
+    def _settled(
+        self,
+        connection: Connection,
+        session: Session,
+        request: Insert,
+        arrival: Arrival,
+        ticket: int,
+        item: Item,
+        outcome: InsertOutcome | LookupBufferError,
+    ) -> None:
+        """It is known whose hand-off that is."""
+        self._busy.discard(connection)
+        if outcome is InsertOutcome.STORED:
+            self._stored(item)
+        self.arrivals.landed(arrival)
+        self.shelf.release([ticket], session.id)
+        if isinstance(outcome, LookupBufferError):
+            self.counters.add("inserts_refused")
+            connection.send(failure(request.id, outcome))
+            return
+        if outcome is InsertOutcome.EXISTS:
+            self.counters.add("inserts_exists")
+        connection.send({"id": request.id, "outcome": outcome.value})
+
+    def _stored(self, item: Item) -> None:
+        self.counters.add("inserts_stored")
+        self.counters.add("bytes_inserted", item.nbytes)
+        self.on_stored(item.address)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
-from lookup_buffer.counters import FETCH_FAILURES, MISS_REASONS
+from lookup_buffer.counters import FETCH_FAILURES, MISS_REASONS, REMOVAL_REASONS
 
 PREFIX: Final = "lookup_buffer_"
 
@@ -66,11 +66,11 @@ FAMILIES: Final = (
     ),
     Family(
         "counter", "removals", "Tensors that left the arena before anybody took them, by reason.",
-        _by("", ("evicted", "expired")), ("reason",),
+        _by("", REMOVAL_REASONS), ("reason",),
     ),
     Family(
-        "counter", "handoffs", "Hand-offs that were taken for good, or came back, by outcome.",
-        _by("handoffs_", ("taken", "returned")), ("outcome",),
+        "counter", "handoffs", "Hand-offs that were taken, came back, or were dropped, by outcome.",
+        _by("handoffs_", ("taken", "returned", "elsewhere")), ("outcome",),
     ),
     Family(
         "counter", "claims", "Answers to engines that wanted to encode, by outcome.",

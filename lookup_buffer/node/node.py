@@ -6,7 +6,8 @@ clients → control → desk → intake → shelf             (loop's thread, lb
                      ├→ resolver → locator → store     (loop's thread; lb-locate)
                      │           └→ fetcher → peers    (lb-fetch)
                      ├→ claim sets → claims → store    (lb-claim)
-                     └→ registrar → publisher → store  (lb-registrar)
+                     ├→ registrar → publisher → store  (lb-registrar)
+                     └→ announcements → owners         (loop's thread)
 other nodes → peer server → shelf                      (lb-peer, one a connection)
                   └→ askers → handoffs                 (loop's thread)
 Prometheus, probes → http server → vitals              (lb-http)
@@ -18,7 +19,7 @@ import logging
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from lookup_buffer.config import BufferConfig
@@ -26,6 +27,7 @@ from lookup_buffer.counters import Counters
 from lookup_buffer.elsewhere import Elsewhere
 from lookup_buffer.errors import ConfigError
 from lookup_buffer.inventory import Address
+from lookup_buffer.node.announcements import Announcements
 from lookup_buffer.node.arbiter import Arbiter, LineArbiter, MirrorArbiter
 from lookup_buffer.node.arrivals import Arrivals
 from lookup_buffer.node.askers import Askers
@@ -49,6 +51,7 @@ from lookup_buffer.node.mirroring import MirrorLocator
 from lookup_buffer.node.owners import Owners
 from lookup_buffer.node.peers import PeerServer
 from lookup_buffer.node.presence import Presence
+from lookup_buffer.node.publisher import STALE, Report
 from lookup_buffer.node.registrar import Registrar
 from lookup_buffer.node.resolver import Resolver
 from lookup_buffer.node.shelf import Shelf
@@ -103,8 +106,14 @@ class Node:
             self._counters,
             config.record_ttl_seconds,
             self._give_up,
+            self._report,
+            failed_fetches=self._fetcher.failed,
         )
         self._owners = Owners(self._loop, directory, token)
+        self._announcements = Announcements(
+            self._loop, self._shelf, handoffs, self._locator, directory, self._owners,
+            self._identity, self._registrar, self._counters,
+        )  # fmt: skip
         self._desk = self._make_desk(directory)
         self._control = Control(
             self._loop,
@@ -134,7 +143,6 @@ class Node:
         resolver = Resolver(loop, shelf, self._locator, self._fetcher)
 
         def stored(address: Address) -> None:
-            handoffs.arrived(address)
             resolver.arrived(address)
             waiting.arrived(address)
 
@@ -144,7 +152,8 @@ class Node:
         )  # fmt: skip
         arrivals = Arrivals(loop, shelf, handoffs, waiting)
         self._intake = Intake(
-            loop, shelf, self._counters, waiting, arrivals, self._claims, stored
+            loop, shelf, self._counters, waiting, arrivals, self._claims, self._announcements,
+            stored,
         )  # fmt: skip
         takings = Takings(
             loop, shelf, handoffs, Grants(loop, handoffs, self._owners), self._owners,
@@ -232,7 +241,10 @@ class Node:
 
     def _missed(self, address: Address) -> None:
         """The store says that we hold what we do not: let it be written what we do hold."""
-        self._registrar.changed(address, "stale")
+        self._registrar.changed(address, STALE)
+
+    def _report(self, reports: Sequence[Report]) -> None:
+        call_from_thread(self._loop, self._announcements.told, reports)
 
     def _admit_asker(self, stream: socket.socket, on_end: Callable[[], None]) -> None:
         call_from_thread(self._loop, self._askers.admit, stream, on_end)

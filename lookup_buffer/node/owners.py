@@ -34,7 +34,8 @@ THREADS: Final = 4
 
 
 class Answer(NamedTuple):
-    """What an owner says: `leased` or `absent` to a Take, `won` or `lost` to an Acknowledge.
+    """What an owner says: `leased` or `absent` to a Take, `won` or `lost` to an Acknowledge,
+    `present` or `absent` to a Holds.
 
     Or what became of the question: `gone`, that boot of the node is no more; `unreached`, it may
     or may not have been heard.
@@ -66,7 +67,7 @@ def _is_checksum(value: object) -> bool:
 
 
 _CHECKS: Final[Mapping[str, Callable[[Any], bool]]] = {
-    "state": ["leased", "absent", "won", "lost"].__contains__,
+    "state": ["leased", "absent", "present", "won", "lost"].__contains__,
     "token": is_count,
     "lease_seconds": is_seconds,
     "generation": is_count,

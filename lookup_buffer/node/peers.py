@@ -10,6 +10,7 @@ pinned meanwhile. Truth is answered, not what Redis says: another boot or genera
 import socket
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,7 @@ from lookup_buffer.config import parse_tcp
 from lookup_buffer.counters import Counters
 from lookup_buffer.errors import BufferFull, LookupBufferError, ProtocolError
 from lookup_buffer.fields import is_fingerprint
+from lookup_buffer.greeting import Greetings, listening
 from lookup_buffer.header import PayloadHeader
 from lookup_buffer.inventory import Address
 from lookup_buffer.link import Link, accept_handshake
@@ -43,9 +45,7 @@ class PeerServer:
     end."""
     boot: str = ""
     _listener: socket.socket | None = None
-    _slots: threading.Semaphore = field(
-        default_factory=lambda: threading.Semaphore(CONNECTIONS_MAX)
-    )
+    _greetings: Greetings = field(default_factory=lambda: Greetings(CONNECTIONS_MAX, "lb-peer"))
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _links: set[Link] = field(default_factory=set)
     _closing: threading.Event = field(default_factory=threading.Event)
@@ -56,44 +56,30 @@ class PeerServer:
         Raises:
             OSError: the address is taken or not ours.
         """
-        host, port = parse_tcp(address)
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, port), family=family, backlog=CONNECTIONS_MAX)
-        shown = f"[{host}]" if family == socket.AF_INET6 else host
-        return f"tcp://{shown}:{self._listener.getsockname()[1]}"
+        self._listener, shown = listening(*parse_tcp(address))
+        return f"tcp://{shown}"
 
     def start(self, boot: str) -> None:
+        assert self._listener is not None
         self.boot = boot
-        threading.Thread(target=self._accept, name="lb-peer-accept", daemon=True).start()
+        serving = (self._listener, self._serve)
+        threading.Thread(
+            target=self._greetings.serve, args=serving, name="lb-peer-accept", daemon=True
+        ).start()
 
     def close(self) -> None:
         self._closing.set()
         if self._listener is not None:
-            try:
-                self._listener.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                pass  # not connected is what a listener always says
-            self._listener.close()
+            with suppress(OSError):
+                self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+            if not self.boot:
+                self._listener.close()  # else that thread does
         with self._lock:
             for link in self._links:
                 link.abort()
 
-    def _accept(self) -> None:
-        assert self._listener is not None
-        while not self._closing.is_set():
-            self._slots.acquire()
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                self._slots.release()
-                if self._closing.is_set():
-                    return
-                continue
-            threading.Thread(
-                target=self._serve, args=(connection,), name="lb-peer", daemon=True
-            ).start()
-
-    def _serve(self, connection: socket.socket) -> None:
+    def _serve(self, connection: socket.socket) -> bool:
+        """Whether somebody else has the connection now, and its place."""
         link: Link | None = None
         passed_on = False
         try:
@@ -104,7 +90,7 @@ class PeerServer:
                 request = link.recv_header(timeout=IDLE_SECONDS)
                 if isinstance(request.header, dict) and request.header.get("op") == "handoffs":
                     passed_on = self._pass_on(link, request)
-                    return
+                    break
                 self._answer(link, request)
         except ProtocolError:
             self.counters.add("protocol_errors")
@@ -117,11 +103,10 @@ class PeerServer:
                 with self._lock:
                     self._links.discard(link)
                 link.abort()
-            if not passed_on:
-                self._slots.release()
+        return passed_on
 
     def _pass_on(self, link: Link, request: Frame) -> bool:
-        """Whether its connection, and its slot, are the askers' from now on."""
+        """Whether its connection, and its place, are the askers' from now on."""
         if request.payload_nbytes:
             raise ProtocolError("a peer may only ask for hand-offs")
         if request.header.get("boot") != self.boot:
@@ -129,7 +114,7 @@ class PeerServer:
             link.close()
             return False
         link.send({"status": "ok"}, timeout=SEND_SECONDS)
-        self.admit(link.detach(), self._slots.release)
+        self.admit(link.detach(), self._greetings.leave)
         return True
 
     def _answer(self, link: Link, request: Frame) -> None:

@@ -30,8 +30,13 @@ from store import (
 
 HANDOFF_GONE_SECONDS = 60
 """Why a hand-off went is told for so long: they are many, and each is taken soon."""
+STALE = "stale"
+"""Why a copy is withdrawn that the store named and that is not here."""
 VOID_MAX = 64
 """Locations of dead nodes that are withdrawn with one beat."""
+
+Report = tuple[Address, int, Publication]
+"""What became of the publication of a hand-off's generation."""
 
 
 @dataclass(slots=True)
@@ -42,6 +47,8 @@ class Publisher:
     counters: Counters
     backlog: Backlog
     record_ttl_seconds: float
+    report: Callable[[Sequence[Report]], None]
+    """Told, on this thread, of the hand-offs in a batch."""
     clock: Callable[[], float] = time.monotonic
 
     def write(self, store: MetadataStore, *, until: float) -> None:
@@ -79,6 +86,9 @@ class Publisher:
         publishings = {
             change: self._publishing(item, change) for change, item in here if item is not None
         }
+        void = [_void(*c.address, location) for c in publishings for location in c.void]
+        if void:
+            store.withdraw_many(void)
         unreached = self._withdraw(store, gone) if gone else []
         return unreached + (self._publish(store, publishings) if publishings else [])
 
@@ -91,6 +101,9 @@ class Publisher:
                     node,
                     change.reason or "gone",
                     gone_seconds=_gone_seconds(change.address),
+                    # What the store was never told of, or has let end, went for a reason, too. But
+                    # that somebody asked for what is not here is nothing to be told.
+                    may_have_ended=change.reason != STALE,
                 )
                 for change in changes
             ]
@@ -101,9 +114,11 @@ class Publisher:
     def _publish(
         self, store: MetadataStore, publishings: Mapping[Change, Publishing]
     ) -> list[Change]:
-        full, unreached, unpublished, replaced = [], [], [], []
+        full, unreached, unpublished, reports = [], [], [], []
         outcomes = store.publish_many(list(publishings.values()))
         for (change, publishing), outcome in zip(publishings.items(), outcomes, strict=True):
+            if publishing.sole:
+                reports.append((change.address, publishing.location.generation, outcome))
             match outcome:
                 case Publication.ADDED | Publication.PRESENT:
                     self.counters.add("publish_written")
@@ -114,27 +129,14 @@ class Publisher:
                 case Publication.REFUSED:
                     self.counters.add("publish_refused")
                     unpublished.append(change)
-                case Publication.CONFLICT if is_handoff(change.address[1]):
-                    replaced.append(publishing)
                 case Publication.CONFLICT:
                     self.counters.add("publish_conflict")
                     unpublished.append(change)
         if full:
             self._make_room(store, full)
-        if replaced:
-            self._replace(store, replaced)
+        if reports:
+            self.report(reports)
         return unreached + self._release(store, unpublished)
-
-    def _replace(self, store: MetadataStore, publishings: Sequence[Publishing]) -> None:
-        """A hand-off may have another shape than the one before it: that goes first."""
-        node = self.identity.node
-        records = [publishing.record for publishing in publishings]
-        store.withdraw_many(
-            [Withdrawing(record.namespace, record.key, node, "replaced") for record in records]
-        )
-        for outcome in store.publish_many(publishings):
-            if outcome is Publication.CONFLICT:  # with another node's, who inserted one as well
-                self.counters.add("publish_conflict")
 
     def _release(self, store: MetadataStore, changes: Sequence[Change]) -> list[Change]:
         """Nothing to publish: whoever waits for the claims' holder waits in vain. As `_write`."""
@@ -181,7 +183,8 @@ class Publisher:
             kind=header.kind,
             created=time.time(),
         )
-        return Publishing(record, location, self._ttl_seconds(item), change.claim_token)
+        ttl_seconds, sole = self._ttl_seconds(item), is_handoff(key)
+        return Publishing(record, location, ttl_seconds, change.claim_token, sole)
 
     def _ttl_seconds(self, item: Item) -> float:
         remaining = self.shelf.remaining_seconds(item)

@@ -2,30 +2,32 @@
 
 It keeps Redis true to the shelf: changes go into a backlog, which its publisher writes in batches.
 It also beats, refreshes the directory, strikes off nodes that are long dead, flushes counters, and
-writes all items again every third of a record's life, and at once when Redis lost its data. What
-fails is said in the log and tried again, bugs too: a registrar that ended would leave a node that
-others take for dead and that never says why.
+writes all items and namespaces again every third of a record's life, and at once when Redis lost
+its data. What fails is said in the log and tried again, bugs too: a registrar that ended would
+leave a node that others take for dead and that never says why.
 """
 
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from lookup_buffer.counters import Counters
+from lookup_buffer.counters import REMOVAL_REASONS, Counters
 from lookup_buffer.errors import ConfigError
 from lookup_buffer.inventory import Address
 from lookup_buffer.node.backlog import AGAIN_PER_SECOND_MAX, Backlog, Change
 from lookup_buffer.node.breaker import Breaker
 from lookup_buffer.node.directory import Directory
+from lookup_buffer.node.failed_fetches import FailedFetches
 from lookup_buffer.node.heartbeat import Heartbeat, Pulse
 from lookup_buffer.node.identity import Identity
-from lookup_buffer.node.publisher import Publisher
+from lookup_buffer.node.invalidations import Invalidations
+from lookup_buffer.node.publisher import Publisher, Report
 from lookup_buffer.node.shelf import Shelf
 from lookup_buffer.node.storage import Storage
 from lookup_buffer.node.troubles import Troubles
-from store import MetadataStore, StoreCorrupt, StoreError, StoreFull
+from store import Failure, Location, MetadataStore, StoreCorrupt, StoreError, StoreFull
 
 AGAIN_PER_SECOND_FLEET = 20_000.0
 """What all nodes together may rewrite: a fifth of what one server takes. Shared out by the nodes
@@ -51,12 +53,18 @@ class Registrar:
     record_ttl_seconds: float
     give_up: Callable[[ConfigError], None]
     """Told, on the registrar's thread, that the node has to end, and why."""
+    report: Callable[[Sequence[Report]], None]
+    """Told, on the registrar's thread, what the store said of hand-offs."""
     clock: Callable[[], float] = time.monotonic
+    failed_fetches: FailedFetches = field(default_factory=FailedFetches)
     store_up: bool = False
     """Whether the last turn succeeded."""
+    failing: bool = False
+    """Whether it failed."""
     _backlog: Backlog = field(init=False)
     _publisher: Publisher = field(init=False)
     _heartbeat: Heartbeat = field(init=False)
+    _invalidations: Invalidations = field(init=False)
     _troubles: Troubles = field(init=False)
     _breaker: Breaker = field(init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -73,25 +81,33 @@ class Registrar:
     def __post_init__(self) -> None:
         self._backlog = Backlog(self.clock)
         self._heartbeat = Heartbeat(self.identity, self.clock)
+        self._invalidations = Invalidations(self.shelf, self.clock)
         self._troubles = Troubles(self.clock)
         self._breaker = Breaker(self.clock)
         self._publisher = Publisher(
             self.shelf, self.directory, self.identity, self.counters, self._backlog,
-            self.record_ttl_seconds, self.clock,
+            self.record_ttl_seconds, self.report, self.clock,
         )  # fmt: skip
 
     def start(self) -> None:
         self._thread = threading.Thread(target=self._run, name="lb-registrar", daemon=True)
         self._thread.start()
 
-    def changed(self, address: Address, reason: str, claim_token: str | None = None) -> None:
+    def changed(
+        self,
+        address: Address,
+        reason: str,
+        claim_token: str | None = None,
+        void: tuple[Location, ...] = (),
+    ) -> None:
         """The item at `address` appeared (reason "") or went (why).
 
-        `claim_token` is of the claim under which it was produced, which its publication drops.
+        `claim_token` is of the claim under which it was produced, which its publication drops;
+        `void` are locations of nodes that do not have it, which are withdrawn before.
         """
-        if reason in ("evicted", "expired"):
+        if reason in REMOVAL_REASONS:
             self.counters.add(reason)
-        self._backlog.add(Change(address, reason, claim_token))
+        self._backlog.add(Change(address, reason, claim_token, void))
         self._wake.set()
 
     def describe(self, fingerprint: str, parts: dict[str, str]) -> None:
@@ -133,7 +149,7 @@ class Registrar:
                 self._wait()
                 if breaker.allows():
                     self._take_turn(self.storage.store())
-                    self.store_up = True
+                    self.store_up, self.failing = True, False
                     breaker.succeeded()
             except StoreError as error:
                 self._failed()
@@ -156,7 +172,7 @@ class Registrar:
             self._publisher.write(store, until=self._beat_at)
 
     def _failed(self) -> None:
-        self.store_up = False
+        self.store_up, self.failing = False, True
         self.counters.add("store_failures")
         self._breaker.failed()
 
@@ -191,20 +207,22 @@ class Registrar:
         self.directory.refresh(store)
         if pulse is Pulse.WATCHING:
             return  # others' tensors may be had meanwhile
-        if pulse is Pulse.NEW:
-            with self._lock:
-                self._undescribed |= self._namespaces.keys()
-            self._repeat_all()
-        elif self.clock() - self._walked_at > self.record_ttl_seconds / 3:
+        self._invalidations.heed(store)
+        if pulse is Pulse.NEW or self.clock() - self._walked_at > self.record_ttl_seconds / 3:
             self._repeat_all()
         self._repeat_after_failover(store)
         for node, boot in self.directory.long_dead()[:STRUCK_OFF_MAX]:
-            store.leave(node, boot)
+            store.leave(node, boot, reason="died")
         self._publisher.withdraw_void(store)
+        with self._troubles.told("failed fetches are not told", StoreFull):
+            self._note_failures(store)
         with self._troubles.told("counters wait", StoreFull):
             self._flush(store)
 
     def _repeat_all(self) -> None:
+        """Items and namespaces: both end where nobody renews them."""
+        with self._lock:
+            self._undescribed |= self._namespaces.keys()
         self._walked_at = self.clock()
         addresses = self.shelf.addresses()
         random.shuffle(addresses)  # so that a fleet that republishes spreads over the key space
@@ -236,6 +254,12 @@ class Registrar:
                 if self._namespaces[fingerprint] is parts:  # else there is something newer to say
                     self._undescribed.discard(fingerprint)
 
+    def _note_failures(self, store: MetadataStore) -> None:
+        failed = self.failed_fetches.take()
+        if failed:
+            me = self.identity.node
+            store.note_failures([Failure(*at, *why, me) for at, why in failed.items()])
+
     def _flush(self, store: MetadataStore) -> None:
         counters, hits = self.counters.take_unflushed()
         by_namespace: dict[str, dict[str, int]] = {}
@@ -262,6 +286,6 @@ class Registrar:
         try:
             store = self.storage.store()
             self._flush(store)
-            store.leave(self.identity.node, self.identity.boot)
+            store.leave(self.identity.node, self.identity.boot, reason="stopped")
         except StoreError:
             pass  # we are going; others will notice that we no longer beat

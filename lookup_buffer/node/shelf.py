@@ -222,6 +222,14 @@ class Shelf:
             self._inventory.remove_expired()
         self._report()
 
+    def remove_namespace(self, namespace: str, reason: str, *, fetched_only: bool = False) -> None:
+        """All complete items of a namespace; or only those that came from another node."""
+        with self._lock:
+            for item in self._inventory.items():
+                if item.address[0] == namespace and not (fetched_only and item.origin == "local"):
+                    self._inventory.remove(item, reason)
+        self._report()
+
     def offer(self, address: Address, header: TensorHeader) -> None:
         """There will be an item at `address`, when there is room: see `published`."""
         with self._lock:

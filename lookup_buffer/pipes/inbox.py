@@ -8,8 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from lookup_buffer.errors import LookupBufferError, LookupTimeout
+from lookup_buffer.errors import LookupBufferError, LookupTimeout, ProtocolError
 from lookup_buffer.header import TensorHeader
+from lookup_buffer.pipes.pipe import MESSAGE_BYTES
 from lookup_buffer.pipes.pipe import Any as AnyKey
 
 
@@ -57,26 +58,43 @@ class Offer:
     """Whose memory that is, unless it is the caller's."""
     arrived: int = field(default_factory=itertools.count().__next__)
     """In the order in which offers came."""
+    cost: int = 0
+    """What it takes here: set when it is put into the inbox."""
 
 
 @dataclass(slots=True)
 class Inbox:
-    """Thread-safe."""
+    """Thread-safe. Of each source it takes `most_bytes`."""
 
+    most_bytes: int
     _changed: threading.Condition = field(default_factory=threading.Condition)
     _offers: defaultdict[bytes | None, deque[Offer]] = field(
         default_factory=lambda: defaultdict(deque)
     )
+    _held_bytes: defaultdict[Source, int] = field(default_factory=lambda: defaultdict(int))
     _end: LookupBufferError | None = None
 
     def put(self, offer: Offer) -> None:
+        """
+        Raises:
+            ProtocolError: its source has offered too much that nobody has received.
+        """
+        # What lies in memory that both ends see is its sender's.
+        here = len(offer.payload) if type(offer.payload) is bytearray else 0
+        offer.cost = max(here + len(offer.key or b""), MESSAGE_BYTES)
         with self._changed:
+            held = self._held_bytes[offer.source] + offer.cost
+            if held > self.most_bytes:
+                most = f"inbox_bytes, {self.most_bytes}"
+                raise ProtocolError(f"the other end sent more that nobody receives than {most}")
+            self._held_bytes[offer.source] = held
             self._offers[offer.key].append(offer)
             self._changed.notify_all()
 
     def put_back(self, offer: Offer) -> None:
         """It was taken and not received: the next one gets it."""
         with self._changed:
+            self._held_bytes[offer.source] += offer.cost
             self._offers[offer.key].appendleft(offer)
             self._changed.notify_all()
 
@@ -102,6 +120,7 @@ class Inbox:
             if check is not None:
                 check(offer)
             queue.popleft()
+            self._forget(offer)
             if not queue:
                 del self._offers[offer.key]
             return offer
@@ -128,6 +147,7 @@ class Inbox:
             self._end = error
             if clear:
                 self._offers.clear()
+                self._held_bytes.clear()
             self._changed.notify_all()
 
     def _queue_of(self, key: "bytes | AnyKey | None") -> "deque[Offer] | None":
@@ -137,8 +157,20 @@ class Inbox:
         return min(keyed, key=lambda queue: queue[0].arrived, default=None)
 
     def _keep(self, key: bytes | None, wanted: Callable[[Offer], bool]) -> None:
-        kept = deque(offer for offer in self._offers.get(key, ()) if wanted(offer))
+        kept: deque[Offer] = deque()
+        for offer in self._offers.get(key, ()):
+            if wanted(offer):
+                kept.append(offer)
+            else:
+                self._forget(offer)
         if kept:
             self._offers[key] = kept
         else:
             self._offers.pop(key, None)
+
+    def _forget(self, offer: Offer) -> None:
+        left = self._held_bytes[offer.source] - offer.cost
+        if left > 0:
+            self._held_bytes[offer.source] = left
+        else:
+            del self._held_bytes[offer.source]

@@ -124,6 +124,7 @@ class InprocPipe(KVPipe):
             message.received = True
             self._in.used -= message.cost if message.held else 0
             self._changed.notify_all()
+            self._limits.check_received(0 if value is None else header_of(value).nbytes)
             if not message.held:  # it is the sender's, who goes on once he may have this lock
                 return copy_of(value, out)
         return value if out is None else copy_of(value, out)

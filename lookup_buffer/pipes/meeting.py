@@ -10,8 +10,8 @@ from typing import Final
 from lookup_buffer.config import parse_tcp
 from lookup_buffer.errors import ConfigError, LookupBufferError, PipeBroken, PipeTimeout
 from lookup_buffer.frames import Frames
+from lookup_buffer.greeting import HANDSHAKE_SECONDS, Greetings, listening
 from lookup_buffer.link import Link, accept_handshake, connect
-from lookup_buffer.pipes.greeting import HANDSHAKE_SECONDS, Greetings
 from lookup_buffer.pipes.pipe import PipeLimits
 from lookup_buffer.pipes.stream import Memory, StreamPipe
 
@@ -37,14 +37,11 @@ class _Listening(StreamPipe):
         joined: Joined,
         memory: Memory | None,
     ) -> None:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            self._listener = socket.create_server((host, port), family=family)
+            self._listener, address = listening(host, port)
         except OSError as error:
             raise PipeBroken(f"cannot listen at {host}:{port}: {error.strerror}") from error
-        port = self._listener.getsockname()[1]
-        shown = f"[{host}]" if ":" in host else host
-        super().__init__(f"{scheme}://{shown}:{port}", limits, memory)
+        super().__init__(f"{scheme}://{address}", limits, memory)
         self._token = token
         self._joined = joined
         serving = (self._listener, self._greet)

@@ -11,13 +11,13 @@ from types import TracebackType
 from typing import Final, Self
 
 from lookup_buffer.codec import Tensor, Value
-from lookup_buffer.errors import ConfigError, InvalidKey
+from lookup_buffer.errors import ConfigError, InvalidKey, TensorTooLarge
 from lookup_buffer.key import MAX_KEY_CHARACTERS, TensorKey
 
 TIMEOUT_SECONDS: Final = 300.0
 """Of an operation that names none; as long as vLLM's first pipe waited for its store."""
-MESSAGE_BYTES: Final = 256
-"""What a message costs of the budget at the least: also those of no bytes are finitely many."""
+MESSAGE_BYTES: Final = 1024
+"""What a message costs of the budget at the least: so much is kept of each, also of no bytes."""
 
 
 class Any(enum.Enum):
@@ -35,6 +35,15 @@ class PipeLimits:
 
     buffer_bytes: int = 1_000_000_000
     """Bytes that this end has sent and the other one has not received. A sender waits for room."""
+    message_bytes: int | None = None
+    """The largest message that this end receives. Of a larger one its receiver is told, before
+    there is memory for it, and then it is gone. None: `buffer_bytes`, so with the same limits at
+    both ends nothing is larger."""
+    inbox_bytes: int | None = None
+    """What each other end may have sent here that was not received: keys, and the bytes of messages
+    up to 64 KiB (larger ones are asked for), at least 1 KiB a message. Who sends more is lost
+    (ProtocolError): ends that keep to their budget do not. None: twice `buffer_bytes`, and 1 MiB
+    at the least; it has to be more than the `buffer_bytes` of the other end."""
     silence_seconds: float = 10.0
     """A peer that says nothing for so long is lost: stopped, or cut off. It beats twice a second.
     At least 2 s; who holds Python's interpreter lock for longer looks like one that was stopped.
@@ -43,10 +52,13 @@ class PipeLimits:
     """How long `close` waits for the peer to receive what it was sent."""
 
     def __post_init__(self) -> None:
-        least = {"buffer_bytes": 1, "silence_seconds": 2.0, "linger_seconds": 0.0}
+        least = {
+            "buffer_bytes": 1, "message_bytes": 0, "inbox_bytes": 1,
+            "silence_seconds": 2.0, "linger_seconds": 0.0,
+        }  # fmt: skip
         for name, bound in least.items():
             value = getattr(self, name)
-            if not value >= bound:
+            if value is not None and not value >= bound:
                 raise ConfigError(f"{name} of a pipe is {value!r}; allowed is {bound} or more")
 
     def cost(self, nbytes: int) -> int:
@@ -54,6 +66,20 @@ class PipeLimits:
         if nbytes > self.buffer_bytes:
             return nbytes
         return min(max(nbytes, MESSAGE_BYTES), self.buffer_bytes)
+
+    def check_received(self, nbytes: int) -> None:
+        """Raises TensorTooLarge: this end receives no such message."""
+        most = self.buffer_bytes if self.message_bytes is None else self.message_bytes
+        if nbytes > most:
+            raise TensorTooLarge(
+                f"a message of {nbytes} bytes was sent, and is dropped: this end receives at most "
+                f"{most}; raise message_bytes of its PipeLimits"
+            )
+
+    @property
+    def inbox_most_bytes(self) -> int:
+        most = max(2 * self.buffer_bytes, 1 << 20)
+        return most if self.inbox_bytes is None else self.inbox_bytes
 
 
 class KVPipe(ABC):
@@ -66,7 +92,7 @@ class KVPipe(ABC):
     Errors of the operations, after which the pipe is as before:
         LookupTimeout: nothing came within the time that was given.
         BufferFull: the other end received too little within it.
-        TensorTooLarge: more than the whole budget; said at once.
+        TensorTooLarge: more than the whole budget, said at once; or than this end receives.
         CodecError, InvalidKey: this cannot be carried, or not be received so. Nothing was sent.
     After which it is of no use any more, to anybody who waits or comes later:
         Closed: this end was closed.
@@ -74,6 +100,7 @@ class KVPipe(ABC):
         PipeBroken: the other end died, or this one was aborted; what was under way is lost.
         PipeTimeout: the other end did not say anything for `silence_seconds`, or did not move a
             transfer's bytes.
+        ProtocolError: what the other end said is no pipe's, or more than `inbox_bytes`.
     An end that listens serves several that connect: it receives from all, and ends with the last.
     It can send only while it has exactly one peer (else PipeClosed says so, or it waits for one).
     """

@@ -20,8 +20,8 @@ from lookup_buffer.errors import (
     PipeTimeout,
     ProtocolError,
 )
+from lookup_buffer.greeting import HANDSHAKE_SECONDS, Greetings
 from lookup_buffer.handshake import HELLO_BYTES, admit, introduce
-from lookup_buffer.pipes.greeting import HANDSHAKE_SECONDS, Greetings
 from lookup_buffer.pipes.pipe import KVPipe, PipeLimits
 from lookup_buffer.pipes.redis_link import LOOK_SECONDS, RedisLink, Session
 from lookup_buffer.pipes.resp import RespLane

@@ -20,9 +20,9 @@ from lookup_buffer.errors import (
     PipeTimeout,
     ProtocolError,
 )
+from lookup_buffer.greeting import HANDSHAKE_SECONDS, Greetings
 from lookup_buffer.link import Link, accept_handshake, request_handshake
 from lookup_buffer.pipes.carrier import SharedMemory
-from lookup_buffer.pipes.greeting import HANDSHAKE_SECONDS, Greetings
 from lookup_buffer.pipes.pipe import KVPipe, PipeLimits
 from lookup_buffer.pipes.socket_file import SocketFile, checked_path, connect_to
 from lookup_buffer.pipes.stream import StreamPipe

@@ -41,7 +41,7 @@ class StreamPipe(KVPipe):
         self.uri = uri
         self._limits = limits
         self._memory = memory or HostMemory()
-        self._inbox = Inbox()
+        self._inbox = Inbox(limits.inbox_most_bytes)
         self._changed = threading.Condition()
         self._peers: list[Peer] = []
         self._lost: LookupBufferError | None = None
@@ -98,11 +98,12 @@ class StreamPipe(KVPipe):
                 offer.source.receive(offer, memoryview(b""))
                 return None
             try:
+                self._limits.check_received(offer.header.nbytes)
                 received = self._receive(offer, out)
             except LookupTimeout:
                 self._inbox.put_back(offer)
                 raise
-            except CodecError:  # there is nothing that it could be received to: it is gone
+            except (CodecError, TensorTooLarge):  # nothing it could be received to: it is gone
                 offer.source.discard(offer)
                 raise
             if received is not None:

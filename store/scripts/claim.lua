@@ -22,6 +22,8 @@ if type(held) == 'string' then
   -- A claim that never ends, or that we cannot read, was not written by us: take it over.
   if readable and left >= 0 then
     if current_token ~= token then return answer(0, current_holder, current_state, left) end
+    -- Since when it is in this state is said by the holder's text: the first one stays.
+    if current_state == state then holder = current_holder end
     -- To mean it once more is no progress: it neither renews the lease nor takes anything back.
     if state == 'intent' then return answer(1, current_holder, current_state, left) end
   end

@@ -2,18 +2,35 @@
 -- Add a node's location to the record of a key, and drop the claim if it is the publisher's.
 -- KEYS: record, claim, tombstone.
 -- ARGV: location field, location value, TTL in ms, claim token or "", most locations allowed,
---       created, then the identity of the record as field, value, field, value ...
--- Returns "added", "present", "full" or "conflict"; see Publication.
+--       created, "sole" or "", then the identity of the record as field, value, field, value ...
+-- Returns "added", "present", "full", "owned" or "conflict"; see Publication.
 -- Without allow-oom: when memory is full a new copy is the thing to do without.
 local record, claim, gone = KEYS[1], KEYS[2], KEYS[3]
 local at, location, ttl, token, most = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4], tonumber(ARGV[5])
+local sole = ARGV[7] == 'sole'
+
+-- boot:generation:checksum; nothing where the field holds something else.
+local function parse(value)
+  return string.match(value, '^(%w+):(%d+):(%x+)$')
+end
 
 local known = redis.call('EXISTS', record) == 1
+if known and sole then
+  for _, field in ipairs(redis.call('HKEYS', record)) do
+    if string.sub(field, 1, 3) == 'at:' and field ~= at then
+      local _, _, checksum = parse(redis.call('HGET', record, field))
+      -- A checksum of zeros is an offer: that node has no room for it as yet.
+      if checksum and string.match(checksum, '[^0]') then return 'owned' end
+    end
+  end
+end
 if known then
-  for i = 7, #ARGV, 2 do
+  for i = 8, #ARGV, 2 do
     local value = redis.call('HGET', record, ARGV[i])
-    if not value then
+    local anew = sole and value ~= ARGV[i + 1] and ARGV[i] ~= 'key'
+    if not value or anew then
       -- Garbled: readers miss it already. Start anew instead of waiting for it to expire.
+      -- Or what was under the key before, of nobody but us: this is in its place.
       redis.call('DEL', record)
       known = false
       break
@@ -21,11 +38,6 @@ if known then
       return 'conflict'
     end
   end
-end
-
--- boot:generation:checksum; nothing where the field holds something else.
-local function parse(value)
-  return string.match(value, '^(%w+):(%d+):%x+$')
 end
 
 local outcome = 'added'
@@ -46,7 +58,7 @@ elseif known then
 end
 
 if outcome ~= 'full' then
-  if not known then redis.call('HSET', record, 'created', ARGV[6], unpack(ARGV, 7)) end
+  if not known then redis.call('HSET', record, 'created', ARGV[6], unpack(ARGV, 8)) end
   if outcome == 'added' then redis.call('HSET', record, at, location) end
   -- A copy with little time left must not shorten the life of the others.
   if redis.call('PTTL', record) < ttl then redis.call('PEXPIRE', record, ttl) end

@@ -1,0 +1,309 @@
+"""What `why` finds, in words: one `Finding` for each thing that is known of a key.
+
+Pure: told what stands in the store and which nodes live, it says what that means and what to do.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Final
+
+from lookup_buffer.cli.beat_watch import BeatWatch
+from lookup_buffer.cli.output import age_since, age_text, size_text
+from lookup_buffer.key import is_handoff
+from store import GONE_SECONDS, INVALIDATED, ClaimState, Location
+
+if TYPE_CHECKING:
+    from store.trace import Claim, Departure, Gone, Trace
+
+HANDOFF_GONE_SECONDS = 60.0
+"""As `node.publisher` has it, which is slow to import."""
+
+
+class Code(StrEnum):
+    """What a finding is about: the stable word for programs."""
+
+    STORED = "stored"
+    OFFERED = "offered"
+    ENCODING = "encoding"
+    INTENDED = "intended"
+    HOLDER_SILENT = "holder_silent"
+    HOLDER_DIED = "holder_died"
+    HOLDER_STOPPED = "holder_stopped"
+    HOLDER_RESTARTED = "holder_restarted"
+    HOLDER_UNKNOWN = "holder_unknown"
+    CHECKSUM_FAILED = "checksum_failed"
+    FETCH_FAILED = "fetch_failed"
+    UNREADABLE = "unreadable"
+    EXPIRED = "expired"
+    EVICTED = "evicted"
+    TAKEN = "taken"
+    RETRACTED = "retracted"
+    STALE = "stale"
+    OWNER_DEAD = "owner_dead"
+    INVALIDATED = "invalidated"
+    GONE = "gone"
+    ENDED = "ended"
+    OTHER_NAMESPACE = "other_namespace"
+    NO_NAMESPACE = "no_namespace"
+    ABSENT = "absent"
+
+
+THERE: Final = frozenset([Code.STORED, Code.OFFERED])
+UNDER_WAY: Final = frozenset([Code.ENCODING, Code.INTENDED])
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """`code`, names of nodes and namespaces and numbers are for programs, sentences for people."""
+
+    code: Code
+    namespace: str | None
+    key: str
+    sentence: str
+    hint: str = ""
+    node: str | None = None
+    seconds: float | None = None
+    """Since when, or until when: see the sentence."""
+    other_namespace: str | None = None
+    differs: Mapping[str, tuple[str | None, str | None]] = field(default_factory=dict)
+    """Parts in which the namespace and the other one differ: the value here, and there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """Who lives, and how those went that do not."""
+
+    watch: BeatWatch
+    departures: Mapping[str, "Departure"]
+
+
+def findings_of(trace: "Trace", fleet: Fleet) -> list[Finding]:
+    """All that is known of one key in one namespace; nothing where nothing is."""
+    found = list(_findings(trace, fleet))
+    if not found and trace.hits:
+        times = f"{trace.hits} times" if trace.hits > 1 else "once"
+        found.append(
+            _finding(
+                trace,
+                Code.ENDED,
+                f"it was stored: it was hit {times} within the last week. Its record ended without "
+                "a word: whoever held it died, or the server lost or evicted it",
+                "a node that still holds it writes it again within ten minutes; else it is "
+                "encoded again where it is wanted",
+            )
+        )
+    return sorted(found, key=lambda one: (one.code not in THERE, one.code not in UNDER_WAY))
+
+
+def _findings(trace: "Trace", fleet: Fleet) -> Iterator[Finding]:
+    for location in trace.record.locations if trace.record else ():
+        yield _copy(trace, location, fleet)
+    if trace.claim:
+        yield _claimed(trace, trace.claim)
+    if trace.unreadable:
+        yield _unreadable(trace)
+    if trace.gone:
+        yield _gone(trace, trace.gone)
+    if trace.failure:
+        yield _failed(trace)
+
+
+def _finding(
+    trace: "Trace",
+    code: Code,
+    sentence: str,
+    hint: str,
+    node: str | None = None,
+    seconds: float | None = None,
+) -> Finding:
+    rounded = None if seconds is None else round(seconds, 1)
+    return Finding(code, trace.namespace, trace.key, sentence, hint, node, rounded)
+
+
+def _copy(trace: "Trace", location: Location, fleet: Fleet) -> Finding:
+    record = trace.record
+    assert record is not None
+    node, boot = location.node, location.boot
+    if not fleet.watch.alive(node, boot):
+        return _lost_copy(trace, location, fleet)
+    if location.is_offer:
+        return _finding(
+            trace, Code.OFFERED,
+            f"a hand-off, offered by {node}, which has no room for it as yet: it can be taken, "
+            "but not read",
+            "whoever takes it makes the room; or raise capacity_bytes there",
+            node,
+        )  # fmt: skip
+    hits = f", hit {trace.hits} times" if trace.hits > 1 else ", hit once" if trace.hits else ""
+    size = "a stored None" if record.kind == "none" else size_text(record.nbytes)
+    return _finding(
+        trace, Code.STORED,
+        f"stored on {node}, which lives: {size}, first published "
+        f"{age_text(age_since(record.created))} ago{hits}",
+        "an engine that misses it has another namespace (see its log: `lookup buffer: namespace`) "
+        "or store, or another key; `lookup-buffer stats` counts misses by reason",
+        node, age_since(record.created),
+    )  # fmt: skip
+
+
+def _lost_copy(trace: "Trace", location: Location, fleet: Fleet) -> Finding:
+    node, boot = location.node, location.boot
+    beat, departure = fleet.watch.last.get(node), fleet.departures.get(node)
+    again = "it is encoded again where it is wanted, and this copy is struck off"
+    if beat is not None and beat.boot != boot:
+        return _finding(
+            trace, Code.HOLDER_RESTARTED,
+            f"it was on {node}, which has been started anew since: its memory went with the "
+            "old process",
+            again, node,
+        )  # fmt: skip
+    if beat is not None:
+        silent = departure.silent_seconds if departure else None
+        since = "over a day" if silent is None else age_text(silent)
+        return _finding(
+            trace, Code.HOLDER_SILENT,
+            f"it is on {node}, which has not beaten for {since}: dead, frozen or cut off from "
+            "the store, so nobody fetches from it",
+            "look whether that node runs, and into its node.log; should it come back, so does "
+            "the item",
+            node, silent,
+        )  # fmt: skip
+    if departure is None or departure.boot != boot or not departure.reason:
+        return _finding(
+            trace, Code.HOLDER_UNKNOWN,
+            f"it was on {node}, which is not in the fleet: it went over a day ago, or the store "
+            "lost its data",
+            again, node,
+        )  # fmt: skip
+    ago = departure.seconds_ago
+    if departure.reason == "stopped":
+        code, how = Code.HOLDER_STOPPED, f"which was stopped {age_text(ago)} ago"
+    else:
+        code, how = Code.HOLDER_DIED, f"which died: others struck it off {age_text(ago)} ago"
+    return _finding(trace, code, f"it was on {node}, {how}", again, node, ago)
+
+
+def _claimed(trace: "Trace", claim: "Claim") -> Finding:
+    node, _, rest = claim.holder.partition(":")
+    since = rest.partition(":")[2]
+    seconds = age_since(float(since)) if since.isdecimal() else None
+    left = f"{claim.remaining_seconds:.0f} s"
+    if claim.state is ClaimState.ENCODING:
+        lasted = "" if seconds is None else f" for {age_text(seconds)}"
+        return _finding(
+            trace, Code.ENCODING,
+            f"it is being encoded by an engine of {node}{lasted}",
+            f"others wait for it; without a sign of progress another may begin in {left}",
+            node, seconds,
+        )  # fmt: skip
+    lasted = "" if seconds is None else f", since {age_text(seconds)}"
+    return _finding(
+        trace, Code.INTENDED,
+        f"an engine of {node} means to encode it{lasted}",
+        f"it has to begin within {left}, or another may",
+        node, seconds,
+    )  # fmt: skip
+
+
+def _unreadable(trace: "Trace") -> Finding:
+    hint = "`lookup-buffer doctor` names such keys; UNLINK what was written by hand"
+    if trace.unreadable.startswith("of version"):
+        hint = "run one version of lookup-buffer on all hosts; this record expires by itself"
+    return _finding(
+        trace, Code.UNREADABLE,
+        f"what stands in the place of its record is {trace.unreadable}, so it is a miss to nodes "
+        "of this version",
+        hint,
+    )  # fmt: skip
+
+
+_GONE: Final[Mapping[str, tuple[Code, str, str]]] = {
+    "expired": (
+        Code.EXPIRED,
+        "it expired on {node}: the time to live of the item was over",
+        "insert it with a longer ttl_seconds, or with none",
+    ),
+    "evicted": (
+        Code.EVICTED,
+        "it was evicted on {node}, whose arena was full",
+        "raise capacity_bytes there; `lookup-buffer nodes` shows how full nodes are",
+    ),
+    "taken": (
+        Code.TAKEN,
+        "it was taken from {node}: a hand-off goes to one taker",
+        "insert it anew for another; `serve --log-level info` logs each that was taken",
+    ),
+    "retracted": (
+        Code.RETRACTED,
+        "it was only offered by {node}: its producer gave up before there was room",
+        "hand-offs have half of the arena: take them sooner, or raise capacity_bytes there",
+    ),
+    "stale": (
+        Code.STALE,
+        "the store named a copy on {node} that was not there",
+        "it is encoded again where it is wanted",
+    ),
+    "owner dead": (
+        Code.OWNER_DEAD,
+        "it was on {node}, which was dead for over a minute: others struck the copy off",
+        "it is encoded again where it is wanted",
+    ),
+    INVALIDATED: (
+        Code.INVALIDATED,
+        "its whole namespace was invalidated, by `lookup-buffer invalidate`",
+        "it is encoded again where it is wanted",
+    ),
+}
+
+
+def _gone(trace: "Trace", gone: "Gone") -> Finding:
+    unknown = (Code.GONE, f"it is gone from {{node}}: {gone.reason}", "")
+    code, sentence, hint = _GONE.get(gone.reason, unknown)
+    kept = HANDOFF_GONE_SECONDS if is_handoff(trace.key) else GONE_SECONDS
+    ago = max(0.0, kept - gone.remaining_seconds)
+    node = gone.node or "a node"
+    text = f"{sentence.format(node=node)} ({age_text(ago)} ago)"
+    return _finding(trace, code, text, hint, gone.node or None, ago)
+
+
+def _failed(trace: "Trace") -> Finding:
+    failure, ago = trace.failure, age_text(trace.failed_seconds_ago)
+    assert failure is not None
+    holder, reader = failure.holder, failure.reader
+    if failure.reason == "checksum":
+        return _finding(
+            trace, Code.CHECKSUM_FAILED,
+            f"{reader} fetched it from {holder} {ago} ago, and its checksum was wrong: thrown away",
+            "the reader asks another holder, or encodes; if it happens again, test memory and "
+            "network of both hosts",
+            holder, trace.failed_seconds_ago,
+        )  # fmt: skip
+    return _finding(
+        trace, Code.FETCH_FAILED,
+        f"{reader} could not fetch it from {holder} {ago} ago ({failure.reason})",
+        f"see that {reader} reaches the endpoint of {holder} (`lookup-buffer nodes`), and that "
+        "both have one token",
+        holder, trace.failed_seconds_ago,
+    )  # fmt: skip
+
+
+def absent(key: str, namespace: str | None, where: str = "") -> Finding:
+    """There is no trace of it, in `namespace` or anywhere."""
+    ago = "a minute" if is_handoff(key) else "an hour"
+    return Finding(
+        Code.ABSENT, namespace, key,
+        f"no trace of it{where}: never published, or gone for over {ago}",
+        "inserts that found no room are no record; `lookup-buffer stats` counts them, and "
+        "`lookup-buffer doctor` tells whether the server refuses records",
+    )  # fmt: skip
+
+
+def no_namespace(key: str, namespace: str, known: Sequence[str]) -> Finding:
+    """Nobody uses such a namespace."""
+    named = ", ".join(each[:12] for each in known[:5]) + (", …" if len(known) > 5 else "")
+    return Finding(
+        Code.NO_NAMESPACE, namespace, key,
+        f"there is no namespace that begins with {namespace!r}",
+        f"known: {named or 'none'}; engines log theirs at start: `lookup buffer: namespace`",
+    )  # fmt: skip

@@ -1,0 +1,127 @@
+"""The history of a key: all that the store knows of it, gathered from every namespace.
+
+Works against the store alone; no node is asked.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from lookup_buffer.cli.beat_watch import BeatWatch
+from lookup_buffer.cli.differences import difference_text, differences
+from lookup_buffer.cli.exits import CommandError, ExitCode
+from lookup_buffer.cli.findings import Code, Finding, Fleet, absent, findings_of, no_namespace
+from lookup_buffer.fields import is_fingerprint
+from lookup_buffer.key import MAX_KEY_CHARACTERS, TensorKey
+from store import MetadataStore
+from store.record import SAFE_NAME
+
+if TYPE_CHECKING:
+    from store.trace import Trace, Traces
+
+NAMED_WHEN_AMBIGUOUS = 5
+FOUND_MAX = 10_000
+OTHERS_MAX = 5
+"""Namespaces without the key that are compared with one that has it, where none was named."""
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """What is known of one key everywhere."""
+
+    key: str
+    namespace: str
+    """How the namespaces begin that were asked about."""
+    described: Mapping[str, Mapping[str, str]]
+    traces: Mapping[str, "Trace"]
+    fleet: Fleet
+
+    def findings(self) -> Iterator[Finding]:
+        asked = {space for space in self.traces if space.startswith(self.namespace)}
+        has_it = [space for space in self.traces if self._is_stored(space)]
+        for space in sorted(asked):
+            yield from findings_of(self.traces[space], self.fleet)
+        known = {space for space in self.described if space.startswith(self.namespace)}
+        if not asked and not known and self.namespace:
+            yield no_namespace(self.key, self.namespace, sorted(self.described))
+        elif not asked and not (self.namespace and has_it):
+            where = " in the namespace" if self.namespace else ""
+            one = next(iter(known)) if len(known) == 1 and self.namespace else None
+            yield absent(self.key, one, where)
+        if has_it:
+            without = sorted((known | asked) - set(has_it))
+            for space in without if self.namespace else without[:OTHERS_MAX]:
+                yield self._elsewhere(space, has_it)
+
+    def _is_stored(self, space: str) -> bool:
+        found = findings_of(self.traces[space], self.fleet)
+        return any(one.code is Code.STORED for one in found)
+
+    def _elsewhere(self, space: str, has_it: list[str]) -> Finding:
+        """`space` beside the one of those that have it that is most like it."""
+        ours = self.described.get(space, {})
+        compared = {other: differences(ours, self.described.get(other, {})) for other in has_it}
+        other = min(has_it, key=lambda each: (not self.described.get(each), len(compared[each])))
+        differs = compared[other] if ours and self.described.get(other) else {}
+        what = f"; they differ in {difference_text(differs)}" if differs else ""
+        if not differs:
+            what = "; nobody says what one of the two stands for"
+        return Finding(
+            Code.OTHER_NAMESPACE, space, self.key,
+            f"not in namespace {space[:8]}, but present under namespace {other[:8]}{what}",
+            "engines share what is computed alike: give both the same settings, if they are "
+            "meant to share",
+            other_namespace=other, differs=differs,
+        )  # fmt: skip
+
+
+def history_of(store: MetadataStore, key: str, namespace: str) -> History:
+    """What is known of `key`, or of the one key that has it in it, wherever it is.
+
+    `namespace`: how the namespaces begin that are asked about; "" is all.
+
+    Raises:
+        CommandError: several keys have it in them.
+        InvalidKey: it is part of no key, and can be part of none.
+        StoreError: the store does not answer.
+    """
+    if not 0 < len(key) <= MAX_KEY_CHARACTERS:
+        TensorKey.parse(key)  # says what is wrong
+    watch = BeatWatch(store)
+    described = {name: parts for name, parts in store.namespaces().items() if SAFE_NAME.match(name)}
+    reader = _traces(store)
+    spaces = sorted({*described, *([namespace] if is_fingerprint(namespace) else [])})
+    traces = [trace for trace in reader.of([(s, key) for s in spaces]) if not trace.is_empty]
+    if not traces:
+        traces = _search(reader, key)
+    nodes = {at.node for trace in traces if trace.record for at in trace.record.locations}
+    watch.settle(nodes)
+    fleet = Fleet(watch, reader.departures(sorted(nodes)))
+    by_space = {trace.namespace: trace for trace in traces}
+    return History(traces[0].key if traces else key, namespace, described, by_space, fleet)
+
+
+def _traces(store: MetadataStore) -> "Traces":
+    from store.redis_store import RedisStore  # slow to import, and by now it is
+
+    assert isinstance(store, RedisStore)  # all that a node may be configured with
+    return store.traces()
+
+
+def _search(reader: "Traces", part: str) -> list["Trace"]:
+    """The traces of the one key that has `part` in it, in whatever namespace."""
+    found: set[tuple[str, str]] = set()
+    for address in reader.find(part):
+        found.add(address)
+        if len(found) >= FOUND_MAX:
+            break
+    keys = sorted({key for _, key in found})
+    if part in keys:
+        keys = [part]
+    if len(keys) > 1:
+        named = ", ".join(keys[:NAMED_WHEN_AMBIGUOUS])
+        more = ", …" if len(keys) > NAMED_WHEN_AMBIGUOUS else ""
+        raise CommandError(f"{len(keys)} keys have {part!r} in them: {named}{more}", ExitCode.USAGE)
+    if not keys:
+        TensorKey.parse(part)  # nobody can have such a key: say so
+    return [t for t in reader.of(sorted(a for a in found if a[1] in keys)) if not t.is_empty]

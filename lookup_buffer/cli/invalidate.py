@@ -1,0 +1,70 @@
+"""`lookup-buffer invalidate NAMESPACE`: every node drops what it holds of it."""
+
+import time
+from typing import Annotated
+
+import typer
+
+from lookup_buffer.cli.access import opened_store
+from lookup_buffer.cli.beat_watch import BeatWatch
+from lookup_buffer.cli.exits import CommandError, ExitCode
+from lookup_buffer.cli.options import Directory, Json, StorePasswordFile, StoreUrl, configure
+from lookup_buffer.cli.output import print_json, print_line
+from lookup_buffer.fields import is_fingerprint
+from store import MetadataStore
+
+BEATS = 2
+"""Who has beaten so often since has read the mark between two of them."""
+
+
+def invalidate(
+    namespace: Annotated[
+        str, typer.Argument(metavar="NAMESPACE", help="A fingerprint; its beginning is enough.")
+    ],
+    store_url: StoreUrl = None,
+    store_password_file: StorePasswordFile = None,
+    directory: Directory = None,
+    json: Json = False,
+) -> None:
+    """Drop all items of a namespace, everywhere.
+
+    For engines whose outputs are not to be believed any more. What an engine inserts later stays,
+    so stop such engines first. The exit code is 1 where a node does not answer: it drops its items
+    when it is back.
+    """
+    config = configure(
+        store_url=store_url, store_password_file=store_password_file, directory=directory
+    )
+    with opened_store(config) as store:
+        space = _the_one(store, namespace)
+        store.mark_invalid(space, time.time())
+        count = store.clear(space)
+        silent: set[str] = set()
+        for _ in range(BEATS):
+            watch = BeatWatch(store)
+            watch.settle()
+            silent |= {node for node, beat in watch.last.items() if not watch.alive(node)}
+        count += store.clear(space)  # what a node wrote before it heard
+    if json:
+        print_json({"namespace": space, "records": count, "silent_nodes": sorted(silent)})
+    else:
+        print_line(f"namespace {space}: {count} records removed; every node that lives has heard")
+        for node in sorted(silent):
+            print_line(f"node {node} is silent: it drops what it holds when it is back")
+    if silent:
+        raise typer.Exit(ExitCode.FOUND)
+
+
+def _the_one(store: MetadataStore, beginning: str) -> str:
+    """The namespace that is meant: one that is described, or any that is spelled out."""
+    found = sorted(name for name in store.namespaces() if name.startswith(beginning))
+    if beginning in found or (not found and is_fingerprint(beginning)):
+        return beginning
+    if not found:
+        raise CommandError(f"there is no namespace that begins with {beginning!r}", ExitCode.FOUND)
+    if len(found) > 1 or not beginning:
+        named = ", ".join(name[:16] for name in found[:5])
+        raise CommandError(
+            f"{len(found)} namespaces begin with {beginning!r}: {named}", ExitCode.USAGE
+        )
+    return found[0]

@@ -1,0 +1,73 @@
+"""`lookup-buffer why KEY`: the history of a key in words, and what to do about it."""
+
+from dataclasses import asdict
+from itertools import groupby
+from typing import Annotated
+
+import typer
+
+from lookup_buffer.cli.access import opened_store
+from lookup_buffer.cli.exits import ExitCode
+from lookup_buffer.cli.findings import THERE, UNDER_WAY, Finding
+from lookup_buffer.cli.history import History, history_of
+from lookup_buffer.cli.options import (
+    Directory,
+    Json,
+    OfNamespace,
+    StorePasswordFile,
+    StoreUrl,
+    configure,
+)
+from lookup_buffer.cli.output import print_fields, print_json, print_line, print_outline
+
+
+def why(
+    key: Annotated[str, typer.Argument(metavar="KEY", help="A key, or a part of one.")],
+    namespace: OfNamespace = None,
+    store_url: StoreUrl = None,
+    store_password_file: StorePasswordFile = None,
+    directory: Directory = None,
+    json: Json = False,
+) -> None:
+    """Say why a key is a miss, and what to do about it.
+
+    Looks into all namespaces, unless --namespace chooses one: then it is also said where else the
+    key is, and in which parts the two namespaces differ. The exit code is 0 where the key is
+    stored on a node that lives.
+    """
+    config = configure(
+        store_url=store_url, store_password_file=store_password_file, directory=directory
+    )
+    with opened_store(config) as store:
+        history = history_of(store, key, namespace or "")
+    findings = list(history.findings())
+    found = any(one.code in THERE for one in findings)
+    if json:
+        listed = [asdict(one) for one in findings]
+        print_json({"key": history.key, "found": found, "findings": listed})
+    else:
+        _print(history, findings)
+    if not found:
+        raise typer.Exit(ExitCode.FOUND)
+
+
+def _print(history: History, findings: list[Finding]) -> None:
+    print_fields({"key": history.key})
+    for space, group in groupby(findings, key=lambda one: one.namespace):
+        print_line()
+        if space is not None:
+            print_fields({"namespace": space})
+        print_outline(
+            [
+                (_mark(one), "", f"{one.sentence}\n-> {one.hint}" if one.hint else one.sentence)
+                for one in group
+            ]
+        )
+
+
+def _mark(finding: Finding) -> tuple[str, str]:
+    if finding.code in THERE:
+        return "+", "green"
+    if finding.code in UNDER_WAY:
+        return "~", "yellow"
+    return "-", "bold red"

@@ -1,0 +1,193 @@
+"""Announcements: hand-offs from their insert until it is known whose they are.
+
+An insert is answered when the store has it: from then on every node finds the hand-off, or hears
+that it was lost with this node. The store may say instead that another node has that key. Only that
+node knows whether it still does, so it is asked: if so, ours is dropped, and its producer hears
+that the key exists; if not, or if that node is dead, its location is struck out and ours published.
+Until then nobody takes it here. A store that does not answer is not waited for: it is told when it
+does, and what is on two nodes by then becomes one. Runs on the loop's thread.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final
+
+from lookup_buffer.counters import Counters
+from lookup_buffer.errors import LookupBufferError, NodeUnavailable
+from lookup_buffer.inserted import InsertOutcome
+from lookup_buffer.inventory import Address, Item
+from lookup_buffer.messages import Holds
+from lookup_buffer.node.directory import Directory
+from lookup_buffer.node.handoffs import Handoffs
+from lookup_buffer.node.identity import Identity
+from lookup_buffer.node.locator import Located, Locator
+from lookup_buffer.node.owners import GONE, UNREACHED, Answer, Owners
+from lookup_buffer.node.publisher import Report
+from lookup_buffer.node.registrar import Registrar
+from lookup_buffer.node.shelf import Shelf
+from store import Location, Publication
+
+LEAST_SECONDS: Final = 0.5
+"""An insert waits so long also where its client does not: for the store, never for room."""
+LOOK_SECONDS: Final = 0.1
+"""How often a waiting insert looks whether the store has failed since."""
+AGAIN_SECONDS: Final = 0.05
+"""When it is looked again where the store and the other node say different things, or nothing."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class _Announcement:
+    item: Item
+    until: float
+    done: Callable[[InsertOutcome | LookupBufferError], None]
+    timer: asyncio.TimerHandle | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Contest:
+    """Another node's location stands where ours should."""
+
+    address: Address
+    published: bool = False
+    """Ours was sent to the store again, which has not answered."""
+    unanswered: int = 0
+    void: list[Location] = field(default_factory=list)
+    """Of nodes that have it no more."""
+    unsure: bool = False
+    lost_to: str = ""
+
+
+@dataclass(slots=True)
+class Announcements:
+    loop: asyncio.AbstractEventLoop
+    shelf: Shelf
+    handoffs: Handoffs
+    locator: Locator
+    directory: Directory
+    owners: Owners
+    identity: Identity
+    registrar: Registrar
+    counters: Counters
+    _waiting: dict[Address, list[_Announcement]] = field(default_factory=dict)
+    _contests: dict[Address, _Contest] = field(default_factory=dict)
+
+    def announce(
+        self, item: Item, until: float, done: Callable[[InsertOutcome | LookupBufferError], None]
+    ) -> None:
+        """`item` was committed just now. `done` once it is known to be this node's, or is dropped
+        because another has it; at `until` if that one does not answer, with an error."""
+        one = _Announcement(item, max(until, self.loop.time() + LEAST_SECONDS), done)
+        self._waiting.setdefault(item.address, []).append(one)
+        self.handoffs.hold_back(item.address)
+        self._wait(one)
+
+    def told(self, reports: Sequence[Report]) -> None:
+        """What the store said of hand-offs that were to be published."""
+        for address, generation, outcome in reports:
+            if outcome is Publication.OWNED:
+                self._contend(address)
+                continue
+            self._contests.pop(address, None)
+            for one in list(self._waiting.get(address, ())):
+                if one.item.generation <= generation:
+                    self._settle(one, InsertOutcome.STORED)
+
+    def _wait(self, one: _Announcement) -> None:
+        address = one.item.address
+        contested, late = address in self._contests, self.loop.time() >= one.until
+        if contested and late:
+            del self._contests[address]
+            self.shelf.remove(one.item, "elsewhere")
+            self._settle(one, NodeUnavailable(f"{address[1]} is on a node that does not answer"))
+        elif not contested and (late or self.registrar.failing or one.item.gone):
+            self._settle(one, InsertOutcome.STORED)
+        else:
+            one.timer = self.loop.call_later(LOOK_SECONDS, self._wait, one)
+
+    def _settle(self, one: _Announcement, outcome: InsertOutcome | LookupBufferError) -> None:
+        address = one.item.address
+        waiting = self._waiting[address]
+        waiting.remove(one)
+        if one.timer is not None:
+            one.timer.cancel()
+        if not waiting:
+            del self._waiting[address]
+            self.handoffs.arrived(address)
+        one.done(outcome)
+
+    # -- where another node's location stands
+
+    def _contend(self, address: Address) -> None:
+        contest = self._contests.get(address)
+        if contest is None:
+            self._look(self._contests.setdefault(address, _Contest(address)))
+        elif contest.published:  # another one was quicker
+            self._look(contest)
+
+    def _look(self, contest: _Contest) -> None:
+        if self.shelf.peek(contest.address) is None:
+            self._contests.pop(contest.address, None)  # nothing to contend for any more
+            return
+        contest.published = False
+        contest.unsure, contest.void = False, []
+        self.locator.forget(contest.address)
+        self.locator.ask([contest.address], partial(self._located, contest))
+
+    def _located(self, contest: _Contest, found: list[Located]) -> None:
+        record = found[0].record
+        locations = () if record is None else record.locations
+        others = [at for at in locations if at.node != self.identity.node and not at.is_offer]
+        contest.unanswered = len(others)
+        if not others:  # withdrawn since, or the store does not answer
+            self.loop.call_later(AGAIN_SECONDS, self._publish, contest)
+        for location in others:
+            self._ask(contest, location)
+
+    def _ask(self, contest: _Contest, location: Location) -> None:
+        answered = partial(self._answered, contest, location)
+        endpoint = self.directory.endpoint(location)
+        if endpoint is not None:
+            owner = self.owners.at(location, endpoint)
+            owner.ask(Holds(self.owners.next_number(), *contest.address), answered)
+        else:  # it may also be too young to be known
+            answered(GONE if self.directory.is_dead(location) else UNREACHED)
+
+    def _answered(self, contest: _Contest, location: Location, answer: Answer) -> None:
+        contest.unanswered -= 1
+        if answer.state == "present":
+            contest.lost_to = location.node
+        elif answer is UNREACHED:
+            contest.unsure = True
+        else:
+            contest.void.append(location)
+        if contest.unanswered:
+            return
+        if contest.lost_to:
+            self._lose(contest)
+        elif contest.unsure:
+            self.loop.call_later(AGAIN_SECONDS, self._look, contest)
+        else:
+            self._publish(contest)
+
+    def _publish(self, contest: _Contest) -> None:
+        contest.published = True
+        self.registrar.changed(contest.address, "", void=tuple(contest.void))
+
+    def _lose(self, contest: _Contest) -> None:
+        address = contest.address
+        self._contests.pop(address, None)
+        item = self.shelf.peek(address)
+        if item is not None:
+            self.counters.add("handoffs_elsewhere")
+            _log.warning(
+                "dropped: %s, generation %d, namespace %s: node %s has that key",
+                address[1], item.generation, address[0], contest.lost_to,
+            )  # fmt: skip
+            self.shelf.remove(item, "elsewhere")
+        for one in list(self._waiting.get(address, ())):
+            self._settle(one, InsertOutcome.EXISTS)

@@ -1,0 +1,8 @@
+#!lua flags=allow-oom
+-- Remove a record, whoever holds copies of it, and say why.
+-- KEYS: record, tombstone.  ARGV: the tombstone's text, its life in seconds.
+-- Returns 1 where there was one, else 0.
+-- allow-oom: it frees more than it takes.
+local there = redis.call('DEL', KEYS[1])
+if there == 1 then redis.call('SET', KEYS[2], ARGV[1], 'EX', ARGV[2]) end
+return there

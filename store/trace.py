@@ -1,0 +1,189 @@
+"""Traces: all that stands in the servers about one key, for whoever explains why it is a miss.
+
+Read by people's commands alone: nothing here is on an engine's way. Runs in whatever thread calls.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from store import layout
+from store.answers import ClaimState, Failure
+from store.connection import Command
+from store.errors import StoreCorrupt, StoreError
+from store.link import Link, fields_of
+from store.record import Record, check_namespace
+
+_PAGE = 100  # keys in one round trip, with ten commands each
+_NAME = re.compile(r"lb:(?:rec|claim|gone|fail):([A-Za-z0-9._-]{1,128}):\{([^{}]+)\}\Z")
+_SPECIAL = re.compile(r"[*?\[\]\\]")
+
+Address = tuple[str, str]
+"""(namespace, key)."""
+
+
+class Claim(NamedTuple):
+    """Who is about to produce the key, or at work on it."""
+
+    holder: str
+    state: ClaimState
+    remaining_seconds: float
+
+
+class Gone(NamedTuple):
+    """Why the last copy went; `node` is empty where an older version wrote it."""
+
+    reason: str
+    node: str
+    remaining_seconds: float
+    """Until it is no longer told."""
+
+
+class Trace(NamedTuple):
+    """What stands about one key in one namespace."""
+
+    namespace: str
+    key: str
+    record: Record | None = None
+    unreadable: str = ""
+    """Why readers of this version miss what stands in the record's place; empty if they do not."""
+    record_remaining_seconds: float = 0.0
+    claim: Claim | None = None
+    gone: Gone | None = None
+    failure: Failure | None = None
+    failed_seconds_ago: float = 0.0
+    hits: int = 0
+
+    @property
+    def is_empty(self) -> bool:
+        return self == Trace(self.namespace, self.key)
+
+
+class Departure(NamedTuple):
+    """What is known of a node that does not beat."""
+
+    reason: str
+    """`stopped` or `died`; empty where nobody struck it off within the last day."""
+    boot: str
+    seconds_ago: float
+    silent_seconds: float | None
+    """Since it last said what it has; None where it has not within the last day."""
+
+
+class Traces:
+    """Errors are those of MetadataStore."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+
+    def of(self, addresses: Sequence[Address]) -> list[Trace]:
+        """What stands about each, in their order."""
+        for namespace, _ in addresses:
+            check_namespace(namespace)
+        traces: list[Trace] = []
+        for start in range(0, len(addresses), _PAGE):
+            page = addresses[start : start + _PAGE]
+            commands = [command for address in page for command in _commands(*address)]
+            replies = self._link.try_batch(commands)
+            count = len(commands) // len(page)
+            for i, address in enumerate(page):
+                traces.append(_trace(*address, replies[i * count : (i + 1) * count]))
+        return traces
+
+    def find(self, part: str) -> Iterator[Address]:
+        """Namespaces and keys of which `part` is a part, some more than once. Walks the server.
+
+        A key whose name is a hash is found by its record alone.
+        """
+        escaped = _SPECIAL.sub(lambda match: "\\" + match[0], part)
+        for names in self._link.walk(f"lb:*:{{*{escaped}*}}"):
+            for name in names:
+                match = _NAME.match(name.decode("utf-8", "replace"))
+                if match and part in match[2] and layout.key_name(match[2]) == match[2]:
+                    yield match[1], match[2]
+        for names in self._link.walk(f"lb:rec:*:{{{layout.HASHED}*"):
+            for name, fields in zip(names, self._link.read_hashes(names), strict=True):
+                record = layout.read_named_record(name, fields)
+                if record and part in record.key:
+                    yield record.namespace, record.key
+
+    def departures(self, nodes: Sequence[str]) -> dict[str, Departure]:
+        """How each node went, as far as anybody told."""
+        commands: list[Command] = []
+        for node in nodes:
+            left = layout.left(node)
+            commands += [("GET", left), ("PTTL", left), ("PTTL", layout.node(node))]
+        replies = self._link.batch(commands) if commands else []
+        departures = {}
+        for i, node in enumerate(nodes):
+            value, left_for, described_for = replies[3 * i : 3 * i + 3]
+            reason, _, boot = (value or b"").decode("utf-8", "replace").partition(":")
+            departures[node] = Departure(
+                reason,
+                boot,
+                _ago(layout.LEFT_SECONDS, left_for),
+                _ago(layout.NODE_SECONDS, described_for) if described_for > 0 else None,
+            )
+        return departures
+
+
+def _commands(namespace: str, key: str) -> list[Command]:
+    record, claim = layout.record(namespace, key), layout.claim(namespace, key)
+    gone, fail = layout.gone(namespace, key), layout.fail(namespace, key)
+    return [
+        ("HGETALL", record), ("TYPE", record), ("PTTL", record),
+        ("GET", claim), ("PTTL", claim), ("GET", gone), ("PTTL", gone),
+        ("GET", fail), ("PTTL", fail), ("ZMSCORE", layout.hits(namespace), key),
+    ]  # fmt: skip
+
+
+def _trace(namespace: str, key: str, replies: Sequence[Any]) -> Trace:
+    for reply in replies:
+        if isinstance(reply, StoreError) and not _is_foreign(reply):
+            raise reply
+    answers: list[Any] = [None if _is_foreign(reply) else reply for reply in replies]
+    hash_, kind, lives, claim, claimed_for, gone, gone_for, fail, failed_for, scores = answers
+    fields = fields_of(hash_ or [])
+    record = layout.read_record(namespace, key, fields)
+    unreadable = ""
+    if record is None and kind != b"none":
+        name = layout.record(namespace, key).encode()
+        unreadable = layout.unreadable(name, fields) if fields else f"a {kind.decode()}"
+    return Trace(
+        namespace,
+        key,
+        record,
+        unreadable,
+        max(0, lives) / 1000,
+        _claim(claim, claimed_for),
+        _gone(gone, gone_for),
+        layout.read_failure(namespace, key, fail) if fail else None,
+        _ago(layout.FAIL_SECONDS, failed_for) if fail else 0.0,
+        layout.read_hits(scores[0]) if scores else 0,
+    )
+
+
+def _is_foreign(reply: object) -> bool:
+    return isinstance(reply, StoreCorrupt) and reply.wrong_type
+
+
+def _claim(value: bytes | None, milliseconds: int) -> Claim | None:
+    if value is None or milliseconds <= 0:
+        return None
+    holder, _, rest = value.decode("utf-8", "replace").rpartition(":")[0].rpartition(":")
+    try:
+        return Claim(holder, ClaimState(rest), milliseconds / 1000)
+    except ValueError:
+        return None  # not written by a node, which takes it over
+
+
+def _gone(value: bytes | None, milliseconds: int) -> Gone | None:
+    if value is None:
+        return None
+    reason, _, node = value.decode("utf-8", "replace").partition(":")
+    return Gone(reason, node, max(0, milliseconds) / 1000)
+
+
+def _ago(life_seconds: float, milliseconds: int) -> float:
+    """How long ago something was written that then had so long to live."""
+    return max(0.0, life_seconds - max(0, milliseconds) / 1000)

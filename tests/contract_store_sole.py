@@ -1,0 +1,64 @@
+"""What every MetadataStore has to do about hand-offs, which one node has and no other."""
+
+from typing import Any
+
+import pytest
+
+from contract_store import OTHER_BOOT, a_location, a_record
+from store import Location, MetadataStore, Publication, Publishing
+
+OFFER = 0
+"""The checksum of one for which there is no room as yet."""
+
+
+def publish(store: MetadataStore, namespace: str, at: Location, **changes: Any) -> Publication:
+    record = a_record(namespace, "k@r", **changes)
+    (outcome,) = store.publish_many([Publishing(record, at, 60.0, sole=True)])
+    return outcome
+
+
+def locations(store: MetadataStore, namespace: str) -> set[Location]:
+    (found,) = store.locate(namespace, ["k@r"])
+    return set() if found is None else set(found.locations)
+
+
+class SoleContract:
+    """Subclasses give `store` and `namespace` fixtures, empty at the start of each test."""
+
+    @pytest.mark.parametrize("changes", [{}, {"shape": (3, 3)}], ids=["alike", "another shape"])
+    def test_what_another_node_has_is_owned(
+        self, store: MetadataStore, namespace: str, changes: dict[str, Any]
+    ) -> None:
+        first, second = a_location("node-1"), a_location("node-2", checksum=7)
+        assert publish(store, namespace, first) is Publication.ADDED
+        assert publish(store, namespace, second, **changes) is Publication.OWNED
+        assert locations(store, namespace) == {first}
+        assert publish(store, namespace, first) is Publication.PRESENT, "its owner goes on"
+        assert store.withdraw(namespace, "k@r", "node-1", reason="taken", exactly=first)
+        assert publish(store, namespace, second, **changes) is Publication.ADDED
+        assert locations(store, namespace) == {second}
+
+    def test_its_owner_replaces_it_whatever_its_shape(
+        self, store: MetadataStore, namespace: str
+    ) -> None:
+        publish(store, namespace, a_location(generation=1))
+        for newer in (a_location(generation=2), a_location(boot=OTHER_BOOT, generation=1)):
+            shape = {"shape": (newer.generation, 9), "dtype": "float32"}
+            assert publish(store, namespace, newer, **shape) is Publication.ADDED
+            (found,) = store.locate(namespace, ["k@r"])
+            assert found is not None
+            assert (found.shape, found.locations) == (shape["shape"], (newer,))
+
+    def test_an_offer_keeps_nobody_out(self, store: MetadataStore, namespace: str) -> None:
+        offer, item = a_location("node-1", checksum=OFFER), a_location("node-2")
+        assert publish(store, namespace, offer) is Publication.ADDED
+        assert publish(store, namespace, item) is Publication.ADDED
+        assert locations(store, namespace) == {offer, item}
+        later = offer._replace(generation=offer.generation + 1)
+        assert publish(store, namespace, later) is Publication.OWNED, "it is there now"
+        assert locations(store, namespace) == {offer, item}
+
+    def test_shared_content_has_many_nodes(self, store: MetadataStore, namespace: str) -> None:
+        record = a_record(namespace, "k")
+        for node in ("node-1", "node-2"):
+            assert store.publish(record, a_location(node)) is Publication.ADDED

@@ -1,0 +1,88 @@
+"""Claims by the mirror's connections: what they cost the server, and where those do not lead."""
+
+import pytest
+
+from claiming import NAMESPACE, ask, claim_in, keys, settled
+from clusters import ValkeyCluster, slot_of
+from lookup_buffer.claimed import ClaimOutcome, ClaimSetState
+from lookup_buffer.prefetched import PrefetchState
+from nodes import NodeProcess, StartNode, key, wait_until
+from servers import command
+from store import EmbeddedServer, layout
+
+Pair = tuple[NodeProcess, NodeProcess]
+
+
+@pytest.fixture(scope="module")
+def node_pair(node_pair: Pair) -> Pair:
+    for node in node_pair:
+        wait_until(lambda node=node: node.stats()["store_up"], 15.0)  # type: ignore[misc]
+    return node_pair
+
+
+def calls(server: EmbeddedServer) -> dict[str, int]:
+    """How often the server was given each command since it started."""
+    lines = command(server.url, "INFO", "commandstats").decode().splitlines()
+    counted = (line.removeprefix("cmdstat_").split(":calls=") for line in lines if "calls=" in line)
+    return {name: int(rest.partition(",")[0]) for name, rest in counted}
+
+
+def test_a_new_item_is_one_question_to_the_server(
+    node_pair: Pair, valkey_server: EmbeddedServer
+) -> None:
+    """What the script said of the record is known, and answers the prefetch."""
+    names = [key() for _ in range(20)]
+    with node_pair[0].client() as buffer:
+        ask(buffer, keys(1))  # the node is connected, the script known
+        before = calls(valkey_server)
+        for name in names:
+            (handle,), claims = buffer.prefetch_and_claim([name], wait_seconds=5.0, timeout=5.0)
+            assert handle.wait(5.0) is PrefetchState.MISSING
+            assert settled(claims) is ClaimSetState.GRANTED
+        after = calls(valkey_server)
+        buffer.unclaim(names)
+    asked = {name: after[name] - before.get(name, 0) for name in after}
+    assert asked["set"] == len(names)
+    # Beats, by scripts as well, go on meanwhile; and each script that claims reads the record once.
+    assert len(names) <= asked["evalsha"] < len(names) + 10
+    assert len(names) <= asked["hgetall"] < len(names) + 10
+
+
+def test_a_server_that_forgot_its_scripts_is_given_them_again(
+    node_pair: Pair, valkey_server: EmbeddedServer
+) -> None:
+    (name,) = keys(1)
+    with node_pair[0].client() as buffer, node_pair[1].client() as other:
+        ask(buffer, keys(1))
+        command(valkey_server.url, "SCRIPT", "FLUSH")
+        assert buffer.claim(name, lease_seconds=60.0).remaining_seconds > 0, "granted unasked"
+        assert other.claim(name, lease_seconds=60.0).outcome is ClaimOutcome.HELD
+        command(valkey_server.url, "SCRIPT", "FLUSH")
+        assert buffer.release_claim(name)
+        assert claim_in(valkey_server, name) == b"$-1"
+
+
+def test_a_claim_on_a_slot_that_has_moved_is_decided_where_it_is(
+    valkey_cluster: ValkeyCluster, start_node: StartNode
+) -> None:
+    nodes = [start_node(store_url=valkey_cluster.url) for _ in range(2)]
+    for node in nodes:
+        wait_until(lambda node=node: node.stats()["store_up"], 5.0)  # type: ignore[misc]
+    name = key()
+    record = layout.record(NAMESPACE, name.text)
+    source = valkey_cluster.owner(record)
+    target = next(master for master in valkey_cluster.masters() if master is not source)
+    with nodes[0].client() as first, nodes[1].client() as second:
+        for buffer in (first, second):  # both know who has the slot
+            assert not any(buffer.has_caches([name], timeout=1.0))
+        valkey_cluster.move_slot(slot_of(record), target)
+        try:
+            answer = first.claim(name, lease_seconds=60.0)
+            assert answer.granted
+            assert answer.remaining_seconds > 0, "granted unasked"
+            assert second.claim(name, lease_seconds=60.0).outcome is ClaimOutcome.HELD
+            assert first.release_claim(name)
+            assert second.claim(name, lease_seconds=60.0).granted
+            assert second.release_claim(name)
+        finally:
+            valkey_cluster.move_slot(slot_of(record), source)

@@ -1,0 +1,172 @@
+"""Namespaces that are given up: nodes drop what they have of them, and nothing else."""
+
+import secrets
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+import torch
+
+from command_line import assert_refused, run, run_json
+from lookup_buffer.cli.findings import Code
+from lookup_buffer.cli.history import history_of
+from lookup_buffer.client import LookupBuffer
+from lookup_buffer.header import TensorHeader
+from lookup_buffer.key import TensorKey
+from lookup_buffer.namespace import Namespace
+from lookup_buffer.node.invalidations import LATE_SECONDS, Invalidations
+from lookup_buffer.node.shelf import Shelf
+from nodes import NodeProcess, StartNode, handoff, key, wait_until
+from servers import patient
+from store import EmbeddedServer, MemoryStore, MetadataStore
+
+
+@pytest.fixture
+def store(valkey_server: EmbeddedServer) -> Iterator[MetadataStore]:
+    with patient(valkey_server.url) as store:
+        yield store
+
+
+def given_up(store: MetadataStore, space: Namespace, name: TensorKey) -> bool:
+    found = list(history_of(store, name.text, space.fingerprint).findings())
+    return found[0].code is Code.INVALIDATED
+
+
+def test_all_nodes_drop_it_and_only_it(
+    store: MetadataStore, node_pair: tuple[NodeProcess, NodeProcess]
+) -> None:
+    here, there = node_pair
+    space, other = (Namespace.named(f"{name}-{secrets.token_hex(4)}") for name in ("old", "kept"))
+    name, passing, url = key(), handoff(), here.settings.store_url
+    with ExitStack() as stack:
+        first, second, kept = (
+            stack.enter_context(LookupBuffer(node.config, namespace))
+            for node, namespace in ((here, space), (there, space), (here, other))
+        )
+        first.insert(name, torch.ones(3))
+        first.insert(passing, torch.ones(3))
+        kept.insert(name, torch.ones(3))
+        assert second.select(name, timeout=5.0) is not None  # a copy there as well
+        wait_until(lambda: store.locate(other.fingerprint, [name.text]) != [None], 10.0)
+        with first.view(name) as seen:
+            done = run_json("invalidate", space.fingerprint[:16], "--store-url", url)
+            assert (done["namespace"], done["silent_nodes"]) == (space.fingerprint, [])
+            assert done["records"] >= 1
+            assert seen is not None
+            assert torch.equal(seen, torch.ones(3)), "what is in use stays until it is not"
+        for name_ in (name, passing):
+            wait_until(lambda: given_up(store, space, name_), 10.0)  # noqa: B023
+        for buffer in (first, second):
+            assert buffer.has_caches([name, passing], timeout=1.0) == [False, False]
+        assert kept.has_caches([name]) == [True]
+        first.insert(name, torch.zeros(3))  # by an engine that was put right
+        found = second.select(name, timeout=5.0)
+        assert found is not None
+        assert torch.equal(found, torch.zeros(3))
+        asked_again = run_json("invalidate", other.fingerprint, "--store-url", url)
+        assert asked_again["records"] == 1
+        assert first.has_caches([name]) == [True], "an old mark drops nothing anew"
+
+
+def test_a_node_that_was_frozen_drops_it_when_it_is_back(
+    store: MetadataStore, start_node: StartNode
+) -> None:
+    node, name = start_node(), key()
+    space = Namespace.named(f"frozen-{secrets.token_hex(4)}")
+    url = node.settings.store_url
+    with LookupBuffer(node.config, space) as buffer:
+        buffer.insert(name, torch.ones(3))
+        wait_until(lambda: store.locate(space.fingerprint, [name.text]) != [None], 10.0)
+        with node.frozen():
+            done = run("invalidate", space.fingerprint, "--store-url", url)
+            assert done.returncode == 1
+            assert f"node {node.node_id} is silent" in done.stdout
+        wait_until(lambda: not buffer.has_caches([name], timeout=1.0)[0], 10.0)
+        wait_until(lambda: given_up(store, space, name), 10.0)
+
+
+def test_who_starts_later_has_nothing_to_drop(store: MetadataStore, start_node: StartNode) -> None:
+    space, name = Namespace.named(f"later-{secrets.token_hex(4)}"), key()
+    with LookupBuffer(start_node().config, space) as buffer:
+        buffer.insert(name, torch.ones(3))
+        wait_until(lambda: space.fingerprint in store.namespaces(), 10.0)
+    run_json("invalidate", space.fingerprint, "--store-url", start_node().settings.store_url)
+    with LookupBuffer(start_node().config, space) as buffer:
+        buffer.insert(name, torch.ones(3))
+        wait_until(lambda: store.locate(space.fingerprint, [name.text]) != [None], 10.0)
+        assert buffer.has_caches([name]) == [True]
+
+
+def test_what_is_no_namespace_is_refused(
+    store: MetadataStore, node_pair: tuple[NodeProcess, NodeProcess]
+) -> None:
+    url = node_pair[0].settings.store_url
+    common = secrets.token_hex(4)
+    for end in "ab":
+        store.describe_namespace(common + end * 56, {"name": end})
+    assert_refused(run("invalidate", common, "--store-url", url), 2, "2 namespaces begin with")
+    assert_refused(run("invalidate", "", "--store-url", url), 2, "namespaces begin with ''")
+    assert_refused(run("invalidate", "none such", "--store-url", url), 1, "no namespace")
+    assert store.invalidations().keys().isdisjoint({common + end * 56 for end in "ab"})
+
+
+# -- one node's part, with a clock of its own
+
+
+class Part:
+    def __init__(self) -> None:
+        self.now, self.wall = 100.0, 5000.0
+        self.store = MemoryStore()
+        self.gone: list[tuple[str, str]] = []
+        self.shelf = Shelf(1 << 20, self._changed)
+        self.invalidations = Invalidations(self.shelf, lambda: self.now, lambda: self.wall)
+
+    def _changed(self, address: tuple[str, str], reason: str) -> None:
+        if reason:
+            self.gone.append((address[1], reason))
+
+    def hold(self, key: str, *, origin: str = "local") -> None:
+        header = TensorHeader("uint8", (4,), 4)
+        item = self.shelf.reserve(("ns", key), header, origin=origin, ttl_seconds=None)
+        assert item is not None
+        self.shelf.release([self.shelf.commit(item, 7, 1)], 1)
+
+    def heed(self, seconds_later: float = 0.0) -> list[str]:
+        """The keys that went."""
+        self.now += seconds_later
+        self.gone.clear()
+        self.invalidations.heed(self.store)
+        assert {reason for _, reason in self.gone} <= {"invalidated"}
+        return sorted(key for key, _ in self.gone)
+
+
+@pytest.fixture
+def part() -> Iterator[Part]:
+    part = Part()
+    yield part
+    part.shelf.close()
+
+
+def test_copies_of_nodes_that_hear_of_it_later_go_as_well(part: Part) -> None:
+    assert part.heed() == []
+    part.hold("old")
+    part.store.mark_invalid("ns", 5001.0)
+    part.store.mark_invalid("another", 5001.0)
+    assert part.heed() == ["old"]
+    part.hold("new")
+    part.hold("late", origin="other-node")
+    assert part.heed(1.0) == ["late"]
+    assert part.heed(LATE_SECONDS) == []
+    part.hold("of today", origin="other-node")
+    assert part.heed(1.0) == [], "by now everybody has heard"
+    part.store.mark_invalid("ns", 5002.0)
+    assert part.heed() == ["new", "of today"]
+
+
+@pytest.mark.parametrize(("at", "gone"), [(4999.0, []), (5000.5, ["first"])])
+def test_what_is_read_first_counts_if_it_is_younger_than_the_node(
+    part: Part, at: float, gone: list[str]
+) -> None:
+    part.hold("first")
+    part.store.mark_invalid("ns", at)
+    assert part.heed() == gone
