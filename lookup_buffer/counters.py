@@ -82,15 +82,14 @@ class Counters:
 
     def hit(self, item: Item, count: int = 1) -> None:
         """Readers got `item`, that a client of this node stored or that was fetched."""
-        self.hit_handoff(item, count)
         with self._lock:
+            self._count_source(item, count)
             self._count_hits(item.address, count)
 
     def hit_handoff(self, item: Item, count: int = 1) -> None:
         """Not by key: each is hit once, and would drive what is hit often out of the list."""
-        source = "local" if item.origin == "local" else "remote"
-        self.add(f"hits_{source}", count)
-        self.add(f"bytes_hit_{source}", count * item.nbytes)
+        with self._lock:
+            self._count_source(item, count)
 
     def totals(self) -> dict[str, int]:
         with self._lock:
@@ -108,6 +107,15 @@ class Counters:
             self._unflushed.update(counters)
             for address, count in hits.items():
                 self._count_hits(address, count)
+
+    def _count_source(self, item: Item, count: int) -> None:
+        source = "local" if item.origin == "local" else "remote"
+        for name, amount in (
+            (f"hits_{source}", count),
+            (f"bytes_hit_{source}", count * item.nbytes),
+        ):
+            self._totals[name] += amount
+            self._unflushed[name] += amount
 
     def _count_hits(self, address: Address, count: int) -> None:
         if address in self._hits or len(self._hits) < HITS_KEYS_MAX:

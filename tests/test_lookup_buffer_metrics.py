@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lookup_buffer.counters import COUNTERS
-from lookup_buffer.errors import MissingTensor
+from lookup_buffer.errors import BufferFull, MissingTensor
 from lookup_buffer.node.metrics import FAMILIES
 from nodes import MIB, NodeProcess, Nodes, StartNode, handoff, key, tensor_of, wait_until
 from observing import families, free_port, get, number, samples
@@ -140,6 +140,11 @@ def test_a_full_arena_shows_what_it_evicts_and_what_it_refuses(start_node: Start
         for _ in range(12):
             client.insert(key(), tensor_of("fill", MIB))
         assert number(node, "removals_total", reason="evicted") >= 4
+        with pytest.raises(BufferFull):  # hand-offs may have a half
+            for _ in range(5):
+                client.insert(handoff(), tensor_of("fill", MIB), timeout=0.05)
+        assert number(node, "inserts_total", outcome="refused") == 1
+        assert 3 * MIB <= number(node, "arena_handoff_bytes") <= 4 * MIB
         client.insert(key(), torch.ones(3), ttl_seconds=0.01)
         wait_until(lambda: number(node, "removals_total", reason="expired") == 1, 5.0)
 

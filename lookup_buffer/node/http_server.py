@@ -74,14 +74,14 @@ class HttpServer:
             self._loop.close()
 
     async def _serve(self, pages: Pages) -> None:
-        # Here, as a node that is starting shall not wait for the import.
-        from lookup_buffer.node.http_exchange import Exchange
-
         async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             task = asyncio.current_task()
             if task is None or len(self._exchanges) >= CONNECTIONS_MAX:
                 writer.transport.abort()
                 return
+            # Here, as it imports h11, for which a node that is starting does not wait.
+            from lookup_buffer.node.http_exchange import Exchange
+
             self._exchanges.add(task)
             try:
                 async with asyncio.timeout(EXCHANGE_SECONDS):
