@@ -162,3 +162,14 @@ def test_a_node_without_its_store_says_so(start_node: StartNode, start_server: S
     assert number(node, "store_up") == 0
     wait_until(lambda: number(node, "store_breaker_open") == 1, 10.0, "it gives it a pause")
     assert number(node, "store_failures_total") >= 3
+
+
+def test_a_node_that_has_not_joined_says_so(start_node: StartNode) -> None:
+    """One that was killed has left its beat, which the next one under its id watches first."""
+    node = start_node(http_listen=f"http://127.0.0.1:{free_port()}")
+    wait_until(lambda: get(node, "/healthz")[0] == 200, 10.0, "the node joins")
+    node.kill()
+    node.start()
+    wait_until(lambda: "not joined its fleet" in get(node, "/healthz")[2], 10.0)
+    assert get(node, "/metrics")[0] == 200
+    wait_until(lambda: get(node, "/healthz")[0] == 200, 20.0, "it takes its place")
