@@ -31,6 +31,8 @@ class ConnectorSettings(BufferConfig):
     """Whether the engine shall refuse to start when node or store cannot be reached."""
     token_file: Path | None = None
     """File with the fleet's token, instead of `token`."""
+    http_token_file: Path | None = None
+    """File with the token for `/metrics`, instead of `http_token`."""
     store_password_file: Path | None = None
     """File with the store's password, instead of `store_password`."""
     store_sentinel_password_file: Path | None = None

@@ -31,11 +31,12 @@ from store.url import parse as parse_store_url
 GIB = 1 << 30
 YEAR_SECONDS = 366 * 86_400.0
 ENVIRONMENT_PREFIX = "LOOKUP_BUFFER_"
-SECRETS = ("token", "store_password", "store_sentinel_password")
+SECRETS = ("token", "http_token", "store_password", "store_sentinel_password")
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 WILDCARDS = ("0.0.0.0", "::")
 STORE_SCHEMES = tuple(scheme for scheme in SCHEMES if scheme != "memory")
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kKmMgGtT]?)(i?[bB])?\s*")
+_HEADER_TOKEN = re.compile(r"[!-~]{1,256}")
 _SIZE_STEPS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
@@ -90,6 +91,11 @@ class BufferConfig(BaseModel):
     """Address that other nodes are told; none means the address listened on."""
     token: SecretStr | None = None
     """Secret that the nodes of a fleet share; needed to listen beyond loopback."""
+    http_listen: str | None = None
+    """Address, as `http://127.0.0.1:7731`, of `/metrics` and `/healthz`; none: not served."""
+    http_token: SecretStr | None = None
+    """Secret that who reads `/metrics` sends as `Authorization: Bearer`; needed to serve it beyond
+    loopback. Another one than `token`, by which tensors may be had."""
     record_ttl_seconds: float = Field(default=1800.0, ge=3, le=YEAR_SECONDS)
     """How long Redis keeps a record that its holder stops renewing."""
     handoff_lease_seconds: float = Field(default=10.0, gt=0, le=600)
@@ -125,6 +131,30 @@ class BufferConfig(BaseModel):
         if value is not None:
             parse_tcp(value)
         return value
+
+    @field_validator("http_listen")
+    @classmethod
+    def _http_address(cls, value: str | None) -> str | None:
+        if value is not None:
+            parse_http(value)
+        return value
+
+    @field_validator("http_token")
+    @classmethod
+    def _fits_a_header(cls, value: SecretStr | None) -> SecretStr | None:
+        if value is not None and not _HEADER_TOKEN.fullmatch(value.get_secret_value()):
+            raise ValueError("1 to 256 of the letters, digits and signs that a header can carry")
+        return value
+
+    @model_validator(mode="after")
+    def _http_guarded(self) -> "BufferConfig":
+        if self.http_listen is not None and self.http_token is None:
+            host, _ = parse_http(self.http_listen)
+            if host not in LOOPBACK:
+                raise ValueError(
+                    f"'http_token', because 'http_listen' is {self.http_listen!r} and not loopback"
+                )
+        return self
 
     @model_validator(mode="after")
     def _reachable_and_guarded(self) -> "BufferConfig":
@@ -207,9 +237,18 @@ class BufferConfig(BaseModel):
 
 def parse_tcp(address: str) -> tuple[str, int]:
     """Host and port of `tcp://host:port`; ValueError says what is allowed."""
+    return _parse(address, "tcp")
+
+
+def parse_http(address: str) -> tuple[str, int]:
+    """Host and port of `http://host:port`; ValueError says what is allowed."""
+    return _parse(address, "http")
+
+
+def _parse(address: str, scheme: str) -> tuple[str, int]:
     parts = urlsplit(address)
-    if parts.scheme != "tcp" or not parts.hostname or parts.port is None:
-        raise ValueError("an address of the form tcp://host:port")
+    if parts.scheme != scheme or not parts.hostname or parts.port is None or parts.path.strip("/"):
+        raise ValueError(f"an address of the form {scheme}://host:port")
     return parts.hostname, parts.port
 
 

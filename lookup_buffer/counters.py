@@ -8,7 +8,8 @@ import threading
 from collections import Counter
 from typing import Final
 
-from lookup_buffer.inventory import Address
+from lookup_buffer.histogram import Histogram
+from lookup_buffer.inventory import Address, Item
 
 MISS_REASONS: Final = (
     "absent",
@@ -23,6 +24,8 @@ MISS_REASONS: Final = (
 )
 FETCH_FAILURES: Final = ("stale", "checksum", "peer_failed", "no_room")
 """Why one source was passed over, whether or not another had the tensor."""
+REMOVAL_REASONS: Final = ("evicted", "expired", "invalidated")
+"""Why what may be had from here is here no more, but by its taker."""
 COUNTERS: Final = frozenset(
     {
         "hits_local",
@@ -33,13 +36,21 @@ COUNTERS: Final = frozenset(
         "handoffs_taken",
         "handoffs_returned",
         "handoffs_elsewhere",
-        "evicted",
-        "expired",
+        *REMOVAL_REASONS,
         "bytes_inserted",
         "bytes_fetched",
         "bytes_served",
+        "bytes_hit_local",
+        "bytes_hit_remote",
+        "claims_granted",
+        "claims_renewed",
+        "claims_held",
+        "claims_stored",
+        "claims_unasked",
+        "publish_written",
         "publish_refused",
         "publish_conflict",
+        "store_failures",
         "protocol_errors",
         "sessions_opened",
         *(f"misses_{reason}" for reason in MISS_REASONS),
@@ -60,6 +71,8 @@ class Counters:
         self._totals: Counter[str] = Counter()
         self._unflushed: Counter[str] = Counter()
         self._hits: Counter[Address] = Counter()
+        self.fetch_seconds = Histogram()
+        """Of fetches that brought the tensor, from the request to the verified bytes."""
 
     def add(self, name: str, amount: int = 1) -> None:
         assert name in COUNTERS, name
@@ -67,11 +80,16 @@ class Counters:
             self._totals[name] += amount
             self._unflushed[name] += amount
 
-    def hit(self, address: Address, origin: str, count: int = 1) -> None:
-        """Readers got `address`, that a client of this node stored or that was fetched."""
-        self.add("hits_local" if origin == "local" else "hits_remote", count)
+    def hit(self, item: Item, count: int = 1) -> None:
+        """Readers got `item`, that a client of this node stored or that was fetched."""
         with self._lock:
-            self._count_hits(address, count)
+            self._count_source(item, count)
+            self._count_hits(item.address, count)
+
+    def hit_handoff(self, item: Item, count: int = 1) -> None:
+        """Not by key: each is hit once, and would drive what is hit often out of the list."""
+        with self._lock:
+            self._count_source(item, count)
 
     def totals(self) -> dict[str, int]:
         with self._lock:
@@ -89,6 +107,15 @@ class Counters:
             self._unflushed.update(counters)
             for address, count in hits.items():
                 self._count_hits(address, count)
+
+    def _count_source(self, item: Item, count: int) -> None:
+        source = "local" if item.origin == "local" else "remote"
+        for name, amount in (
+            (f"hits_{source}", count),
+            (f"bytes_hit_{source}", count * item.nbytes),
+        ):
+            self._totals[name] += amount
+            self._unflushed[name] += amount
 
     def _count_hits(self, address: Address, count: int) -> None:
         if address in self._hits or len(self._hits) < HITS_KEYS_MAX:

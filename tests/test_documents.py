@@ -20,6 +20,7 @@ DOCUMENTS = (
     "ARCHITECTURE.md",
     "CONTRIBUTING.md",
     "CHANGELOG.md",
+    "docs/metrics.md",
     "docs/pipes.md",
     "docs/redis-keys.md",
     "docs/vllm.md",

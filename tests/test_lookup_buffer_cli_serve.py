@@ -6,6 +6,7 @@ import signal
 import subprocess
 import tempfile
 import threading
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -154,6 +155,27 @@ def test_secrets_come_from_files_and_show_nowhere(
     assert "vertraulich" not in said + output + errors
 
 
+def test_the_ready_line_says_where_the_metrics_are(
+    serve: Serve, directory: Path, valkey_server: EmbeddedServer
+) -> None:
+    token = directory / "http-token"
+    token.write_text("nur-fuer-zahlen\n")
+    served = serve(
+        "--store-url", valkey_server.url, "--directory", str(directory),
+        "--http-listen", "http://127.0.0.1:0", "--http-token-file", str(token),
+    )  # fmt: skip
+    _, found, rest = served.ready.partition(", metrics http://127.0.0.1:")
+    assert found, served.ready
+    url = f"http://127.0.0.1:{rest.split('/')[0]}/metrics"
+    request = urllib.request.Request(url, headers={"Authorization": "Bearer nur-fuer-zahlen"})
+    with urllib.request.urlopen(request, timeout=10.0) as page:
+        assert b"lookup_buffer_hits_total" in page.read()
+    said = Path(f"/proc/{served.process.pid}/cmdline").read_text() + served.ready
+    code, output, errors = served.end(signal.SIGTERM)
+    assert code == 0
+    assert "zahlen" not in said + output + errors
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -161,6 +183,8 @@ def test_secrets_come_from_files_and_show_nowhere(
         (("--capacity-bytes", "1000TiB"), ("capacity_bytes", "memory of this machine")),
         (("--listen", "host"), ("listen", "tcp://host:port")),
         (("--listen", "tcp://192.0.2.1:80"), ("token",)),
+        (("--http-listen", "http://0.0.0.0:7731"), ("http_token", "loopback")),
+        (("--http-token-file", "/nonexistent"), ("--http-token-file", "No such file")),
         (("--token-file", "/nonexistent"), ("--token-file", "No such file")),
         (("--config", "/nonexistent"), ("--config", "No such file")),
         (("--store-url", "http://host"), ("store_url", "redis://")),

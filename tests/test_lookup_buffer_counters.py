@@ -1,13 +1,22 @@
 """The node's counters, while nobody takes them."""
 
+import pytest
+
 from lookup_buffer.counters import HITS_KEYS_MAX, Counters
+from lookup_buffer.header import TensorHeader
+from lookup_buffer.histogram import BOUNDS_SECONDS, Histogram
+from lookup_buffer.inventory import Item
+
+
+def item_of(key: str, origin: str = "local") -> Item:
+    return Item(("ns", key), TensorHeader("uint8", (7,), 7), 0, 1, origin, 0.0, None)
 
 
 def test_hits_that_nobody_takes_are_bounded() -> None:
     counters = Counters()
     for n in range(HITS_KEYS_MAX + 10):
-        counters.hit(("ns", f"k{n}"), "local")
-    counters.hit(("ns", "k0"), "local")
+        counters.hit(item_of(f"k{n}"))
+    counters.hit(item_of("k0"))
     totals, hits = counters.take_unflushed()
     assert totals["hits_local"] == HITS_KEYS_MAX + 11
     assert len(hits) == HITS_KEYS_MAX
@@ -17,12 +26,34 @@ def test_hits_that_nobody_takes_are_bounded() -> None:
 def test_what_comes_back_is_added_and_bounded() -> None:
     counters = Counters()
     for n in range(HITS_KEYS_MAX):
-        counters.hit(("ns", f"k{n}"), "local")
+        counters.hit(item_of(f"k{n}"))
     taken = counters.take_unflushed()
-    counters.hit(("ns", "k0"), "local")
-    counters.hit(("ns", "new"), "local")
+    counters.hit(item_of("k0"))
+    counters.hit(item_of("new"))
     counters.put_back(*taken)
     totals, hits = counters.take_unflushed()
     assert totals["hits_local"] == HITS_KEYS_MAX + 2
     assert len(hits) == HITS_KEYS_MAX
     assert (hits["ns", "k0"], hits["ns", "new"]) == (2, 1)
+
+
+def test_hits_and_their_bytes_are_told_apart_by_source() -> None:
+    counters = Counters()
+    counters.hit(item_of("a"), count=3)
+    counters.hit(item_of("b", origin="node-b"))
+    counters.hit_handoff(item_of("c", origin="node-b"))
+    totals, hits = counters.take_unflushed()
+    assert (totals["hits_local"], totals["bytes_hit_local"]) == (3, 21)
+    assert (totals["hits_remote"], totals["bytes_hit_remote"]) == (2, 14)
+    assert set(hits) == {("ns", "a"), ("ns", "b")}
+
+
+def test_a_histogram_counts_what_took_at_most_so_long() -> None:
+    histogram = Histogram()
+    for seconds in (0.0004, 0.001, 0.0011, 0.3, 99.0):
+        histogram.observe(seconds)
+    counts, sum_seconds = histogram.read()
+    by_bound = dict(zip(BOUNDS_SECONDS, counts, strict=False))
+    assert (by_bound[0.001], by_bound[0.0025], by_bound[0.25], by_bound[0.5]) == (2, 3, 3, 4)
+    assert (by_bound[10.0], counts[-1]) == (4, 5)
+    assert sum_seconds == pytest.approx(99.3025)

@@ -62,7 +62,10 @@ def test_every_file_of_the_packages_is_in_it(wheel: zipfile.ZipFile) -> None:
 def test_a_plain_install_brings_neither_torch_nor_vllm(metadata: email.message.Message) -> None:
     required = [text for text in metadata.get_all("Requires-Dist", []) if "extra ==" not in text]
     names = {text.split(">")[0].split("=")[0].strip() for text in required}
-    assert names == {"hiredis", "msgpack", "pydantic", "redis", "rich", "typer", "xxhash"}
+    assert names == {
+        "h11", "hiredis", "msgpack", "prometheus-client", "pydantic", "redis", "rich", "typer",
+        "xxhash",
+    }  # fmt: skip
 
 
 def test_it_names_the_command_and_the_plugin(wheel: zipfile.ZipFile) -> None:

@@ -45,6 +45,7 @@ def configure(
     *,
     config_file: Path | None = None,
     token_file: Path | None = None,
+    http_token_file: Path | None = None,
     store_password_file: Path | None = None,
     store_sentinel_password_file: Path | None = None,
     **settings: Any,
@@ -60,6 +61,7 @@ def configure(
     _refuse_password(settings.get("store_url"))
     for name, file in (
         ("token", token_file),
+        ("http_token", http_token_file),
         ("store_password", store_password_file),
         ("store_sentinel_password", store_sentinel_password_file),
     ):

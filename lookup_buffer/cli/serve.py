@@ -21,11 +21,27 @@ from lookup_buffer.cli.options import (
 
 if TYPE_CHECKING:
     from lookup_buffer.config import BufferConfig
-    from lookup_buffer.node.identity import Identity
+    from lookup_buffer.node.node import Node
 
 StoreSeconds = Annotated[float | None, typer.Option(help="Bound on one call to the store.")]
 LeaseSeconds = Annotated[
     float | None, typer.Option(help="How long a taker may keep a hand-off from others.")
+]
+NodeSocket = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Unix socket for clients, elsewhere than in DIR."),
+]
+TokenFile = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="File with the secret that the fleet's nodes share."),
+]
+HttpListen = Annotated[
+    str | None,
+    typer.Option(metavar="ADDRESS", help="http://host:port for /metrics and /healthz."),
+]
+HttpTokenFile = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="File with the secret that who reads /metrics sends."),
 ]
 LogLevel = Annotated[
     str | None, typer.Option(metavar="LEVEL", help="error, warning; info: each hand-off taken.")
@@ -49,10 +65,7 @@ def serve(
         str | None, typer.Option(metavar="SIZE", help="Size of the arena, as 8GiB.")
     ] = None,
     directory: Directory = None,
-    node_socket: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Unix socket for clients, elsewhere than in DIR."),
-    ] = None,
+    node_socket: NodeSocket = None,
     node_id: Annotated[
         str | None, typer.Option(metavar="ID", help="Name of the node; none: made from the host's.")
     ] = None,
@@ -62,10 +75,9 @@ def serve(
     advertise: Annotated[
         str | None, typer.Option(metavar="ADDRESS", help="Address that other nodes are told.")
     ] = None,
-    token_file: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="File with the secret that the fleet's nodes share."),
-    ] = None,
+    token_file: TokenFile = None,
+    http_listen: HttpListen = None,
+    http_token_file: HttpTokenFile = None,
     record_ttl_seconds: Annotated[
         float | None, typer.Option(help="How long a record lives that nobody renews.")
     ] = None,
@@ -82,6 +94,7 @@ def serve(
     settings = configure(
         config_file=config,
         token_file=token_file,
+        http_token_file=http_token_file,
         store_password_file=store_password_file,
         store_sentinel_password_file=store_sentinel_password_file,
         store_url=store_url,
@@ -93,6 +106,7 @@ def serve(
         node_id=node_id,
         listen=listen,
         advertise=advertise,
+        http_listen=http_listen,
         record_ttl_seconds=record_ttl_seconds,
         handoff_lease_seconds=handoff_lease_seconds,
         log_level=log_level,
@@ -116,7 +130,7 @@ def _run(config: "BufferConfig", *, ends_when_idle: bool) -> None:
     try:
         with lock(directory / "node.lock", timeout=LOCK_SECONDS):
             node = Node(config, ends_when_idle=ends_when_idle)
-            node.run(path, lambda: _announce(node.identity, path, shown_url(config)))
+            node.run(path, lambda: _announce(node, path, shown_url(config)))
     except NodeUnavailable as error:
         raise _taken(directory, path) from error
 
@@ -129,7 +143,10 @@ def _taken(directory: Path, path: Path) -> CommandError:
     )
 
 
-def _announce(identity: "Identity", path: Path, store: str) -> None:
+def _announce(node: "Node", path: Path, store: str) -> None:
+    identity = node.identity
     line = f"node {identity.node} is ready: socket {path}, endpoint {identity.endpoint}"
+    if node.http_address is not None:
+        line += f", metrics {node.http_address}/metrics"
     sys.stdout.write(f"{line}, store {store}\n")
     sys.stdout.flush()

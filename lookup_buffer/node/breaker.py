@@ -20,8 +20,12 @@ class Breaker:
     _pause_seconds: float = OPEN_SECONDS_MIN
     _closed_at: float = 0.0
 
+    @property
+    def open(self) -> bool:
+        return self._failures >= FAILURES_TO_OPEN
+
     def allows(self) -> bool:
-        return self._failures < FAILURES_TO_OPEN or self.clock() >= self._closed_at
+        return not self.open or self.clock() >= self._closed_at
 
     def succeeded(self) -> None:
         self._failures = 0
@@ -29,6 +33,6 @@ class Breaker:
 
     def failed(self) -> None:
         self._failures += 1
-        if self._failures >= FAILURES_TO_OPEN:
+        if self.open:
             self._closed_at = self.clock() + self._pause_seconds
             self._pause_seconds = min(2 * self._pause_seconds, OPEN_SECONDS_MAX)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from lookup_buffer.counters import Counters
 from lookup_buffer.inventory import Address
 from lookup_buffer.messages import Claim, ReleaseClaim
 from lookup_buffer.node.arbiter import Arbiter, Ruling
@@ -95,6 +96,7 @@ class Claims:
     waiting: Waiting
     resolver: Resolver
     registrar: Registrar
+    counters: Counters
     _held: dict[tuple[Owner, Address], _Holding] = field(default_factory=dict)
     _secret: bytes = field(default_factory=lambda: secrets.token_bytes(16))
 
@@ -191,9 +193,9 @@ class Claims:
         if question.asking:
             question.look_again = True
         elif not question.wanted():
-            self._settle(question, {})
+            self._settle(question, {})  # nobody is there to be told
         elif self.shelf.holds(question.address) or self._known_elsewhere(question.address):
-            self._settle(question, STORED)
+            self._settle(question, STORED, "claims_stored")
         else:
             question.asking, question.look_again = True, False
             bound = self.loop.call_later(ANSWER_SECONDS, self._granted_unasked, question)
@@ -230,11 +232,12 @@ class Claims:
         if question.answered:
             return  # granted unasked, when the store was slow, and maybe given back since
         if stored:
-            self._settle(question, STORED)
+            self._settle(question, STORED, "claims_stored")
         elif found.granted:
-            self._settle(question, _fields("granted", found))
+            counter = "claims_renewed" if is_kept else "claims_granted"
+            self._settle(question, _fields("granted", found), counter)
         elif time.monotonic() >= question.until:
-            self._settle(question, _fields("held", found))
+            self._settle(question, _fields("held", found), "claims_held")
         else:
             if question.lease_end is not None:
                 question.lease_end.cancel()
@@ -248,9 +251,9 @@ class Claims:
         # The store may grant it yet: then it has to be given back like any other.
         self._hold(question, 0.0)
         unasked = ClaimAnswer(True, self.holder, question.state, 0.0)
-        self._settle(question, _fields("granted", unasked))
+        self._settle(question, _fields("granted", unasked), "claims_unasked")
 
-    def _settle(self, question: _Question, fields: dict[str, Any]) -> None:
+    def _settle(self, question: _Question, fields: dict[str, Any], counter: str = "") -> None:
         if question.answered:
             return
         question.answered = True
@@ -259,6 +262,7 @@ class Claims:
         if question.lease_end is not None:
             question.lease_end.cancel()
         if question.wanted():
+            self.counters.add(counter)
             question.answer(fields)
 
     def _hold(self, question: _Question, granted_seconds: float) -> None:
@@ -285,6 +289,10 @@ class Claims:
         else:
             # Nobody is told of it, so nobody would ever give it back.
             self._give_back([address], question.session)
+
+    def count_held(self) -> int:
+        """How many claims engines of this node have. From any thread."""
+        return len(self._held)
 
     def _drop(self, held: tuple[Owner, Address]) -> _Holding | None:
         holding = self._held.pop(held, None)

@@ -76,6 +76,10 @@ class Control:
         for connection in list(self._of):
             connection.end(None)
 
+    def count_sessions(self) -> int:
+        """From any thread."""
+        return len(self._sessions)
+
     def idle_seconds(self) -> float:
         """How long there has been no connection; 0 while there is one."""
         return 0.0 if self._of else time.monotonic() - self.idle_since

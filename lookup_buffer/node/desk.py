@@ -160,7 +160,7 @@ class Desk:
         if held is None and is_handoff(address[1]):
             held = self.loans.hold(address, session.id, session.ranks())
         if held is not None:
-            self.counters.hit(address, held.item.origin)
+            self.counters.hit(held.item)
         return held
 
     def _touch(self, request: Touch) -> None:
@@ -168,7 +168,7 @@ class Desk:
             address = (request.namespace, key)
             item = self.shelf.touch(address)
             if item is not None:
-                self.counters.hit(address, item.origin, count)
+                self.counters.hit(item, count)
 
     def _select(self, connection: Connection, session: Session, request: Select) -> None:
         address = (request.namespace, request.key)
@@ -302,8 +302,7 @@ class Desk:
 
     def _take(self, connection: Connection, session: Session, request: Take) -> None:
         def answer(held: Held, token: int, lease_seconds: float) -> None:
-            # Not by key: each is hit once, and would drive what is hit often out of the list.
-            self.counters.add("hits_local" if held.item.origin == "local" else "hits_remote")
+            self.counters.hit_handoff(held.item)
             taken = {"token": token, "lease_seconds": lease_seconds}
             _reply(connection, request, self._resident(held) | taken)
 

@@ -7,6 +7,7 @@ the next; how it failed is counted, and told to the store where people could not
 """
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -116,6 +117,7 @@ class Fetcher:
             return Fetched(None, "peer_failed")
 
     def _transfer(self, address: Address, location: Location, endpoint: str, loan: bool) -> Held:
+        started = time.monotonic()
         with self._link(endpoint) as link:
             namespace, key = address
             request = {
@@ -140,6 +142,7 @@ class Fetcher:
                 raise
         ticket = self.shelf.commit(item, header.checksum, FETCH_OWNER)
         self.counters.add("bytes_fetched", item.nbytes)
+        self.counters.fetch_seconds.observe(time.monotonic() - started)
         return Held(ticket, item)
 
     def _checked(

@@ -10,6 +10,7 @@ clients → control → desk → intake → shelf             (loop's thread, lb
                      └→ announcements → owners         (loop's thread)
 other nodes → peer server → shelf                      (lb-peer, one a connection)
                   └→ askers → handoffs                 (loop's thread)
+Prometheus, probes → http server → vitals              (lb-http)
 """
 
 import asyncio
@@ -39,6 +40,8 @@ from lookup_buffer.node.directory import Directory
 from lookup_buffer.node.fetcher import Fetcher
 from lookup_buffer.node.grants import Grants
 from lookup_buffer.node.handoffs import Handoffs
+from lookup_buffer.node.http_pages import pages_of
+from lookup_buffer.node.http_server import HttpServer
 from lookup_buffer.node.identity import Identity
 from lookup_buffer.node.intake import Intake
 from lookup_buffer.node.loans import Loans
@@ -54,6 +57,7 @@ from lookup_buffer.node.resolver import Resolver
 from lookup_buffer.node.shelf import Shelf
 from lookup_buffer.node.storage import Storage
 from lookup_buffer.node.takings import Takings
+from lookup_buffer.node.vitals import Vitals
 from lookup_buffer.node.waiting import Waiting
 
 SWITCH_SECONDS = 0.0005
@@ -88,6 +92,7 @@ class Node:
             self._shelf, self._counters, token, self._missed, self._admit_asker
         )
         self._identity = self._listen_to_peers()
+        self._http = self._listen_to_observers()
         self._storage = Storage(config)
         self._directory = directory = Directory(self._identity.node)
         self._elsewhere = Elsewhere()
@@ -118,6 +123,10 @@ class Node:
             self._elsewhere,
             config.expectations(),
         )
+        self._vitals = Vitals(
+            self._identity, self._counters, self._shelf, self._registrar, directory, self._claims,
+            self._control,
+        )  # fmt: skip
 
     def _ways_to_the_store(self, mirror: bool, directory: Directory) -> tuple[Locator, Arbiter]:
         """Who has a key, and who may produce it."""
@@ -138,7 +147,8 @@ class Node:
             waiting.arrived(address)
 
         self._claims = Claims(
-            loop, self._arbiter, self._identity, shelf, waiting, resolver, self._registrar
+            loop, self._arbiter, self._identity, shelf, waiting, resolver, self._registrar,
+            self._counters,
         )  # fmt: skip
         arrivals = Arrivals(loop, shelf, handoffs, waiting)
         self._intake = Intake(
@@ -169,6 +179,11 @@ class Node:
     def identity(self) -> Identity:
         return self._identity
 
+    @property
+    def http_address(self) -> str | None:
+        """Where `/metrics` is served; None where it is not."""
+        return None if self._http is None else self._http.address
+
     def run(self, socket_path: Path, on_ready: Callable[[], None] = lambda: None) -> None:
         """Serve until told to stop. The caller holds the lock on the runtime directory.
 
@@ -189,8 +204,10 @@ class Node:
         self._registrar.start()
         self._control.listen(socket_path)
         self._shelf.arena.populate_in_background(skip_bytes=first)
+        if self._http is not None:
+            self._http.start(pages_of(self._vitals))
         self._loop.call_soon(on_ready)
-        self._loop.call_later(DEATH_CHECK_SECONDS, self._check_deaths)
+        self._check_deaths()
         if self._ends_when_idle:
             self._loop.call_later(IDLE_CHECK_SECONDS, self._check_idle)
         try:
@@ -207,6 +224,7 @@ class Node:
         call_from_thread(self._loop, self._loop.stop)
 
     def _check_deaths(self) -> None:
+        self._vitals.tick()
         self._directory.tick()
         self._locator.tick()
         self._owners.tick()
@@ -242,7 +260,23 @@ class Node:
             ) from error
         return Identity.create(config.node_id, config.advertise or endpoint)
 
+    def _listen_to_observers(self) -> HttpServer | None:
+        config = self._config
+        if config.http_listen is None:
+            return None
+        http = HttpServer(config.http_token.get_secret_value() if config.http_token else None)
+        try:
+            http.listen(config.http_listen)
+        except OSError as error:
+            raise ConfigError(
+                f"setting 'http_listen' is {config.http_listen!r}: {error.strerror}; "
+                "allowed: a free address of this host"
+            ) from error
+        return http
+
     def _close(self) -> None:
+        if self._http is not None:
+            self._http.close()
         self._control.close()
         self._peers.close()
         self._askers.close()

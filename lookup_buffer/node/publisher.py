@@ -120,6 +120,8 @@ class Publisher:
             if publishing.sole:
                 reports.append((change.address, publishing.location.generation, outcome))
             match outcome:
+                case Publication.ADDED | Publication.PRESENT:
+                    self.counters.add("publish_written")
                 case Publication.FULL:
                     full.append(publishing)
                 case Publication.UNREACHED:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from lookup_buffer.counters import Counters
+from lookup_buffer.counters import REMOVAL_REASONS, Counters
 from lookup_buffer.errors import ConfigError
 from lookup_buffer.inventory import Address
 from lookup_buffer.node.backlog import AGAIN_PER_SECOND_MAX, Backlog, Change
@@ -66,6 +66,7 @@ class Registrar:
     _heartbeat: Heartbeat = field(init=False)
     _invalidations: Invalidations = field(init=False)
     _troubles: Troubles = field(init=False)
+    _breaker: Breaker = field(init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _wake: threading.Event = field(default_factory=threading.Event)
     _closing: threading.Event = field(default_factory=threading.Event)
@@ -82,6 +83,7 @@ class Registrar:
         self._heartbeat = Heartbeat(self.identity, self.clock)
         self._invalidations = Invalidations(self.shelf, self.clock)
         self._troubles = Troubles(self.clock)
+        self._breaker = Breaker(self.clock)
         self._publisher = Publisher(
             self.shelf, self.directory, self.identity, self.counters, self._backlog,
             self.record_ttl_seconds, self.report, self.clock,
@@ -103,7 +105,7 @@ class Registrar:
         `claim_token` is of the claim under which it was produced, which its publication drops;
         `void` are locations of nodes that do not have it, which are withdrawn before.
         """
-        if reason in ("evicted", "expired"):
+        if reason in REMOVAL_REASONS:
             self.counters.add(reason)
         self._backlog.add(Change(address, reason, claim_token, void))
         self._wake.set()
@@ -120,6 +122,16 @@ class Registrar:
         """How many addresses are still to be written."""
         return len(self._backlog)
 
+    @property
+    def breaker_open(self) -> bool:
+        """Whether the store failed so often that it is left alone for a moment."""
+        return self._breaker.open
+
+    @property
+    def established(self) -> bool:
+        """Whether this node beats under its id, so that others can find what it holds."""
+        return self._heartbeat.established
+
     def close(self) -> None:
         """Leave the fleet: flush what can be flushed and take the beat back. Bounded."""
         self._closing.set()
@@ -130,24 +142,24 @@ class Registrar:
     # -- the thread
 
     def _run(self) -> None:
-        breaker = Breaker(self.clock)
+        breaker = self._breaker
         self._walked_at = self._beat_at = self.clock()
         while not self._closing.is_set():
             try:
-                self._wait(breaker)
+                self._wait()
                 if breaker.allows():
                     self._take_turn(self.storage.store())
                     self.store_up, self.failing = True, False
                     breaker.succeeded()
             except StoreError as error:
-                self._failed(breaker)
+                self._failed()
                 self._troubles.tell("what this node holds is not kept up in the store", error)
                 self._revive()
             except ConfigError as error:
                 self.give_up(error)
                 return  # and leave nothing: what stands there is another's
             except Exception as error:  # noqa: BLE001 -- top of a thread that others live by
-                self._failed(breaker)
+                self._failed()
                 self._troubles.tell_bug("the registrar failed and goes on", error)
         self._leave()
 
@@ -159,16 +171,17 @@ class Registrar:
             self._describe(store)
             self._publisher.write(store, until=self._beat_at)
 
-    def _failed(self, breaker: Breaker) -> None:
+    def _failed(self) -> None:
         self.store_up, self.failing = False, True
-        breaker.failed()
+        self.counters.add("store_failures")
+        self._breaker.failed()
 
     def _revive(self) -> None:
         with self._troubles.told("the embedded server", StoreError):
             self.storage.revive()  # else tried again with the next turn
 
-    def _wait(self, breaker: Breaker) -> None:
-        if not breaker.allows():
+    def _wait(self) -> None:
+        if not self._breaker.allows():
             self._closing.wait(0.05)
             return
         seconds = self._beat_at - self.clock()

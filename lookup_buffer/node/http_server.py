@@ -1,0 +1,100 @@
+"""The node's HTTP listener: `/metrics` and `/healthz`, for who looks on from outside.
+
+One thread with a loop of its own, so that nobody who reads here, or hangs, holds up the node's. A
+connection is one request and its answer, within a deadline; there is a bounded number of them, and
+what comes beyond is closed unheard. Pages are made on this thread: they take what other threads
+count, under locks that are held for bookkeeping only.
+"""
+
+import asyncio
+import socket
+import threading
+from collections.abc import Callable, Mapping
+
+from lookup_buffer.config import parse_http
+from lookup_buffer.node.http_page import Page, Request
+from lookup_buffer.node.loop import call_from_thread
+
+CONNECTIONS_MAX = 32
+EXCHANGE_SECONDS = 5.0
+"""For a request to arrive and its answer to be taken, however slowly it comes."""
+CLOSE_SECONDS = 5.0
+
+Pages = Mapping[str, Callable[[Request], Page]]
+"""What is served, by path. Called on the listener's thread; must not wait."""
+
+
+class HttpServer:
+    """`listen`, `start` and `close` on the node's thread."""
+
+    def __init__(self, token: str | None) -> None:
+        self._token = token
+        self.address = ""
+        """Where it listens, with the port that was really taken."""
+        self._socket: socket.socket | None = None
+        self._thread: threading.Thread | None = None
+        self._loop = asyncio.new_event_loop()
+        self._closing = asyncio.Event()
+        self._exchanges: set[asyncio.Task[None]] = set()
+
+    def listen(self, address: str) -> None:
+        """Bind.
+
+        Raises:
+            OSError: the address is taken or not ours.
+        """
+        host, port = parse_http(address)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.create_server((host, port), family=family, backlog=CONNECTIONS_MAX)
+        shown = f"[{host}]" if family == socket.AF_INET6 else host
+        self.address = f"http://{shown}:{self._socket.getsockname()[1]}"
+
+    def start(self, pages: Pages) -> None:
+        """Answer, on a thread of its own, from now on."""
+        self._thread = threading.Thread(target=self._run, args=(pages,), name="lb-http")
+        self._thread.daemon = True
+        self._thread.start()
+
+    def close(self) -> None:
+        """Idempotent, bounded."""
+        if self._thread is not None:
+            call_from_thread(self._loop, self._closing.set)
+            self._thread.join(CLOSE_SECONDS)
+        elif not self._loop.is_closed():
+            self._loop.close()
+        if self._socket is not None:
+            self._socket.close()
+
+    # -- the thread
+
+    def _run(self, pages: Pages) -> None:
+        try:
+            self._loop.run_until_complete(self._serve(pages))
+        finally:
+            self._loop.close()
+
+    async def _serve(self, pages: Pages) -> None:
+        async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            task = asyncio.current_task()
+            if task is None or len(self._exchanges) >= CONNECTIONS_MAX:
+                writer.transport.abort()
+                return
+            # Here, as it imports h11, for which a node that is starting does not wait.
+            from lookup_buffer.node.http_exchange import Exchange
+
+            self._exchanges.add(task)
+            try:
+                async with asyncio.timeout(EXCHANGE_SECONDS):
+                    await Exchange(reader, writer, pages, self._token).hold()
+            except (OSError, TimeoutError, asyncio.CancelledError):
+                pass  # who asked has left or was too slow, or the node ends: and so does this
+            finally:
+                self._exchanges.discard(task)
+                writer.transport.abort()
+
+        server = await asyncio.start_server(connected, sock=self._socket)
+        await self._closing.wait()
+        server.close()
+        for task in self._exchanges:
+            task.cancel()
+        await asyncio.gather(*self._exchanges, return_exceptions=True)

@@ -1,0 +1,55 @@
+"""How the node fares, for who looks on: its gauges, and whether it is well. From any thread."""
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+from lookup_buffer.counters import Counters
+from lookup_buffer.node.claims import Claims
+from lookup_buffer.node.control import Control
+from lookup_buffer.node.directory import Directory
+from lookup_buffer.node.identity import Identity
+from lookup_buffer.node.registrar import Registrar
+from lookup_buffer.node.shelf import Shelf
+
+STALLED_SECONDS = 2.0
+"""The loop says four times a second that it runs; so late, clients have given up."""
+
+
+@dataclass(slots=True)
+class Vitals:
+    identity: Identity
+    counters: Counters
+    shelf: Shelf
+    registrar: Registrar
+    directory: Directory
+    claims: Claims
+    control: Control
+    clock: Callable[[], float] = time.monotonic
+    _ticked_at: float = 0.0
+
+    def tick(self) -> None:
+        """The node's loop runs."""
+        self._ticked_at = self.clock()
+
+    def gauges(self) -> dict[str, int]:
+        """What is now."""
+        return {
+            **asdict(self.shelf.gauges()),
+            "unpublished": self.registrar.pending(),
+            "store_up": int(self.registrar.store_up),
+            "store_breaker_open": int(self.registrar.breaker_open),
+            "nodes_alive": self.directory.count_alive(),
+            "claims": self.claims.count_held(),
+            "sessions": self.control.count_sessions(),
+        }
+
+    def ailment(self) -> str:
+        """Why the node is not of full use; "" where it is."""
+        if self.clock() - self._ticked_at > STALLED_SECONDS:
+            return "the node does not answer its clients"
+        if not self.registrar.store_up:
+            return "the store is not reached: only what this host holds is found"
+        if not self.registrar.established:
+            return "the node has not joined its fleet yet: another one may live under its id"
+        return ""

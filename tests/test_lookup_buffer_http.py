@@ -1,0 +1,247 @@
+"""The node's HTTP listener against whoever says anything to it, and its settings."""
+
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import pytest
+
+from lookup_buffer.config import BufferConfig
+from lookup_buffer.errors import ConfigError
+from lookup_buffer.node.http_exchange import REQUEST_BYTES_MAX
+from lookup_buffer.node.http_server import CONNECTIONS_MAX, EXCHANGE_SECONDS
+from nodes import NodeProcess, Nodes, StartNode, wait_until
+from observing import ANSWER_SECONDS, address_of, free_port, get
+from store import EmbeddedServer
+
+TOKEN = "nur-fuer-uns"
+
+
+@pytest.fixture(scope="module")
+def node(valkey_server: EmbeddedServer) -> Iterator[NodeProcess]:
+    nodes = Nodes(valkey_server.url)
+    node = nodes(http_listen=f"http://127.0.0.1:{free_port()}")
+    wait_until(lambda: get(node, "/healthz")[0] == 200, 10.0, "the node joins")
+    yield node
+    nodes.end()
+
+
+@pytest.fixture(scope="module")
+def guarded(valkey_server: EmbeddedServer) -> Iterator[NodeProcess]:
+    nodes = Nodes(valkey_server.url)
+    yield nodes(http_listen=f"http://127.0.0.1:{free_port()}", http_token=TOKEN)
+    nodes.end()
+
+
+@contextmanager
+def connected(node: NodeProcess) -> Iterator[socket.socket]:
+    with socket.create_connection(address_of(node), timeout=ANSWER_SECONDS) as bare:
+        yield bare
+
+
+def say(node: NodeProcess, data: bytes, *, more: bool = False) -> bytes:
+    """All that is answered to `data`; the end of what we say is said too, unless there is more."""
+    with connected(node) as bare:
+        with suppress(OSError):  # it may have heard enough
+            bare.sendall(data)
+            if not more:
+                bare.shutdown(socket.SHUT_WR)
+        answer = b""
+        with suppress(ConnectionResetError):
+            while part := bare.recv(65536):
+                answer += part
+        return answer
+
+
+def status_of(answer: bytes) -> int:
+    return int(answer.split(b" ", 2)[1])
+
+
+def test_a_scrape_is_one_request_and_the_end(node: NodeProcess) -> None:
+    status, headers, text = get(node, "/metrics?x=1")
+    assert status == 200
+    assert headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
+    assert headers["Connection"] == "close"
+    assert int(headers["Content-Length"]) == len(text.encode())
+    accept = {"Accept": "application/openmetrics-text;version=1.0.0,text/plain;q=0.5"}
+    status, headers, text = get(node, "/metrics", accept)
+    assert headers["Content-Type"].startswith("application/openmetrics-text; version=1.0.0")
+    assert text.endswith("# EOF\n")
+
+
+@pytest.mark.parametrize(
+    ("request_line", "status"),
+    [
+        (b"GET / HTTP/1.1", 404),
+        (b"GET /metrics/.. HTTP/1.1", 404),
+        (b"POST /metrics HTTP/1.1", 405),
+        (b"HEAD /metrics HTTP/1.1", 405),
+        (b"DELETE /healthz HTTP/1.1", 405),
+        (b"GET /healthz HTTP/1.0", 200),
+        (b"GET http://127.0.0.1/metrics HTTP/1.1", 404),
+    ],
+)
+def test_only_get_of_what_there_is(node: NodeProcess, request_line: bytes, status: int) -> None:
+    answer = say(node, request_line + b"\r\nHost: localhost\r\n\r\n")
+    assert status_of(answer) == status
+    assert (b"\r\nAllow: GET\r\n" in answer) == (status == 405)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(500),  # who speaks TLS
+        b"LB01" + bytes(60),  # who takes it for the nodes' port
+        b"GET /metrics\r\n\r\n",
+        b"GET /metrics HTTP/1.1\r\n\r\n",  # no host
+        b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nno colon\r\n\r\n",
+        b"GET /metrics HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n",
+        b"\r\n" * 100 + b"\0\r\n\r\n",
+    ],
+)
+def test_garbage_is_refused(node: NodeProcess, data: bytes) -> None:
+    assert status_of(say(node, data)) == 400
+    assert get(node, "/healthz")[0] == 200
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"GET /" + b"x" * (4 * REQUEST_BYTES_MAX),
+        b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n" + b"X: y\r\n" * REQUEST_BYTES_MAX,
+    ],
+)
+def test_no_end_of_a_request_is_waited_for_beyond_a_bound(node: NodeProcess, data: bytes) -> None:
+    before = time.monotonic()
+    assert status_of(say(node, data, more=True)) == 431
+    assert time.monotonic() - before < 2 * EXCHANGE_SECONDS + 5
+    assert get(node, "/healthz")[0] == 200
+
+
+def test_who_is_slow_loses_only_his_own_connection(node: NodeProcess) -> None:
+    """As many as may be at once, a byte now and then, until the deadline ends each of them."""
+    files = f"/proc/{node.pid}/fd"
+    threads = f"/proc/{node.pid}/task"
+    assert get(node, "/metrics")[0] == 200
+    before = (len(os.listdir(files)), len(os.listdir(threads)))
+    slow = [socket.create_connection(address_of(node)) for _ in range(2 * CONNECTIONS_MAX)]
+    try:
+        began = time.monotonic()
+        for each in slow:
+            with suppress(OSError):
+                each.sendall(b"GET /metrics HTTP/1.1\r\n")
+        with node.client() as client:  # meanwhile the node has time for its clients
+            assert client.stats()["sessions_opened"] >= 1
+        for each in slow:
+            each.settimeout(3 * EXCHANGE_SECONDS)
+            with suppress(ConnectionResetError):
+                assert each.recv(1) == b""
+        assert time.monotonic() - began < 3 * EXCHANGE_SECONDS
+    finally:
+        for each in slow:
+            each.close()
+    assert get(node, "/metrics")[0] == 200
+    wait_until(lambda: len(os.listdir(files)) <= before[0] + 3, 10.0, "its files are closed")
+    assert len(os.listdir(threads)) <= before[1]
+
+
+def test_who_takes_no_answer_is_cut_off(node: NodeProcess) -> None:
+    """He asked, and neither reads nor leaves."""
+    with connected(node) as bare:
+        bare.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        began = time.monotonic()
+        bare.settimeout(3 * EXCHANGE_SECONDS)
+        with suppress(ConnectionResetError):
+            while bare.recv(65536):
+                pass
+            bare.settimeout(3 * EXCHANGE_SECONDS)
+        assert time.monotonic() - began < 3 * EXCHANGE_SECONDS
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("localhost", 200), ("LOCALHOST:7731", 200), ("127.0.0.1:80", 200), ("[::1]:80", 200),
+        ("rebound.example", 421), ("127.0.0.1.rebound.example:7731", 421), ("", 421),
+    ],
+)  # fmt: skip
+def test_without_a_token_only_names_of_loopback_are_answered(
+    node: NodeProcess, host: str, status: int
+) -> None:
+    """A page of the web could have its own name resolved to 127.0.0.1."""
+    answer = say(node, b"GET /metrics HTTP/1.1\r\nHost: %s\r\n\r\n" % host.encode())
+    assert status_of(answer) == status
+
+
+@pytest.mark.parametrize(
+    ("said", "status"),
+    [
+        (f"Bearer {TOKEN}", 200),
+        ("", 401),
+        ("Bearer", 401),
+        (f"Bearer {TOKEN}x", 401),
+        (f"Bearer {TOKEN[:-1]}", 401),
+        (f"Basic {TOKEN}", 401),
+        ("Bearer \xfc\xdf", 401),
+    ],
+)
+def test_the_token_opens_the_metrics(guarded: NodeProcess, said: str, status: int) -> None:
+    header = b"Authorization: %s\r\n" % said.encode("latin-1")
+    answer = say(guarded, b"GET /metrics HTTP/1.1\r\nHost: any.where\r\n%s\r\n" % header)
+    assert status_of(answer) == status
+    assert (b"lookup_buffer_hits_total" in answer) == (status == 200)
+    assert (b"WWW-Authenticate: Bearer" in answer) == (status == 401)
+    assert TOKEN.encode() not in answer
+
+
+def test_a_probe_needs_no_token_and_hears_one_line(guarded: NodeProcess) -> None:
+    wait_until(lambda: get(guarded, "/healthz")[0] == 200, 10.0, "the node joins")
+    assert get(guarded, "/healthz")[2] == "ok\n"
+
+
+def test_a_node_ends_while_somebody_is_connected(start_node: StartNode) -> None:
+    node = start_node(http_listen=f"http://127.0.0.1:{free_port()}")
+    assert get(node, "/metrics")[0] == 200
+    with connected(node) as idle, connected(node) as halfway:
+        halfway.sendall(b"GET /metr")
+        assert node.terminate() == 0
+        assert idle.recv(1) == b""
+
+
+def test_a_port_that_is_taken_ends_the_start_and_names_the_setting(start_node: StartNode) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(AssertionError, match=r"'http_listen' is .*allowed: a free address"):
+            start_node(http_listen=address)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"http_listen": "127.0.0.1:7731"}, ["http_listen", "http://host:port"]),
+        ({"http_listen": "tcp://127.0.0.1:7731"}, ["http_listen", "http://host:port"]),
+        ({"http_listen": "http://127.0.0.1"}, ["http_listen", "http://host:port"]),
+        ({"http_listen": "http://127.0.0.1:7731/metrics"}, ["http_listen", "http://host:port"]),
+        ({"http_listen": "http://0.0.0.0:7731"}, ["http_token", "http_listen", "loopback"]),
+        ({"http_listen": "http://10.0.0.1:7731"}, ["http_token", "not loopback"]),
+        ({"http_token": "zwei Worte"}, ["http_token", "hidden"]),
+        ({"http_token": ""}, ["http_token", "hidden"]),
+    ],
+)
+def test_wrong_settings_are_named(settings: dict[str, str], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as raised:
+        BufferConfig.of(settings)
+    for word in words:
+        assert word in str(raised.value)
+    assert "Worte" not in str(raised.value)
+
+
+def test_nothing_is_served_unless_it_is_asked_for() -> None:
+    assert BufferConfig.of({}).http_listen is None
+
+
+def test_beyond_loopback_with_a_token_is_allowed() -> None:
+    config = BufferConfig.of({"http_listen": "http://0.0.0.0:7731", "http_token": TOKEN})
+    assert TOKEN not in repr(config)
