@@ -55,6 +55,18 @@ class PipeLimitsContract:
         assert same(b.recv_tensor(), block(LARGE, 2))
         assert same(b.recv_tensor(), block(LARGE, 4)), "the third was not sent"
 
+    def test_what_was_refused_at_once_is_never_seen(self, make_ends: MakeEnds) -> None:
+        """Nor is the next message taken for it, by who receives into memory of his own."""
+        a, b = make_ends(PipeLimits(buffer_bytes=LARGE))
+        tensor, out = block(SMALL, 3), torch.zeros_like(block(SMALL, 3))
+        a.send_tensor(tensor, "another")
+        for _ in range(100):
+            with pytest.raises(BufferFull):
+                a.send_tensor(block(LARGE, 2), "key", timeout=0.0)
+            a.send_tensor(tensor, "key", timeout=SOON_SECONDS)
+            assert b.recv_tensor("key", timeout=SOON_SECONDS, out=out) is out
+            assert same(out, tensor)
+
     def test_none_and_nothing_are_finitely_many(self, make_ends: MakeEnds) -> None:
         a, _ = make_ends(PipeLimits(buffer_bytes=4096))
         with pytest.raises(BufferFull):

@@ -81,6 +81,8 @@ class Outbox:
                 raise
             if copying:
                 self._copy_offered(out, bytes_of)
+        elif deadline <= time.monotonic():  # not offered: who reads it now would find it withdrawn
+            raise self._no_room(header.nbytes)
         else:
             out = Outgoing(key, bytes_of.lent(), cost)
             self._offer(out, header)
@@ -128,7 +130,7 @@ class Outbox:
                         out.charged = True
                         break
                     if not self._changed.wait(deadline - time.monotonic()):
-                        raise BufferFull(f"no room for {len(out.memory)} bytes in time")
+                        raise self._no_room(len(out.memory))
             except LookupBufferError:
                 if not (out.over or out.pulled):
                     self._messages.pop(out.number, None)
@@ -143,6 +145,9 @@ class Outbox:
             while not out.over:  # once it is under way it ends by itself, or with the link
                 self._check_link()
                 self._changed.wait()
+
+    def _no_room(self, nbytes: int) -> BufferFull:
+        return BufferFull(f"no room for {nbytes} bytes in time")
 
     def _copy(self, bytes_of: "Bytes") -> tuple[memoryview, int | None]:
         """Where it lies, and how the other end calls that place."""
