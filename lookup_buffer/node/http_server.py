@@ -104,3 +104,5 @@ class HttpServer:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        for _ in range(ACCEPT_TURNS):
+            await asyncio.sleep(0)  # until the sockets of those are closed
