@@ -1,6 +1,6 @@
 """What it costs a node to be scraped: the same work with and without, by turns.
 
-The work is round trips that the node's loop answers: an insert of 4 KiB, and a `view` of it. For
+The work is round trips that the loop answers: an insert of 256 bytes, and a `view` of it. For
 each window of some seconds, round trips a second, and processor time of the node for each; then
 medians of the windows' ratios, scraped over not. It is scraped twenty times a second, for what one
 scrape a second costs is lost in the noise; that is a twentieth (`each_second`). Processor time is
@@ -69,7 +69,7 @@ def scrape_until(url: str, stop: threading.Event) -> None:
 
 
 def work(buffer: LookupBuffer, pid: int, seconds: float) -> Window:
-    value, count = torch.zeros(4096, dtype=torch.uint8), 0
+    value, count = torch.zeros(256, dtype=torch.uint8), 0
     busy, started = processor_seconds(pid), time.perf_counter()
     while time.perf_counter() - started < seconds:
         key = TensorKey(f"scrapes-{time.monotonic_ns()}")

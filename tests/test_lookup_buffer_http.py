@@ -1,17 +1,20 @@
 """The node's HTTP listener against whoever says anything to it, and its settings."""
 
+import gc
 import os
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import pytest
 
 from lookup_buffer.config import BufferConfig
 from lookup_buffer.errors import ConfigError
 from lookup_buffer.node.http_exchange import REQUEST_BYTES_MAX
-from lookup_buffer.node.http_server import CONNECTIONS_MAX, EXCHANGE_SECONDS
+from lookup_buffer.node.http_server import CONNECTIONS_MAX, EXCHANGE_SECONDS, HttpServer
 from nodes import NodeProcess, Nodes, StartNode, wait_until
 from observing import ANSWER_SECONDS, address_of, free_port, get
 from store import EmbeddedServer
@@ -208,6 +211,30 @@ def test_a_node_ends_while_somebody_is_connected(start_node: StartNode) -> None:
         halfway.sendall(b"GET /metr")
         assert node.terminate() == 0
         assert idle.recv(1) == b""
+
+
+def test_who_connects_while_it_ends_leaves_nothing(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At whatever moment the end comes: before a connection was heard of, or in its midst."""
+    lost: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", lost.append)
+    for turn in range(200):
+        server = HttpServer(None)
+        server.listen("http://127.0.0.1:0")
+        server.start({})
+        host, port = server.address.removeprefix("http://").split(":")
+        came = [socket.create_connection((host, int(port))) for _ in range(3)]
+        came[0].sendall(b"GET /x HT")
+        if turn % 2:
+            time.sleep(0.0002 * (turn % 7))
+        server.close()
+        for each in came:
+            each.close()
+    gc.collect()
+    # A socket of the very last turn is closed by the collector; the process ends anyway.
+    assert not [one for one in lost if one.exc_type is not ResourceWarning]
+    assert not caplog.records
 
 
 def test_a_port_that_is_taken_ends_the_start_and_names_the_setting(start_node: StartNode) -> None:

@@ -19,6 +19,9 @@ CONNECTIONS_MAX = 32
 EXCHANGE_SECONDS = 5.0
 """For a request to arrive and its answer to be taken, however slowly it comes."""
 CLOSE_SECONDS = 5.0
+ACCEPT_TURNS = 5
+"""So many turns of the loop at most after it was accepted a connection has begun, and sees that the
+node ends; one that has not yet begun cannot be cancelled without a word in the log."""
 
 Pages = Mapping[str, Callable[[Request], Page]]
 """What is served, by path. Called on the listener's thread; must not wait."""
@@ -35,7 +38,8 @@ class HttpServer:
         self._thread: threading.Thread | None = None
         self._loop = asyncio.new_event_loop()
         self._closing = asyncio.Event()
-        self._exchanges: set[asyncio.Task[None]] = set()
+        self._held = 0
+        """How many connections there are."""
 
     def listen(self, address: str) -> None:
         """Bind.
@@ -75,26 +79,30 @@ class HttpServer:
 
     async def _serve(self, pages: Pages) -> None:
         async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            task = asyncio.current_task()
-            if task is None or len(self._exchanges) >= CONNECTIONS_MAX:
+            if self._held >= CONNECTIONS_MAX or self._closing.is_set():
                 writer.transport.abort()
                 return
             # Here, as it imports h11, for which a node that is starting does not wait.
             from lookup_buffer.node.http_exchange import Exchange
 
-            self._exchanges.add(task)
+            self._held += 1
             try:
                 async with asyncio.timeout(EXCHANGE_SECONDS):
                     await Exchange(reader, writer, pages, self._token).hold()
             except (OSError, TimeoutError, asyncio.CancelledError):
                 pass  # who asked has left or was too slow, or the node ends: and so does this
             finally:
-                self._exchanges.discard(task)
+                self._held -= 1
                 writer.transport.abort()
 
         server = await asyncio.start_server(connected, sock=self._socket)
         await self._closing.wait()
         server.close()
-        for task in self._exchanges:
+        for _ in range(ACCEPT_TURNS):
+            await asyncio.sleep(0)
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._exchanges, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for _ in range(ACCEPT_TURNS):
+            await asyncio.sleep(0)  # until the sockets of those are closed
