@@ -127,8 +127,9 @@ class PairLink:
             return self._link.wait_readable(timeout, wait)
 
     @property
-    def descriptor(self) -> int:
-        return self._link.descriptor
+    def descriptor(self) -> int | None:
+        """None: bytes come through the communicator, whose turns the reading thread is to take."""
+        return None
 
     def recv_header(self, timeout: float) -> Frame:
         with self._telling_why():
