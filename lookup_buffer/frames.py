@@ -4,7 +4,6 @@
 Threads, deadlines and errors are as `Link` says.
 """
 
-from collections.abc import Callable
 from typing import Protocol
 
 from lookup_buffer.wire import Frame, Header
@@ -28,29 +27,9 @@ class Frames(Protocol):
 
     def recv_header(self, timeout: float) -> Frame: ...
 
-    def peek(self) -> Frame | None:
-        """What `recv_header` returns next, if that has come; waits for nothing."""
-        ...
-
     def recv_into(self, buffer: memoryview, *, timeout: float) -> None: ...
 
-    def has_come(self, nbytes: int) -> bool:
-        """Whether so many bytes that follow what `peek` returned can be received at once."""
-        ...
-
-    @property
-    def holds_more(self) -> bool:
-        """Whether it holds something that it has read and nobody has received."""
-        ...
-
-    def wait_readable(
-        self, timeout: float, wait: Callable[[float], bool] | None = None
-    ) -> bool: ...
-
-    @property
-    def descriptor(self) -> int | None:
-        """What can be polled while it is in use, where there is such."""
-        ...
+    def wait_readable(self, timeout: float) -> bool: ...
 
     def begin(
         self, header: Header, payload: memoryview | None = None, before: Header | None = None

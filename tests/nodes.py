@@ -189,6 +189,12 @@ def node_pair(valkey_server: EmbeddedServer) -> Iterator[tuple[NodeProcess, Node
     nodes.end()
 
 
+def with_store(*nodes: NodeProcess) -> None:
+    """Wait until they have opened the store: before, they grant every claim unasked."""
+    for node in nodes:
+        wait_until(lambda node=node: node.stats()["store_up"], 15.0)  # type: ignore[misc]
+
+
 def wait_until(condition: Callable[[], object], seconds: float, what: str = "") -> float:
     """Poll until `condition()`; the answer is the seconds it took. Fails when time is up."""
     started = time.monotonic()

@@ -12,7 +12,7 @@ from lookup_buffer.claimed import ClaimOutcome, ClaimSetState
 from lookup_buffer.client import EngineSeat
 from lookup_buffer.prefetched import PrefetchState
 from mirrors import kill_lanes
-from nodes import NodeProcess, StartNode, key, wait_until
+from nodes import NodeProcess, StartNode, key, wait_until, with_store
 from servers import command
 from store import EmbeddedServer, layout
 
@@ -21,8 +21,7 @@ Pair = tuple[NodeProcess, NodeProcess]
 
 @pytest.fixture(scope="module")
 def node_pair(node_pair: Pair) -> Pair:
-    for node in node_pair:
-        wait_until(lambda node=node: node.stats()["store_up"], 15.0)  # type: ignore[misc]
+    with_store(*node_pair)
     return node_pair
 
 

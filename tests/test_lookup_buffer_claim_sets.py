@@ -16,7 +16,7 @@ from lookup_buffer.node.claim_sets import ClaimSets
 from lookup_buffer.node.session import Session
 from lookup_buffer.node.waiting import Waiting
 from lookup_buffer.prefetched import PrefetchState
-from nodes import ClientProcess, NodeProcess, StartNode, wait_until
+from nodes import ClientProcess, NodeProcess, StartNode, wait_until, with_store
 from servers import StartServer, frozen
 from store import ClaimState, EmbeddedServer
 
@@ -25,8 +25,7 @@ Pair = tuple[NodeProcess, NodeProcess]
 
 @pytest.fixture(scope="module")
 def node_pair(node_pair: Pair) -> Pair:
-    for node in node_pair:
-        wait_until(lambda node=node: node.stats()["store_up"], 15.0)  # type: ignore[misc]
+    with_store(*node_pair)
     return node_pair
 
 

@@ -12,7 +12,7 @@ from lookup_buffer.claimed import ClaimAnswer, ClaimOutcome
 from lookup_buffer.client import EngineSeat, InsertOutcome, LookupBuffer
 from lookup_buffer.key import TensorKey
 from lookup_buffer.namespace import Namespace
-from nodes import ClientProcess, NodeProcess, StartNode, key, wait_until
+from nodes import ClientProcess, NodeProcess, StartNode, key, wait_until, with_store
 from servers import StartServer, command, frozen
 from store import ClaimState, EmbeddedServer
 
@@ -20,12 +20,6 @@ NAMESPACE = Namespace.named("tests").fingerprint
 Pair = tuple[NodeProcess, NodeProcess]
 WAKE_SECONDS = 0.5
 """In truth some 10 ms; the machine may be busy."""
-
-
-def with_store(*nodes: NodeProcess) -> None:
-    """Wait until they have opened the store: before, they grant every claim unasked."""
-    for node in nodes:
-        wait_until(lambda node=node: node.stats()["store_up"], 5.0)  # type: ignore[misc]
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import torch
 from claiming import ask, claim_in, keys, settled
 from lookup_buffer.claimed import ClaimSetState
 from lookup_buffer.client import EngineSeat
-from nodes import NodeProcess, wait_until
+from nodes import NodeProcess, wait_until, with_store
 from store import ClaimState, EmbeddedServer
 
 Pair = tuple[NodeProcess, NodeProcess]
@@ -16,8 +16,7 @@ Pair = tuple[NodeProcess, NodeProcess]
 
 @pytest.fixture(scope="module")
 def node_pair(node_pair: Pair) -> Pair:
-    for node in node_pair:
-        wait_until(lambda node=node: node.stats()["store_up"], 15.0)  # type: ignore[misc]
+    with_store(*node_pair)
     return node_pair
 
 

@@ -59,7 +59,8 @@ def agree(link: Link, kind: str, version: str, deadline: float) -> None:
 
 
 class PairLink:
-    """See `Link`, whose place it takes in a peer.
+    """See `Link`, whose place it takes in a peer; bytes come through the communicator, whose turns
+    the reading thread is to take.
 
     Args:
         make_seconds: bounds how long a communicator may take to be made.
@@ -122,14 +123,9 @@ class PairLink:
         if payload.nbytes:
             communicator.send(payload, timeout + payload.nbytes / MINIMUM_BYTES_PER_SECOND)
 
-    def wait_readable(self, timeout: float, wait: Callable[[float], bool] | None = None) -> bool:
+    def wait_readable(self, timeout: float) -> bool:
         with self._telling_why():
-            return self._link.wait_readable(timeout, wait)
-
-    @property
-    def descriptor(self) -> int | None:
-        """None: bytes come through the communicator, whose turns the reading thread is to take."""
-        return None
+            return self._link.wait_readable(timeout)
 
     def recv_header(self, timeout: float) -> Frame:
         with self._telling_why():
@@ -148,22 +144,6 @@ class PairLink:
             case ["data", *_]:
                 raise ProtocolError("bytes that do not come through the communicator")
         return frame
-
-    def peek(self) -> Frame | None:
-        with self._telling_why():
-            frame = self._link.peek()
-        match frame:
-            case Frame(["data", int(number), int(nbytes)], 0):
-                return Frame(["data", number], nbytes)
-        return frame
-
-    def has_come(self, nbytes: int) -> bool:
-        with self._telling_why():
-            return self._link.has_come(nbytes)
-
-    @property
-    def holds_more(self) -> bool:
-        return self._link.holds_more
 
     def recv_into(self, buffer: memoryview, *, timeout: float) -> None:
         if not self._announced:

@@ -19,6 +19,7 @@ from typing import Any, Final
 
 from lookup_buffer.errors import LookupBufferError, PipeBroken, PipeTimeout
 from lookup_buffer.frames import Frames
+from lookup_buffer.link import Link
 from lookup_buffer.sockets import ignore_errors
 
 SOON_SECONDS: Final = 0.001
@@ -56,12 +57,10 @@ class Reading:
         """When the thread comes by next, if it does."""
         self._was_read = False
         """Somebody who waits has read since it came by."""
-        descriptor = link.descriptor
-        self._watches = None if descriptor is None else _Watches(descriptor)
+        self._watches = _Watches(link) if isinstance(link, Link) else None
 
     def run(self) -> None:
         """The thread's, until the other end has said goodbye, or the link fails."""
-        wait = None if self._watches is None else self._watches.threads.wait
         try:
             while not self._over:
                 now = time.monotonic()
@@ -70,12 +69,17 @@ class Reading:
                     raise PipeTimeout("the other end of the pipe says nothing any more")
                 if self._due is not None and self._due <= now:
                     self._look_again()
-                elif self._link.wait_readable(min(left, (self._due or math.inf) - now), wait):
+                elif self._wait(min(left, (self._due or math.inf) - now)):
                     self._take_turn()
         except LookupBufferError as error:
             self._failed(error)
         finally:
             self._close()
+
+    def _wait(self, seconds: float) -> bool:
+        if self._watches is None:
+            return self._link.wait_readable(seconds)
+        return self._watches.link.wait_readable(seconds, self._watches.threads.wait)
 
     def _take_turn(self) -> None:
         if self._right.acquire(timeout=TURN_SECONDS):
@@ -107,29 +111,29 @@ class Reading:
     def _read_until(
         self, done: Callable[[], bool], deadline: float, number: int | None, watches: "_Watches"
     ) -> None:
-        wait = watches.waiters.wait
+        link, wait = watches.link, watches.waiters.wait
         watches.threads.look(False)
         self._was_read = True
         left_over = False
         try:
             while not (left_over or done()) and (left := deadline - time.monotonic()) > 0:
-                if self._link.wait_readable(min(left, self._silence_seconds), wait):
-                    left_over = not self._read_at_once(number) or self._over
+                if link.wait_readable(min(left, self._silence_seconds), wait):
+                    left_over = not self._read_at_once(link, number) or self._over
         finally:
             self._was_read = True
-            if left_over or self._link.holds_more:
+            if left_over or link.holds_more:
                 watches.threads.look(True)
                 watches.threads.call()
             else:
                 self.soon()
 
-    def _read_at_once(self, number: int | None) -> bool:
+    def _read_at_once(self, link: Link, number: int | None) -> bool:
         """Whether that was possible."""
-        frame = self._link.peek()
+        frame = link.peek()
         if frame is None:
             return False
         nbytes = frame.payload_nbytes
-        if nbytes and frame.header != ["data", number] and not self._link.has_come(nbytes):
+        if nbytes and frame.header != ["data", number] and not link.has_come(nbytes):
             return False
         self._read()
         return True
@@ -187,8 +191,12 @@ class Reading:
 
 
 class _Watches:
-    def __init__(self, descriptor: int) -> None:
-        self.threads, self.waiters = _Watch(descriptor), _Watch(descriptor)
+    """Of a link over a socket. Over anything else, and where bytes come on another way, the thread
+    reads alone."""
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+        self.threads, self.waiters = _Watch(link.descriptor), _Watch(link.descriptor)
 
 
 class _Watch:

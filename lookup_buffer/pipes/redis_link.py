@@ -19,7 +19,7 @@ import struct
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -78,9 +78,6 @@ class RedisLink:
 
     failure: BaseException | None = None
     """Its two connections fail each for itself, and each operation with its own reason."""
-    descriptor: int | None = None
-    """What comes is the answer to a question, and so it is for who has asked."""
-    holds_more = False
 
     def __init__(
         self,
@@ -214,12 +211,7 @@ class RedisLink:
 
     # -- receiving
 
-    def peek(self) -> None: ...
-
-    def has_come(self, nbytes: int) -> bool:
-        return False
-
-    def wait_readable(self, timeout: float, wait: Callable[[float], bool] | None = None) -> bool:
+    def wait_readable(self, timeout: float) -> bool:
         if self._element is None:
             self._element = self._next_element(time.monotonic() + timeout)
         return self._element is not None
