@@ -21,6 +21,7 @@ DOCUMENTS = (
     "CONTRIBUTING.md",
     "CHANGELOG.md",
     "docs/metrics.md",
+    "docs/operations.md",
     "docs/pipes.md",
     "docs/redis-keys.md",
     "docs/vllm.md",
