@@ -264,12 +264,16 @@ class Stack:
         os.kill(self.pid(name), signal.SIGTERM)
         return self.processes.pop(name).wait(STOP_SECONDS)
 
+    def kill(self, name: str) -> None:
+        """Without a word; whatever contains it ends with it."""
+        os.kill(self.pid(name), signal.SIGKILL)
+        self.processes.pop(name).wait(STOP_SECONDS)
+
     def end(self) -> None:
         try:
-            for process in self.processes.values():
-                process.kill()
-            for process in self.processes.values():
-                process.wait(STOP_SECONDS)
+            for name, process in list(self.processes.items()):
+                if process.poll() is None:
+                    self.kill(name)
         finally:
             shutil.rmtree(self.base)
 
@@ -280,11 +284,13 @@ def containing(command: list[str], user: tuple[int, int], writable: list[Path]) 
     wanted = [Path(sys.base_prefix), Path(sys.prefix), ROOT]
     closed = {path: hidden for path in wanted if (hidden := _closed_folder(path)) is not None}
     lists = [writable, sorted(set(closed.values())), list(closed)]
+    # If the tests die, or what contains a process, it ends too. Twice: changing the user clears it.
     return [
+        "setpriv", "--pdeathsig=KILL",
         "unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc",
         "/bin/sh", "-c", _CONTAIN, "contain", *(" ".join(map(str, each)) for each in lists),
         "setpriv", f"--reuid={uid}", f"--regid={gid}", "--clear-groups", "--no-new-privs",
-        "--bounding-set=-all", "--inh-caps=-all", "--", *command,
+        "--bounding-set=-all", "--inh-caps=-all", "--pdeathsig=KILL", "--", *command,
     ]  # fmt: skip
 
 
