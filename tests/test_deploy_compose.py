@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -188,6 +189,11 @@ def test_prometheus_scrapes_both_nodes(stack: Stack) -> None:
         return {each["metric"]["node"] for each in found} == {"node-a", "node-b"}
 
     wait_until(scraped, SCRAPED_SECONDS, "both nodes are scraped")
+    # How long an arena lasts, as docs/operations.md has it.
+    document = (ROOT / "docs/operations.md").read_text(encoding="utf-8")
+    (expression,) = re.findall(r"^    (lookup_buffer_.+)$", document, flags=re.MULTILINE)
+    asked = result("query?" + urllib.parse.urlencode({"query": expression}))
+    assert asked["resultType"] == "vector"
     (group,) = result("rules")["groups"]
     assert len(group["rules"]) >= 8
     assert stack.stop("prometheus") == 0
