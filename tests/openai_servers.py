@@ -48,7 +48,8 @@ COMPLETIONS = "/v1/chat/completions"
 END_SECONDS = 20.0
 ASK_SECONDS = 60.0
 _LOG_TAIL_LINES = 60
-_SCHEDULER = "connectors.demo.counting_scheduler.CountingScheduler"
+# What vLLM itself takes unless told otherwise; engines without a server run the synchronous one.
+_SCHEDULER = "connectors.demo.counting_scheduler.CountingAsyncScheduler"
 
 
 @dataclass(frozen=True, slots=True)
