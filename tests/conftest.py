@@ -28,7 +28,7 @@ pytest_plugins = [
 pytest.register_assert_rewrite(
     "contract_store", "contract_store_claims", "contract_store_nodes", "contract_store_sole",
     "contract_pipe", "contract_pipe_limits", "contract_pipe_processes", "servers",
-    "nodes", "engines", "observing", "openai_servers", "handoff_storm",
+    "nodes", "engines", "observing", "openai_servers", "handoff_storm", "deployment",
 )  # fmt: skip
 
 _guard = pytest.StashKey[LeakGuard]()
