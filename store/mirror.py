@@ -16,17 +16,20 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from store import layout
 from store.base import Found
-from store.connection import Command, Endpoint, Refusal, hgetall
+from store.connection import Command, Refusal, hgetall
 from store.entries import Entries, Entry, Forgotten
 from store.errors import StoreError, StoreUnavailable
 from store.lane import Lane
 from store.link import fields_of
 from store.topology import Standalone, Topology
 from store.watches import Watches
+
+if TYPE_CHECKING:
+    from store.dialled import Endpoint
 
 ENTRIES_MAX = 200_000
 """About 2 KB each. Past it the entries that were read longest ago are forgotten."""

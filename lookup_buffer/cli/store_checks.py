@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from store.inspection import Inspection
 
 OLDEST = {"redis": (7, 0), "valkey": (8, 0)}
-OLDEST_CLIENT = (5, 3)
 MEMORY_PART_MAX = 0.8
 RECORDS_MAX = 10_000
 """Records looked at; the server names them in no order, so they stand for all."""
@@ -50,21 +49,9 @@ def store_checks(config: "BufferConfig") -> Iterator[Check]:
 
 def _client() -> Iterator[Check]:
     try:
-        found = version("redis")
+        yield ok("store client", f"hiredis {version('hiredis')}")
     except PackageNotFoundError:
-        yield fail("store client", "redis-py is not installed", "pip install 'redis>=5.3'")
-        return
-    if version_tuple(found) < OLDEST_CLIENT:
-        yield fail("store client", f"redis-py {found} is too old", "pip install 'redis>=5.3'")
-        return
-    try:
-        yield ok("store client", f"redis-py {found}, hiredis {version('hiredis')}")
-    except PackageNotFoundError:
-        yield warn(
-            "store client",
-            f"redis-py {found} without hiredis: look-ups take several times as long",
-            "pip install hiredis",
-        )
+        yield fail("store client", "hiredis is not installed", "pip install hiredis")
 
 
 def _answering(config: "BufferConfig", store: MetadataStore) -> Iterator[Check]:
