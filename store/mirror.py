@@ -9,7 +9,6 @@ Only a reading aid: a mirror that is wrong for a moment costs a miss or a fetch 
 nodes check what they are asked for.
 """
 
-import asyncio
 import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +28,8 @@ from store.topology import Standalone, Topology
 from store.watches import Watches
 
 if TYPE_CHECKING:
+    import asyncio
+
     from store.dialled import Endpoint
 
 ENTRIES_MAX = 200_000
@@ -52,7 +53,7 @@ class Mirror:
 
     def __init__(
         self,
-        loop: asyncio.AbstractEventLoop,
+        loop: "asyncio.AbstractEventLoop",
         topology: Topology,
         dialler: Executor,
         forgotten: Forgotten = lambda _: None,

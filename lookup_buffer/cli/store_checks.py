@@ -31,9 +31,10 @@ PING_SECONDS_MAX = 0.005
 def store_checks(config: "BufferConfig") -> Iterator[Check]:
     yield from _client()
     try:
-        with opened_store(config) as store:
+        access = config.store_access()
+        with opened_store(access) as store:
             store.ping()
-            yield ok("store", f"{shown_url(config)} answers")
+            yield ok("store", f"{shown_url(access)} answers")
             yield from _answering(config, store)
     except CommandError as error:
         if error.code is ExitCode.UNREACHABLE:  # the embedded one, which a node would start
