@@ -116,11 +116,15 @@ class DeviceLane:
 
     def lost(self) -> None:
         """The node is gone. What it promised from this pool is still to be loaded, for a while."""
-        now = time.monotonic()
         with self._lock:
-            self._orphans.append((now, self.pool.tickets()))
-            old = [tickets for at, tickets in self._orphans if now - at > ORPHANED_SECONDS]
-            self._orphans = self._orphans[len(old) :]
+            self._orphans.append((time.monotonic(), self.pool.tickets()))
+        self._end_orphans()
+
+    def _end_orphans(self) -> None:
+        due = time.monotonic() - ORPHANED_SECONDS
+        with self._lock:
+            old = [tickets for lost_at, tickets in self._orphans if lost_at < due]
+            del self._orphans[: len(old)]
         for tickets in old:
             self.pool.end(tickets)
 
@@ -130,6 +134,8 @@ class DeviceLane:
             self._let_go(message["tickets"])
             self.pool.forget((namespace, key) for namespace, key in message["keys"])
             return
+        if self._orphans:
+            self._end_orphans()
         ticket = message["id"]
         with self._lock:
             self._under_way[ticket] = ""
