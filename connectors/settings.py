@@ -7,7 +7,7 @@ The buffer's own settings keep their names (`store_url`, `capacity_bytes`, `node
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, SecretStr, ValidationError, field_validator
 
@@ -67,6 +67,14 @@ class ConnectorSettings(BufferConfig):
     """Bound on the number of encoder outputs that wait to be stored."""
     drain_seconds: float = Field(default=2.0, ge=0, le=60)
     """How long an engine that ends waits for outputs that are still to be stored."""
+    device_lane: Literal["off", "gloo", "nccl"] = "off"
+    """Whether outputs also go from device to device: nccl between GPUs, gloo between CPUs."""
+    device_pool_bytes: Bytes = Field(default=GIB, ge=1 << 20)
+    """What each worker keeps on its device for that, besides what vLLM has there."""
+    device_lane_host: str | None = Field(default=None, min_length=1, max_length=255)
+    """Address that the workers' pools listen on; none means the host that `listen` names."""
+    device_lane_forced: bool = False
+    """Use a lane beside tensor parallelism all the same, where it may hang the engine."""
 
     @field_validator("store_url")
     @classmethod
