@@ -18,9 +18,9 @@ import pytest
 
 from deployment import Service, Stack, client_config, document, running_stack, why_not_contained
 from lookup_buffer.client import LookupBuffer
-from lookup_buffer.config import parse_bytes
 from lookup_buffer.errors import NodeRefused
 from lookup_buffer.namespace import Namespace
+from lookup_buffer.sizes import parse_bytes
 from nodes import MIB, ROOT, ClientProcess, key, tensor_of, wait_until
 
 SERVICES = sorted(document()["services"])

@@ -16,7 +16,9 @@ import yaml
 
 from connectors.settings import parse_settings
 from deployment import Service, Stack, running_stack
-from lookup_buffer.config import ENVIRONMENT_PREFIX, BufferConfig, parse_bytes
+from lookup_buffer.config import BufferConfig
+from lookup_buffer.environment import ENVIRONMENT_PREFIX
+from lookup_buffer.sizes import parse_bytes
 from nodes import MIB, ROOT, wait_until
 
 FOLDER = ROOT / "deploy/kubernetes"

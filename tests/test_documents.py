@@ -12,7 +12,8 @@ import torch
 
 from connectors.settings import ConnectorSettings, parse_settings
 from lookup_buffer.cli.findings import Code
-from lookup_buffer.config import SECRETS, parse_bytes
+from lookup_buffer.config import SECRETS
+from lookup_buffer.sizes import parse_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = (

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from store.inspection import Inspection
 
 OLDEST = {"redis": (7, 0), "valkey": (8, 0)}
-OLDEST_CLIENT = (5, 3)
 MEMORY_PART_MAX = 0.8
 RECORDS_MAX = 10_000
 """Records looked at; the server names them in no order, so they stand for all."""
@@ -32,9 +31,10 @@ PING_SECONDS_MAX = 0.005
 def store_checks(config: "BufferConfig") -> Iterator[Check]:
     yield from _client()
     try:
-        with opened_store(config) as store:
+        access = config.store_access()
+        with opened_store(access) as store:
             store.ping()
-            yield ok("store", f"{shown_url(config)} answers")
+            yield ok("store", f"{shown_url(access)} answers")
             yield from _answering(config, store)
     except CommandError as error:
         if error.code is ExitCode.UNREACHABLE:  # the embedded one, which a node would start
@@ -50,21 +50,9 @@ def store_checks(config: "BufferConfig") -> Iterator[Check]:
 
 def _client() -> Iterator[Check]:
     try:
-        found = version("redis")
+        yield ok("store client", f"hiredis {version('hiredis')}")
     except PackageNotFoundError:
-        yield fail("store client", "redis-py is not installed", "pip install 'redis>=5.3'")
-        return
-    if version_tuple(found) < OLDEST_CLIENT:
-        yield fail("store client", f"redis-py {found} is too old", "pip install 'redis>=5.3'")
-        return
-    try:
-        yield ok("store client", f"redis-py {found}, hiredis {version('hiredis')}")
-    except PackageNotFoundError:
-        yield warn(
-            "store client",
-            f"redis-py {found} without hiredis: look-ups take several times as long",
-            "pip install hiredis",
-        )
+        yield fail("store client", "hiredis is not installed", "pip install hiredis")
 
 
 def _answering(config: "BufferConfig", store: MetadataStore) -> Iterator[Check]:

@@ -19,7 +19,6 @@ from lookup_buffer.elsewhere import Elsewhere
 from lookup_buffer.errors import LookupBufferError, NodeRefused, ProtocolError
 from lookup_buffer.messages import (
     VERSION,
-    DeskRequest,
     Goodbye,
     Hello,
     Join,
@@ -31,6 +30,7 @@ from lookup_buffer.node.connection import Connection
 from lookup_buffer.node.desk import Desk
 from lookup_buffer.node.identity import Identity
 from lookup_buffer.node.session import QUARANTINE_SECONDS, Seat, Session
+from lookup_buffer.request import DeskRequest
 
 CONNECTIONS_MAX = 1024
 HELLO_SECONDS = 5.0
@@ -204,7 +204,7 @@ class Control:
         """The anchor broke without a goodbye: see `session` for what that means."""
         process, session.process = session.process, None
         self._leave(session)
-        if not self.desk.shelf.holds_pins(session.id):
+        if not self.desk.holds_pins(session):
             if process is not None:
                 os.close(process)
             return  # a client that comes and goes must not cost a descriptor each time
