@@ -21,7 +21,16 @@ from leaks import LeakGuard
 # Real servers and nodes for every test that asks: see tests/servers.py, nodes.py, engines.py.
 pytest_plugins = [
     name
-    for name in ("servers", "nodes", "engines", "links", "clusters", "sentinels", "tls_server")
+    for name in (
+        "servers",
+        "nodes",
+        "engines",
+        "links",
+        "clusters",
+        "sentinels",
+        "tls_server",
+        "command_store",
+    )
     if importlib.util.find_spec(name)
 ]
 # These are not named test_*, so without this a failed assert in them would not be explained.
