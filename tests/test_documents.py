@@ -21,6 +21,7 @@ DOCUMENTS = (
     "ARCHITECTURE.md",
     "CONTRIBUTING.md",
     "CHANGELOG.md",
+    "docs/cli.md",
     "docs/metrics.md",
     "docs/pipes.md",
     "docs/redis-keys.md",

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -32,12 +31,6 @@ def test_it_fits_a_terminal_and_leaves_nothing(tmp_path: Path) -> None:
     assert [line.split()[:1] for line in lines[:4]] == [["PIPE"], ["inproc"], ["shm"], ["tcp"]]
     assert [line for line in lines if len(line) > 80] == []
     assert list(tmp_path.iterdir()) == []
-
-
-def test_it_keeps_to_its_time() -> None:
-    started = time.monotonic()
-    assert run("bench", "--size", "64KiB", "--seconds", "0.5").returncode == 0
-    assert time.monotonic() - started < 40.0, "most of it is two imports of torch"
 
 
 def test_slow_and_as_expected() -> None:

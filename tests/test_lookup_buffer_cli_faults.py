@@ -179,8 +179,20 @@ def as_nonsense(url: str, database: int, name: str) -> None:
     """A HASH, whose fields are named as ours and hold what nobody would write."""
     names = ("shape", "nbytes", "created", "capacity_bytes", "dtype", "items", "kind", "v", "x")
     nested, long = "[" * 100_000, "9" * 5000
-    values = (nested, long, "nan", "1e999", b"\xff", "-1", "\x1b[31m", "{", ":")
-    pairs = [part for pair in zip(names, values, strict=True) for part in pair]
+    values: tuple[str | bytes, ...] = (
+        nested,
+        long,
+        "nan",
+        "1e999",
+        b"\xff",
+        "-1",
+        "\x1b[31m",
+        "{",
+        ":",
+    )
+    pairs: list[str | bytes] = []
+    for pair in zip(names, values, strict=True):
+        pairs += pair
     more = ("at:n1", long, "n1", "nan", "hits_local", long)
     in_database(url, database, "HSET", name, *pairs, *more)
 

@@ -18,6 +18,7 @@ SIZES: Final = ("2MiB", "8MiB", "64MiB")
 SMALLEST_BYTES, LARGEST_BYTES = 1 << 10, 1 << 30
 COPIES: Final = 8
 """Of the largest message, that are in memory at once, in both processes and in pipes."""
+START_SECONDS: Final = 5.0
 QUIET_SECONDS: Final = 2.0
 """Who waits for longer is told what for."""
 
@@ -62,7 +63,7 @@ def bench(sizes: tuple[str, ...], seconds: float, redis: str | None, json: bool)
     _check_memory(nbytes[-1])
     pipes = ["inproc", "shm", "tcp"]
     if redis is not None:
-        refuse_password("--redis", redis)
+        _check_server(redis)
         pipes.append(redis)
     found = _measured(pipes, nbytes, seconds / (len(pipes) * len(nbytes)))
     if json:
@@ -77,6 +78,14 @@ def _checked(text: str) -> int:
     if not SMALLEST_BYTES <= size <= LARGEST_BYTES:
         raise CommandError(f"--size is {text!r}; allowed: 1KiB to 1GiB", ExitCode.USAGE)
     return size
+
+
+def _check_server(url: str) -> None:
+    """Before anything is measured: raises what the pipe would raise last."""
+    from store.dialling import dial
+
+    refuse_password("--redis", url)
+    dial(url, START_SECONDS).close()
 
 
 def _check_memory(nbytes: int) -> None:
