@@ -245,7 +245,7 @@ def fields_of(reply: Any) -> Fields:
         pairs = iter(reply)
         return dict(zip(pairs, pairs, strict=True))
     error = translated(reply)
-    if isinstance(error, StoreCorrupt):
+    if isinstance(error, StoreCorrupt) and error.wrong_type:
         return {}
     raise error
 

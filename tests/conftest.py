@@ -30,6 +30,7 @@ pytest_plugins = [
         "clusters",
         "sentinels",
         "tls_server",
+        "command_store",
     )
     if importlib.util.find_spec(name)
 ]

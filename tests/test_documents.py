@@ -21,6 +21,7 @@ DOCUMENTS = (
     "ARCHITECTURE.md",
     "CONTRIBUTING.md",
     "CHANGELOG.md",
+    "docs/cli.md",
     "docs/metrics.md",
     "docs/operations.md",
     "docs/pipes.md",

@@ -6,6 +6,7 @@ What a command needs for its work (pydantic, rich, and the driver behind `store`
 
 import click
 
+from lookup_buffer.cli.bench import bench
 from lookup_buffer.cli.completion import completion_options
 from lookup_buffer.cli.demo import demo
 from lookup_buffer.cli.doctor import doctor
@@ -59,5 +60,5 @@ def app() -> None:
     pass
 
 
-for _command in (serve, demo, ls, show, why, stats, top, nodes, doctor, invalidate):
+for _command in (serve, demo, ls, show, why, stats, top, nodes, doctor, bench, invalidate):
     app.add_command(_command)

@@ -40,14 +40,21 @@ class Commands(click.Group):
         return list(self.commands)
 
     def invoke(self, ctx: click.Context) -> Any:
+        if sys.stdout is None:
+            _end("the output is closed", ExitCode.FOUND)
         try:
-            answer = super().invoke(ctx)
-            sys.stdout.flush()  # now, while it can still be told that nobody reads
-            return answer
+            try:
+                return super().invoke(ctx)
+            finally:
+                sys.stdout.flush()  # now, while it can still be told that it fails
         except BrokenPipeError:
-            # Nobody reads any more. Python would try once more at its end, and complain.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            _write_no_more()
             raise click.exceptions.Exit(ExitCode.NOBODY_READS) from None
+        except OSError as error:
+            if error.filename is not None:
+                _end(f"{error.filename}: {error.strerror}", ExitCode.USAGE)
+            _write_no_more()
+            _end(f"the output cannot be written: {error.strerror or error}", ExitCode.FOUND)
         except KeyboardInterrupt:
             _end("interrupted", ExitCode.INTERRUPTED)
         except CommandError as error:
@@ -66,6 +73,11 @@ class Commands(click.Group):
             _end(f"{error}; {advice}", ExitCode.UNREACHABLE)
         except (StoreError, LookupBufferError) as error:
             _end(str(error), ExitCode.UNREACHABLE)
+
+
+def _write_no_more() -> None:
+    """Python would try once more at its end, and complain."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _end(sentence: str, code: ExitCode) -> NoReturn:

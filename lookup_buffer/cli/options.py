@@ -66,7 +66,7 @@ def store_access(
         ConfigError: a setting is wrong.
         CommandError: the file cannot be read, or a password stands on the command line.
     """
-    _refuse_password(store_url)
+    refuse_password("--store-url", store_url)
     password = None
     if store_password_file is not None:
         password = _read(store_password_file, "--store-password-file").strip()
@@ -94,7 +94,7 @@ def configure(
     """
     from lookup_buffer.config import BufferConfig
 
-    _refuse_password(settings.get("store_url"))
+    refuse_password("--store-url", settings.get("store_url"))
     for name, file in (
         ("token", token_file),
         ("http_token", http_token_file),
@@ -111,7 +111,8 @@ def configure(
     return BufferConfig.from_environment(**merged)
 
 
-def _refuse_password(url: str | None) -> None:
+def refuse_password(option: str, url: str | None) -> None:
+    """Raise a CommandError where one stands in a URL on the command line."""
     from store import StoreUrlError
     from store.url import parse
 
@@ -120,9 +121,14 @@ def _refuse_password(url: str | None) -> None:
     except StoreUrlError:
         return  # 'embedded', or no URL: the configuration says so and names the setting
     if exposed:
+        advice = "name a server that wants none"
+        if option == "--store-url":
+            advice = (
+                "put the URL into LOOKUP_BUFFER_STORE_URL or the password into a file for "
+                "--store-password-file"
+            )
         raise CommandError(
-            "a password in --store-url is visible to every user of this machine; put the URL "
-            "into LOOKUP_BUFFER_STORE_URL or the password into a file for --store-password-file",
+            f"a password in {option} is visible to every user of this machine; {advice}",
             ExitCode.USAGE,
         )
 
