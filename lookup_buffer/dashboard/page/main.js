@@ -14,7 +14,7 @@ let connection = "wait";
 function state(name, text) {
   connection = name;
   byId("status").dataset.state = trouble && name === "live" ? "lost" : name;
-  const live = trouble ? "no news of Redis" : last ? `live, ${clock(last.at)}` : "live";
+  const live = trouble ? "no news" : last ? `live, ${clock(last.at)}` : "live";
   put(byId("status").querySelector(".text"), text ?? live);
   warn();
 }
