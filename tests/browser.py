@@ -204,5 +204,9 @@ class Tab:
                 found.append(json.dumps(told["args"]))
         return found
 
+    def forgive(self) -> None:
+        """What was complained of so far was meant to be."""
+        self._browser.events.clear()
+
     def close(self) -> None:
         self._browser.call("Target.closeTarget", targetId=self._target)

@@ -24,7 +24,7 @@ RATE_SECONDS = 10
 HOTTEST_SHOWN = 12
 HOT_SECONDS = 60
 """What the hits of keys are taken over."""
-WALK_SECONDS = 30.0
+WALK_SECONDS = 5.0
 WALK_SHARE = 0.02
 """Between two walks for namespaces, which look at all keys of the server, and what part of the time
 walking may take where that is a long way."""

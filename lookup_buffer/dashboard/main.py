@@ -55,8 +55,9 @@ def observe(store: MetadataStore, node: str, lines: Lines) -> None:
                 if seen.point is not None:
                     lines.say("point", seen.point)
                 lines.say("now", {"node": node, "point": seen.point, **seen.now})
-            due = max(due + INTERVAL_SECONDS, time.monotonic())
-            time.sleep(due - time.monotonic())
+            now = time.monotonic()
+            due = max(due + INTERVAL_SECONDS, now)
+            time.sleep(due - now)
 
 
 def heed(questions: Iterable[str], store: MetadataStore, lines: Lines) -> None:

@@ -10,11 +10,12 @@ const history = new History();
 let last = null;
 let trouble = null;
 let connection = "wait";
+let frame = 0;
 
 function state(name, text) {
   connection = name;
   byId("status").dataset.state = trouble && name === "live" ? "lost" : name;
-  const live = trouble ? "no news of Redis" : last ? `live, ${clock(last.at)}` : "live";
+  const live = trouble ? "no news" : last ? `live, ${clock(last.at)}` : "live";
   put(byId("status").querySelector(".text"), text ?? live);
   warn();
 }
@@ -28,8 +29,12 @@ function warn() {
   byId("board").classList.toggle("stale", Boolean(text));
 }
 
+/** At most once a frame, however fast news come; and not at all while nobody sees the page. */
 function draw() {
-  if (last && !document.hidden) show(last, history, ask);
+  frame ||= requestAnimationFrame(() => {
+    frame = 0;
+    show(last, history, ask);
+  });
 }
 
 function on(name, value) {
@@ -77,6 +82,5 @@ byId("ask").addEventListener("submit", (event) => {
   event.preventDefault();
   ask(byId("key").value.trim());
 });
-document.addEventListener("visibilitychange", draw);
 if (document.body.dataset.access === "token" && !sessionStorage.getItem("http_token")) login();
 else begin();
