@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
 from lookup_buffer.client import InsertOutcome, LookupBuffer
+from lookup_buffer.codec import check_out, header_of
 from lookup_buffer.config import BufferConfig
 from lookup_buffer.device.lane import DeviceLane
 from lookup_buffer.errors import MissingTensor
@@ -66,7 +67,10 @@ class DeviceBuffer:
         with self.view(key, timeout=timeout) as there:
             if there is None:
                 return None
-            return there.clone() if out is None else out.copy_(there)
+            if out is None:
+                return there.clone()
+            check_out(out, header_of(there))
+            return out.copy_(there)
 
     @contextmanager
     def view(self, key: TensorKey, *, timeout: float = 0.0) -> "Iterator[torch.Tensor | None]":
