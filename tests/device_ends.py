@@ -5,10 +5,14 @@ its DeviceLane. What it raises is raised here, if it is one of our errors.
 """
 
 import json
+import logging
 import multiprocessing
+import os
+import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -20,6 +24,9 @@ from lookup_buffer.config import BufferConfig
 from lookup_buffer.device.buffer import DeviceBuffer
 from lookup_buffer.device.dialect import Dialect
 from lookup_buffer.device.lane import DeviceLane
+from lookup_buffer.device.place import HostPlace
+from lookup_buffer.errors import BufferFull
+from lookup_buffer.header import TensorHeader
 from lookup_buffer.key import TensorKey
 from lookup_buffer.launch import to_json
 from lookup_buffer.namespace import Namespace
@@ -60,12 +67,24 @@ class DeviceEnd:
         return self._hear()
 
     def begin(self, source: str) -> None:
-        """Do it, and let nobody wait: what comes of it is not asked for."""
+        """Begin with it, and hear of it later."""
         self._pipe.send(source)
 
     def counted(self, name: str) -> int:
         """Of its node's counters."""
         return self.node.stats().get(name, 0)
+
+    def hear(self) -> Any:
+        """What came of what was begun."""
+        return self._hear()
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        os.kill(self.pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(self.pid, signal.SIGCONT)
 
     def kill(self) -> None:
         self._process.kill()
@@ -97,10 +116,24 @@ def _run(
     settings = BufferConfig.of(json.loads(config))
     version = options.pop("version", None)
     dialect = Dialect("gloo", version) if version else None
-    lane = DeviceLane("gloo", dialect=dialect, **{"pool_bytes": POOL_BYTES, **options})
-    with DeviceBuffer(lane, settings, Namespace.named(namespace)) as buffer:
-        known = {**globals(), "buffer": buffer, "lane": lane, "insert": buffer.insert}
+    place = {"full": FullDevice, "lost": LostDevice, "": HostPlace}[options.pop("device", "")]()
+    logged: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("lookup_buffer").addHandler(handler)
+    options = {"pool_bytes": POOL_BYTES, "place": place, **options}
+    known = {**globals(), "config": settings, "logged": logged}
+
+    def join() -> None:
+        """A new pool, and a new client with it."""
+        lane = DeviceLane("gloo", dialect=dialect, **options)
+        buffer = DeviceBuffer(lane, settings, Namespace.named(namespace))
+        known.update(buffer=buffer, lane=lane, insert=buffer.insert, leave=buffer.close)
         known["read"] = lambda key, **how: read(buffer, key, **how)
+
+    known["join"] = join
+    join()
+    with closing(known["buffer"]):
         pipe.send(("is", None))
         while (source := pipe.recv()) is not None:
             try:
@@ -122,8 +155,26 @@ def facts(tensor: torch.Tensor | None) -> Any:
     return str(tensor.dtype), tuple(tensor.shape), raw
 
 
+class FullDevice(HostPlace):
+    """One that has no memory left to receive to."""
+
+    def empty(self, header: TensorHeader) -> torch.Tensor:
+        raise BufferFull("the device has no memory for the pool")
+
+
+class LostDevice(HostPlace):
+    """One that is gone: torch says so by a RuntimeError, wherever it is asked for something."""
+
+    def empty(self, header: TensorHeader) -> torch.Tensor:
+        raise RuntimeError("CUDA error: unknown error")
+
+
 def threads() -> list[str]:
-    return sorted(thread.name for thread in threading.enumerate())
+    return sorted(thread.name for thread in threading.enumerate() if thread.name[:3] == "lb-")
+
+
+def files() -> int:
+    return len(os.listdir("/proc/self/fd"))
 
 
 StartEnd = Callable[..., DeviceEnd]
@@ -157,16 +208,17 @@ def _on_device(store: MetadataStore, key: str) -> bool:
 
 
 def warm(first: DeviceEnd, second: DeviceEnd) -> None:
-    """Until the second receives from the first's pool, of which the first record tells it."""
-    for number in range(20):
+    """Until the second receives from the first's pool, of which the first record tells it; again,
+    where it has left that alone for a while."""
+
+    def comes() -> bool:
         before = second.counted("lane_received_gloo")
-        key = f"warm-{first.pid}-{second.pid}-{number}"
+        key = f"warm-{first.pid}-{second.pid}-{time.monotonic_ns()}"
         put(first, key, f"torch.zeros({LARGE}, dtype=torch.uint8)")
         second.do(f"read(TensorKey({key!r}))")
-        if second.counted("lane_received_gloo") > before:
-            return
-        wait_until(lambda: second.do("lane.pairs()") > 0, 20.0, "a pair is made")
-    pytest.fail(f"no lane: {second.node.stats()}, {second.do('lane.stats()')}")
+        return second.counted("lane_received_gloo") > before
+
+    wait_until(comes, 40.0, f"a lane: {second.node.stats()}")
 
 
 __all__ = ["TensorKey", "tensor_of"]

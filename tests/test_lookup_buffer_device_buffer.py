@@ -15,7 +15,7 @@ from nodes import Nodes, at_rest, tensor_of, wait_until, with_store
 from store import EmbeddedServer
 
 __all__ = ["start_end"]
-DTYPES = ["bool", "bfloat16", "float8_e4m3fn", "complex64", "int16", "float64"]
+DTYPES = ["bool", "bfloat16", "float8_e4m3fn", "complex32", "uint4", "float64"]
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,8 @@ import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
+import torch
+
 from lookup_buffer.client import InsertOutcome, LookupBuffer
 from lookup_buffer.codec import check_out, header_of
 from lookup_buffer.config import BufferConfig
@@ -19,8 +21,6 @@ from lookup_buffer.prefetched import Prefetched, PrefetchState
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    import torch
 
 SETTLE_SECONDS: Final = 30.0
 """Bound on a read beyond its timeout: what is on its way has deadlines of its own, by its size."""
@@ -68,7 +68,9 @@ class DeviceBuffer:
             if there is None:
                 return None
             if out is None:
-                return there.clone()
+                # As bytes: there are dtypes that torch cannot copy.
+                raw = there.contiguous().reshape(-1).view(torch.uint8).clone()
+                return raw.view(there.dtype).view(there.shape)
             check_out(out, header_of(there))
             return out.copy_(there)
 
