@@ -8,7 +8,10 @@ import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
+import torch
+
 from lookup_buffer.client import InsertOutcome, LookupBuffer
+from lookup_buffer.codec import check_out, header_of
 from lookup_buffer.config import BufferConfig
 from lookup_buffer.device.lane import DeviceLane
 from lookup_buffer.errors import MissingTensor
@@ -18,8 +21,6 @@ from lookup_buffer.prefetched import Prefetched, PrefetchState
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    import torch
 
 SETTLE_SECONDS: Final = 30.0
 """Bound on a read beyond its timeout: what is on its way has deadlines of its own, by its size."""
@@ -66,7 +67,12 @@ class DeviceBuffer:
         with self.view(key, timeout=timeout) as there:
             if there is None:
                 return None
-            return there.clone() if out is None else out.copy_(there)
+            if out is None:
+                # As bytes: there are dtypes that torch cannot copy.
+                raw = there.contiguous().reshape(-1).view(torch.uint8).clone()
+                return raw.view(there.dtype).view(there.shape)
+            check_out(out, header_of(there))
+            return out.copy_(there)
 
     @contextmanager
     def view(self, key: TensorKey, *, timeout: float = 0.0) -> "Iterator[torch.Tensor | None]":

@@ -8,10 +8,11 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from lookup_buffer.device.memory import LaneMemory
 from lookup_buffer.device.place import Place
 from lookup_buffer.errors import ConfigError
 from lookup_buffer.pipes.meeting import Joined
-from lookup_buffer.pipes.stream import Memory
+from lookup_buffer.pipes.stream import HostMemory, Memory
 
 Joining = Callable[[bool, float], Joined]
 """Of whether this end listens, and how long a communicator may take to be made."""
@@ -65,10 +66,10 @@ def joining(dialect: Dialect, place: Place) -> Joining:
     )
 
 
-def memory_of(dialect: Dialect, place: Place) -> Memory | None:
-    """Where a pipe's bytes lie; None for the host's memory."""
+def memory_of(dialect: Dialect, place: Place) -> Memory:
+    """Where the bytes of a lane's pipe lie."""
     if dialect.lane == "gloo":
-        return None
+        return LaneMemory(HostMemory())
     from lookup_buffer.pipes.nccl import DeviceMemory
 
-    return DeviceMemory(place.device, place.device)
+    return LaneMemory(DeviceMemory(place.device, place.device))

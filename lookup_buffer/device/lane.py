@@ -61,7 +61,9 @@ class DeviceLane:
         device: as torch names it.
         host: address to listen at, which other hosts reach as they reach the node.
         token: of the fleet.
-        dialect: for tests of what other versions do; none means that of this process.
+        dialect: to announce another version than this process has; none means what it has.
+        place: where the tensors lie; none means `device`.
+
     Raises:
         ConfigError: this process cannot speak that lane.
     """
@@ -76,8 +78,9 @@ class DeviceLane:
         token: str | None = None,
         silence_seconds: float = SILENCE_SECONDS,
         dialect: Dialect | None = None,
+        place: Place | None = None,
     ) -> None:
-        self._place: Place = place_of(device)
+        self._place: Place = place or place_of(device)
         self.dialect = dialect or dialect_of(lane, self._place)
         self.id = secrets.token_hex(6)
         limits = PipeLimits(buffer_bytes=pool_bytes, silence_seconds=silence_seconds)

@@ -70,23 +70,20 @@ class DevicePool:
         if nbytes > self._capacity_bytes:
             raise TensorTooLarge(f"{nbytes} bytes; the pool holds {self._capacity_bytes}")
         evicted = []
-        try:
-            with self._lock:
-                free = self._capacity_bytes - self._used_bytes
-                unpinned = (entry for entry in list(self._entries.values()) if not entry.pins)
-                while free < nbytes:
-                    entry = next(unpinned, None)
-                    if entry is None:
-                        raise BufferFull(
-                            f"no room for {nbytes} bytes: the rest of the pool is held"
-                        )
-                    self._drop(entry)
-                    evicted.append(entry.address)
-                    free = self._capacity_bytes - self._used_bytes
-                self._used_bytes += nbytes
-        finally:
-            if evicted:
-                self._on_evicted(evicted)
+        with self._lock:
+            missing = nbytes - (self._capacity_bytes - self._used_bytes)
+            unpinned = [entry for entry in self._entries.values() if not entry.pins]
+            if missing > sum(entry.nbytes for entry in unpinned):
+                raise BufferFull(f"no room for {nbytes} bytes: the rest of the pool is held")
+            for entry in unpinned:
+                if missing <= 0:
+                    break
+                missing -= entry.nbytes
+                self._drop(entry)
+                evicted.append(entry.address)
+            self._used_bytes += nbytes
+        if evicted:
+            self._on_evicted(evicted)
 
     def cancel(self, nbytes: int) -> None:
         with self._lock:
