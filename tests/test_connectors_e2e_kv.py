@@ -89,8 +89,8 @@ def test_a_prompt_with_a_picture_and_both_connectors(kv_pair: KvPair, album: Alb
 
 
 def test_prefill_here_and_decode_there(kv_pair: KvPair) -> None:
-    """By an id, and once: a second request with it, and one whose prompt was never handed over, wait
-    for a bounded time and compute. Of what was handed over one token is computed."""
+    """By an id, and once: a second request with it, and one whose prompt was never handed over,
+    wait for a bounded time and compute. Of what was handed over one token is computed."""
     pair, tokens = kv_pair, prompt(430, seed=70)
     prefill = ask_for(tokens, answer=1, do_remote_decode=True)
     told = pair.ask(pair.a, prefill).answer.kv_transfer_params
