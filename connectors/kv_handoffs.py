@@ -98,7 +98,7 @@ class Handoffs:
         """How many tokens beyond `computed` were handed over; 0 when that is to be asked again,
         None when the request goes without, for it waited long enough."""
         assert state.chain is not None
-        left = state.request.num_prompt_tokens - computed
+        left = int(state.request.num_prompt_tokens) - computed
         now = self._clock()
         if not state.deadline:
             state.deadline = now + self._wait_seconds

@@ -137,7 +137,8 @@ def test_whatever_a_client_writes_is_no_id_and_no_error(wrong: Any) -> None:
     assert taken_over(asked) == ""
     asked = SimpleNamespace(kv_transfer_params={"do_remote_decode": True, "transfer_id": wrong})
     assert len(handed_out(asked)) == 32, "one of our own"
-    for params in (None, [], "text", {}):
+    odd: tuple[Any, ...] = (None, [], "text", {})
+    for params in odd:
         assert taken_over(SimpleNamespace(kv_transfer_params=params)) == ""
         assert handed_out(SimpleNamespace(kv_transfer_params=params)) == ""
 
