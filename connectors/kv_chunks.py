@@ -12,8 +12,14 @@ from typing import Any, Final
 
 from connectors.adapters import Adapters
 from connectors.identifiers import NotShareable, shared_key
+from lookup_buffer.key import TensorKey
 
 _TOKEN: Final = "q"  # 64 bits each, so that no two lists of tokens have the same bytes
+
+
+def key_of(name: str, rank: int, transfer: str = "") -> TensorKey:
+    """What one rank's part of a chunk is stored under; with a transfer id, handed over."""
+    return TensorKey(name, request_id=transfer or None, part=str(rank))
 
 
 class ChunkChain:
@@ -40,7 +46,7 @@ class ChunkChain:
             )
             for feature in request.mm_features or ()
         ]
-        self._link = _seed(request, adapters)
+        self._first = self._link = _seed(request, adapters)
         self.names: list[str] = []
 
     def grow(self, tokens: Sequence[int], count: int) -> list[str]:
@@ -49,15 +55,24 @@ class ChunkChain:
             self._add(index, tokens)
         return self.names[:count]
 
+    def rest(self, tokens: Sequence[int]) -> str:
+        """The name of what comes behind the whole chunks of `tokens`, which were all named."""
+        start = len(tokens) // self._tokens * self._tokens
+        link = bytes.fromhex(self.names[start // self._tokens - 1]) if start else self._first
+        return self._digest(link, tokens, start, len(tokens)).hex()
+
     def _add(self, index: int, tokens: Sequence[int]) -> None:
         start, end = index * self._tokens, (index + 1) * self._tokens
-        link = hashlib.sha256(self._link)
+        self._link = self._digest(self._link, tokens, start, end)
+        self.names.append(self._link.hex())
+
+    def _digest(self, before: bytes, tokens: Sequence[int], start: int, end: int) -> bytes:
+        link = hashlib.sha256(before)
         link.update(array(_TOKEN, tokens[start:end]).tobytes())
         for offset, length, name in self._media:
             if offset < end and offset + length > start:
                 link.update(f"\0{offset}:{length}:{len(name)}:{name}".encode())
-        self._link = link.digest()
-        self.names.append(link.hexdigest())
+        return link.digest()
 
 
 def _seed(request: Any, adapters: Adapters) -> bytes:

@@ -19,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from connectors.kv_metadata import KvStepMetadata, KvWorkerReport
+from connectors.plugin import register
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
     from connectors.kv_settings import KvSettings
     from connectors.kv_worker import KvWorker
 
+# vLLM's MultiConnector looks up by name whose statistics it was sent, and ends the engine where a
+# name is not registered; so this is said again, for where plugins are off.
+register()
 # vLLM only asks that these count as its own; inheriting would make plain data import vLLM.
 KVConnectorMetadata.register(KvStepMetadata)
 KVConnectorWorkerMetadata.register(KvWorkerReport)
@@ -126,8 +130,8 @@ class LookupBufferKVConnector(KVConnectorBase_V1):
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         assert self.scheduler is not None
-        self.scheduler.finished(request)
-        return False, None  # blocks may be reused at once: see `handle_preemptions`
+        # Blocks may be reused at once: see `handle_preemptions`.
+        return False, self.scheduler.finished(request)
 
     def reset_cache(self) -> bool | None:
         if self.scheduler is not None:

@@ -20,8 +20,11 @@ class ChunkLoad:
     """Where to, by vLLM's numbers."""
     first: int
     """Which block of the chunk goes into the first of them; those before it are here already."""
-    orders: tuple["LoadOrder", ...]
-    """Where the bytes of each rank lie, pinned until the request's load has ended."""
+    orders: tuple["LoadOrder", ...] = ()
+    """Where the bytes of each rank lie, pinned until the request's load has ended; none of what was
+    handed over."""
+    transfer: str = ""
+    """The id under which it was handed over: it is to be taken away, even if no block needs it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +39,8 @@ class ChunkSave:
 
     name: str
     blocks: tuple[int, ...]
+    transfer: str = ""
+    """The id under which it is handed over, instead of stored for everybody."""
 
 
 @dataclass(slots=True)

@@ -49,6 +49,12 @@ FAMILIES: Final = (
         {"save_skipped": ""},
     ),
     Family(
+        "vllm:lookup_buffer_kv_handoffs",
+        "Requests whose KV was handed over by a transfer id: to another engine, or by one.",
+        "direction",
+        {"handed_out": "out", "taken_over": "in"},
+    ),
+    Family(
         "vllm:lookup_buffer_kv_copied_early",
         "Chunks that the model's thread had to copy itself, for their blocks were needed.",
         events={"copied_early": ""},

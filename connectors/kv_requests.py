@@ -56,6 +56,8 @@ class KvRequest:
     asked: bool = False
     deadline: float = 0.0
     """Until when it may wait for what is on its way, or for room."""
+    ask_next: float = 0.0
+    """When it is worth while to ask again whether it was handed over."""
     computed: int = 0
     """Tokens that vLLM had when it was last told how many there are here."""
     loading: bool = False
@@ -64,5 +66,12 @@ class KvRequest:
     """A load failed: what is missing is computed, whatever lies in the buffer."""
     blocks: list[int] = field(default_factory=list)
     """vLLM's blocks for its tokens, as far as it was told."""
+    handed_out: str = ""
+    """The id under which its prompt's KV is handed over."""
+    is_handed_out: bool = False
+    taken_over: str = ""
+    """The id under which another engine handed it over, until that was loaded or given up."""
+    is_taken_over: bool = False
+    """vLLM was promised what was handed over."""
     stored: int = 0
     """So many of its first chunks are in the buffer, or need not be stored."""

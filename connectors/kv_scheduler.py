@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from connectors.adapters import Adapters
 from connectors.counters import Counters, RateLimitedLog
 from connectors.identifiers import NotShareable
-from connectors.kv_chunks import ChunkChain
+from connectors.kv_chunks import ChunkChain, key_of
+from connectors.kv_handoffs import Handoffs, handed_out, reply, taken_over
 from connectors.kv_metadata import (
     ChunkLoad,
     ChunkSave,
@@ -24,7 +25,6 @@ from connectors.kv_metadata import (
 )
 from connectors.kv_requests import ChunkPin, KvRequest
 from connectors.kv_shape import KvShape
-from lookup_buffer.key import TensorKey
 from lookup_buffer.prefetched import PrefetchState
 
 if TYPE_CHECKING:
@@ -62,6 +62,9 @@ class KvScheduler:
         self._held_bytes = 0
         self._pass_left = settings.first_sight_seconds
         self._shares = True
+        self._handoffs = Handoffs(
+            buffer, settings.handoff_wait_seconds, shape, counters=self.counters, clock=clock
+        )
 
     # -- before a request is scheduled
 
@@ -72,6 +75,10 @@ class KvScheduler:
         if not may_load or state.chain is None or request.skip_reading_prefix_cache:
             return NOTHING
         state.computed = computed
+        if state.taken_over:
+            coming = self._handoffs.awaited(state, computed)
+            if coming is not None:
+                return (coming, True) if coming else ASK_AGAIN
         if not state.asked and not self._ask(state, computed):
             return ASK_AGAIN if self._may_wait(state) else NOTHING
         present, settled = self._present(state)
@@ -90,6 +97,10 @@ class KvScheduler:
                 self.counters.add(f"skipped:{reason}")
                 chain = None
             state = self._requests[request.request_id] = KvRequest(request, chain)
+            if chain is not None and self._shape.is_producer:
+                state.handed_out = handed_out(request)
+            if chain is not None and self._shape.is_consumer:
+                state.taken_over = taken_over(request)
         return state
 
     def _ask(self, state: KvRequest, computed: int) -> bool:
@@ -158,6 +169,11 @@ class KvScheduler:
             if not state.loading:
                 self._forget_pins(state)
             return
+        self.counters.add("loaded_tokens", external)
+        state.loading = True
+        if state.taken_over:
+            self._loads.append(self._handoffs.take_over(state))
+            return
         end = state.computed + external
         size, block = self._shape.chunk_tokens, self._shape.block_size
         chunks = []
@@ -171,8 +187,6 @@ class KvScheduler:
             chunks.append(ChunkLoad(pin.name, blocks_of, first, pin.orders))
             self.counters.add(f"load_{pin.source}")
             self.counters.add(f"loaded_{pin.source}_bytes", self._shape.chunk_bytes)
-        self.counters.add("loaded_tokens", external)
-        state.loading = True
         self._loads.append(RequestLoad(request.request_id, tuple(chunks)))
 
     # -- when a step was planned
@@ -220,6 +234,10 @@ class KvScheduler:
         if state is None or state.chain is None:
             return
         request, size = state.request, self._shape.chunk_tokens
+        if state.handed_out:
+            if request.num_computed_tokens + scheduled >= request.num_prompt_tokens:
+                metadata.saves += self._handoffs.hand_out(state)
+            return
         known = request.num_prompt_tokens
         if self._shape.stores_generated:
             known = len(request.all_token_ids)
@@ -249,15 +267,17 @@ class KvScheduler:
             if state is not None:
                 self._forget_pins(state)
 
-    def finished(self, request: Any) -> None:
-        """The request is over. What loads for it goes on to hold its pins."""
+    def finished(self, request: Any) -> dict[str, Any] | None:
+        """The request is over. What loads for it goes on to hold its pins. Returns what another
+        engine is to be told."""
         state = self._requests.pop(request.request_id, None)
         if state is None:
-            return
+            return None
         if state.loading:
             self._ended[request.request_id] = state
         else:
             self._forget_pins(state)
+        return reply(state.handed_out) if state.is_handed_out else None
 
     def stop_sharing(self) -> None:
         """What was computed before counts no more, and nothing tells old from new: stay apart."""
@@ -288,8 +308,3 @@ class KvScheduler:
         self._requests.clear()
         self._ended.clear()
         self._buffer.close()
-
-
-def key_of(name: str, rank: int) -> TensorKey:
-    """What one rank's part of a chunk is stored under."""
-    return TensorKey(name, part=str(rank))

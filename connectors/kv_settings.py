@@ -16,6 +16,8 @@ class KvSettings(SharedSettings):
     """Tokens of one chunk, the unit that is stored and loaded; rounded up to whole blocks."""
     store_generated: bool = True
     """Whether the KV of generated tokens is stored too, for prompts that go on from an answer."""
+    handoff_wait_seconds: float = Field(default=5.0, ge=0, le=600)
+    """How long a request waits for what another engine is to hand over, before it goes without."""
     save_queue_bytes: Bytes = Field(default=4 * GIB, ge=0)
     """Bound on the KV that waits to be stored. It lies in vLLM's own blocks until it is copied."""
     save_queue_items: int = Field(default=4096, ge=1, le=65536)

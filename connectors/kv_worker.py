@@ -7,11 +7,11 @@ that is about to get other content.
 from typing import TYPE_CHECKING, Any
 
 from connectors.counters import Counters, RateLimitedLog
+from connectors.kv_chunks import key_of
 from connectors.kv_loads import LoadQueue, LoadResults
 from connectors.kv_metadata import ChunkLoad, KvStepMetadata, KvWorkerReport
 from connectors.kv_pages import CudaPages, HostPages, Pages
 from connectors.kv_saves import BlocksInUse, PagedChunk
-from connectors.kv_scheduler import key_of
 from connectors.save_queue import SaveQueue
 from lookup_buffer import codec
 from lookup_buffer.errors import CodecError
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from lookup_buffer.client import LookupBuffer
 
 INSERT_SECONDS = 10.0
+TAKE_SECONDS = 2.0
 CLOSE_SECONDS = 5.0
 
 
@@ -99,7 +100,7 @@ class KvWorker:
         assert self._pages is not None
         after = self._pages.mark()
         for order in metadata.saves:
-            key = key_of(order.name, self._rank)
+            key = key_of(order.name, self._rank, order.transfer)
             chunk = PagedChunk(self._pages, order.blocks, after)
             if self.saves.offer(key.text, chunk):
                 self._in_use.add(chunk)
@@ -122,26 +123,38 @@ class KvWorker:
 
     def _copy_in(self, chunk: ChunkLoad, after: Any) -> None:
         assert self._pages is not None
+        if chunk.transfer:
+            self._take(chunk, after)
+            return
         order = chunk.orders[self._rank]
         # Keeps the arena mapped as long as it lives; its bytes are pinned until the load has ended.
         window = self._buffer.arena(order.boot)[order.offset : order.offset + order.nbytes]
-        source = codec.tensor_over(window, order.header)
-        layer = self._pages.layers[0]
-        if source.dtype != layer.dtype or source.shape[0] != len(self._pages.layers):
-            raise CodecError(f"{order.header.dtype} {order.header.shape} is not this engine's KV")
-        if source.shape[2:] != layer.shape[1:] or source.shape[1] < chunk.first + len(chunk.blocks):
-            raise CodecError(f"{order.header.shape} is not the shape of this engine's KV")
+        self._place(chunk, codec.tensor_over(window, order.header), after)
+
+    def _take(self, chunk: ChunkLoad, after: Any) -> None:
+        """What was handed over; for whose last blocks there is no use it is taken all the same."""
+        key = key_of(chunk.name, self._rank, chunk.transfer)
+        source = self._buffer.drop_select(key, timeout=TAKE_SECONDS)
+        if source is not None and chunk.blocks:
+            self._place(chunk, source, after)
+
+    def _place(self, chunk: ChunkLoad, source: "torch.Tensor", after: Any) -> None:
+        assert self._pages is not None
+        layer, blocks = self._pages.layers[0], chunk.first + len(chunk.blocks)
+        fits = source.dtype == layer.dtype and source.shape[:1] == (len(self._pages.layers),)
+        if not fits or source.shape[2:] != layer.shape[1:] or source.shape[1] < blocks:
+            raise CodecError(f"{source.dtype} {tuple(source.shape)} is not this engine's KV")
         self._pages.scatter(chunk.blocks, source, chunk.first, after)
 
     def _insert(self, text: str, chunk: PagedChunk) -> bool:
         key = TensorKey.parse(text)
         try:
-            if self._buffer.has_caches([key], timeout=0.0) == [True]:
+            if key.is_shared and self._buffer.has_caches([key], timeout=0.0) == [True]:
                 return False
             outcome = self._buffer.insert(
                 key,
                 chunk.copy_out(),
-                ttl_seconds=self._settings.ttl_seconds,
+                ttl_seconds=self._settings.ttl_seconds if key.is_shared else None,
                 timeout=INSERT_SECONDS,
             )
         finally:

@@ -4,6 +4,7 @@ A third engine without any connector says what the tokens are. How many tokens a
 counted from what vLLM's own scheduler planned.
 """
 
+import os
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,10 +17,16 @@ from connectors.demo.engine import Answer, DemoEngine, Question
 from connectors.demo.engine_settings import EngineSettings, Placement
 from connectors.plugin import KV_CONNECTOR_NAME
 from engines import START_SECONDS, TwoHosts, connector, engine_settings
-from nodes import NodeProcess, wait_until
+from nodes import ROOT, NodeProcess, wait_until
 
 BLOCK, CHUNK = 32, 64
+BLOCKS_OF_A = 70
+BLOCK_BYTES = 64 << 10
+"""Two layers, keys and values of two heads of 64 floats for 32 tokens."""
 SAVE_SECONDS = 10.0
+HANDOFF_SECONDS = 1.0
+FAULT_VARIABLE = "LOOKUP_BUFFER_TEST_KV_FAULT"
+"""Names the file of `faulty_kv_connector`."""
 ANSWER_SECONDS = 20.0
 _LETTERS = range(7, 263)
 """Tokens of single bytes."""
@@ -45,8 +52,23 @@ def kv_connector(node: NodeProcess, role: str = "kv_both", **extra: Any) -> dict
             "node_socket": str(config.socket_path()),
             "capacity_bytes": config.capacity_bytes,
             "chunk_tokens": CHUNK,
+            "handoff_wait_seconds": HANDOFF_SECONDS,
             **extra,
         },
+    }
+
+
+def one_of_several(node: NodeProcess) -> dict[str, Any]:
+    """Ours, loaded by its path, as the only one of vLLM's MultiConnector."""
+    ours = kv_connector(node) | {
+        "kv_connector": "FaultyKVConnector",
+        "kv_connector_module_path": "faulty_kv_connector",
+    }
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"connectors": [ours]},
     }
 
 
@@ -69,9 +91,11 @@ class KvPair:
     """Engines a and b under test; every answer is held against one without a connector."""
 
     def __init__(
-        self, hosts: TwoHosts, a: DemoEngine, b: DemoEngine, reference: DemoEngine
+        self, hosts: TwoHosts, a: DemoEngine, b: DemoEngine, reference: DemoEngine, fault: Path
     ) -> None:
         self.hosts = hosts
+        self.fault = fault
+        """While there is this file, engine b's loads fail after as many chunks as it says."""
         self.a = a
         self.b = b
         self.reference = reference
@@ -112,29 +136,43 @@ class KvPair:
 def kv_pair(
     places: TwoHosts, model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[KvPair]:
-    """Engine a with scheduler and worker in two processes, engine b with both in one and vLLM's own
-    prefix cache on. Both share encoder outputs as well."""
+    """Engine a with scheduler and worker in two processes, and a cache that four prompts fill;
+    engine b with both in one, vLLM's own prefix cache on, and our connector as one of several. Both
+    share encoder outputs as well."""
     places.start()
     work = tmp_path_factory.mktemp("kv")
 
     def settings(name: str, core: int, placement: Placement, **arguments: Any) -> EngineSettings:
         return kv_engine_settings(name, model, work, core, placement, **arguments)
 
-    def sharing(node: NodeProcess) -> dict[str, Any]:
-        return {
-            "kv_transfer_config": kv_connector(node),
-            "ec_transfer_config": connector(node),
-        }
-
     two, one = Placement.TWO_PROCESSES, Placement.ONE_PROCESS
+    of_a = settings(
+        "a",
+        0,
+        two,
+        kv_transfer_config=kv_connector(places.a),
+        ec_transfer_config=connector(places.a),
+        kv_cache_memory_bytes=BLOCKS_OF_A * BLOCK_BYTES,
+    )
+    of_b = settings(
+        "b",
+        1,
+        one,
+        kv_transfer_config=one_of_several(places.b),
+        ec_transfer_config=connector(places.b),
+        enable_prefix_caching=True,
+    )
+    fault = work / "fault"
+    paths = os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
+    of_b.environment.update({FAULT_VARIABLE: str(fault), "PYTHONPATH": paths.rstrip(os.pathsep)})
     with (
-        DemoEngine(settings("a", 0, two, **sharing(places.a))) as a,
-        DemoEngine(settings("b", 1, one, enable_prefix_caching=True, **sharing(places.b))) as b,
+        DemoEngine(of_a) as a,
+        DemoEngine(of_b) as b,
         DemoEngine(settings("reference", 0, one)) as reference,
     ):
         for engine in (a, b, reference):
             engine.wait_ready(timeout_seconds=START_SECONDS)
-        yield KvPair(places, a, b, reference)
+        yield KvPair(places, a, b, reference, fault)
     for engine in (a, b):
         assert "Traceback" not in engine.settings.log_path.read_text(), engine.log_tail()
     places.stop()
