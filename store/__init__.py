@@ -32,7 +32,7 @@ from store.errors import (
     StoreUrlError,
 )
 from store.memory import MemoryStore
-from store.record import LOCATIONS_MAX, Location, Record
+from store.record import LOCATIONS_MAX, DeviceLocation, Location, Record
 from store.url import parse, redact
 
 __all__ = [
@@ -44,6 +44,7 @@ __all__ = [
     "ClaimAnswer",
     "ClaimState",
     "Claiming",
+    "DeviceLocation",
     "EmbeddedServer",
     "EmbeddedServerError",
     "Failure",

@@ -71,8 +71,7 @@ class RedisStore(MetadataStore):
 
     def publish_many(self, publishings: Sequence[Publishing]) -> list[Publication]:
         for publishing in publishings:
-            publishing.record.check()
-            publishing.location.check()
+            publishing.check()
         answers = self._link.run_many(self._publish, list(map(calls.publish_call, publishings)))
         return list(map(calls.publication, answers))
 

@@ -42,7 +42,7 @@ def test_ls_json(store: MetadataStore, url: str) -> None:
         "namespace": SPACE, "key": "photo", "kind": "tensor", "dtype": "bfloat16",
         "shape": [729, 1152], "nbytes": 2 * 729 * 1152, "created": 1_700_000_000.0, "hits": 7,
     }  # fmt: skip
-    common = {"generation": 1, "checksum": "0000000000000abc", "offered": False}
+    common = {"generation": 1, "checksum": "0000000000000abc", "offered": False, "lane": None}
     assert locations == [
         {"node": "alive-node", "boot": boot_of("alive-node"), "alive": True, **common},
         {"node": "dead-node", "boot": boot_of("dead-node"), "alive": False, **common},

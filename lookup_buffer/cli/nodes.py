@@ -45,7 +45,7 @@ def nodes(
 def _facts(node: str, beat: Beat, info: NodeInfo | None, alive: bool) -> dict[str, Any]:
     """The stable JSON form. What a node said of itself is null where it is not known any more."""
     unknown = dict.fromkeys(
-        ("endpoint", "host", "version", "capacity_bytes", "used_bytes", "items")
+        ("endpoint", "host", "version", "capacity_bytes", "used_bytes", "items", "claims")
     )
     said = asdict(info) if info is not None else unknown
     return {**said, "node": node, "boot": beat.boot, "alive": alive}

@@ -138,6 +138,6 @@ def _announce(node: "Node", path: Path, store: str) -> None:
     identity = node.identity
     line = f"node {identity.node} is ready: socket {path}, endpoint {identity.endpoint}"
     if node.http_address is not None:
-        line += f", metrics {node.http_address}/metrics"
+        line += f", dashboard {node.http_address}/, metrics {node.http_address}/metrics"
     sys.stdout.write(f"{line}, store {store}\n")
     sys.stdout.flush()

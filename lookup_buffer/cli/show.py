@@ -130,7 +130,7 @@ def _print(record: Record, facts: dict[str, Any]) -> None:
     print_fields(fields)
     print_line()
     print_table(
-        ["NODE", "ALIVE", "BOOT", "GENERATION", "CHECKSUM"],
+        ["NODE", "ALIVE", "BOOT", "GENERATION", "CHECKSUM", "LANE"],
         [
             [
                 copy["node"],
@@ -138,6 +138,7 @@ def _print(record: Record, facts: dict[str, Any]) -> None:
                 copy["boot"],
                 str(copy["generation"]),
                 copy["checksum"] or "none: offered, no room as yet",
+                copy["lane"] or "-",
             ]
             for copy in facts["locations"]
         ],
