@@ -20,9 +20,11 @@ DOCUMENTS = (
     "ARCHITECTURE.md",
     "CONTRIBUTING.md",
     "CHANGELOG.md",
+    "docs/dashboard.md",
     "docs/metrics.md",
     "docs/pipes.md",
     "docs/redis-keys.md",
+    "docs/tour.md",
     "docs/vllm.md",
     "docs/why.md",
 )
