@@ -19,7 +19,6 @@ from lookup_buffer.cli.access import PATIENCE_SECONDS
 from lookup_buffer.config import BufferConfig
 from lookup_buffer.dashboard.fleet import FleetWatch
 from lookup_buffer.dashboard.questions import answer, trouble_text
-from lookup_buffer.node.storage import open_configured, store_url
 from store import MetadataStore, StoreError
 
 INTERVAL_SECONDS = 1.0
@@ -77,9 +76,9 @@ def heed(questions: Iterable[str], store: MetadataStore, lines: Lines) -> None:
 def main() -> None:
     told = json.loads(sys.stdin.readline())
     os.nice(NICENESS)
-    config = BufferConfig.of(told["settings"])
+    access = BufferConfig.of(told["settings"]).store_access()
     lines = Lines()
-    store = open_configured(config, store_url(config), PATIENCE_SECONDS)
+    store = access.open(access.actual_url(), PATIENCE_SECONDS)
     threading.Thread(target=heed, args=(sys.stdin, store, lines), daemon=True).start()
     try:
         observe(store, told["node"], lines)
