@@ -18,7 +18,7 @@ import torch
 from lookup_buffer.device import asking
 from lookup_buffer.device.dialect import Dialect, joining, memory_of
 from lookup_buffer.device.place import Place
-from lookup_buffer.errors import LookupBufferError, MissingTensor, PipeBroken
+from lookup_buffer.errors import LookupBufferError, MissingTensor, PipeBroken, PipeClosed
 from lookup_buffer.pipes.meeting import meet
 from lookup_buffer.pipes.pipe import KVPipe, PipeLimits
 
@@ -127,6 +127,7 @@ class Pairs:
 
         Raises:
             MissingTensor: the pool has it no more. The pair stays.
+            PipeClosed: the other end has ended it; another one may be made.
             LookupBufferError: the pair failed.
         """
         with self._lock:
@@ -150,6 +151,11 @@ class Pairs:
             left = max(0.0, deadline - self._clock())
             pipe.recv_tensor(asking.payload_key(ask), timeout=left, out=out)
         except MissingTensor:
+            raise
+        except PipeClosed:  # in order, for nobody asked for long: there will be another
+            with self._lock:
+                pair.pipe = None if pair.pipe is pipe else pair.pipe
+            pipe.abort()
             raise
         except LookupBufferError:
             self.fail(source.pool, pipe)

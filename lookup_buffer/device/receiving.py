@@ -22,6 +22,7 @@ from lookup_buffer.errors import (
     LookupBufferError,
     LookupTimeout,
     MissingTensor,
+    PipeClosed,
     PipeTimeout,
     TensorTooLarge,
 )
@@ -81,6 +82,8 @@ class Receiving:
             return self._pool.put(address, (tensor, None), header.nbytes, source.checksum), ""
         except MissingTensor:
             reason = "stale"
+        except PipeClosed:
+            reason = "cold"
         except CorruptTensor as error:
             reason = "checksum"
             self._notes.warn(reason, error)
