@@ -6,7 +6,9 @@ of them run in the workers between two steps, while the scheduler waits. So the 
 flag before the first tensor changes.
 """
 
+import gc
 import weakref
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from connectors.counters import logger
@@ -23,11 +25,17 @@ _ENCODES = "embed_multimodal"
 
 
 class WeightsWatch:
-    """In the model's thread. Made before the model is; `start`, then `begin` once it is loaded."""
+    """In the model's thread. Made before the model is; `start`, then `begin` once it is loaded.
 
-    def __init__(self, engine_id: str) -> None:
+    Args:
+        engine_id: names the flag.
+        names: parameters with one of these in their name are looked at; where there are none, any.
+    """
+
+    def __init__(self, engine_id: str, names: Sequence[str] = ENCODER_NAMES) -> None:
         from torch.nn.modules.module import register_module_module_registration_hook
 
+        self._names = names
         self._engine_id = engine_id
         self._flag: WeightsFlag | None = None
         self._changed = False
@@ -43,6 +51,17 @@ class WeightsWatch:
             self._loaders.add(module)
         if part is not None:
             self._parts.add(part)
+
+    def find(self) -> None:
+        """The model is there already: find it. Takes some tenths of a second."""
+        from torch.nn import Module
+
+        # By its type: an object may say of itself what it is not, or load a library to say so.
+        modules = [thing for thing in gc.get_objects() if issubclass(type(thing), Module)]
+        for module in modules:
+            if hasattr(module, "load_weights"):
+                self._loaders.add(module)
+            self._parts.update(module.children())
 
     def start(self) -> None:
         """Before there is a scheduler. Never raises."""
@@ -81,7 +100,7 @@ class WeightsWatch:
 
         model.load_weights = noticed  # type: ignore[assignment]
         named = [(n, p) for n, p in model.named_parameters() if not p.is_inference()]
-        encoder = [p for n, p in named if any(word in n.lower() for word in ENCODER_NAMES)]
+        encoder = [p for n, p in named if any(word in n.lower() for word in self._names)]
         chosen = encoder or [p for _, p in named]
         count = min(len(chosen), PARAMETERS_MAX)
         self._parameters += [chosen[i * len(chosen) // count] for i in range(count)]

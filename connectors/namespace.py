@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from connectors.disclosure import disclosed
-from connectors.settings import ConnectorSettings
+from connectors.settings import SharedSettings
 from connectors.weights import weights_digest
 from lookup_buffer.namespace import Namespace
 
@@ -39,12 +39,12 @@ _SUMMARY = ("model_type", "hidden_size", "d_model", "image_size", "patch_size", 
 _TOWERS = ("vision_config", "audio_config", "thinker_config", "vision_encoder", "audio_encoder")
 
 
-def engine_namespace(vllm_config: Any, settings: ConnectorSettings) -> Namespace:
+def engine_namespace(vllm_config: Any, settings: SharedSettings) -> Namespace:
     """The namespace under which this engine shares."""
     return Namespace(namespace_parts(vllm_config, settings))
 
 
-def namespace_parts(vllm_config: Any, settings: ConnectorSettings) -> dict[str, str]:
+def namespace_parts(vllm_config: Any, settings: SharedSettings) -> dict[str, str]:
     """Name and readable value of each part."""
     model = vllm_config.model_config
     hf_config = _hf_config(model)

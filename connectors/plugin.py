@@ -1,4 +1,4 @@
-"""vLLM's entry point `vllm.general_plugins`: makes the connector's name known, nothing else.
+"""vLLM's entry point `vllm.general_plugins`: makes the connectors' names known, nothing else.
 
 Runs on the main thread of every vLLM process (API server, engine core, workers), in some of them
 more than once, also for people who merely have this package installed. So it imports nothing but
@@ -7,22 +7,37 @@ engines from starting that have nothing to do with us.
 """
 
 import logging
+from typing import Any
 
 CONNECTOR_NAME = "LookupBufferECConnector"
 CONNECTOR_MODULE = "connectors.ec_connector"
+KV_CONNECTOR_NAME = "LookupBufferKVConnector"
+KV_CONNECTOR_MODULE = "connectors.kv_connector"
 
 logger = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Make `"ec_connector": "LookupBufferECConnector"` work without a module path. Idempotent."""
+    """Make `"ec_connector": "LookupBufferECConnector"` and `"kv_connector":
+    "LookupBufferKVConnector"` work without a module path. Idempotent."""
     try:
         from vllm.distributed.ec_transfer.ec_connector.factory import ECConnectorFactory
     except ImportError:
-        return  # vLLM before 0.11.1, or none: there is no registry to put a name into
+        pass  # vLLM before 0.11.1, or none: there is no registry to put a name into
+    else:
+        _put(ECConnectorFactory, CONNECTOR_NAME, CONNECTOR_MODULE)
     try:
-        ECConnectorFactory.register_connector(CONNECTOR_NAME, CONNECTOR_MODULE, CONNECTOR_NAME)
+        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    except ImportError:
+        pass  # likewise
+    else:
+        _put(KVConnectorFactory, KV_CONNECTOR_NAME, KV_CONNECTOR_MODULE)
+
+
+def _put(registry: Any, name: str, module: str) -> None:
+    try:
+        registry.register_connector(name, module, name)
     except ValueError:
         pass  # already there: vLLM may load plugins more than once in a process
     except Exception as error:  # noqa: BLE001 -- an unknown registry must not break vLLM's start
-        logger.warning("%s is not registered with this vLLM: %r", CONNECTOR_NAME, error)
+        logger.warning("%s is not registered with this vLLM: %r", name, error)

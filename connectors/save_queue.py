@@ -1,7 +1,7 @@
-"""Encoder outputs on their way into the buffer, without holding up the model.
+"""Encoder outputs, or KV, on their way into the buffer, without holding up the model.
 
 `offer` runs in the model's thread and only keeps a reference; one background thread does the rest.
-An output is immutable once encoded: vLLM reads it and may drop its own reference meanwhile. What
+An output is immutable once computed: vLLM reads it and may drop its own reference meanwhile. What
 it is, a tensor or the promise of one, is a matter between who offers and `insert`; it has `nbytes`.
 """
 
@@ -25,6 +25,7 @@ class SaveQueue:
         dropped: told the key of each output that is not stored; from either thread.
         bytes_max: bound on the bytes that wait. One output is always taken, whatever its size.
         items_max: bound on the number of outputs that wait.
+        what: how one of them is called in the log.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class SaveQueue:
         items_max: int,
         counters: Counters,
         log: RateLimitedLog,
+        what: str = "an encoder output",
     ) -> None:
         self._insert = insert
         self._dropped = dropped
@@ -43,6 +45,7 @@ class SaveQueue:
         self._items_max = items_max
         self._counters = counters
         self._log = log
+        self._what = what
         self._queue: queue.SimpleQueue[tuple[str, Any] | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._waiting_bytes = 0
@@ -67,7 +70,7 @@ class SaveQueue:
             self._queue.put((key, output))
         else:
             self._counters.add("save_skipped:queue_full")
-            self._log.report("queue_full", "an encoder output is not stored: the queue is full")
+            self._log.report("queue_full", "%s is not stored: the queue is full", self._what)
             self._dropped(key)
         return accepted
 
@@ -87,7 +90,7 @@ class SaveQueue:
         self._thread.join(max(0.0, deadline - time.monotonic()))
 
     def _run(self) -> None:
-        _use_every_core()
+        use_every_core()
         while (entry := self._queue.get()) is not None:
             key, output = entry
             nbytes = output.nbytes
@@ -117,10 +120,10 @@ class SaveQueue:
     def _skip(self, key: str, reason: str, error: Exception) -> None:
         self._dropped(key)
         self._counters.add(f"save_skipped:{reason}")
-        self._log.report(reason, "an encoder output is not stored (%s): %s", reason, error)
+        self._log.report(reason, "%s is not stored (%s): %s", self._what, reason, error)
 
 
-def _use_every_core() -> None:
+def use_every_core() -> None:
     """vLLM binds each CPU worker to one core, which its threads inherit; a copy there would steal
     the model's time. In Linux this concerns the calling thread alone."""
     try:

@@ -1,4 +1,5 @@
-"""Everything a vLLM user may write into `ec_connector_extra_config`, validated before use.
+"""Everything a vLLM user may write into `ec_connector_extra_config`, validated before use, and what
+of it `kv_connector_extra_config` shares (`SharedSettings`).
 
 The buffer's own settings keep their names (`store_url`, `capacity_bytes`, `node_socket`, ...; see
 `BufferConfig`); here are those of the connector. Pure, but for the two files that may hold secrets.
@@ -7,7 +8,7 @@ The buffer's own settings keep their names (`store_url`, `capacity_bytes`, `node
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from pydantic import Field, SecretStr, ValidationError, field_validator
 
@@ -23,9 +24,11 @@ SECRET_FILES = {f"{name}_file": name for name in SECRETS}
 MILLISECOND_SECONDS = 1e-3
 _PRINTED = "vLLM prints its settings when it starts, so a secret cannot be one; allowed"
 
+Settings = TypeVar("Settings", bound="SharedSettings")
 
-class ConnectorSettings(BufferConfig):
-    """Settings of one engine's connector. Immutable; unknown names are refused."""
+
+class SharedSettings(BufferConfig):
+    """What both connectors take. Immutable; unknown names are refused."""
 
     required: bool = False
     """Whether the engine shall refuse to start when node or store cannot be reached."""
@@ -42,39 +45,20 @@ class ConnectorSettings(BufferConfig):
     namespace_extra: str = Field(default="", max_length=256)
     """Kept apart from engines with another value, e.g. one per tenant."""
     ttl_seconds: float | None = Field(default=None, ge=1, le=SECONDS_MAX)
-    """How long a stored encoder output lives; none means until it is evicted."""
+    """How long what is stored lives; none means until it is evicted."""
     fetch_wait_seconds: float = Field(default=2.0, ge=0, le=600)
-    """How long one request may wait, in all, for bytes on their way before it encodes itself; and,
+    """How long one request may wait, in all, for bytes on their way before it computes itself; and,
     before that, as long for room among the bytes that other requests hold (`prefetch_bytes`)."""
-    claim_wait_seconds: float | None = Field(default=None, ge=0, le=600)
-    """How long one request may wait, in all, while other engines encode its items; none means five
-    times what an encode took here, within 10 to 60 seconds. 0: no claims, so nobody waits."""
-    claim_lease_seconds: float = Field(default=20.0, ge=1, le=600)
-    """How long others take this engine's word that it encodes; longer than any of its steps."""
     first_sight_seconds: float = Field(default=MILLISECOND_SECONDS, ge=0, le=1)
     """How long one scheduling pass may wait, in all, for answers about requests new to it."""
-    idle_wait_seconds: float = Field(default=2 * MILLISECOND_SECONDS, ge=0, le=1)
-    """How long a scheduling pass may wait, in all, for what its requests wait for, where the pass
-    before it found nothing to run: vLLM would only ask again. 0: it asks again and again."""
-    sync_fetch_seconds: float = Field(default=0.0, ge=0, le=10)
-    """vLLM before 0.23 only, which holds no request back: how long one scheduling pass may wait, in
-    all, for bytes of other hosts. Nothing else runs meanwhile; 0 means `first_sight_seconds`."""
     prefetch_bytes: Bytes | None = Field(default=None, ge=0)
     """Bound on bytes held for requests that wait; none means a quarter of the arena."""
     save_queue_bytes: Bytes = Field(default=GIB // 2, ge=0)
-    """Bound on encoder outputs that wait to be stored; one is always taken, whatever its size."""
+    """Bound on what waits to be stored; one is always taken, whatever its size."""
     save_queue_items: int = Field(default=256, ge=1, le=65536)
-    """Bound on the number of encoder outputs that wait to be stored."""
+    """Bound on the number of tensors that wait to be stored."""
     drain_seconds: float = Field(default=2.0, ge=0, le=60)
-    """How long an engine that ends waits for outputs that are still to be stored."""
-    device_lane: Literal["off", "gloo", "nccl"] = "off"
-    """Whether outputs also go from device to device: nccl between GPUs, gloo between CPUs."""
-    device_pool_bytes: Bytes = Field(default=GIB, ge=1 << 20)
-    """What each worker keeps on its device for that, besides what vLLM has there."""
-    device_lane_host: str | None = Field(default=None, min_length=1, max_length=255)
-    """Address that the workers' pools listen on; none means the host that `listen` names."""
-    device_lane_forced: bool = False
-    """Use a lane beside tensor parallelism all the same, where it may hang the engine."""
+    """How long an engine that ends waits for what is still to be stored."""
 
     @field_validator("store_url")
     @classmethod
@@ -108,6 +92,30 @@ class ConnectorSettings(BufferConfig):
         return BufferConfig(**values)
 
 
+class ConnectorSettings(SharedSettings):
+    """Settings of one engine's encoder-cache connector."""
+
+    claim_wait_seconds: float | None = Field(default=None, ge=0, le=600)
+    """How long one request may wait, in all, while other engines encode its items; none means five
+    times what an encode took here, within 10 to 60 seconds. 0: no claims, so nobody waits."""
+    claim_lease_seconds: float = Field(default=20.0, ge=1, le=600)
+    """How long others take this engine's word that it encodes; longer than any of its steps."""
+    idle_wait_seconds: float = Field(default=2 * MILLISECOND_SECONDS, ge=0, le=1)
+    """How long a scheduling pass may wait, in all, for what its requests wait for, where the pass
+    before it found nothing to run: vLLM would only ask again. 0: it asks again and again."""
+    sync_fetch_seconds: float = Field(default=0.0, ge=0, le=10)
+    """vLLM before 0.23 only, which holds no request back: how long one scheduling pass may wait, in
+    all, for bytes of other hosts. Nothing else runs meanwhile; 0 means `first_sight_seconds`."""
+    device_lane: Literal["off", "gloo", "nccl"] = "off"
+    """Whether outputs also go from device to device: nccl between GPUs, gloo between CPUs."""
+    device_pool_bytes: Bytes = Field(default=GIB, ge=1 << 20)
+    """What each worker keeps on its device for that, besides what vLLM has there."""
+    device_lane_host: str | None = Field(default=None, min_length=1, max_length=255)
+    """Address that the workers' pools listen on; none means the host that `listen` names."""
+    device_lane_forced: bool = False
+    """Use a lane beside tensor parallelism all the same, where it may hang the engine."""
+
+
 def _secret_in(path: Path, setting: str) -> SecretStr:
     try:
         secret = path.read_text(encoding="utf-8").strip()
@@ -119,18 +127,23 @@ def _secret_in(path: Path, setting: str) -> SecretStr:
 
 
 def parse_settings(raw: Mapping[str, Any]) -> ConnectorSettings:
-    """The settings in `ec_connector_extra_config`.
+    """The settings in `ec_connector_extra_config`. Raises as `parse_as`."""
+    return parse_as(ConnectorSettings, raw, "ec_connector_extra_config")
+
+
+def parse_as(kind: type[Settings], raw: Mapping[str, Any], where: str) -> Settings:
+    """The settings that the user wrote into vLLM's option `where`.
 
     Raises:
         ConfigError: one line that names the first wrong setting, its value (unless it is a secret)
             and what is allowed; for an unknown name, the one that was probably meant.
     """
     try:
-        settings = ConnectorSettings(**raw)
+        settings = kind(**raw)
     except ValidationError as error:
-        raise explain(error, ConnectorSettings, raw) from None
+        raise explain(error, kind, raw) from None
     except TypeError as error:  # a key that is no string cannot be a keyword
-        raise ConfigError("ec_connector_extra_config: every name must be a text") from error
+        raise ConfigError(f"{where}: every name must be a text") from error
     for file_setting, name in SECRET_FILES.items():
         if getattr(settings, name) is not None:
             raise ConfigError(f"setting {name!r} is (hidden); {_PRINTED}: {file_setting!r}")

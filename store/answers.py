@@ -146,6 +146,8 @@ class NodeInfo:
     capacity_bytes: int
     used_bytes: int
     items: int
+    claims: int | None = None
+    """How many its engines have; None where an older version does not say."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -206,9 +206,10 @@ _KINDS = {b"tensor": "tensor", b"none": "none"}
 
 def node_fields(info: NodeInfo) -> list[str | int]:
     """The description of a node as fields and values, alternating."""
+    claims: list[str | int] = [] if info.claims is None else ["claims", info.claims]
     return [
         "boot", info.boot, "endpoint", info.endpoint, "host", info.host, "version", info.version,
-        "capacity", info.capacity_bytes, "used", info.used_bytes, "items", info.items,
+        "capacity", info.capacity_bytes, "used", info.used_bytes, "items", info.items, *claims,
     ]  # fmt: skip
 
 
@@ -224,6 +225,7 @@ def read_node(name: str, fields: Mapping[bytes, bytes]) -> NodeInfo | None:
             capacity_bytes=_read_count(fields[b"capacity"]),
             used_bytes=_read_count(fields[b"used"]),
             items=_read_count(fields[b"items"]),
+            claims=_read_count(fields[b"claims"]) if b"claims" in fields else None,
         )
     except (KeyError, ValueError):
         return None

@@ -21,14 +21,26 @@ from leaks import LeakGuard
 # Real servers and nodes for every test that asks: see tests/servers.py, nodes.py, engines.py.
 pytest_plugins = [
     name
-    for name in ("servers", "nodes", "engines", "links", "clusters", "sentinels", "tls_server")
+    for name in (
+        "servers",
+        "nodes",
+        "engines",
+        "kv_engines",
+        "links",
+        "clusters",
+        "sentinels",
+        "tls_server",
+        "command_store",
+        "dashboards",
+    )
     if importlib.util.find_spec(name)
 ]
 # These are not named test_*, so without this a failed assert in them would not be explained.
 pytest.register_assert_rewrite(
     "contract_store", "contract_store_claims", "contract_store_nodes", "contract_store_sole",
     "contract_pipe", "contract_pipe_limits", "contract_pipe_processes", "servers",
-    "nodes", "engines", "observing", "openai_servers", "handoff_storm",
+    "nodes", "engines", "kv_engines", "observing", "openai_servers", "handoff_storm", "deployment",
+    "dashboards",
 )  # fmt: skip
 
 _guard = pytest.StashKey[LeakGuard]()

@@ -17,7 +17,7 @@ with warnings.catch_warnings():
     from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorMetadata, ECConnectorRole
     from vllm.distributed.ec_transfer.ec_connector.factory import ECConnectorFactory
 
-from connectors import ec_connector, ec_seat
+from connectors import ec_connector, ec_seat, seat
 from connectors.ec_connector import LookupBufferECConnector
 from connectors.media import MetadataFields
 from connectors.plugin import CONNECTOR_MODULE, CONNECTOR_NAME, register
@@ -248,7 +248,7 @@ def test_data_parallel_engines_of_one_command_are_told_apart(
             super().__init__()
             seats.append(engine)
 
-    monkeypatch.setattr(ec_seat, "LookupBuffer", Opened)
+    monkeypatch.setattr(seat, "LookupBuffer", Opened)
     monkeypatch.setattr(ec_seat, "engine_namespace", lambda *_: Namespace.named("tests"))
     config = vllm_config()
     for index in (0, 1, 1):

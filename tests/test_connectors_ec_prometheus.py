@@ -4,14 +4,17 @@ import re
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 pytest.importorskip("vllm")
 
+from connectors.counted_families import REASONS_MAX
 from connectors.ec_connector import LookupBufferECConnector
-from connectors.ec_prometheus import FAMILIES, REASONS_MAX, EcPromMetrics
+from connectors.ec_prometheus import FAMILIES, EcPromMetrics
+from connectors.kv_prometheus import FAMILIES as KV_FAMILIES
 
 CONNECTORS = Path(__file__).resolve().parent.parent / "connectors"
 ENGINES: dict[int, list[object]] = {0: ["model", "0"], 1: ["model", "1"]}
@@ -74,22 +77,26 @@ def test_an_event_of_another_version_is_passed_over() -> None:
     assert generate_latest(metrics.registry) == before
 
 
-def test_every_event_that_is_counted_has_a_metric() -> None:
-    text = "".join(path.read_text() for path in CONNECTORS.glob("*.py"))
+@pytest.mark.parametrize("ours", [("kv", KV_FAMILIES, "ec_*"), ("ec", FAMILIES, "kv_*")])
+def test_every_event_that_is_counted_has_a_metric(ours: tuple[str, Any, str]) -> None:
+    """What the connector's own modules count, and those that serve both."""
+    _, families, theirs = ours
+    paths = set(CONNECTORS.glob("*.py")) - set(CONNECTORS.glob(theirs))
+    text = "".join(path.read_text() for path in paths)
     counted = {
-        name.partition(":")[0].replace("{where}", where)
+        re.sub(r"{\w+(\.\w+)?}", where, name.partition(":")[0])
         for name in re.findall(r'counters\.add\(\s*f?"([^"]+)"', text)
         for where in ("local", "remote")
     }
     counted |= set(re.findall(r'counters\.add\(\s*"(\w+)" if .* else', text))
     counted |= set(re.findall(r'counters\.add\(\s*"\w+" if .* else "(\w+)"', text))
     assert len(counted) > 10
-    assert counted - {event for family in FAMILIES for event in family.events} == set()
+    assert counted - {event for family in families for event in family.events} == set()
 
 
 def test_names_follow_the_conventions() -> None:
-    for family in FAMILIES:
-        assert re.fullmatch(r"vllm:lookup_buffer_ec_[a-z_]+", family.name)
+    for family in (*FAMILIES, *KV_FAMILIES):
+        assert re.fullmatch(r"vllm:lookup_buffer_(ec|kv)_[a-z_]+", family.name)
         assert not family.name.endswith("_total"), "the client library appends it"
         assert family.text.endswith(".")
         assert family.label or len(family.events) == 1

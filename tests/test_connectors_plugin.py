@@ -6,9 +6,16 @@ from types import ModuleType
 
 import pytest
 
-from connectors.plugin import CONNECTOR_MODULE, CONNECTOR_NAME, register
+from connectors.plugin import (
+    CONNECTOR_MODULE,
+    CONNECTOR_NAME,
+    KV_CONNECTOR_MODULE,
+    KV_CONNECTOR_NAME,
+    register,
+)
 
 FACTORY = "vllm.distributed.ec_transfer.ec_connector.factory"
+KV_FACTORY = "vllm.distributed.kv_transfer.kv_connector.factory"
 
 
 class Registry:
@@ -24,14 +31,18 @@ class Registry:
 
 
 def install(monkeypatch: pytest.MonkeyPatch, factory: object) -> None:
-    parts = FACTORY.split(".")
-    for length in range(1, len(parts)):
-        name = ".".join(parts[:length])
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    for parts in (FACTORY.split("."), KV_FACTORY.split(".")):
+        for length in range(1, len(parts)):
+            name = ".".join(parts[:length])
+            monkeypatch.setitem(sys.modules, name, ModuleType(name))
     module = ModuleType(FACTORY)
     if factory is not None:
         module.ECConnectorFactory = factory  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, FACTORY, module)
+    kv_module = ModuleType(KV_FACTORY)
+    if factory is not None:
+        kv_module.KVConnectorFactory = factory  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, KV_FACTORY, kv_module)
 
 
 def test_registers_once_however_often_it_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,7 +50,10 @@ def test_registers_once_however_often_it_is_called(monkeypatch: pytest.MonkeyPat
     install(monkeypatch, registry)
     register()
     register()
-    assert registry.known == {CONNECTOR_NAME: (CONNECTOR_MODULE, CONNECTOR_NAME)}
+    assert registry.known == {
+        CONNECTOR_NAME: (CONNECTOR_MODULE, CONNECTOR_NAME),
+        KV_CONNECTOR_NAME: (KV_CONNECTOR_MODULE, KV_CONNECTOR_NAME),
+    }
 
 
 def test_vllm_without_a_registry(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,6 +82,7 @@ def test_no_vllm_at_all_and_nothing_heavy_is_imported() -> None:
 def test_scheduler_side_needs_neither_vllm_nor_torch() -> None:
     code = (
         "import sys; sys.modules['vllm'] = sys.modules['torch'] = None\n"
-        "import connectors.ec_scheduler, connectors.namespace, connectors.settings"
+        "import connectors.ec_scheduler, connectors.namespace, connectors.settings\n"
+        "import connectors.kv_scheduler, connectors.kv_namespace, connectors.kv_settings"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

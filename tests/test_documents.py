@@ -12,7 +12,8 @@ import torch
 
 from connectors.settings import ConnectorSettings, parse_settings
 from lookup_buffer.cli.findings import Code
-from lookup_buffer.config import SECRETS, parse_bytes
+from lookup_buffer.config import SECRETS
+from lookup_buffer.sizes import parse_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = (
@@ -20,7 +21,9 @@ DOCUMENTS = (
     "ARCHITECTURE.md",
     "CONTRIBUTING.md",
     "CHANGELOG.md",
+    "docs/cli.md",
     "docs/metrics.md",
+    "docs/operations.md",
     "docs/pipes.md",
     "docs/redis-keys.md",
     "docs/vllm.md",
@@ -84,10 +87,10 @@ def test_nothing_is_left_to_be_filled_in(document: str) -> None:
     assert not open_places
 
 
-def _rows(title: str) -> list[list[str]]:
+def _rows(title: str, level: str = "##") -> list[list[str]]:
     """The cells of the first table under a heading of docs/vllm.md, without its head."""
     text = (ROOT / "docs/vllm.md").read_text(encoding="utf-8")
-    section = text.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+    section = text.partition(f"\n{level} {title}\n")[2].partition("\n##")[0]
     lines = [line for line in section.splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
 
@@ -119,3 +122,20 @@ def test_every_metric_of_the_connector_is_explained() -> None:
 
     explained = {row[0].strip("`"): row[1].strip("`") for row in _rows("What you see")}
     assert explained == {f"{family.name}_total": family.label for family in FAMILIES}
+
+
+def test_the_settings_and_metrics_of_the_kv_connector_are_explained() -> None:
+    pytest.importorskip("vllm")
+    from connectors.kv_prometheus import FAMILIES
+    from connectors.kv_settings import KvSettings
+    from connectors.settings import SharedSettings
+
+    metrics = {row[0].strip("`"): row[1].strip("`") for row in _rows("What you see of it", "###")}
+    assert metrics == {f"{family.name}_total": family.label for family in FAMILIES}
+    own = {
+        name
+        for name, field in KvSettings.model_fields.items()
+        if name not in SharedSettings.model_fields
+        or field.default != SharedSettings.model_fields[name].default
+    }
+    assert {row[0].strip("`") for row in _rows("Settings of the KV connector", "###")} == own

@@ -1,7 +1,6 @@
 """`ls`, `show` and `stats`: what is shown of a store, at a terminal, in a pipe and as JSON."""
 
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,24 +14,11 @@ from command_line import (
     run_at_terminal,
     run_json,
 )
-from servers import command, flush
-from store import DeviceLocation, EmbeddedServer, MetadataStore, Publishing, open_store
+from servers import command
+from store import DeviceLocation, MetadataStore, Publishing
 
 SPACE, OTHER_SPACE = "a" * 64, "b" * 64
 LONG_KEY = "0123456789abcdef" * 4
-
-
-@pytest.fixture
-def url(valkey_server: EmbeddedServer) -> Iterator[str]:
-    flush(valkey_server.url)
-    yield valkey_server.url
-    flush(valkey_server.url)
-
-
-@pytest.fixture
-def store(url: str) -> Iterator[MetadataStore]:
-    with open_store(url, call_timeout_seconds=5.0, connect_timeout_seconds=5.0) as store:
-        yield store
 
 
 def keys(document: Any) -> set[str]:

@@ -12,8 +12,8 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -37,6 +37,10 @@ class Question:
     images: tuple[str, ...]
     prompt: str
     tokens: int = 8
+    token_ids: tuple[int, ...] = ()
+    """Instead of `prompt`, where there are some."""
+    kv_transfer_params: Mapping[str, Any] | None = field(default=None, hash=False)
+    """As in vLLM's requests, for its KV connector."""
 
     @classmethod
     def about(cls, photograph: Path, text: str, *, tokens: int = 8) -> Self:
@@ -57,6 +61,8 @@ class Answer:
     """"encoded" or "loaded" for each image that vLLM's own encoder cache did not hold."""
     identifiers: tuple[str, ...]
     """vLLM's names of the same images."""
+    kv_transfer_params: Mapping[str, Any] | None = None
+    """What vLLM's KV connector says of the request, for another engine."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,14 +78,24 @@ class _Engine:
         prompts = []
         for question in questions:
             images = [self._open_image(path).convert("RGB") for path in question["images"]]
-            prompts.append({"prompt": question["prompt"], "multi_modal_data": {"image": images}})
-        sampling = [
-            # Greedy, and always as many tokens as asked for: a random model may say "end" early.
-            self._sampling(temperature=0.0, max_tokens=question["tokens"], ignore_eos=True)
-            for question in questions
-        ]
+            media = {"multi_modal_data": {"image": images}} if images else {}
+            if question["token_ids"]:
+                prompts.append({"prompt_token_ids": question["token_ids"], **media})
+            else:
+                prompts.append({"prompt": question["prompt"], **media})
+        sampling = [self._sample(question) for question in questions]
         outputs = self._llm.generate(prompts, sampling, use_tqdm=False)
         return [self._describe(output) for output in outputs]
+
+    def _sample(self, question: Message) -> Any:
+        """Greedy, and always as many tokens as asked for: a random model may say "end" early."""
+        transfer = question["kv_transfer_params"]
+        return self._sampling(
+            temperature=0.0,
+            max_tokens=question["tokens"],
+            ignore_eos=True,
+            extra_args={"kv_transfer_params": transfer} if transfer else None,
+        )
 
     def close(self) -> None:
         self._llm.llm_engine.engine_core.shutdown(timeout=_SHUTDOWN_SECONDS)
@@ -97,6 +107,7 @@ class _Engine:
             "request": output.request_id,
             "tokens": list(completion.token_ids),
             "finish_reason": completion.finish_reason,
+            "kv_transfer_params": output.kv_transfer_params,
             "queued_seconds": metrics.scheduled_ts - metrics.queued_ts,
             "ttft_seconds": metrics.first_token_ts - metrics.queued_ts,
         }

@@ -12,6 +12,7 @@ clients → control → desk → intake → shelf             (loop's thread, lb
 other nodes → peer server → shelf                      (lb-peer, one a connection)
                   └→ askers → handoffs                 (loop's thread)
 Prometheus, probes → http server → vitals              (lb-http)
+browsers → http server → observer → store              (lb-http; a process of its own)
 """
 
 import asyncio
@@ -112,6 +113,7 @@ class Node:
             self._give_up,
             self._report,
             failed_fetches=self._fetcher.failed,
+            count_claims=lambda: self._claims.count_held(),  # which are made later
         )
         self._owners = Owners(self._loop, directory, token)
         self._announcements = Announcements(
@@ -187,7 +189,7 @@ class Node:
 
     @property
     def http_address(self) -> str | None:
-        """Where `/metrics` is served; None where it is not."""
+        """Where the dashboard and `/metrics` are served; None where they are not."""
         return None if self._http is None else self._http.address
 
     def run(self, socket_path: Path, on_ready: Callable[[], None] = lambda: None) -> None:
@@ -211,7 +213,7 @@ class Node:
         self._control.listen(socket_path)
         self._shelf.arena.populate_in_background(skip_bytes=first)
         if self._http is not None:
-            self._http.start(pages_of(self._vitals))
+            self._http.start(pages_of(self._vitals, self._config))
         self._loop.call_soon(on_ready)
         self._check_deaths()
         if self._ends_when_idle:

@@ -65,6 +65,8 @@ class Registrar:
     """Told, on the registrar's thread, what the store said of hand-offs."""
     clock: Callable[[], float] = time.monotonic
     failed_fetches: FailedFetches = field(default_factory=FailedFetches)
+    count_claims: Callable[[], int] = lambda: 0
+    """How many claims engines of this node have; asked on the registrar's thread."""
     store_up: bool = False
     """Whether the last turn succeeded."""
     failing: bool = False
@@ -215,7 +217,7 @@ class Registrar:
         if pulse is not Pulse.WATCHING:
             # It costs what people like to see, and no node.
             with self._troubles.told("this node is not described", StoreFull, StoreCorrupt):
-                store.describe_node(self.identity.info(self.shelf.gauges()))
+                store.describe_node(self.identity.info(self.shelf.gauges(), self.count_claims()))
         self.directory.refresh(store)
         if pulse is Pulse.WATCHING:
             return  # others' tensors may be had meanwhile

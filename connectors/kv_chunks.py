@@ -1,0 +1,90 @@
+"""What a chunk of KV cache is called: the chain hash of all that its bytes depend on. Pure.
+
+A chunk is a fixed number of tokens. Its name is a hash over the name of the chunk before it, its
+own tokens and the media that reach into it; the first one begins with the adapter and the cache
+salt. So equal names mean an equal prompt up to the end of the chunk, within one namespace.
+"""
+
+import hashlib
+from array import array
+from collections.abc import Sequence
+from typing import Any, Final
+
+from connectors.adapters import Adapters
+from connectors.identifiers import NotShareable, shared_key
+from lookup_buffer.key import TensorKey
+
+_TOKEN: Final = "q"  # 64 bits each, so that no two lists of tokens have the same bytes
+
+
+def key_of(name: str, rank: int, transfer: str = "") -> TensorKey:
+    """What one rank's part of a chunk is stored under; with a transfer id, handed over."""
+    return TensorKey(name, request_id=transfer or None, part=str(rank))
+
+
+class ChunkChain:
+    """The names of one request's whole chunks, as far as its tokens are known.
+
+    Args:
+        request: vLLM's; its tokens only ever grow.
+        chunk_tokens: how many tokens a chunk has.
+        adapters: digests of LoRA adapters.
+
+    Raises:
+        NotShareable: the request's KV depends on what no other instance could name.
+    """
+
+    def __init__(self, request: Any, chunk_tokens: int, adapters: Adapters) -> None:
+        if getattr(request, "prompt_embeds", None) is not None:
+            raise NotShareable("prompt_embeds")
+        self._tokens = chunk_tokens
+        self._media = [
+            (
+                feature.mm_position.offset,
+                feature.mm_position.length,
+                _name(feature, request, adapters),
+            )
+            for feature in request.mm_features or ()
+        ]
+        self._first = self._link = _seed(request, adapters)
+        self.names: list[str] = []
+
+    def grow(self, tokens: Sequence[int], count: int) -> list[str]:
+        """The names of the first `count` chunks, or of fewer where `tokens` end before."""
+        for index in range(len(self.names), min(count, len(tokens) // self._tokens)):
+            self._add(index, tokens)
+        return self.names[:count]
+
+    def rest(self, tokens: Sequence[int]) -> str:
+        """The name of what comes behind the whole chunks of `tokens`, which were all named."""
+        start = len(tokens) // self._tokens * self._tokens
+        link = bytes.fromhex(self.names[start // self._tokens - 1]) if start else self._first
+        return self._digest(link, tokens, start, len(tokens)).hex()
+
+    def _add(self, index: int, tokens: Sequence[int]) -> None:
+        start, end = index * self._tokens, (index + 1) * self._tokens
+        self._link = self._digest(self._link, tokens, start, end)
+        self.names.append(self._link.hex())
+
+    def _digest(self, before: bytes, tokens: Sequence[int], start: int, end: int) -> bytes:
+        link = hashlib.sha256(before)
+        link.update(array(_TOKEN, tokens[start:end]).tobytes())
+        for offset, length, name in self._media:
+            if offset < end and offset + length > start:
+                link.update(f"\0{offset}:{length}:{len(name)}:{name}".encode())
+        return link.digest()
+
+
+def _seed(request: Any, adapters: Adapters) -> bytes:
+    digest = ""
+    lora = getattr(request, "lora_request", None)
+    if lora is not None:
+        digest = adapters.digest_of(lora)
+        if not digest:
+            raise NotShareable("lora")
+    salt = getattr(request, "cache_salt", None) or ""
+    return hashlib.sha256(f"{digest}\0{salt}".encode("utf-8", "surrogatepass")).digest()
+
+
+def _name(feature: Any, request: Any, adapters: Adapters) -> str:
+    return shared_key(feature.identifier, request, adapters).text

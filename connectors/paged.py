@@ -1,0 +1,105 @@
+"""Between a paged KV cache and contiguous tensors. Torch only; any thread; no state.
+
+Two ways to name places. By *blocks*: a chunk is `[layers, blocks, *page]`, one page a block and
+layer, whatever lies in a page (keys and values side by side, one latent vector for both, a packing
+that only its kernel knows). By *slots*, the tokens' places: what a slot mapping speaks of.
+
+A layer is a tensor with a block along one of its dimensions:
+
+    [B, H, N, C]      vLLM 0.32 on CPU and GPU, C = 2 · D; MLA with H = 1; in memory also N before H
+    [2, B, N, H, D]   keys and values of former releases (FlashAttention)
+    [B, 2, N, H, D]   likewise (FlashInfer)
+    [2, B, N · H · D] the first releases, whose cache a slot mapping addresses
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+Layers = Sequence[torch.Tensor]
+
+
+def pages_of(layer: torch.Tensor, num_blocks: int, block_dim: int = 0) -> torch.Tensor:
+    """A view of `layer` with the manager's blocks along its first dimension.
+
+    Kernels may divide a block of the manager into several of their own, which then follow each
+    other.
+
+    Raises:
+        ValueError: the layer has no whole number of kernel blocks for each of `num_blocks`.
+    """
+    pages = layer.movedim(block_dim, 0)
+    if num_blocks < 1 or pages.shape[0] % num_blocks:
+        raise ValueError(f"{tuple(layer.shape)} has no {num_blocks} blocks along {block_dim}")
+    split = pages.shape[0] // num_blocks
+    if split == 1:
+        return pages
+    return pages.view(num_blocks, split, *pages.shape[1:])
+
+
+def gather_blocks(
+    pages: Layers, block_ids: Sequence[int], out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`[layers, blocks, *page]`, contiguous, of the blocks in the order that they are named in."""
+    first = pages[0]
+    if out is None:
+        shape = (len(pages), len(block_ids), *first.shape[1:])
+        out = torch.empty(shape, dtype=first.dtype, device=first.device)
+    run = _run(block_ids)
+    if run is not None:
+        for layer, chunk in zip(pages, out, strict=True):
+            chunk.copy_(layer[run])
+        return out
+    index = torch.tensor(block_ids, dtype=torch.int64, device=first.device)
+    for layer, chunk in zip(pages, out, strict=True):
+        torch.index_select(_plain(layer), 0, index, out=_plain(chunk))
+    return out
+
+
+def scatter_blocks(
+    pages: Layers, block_ids: Sequence[int], chunk: torch.Tensor, first: int = 0
+) -> None:
+    """Put the blocks `first` and following of a chunk where `block_ids` says."""
+    part = chunk[:, first : first + len(block_ids)]
+    run = _run(block_ids)
+    if run is not None:
+        for layer, source in zip(pages, part, strict=True):
+            layer[run].copy_(source)
+        return
+    index = torch.tensor(block_ids, dtype=torch.int64, device=pages[0].device)
+    for layer, source in zip(pages, part, strict=True):
+        _plain(layer).index_copy_(0, index, _plain(source))
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory: torch has no indexing for floats of eight bits."""
+    return tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
+
+
+def _run(block_ids: Sequence[int]) -> slice | None:
+    """The slice that the blocks are, where each follows the one before."""
+    start = block_ids[0] if block_ids else 0
+    if list(block_ids) == list(range(start, start + len(block_ids))):
+        return slice(start, start + len(block_ids))
+    return None
+
+
+def slots_of(blocks: torch.Tensor, heads: int, head_size: int) -> torch.Tensor:
+    """The keys, or the values, of one layer as `[slots, heads, head_size]`, a view: a token's place
+    is its block's number times the block size, and its offset therein.
+
+    Raises:
+        RuntimeError: the layer lies in memory such that there is no such view.
+    """
+    return blocks.view(-1, heads, head_size)
+
+
+def gather_slots(layers: Layers, slots: torch.Tensor) -> torch.Tensor:
+    """`[layers, tokens, heads, head_size]` of the tokens whose places are named."""
+    return torch.stack([layer.index_select(0, slots) for layer in layers])
+
+
+def scatter_slots(layers: Layers, slots: torch.Tensor, tokens: torch.Tensor) -> None:
+    """Put `[layers, tokens, ...]` where `slots` says."""
+    for layer, source in zip(layers, tokens, strict=True):
+        layer.index_copy_(0, slots, source.to(layer.dtype))

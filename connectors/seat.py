@@ -1,0 +1,99 @@
+"""How the scheduler side and the workers of an engine come by their client of the buffer."""
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
+
+from connectors.counters import logger
+from connectors.ec_current import CurrentBuffer
+from connectors.weights_flag import WeightsFlag
+from lookup_buffer.client import EngineSeat, LookupBuffer
+from lookup_buffer.errors import LookupBufferError, NodeUnavailable
+from lookup_buffer.namespace import Namespace
+from store import redact
+
+if TYPE_CHECKING:
+    from connectors.settings import SharedSettings
+
+STORE_SECONDS = 5.0
+
+
+def open_client(
+    settings: "SharedSettings", seat: EngineSeat, namespace: Namespace, connector: str
+) -> LookupBuffer:
+    """The client of the scheduler (the seat's rank is None) or of one worker.
+
+    Raises:
+        LookupBufferError: the configuration is refused, or node or store are required and absent.
+    """
+    first = seat.rank in (None, 0)
+    if first:
+        logger.info("lookup buffer: namespace %s", namespace.fingerprint)
+    try:
+        buffer = LookupBuffer(
+            settings.buffer_config(), namespace, engine=seat, required=settings.required
+        )
+        if seat.rank is None:
+            _check_reachable(buffer, settings)
+            return _while_current(buffer, seat.engine_id)
+    except LookupBufferError as error:
+        if first:  # the first of them ends the start, so this is said once
+            logger.error("%s: %s", connector, error)
+        raise
+    return buffer
+
+
+def engine_id(common: object, parallel: Any) -> str:
+    """vLLM tells data-parallel engines apart for KV connectors only; ours would share their claims,
+    and one would take the other's workers for its own."""
+    index = getattr(parallel, "data_parallel_index", getattr(parallel, "data_parallel_rank", 0))
+    suffix = f"_dp{index}"
+    return f"{common}{suffix}" if index and not str(common).endswith(suffix) else str(common)
+
+
+def remembered(owner: Any, name: str, make: Callable[[], dict[str, str]]) -> dict[str, str]:
+    """What `make` said the first time for this object of vLLM's configuration.
+
+    Where scheduler and worker share a process they share the configuration's objects too, and a
+    model may change its own configuration while it loads. So the first to ask leaves its answer.
+    """
+    parts: dict[str, str] | None = getattr(owner, name, None)
+    if parts is None:
+        parts = make()
+        object.__setattr__(owner, name, parts)
+    return parts
+
+
+def _while_current(buffer: LookupBuffer, engine: str) -> LookupBuffer:
+    """The client for as long as this engine has the weights that its namespace names."""
+    try:
+        flag = WeightsFlag.adopt(engine)
+    except OSError:
+        logger.warning("lookup buffer: weights that change in this engine would not be noticed")
+        return buffer
+    return cast("LookupBuffer", CurrentBuffer(buffer, flag))
+
+
+def _check_reachable(buffer: LookupBuffer, settings: "SharedSettings") -> None:
+    """Say at start what would otherwise only show as misses."""
+    if not buffer.attached:
+        logger.warning("lookup buffer: no node yet; until there is one, nothing is shared")
+    elif not _store_comes_up(buffer):
+        what = f"the store at {redact(settings.store_url)} cannot be reached"
+        if settings.required:
+            buffer.close()
+            raise NodeUnavailable(f"{what}, and setting 'required' is on")
+        logger.warning("lookup buffer: %s; until it can, hosts share nothing", what)
+
+
+def _store_comes_up(buffer: LookupBuffer) -> bool:
+    """Whether the node reaches its store; a node that just started is given time to connect."""
+    deadline = time.monotonic() + STORE_SECONDS
+    while time.monotonic() < deadline:
+        try:
+            if buffer.stats()["store_up"]:
+                return True
+        except NodeUnavailable:
+            return False
+        time.sleep(0.05)
+    return False

@@ -1,0 +1,95 @@
+"""Names of chunks: equal for equal prompts, and for nothing else."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from connector_standins import Feature, Position
+from connectors.adapters import Adapters
+from connectors.identifiers import NotShareable
+from connectors.kv_chunks import ChunkChain
+from nodes import wait_until
+
+SIZE = 4
+TOKENS = list(range(100, 121))
+
+
+def names(tokens: list[int] = TOKENS, **request: Any) -> list[str]:
+    return chain(**request).grow(tokens, 100)
+
+
+def chain(*features: Feature, adapters: Adapters | None = None, **request: Any) -> ChunkChain:
+    fields = {"request_id": "r", "mm_features": list(features), **request}
+    return ChunkChain(SimpleNamespace(**fields), SIZE, adapters or Adapters())
+
+
+def test_whole_chunks_alone_have_a_name() -> None:
+    assert len(names()) == len(TOKENS) // SIZE
+    assert len(chain().grow(TOKENS, 2)) == 2
+    assert chain().grow(TOKENS[:3], 2) == []
+
+
+@given(st.lists(st.integers(0, 5), max_size=24), st.lists(st.integers(0, 5), max_size=24))
+def test_names_are_equal_as_far_as_the_prompts_are(one: list[int], other: list[int]) -> None:
+    for index, (a, b) in enumerate(zip(names(one), names(other), strict=False)):
+        end = (index + 1) * SIZE
+        assert (a == b) == (one[:end] == other[:end])
+
+
+def test_a_chain_grows_as_tokens_come() -> None:
+    growing = chain()
+    tokens: list[int] = []
+    for token in TOKENS:
+        tokens.append(token)
+        growing.grow(tokens, 100)
+    assert growing.names == names()
+
+
+def test_tokens_of_any_vocabulary() -> None:
+    assert len({*names([1 << 40] * SIZE), *names([1 << 8] * SIZE), *names([0] * SIZE)}) == 3
+
+
+def test_media_are_named_where_they_reach_into_a_chunk_and_behind() -> None:
+    plain = names()
+    cat = chain(Feature("cat", Position(5, 5))).grow(TOKENS, 100)
+    dog = chain(Feature("dog", Position(5, 5))).grow(TOKENS, 100)
+    moved = chain(Feature("cat", Position(4, 5))).grow(TOKENS, 100)
+    assert cat[0] == dog[0] == plain[0], "they begin in the second"
+    for index in range(1, len(plain)):
+        assert len({plain[index], cat[index], dog[index], moved[index]}) == 4
+
+
+def test_a_salt_keeps_prompts_apart() -> None:
+    assert not {*names(cache_salt="mine")} & {*names(cache_salt="yours")}
+    assert not {*names(cache_salt="mine")} & {*names()}
+    assert names(cache_salt="") == names(cache_salt=None) == names()
+
+
+def test_adapters_count_by_their_content(tmp_path: Path) -> None:
+    adapters = Adapters()
+
+    def of(name: str, content: bytes) -> list[str]:
+        folder = tmp_path / name
+        folder.mkdir(exist_ok=True)
+        (folder / "adapter_model.safetensors").write_bytes(content)
+        lora = SimpleNamespace(lora_name=name, lora_int_id=len(name), lora_path=str(folder))
+        with pytest.raises(NotShareable, match="lora"):
+            chain(adapters=adapters, lora_request=lora)
+        wait_until(lambda: adapters.digest_of(lora), 10.0, "its files are read")
+        return chain(adapters=adapters, lora_request=lora).grow(TOKENS, 100)
+
+    one, same, other = of("a", b"weights"), of("bb", b"weights"), of("ccc", b"others")
+    assert one == same
+    assert not {*one} & {*other}
+    assert not {*one} & {*names()}
+
+
+def test_what_no_other_instance_could_name_is_not_shared() -> None:
+    with pytest.raises(NotShareable, match="prompt_embeds"):
+        chain(prompt_embeds=object())
+    with pytest.raises(NotShareable, match="identifier_counted"):
+        chain(Feature("renderer0-mm-1-image-0", Position(0, 4)))

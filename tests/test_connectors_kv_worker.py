@@ -1,0 +1,205 @@
+"""The KV connector's worker side with tensors of torch and a real node: right bytes, or told so."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from connectors.kv_chunks import key_of
+from connectors.kv_loads import LoadResults
+from connectors.kv_metadata import ChunkLoad, ChunkSave, KvStepMetadata, RequestLoad
+from connectors.kv_settings import KvSettings
+from connectors.kv_worker import KvWorker
+from lookup_buffer.client import LookupBuffer
+from lookup_buffer.namespace import Namespace
+from nodes import NodeProcess, wait_until
+
+LAYERS, BLOCKS, PAGE = 3, 12, (2, 4, 16)
+SECONDS = 10.0
+
+
+class Rank:
+    """A worker and its cache, in which every block of every layer has content of its own."""
+
+    def __init__(self, buffer: LookupBuffer, rank: int = 0, **settings: Any) -> None:
+        self.buffer = buffer
+        count = LAYERS * BLOCKS * torch.Size(PAGE).numel()
+        values = torch.arange(count, dtype=torch.float32).view(LAYERS, BLOCKS, *PAGE)
+        self.layers = {f"layer.{i}": layer + 1e6 * rank for i, layer in enumerate(values)}
+        self.worker = KvWorker(lambda: buffer, KvSettings(**settings), rank=rank, num_blocks=BLOCKS)
+        self.worker.register(self.layers)
+
+    def content(self, blocks: Sequence[int]) -> torch.Tensor:
+        return torch.stack([layer[list(blocks)] for layer in self.layers.values()])
+
+    def step(self, metadata: KvStepMetadata, model: Callable[[], None] | None = None) -> None:
+        """As vLLM calls it."""
+        self.worker.give_way(metadata)
+        if model is not None:
+            model()
+        self.worker.load(metadata)
+        self.worker.save(metadata)
+
+    def save(self, *saves: ChunkSave) -> None:
+        self.step(KvStepMetadata(saves=list(saves)))
+        assert self.worker.saves.drain(SECONDS)
+
+    def load(self, *chunks: ChunkLoad, request: str = "r") -> LoadResults:
+        self.step(KvStepMetadata(loads=[RequestLoad(request, chunks)]))
+        results = LoadResults()
+
+        def ended() -> bool:
+            fresh = self.worker.results()
+            results.loaded.update(fresh.loaded)
+            results.lost_blocks.update(fresh.lost_blocks)
+            results.failed.update(fresh.failed)
+            return request in results.loaded
+
+        wait_until(ended, SECONDS, "the load ends")
+        return results
+
+    def chunk(self, name: str, blocks: Sequence[int], first: int = 0, ranks: int = 1) -> ChunkLoad:
+        """What a scheduler side would order, pinned."""
+        handles = self.buffer.prefetch([key_of(name, r) for r in range(ranks)], timeout=SECONDS)
+        orders = tuple(handle.order for handle in handles if handle.order is not None)
+        assert len(orders) == ranks
+        return ChunkLoad(name, tuple(blocks), first, orders)
+
+
+@pytest.fixture
+def buffer(node_pair: tuple[NodeProcess, NodeProcess]) -> Iterator[LookupBuffer]:
+    with LookupBuffer(node_pair[0].config, Namespace.named(f"kv-{time.monotonic()}")) as client:
+        yield client
+
+
+@pytest.fixture
+def rank(buffer: LookupBuffer) -> Iterator[Rank]:
+    made = Rank(buffer)
+    yield made
+    made.worker.close()
+
+
+def test_what_one_stores_another_loads_elsewhere(rank: Rank) -> None:
+    expected = rank.content((4, 1, 7))
+    rank.save(ChunkSave("chunk", (4, 1, 7)))
+    results = rank.load(rank.chunk("chunk", (9, 10, 2)))
+    assert torch.equal(rank.content((9, 10, 2)), expected)
+    assert results == LoadResults(loaded={"r"})
+    assert rank.worker.counters.totals() == {"saved": 1}
+
+
+def test_the_rest_of_a_chunk_leaves_other_blocks_alone(rank: Rank) -> None:
+    rank.save(ChunkSave("chunk", (0, 1, 2)))
+    before, expected = rank.content(range(BLOCKS)), rank.content((2,))
+    rank.load(rank.chunk("chunk", (8,), first=2))
+    before[:, 8] = expected[:, 0]
+    assert torch.equal(rank.content(range(BLOCKS)), before)
+
+
+def test_each_rank_has_its_own_part(buffer: LookupBuffer) -> None:
+    ranks = [Rank(buffer, number) for number in range(2)]
+    for each in ranks:
+        each.save(ChunkSave("chunk", (0, 1)))
+    for each in ranks:
+        expected = each.content((0, 1))
+        each.load(each.chunk("chunk", (5, 6), ranks=2))
+        assert torch.equal(each.content((5, 6)), expected)
+    for each in ranks:
+        each.worker.close()
+
+
+def test_blocks_that_get_other_content_are_copied_before(rank: Rank) -> None:
+    """The thread that stores stands still meanwhile, as behind a large chunk."""
+    gate = threading.Event()
+    insert = rank.worker.saves._insert
+    rank.worker.saves._insert = lambda *each: gate.wait(SECONDS) and insert(*each)
+    expected = rank.content((3, 4)), rank.content((5,))
+    rank.step(KvStepMetadata(saves=[ChunkSave("freed", (3, 4)), ChunkSave("kept", (5,))]))
+
+    def model() -> None:
+        for layer in rank.layers.values():
+            layer[4] = -1.0
+
+    rank.step(KvStepMetadata(written=[4]), model)
+    gate.set()
+    assert rank.worker.saves.drain(SECONDS)
+    for name, blocks, content in (("freed", (8, 9), expected[0]), ("kept", (10,), expected[1])):
+        rank.load(rank.chunk(name, blocks))
+        assert torch.equal(rank.content(blocks), content)
+    assert rank.worker.counters.totals()["copied_early"] == 1
+
+
+def test_what_this_host_holds_is_not_copied_again(rank: Rank) -> None:
+    rank.save(ChunkSave("chunk", (0, 1)))
+    rank.save(ChunkSave("chunk", (0, 1)))
+    assert rank.worker.counters.totals() == {"saved": 1, "save_exists": 1}
+
+
+def test_from_the_first_chunk_that_does_not_load_all_blocks_are_lost(rank: Rank) -> None:
+    for name, blocks in (("one", (0, 1)), ("two", (2, 3)), ("three", (4, 5))):
+        rank.save(ChunkSave(name, blocks))
+    expected = rank.content((0, 1))
+    chunks = [
+        rank.chunk(name, (6 + 2 * place, 7 + 2 * place))
+        for place, name in enumerate(("one", "two", "three"))
+    ]
+    (order,) = chunks[1].orders
+    chunks[1] = replace(chunks[1], orders=(replace(order, boot="f" * 16),))  # another node's start
+    results = rank.load(*chunks)
+    assert results == LoadResults({"r"}, {8, 9, 10, 11}, {"r"})
+    assert torch.equal(rank.content((6, 7)), expected)
+    report = rank.worker.report()
+    assert report is not None
+    assert report.failed == {"r"}
+    assert report.counts["load_failed:lost"] == 1
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        torch.zeros(LAYERS, 2, *PAGE, dtype=torch.float64),
+        torch.zeros(LAYERS + 1, 2, *PAGE),
+        torch.zeros(LAYERS, 1, *PAGE),
+        torch.zeros(LAYERS, 2, 2, 4, 8),
+        torch.zeros(7),
+    ],
+    ids=["dtype", "layers", "blocks", "page", "shape"],
+)
+def test_what_is_not_this_cache_is_never_put_there(rank: Rank, wrong: torch.Tensor) -> None:
+    rank.buffer.insert(key_of("wrong", 0), wrong)
+    before = rank.content(range(BLOCKS))
+    assert rank.load(rank.chunk("wrong", (6, 7))).lost_blocks == {6, 7}
+    assert torch.equal(rank.content(range(BLOCKS)), before)
+
+
+def test_a_node_that_is_gone_costs_the_chunks_alone(
+    start_node: Callable[..., NodeProcess], tmp_path: Path
+) -> None:
+    node = start_node()
+    buffer = LookupBuffer(node.config, Namespace.named("gone"))
+    rank = Rank(buffer, drain_seconds=0.1)
+    rank.save(ChunkSave("chunk", (0, 1)))
+    expected, chunk = rank.content((0, 1)), rank.chunk("chunk", (5, 6))
+    node.kill()
+    assert rank.load(chunk) == LoadResults({"r"}), "the arena is still mapped"
+    assert torch.equal(rank.content((5, 6)), expected)
+    rank.save(ChunkSave("other", (0, 1)))
+    assert rank.worker.counters.totals()["save_skipped:node"] == 1
+    rank.worker.close()
+
+
+def test_saving_holds_the_models_thread_for_an_enqueueing_alone(rank: Rank) -> None:
+    gate = threading.Event()
+    insert = rank.worker.saves._insert
+    rank.worker.saves._insert = lambda *each: gate.wait(SECONDS) and insert(*each)
+    started = time.thread_time()
+    rank.step(KvStepMetadata(saves=[ChunkSave(f"{i}", (0, 1)) for i in range(100)]))
+    used = time.thread_time() - started
+    gate.set()
+    assert rank.worker.saves.drain(SECONDS)
+    assert used < 0.05, f"{used:.4f} s for 100 chunks"
