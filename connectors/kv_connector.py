@@ -214,5 +214,5 @@ def _make_worker(vllm_config: Any, kv_cache_config: Any, settings: "KvSettings")
         settings,
         rank=rank,
         num_blocks=kv_cache_config.num_blocks,
-        weights=WeightsWatch(engine_id(vllm_config), names=()) if rank == 0 else None,
+        weights=WeightsWatch(engine_id(vllm_config), names=()),
     )

@@ -137,11 +137,12 @@ class KvScheduler:
 
     def _present(self, state: KvRequest) -> tuple[int, bool]:
         """How many chunks are here in one run, and whether it is known that there are no more."""
-        for index, pin in enumerate(state.pins):
+        for pin in state.pins[state.present :]:
             found = pin.state
             if found is not PrefetchState.RESIDENT:
-                return index, found is not PrefetchState.PENDING
-        return len(state.pins), True
+                return state.present, found is not PrefetchState.PENDING
+            state.present += 1
+        return state.present, True
 
     def _may_wait(self, state: KvRequest) -> bool:
         now = self._clock()
@@ -290,7 +291,7 @@ class KvScheduler:
             )
 
     def _forget_pins(self, state: KvRequest) -> None:
-        pins, state.pins = state.pins, []
+        pins, state.pins, state.present = state.pins, [], 0
         state.asked = state.loading = False
         state.deadline = 0.0
         self._release(pins)

@@ -52,7 +52,8 @@ class KvWorker:
         self.counters = counters or Counters()
         self._log = RateLimitedLog()
         if weights is not None:
-            weights.start()
+            if rank == 0:  # one flag for the engine; what each rank stores is its own matter
+                weights.start()
             weights.find()
             weights.begin()
         self._buffer = open_buffer()

@@ -123,6 +123,10 @@ class SlidingWindowSpec(FullAttentionSpec):
     pass
 
 
+class BothWaysSpec(FullAttentionSpec):
+    non_causal = True
+
+
 def cache(*specs: type[FullAttentionSpec]) -> Any:
     groups = [SimpleNamespace(kv_cache_spec=spec(), layer_names=["a", "b"]) for spec in specs]
     return SimpleNamespace(kv_cache_groups=groups, num_blocks=4)
@@ -138,6 +142,7 @@ def test_a_plain_model_is_taken() -> None:
         ((MLAAttentionSpec,), "MLA"),
         ((SlidingWindowSpec,), "SlidingWindowSpec"),
         ((FullAttentionSpec, SlidingWindowSpec), "hybrid"),
+        ((BothWaysSpec,), "behind them"),
         ((), "0 kinds"),
     ],
 )
