@@ -88,7 +88,9 @@ class LookupBufferKVConnector(KVConnectorBase_V1):
         """For hosts and wrappers that do not ask for `get_transfer_results`."""
         if self.worker is None:
             return None, None
-        results = self.worker.results()
+        metadata = self._connector_metadata
+        is_idle = isinstance(metadata, KvStepMetadata) and metadata.is_idle
+        results = self.worker.results(is_idle=is_idle)
         self._lost_blocks |= results.lost_blocks
         return None, results.loaded or None
 

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from lookup_buffer.client import LookupBuffer
 
 Answer = tuple[int | None, bool]
+IDLE_SECONDS = 2e-3
 NOTHING: Answer = (0, False)
 ASK_AGAIN: Answer = (None, False)
 
@@ -62,6 +63,7 @@ class KvScheduler:
         self._held_bytes = 0
         self._pass_left = settings.first_sight_seconds
         self._shares = True
+        self._idle_left = 0.0
         self._handoffs = Handoffs(
             buffer, settings.handoff_wait_seconds, shape, counters=self.counters, clock=clock
         )
@@ -83,6 +85,7 @@ class KvScheduler:
             return ASK_AGAIN if self._may_wait(state) else NOTHING
         present, settled = self._present(state)
         if not settled and self._may_wait(state):
+            self._rest(state.pins[present])
             return ASK_AGAIN
         self._keep_only(state, present)
         tokens = (state.first + present) * self._shape.chunk_tokens - computed
@@ -144,6 +147,15 @@ class KvScheduler:
             state.present += 1
         return state.present, True
 
+    def _rest(self, pin: ChunkPin) -> None:
+        """The pass before found nothing to run, and vLLM would ask again at once, keeping Python's
+        lock from the thread that hears the node's answers."""
+        for handle in pin.handles:
+            if self._idle_left > 0 and handle.state is PrefetchState.PENDING:
+                started = self._clock()
+                handle.wait(self._idle_left)
+                self._idle_left -= self._clock() - started
+
     def _may_wait(self, state: KvRequest) -> bool:
         now = self._clock()
         if not state.deadline:
@@ -195,7 +207,9 @@ class KvScheduler:
     def build_metadata(self, output: Any) -> KvStepMetadata:
         """What the workers are told with the step that was just planned."""
         self._pass_left = self._settings.first_sight_seconds
-        metadata = KvStepMetadata(loads=self._loads)
+        is_idle = not output.num_scheduled_tokens
+        self._idle_left = IDLE_SECONDS if is_idle else 0.0
+        metadata = KvStepMetadata(is_idle=is_idle, loads=self._loads)
         self._loads = []
         for load in metadata.loads:
             for chunk in load.chunks:

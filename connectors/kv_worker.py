@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 INSERT_SECONDS = 10.0
 TAKE_SECONDS = 2.0
+IDLE_SECONDS = 2e-3
 CLOSE_SECONDS = 5.0
 
 
@@ -109,9 +110,9 @@ class KvWorker:
     def _weights_changed(self) -> bool:
         return self._weights is not None and self._weights.changed()
 
-    def results(self) -> LoadResults:
-        """Loads that have ended."""
-        results = self.loads.take()
+    def results(self, *, is_idle: bool = False) -> LoadResults:
+        """Loads that have ended. A step that runs no model has the time to wait for one."""
+        results = self.loads.take(IDLE_SECONDS if is_idle else 0.0)
         self._failed |= results.failed
         return results
 
