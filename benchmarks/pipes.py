@@ -22,11 +22,8 @@ import multiprocessing
 import os
 import socket
 import statistics
-import struct
 import tempfile
-import threading
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -34,19 +31,16 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from benchmarks.gauge import emit, machine, paired_ratio, seconds_of, target
-from lookup_buffer.arena import copy_bytes
-from lookup_buffer.codec import torch_version, writable_bytes
-from lookup_buffer.pipes import KVPipe, open_pipe
+from benchmarks.gauge import emit, machine, paired_ratio, target
+from lookup_buffer.codec import torch_version
+from lookup_buffer.pipe_ways import TIMEOUT_SECONDS, Ways, serve
+from lookup_buffer.pipes import open_pipe
 
 _dist: Any = dist  # its types leave out most of what is used here
 SIZES_BYTES: Final = (16 << 10, 64 << 10, 1 << 20, 2 << 20, 8 << 20, 64 << 20)
 ROUND_BYTES: Final = 128 << 20
-MESSAGES_MAX: Final = 100
 FIRST_PIPE_BYTES: Final = (1 << 20, 8 << 20, 64 << 20)
 FIRST_PIPE_MESSAGES: Final = 5
-TIMEOUT_SECONDS: Final = 60.0
-SIZE: Final = struct.Struct(">Q")
 DIRECTORY: Final = tempfile.gettempdir()
 LISTENING: Final = {
     "shm": f"shm://{DIRECTORY}/lb-bench-{os.getpid()}",
@@ -61,96 +55,6 @@ def bare_listener(scheme: str) -> socket.socket:
         listener.listen()
         return listener
     return socket.create_server(("127.0.0.1", 0))
-
-
-def serve(uri: str, bare: str | tuple[str, int]) -> None:
-    """The other process: answers over the pipe and over the bare socket until they end."""
-    payload = torch.zeros(max(SIZES_BYTES), dtype=torch.uint8)
-    stream = socket.socket(socket.AF_UNIX if isinstance(bare, str) else socket.AF_INET)
-    stream.connect(bare)
-    if not isinstance(bare, str):
-        stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-    def answer_bare() -> None:
-        raw = writable_bytes(payload)
-        while request := stream.recv(SIZE.size, socket.MSG_WAITALL):
-            stream.sendall(raw[: SIZE.unpack(request)[0]])
-
-    threading.Thread(target=answer_bare, daemon=True).start()
-    with open_pipe(uri) as pipe:
-        while (asked := pipe.recv_tensor()) is not None:
-            nbytes, count = asked.tolist()
-            for number in range(count):
-                pipe.send_tensor(payload[:nbytes], f"answer-{number}")
-            if count > 1:
-                pipe.send_tensor(None, "all sent")
-
-
-class Ways:
-    """What is measured with messages of one size; each gives seconds per message."""
-
-    def __init__(self, pipe: KVPipe, bare: socket.socket, nbytes: int) -> None:
-        self._pipe = pipe
-        self._bare = bare
-        self._nbytes = nbytes
-        self._messages = max(2, min(MESSAGES_MAX, ROUND_BYTES // nbytes))
-        self._sources = torch.ones((self._messages, nbytes), dtype=torch.uint8)
-        self._target = torch.ones(nbytes, dtype=torch.uint8)
-
-    def memcpy(self) -> float:
-        return seconds_of(lambda: self._copy(lambda: self._target)) / self._messages
-
-    def memcpy_new(self) -> float:
-        new = partial(torch.empty, self._nbytes, dtype=torch.uint8)
-        return seconds_of(lambda: self._copy(new)) / self._messages
-
-    def bare(self) -> float:
-        return self._repeated(self._fetch_bare)
-
-    def ask(self) -> float:
-        return self._repeated(lambda: self._fetch(self._target))
-
-    def ask_new(self) -> float:
-        return self._repeated(lambda: self._fetch(None))
-
-    def receive(self) -> float:
-        return self._received(self._target)
-
-    def receive_new(self) -> float:
-        return self._received(None)
-
-    def _copy(self, targets: Callable[[], torch.Tensor]) -> None:
-        for source in self._sources:
-            target = targets()
-            copy_bytes(target.data_ptr(), source.data_ptr(), self._nbytes)
-            del target  # before the next one is made: the allocator may use its memory again
-
-    def _received(self, out: torch.Tensor | None) -> float:
-        self._pipe.send_tensor(torch.tensor([self._nbytes, self._messages]))
-        self._pipe.recv_tensor("all sent")
-        keys = [f"answer-{number}" for number in reversed(range(self._messages))]
-        return seconds_of(lambda: self._receive(keys, out)) / len(keys)
-
-    def _receive(self, keys: list[str], out: torch.Tensor | None) -> None:
-        for key in keys:
-            self._pipe.recv_tensor(key, timeout=TIMEOUT_SECONDS, out=out)
-
-    def _fetch_bare(self) -> None:
-        buffer = writable_bytes(self._target)
-        self._bare.sendall(SIZE.pack(self._nbytes))
-        got = 0
-        while got < self._nbytes:
-            got += self._bare.recv_into(buffer[got:])
-
-    def _fetch(self, out: torch.Tensor | None) -> None:
-        self._pipe.send_tensor(torch.tensor([self._nbytes, 1]))
-        self._pipe.recv_tensor("answer-0", timeout=TIMEOUT_SECONDS, out=out)
-
-    def _repeated(self, action: Callable[[], object]) -> float:
-        start = time.perf_counter()
-        for _ in range(self._messages):
-            action()
-        return (time.perf_counter() - start) / self._messages
 
 
 NAMES: Final = ("memcpy", "memcpy_new", "bare", "receive", "receive_new", "ask", "ask_new")
@@ -183,7 +87,7 @@ def measured(scheme: str, rounds: int) -> list[dict[str, Any]]:
     try:
         with listener, open_pipe(LISTENING[scheme], listen=True) as pipe:
             process = multiprocessing.get_context("spawn").Process(
-                target=serve, args=(pipe.uri, bare_address), daemon=True
+                target=serve, args=(pipe.uri, bare_address, max(SIZES_BYTES)), daemon=True
             )
             process.start()
             listener.settimeout(TIMEOUT_SECONDS)
@@ -191,7 +95,9 @@ def measured(scheme: str, rounds: int) -> list[dict[str, Any]]:
             with bare:
                 if not isinstance(bare_address, str):
                     bare.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                results = [measure(Ways(pipe, bare, n), n, rounds) for n in SIZES_BYTES]
+                results = [
+                    measure(Ways(pipe, bare, n, ROUND_BYTES), n, rounds) for n in SIZES_BYTES
+                ]
             pipe.send_tensor(None)
         process.join(TIMEOUT_SECONDS)
     finally:

@@ -175,6 +175,8 @@ class LookupBufferECConnector(ECConnectorBase):
 def _checked_settings(vllm_config: Any, role: ECConnectorRole) -> "ConnectorSettings":
     """The settings, or vLLM's start ends here with one line of ours that says why."""
     from connectors.counters import logger
+    from connectors.ec_lane import refuse_unfit_lane
+    from connectors.ec_seat import loading_ranks
     from connectors.identifiers import refuse_counted_identifiers
     from connectors.refusals import refuse_unfit_engine
     from connectors.settings import parse_settings
@@ -183,6 +185,7 @@ def _checked_settings(vllm_config: Any, role: ECConnectorRole) -> "ConnectorSett
     try:
         settings = parse_settings(vllm_config.ec_transfer_config.ec_connector_extra_config or {})
         refuse_unfit_engine(vllm_config)
+        refuse_unfit_lane(settings, loading_ranks(vllm_config))
         refuse_counted_identifiers(vllm_config)
     except ConfigError as error:
         if role == ECConnectorRole.SCHEDULER or vllm_config.parallel_config.rank == 0:
@@ -222,6 +225,7 @@ def _make_scheduler(
 
 
 def _make_worker(vllm_config: Any, settings: "ConnectorSettings") -> "EcWorker | None":
+    from connectors.ec_lane import WorkerLane
     from connectors.ec_seat import engine_id, engine_namespace, open_buffer, worker_seat
     from connectors.ec_worker import EcWorker
     from connectors.live_weights import WeightsWatch
@@ -230,11 +234,17 @@ def _make_worker(vllm_config: Any, settings: "ConnectorSettings") -> "EcWorker |
     if seat is None:
         return None
     # Now, as the scheduler does: a model may change its own configuration while it loads.
-    engine_namespace(vllm_config, settings)
-    rank = seat.rank
+    namespace = engine_namespace(vllm_config, settings).fingerprint
+    rank, device = seat.rank, seat.device
+
+    def make_lane() -> WorkerLane | None:
+        is_off = settings.device_lane == "off"
+        return None if is_off else WorkerLane(settings, device, namespace)
+
     return EcWorker(
         lambda: open_buffer(vllm_config, settings, rank=rank),
         settings,
         seat,
         weights=WeightsWatch(engine_id(vllm_config)) if rank == 0 else None,
+        make_lane=make_lane,
     )

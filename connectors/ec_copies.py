@@ -56,6 +56,10 @@ class Copies(ABC):
         """What was kept, as a tensor of the host. Waits for model and copy."""
 
     @abstractmethod
+    def on_device(self, output: Any) -> "torch.Tensor":
+        """The tensor that was kept, after `to_host` has returned."""
+
+    @abstractmethod
     def close(self, timeout: float) -> None:
         """Wait for what is on its way, at most `timeout` seconds. Idempotent."""
 
@@ -84,6 +88,9 @@ class HostCopies(Copies):
     def to_host(self, output: Any) -> "torch.Tensor":
         tensor: torch.Tensor = output
         return tensor.detach()
+
+    def on_device(self, output: Any) -> "torch.Tensor":
+        return self.to_host(output)
 
     def close(self, timeout: float) -> None:
         pass
@@ -183,6 +190,10 @@ class DeviceCopies(Copies):
     def to_host(self, output: Any) -> "torch.Tensor":
         marked: _Marked = output
         return self._device.download(marked.tensor, marked.encoded)
+
+    def on_device(self, output: Any) -> "torch.Tensor":
+        marked: _Marked = output
+        return marked.tensor
 
     def close(self, timeout: float) -> None:
         if not self._closed:

@@ -13,13 +13,17 @@ FAMILIES: Final = (
         "vllm:lookup_buffer_ec_loads",
         "Encoder outputs loaded instead of encoded, by where their bytes came from.",
         "source",
-        {"load_local": "local", "load_remote": "remote"},
+        {"load_local": "local", "load_remote": "remote", "load_lane": "lane"},
     ),
     Family(
         "vllm:lookup_buffer_ec_loaded_bytes",
         "Bytes of encoder outputs loaded, by where they came from.",
         "source",
-        {"loaded_local_bytes": "local", "loaded_remote_bytes": "remote"},
+        {
+            "loaded_local_bytes": "local",
+            "loaded_remote_bytes": "remote",
+            "loaded_lane_bytes": "lane",
+        },
     ),
     Family(
         "vllm:lookup_buffer_ec_misses",

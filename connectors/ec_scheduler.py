@@ -152,7 +152,7 @@ class EcScheduler:
             return
         self.gate.embed_bytes = max(1, order.nbytes // max(1, load.num_token))
         source = pin.handle.source
-        where = "local" if source == "local" else "remote"
+        where = "lane" if order.lane else "local" if source == "local" else "remote"
         self.counters.add(f"load_{where}")
         self.counters.add(f"loaded_{where}_bytes", order.nbytes)
         self._record(request.request_id, feature.identifier, source, order.nbytes)

@@ -21,6 +21,7 @@ from lookup_buffer.key import TensorKey
 if TYPE_CHECKING:
     import torch
 
+    from connectors.ec_lane import WorkerLane
     from connectors.live_weights import WeightsWatch
     from lookup_buffer.client import LookupBuffer
     from lookup_buffer.prefetched import LoadOrder
@@ -49,6 +50,7 @@ class EcWorker:
     Args:
         open_buffer: connects to the node; called once, by `start`.
         weights: on the rank that says when they change.
+        make_lane: makes this worker's pool, where the configuration wants one; called by `start`.
     """
 
     def __init__(
@@ -58,11 +60,14 @@ class EcWorker:
         seat: WorkerSeat,
         *,
         weights: "WeightsWatch | None" = None,
+        make_lane: "Callable[[], WorkerLane | None]" = lambda: None,
         counters: Counters | None = None,
         log: RateLimitedLog | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._weights = weights
+        self._make_lane = make_lane
+        self._lane: WorkerLane | None = None
         self._open_buffer = open_buffer
         self._settings = settings
         self._seat = seat
@@ -83,7 +88,11 @@ class EcWorker:
             return
         if self._weights is not None:
             self._weights.start()
+        lane = self._make_lane()
         self._buffer = self._open_buffer()
+        if lane is not None:
+            self._lane = lane
+            lane.join(self._buffer)
         self._copies = self._make_copies(self._buffer)
         if self._seat.is_producer and self._seat.rank == 0:
             self.saves = SaveQueue(
@@ -140,6 +149,8 @@ class EcWorker:
     def _copy(self, item: ItemLoad) -> "torch.Tensor | None":
         if self._buffer is None or self._copies is None:
             raise NodeUnavailable("the worker was never started")
+        if item.order is not None and item.order.lane:
+            return self._buffer.load(item.order)  # it is on the device already
         if item.order is not None:
             return self._copies.load(item.order)
         key = TensorKey(item.mm_hash) if item.key is None else TensorKey.parse(item.key)
@@ -195,7 +206,10 @@ class EcWorker:
             ttl_seconds=self._settings.ttl_seconds,
             timeout=INSERT_SECONDS,
         )
-        return outcome is InsertOutcome.STORED
+        is_new = outcome is InsertOutcome.STORED
+        if is_new and self._lane is not None:
+            self._lane.keep(key, self._copies.on_device(output))
+        return is_new
 
     def _give_up(self, key: str) -> None:
         """Nobody need wait for what will not be stored."""
@@ -210,5 +224,7 @@ class EcWorker:
             self._copies.close(COPIES_SECONDS)
         if self._buffer is not None:
             self._buffer.close()
+        if self._lane is not None:
+            self._lane.close()
         if self._weights is not None:
             self._weights.close()

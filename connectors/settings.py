@@ -8,7 +8,7 @@ The buffer's own settings keep their names (`store_url`, `capacity_bytes`, `node
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from pydantic import Field, SecretStr, ValidationError, field_validator
 
@@ -106,6 +106,14 @@ class ConnectorSettings(SharedSettings):
     sync_fetch_seconds: float = Field(default=0.0, ge=0, le=10)
     """vLLM before 0.23 only, which holds no request back: how long one scheduling pass may wait, in
     all, for bytes of other hosts. Nothing else runs meanwhile; 0 means `first_sight_seconds`."""
+    device_lane: Literal["off", "gloo", "nccl"] = "off"
+    """Whether outputs also go from device to device: nccl between GPUs, gloo between CPUs."""
+    device_pool_bytes: Bytes = Field(default=GIB, ge=1 << 20)
+    """What each worker keeps on its device for that, besides what vLLM has there."""
+    device_lane_host: str | None = Field(default=None, min_length=1, max_length=255)
+    """Address that the workers' pools listen on; none means the host that `listen` names."""
+    device_lane_forced: bool = False
+    """Use a lane beside tensor parallelism all the same, where it may hang the engine."""
 
 
 def _secret_in(path: Path, setting: str) -> SecretStr:

@@ -21,7 +21,14 @@ from lookup_buffer.config import BufferConfig
 from lookup_buffer.elsewhere import ElsewhereReader
 from lookup_buffer.errors import Closed, LookupBufferError, NodeRefused, NodeUnavailable
 from lookup_buffer.launch import node_socket
-from lookup_buffer.messages import CALL_SECONDS, VERSION, Goodbye, Hello, Join, Request
+from lookup_buffer.messages import (
+    CALL_SECONDS,
+    VERSION,
+    Goodbye,
+    Hello,
+    Join,
+)
+from lookup_buffer.request import Request
 
 ATTACH_SECONDS = 10.0
 CHANNELS_MAX = 16

@@ -16,7 +16,10 @@ from typing import Any
 from lookup_buffer import errors
 from lookup_buffer.arena import Staging
 from lookup_buffer.errors import LookupBufferError, NodeUnavailable, ProtocolError
-from lookup_buffer.messages import Request, Stage
+from lookup_buffer.messages import (
+    Stage,
+)
+from lookup_buffer.request import Request
 from lookup_buffer.wire import FrameDecoder, encode_frame
 
 READ_BYTES = 256 << 10

@@ -18,12 +18,12 @@ from lookup_buffer.messages import (
     ClaimAll,
     Encoding,
     ReleaseClaim,
-    Request,
     Unclaim,
     lasting,
     split,
     waiting,
 )
+from lookup_buffer.request import Request
 from store import ClaimState
 
 

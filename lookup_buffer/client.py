@@ -9,7 +9,6 @@ by the board, everything else is asked of the node. The ways:
     drop_select: node takes, pins → arena → the caller's tensor → acknowledged, unpinned
 """
 
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -20,22 +19,20 @@ from lookup_buffer.channel import next_request_id
 from lookup_buffer.claimed import ClaimAnswer, ClaimSet
 from lookup_buffer.claiming import Claiming
 from lookup_buffer.config import BufferConfig
-from lookup_buffer.errors import LookupBufferError, LookupTimeout, MissingTensor, NodeUnavailable
+from lookup_buffer.errors import LookupBufferError, LookupTimeout, MissingTensor
 from lookup_buffer.inserted import InsertOutcome
 from lookup_buffer.inserting import Inserting
 from lookup_buffer.key import TensorKey
 from lookup_buffer.local_reads import LocalReads, NotHere
 from lookup_buffer.messages import (
     CALL_SECONDS,
-    NODE_SHARE,
-    Contains,
     Describe,
     Select,
     Stats,
-    split,
     waiting,
 )
 from lookup_buffer.namespace import Namespace
+from lookup_buffer.pooling import DevicePool, Pooling
 from lookup_buffer.prefetched import LoadOrder, Prefetched, PrefetchState
 from lookup_buffer.prefetching import NODE_DOWN, Prefetching
 from lookup_buffer.seat import EngineSeat
@@ -84,6 +81,7 @@ class LookupBuffer:
         self._inserting = Inserting(self._attachment, self._namespace.fingerprint)
         self._taking = Taking(self._attachment, self._namespace.fingerprint, self.release)
         self._claiming = Claiming(self._attachment, self._namespace.fingerprint)
+        self._pooling = Pooling(self._attachment)
         self._attachment.open(required=required)
 
     # -- write
@@ -186,20 +184,7 @@ class LookupBuffer:
         What is known on this host is looked up without asking the node; with a `timeout` of 0, only
         whether this host holds it. At most one round trip to the store for 4,096 keys.
         """
-        deadline = time.monotonic() + waiting(timeout)
-        present = self._local_reads.holds(keys, elsewhere=timeout > 0)
-        unknown = [index for index, known in enumerate(present) if not known and timeout > 0]
-        left, of = iter(unknown), self._namespace.fingerprint
-        for part in split([keys[index].text for index in unknown]):
-            budget = waiting(deadline - time.monotonic())
-            request = Contains(next_request_id(), of, list(part), NODE_SHARE * budget)
-            try:
-                found = self._attachment.call(request, budget)["present"]
-            except NodeUnavailable:
-                break
-            for there in found:
-                present[next(left)] = there
-        return present
+        return self._local_reads.present(keys, timeout)
 
     def prefetch(self, keys: Sequence[TensorKey], *, timeout: float = 0.0) -> list[Prefetched]:
         """Bring `keys` to this host and pin them; one handle each, in order.
@@ -233,10 +218,13 @@ class LookupBuffer:
         """Copy pinned bytes out of the arena: no socket, no node needed.
 
         Raises:
-            NodeUnavailable: the arena of that boot is not mapped in this process.
+            NodeUnavailable: the arena of that boot is not mapped in this process, or the pool of
+                this process does not hold what came by a lane.
             CodecError: `out` does not fit.
         """
         header = order.header
+        if order.lane:
+            return self._pooling.load(order, out)
         if header.kind == "none":
             return None
         tensor = codec.destination(out, header)
@@ -253,6 +241,13 @@ class LookupBuffer:
     def done(self, orders: Sequence[LoadOrder]) -> None:
         """This rank of the engine has taken its copies of `orders`. One-way; never raises."""
         self._prefetching.done(orders, self._rank)
+
+    # -- devices
+
+    def join_lane(self, lane: DevicePool) -> None:
+        """What this process's pool may receive from others comes there from now on: such an order
+        names a lane, and is loaded from the pool. Once; the pool is the caller's to close."""
+        self._pooling.join(lane)
 
     # -- claims and inspection
 
@@ -333,12 +328,17 @@ class LookupBuffer:
         raise MissingTensor(f"{key}: {reply['reason']}")
 
     def _on_event(self, message: dict[str, Any]) -> None:
-        whose = self._claiming if message["event"] == "claimed" else self._prefetching
-        whose.on_event(message)
+        match message["event"]:
+            case "receive" | "let_go":
+                self._pooling.on_event(message)
+            case event:
+                whose = self._claiming if event == "claimed" else self._prefetching
+                whose.on_event(message)
 
     def _on_lost(self) -> None:
         self._prefetching.on_lost()
         self._claiming.on_lost()
+        self._pooling.on_lost()
 
     def _describe(self) -> None:
         namespace = self._namespace
@@ -347,3 +347,4 @@ class LookupBuffer:
             self._attachment.post(request)
         except LookupBufferError:
             pass  # lost again already; the next attachment says it
+        self._pooling.on_attached()

@@ -1,7 +1,6 @@
 """What a user may set, validated when built: `BufferConfig`.
 
-This is the only module that reads the environment, and it does so in one function
-(`BufferConfig.from_environment`). Secrets are `SecretStr`: they show in no repr, error or log line.
+Secrets are `SecretStr`: they show in no repr, error or log line.
 """
 
 import hashlib
@@ -23,30 +22,26 @@ from pydantic import (
     model_validator,
 )
 
+from lookup_buffer.environment import settings_of_environment
 from lookup_buffer.errors import ConfigError
+from lookup_buffer.runtime_directory import runtime_directory
+from lookup_buffer.sizes import parse_bytes
+from lookup_buffer.store_access import (
+    EMBEDDED,
+    STORE_SCHEMES,
+    TIMEOUT_SECONDS,
+    TIMEOUT_SECONDS_MAX,
+    StoreAccess,
+    check_store_url,
+)
 from store import redact
-from store.url import SCHEMES
-from store.url import parse as parse_store_url
 
 GIB = 1 << 30
 YEAR_SECONDS = 366 * 86_400.0
-ENVIRONMENT_PREFIX = "LOOKUP_BUFFER_"
 SECRETS = ("token", "http_token", "store_password", "store_sentinel_password")
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 WILDCARDS = ("0.0.0.0", "::")
-STORE_SCHEMES = tuple(scheme for scheme in SCHEMES if scheme != "memory")
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kKmMgGtT]?)(i?[bB])?\s*")
 _HEADER_TOKEN = re.compile(r"[!-~]{1,256}")
-_SIZE_STEPS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
-
-
-def parse_bytes(value: object) -> object:
-    """Bytes of `8GiB`, `512MB` or a plain number; anything else is passed on to be refused."""
-    if isinstance(value, str) and len(value) < 32 and (match := _SIZE.fullmatch(value)):
-        number, step, suffix = match.groups()
-        base = 1000 if suffix in ("b", "B") and step else 1024
-        return int(float(number) * base ** _SIZE_STEPS[step.lower()])
-    return value
 
 
 def memory_bytes() -> int:
@@ -67,13 +62,13 @@ class BufferConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
-    store_url: str = "embedded"
+    store_url: str = EMBEDDED
     """Where the metadata lives: `embedded` (a Valkey of this host) or a Redis or Valkey URL."""
     store_password: SecretStr | None = None
     """Password for the store, kept out of the URL."""
     store_sentinel_password: SecretStr | None = None
     """Password for the sentinels of the store, where they have one of their own."""
-    store_timeout_seconds: float = Field(default=0.25, gt=0, le=30)
+    store_timeout_seconds: float = Field(default=TIMEOUT_SECONDS, gt=0, le=TIMEOUT_SECONDS_MAX)
     """Bound on one call to the store."""
     mirror: bool = True
     """Keep what the store said of keys, corrected by its push; off: ask it each time."""
@@ -108,15 +103,7 @@ class BufferConfig(BaseModel):
     @field_validator("store_url")
     @classmethod
     def _known_store(cls, value: str) -> str:
-        if value == "embedded":
-            return value
-        if value.partition("://")[0].lower() not in STORE_SCHEMES:
-            raise ValueError(
-                "'embedded' or a URL that begins with one of "
-                + ", ".join(f"{scheme}://" for scheme in STORE_SCHEMES)
-            )
-        parse_store_url(value)
-        return value
+        return check_store_url(value)
 
     @field_validator("capacity_bytes")
     @classmethod
@@ -185,13 +172,7 @@ class BufferConfig(BaseModel):
 
         `LOOKUP_BUFFER_TOKEN_FILE` and the like for the passwords name files instead.
         """
-        settings: dict[str, Any] = {}
-        for name in cls.model_fields:
-            variable = ENVIRONMENT_PREFIX + name.upper()
-            if variable in os.environ:
-                settings[name] = os.environ[variable]
-            elif variable + "_FILE" in os.environ:
-                settings[name] = _read_setting(name, Path(os.environ[variable + "_FILE"]))
+        settings: dict[str, Any] = dict(settings_of_environment(cls.model_fields))
         settings |= {name: value for name, value in overrides.items() if value is not None}
         return cls.of(settings)
 
@@ -206,20 +187,19 @@ class BufferConfig(BaseModel):
         Raises:
             ConfigError: it cannot be made, belongs to somebody else, or is open to others.
         """
-        path = self.directory or _default_directory()
-        try:
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            state = path.stat()
-        except OSError as error:
-            raise ConfigError(
-                f"setting 'directory' is '{path}': {error.strerror}; allowed: a directory of yours"
-            ) from error
-        if state.st_uid != os.getuid() or state.st_mode & 0o077:
-            raise ConfigError(
-                f"directory {path} must belong to you with mode 0700; it belongs to uid "
-                f"{state.st_uid} with mode {state.st_mode & 0o777:04o}"
-            )
-        return path
+        return runtime_directory(self.directory)
+
+    def store_access(self) -> StoreAccess:
+        """What of it is about the store."""
+        return StoreAccess(
+            self.store_url,
+            self.store_password.get_secret_value() if self.store_password else None,
+            self.store_sentinel_password.get_secret_value()
+            if self.store_sentinel_password
+            else None,
+            self.store_timeout_seconds,
+            self.directory,
+        )
 
     def expectations(self) -> dict[str, str | int]:
         """What a client and a node must agree on; compared when a session begins."""
@@ -250,21 +230,6 @@ def _parse(address: str, scheme: str) -> tuple[str, int]:
     if parts.scheme != scheme or not parts.hostname or parts.port is None or parts.path.strip("/"):
         raise ValueError(f"an address of the form {scheme}://host:port")
     return parts.hostname, parts.port
-
-
-def _default_directory() -> Path:
-    base = Path(f"/run/user/{os.getuid()}")
-    if base.is_dir() and os.access(base, os.W_OK):
-        return base / "lookup-buffer"
-    return Path(f"/tmp/lookup-buffer-{os.getuid()}")
-
-
-def _read_setting(name: str, path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or "not text"
-        raise ConfigError(f"the file {path} of setting {name!r} cannot be read: {why}") from error
 
 
 def explain(

@@ -10,6 +10,7 @@ from typing import Final
 
 from lookup_buffer.histogram import Histogram
 from lookup_buffer.inventory import Address, Item
+from lookup_buffer.lane import FALLBACKS, LANES
 
 MISS_REASONS: Final = (
     "absent",
@@ -30,6 +31,7 @@ COUNTERS: Final = frozenset(
     {
         "hits_local",
         "hits_remote",
+        "hits_lane",
         "inserts_stored",
         "inserts_exists",
         "inserts_refused",
@@ -42,6 +44,10 @@ COUNTERS: Final = frozenset(
         "bytes_served",
         "bytes_hit_local",
         "bytes_hit_remote",
+        "bytes_hit_lane",
+        *(f"lane_received_{lane}" for lane in LANES),
+        *(f"bytes_lane_{lane}" for lane in LANES),
+        *(f"lane_fallbacks_{reason}" for reason in FALLBACKS),
         "claims_granted",
         "claims_renewed",
         "claims_held",
@@ -86,6 +92,12 @@ class Counters:
             self._count_source(item, count)
             self._count_hits(item.address, count)
 
+    def hit_lane(self, address: Address, nbytes: int) -> None:
+        """A reader's process has the bytes in its pool."""
+        with self._lock:
+            self._count_to("lane", 1, nbytes)
+            self._count_hits(address, 1)
+
     def hit_handoff(self, item: Item, count: int = 1) -> None:
         """Not by key: each is hit once, and would drive what is hit often out of the list."""
         with self._lock:
@@ -110,10 +122,10 @@ class Counters:
 
     def _count_source(self, item: Item, count: int) -> None:
         source = "local" if item.origin == "local" else "remote"
-        for name, amount in (
-            (f"hits_{source}", count),
-            (f"bytes_hit_{source}", count * item.nbytes),
-        ):
+        self._count_to(source, count, count * item.nbytes)
+
+    def _count_to(self, source: str, count: int, nbytes: int) -> None:
+        for name, amount in ((f"hits_{source}", count), (f"bytes_hit_{source}", nbytes)):
             self._totals[name] += amount
             self._unflushed[name] += amount
 

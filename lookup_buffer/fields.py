@@ -7,7 +7,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from store import ClaimState
+from lookup_buffer.lane import FALLBACKS, LANES
+from store import LOCATIONS_MAX, ClaimState
 
 KEYS_MAX: Final = 4096
 """Bound on the keys or tickets of one request."""
@@ -73,6 +74,7 @@ def is_parts(value: object) -> bool:
 
 
 _FINGERPRINT = re.compile(r"[0-9a-f]{64}")
+_LIBRARY, _POOL = re.compile(r"[0-9a-f]{8}"), re.compile(r"[0-9a-f]{12}")
 _CLAIM_STATES = [state.value for state in ClaimState]  # a list: what is looked up may be unhashable
 CHECKS: Final[Mapping[str, Callable[[Any], bool]]] = {
     "id": is_count,
@@ -97,4 +99,12 @@ CHECKS: Final[Mapping[str, Callable[[Any], bool]]] = {
     "take": is_count,
     "rank": is_count,
     "parts": is_parts,
+    "lane": LANES.__contains__,
+    "library": lambda value: isinstance(value, str) and _LIBRARY.fullmatch(value) is not None,
+    "port": lambda value: is_count(value) and 0 < value < 1 << 16,
+    "pool": lambda value: isinstance(value, str) and _POOL.fullmatch(value) is not None,
+    "mark": lambda value: is_count(value) and 0 < value < 1 << 53,
+    "ticket": is_count,
+    "reason": ("", *FALLBACKS).__contains__,
+    "source": lambda value: is_count(value) and value <= LOCATIONS_MAX,
 }

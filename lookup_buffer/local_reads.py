@@ -6,6 +6,7 @@ so that hits are counted and what is used is not evicted. Any thread.
 """
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
@@ -17,7 +18,7 @@ from lookup_buffer.digest_table import digest_of
 from lookup_buffer.errors import LookupBufferError, NodeUnavailable
 from lookup_buffer.fields import COUNT_MAX
 from lookup_buffer.key import TensorKey
-from lookup_buffer.messages import Touch, split
+from lookup_buffer.messages import NODE_SHARE, Contains, Touch, split, waiting
 
 if TYPE_CHECKING:
     import torch
@@ -74,6 +75,23 @@ class LocalReads:
                 return [here(digest) for digest in digests]
         except NodeUnavailable:
             return [False] * len(keys)
+
+    def present(self, keys: Sequence[TensorKey], timeout: float) -> list[bool]:
+        """See `LookupBuffer.has_caches`: by the board, and for the rest by asking the node."""
+        deadline = time.monotonic() + waiting(timeout)
+        present = self.holds(keys, elsewhere=timeout > 0)
+        unknown = [index for index, known in enumerate(present) if not known and timeout > 0]
+        left, of = iter(unknown), self._namespace
+        for part in split([keys[index].text for index in unknown]):
+            budget = waiting(deadline - time.monotonic())
+            request = Contains(next_request_id(), of, list(part), NODE_SHARE * budget)
+            try:
+                found = self._attachment.call(request, budget)["present"]
+            except NodeUnavailable:
+                break
+            for there in found:
+                present[next(left)] = there
+        return present
 
     def tell(self) -> None:
         """Tell the node what was read since the last time. Never raises, never waits.

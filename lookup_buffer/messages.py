@@ -11,26 +11,19 @@ Nothing larger than a header crosses the socket: bytes lie in shared memory.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Final
+from dataclasses import dataclass
+from typing import Any, Final
 
 from lookup_buffer.errors import ConfigError, ProtocolError
 from lookup_buffer.fields import CHECKS, KEYS_BYTES_MAX, KEYS_MAX, SECONDS_MAX, is_seconds
+from lookup_buffer.pool_messages import Offer, OpenPool, Received, Retract
+from lookup_buffer.request import DeskRequest, Request, names_of
 
-VERSION: Final = 4
+VERSION: Final = 5
 CALL_SECONDS: Final = 1.0
 """How long a client waits for a reply, beyond what it asked the node to wait."""
 NODE_SHARE: Final = 0.9
 """The part of a caller's time that the node may use up: its answer takes its own to come."""
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    op: ClassVar[str]
-    id: int
-
-    def to_wire(self) -> dict[str, Any]:
-        return {"op": self.op} | {name: getattr(self, name) for name in _NAMES[type(self)]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +55,6 @@ class Stage(Request):
     """The staging area of this connection; its descriptor comes with the frame. → nothing."""
 
     op = "stage"
-
-
-class DeskRequest(Request):
-    """What the desk answers for a session that is open."""
-
-    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,7 +276,7 @@ def parse(message: object) -> Request:
     kind = _KINDS.get(op) if isinstance(op, str) else None
     if kind is None:
         raise ProtocolError("bad request: unknown op")
-    names = _NAMES[kind]
+    names = names_of(kind)
     if len(message) != len(names) + 1:
         raise ProtocolError(f"bad request: {op} takes {', '.join(names)}")
     values = []
@@ -340,7 +327,6 @@ _KINDS: Final[Mapping[str, type[Request]]] = {
     for kind in (
         Hello, Join, Stage, Contains, Insert, Select, Take, Acknowledge, GiveBack, Leave, Holds,
         Prefetch, Release, Touch, Done, Claim, ReleaseClaim, ClaimAll, Encoding, Unclaim, Describe,
-        Stats, Goodbye,
+        Stats, Goodbye, OpenPool, Offer, Retract, Received,
     )
 }  # fmt: skip
-_NAMES: Final = {kind: tuple(item.name for item in fields(kind)) for kind in _KINDS.values()}

@@ -38,6 +38,9 @@ class LoadOrder:
     nbytes: int
     generation: int
     header: TensorHeader
+    lane: str = ""
+    """By which the bytes came, where they lie in the readers' own pools under the ticket, on their
+    devices; "" where they lie in the arena."""
 
     @classmethod
     def of(cls, entry: Mapping[str, Any]) -> "LoadOrder":
@@ -50,6 +53,7 @@ class LoadOrder:
             nbytes=header.nbytes,
             generation=entry["generation"],
             header=header,
+            lane=entry.get("lane", ""),
         )
 
 

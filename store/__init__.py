@@ -32,7 +32,7 @@ from store.errors import (
     StoreUrlError,
 )
 from store.memory import MemoryStore
-from store.record import LOCATIONS_MAX, Location, Record
+from store.record import LOCATIONS_MAX, DeviceLocation, Location, Record
 from store.url import parse, redact
 
 __all__ = [
@@ -44,6 +44,7 @@ __all__ = [
     "ClaimAnswer",
     "ClaimState",
     "Claiming",
+    "DeviceLocation",
     "EmbeddedServer",
     "EmbeddedServerError",
     "Failure",
@@ -81,8 +82,7 @@ def open_store(
     """The store behind `url`. Connects at first use, so a server that is down is no error here.
 
     The passwords are for those who keep them apart from the URL; they come before those in it.
-    Raises StoreUrlError. The first call for a server imports redis-py, which takes 0.3 s and more;
-    call it from a background thread where that hurts.
+    Raises StoreUrlError.
     """
     address = parse(url)
     if address.scheme == "memory":

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from enum import Enum
 
-from store.record import Location, Record
+from store.record import DeviceLocation, Location, Record
 
 
 class Publication(Enum):
@@ -71,6 +71,16 @@ class Publishing:
     claim_token: str | None = None
     sole: bool = False
     """Only one node may have this key: see MetadataStore.publish_many."""
+    device: DeviceLocation | None = None
+    """Where a process of the node has the same bytes on its device; None takes away what there was
+    beside this location."""
+
+    def check(self) -> None:
+        """Raise ValueError unless the store may hold this."""
+        self.record.check()
+        self.location.check()
+        if self.device is not None:
+            self.device.check()
 
 
 INVALIDATED = "invalidated"
@@ -136,6 +146,8 @@ class NodeInfo:
     capacity_bytes: int
     used_bytes: int
     items: int
+    claims: int | None = None
+    """How many its engines have; None where an older version does not say."""
 
 
 @dataclass(frozen=True, slots=True)

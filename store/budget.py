@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from store.connection import Access
+from store.dialled import Access
 
 
 class Budget:

@@ -34,6 +34,7 @@ def publish_call(publishing: Publishing) -> Call:
             LOCATIONS_MAX,
             f"{record.created:.3f}",
             "sole" if publishing.sole else "",
+            publishing.device.text if publishing.device else "",
             *layout.identity_fields(record),
         ),
     )

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from store.budget import Budget
-from store.connection import Access, Endpoint, Part, Refusal
+from store.connection import Part, Refusal
+from store.dialled import Access, Endpoint
 from store.errors import StoreUnavailable
 from store.server import Server
 from store.topology import Place, Topology

@@ -1,10 +1,9 @@
 """Connection: one conversation with one Redis or Valkey server, each exchange with a deadline.
 
-The only module that imports redis-py, and hiredis beside it. redis-py dials: names, TLS and its
-certificates. From then on the socket is ours, for what redis-py's own reading does not give: a
-deadline for a whole exchange instead of for each wait, pushes in their order among the replies, and
-commands that are under way to several servers at once. (It is not quicker: reading 32 HASHes takes
-both the same time, nearly all of it the server's and hiredis'.)
+The only module that imports hiredis, which parses the replies. The rest is ours, for what redis-py
+does not give: a deadline for a whole exchange instead of for each wait, pushes in their order among
+the replies, and commands that are under way to several servers at once. (It is not quicker: reading
+32 HASHes takes both the same time, nearly all of it the server's and hiredis'.)
 """
 
 import contextlib
@@ -13,14 +12,11 @@ import socket
 import ssl
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import hiredis
-import redis
-from redis.backoff import NoBackoff
-from redis.retry import Retry
 
+from store.dialled import Access, Endpoint, dialled
 from store.errors import StoreUnavailable
 
 Part = str | int | bytes
@@ -33,8 +29,6 @@ TRACK: Command = ("CLIENT", "TRACKING", "ON")
 _READ_BYTES = 1 << 16
 _MORE = object()
 """What the parser says when the next reply is not complete yet."""
-_DRIVER = {"driver_info": redis.DriverInfo()} if hasattr(redis, "DriverInfo") else {}
-"""Made once: redis-py would read its own version from disk anew for each dialling."""
 _NOTHING_YET = (BlockingIOError, ssl.SSLWantReadError)
 
 
@@ -50,31 +44,6 @@ class Lost(StoreUnavailable):
     """The connection ended, or was never made: what the server knew may be gone."""
 
 
-@dataclass(frozen=True, slots=True)
-class Endpoint:
-    """Where a server listens; `path` of a Unix socket, else host and port."""
-
-    host: str = ""
-    port: int = 0
-    path: str = ""
-
-    def __str__(self) -> str:
-        return self.path or f"{self.host}:{self.port}"
-
-
-@dataclass(frozen=True, slots=True)
-class Access:
-    """How to get into every server of one deployment, and how long to wait for it."""
-
-    username: str | None
-    password: str | None = field(repr=False)
-    database: int
-    tls: bool
-    tls_files: tuple[tuple[str, str], ...]
-    call_timeout_seconds: float
-    connect_timeout_seconds: float
-
-
 class Push(list[Any]):
     """Something the server said unasked: its kind, and what belongs to it."""
 
@@ -86,14 +55,12 @@ class Connection:
         """Dial, within `seconds`; `log_in` is next. Raises Lost, or StoreUnavailable."""
         self._name = f"store {endpoint}"
         self._access = access
-        self._dialled = _dialled(endpoint, access, seconds)
         try:
-            self._dialled.connect()
-        except redis.exceptions.ConnectionError as error:
-            raise Lost(f"{self._name}: {error}") from error
-        except (redis.RedisError, OSError) as error:
-            raise StoreUnavailable(f"{self._name}: {error}") from error
-        self._socket: socket.socket = self._dialled._sock
+            self._socket = dialled(endpoint, access, seconds)
+        except (TimeoutError, UnicodeError) as error:  # the second: what can be no name of a host
+            raise StoreUnavailable(f"{self._name}: cannot be reached: {error}") from error
+        except OSError as error:
+            raise Lost(f"{self._name}: {_sentence(error)}") from error
         self._reader: Any = hiredis.Reader(  # its stubs know no buffers
             replyError=Refusal, protocolError=Lost, notEnoughData=_MORE
         )
@@ -183,12 +150,13 @@ class Connection:
 
         It is his to close; this connection is of no use from then on.
         """
-        self._dialled._sock = None  # else redis-py closes it with its own object
         return self._socket
 
     def close(self) -> None:
         """Idempotent."""
-        self._dialled.disconnect()
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # who waits on another thread is woken
+        self._socket.close()
 
     def _wait_for_bytes(self, deadline: float) -> None:
         self._socket.settimeout(self._left(deadline))
@@ -214,7 +182,7 @@ class Connection:
     def _failure(self, error: OSError) -> StoreUnavailable:
         if isinstance(error, TimeoutError):
             return StoreUnavailable(f"{self._name}: no answer in time")
-        return Lost(f"{self._name}: {error}")
+        return Lost(f"{self._name}: {_sentence(error)}")
 
 
 def pack(commands: Sequence[Command]) -> bytes:
@@ -244,68 +212,6 @@ def _readable(end: socket.socket) -> bool:
     return bool(waiting.poll(0))
 
 
-class _Hurried:
-    """What redis-py reads as its time-outs: one time for each address, with the TLS handshake.
-
-    The handshake would else have that time once more.
-    """
-
-    def __init__(self, *, seconds: float, **settings: Any) -> None:
-        self._seconds = max(seconds, 0.001)
-        self._ends_at = 0.0
-        super().__init__(**settings)
-
-    @property
-    def socket_connect_timeout(self) -> float:
-        """Read before each address of a host is tried."""
-        self._ends_at = time.monotonic() + self._seconds
-        return self._seconds
-
-    @socket_connect_timeout.setter
-    def socket_connect_timeout(self, _: object) -> None:
-        """redis-py assigns what it was given, in places."""
-
-    @property
-    def socket_timeout(self) -> float:
-        """Read when an address has been connected to."""
-        return max(self._ends_at - time.monotonic(), 0.001)
-
-    @socket_timeout.setter
-    def socket_timeout(self, _: object) -> None:
-        """Likewise."""
-
-
-class _OverTcp(_Hurried, redis.Connection):  # type: ignore[misc]
-    pass
-
-
-class _OverTls(_Hurried, redis.SSLConnection):  # type: ignore[misc]
-    pass
-
-
-class _OverUnix(_Hurried, redis.UnixDomainSocketConnection):  # type: ignore[misc]
-    pass
-
-
-def _dialled(endpoint: Endpoint, access: Access, seconds: float) -> Any:
-    """redis-py's connection, not connected yet; it never retries. (Hardly annotated there.)"""
-    kind: Any = _OverTcp
-    settings: dict[str, Any] = {
-        "seconds": seconds,
-        **_DRIVER,
-        "retry": Retry(NoBackoff(), 0),
-        "redis_connect_func": _leave_logging_in_to_us,
-    }
-    if endpoint.path:
-        kind = _OverUnix
-        settings["path"] = endpoint.path
-    else:
-        settings |= {"host": endpoint.host, "port": endpoint.port, "socket_keepalive": True}
-        if access.tls:
-            kind = _OverTls
-            settings |= dict(access.tls_files)
-    return kind(**settings)
-
-
-def _leave_logging_in_to_us(_: Any) -> None:
-    """redis-py would give each reply a timeout of its own, and ask two questions more."""
+def _sentence(error: OSError) -> str:
+    """What the system says, without the number that it has there."""
+    return error.strerror or str(error)

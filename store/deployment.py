@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from store.cluster import ClusterTopology
-from store.connection import Access, Endpoint
+from store.dialled import Access, Endpoint
 from store.sentinel import SentinelTopology
 from store.server import Server
 from store.topology import Standalone, Topology

@@ -11,6 +11,7 @@ from itertools import islice
 
 from store import layout
 from store.connection import TRACK, Command, Connection, Refusal, pack
+from store.errors import StoreRefused
 from store.link import Link
 from store.server import Server
 
@@ -82,6 +83,19 @@ class Inspection:
                     name = "CLIENT TRACKING" if command is TRACK else str(command[0])
                     reasons.setdefault(name, str(reply))
         return Refused(tuple(reasons), next(iter(reasons.values()))) if reasons else None
+
+    def clock_ahead_seconds(self) -> float | None:
+        """How far the clock of a server is ahead of ours, the one that differs most.
+
+        None where a server does not tell its time: no node needs it, and few users may ask.
+        """
+        asked_at = time.time()
+        try:
+            replies = self._link.each_server(("TIME",))
+        except StoreRefused:
+            return None
+        now = (asked_at + time.time()) / 2
+        return max((int(s) + int(us) / 1e6 - now for s, us in replies), key=abs)
 
     def foreign_nodes(self) -> Mapping[str, str]:
         """What stands where nodes are listed and described but is not theirs, by name of key."""

@@ -9,16 +9,18 @@ A server that hangs costs one caller its time-out: from then on the lane dials a
 background, and questions fail at once, until the server has answered it.
 """
 
-import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from store.connection import TRACK, Command, Connection, Lost, Push, Refusal, pack
 from store.errors import StoreError, StoreUnavailable
 from store.server import Server
+
+if TYPE_CHECKING:
+    import asyncio
 
 PAUSE_SECONDS_MIN, PAUSE_SECONDS_MAX = 0.1, 1.0
 """After a loss the lane is not dialled again at once; questions asked meanwhile fail at once."""
@@ -49,7 +51,7 @@ class Lane:
 
     def __init__(
         self,
-        loop: asyncio.AbstractEventLoop,
+        loop: "asyncio.AbstractEventLoop",
         dialler: Executor,
         server: Server,
         *,

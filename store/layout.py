@@ -5,7 +5,10 @@ A documented, versioned contract. Other programs, and people with redis-cli, may
 | key                    | type          | holds                                                  |
 |------------------------|---------------|--------------------------------------------------------|
 | lb:rec:<ns>:{<key>}    | HASH, expires | v, dtype, shape, nbytes, kind, created, sometimes key; |
-|                        |               | per location at:<node> = boot:generation:checksum      |
+|                        |               | per location at:<node> = boot:generation:checksum,     |
+|                        |               | and beside it, where a process of that node has the    |
+|                        |               | bytes on its device,                                   |
+|                        |               | on:<node> = mark:lane:library:port:pool                |
 | lb:claim:<ns>:{<key>}  | STRING, lease | <holder>:<state>:<token>: who is about to produce the  |
 |                        |               | key (state intent) or at work on it (encoding);        |
 |                        |               | a node's holder is <node>:<boot>:<since>               |
@@ -37,7 +40,7 @@ from functools import lru_cache
 from itertools import filterfalse
 
 from store.answers import Beat, Failure, NodeInfo, ServerInfo
-from store.record import SAFE_NAME, Location, Record
+from store.record import SAFE_NAME, DeviceLocation, Location, Record
 
 VERSION = "1"
 
@@ -150,12 +153,12 @@ def read_record(namespace: str, key: str, fields: Mapping[bytes, bytes]) -> Reco
             return None
         if not _is_spelled_out(key) and fields[b"key"] != _raw(key):
             return None  # hashes that collide
-        locations = _read_locations(fields)
+        locations, devices = _read_locations(fields)
         if not locations:
             return None  # nobody to fetch from; withdraw never leaves such a record behind
         tensor = fields[b"dtype"], fields[b"shape"], fields[b"nbytes"], fields[b"kind"]
         created = float(fields[b"created"])
-        return Record(namespace, key, *_read_tensor(*tensor), created, locations)
+        return Record(namespace, key, *_read_tensor(*tensor), created, locations, devices)
     except (KeyError, ValueError):
         return None
 
@@ -203,9 +206,10 @@ _KINDS = {b"tensor": "tensor", b"none": "none"}
 
 def node_fields(info: NodeInfo) -> list[str | int]:
     """The description of a node as fields and values, alternating."""
+    claims: list[str | int] = [] if info.claims is None else ["claims", info.claims]
     return [
         "boot", info.boot, "endpoint", info.endpoint, "host", info.host, "version", info.version,
-        "capacity", info.capacity_bytes, "used", info.used_bytes, "items", info.items,
+        "capacity", info.capacity_bytes, "used", info.used_bytes, "items", info.items, *claims,
     ]  # fmt: skip
 
 
@@ -221,6 +225,7 @@ def read_node(name: str, fields: Mapping[bytes, bytes]) -> NodeInfo | None:
             capacity_bytes=_read_count(fields[b"capacity"]),
             used_bytes=_read_count(fields[b"used"]),
             items=_read_count(fields[b"items"]),
+            claims=_read_count(fields[b"claims"]) if b"claims" in fields else None,
         )
     except (KeyError, ValueError):
         return None
@@ -276,16 +281,26 @@ def read_server_info(text: str) -> ServerInfo:
     )
 
 
-def _read_locations(fields: Mapping[bytes, bytes]) -> tuple[Location, ...]:
-    locations = []
+def _read_locations(
+    fields: Mapping[bytes, bytes],
+) -> tuple[tuple[Location, ...], tuple[DeviceLocation, ...]]:
+    locations, devices = [], []
     for name in filterfalse(_DESCRIPTION.__contains__, fields):
-        node = _node_in(name)
-        if node:
-            try:
+        kind, node = _node_in(name)
+        try:
+            if kind == b"at:":
                 locations.append(Location.parse(node, fields[name].decode()))
-            except ValueError:
-                continue  # one garbled copy is no reason to miss the others
-    return tuple(locations)
+            elif kind == b"on:":
+                devices.append(DeviceLocation.parse(node, fields[name].decode()))
+        except ValueError:
+            continue  # one garbled copy is no reason to miss the others
+    return tuple(locations), _beside(devices, locations) if devices else ()
+
+
+def _beside(devices: list[DeviceLocation], locations: list[Location]) -> tuple[DeviceLocation, ...]:
+    """Those that stand beside a location: what an older publisher leaves behind counts for none."""
+    nodes = {location.node for location in locations}
+    return tuple(device for device in devices if device.node in nodes)
 
 
 _DESCRIPTION = frozenset([b"v", b"key", b"dtype", b"shape", b"nbytes", b"kind", b"created"])
@@ -293,10 +308,10 @@ _DESCRIPTION = frozenset([b"v", b"key", b"dtype", b"shape", b"nbytes", b"kind", 
 
 
 @lru_cache(maxsize=4096)  # a fleet has few nodes
-def _node_in(name: bytes) -> str:
-    """The node whose location the field `name` holds; empty where it holds something else."""
-    node = name[3:].decode("ascii", "replace")
-    return node if name[:3] == b"at:" and SAFE_NAME.match(node) else ""
+def _node_in(name: bytes) -> tuple[bytes, str]:
+    """What the field `name` holds, at: or on:, and of which node; nothing where something else."""
+    kind, node = name[:3], name[3:].decode("ascii", "replace")
+    return (kind, node) if kind in (b"at:", b"on:") and SAFE_NAME.match(node) else (b"", "")
 
 
 @lru_cache(maxsize=1024)  # a fleet has few shapes

@@ -12,7 +12,8 @@ from importlib.resources import files
 from typing import Any
 
 from store.budget import Budget
-from store.connection import Command, Endpoint, Part, Refusal, hgetall
+from store.connection import Command, Part, Refusal, hgetall
+from store.dialled import Endpoint
 from store.errors import StoreCorrupt, StoreError, StoreFull, StoreRefused, StoreUnavailable
 from store.server import Exchange, Server
 from store.topology import Place, Topology
@@ -244,7 +245,7 @@ def fields_of(reply: Any) -> Fields:
         pairs = iter(reply)
         return dict(zip(pairs, pairs, strict=True))
     error = translated(reply)
-    if isinstance(error, StoreCorrupt):
+    if isinstance(error, StoreCorrupt) and error.wrong_type:
         return {}
     raise error
 

@@ -1,7 +1,7 @@
 """MemoryStore: the whole contract in one process, without a server.
 
-The reference that other stores are compared with, and what a single node uses that shares with
-nobody. One lock around plain dictionaries; no call ever waits for anything else.
+The reference that other stores are compared with, and what a node uses that shares with nobody.
+One lock around plain dictionaries; no call ever waits for anything else.
 """
 
 import threading
@@ -36,7 +36,15 @@ from store.layout import (
     NODE_SECONDS,
     STATS_SECONDS,
 )
-from store.record import LOCATIONS_MAX, Location, Record, check_namespace, check_node, check_token
+from store.record import (
+    LOCATIONS_MAX,
+    DeviceLocation,
+    Location,
+    Record,
+    check_namespace,
+    check_node,
+    check_token,
+)
 
 _Item = tuple[str, str]  # namespace and key
 
@@ -73,8 +81,7 @@ class MemoryStore(MetadataStore):
 
     def publish_many(self, publishings: Sequence[Publishing]) -> list[Publication]:
         for publishing in publishings:
-            publishing.record.check()
-            publishing.location.check()
+            publishing.check()
         with self._open():
             return [self._publish(publishing) for publishing in publishings]
 
@@ -264,8 +271,8 @@ class MemoryStore(MetadataStore):
         item = (record.namespace, record.key)
         known = self._records.get(item)
         if known and publishing.sole:
-            others = (at for at in known.locations if at.node != publishing.location.node)
-            if not all(at.is_offer for at in others):
+            mine = publishing.location.node
+            if any(at.node != mine and not at.is_offer for at in known.locations):
                 return Publication.OWNED
             known = known if _agree(known, record) else None
         if known and not _agree(known, record):
@@ -277,7 +284,8 @@ class MemoryStore(MetadataStore):
         if outcome is not Publication.FULL:
             left = self._records.remaining_seconds(item) if known else 0.0
             life = max(publishing.ttl_seconds, left)
-            self._records.put(item, base._replace(locations=locations), life)
+            on = _with_device(base.devices, publishing, locations)
+            self._records.put(item, base._replace(locations=locations, devices=on), life)
             self._gone.drop(item)
         if token is not None:
             self._drop_claim(item, token)
@@ -293,7 +301,8 @@ class MemoryStore(MetadataStore):
             return False
         left = tuple(at for at in record.locations if at.node != node)
         if left:
-            self._records.replace(item, record._replace(locations=left))
+            on = tuple(on for on in record.devices if on.node != node)
+            self._records.replace(item, record._replace(locations=left, devices=on))
         else:
             self._records.drop(item)
             self._gone.put(item, withdrawing.reason, withdrawing.gone_seconds)
@@ -309,12 +318,8 @@ class MemoryStore(MetadataStore):
 
 def _agree(known: Record, record: Record) -> bool:
     """Whether two records of one key describe the same bytes."""
-    return (known.dtype, known.shape, known.nbytes, known.kind) == (
-        record.dtype,
-        record.shape,
-        record.nbytes,
-        record.kind,
-    )
+    ours, theirs = (record.dtype, record.shape), (known.dtype, known.shape)
+    return (*ours, record.nbytes, record.kind) == (*theirs, known.nbytes, known.kind)
 
 
 def _with_location(
@@ -330,3 +335,13 @@ def _with_location(
         if mine.boot == location.boot and mine.generation >= location.generation:
             return Publication.PRESENT, known
     return Publication.ADDED, (*others, location)
+
+
+def _with_device(
+    known: tuple[DeviceLocation, ...], publishing: Publishing, locations: tuple[Location, ...]
+) -> tuple[DeviceLocation, ...]:
+    """The devices, with what is published beside a location that stands now."""
+    if publishing.location not in locations:  # it came late
+        return known
+    others = tuple(on for on in known if on.node != publishing.location.node)
+    return others if publishing.device is None else (*others, publishing.device)

@@ -9,24 +9,28 @@ Only a reading aid: a mirror that is wrong for a moment costs a miss or a fetch 
 nodes check what they are asked for.
 """
 
-import asyncio
 import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from store import layout
 from store.base import Found
-from store.connection import Command, Endpoint, Refusal, hgetall
+from store.connection import Command, Refusal, hgetall
 from store.entries import Entries, Entry, Forgotten
 from store.errors import StoreError, StoreUnavailable
 from store.lane import Lane
 from store.link import fields_of
 from store.topology import Standalone, Topology
 from store.watches import Watches
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from store.dialled import Endpoint
 
 ENTRIES_MAX = 200_000
 """About 2 KB each. Past it the entries that were read longest ago are forgotten."""
@@ -49,7 +53,7 @@ class Mirror:
 
     def __init__(
         self,
-        loop: asyncio.AbstractEventLoop,
+        loop: "asyncio.AbstractEventLoop",
         topology: Topology,
         dialler: Executor,
         forgotten: Forgotten = lambda _: None,

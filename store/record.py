@@ -15,6 +15,7 @@ SAFE_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}\Z")
 
 _BOOT = re.compile(r"[A-Za-z0-9]{1,24}\Z")
 _LOCATION = re.compile(r"([A-Za-z0-9]{1,24}):([1-9][0-9]{0,15}):([0-9a-f]{16})\Z")
+_DEVICE = re.compile(r"([1-9][0-9]{0,15}):(gloo|nccl):([0-9a-f]{8}):([0-9]{1,5}):([0-9a-f]{12})\Z")
 _GENERATION_LIMIT = 2**53  # Lua has only doubles; above this two generations would look alike
 _CHECKSUM_LIMIT = 2**64
 _NBYTES_LIMIT = 2**63
@@ -64,6 +65,45 @@ class Location(NamedTuple):
             raise ValueError(f"checksum {self.checksum}: 64 bits are allowed")
 
 
+class DeviceLocation(NamedTuple):
+    """The bytes of a node's copy, as a process of that node also has them on its device.
+
+    A process that has a device of its own may take them from there, by a lane of that `kind`. It
+    goes with the copy beside which it stands, and with the process: `pool` is drawn anew by each,
+    `mark` is the pool's number for the entry, so one that has gone stale is recognised.
+    """
+
+    node: str
+    mark: int
+    kind: str
+    """gloo or nccl: what moves the bytes."""
+    library: str
+    """Eight hex digits that tell versions apart which cannot talk to each other."""
+    port: int
+    """Of the pool, on the host of the node's endpoint."""
+    pool: str
+
+    @property
+    def text(self) -> str:
+        """At most 64 bytes, as a location's."""
+        return f"{self.mark}:{self.kind}:{self.library}:{self.port}:{self.pool}"
+
+    @classmethod
+    def parse(cls, node: str, text: str) -> "DeviceLocation":
+        """The reverse of `text`. Raises ValueError for anything else."""
+        match = _DEVICE.match(text)
+        if not match:
+            raise ValueError("not a location on a device")
+        mark, kind, library, port, pool = match.groups()
+        return cls(node, int(mark), kind, library, int(port), pool)
+
+    def check(self) -> None:
+        """Raise ValueError unless the store may hold this location."""
+        if not SAFE_NAME.match(self.node) or not 1 <= self.port <= 65535:
+            raise ValueError("a location on a device has a node and a port")
+        self.parse(self.node, self.text)
+
+
 class Record(NamedTuple):
     """What is known of one key. `created` is the first publisher's wall clock, for people only."""
 
@@ -75,6 +115,8 @@ class Record(NamedTuple):
     kind: str
     created: float
     locations: tuple[Location, ...] = ()
+    devices: tuple[DeviceLocation, ...] = ()
+    """At most one beside each of `locations`, of the same node."""
 
     def check(self) -> None:
         """Raise ValueError unless the store may hold this record."""

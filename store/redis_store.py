@@ -4,12 +4,12 @@ Every write is a script or a single command on keys that share a hash tag, so th
 no other code. Runs in whatever thread calls. Knows key names only through store.layout.
 """
 
-import asyncio
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from store import calls, layout
 from store.answers import (
@@ -35,14 +35,12 @@ from store.inspection import Inspection
 from store.link import Fields, Link, Script
 from store.mirror import Mirror
 from store.mirror_claims import MirrorClaims
-from store.record import (
-    Record,
-    check_namespace,
-    check_node,
-    check_token,
-)
+from store.record import Record, check_namespace, check_node, check_token
 from store.trace import Traces
 from store.url import StoreUrl
+
+if TYPE_CHECKING:
+    import asyncio
 
 _PAGE = 1000  # keys in one round trip: about a millisecond of the server's time
 
@@ -73,8 +71,7 @@ class RedisStore(MetadataStore):
 
     def publish_many(self, publishings: Sequence[Publishing]) -> list[Publication]:
         for publishing in publishings:
-            publishing.record.check()
-            publishing.location.check()
+            publishing.check()
         answers = self._link.run_many(self._publish, list(map(calls.publish_call, publishings)))
         return list(map(calls.publication, answers))
 
@@ -287,7 +284,7 @@ class RedisStore(MetadataStore):
 
     def mirror(
         self,
-        loop: asyncio.AbstractEventLoop,
+        loop: "asyncio.AbstractEventLoop",
         dialler: Executor,
         forgotten: Forgotten = lambda _: None,
     ) -> Mirror:

@@ -4,7 +4,8 @@ import threading
 from collections.abc import Sequence
 
 from store.budget import Budget
-from store.connection import Access, Endpoint, Part, Refusal
+from store.connection import Part, Refusal
+from store.dialled import Access, Endpoint
 from store.errors import StoreUnavailable
 from store.server import Server
 from store.topology import Place, Topology

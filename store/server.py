@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from store.budget import Budget
-from store.connection import Access, Command, Connection, Endpoint, Lost, pack
+from store.connection import Command, Connection, Lost, pack
+from store.dialled import Access, Endpoint
 from store.errors import StoreUnavailable
 
 _CONNECTIONS_MAX = 64  # more callers at once than a node has threads; the next is refused

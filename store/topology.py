@@ -9,7 +9,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from store.budget import Budget
-from store.connection import Endpoint, Part
+from store.connection import Part
+from store.dialled import Endpoint
 from store.errors import StoreUnavailable
 from store.server import Server
 

@@ -4,16 +4,18 @@ Part of the mirror, on its loop's thread. Both keys of Redis are read on the mir
 the server tells of their next change, and after each change again.
 """
 
-import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from store import layout
 from store.connection import Command, hgetall
 from store.errors import StoreError, StoreUnavailable
 from store.lane import Lane
+
+if TYPE_CHECKING:
+    import asyncio
 
 REARM_SECONDS = 0.1
 """After a server was not reached, or refused."""
@@ -38,7 +40,7 @@ class Watches:
 
     def __init__(
         self,
-        loop: asyncio.AbstractEventLoop,
+        loop: "asyncio.AbstractEventLoop",
         lane_for: Callable[[bytes], Lane],
         take_in: Callable[[Lane, bytes, tuple[str, str], Any, float], object],
         tell: Callable[..., None],

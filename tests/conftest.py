@@ -30,6 +30,8 @@ pytest_plugins = [
         "clusters",
         "sentinels",
         "tls_server",
+        "command_store",
+        "dashboards",
     )
     if importlib.util.find_spec(name)
 ]
@@ -37,7 +39,8 @@ pytest_plugins = [
 pytest.register_assert_rewrite(
     "contract_store", "contract_store_claims", "contract_store_nodes", "contract_store_sole",
     "contract_pipe", "contract_pipe_limits", "contract_pipe_processes", "servers",
-    "nodes", "engines", "kv_engines", "observing", "openai_servers", "handoff_storm",
+    "nodes", "engines", "kv_engines", "observing", "openai_servers", "handoff_storm", "deployment",
+    "dashboards",
 )  # fmt: skip
 
 _guard = pytest.StashKey[LeakGuard]()

@@ -52,7 +52,7 @@ class NodeContract:
         assert store.beat("node-1", BOOT, 6)
 
     def test_leave_spares_a_newer_boot(self, store: MetadataStore) -> None:
-        info = NodeInfo("node-1", BOOT, "tcp://10.0.0.1:7000", "host", "0.1", 1 << 33, 12, 3)
+        info = NodeInfo("node-1", BOOT, "tcp://10.0.0.1:7000", "host", "0.1", 1 << 33, 12, 3, 2)
         store.beat("node-1", BOOT, 1)
         store.describe_node(info)
         store.add_stats("node-1", {"hits": 1})

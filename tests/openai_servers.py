@@ -44,10 +44,12 @@ CHAT_TEMPLATE = (
 )
 MODEL_NAME = "model"
 CHAT = "chatcmpl-"
+COMPLETIONS = "/v1/chat/completions"
 END_SECONDS = 20.0
 ASK_SECONDS = 60.0
 _LOG_TAIL_LINES = 60
-_SCHEDULER = "connectors.demo.counting_scheduler.CountingScheduler"
+# What vLLM itself takes unless told otherwise; engines without a server run the synchronous one.
+_SCHEDULER = "connectors.demo.counting_scheduler.CountingAsyncScheduler"
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,16 +128,16 @@ class OpenAIServer:
 
     def ask(self, *parts: Part, tokens: int = 8, **fields: Any) -> Reply:
         """One chat completion, greedy, of exactly so many tokens."""
-        return self.post("/v1/chat/completions", chat_of(parts, tokens) | fields)
+        return self.post(COMPLETIONS, chat_of(parts, tokens) | fields)
 
     def ask_about(self, question: Question, **fields: Any) -> Reply:
         """The question that another engine is asked directly."""
         return self.ask(*parts_of(question), tokens=question.tokens, **fields)
 
-    def post(self, path: str, body: dict[str, Any]) -> Reply:
+    def post(self, path: str, body: dict[str, Any], **headers: str) -> Reply:
         started = time.monotonic()
         with self._connection(ASK_SECONDS) as connection:
-            _send(connection, path, body)
+            _send(connection, path, body, **headers)
             response = connection.getresponse()
             text = response.read()
         return Reply(response.status, json.loads(text), time.monotonic() - started)
@@ -154,7 +156,7 @@ class OpenAIServer:
         """A request under way; leaving hangs up, by which vLLM aborts it. Its name there begins
         with CHAT and `name`."""
         with self._connection(ASK_SECONDS) as connection:
-            _send(connection, "/v1/chat/completions", chat_of(parts, tokens) | {"request_id": name})
+            _send(connection, COMPLETIONS, chat_of(parts, tokens) | {"request_id": name})
             yield
 
     @contextmanager
@@ -226,8 +228,12 @@ def chat_of(parts: Sequence[Part], tokens: int) -> dict[str, Any]:
     }
 
 
-def _send(connection: http.client.HTTPConnection, path: str, body: dict[str, Any]) -> None:
-    connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+def _send(
+    connection: http.client.HTTPConnection, path: str, body: dict[str, Any], **headers: str
+) -> None:
+    connection.request(
+        "POST", path, json.dumps(body), {"Content-Type": "application/json", **headers}
+    )
 
 
 def _flags(arguments: dict[str, Any]) -> list[str]:

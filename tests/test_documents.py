@@ -12,7 +12,8 @@ import torch
 
 from connectors.settings import ConnectorSettings, parse_settings
 from lookup_buffer.cli.findings import Code
-from lookup_buffer.config import SECRETS, parse_bytes
+from lookup_buffer.config import SECRETS
+from lookup_buffer.sizes import parse_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = (
@@ -20,7 +21,9 @@ DOCUMENTS = (
     "ARCHITECTURE.md",
     "CONTRIBUTING.md",
     "CHANGELOG.md",
+    "docs/cli.md",
     "docs/metrics.md",
+    "docs/operations.md",
     "docs/pipes.md",
     "docs/redis-keys.md",
     "docs/vllm.md",

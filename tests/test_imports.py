@@ -69,6 +69,7 @@ def test_the_contracts_hold() -> None:
         ("lookup_buffer/planted.py", "torch"),
         ("lookup_buffer/planted.py", "numpy"),
         ("lookup_buffer/node/planted.py", "lookup_buffer.codec"),
+        ("lookup_buffer/node/planted.py", "lookup_buffer.cli.why"),
         ("lookup_buffer/planted.py", "redis"),
         ("connectors/planted.py", "redis.client"),
         ("connectors/planted.py", "pickle"),

@@ -14,10 +14,18 @@ from lookup_buffer.errors import LookupBufferError, MissingTensor, ProtocolError
 from lookup_buffer.handshake import connect
 from lookup_buffer.key import TensorKey
 from lookup_buffer.link import Link
-from lookup_buffer.messages import Acknowledge, GiveBack, Holds, Leave, Request, Stats, Take
+from lookup_buffer.messages import (
+    Acknowledge,
+    GiveBack,
+    Holds,
+    Leave,
+    Stats,
+    Take,
+)
 from lookup_buffer.namespace import Namespace
 from lookup_buffer.node.owners import IDLE_SECONDS, UNREACHED, Answer, Owner
 from lookup_buffer.prefetched import LoadOrder
+from lookup_buffer.request import Request
 from lookup_buffer.wire import encode_frame
 from nodes import NodeProcess, Nodes, at_rest, handoff, wait_until
 from peer_proxy import free_port

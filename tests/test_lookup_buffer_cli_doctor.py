@@ -42,7 +42,8 @@ def test_all_is_well(start_node: StartNode, start_server: StartServer) -> None:
     checks = examine(0, **settings_of(node))
     assert verdicts(checks, "ok") == {
         "store client", "store", "store mode", "store version", "store rights", "store policy",
-        "store memory", "store latency", "records", "nodes", "fleet",
+        "store memory", "store latency", "store clock", "records", "nodes",
+        "fleet", "versions", "ports",
         "directory", "node", "node's settings", "arena", "arena in use",
     }  # fmt: skip
     assert node.node_id in checks["node"]["found"]

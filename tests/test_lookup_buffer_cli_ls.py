@@ -2,7 +2,6 @@
 
 import subprocess
 import time
-from collections.abc import Iterator
 
 import pytest
 
@@ -17,23 +16,10 @@ from command_line import (
     run_at_terminal,
     run_json,
 )
-from servers import command, flush, patient
-from store import EmbeddedServer, MetadataStore, NodeInfo, layout
+from servers import command
+from store import MetadataStore, NodeInfo, layout
 
 SPACE, OTHER_SPACE = "a" * 64, "b" * 64
-
-
-@pytest.fixture
-def url(valkey_server: EmbeddedServer) -> Iterator[str]:
-    flush(valkey_server.url)
-    yield valkey_server.url
-    flush(valkey_server.url)
-
-
-@pytest.fixture
-def store(url: str) -> Iterator[MetadataStore]:
-    with patient(url) as store:
-        yield store
 
 
 def describe(store: MetadataStore, node: str) -> None:

@@ -1,7 +1,6 @@
 """`ls`, `show` and `stats`: what is shown of a store, at a terminal, in a pipe and as JSON."""
 
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,24 +14,11 @@ from command_line import (
     run_at_terminal,
     run_json,
 )
-from servers import command, flush
-from store import EmbeddedServer, MetadataStore, open_store
+from servers import command
+from store import MetadataStore
 
 SPACE, OTHER_SPACE = "a" * 64, "b" * 64
 LONG_KEY = "0123456789abcdef" * 4
-
-
-@pytest.fixture
-def url(valkey_server: EmbeddedServer) -> Iterator[str]:
-    flush(valkey_server.url)
-    yield valkey_server.url
-    flush(valkey_server.url)
-
-
-@pytest.fixture
-def store(url: str) -> Iterator[MetadataStore]:
-    with open_store(url, call_timeout_seconds=5.0, connect_timeout_seconds=5.0) as store:
-        yield store
 
 
 def keys(document: Any) -> set[str]:
@@ -56,7 +42,7 @@ def test_ls_json(store: MetadataStore, url: str) -> None:
         "namespace": SPACE, "key": "photo", "kind": "tensor", "dtype": "bfloat16",
         "shape": [729, 1152], "nbytes": 2 * 729 * 1152, "created": 1_700_000_000.0, "hits": 7,
     }  # fmt: skip
-    common = {"generation": 1, "checksum": "0000000000000abc", "offered": False}
+    common = {"generation": 1, "checksum": "0000000000000abc", "offered": False, "lane": None}
     assert locations == [
         {"node": "alive-node", "boot": boot_of("alive-node"), "alive": True, **common},
         {"node": "dead-node", "boot": boot_of("dead-node"), "alive": False, **common},

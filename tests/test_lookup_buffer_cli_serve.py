@@ -245,8 +245,8 @@ def test_nodes_tells_the_living_from_the_dead(
     assert state[stopped.node_id] is False
     (facts,) = [facts for facts in found if facts["node"] == living.node_id]
     assert sorted(facts) == [
-        "alive", "boot", "capacity_bytes", "endpoint", "host", "items", "node", "used_bytes",
-        "version",
+        "alive", "boot", "capacity_bytes", "claims", "endpoint", "host", "items", "node",
+        "used_bytes", "version",
     ]  # fmt: skip
     assert facts["capacity_bytes"] == living.settings.capacity_bytes
     text = run("nodes", "--store-url", valkey_server.url).stdout

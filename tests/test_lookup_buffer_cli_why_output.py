@@ -1,7 +1,6 @@
 """`why` as it is shown: at terminals, in pipes, as JSON, and what it says to bad input."""
 
 import subprocess
-from collections.abc import Iterator
 from unittest.mock import ANY
 
 import pytest
@@ -17,24 +16,11 @@ from command_line import (
     run_at_terminal,
     run_json,
 )
-from servers import StartServer, command, flush, patient
-from store import EmbeddedServer, MetadataStore, layout
+from servers import StartServer, command, patient
+from store import MetadataStore, layout
 
 SPACE, OTHER_SPACE = "a" * 64, "b" * 64
 LONG_KEY = "0123456789abcdef" * 4
-
-
-@pytest.fixture
-def url(valkey_server: EmbeddedServer) -> Iterator[str]:
-    flush(valkey_server.url)
-    yield valkey_server.url
-    flush(valkey_server.url)
-
-
-@pytest.fixture
-def store(url: str) -> Iterator[MetadataStore]:
-    with patient(url) as store:
-        yield store
 
 
 def test_json(store: MetadataStore, url: str) -> None:

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from lookup_buffer.config import BufferConfig, memory_bytes, parse_bytes
+from lookup_buffer.config import BufferConfig, memory_bytes
 from lookup_buffer.errors import ConfigError
+from lookup_buffer.sizes import parse_bytes
 
 SECRET = "hunter2"
 

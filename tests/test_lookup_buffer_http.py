@@ -13,8 +13,8 @@ import pytest
 
 from lookup_buffer.config import BufferConfig
 from lookup_buffer.errors import ConfigError
-from lookup_buffer.node.http_exchange import REQUEST_BYTES_MAX
-from lookup_buffer.node.http_server import CONNECTIONS_MAX, EXCHANGE_SECONDS, HttpServer
+from lookup_buffer.node.http_exchange import EXCHANGE_SECONDS, REQUEST_BYTES_MAX
+from lookup_buffer.node.http_server import CONNECTIONS_MAX, HttpServer
 from nodes import NodeProcess, Nodes, StartNode, wait_until
 from observing import ANSWER_SECONDS, address_of, free_port, get
 from store import EmbeddedServer
@@ -77,7 +77,8 @@ def test_a_scrape_is_one_request_and_the_end(node: NodeProcess) -> None:
 @pytest.mark.parametrize(
     ("request_line", "status"),
     [
-        (b"GET / HTTP/1.1", 404),
+        (b"GET /nothing HTTP/1.1", 404),
+        (b"GET /dashboard/../http_page.py HTTP/1.1", 404),
         (b"GET /metrics/.. HTTP/1.1", 404),
         (b"POST /metrics HTTP/1.1", 405),
         (b"HEAD /metrics HTTP/1.1", 405),

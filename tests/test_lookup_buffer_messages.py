@@ -10,8 +10,15 @@ from hypothesis import strategies as st
 from lookup_buffer import errors, messages
 from lookup_buffer.errors import LookupBufferError, ProtocolError
 from lookup_buffer.fields import COUNT_MAX, is_fingerprint
-from lookup_buffer.messages import Request, failure, parse
+from lookup_buffer.lane import FALLBACKS, LANES
+from lookup_buffer.messages import (
+    failure,
+    parse,
+)
 from lookup_buffer.plain import pack, unpack
+from lookup_buffer.pool_messages import Offer, OpenPool, Received, Retract
+from lookup_buffer.request import Request
+from store import LOCATIONS_MAX
 
 FINGERPRINT = "0123456789abcdef" * 4
 KINDS: list[type[Request]] = [
@@ -20,7 +27,7 @@ KINDS: list[type[Request]] = [
     messages.Holds,
     messages.Prefetch, messages.Release, messages.Touch, messages.Done,
     messages.Claim, messages.ReleaseClaim, messages.ClaimAll, messages.Encoding, messages.Unclaim,
-    messages.Describe, messages.Stats, messages.Goodbye,
+    messages.Describe, messages.Stats, messages.Goodbye, OpenPool, Offer, Retract, Received,
 ]  # fmt: skip
 
 counts = st.integers(0, (1 << 63) - 1)
@@ -54,6 +61,14 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "reads": st.dictionaries(texts, st.integers(1, COUNT_MAX), max_size=8),
     "rank": counts,
     "parts": st.dictionaries(texts, texts, max_size=4),
+    "lane": st.sampled_from(LANES),
+    "library": st.from_regex(r"[0-9a-f]{8}", fullmatch=True),
+    "port": st.integers(1, 65535),
+    "pool": st.from_regex(r"[0-9a-f]{12}", fullmatch=True),
+    "mark": st.integers(1, 2**53 - 1),
+    "ticket": counts,
+    "reason": st.sampled_from(["", *FALLBACKS]),
+    "source": st.integers(0, LOCATIONS_MAX),
 }
 requests = st.sampled_from(KINDS).flatmap(
     lambda kind: st.builds(kind, **{field.name: FIELDS[field.name] for field in fields(kind)})

@@ -18,8 +18,8 @@ from hostile_files import hostile
 from lookup_buffer import messages
 from lookup_buffer.arena import Staging
 from lookup_buffer.header import TensorHeader
-from lookup_buffer.messages import Request
 from lookup_buffer.namespace import Namespace
+from lookup_buffer.request import Request
 from lookup_buffer.wire import FrameDecoder, encode_frame
 from nodes import MIB, NodeProcess, at_rest, key
 

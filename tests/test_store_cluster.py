@@ -9,6 +9,7 @@ import pytest
 from clusters import ValkeyCluster, slot_of
 from contract_store import StoreContract, a_location, a_record
 from contract_store_claims import ClaimContract
+from contract_store_devices import DeviceContract
 from contract_store_nodes import NodeContract
 from contract_store_reasons import ReasonContract
 from contract_store_sole import SoleContract
@@ -16,7 +17,9 @@ from servers import patient
 from store import MetadataStore, Publication, Record, StoreUnavailable, layout
 
 
-class TestClusterStore(StoreContract, ClaimContract, NodeContract, SoleContract, ReasonContract):
+class TestClusterStore(
+    StoreContract, ClaimContract, NodeContract, SoleContract, ReasonContract, DeviceContract
+):
     @pytest.fixture
     def store(self, valkey_cluster: ValkeyCluster) -> Iterator[MetadataStore]:
         with patient(valkey_cluster.url) as store:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from store import Location, Record, layout
+from store import DeviceLocation, Location, Record, layout
 from store.record import SAFE_NAME
 
 NAMES = st.from_regex(SAFE_NAME, fullmatch=True)
@@ -15,6 +15,23 @@ LOCATIONS = st.builds(
     st.integers(1, 2**53 - 1),
     st.integers(0, 2**64 - 1),
 )
+DEVICES = st.builds(
+    DeviceLocation,
+    st.just("node"),
+    st.integers(1, 10**16 - 1),
+    st.sampled_from(["gloo", "nccl"]),
+    st.from_regex(r"[0-9a-f]{8}", fullmatch=True),
+    st.integers(1, 65535),
+    st.from_regex(r"[0-9a-f]{12}", fullmatch=True),
+)
+
+
+def with_devices(record: Record, devices: list[DeviceLocation]) -> Record:
+    """A location on a device beside some of the others."""
+    pairs = zip(record.locations, devices, strict=False)
+    return record._replace(devices=tuple(on._replace(node=at.node) for at, on in pairs))
+
+
 RECORDS = st.builds(
     Record,
     NAMES,
@@ -25,7 +42,9 @@ RECORDS = st.builds(
     st.sampled_from(["tensor", "none"]),
     st.integers(0, 2**40).map(lambda milliseconds: milliseconds / 1000),
     st.lists(LOCATIONS, min_size=1, max_size=4, unique_by=lambda at: at.node).map(tuple),
+    st.just(()),
 )
+RECORDS = st.builds(with_devices, RECORDS, st.lists(DEVICES, max_size=4))
 GOOD_TEXT = b"boot:1:" + b"0" * 16
 BAD_TEXTS = [
     b"boot:1:" + b"A" * 16, b"boot:1:" + b"0" * 15, b"boot:0:" + b"0" * 16,
@@ -46,7 +65,7 @@ GARBAGE = st.one_of(
 )
 FIELDS = st.one_of(
     st.sampled_from([b"v", b"key", b"dtype", b"shape", b"nbytes", b"kind", b"created"]),
-    st.sampled_from([b"at:n", b"at:" + b"n" * 128, *BAD_NAMES]),
+    st.sampled_from([b"at:n", b"on:n", b"on:", b"at:" + b"n" * 128, *BAD_NAMES]),
     st.binary(max_size=8),
 )
 
@@ -55,6 +74,7 @@ def fields_of(record: Record) -> dict[bytes, bytes]:
     """What the publisher's script writes."""
     parts = iter([_raw(part) for part in layout.identity_fields(record)])
     fields = {b"created": _raw(f"{record.created:.3f}")} | dict(zip(parts, parts, strict=True))
+    fields |= {_raw(f"on:{on.node}"): _raw(on.text) for on in record.devices}
     return fields | {_raw(f"at:{at.node}"): _raw(at.text) for at in record.locations}
 
 

@@ -6,13 +6,16 @@ import pytest
 
 from contract_store import StoreContract, a_location, a_record
 from contract_store_claims import ClaimContract
+from contract_store_devices import DeviceContract
 from contract_store_nodes import NodeContract
 from contract_store_reasons import ReasonContract
 from contract_store_sole import SoleContract
 from store import MemoryStore, MetadataStore, Publication, Publishing, StoreFull, open_store
 
 
-class TestMemoryStore(StoreContract, ClaimContract, NodeContract, SoleContract, ReasonContract):
+class TestMemoryStore(
+    StoreContract, ClaimContract, NodeContract, SoleContract, ReasonContract, DeviceContract
+):
     @pytest.fixture
     def store(self) -> Iterator[MetadataStore]:
         with open_store("memory://") as store:

@@ -6,6 +6,7 @@ import pytest
 
 from contract_store import BOOT, StoreContract, a_location, a_record
 from contract_store_claims import ClaimContract, ask
+from contract_store_devices import DeviceContract
 from contract_store_nodes import NodeContract
 from contract_store_reasons import ReasonContract
 from contract_store_sole import SoleContract
@@ -22,7 +23,9 @@ from store import (
 )
 
 
-class TestValkeyStore(StoreContract, ClaimContract, NodeContract, SoleContract, ReasonContract):
+class TestValkeyStore(
+    StoreContract, ClaimContract, NodeContract, SoleContract, ReasonContract, DeviceContract
+):
     @pytest.fixture
     def store(self, valkey_server: EmbeddedServer) -> Iterator[MetadataStore]:
         flush(valkey_server.url)
@@ -30,7 +33,9 @@ class TestValkeyStore(StoreContract, ClaimContract, NodeContract, SoleContract, 
             yield store
 
 
-class TestRedis70Store(StoreContract, ClaimContract, NodeContract, SoleContract, ReasonContract):
+class TestRedis70Store(
+    StoreContract, ClaimContract, NodeContract, SoleContract, ReasonContract, DeviceContract
+):
     @pytest.fixture
     def store(self, redis_server: EmbeddedServer) -> Iterator[MetadataStore]:
         flush(redis_server.url)

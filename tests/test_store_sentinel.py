@@ -7,6 +7,7 @@ import pytest
 
 from contract_store import StoreContract, a_location, a_record
 from contract_store_claims import ClaimContract
+from contract_store_devices import DeviceContract
 from contract_store_nodes import NodeContract
 from contract_store_reasons import ReasonContract
 from contract_store_sole import SoleContract
@@ -15,7 +16,9 @@ from servers import patient
 from store import MetadataStore, Record, StoreUnavailable
 
 
-class TestSentinelStore(StoreContract, ClaimContract, NodeContract, SoleContract, ReasonContract):
+class TestSentinelStore(
+    StoreContract, ClaimContract, NodeContract, SoleContract, ReasonContract, DeviceContract
+):
     @pytest.fixture
     def store(self, sentinels: Sentinels) -> Iterator[MetadataStore]:
         with patient(sentinels.url) as store:

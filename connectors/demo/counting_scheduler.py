@@ -7,6 +7,7 @@ decision and knows no connector.
 from pathlib import Path
 from typing import Any
 
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
@@ -61,3 +62,8 @@ class CountingScheduler(Scheduler):
             for name, positions in indices.items()
             for index in positions
         )
+
+
+class CountingAsyncScheduler(CountingScheduler, AsyncScheduler):
+    """The same for engines that schedule a step while the one before it runs, as vLLM's servers do
+    unless told otherwise."""

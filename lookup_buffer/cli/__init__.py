@@ -1,11 +1,13 @@
 """The command `lookup-buffer`: one module per command, joined here.
 
 Starting must cost nothing: modules of this package import at their top only what `--help` needs.
-What a command needs for its work (pydantic, rich, and redis behind `store`) it imports inside.
+What a command needs for its work (pydantic, rich, and the driver behind `store`) it imports inside.
 """
 
-import typer
+import click
 
+from lookup_buffer.cli.bench import bench
+from lookup_buffer.cli.completion import completion_options
 from lookup_buffer.cli.demo import demo
 from lookup_buffer.cli.doctor import doctor
 from lookup_buffer.cli.exits import Commands
@@ -31,41 +33,32 @@ Exit codes:
   1  something wrong was found, or the key is not there
   2  wrong usage or configuration
   3  the store or the node is not reachable
+  130  ended by Ctrl-C
+  141  whoever read the output has left
 """
 
-app = typer.Typer(
-    name="lookup-buffer",
-    help=_HELP,
-    cls=Commands,
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,  # help by rich takes 0.1 s and more
-    # Only faults of ours get this far, and the variables of a frame may be secrets.
-    pretty_exceptions_enable=False,
-)
 
-
-def _version(wanted: bool) -> None:
+def _version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
     if wanted:
         from lookup_buffer.node.identity import distribution_version
 
-        print(f"lookup-buffer {distribution_version()}")
-        raise typer.Exit
+        click.echo(f"lookup-buffer {distribution_version()}")
+        context.exit()
 
 
-@app.callback()
-def _root(
-    version: bool = typer.Option(
-        False, "--version", callback=_version, is_eager=True, help="Print the version and exit."
-    ),
-) -> None:
-    del version
+@click.group("lookup-buffer", cls=Commands, help=_HELP)
+@click.option(
+    "--version",
+    is_flag=True,
+    callback=_version,
+    is_eager=True,
+    expose_value=False,
+    help="Print the version and exit.",
+)
+@completion_options
+def app() -> None:
+    pass
 
 
-app.command()(serve)
-app.command(
-    add_help_option=False,  # the demo explains its own options
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-)(demo)
-for _inspect in (ls, show, why, stats, top, nodes, doctor, invalidate):
-    app.command()(_inspect)
+for _command in (serve, demo, ls, show, why, stats, top, nodes, doctor, bench, invalidate):
+    app.add_command(_command)

@@ -3,10 +3,15 @@
 import os
 import sys
 
-import typer
+import click
 
 
-def demo(context: typer.Context) -> None:
+@click.command(
+    add_help_option=False,  # the demo explains its own options
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+@click.pass_context
+def demo(context: click.Context) -> None:
     """Two real vLLM engines share encoder outputs.
 
     `demo --help` lists its options.

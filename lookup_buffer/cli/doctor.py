@@ -1,20 +1,23 @@
 """`lookup-buffer doctor`: looks at everything that has to be right, and says what to do."""
 
 from dataclasses import asdict
+from pathlib import Path
 
-import typer
+import click
 
 from lookup_buffer.cli.checks import Check, Verdict
 from lookup_buffer.cli.exits import ExitCode
-from lookup_buffer.cli.options import Directory, Json, StorePasswordFile, StoreUrl, configure
+from lookup_buffer.cli.options import configure, of_store
 from lookup_buffer.cli.output import print_json, print_outline
 
 
+@click.command()
+@of_store
 def doctor(
-    store_url: StoreUrl = None,
-    store_password_file: StorePasswordFile = None,
-    directory: Directory = None,
-    json: Json = False,
+    store_url: str | None,
+    store_password_file: Path | None,
+    directory: Path | None,
+    json: bool,
 ) -> None:
     """Check the store, this host and its node.
 
@@ -33,7 +36,7 @@ def doctor(
     else:
         _print(checks)
     if failed:
-        raise typer.Exit(ExitCode.FOUND)
+        raise click.exceptions.Exit(ExitCode.FOUND)
 
 
 def _print(checks: list[Check]) -> None:

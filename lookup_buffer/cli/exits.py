@@ -1,10 +1,11 @@
 """How a command ends: the exit codes, and one line for every error that is to be expected."""
 
+import os
+import sys
 from enum import IntEnum
 from typing import Any, NoReturn
 
-import typer
-from typer.core import TyperGroup
+import click
 
 from lookup_buffer.cli.output import shown
 from lookup_buffer.errors import ConfigError, InvalidKey, LookupBufferError
@@ -17,6 +18,10 @@ class ExitCode(IntEnum):
     """Something wrong was found, or the key is not there."""
     USAGE = 2
     UNREACHABLE = 3
+    INTERRUPTED = 130
+    """By Ctrl-C; as a shell says it of who was killed by the signal."""
+    NOBODY_READS = 141
+    """Whoever read the output has left, as `head` does; likewise."""
 
 
 class CommandError(Exception):
@@ -27,12 +32,31 @@ class CommandError(Exception):
         self.code = code
 
 
-class Commands(TyperGroup):
+class Commands(click.Group):
     """Turns expected errors of any command into one line and an exit code, without a traceback."""
 
-    def invoke(self, ctx: Any) -> Any:
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """As they were added, not by name."""
+        return list(self.commands)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        if sys.stdout is None:
+            _end("the output is closed", ExitCode.FOUND)
         try:
-            return super().invoke(ctx)
+            try:
+                return super().invoke(ctx)
+            finally:
+                sys.stdout.flush()  # now, while it can still be told that it fails
+        except BrokenPipeError:
+            _write_no_more()
+            raise click.exceptions.Exit(ExitCode.NOBODY_READS) from None
+        except OSError as error:
+            if error.filename is not None:
+                _end(f"{error.filename}: {error.strerror}", ExitCode.USAGE)
+            _write_no_more()
+            _end(f"the output cannot be written: {error.strerror or error}", ExitCode.FOUND)
+        except KeyboardInterrupt:
+            _end("interrupted", ExitCode.INTERRUPTED)
         except CommandError as error:
             _end(str(error), error.code)
         except (ConfigError, InvalidKey, StoreUrlError) as error:
@@ -51,7 +75,12 @@ class Commands(TyperGroup):
             _end(str(error), ExitCode.UNREACHABLE)
 
 
+def _write_no_more() -> None:
+    """Python would try once more at its end, and complain."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def _end(sentence: str, code: ExitCode) -> NoReturn:
     # One line, whatever a server or the system put into its message.
-    typer.echo(f"lookup-buffer: {shown(' '.join(sentence.split()))}", err=True)
-    raise typer.Exit(code)
+    click.echo(f"lookup-buffer: {shown(' '.join(sentence.split()))}", err=True)
+    raise click.exceptions.Exit(code)

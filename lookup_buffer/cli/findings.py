@@ -136,11 +136,14 @@ def _copy(trace: "Trace", location: Location, fleet: Fleet) -> Finding:
             node,
         )  # fmt: skip
     hits = f", hit {trace.hits} times" if trace.hits > 1 else ", hit once" if trace.hits else ""
+    lane = next(
+        (f", and on a device there, by {on.kind}" for on in record.devices if on.node == node), ""
+    )
     size = "a stored None" if record.kind == "none" else size_text(record.nbytes)
     return _finding(
         trace, Code.STORED,
         f"stored on {node}, which lives: {size}, first published "
-        f"{age_text(age_since(record.created))} ago{hits}",
+        f"{age_text(age_since(record.created))} ago{hits}{lane}",
         "an engine that misses it has another namespace (see its log: `lookup buffer: namespace`) "
         "or store, or another key; `lookup-buffer stats` counts misses by reason",
         node, age_since(record.created),

@@ -99,7 +99,7 @@ def arena_check(capacity_bytes: int) -> Check:
 def _room(config: "BufferConfig") -> Check:
     """For a node that is still to be started, what is free counts too."""
     check = arena_check(config.capacity_bytes)
-    free = _available_bytes()
+    free = available_bytes()
     if check.advice or free is None or config.capacity_bytes <= free:
         return check
     return warn(
@@ -109,7 +109,8 @@ def _room(config: "BufferConfig") -> Check:
     )
 
 
-def _available_bytes() -> int | None:
+def available_bytes() -> int | None:
+    """Of memory that programs may still take; None where the system does not say."""
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):

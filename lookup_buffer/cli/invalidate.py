@@ -1,14 +1,14 @@
 """`lookup-buffer invalidate NAMESPACE`: every node drops what it holds of it."""
 
 import time
-from typing import Annotated
+from pathlib import Path
 
-import typer
+import click
 
 from lookup_buffer.cli.access import opened_store
 from lookup_buffer.cli.beat_watch import BeatWatch
 from lookup_buffer.cli.exits import CommandError, ExitCode
-from lookup_buffer.cli.options import Directory, Json, StorePasswordFile, StoreUrl, configure
+from lookup_buffer.cli.options import of_store, store_access
 from lookup_buffer.cli.output import print_json, print_line
 from lookup_buffer.fields import is_fingerprint
 from store import MetadataStore
@@ -17,25 +17,26 @@ BEATS = 2
 """Who has beaten so often since has read the mark between two of them."""
 
 
+@click.command()
+@click.argument("namespace")
+@of_store
 def invalidate(
-    namespace: Annotated[
-        str, typer.Argument(metavar="NAMESPACE", help="A fingerprint; its beginning is enough.")
-    ],
-    store_url: StoreUrl = None,
-    store_password_file: StorePasswordFile = None,
-    directory: Directory = None,
-    json: Json = False,
+    namespace: str,
+    store_url: str | None,
+    store_password_file: Path | None,
+    directory: Path | None,
+    json: bool,
 ) -> None:
     """Drop all items of a namespace, everywhere.
+
+    NAMESPACE is a fingerprint; its beginning is enough.
 
     For engines whose outputs are not to be believed any more. What an engine inserts later stays,
     so stop such engines first. The exit code is 1 where a node does not answer: it drops its items
     when it is back.
     """
-    config = configure(
-        store_url=store_url, store_password_file=store_password_file, directory=directory
-    )
-    with opened_store(config) as store:
+    access = store_access(store_url, store_password_file, directory)
+    with opened_store(access) as store:
         space = _the_one(store, namespace)
         store.mark_invalid(space, time.time())
         count = store.clear(space)
@@ -52,7 +53,7 @@ def invalidate(
         for node in sorted(silent):
             print_line(f"node {node} is silent: it drops what it holds when it is back")
     if silent:
-        raise typer.Exit(ExitCode.FOUND)
+        raise click.exceptions.Exit(ExitCode.FOUND)
 
 
 def _the_one(store: MetadataStore, beginning: str) -> str:

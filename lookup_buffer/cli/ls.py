@@ -1,23 +1,15 @@
 """`lookup-buffer ls`: what is stored, and where."""
 
 from collections.abc import Iterator
-from typing import Annotated
+from pathlib import Path
+from typing import Final
 
-import typer
+import click
 
 from lookup_buffer.cli.access import opened_store
 from lookup_buffer.cli.beat_watch import BeatWatch
 from lookup_buffer.cli.listing import Page, Wanted, pages_of
-from lookup_buffer.cli.options import (
-    Directory,
-    Json,
-    OfNamespace,
-    StorePasswordFile,
-    StoreUrl,
-    configure,
-    seconds_of,
-    size_of,
-)
+from lookup_buffer.cli.options import of_namespace, of_store, seconds_of, size_of, store_access
 from lookup_buffer.cli.output import (
     TextTable,
     age_since,
@@ -29,33 +21,36 @@ from lookup_buffer.cli.output import (
 from lookup_buffer.cli.records import nodes_of, nodes_text, tensor_text, to_json
 from store import MetadataStore, Record
 
+COUNT: Final = click.IntRange(min=0)
 SHOWN_OF_FINGERPRINT = 8
 COLUMNS = ["KEY", "TENSOR", "SIZE", "NODES", "HITS", "AGE"]
 
 
+@click.command()
+@of_namespace
+@click.option("--node", metavar="ID", help="Only what this node holds.")
+@click.option("--older-than", metavar="AGE", help="Only what is older: 30s, 5m, 2h, 1d.")
+@click.option("--younger-than", metavar="AGE", help="Only what is younger.")
+@click.option("--larger-than", metavar="SIZE", help="Only what is larger: 4096, 8MiB.")
+@click.option("--smaller-than", metavar="SIZE", help="Only what is smaller.")
+@click.option("--min-hits", type=COUNT, default=0, help="Only what has so many hits.")
+@click.option(
+    "--limit", type=COUNT, default=1000, show_default=True, help="At most so many records; 0: all."
+)
+@of_store
 def ls(
-    namespace: OfNamespace = None,
-    node: Annotated[
-        str | None, typer.Option(metavar="ID", help="Only what this node holds.")
-    ] = None,
-    older_than: Annotated[
-        str | None, typer.Option(metavar="AGE", help="Only what is older: 30s, 5m, 2h, 1d.")
-    ] = None,
-    younger_than: Annotated[
-        str | None, typer.Option(metavar="AGE", help="Only what is younger.")
-    ] = None,
-    larger_than: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Only what is larger: 4096, 8MiB.")
-    ] = None,
-    smaller_than: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Only what is smaller.")
-    ] = None,
-    min_hits: Annotated[int, typer.Option(min=0, help="Only what has so many hits.")] = 0,
-    limit: Annotated[int, typer.Option(min=0, help="At most so many records; 0: all.")] = 1000,
-    store_url: StoreUrl = None,
-    store_password_file: StorePasswordFile = None,
-    directory: Directory = None,
-    json: Json = False,
+    namespace: str | None,
+    node: str | None,
+    older_than: str | None,
+    younger_than: str | None,
+    larger_than: str | None,
+    smaller_than: str | None,
+    min_hits: int,
+    limit: int,
+    store_url: str | None,
+    store_password_file: Path | None,
+    directory: Path | None,
+    json: bool,
 ) -> None:
     """List records: what is stored, and where.
 
@@ -64,9 +59,7 @@ def ls(
     does not; `show` takes the beginning of a key. What is found is shown page by page, each sorted
     by age.
     """
-    config = configure(
-        store_url=store_url, store_password_file=store_password_file, directory=directory
-    )
+    access = store_access(store_url, store_password_file, directory)
     wanted = Wanted(
         namespace or "",
         node,
@@ -76,7 +69,7 @@ def ls(
         size_of("--smaller-than", smaller_than),
         min_hits,
     )
-    with opened_store(config) as store:
+    with opened_store(access) as store:
         listing = _Listing(store, wanted, limit)
         if json:
             print_json_list("records", listing.as_json(), lambda: {"truncated": listing.truncated})

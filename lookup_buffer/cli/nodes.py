@@ -1,29 +1,32 @@
 """`lookup-buffer nodes`: which nodes there are, whether they live, and how full they are."""
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
+
+import click
 
 from lookup_buffer.cli.access import opened_store
 from lookup_buffer.cli.beat_watch import BeatWatch
-from lookup_buffer.cli.options import Directory, Json, StorePasswordFile, StoreUrl, configure
+from lookup_buffer.cli.options import of_store, store_access
 from lookup_buffer.cli.output import print_json, print_line, print_table, size_text
 from store import Beat, NodeInfo
 
 
+@click.command()
+@of_store
 def nodes(
-    store_url: StoreUrl = None,
-    store_password_file: StorePasswordFile = None,
-    directory: Directory = None,
-    json: Json = False,
+    store_url: str | None,
+    store_password_file: Path | None,
+    directory: Path | None,
+    json: bool,
 ) -> None:
     """List nodes: which live, and how full they are.
 
     Watches their beats, for 2 s at most.
     """
-    config = configure(
-        store_url=store_url, store_password_file=store_password_file, directory=directory
-    )
-    with opened_store(config) as store:
+    access = store_access(store_url, store_password_file, directory)
+    with opened_store(access) as store:
         watch = BeatWatch(store)
         watch.settle()
         infos = store.node_infos(sorted(watch.last))
@@ -42,7 +45,7 @@ def nodes(
 def _facts(node: str, beat: Beat, info: NodeInfo | None, alive: bool) -> dict[str, Any]:
     """The stable JSON form. What a node said of itself is null where it is not known any more."""
     unknown = dict.fromkeys(
-        ("endpoint", "host", "version", "capacity_bytes", "used_bytes", "items")
+        ("endpoint", "host", "version", "capacity_bytes", "used_bytes", "items", "claims")
     )
     said = asdict(info) if info is not None else unknown
     return {**said, "node": node, "boot": beat.boot, "alive": alive}

@@ -6,39 +6,75 @@ environment, then from the defaults of `BufferConfig`.
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any, Final
 
-import typer
+import click
 
 from lookup_buffer.cli.exits import CommandError, ExitCode
+from lookup_buffer.sizes import parse_bytes
+from lookup_buffer.store_access import StoreAccess
 
 if TYPE_CHECKING:
     from lookup_buffer.config import BufferConfig
 
-StoreUrl = Annotated[
-    str | None,
-    typer.Option(
-        metavar="URL",
-        help="Where the metadata lives: 'embedded', or a URL without a password: redis://, "
-        "redis-sentinel://, redis-cluster://, each also with rediss, valkey or valkeys, or unix://.",
-    ),
-]
-StorePasswordFile = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="File that holds the store's password.")
-]
-StoreSentinelPasswordFile = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="File that holds the sentinels' password.")
-]
-Directory = Annotated[
-    Path | None,
-    typer.Option(metavar="DIR", help="Runtime directory of this host's node (sockets, lock, log)."),
-]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
-OfNamespace = Annotated[
-    str | None,
-    typer.Option(metavar="FINGERPRINT", help="Only this namespace; its beginning is enough."),
-]
+FILE: Final = click.Path(path_type=Path)
+
+store_url: Final = click.option(
+    "--store-url",
+    metavar="URL",
+    help="Where the metadata lives: 'embedded', or a URL without a password: redis://, "
+    "redis-sentinel://, redis-cluster://, each also with rediss, valkey or valkeys, or unix://.",
+)
+store_password_file: Final = click.option(
+    "--store-password-file", type=FILE, metavar="FILE", help="File that holds the store's password."
+)
+store_sentinel_password_file: Final = click.option(
+    "--store-sentinel-password-file",
+    type=FILE,
+    metavar="FILE",
+    help="File that holds the sentinels' password.",
+)
+directory: Final = click.option(
+    "--directory",
+    type=FILE,
+    metavar="DIR",
+    help="Runtime directory of this host's node (sockets, lock, log).",
+)
+of_namespace: Final = click.option(
+    "--namespace",
+    metavar="FINGERPRINT",
+    help="Only this namespace; its beginning is enough.",
+)
+as_json: Final = click.option("--json", "json", is_flag=True, help="Print one JSON document.")
+
+
+def of_store(command: Callable[..., None]) -> Callable[..., None]:
+    """What every command takes that looks into a store: where it is, and in which form to tell."""
+    for option in (as_json, directory, store_password_file, store_url):  # the last is shown first
+        command = option(command)
+    return command
+
+
+def store_access(
+    store_url: str | None, store_password_file: Path | None, directory: Path | None
+) -> StoreAccess:
+    """The way to the store, which is all that most commands are configured with.
+
+    Raises:
+        ConfigError: a setting is wrong.
+        CommandError: the file cannot be read, or a password stands on the command line.
+    """
+    refuse_password("--store-url", store_url)
+    password = None
+    if store_password_file is not None:
+        password = _read(store_password_file, "--store-password-file").strip()
+    return StoreAccess.from_environment(
+        store_url=store_url,
+        store_password=password,
+        directory=None if directory is None else directory.absolute(),
+    )
 
 
 def configure(
@@ -58,7 +94,7 @@ def configure(
     """
     from lookup_buffer.config import BufferConfig
 
-    _refuse_password(settings.get("store_url"))
+    refuse_password("--store-url", settings.get("store_url"))
     for name, file in (
         ("token", token_file),
         ("http_token", http_token_file),
@@ -75,7 +111,8 @@ def configure(
     return BufferConfig.from_environment(**merged)
 
 
-def _refuse_password(url: str | None) -> None:
+def refuse_password(option: str, url: str | None) -> None:
+    """Raise a CommandError where one stands in a URL on the command line."""
     from store import StoreUrlError
     from store.url import parse
 
@@ -84,9 +121,14 @@ def _refuse_password(url: str | None) -> None:
     except StoreUrlError:
         return  # 'embedded', or no URL: the configuration says so and names the setting
     if exposed:
+        advice = "name a server that wants none"
+        if option == "--store-url":
+            advice = (
+                "put the URL into LOOKUP_BUFFER_STORE_URL or the password into a file for "
+                "--store-password-file"
+            )
         raise CommandError(
-            "a password in --store-url is visible to every user of this machine; put the URL "
-            "into LOOKUP_BUFFER_STORE_URL or the password into a file for --store-password-file",
+            f"a password in {option} is visible to every user of this machine; {advice}",
             ExitCode.USAGE,
         )
 
@@ -136,8 +178,6 @@ def size_of(option: str, text: str | None) -> int | None:
     Raises:
         CommandError: it is none of these.
     """
-    from lookup_buffer.config import parse_bytes
-
     if text is None:
         return None
     parsed = parse_bytes(text.strip())

@@ -14,9 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.table import Table
-    from rich.text import Text
 
-_PIPE_COLUMNS = 100_000
 _AGES = ((86_400.0, "d"), (3_600.0, "h"), (60.0, "min"), (1.0, "s"))
 
 
@@ -115,37 +113,56 @@ class TextTable:
 
 def print_fields(fields: Mapping[str, str]) -> None:
     """One name and value a line; long values go on below, so that nothing is cut."""
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table.grid(padding=(0, 2, 0, 0), pad_edge=False)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in fields.items():
-        table.add_row(Text(shown(name), style="bold"), Text(shown(value)))
-    _print(table)
+    _print_grid([((shown(name), "bold"), shown(value)) for name, value in fields.items()])
 
 
 def print_outline(rows: Sequence[tuple[tuple[str, str], str, str]]) -> None:
     """Rows of (a word and its style, a name, sentences that may go on below)."""
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table.grid(padding=(0, 2, 0, 0), pad_edge=False)
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    for (word, style), name, sentences in rows:
-        lines = "\n".join(shown(line) for line in sentences.split("\n"))
-        table.add_row(Text(word, style=style), Text(name), Text(lines))
-    _print(table)
+    _print_grid(
+        [
+            (word, shown(name), "\n".join(map(shown, sentences.split("\n"))))
+            for word, name, sentences in rows
+        ]
+    )
 
 
 def print_line(text: str = "") -> None:
     """A sentence between tables."""
+    _print_grid([(shown(text),)])
+
+
+def _print_grid(rows: Sequence[Sequence[str | tuple[str, str]]]) -> None:
+    """Cells below each other; the last of a row may have lines, and goes on below at a terminal.
+
+    A cell is a text, or a text and its style, and fit to be shown.
+    """
+    lines = [[(cell, "") if isinstance(cell, str) else cell for cell in row] for row in rows]
+    if sys.stdout.isatty():
+        _print_grid_at_terminal(lines)
+        return
+    from rich.cells import cell_len
+
+    widths = [max(cell_len(text) for text, _ in column) for column in zip(*lines, strict=True)]
+    _tolerate()
+    for *row, (last, _) in lines:
+        ahead = "".join(
+            text + " " * (width - cell_len(text) + 2)
+            for (text, _), width in zip(row, widths[:-1], strict=True)
+        )
+        print((ahead + last.replace("\n", "\n" + " " * len(ahead))).rstrip())
+
+
+def _print_grid_at_terminal(rows: list[list[tuple[str, str]]]) -> None:
+    from rich.table import Table
     from rich.text import Text
 
-    _print(Text(shown(text)))
+    table = Table.grid(padding=(0, 2, 0, 0), pad_edge=False)
+    for _ in rows[0][:-1]:
+        table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(text, style=style) for text, style in row))
+    _print(table)
 
 
 def shown(text: str) -> str:
@@ -181,18 +198,10 @@ def age_since(created: float) -> float:
     return max(0.0, time.time() - created)
 
 
-def _print(content: "Table | Text") -> None:
+def _print(table: "Table") -> None:
     from rich.console import Console
 
-    if sys.stdout.isatty():
-        Console().print(content)
-        return
-    _tolerate()
-    console = Console(width=_PIPE_COLUMNS, color_system=None, force_terminal=False)
-    with console.capture() as capture:
-        console.print(content)
-    for line in capture.get().splitlines():
-        print(line.rstrip())
+    Console().print(table)
 
 
 def _tolerate() -> None:

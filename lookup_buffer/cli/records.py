@@ -31,7 +31,8 @@ def nodes_of(records: Iterable[Record]) -> set[str]:
 
 def to_json(record: Record, hits: int, watch: BeatWatch) -> dict[str, Any]:
     """The stable JSON form of a record. What a node only offers, a hand-off that waits for room
-    there, has no checksum as yet."""
+    there, has no checksum as yet. `lane` is by what it can be had from a device of that node."""
+    lanes = {device.node: device.kind for device in record.devices}
     return {
         "namespace": record.namespace,
         "key": record.key,
@@ -48,6 +49,7 @@ def to_json(record: Record, hits: int, watch: BeatWatch) -> dict[str, Any]:
                 "checksum": None if location.is_offer else f"{location.checksum:016x}",
                 "offered": location.is_offer,
                 "alive": watch.alive(location.node, location.boot),
+                "lane": lanes.get(location.node),
             }
             for location in record.locations
         ],

@@ -5,87 +5,90 @@ The node runs on the main thread.
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Any
 
-import typer
+import click
 
 from lookup_buffer.cli.access import answers, shown_url
 from lookup_buffer.cli.exits import CommandError, ExitCode
 from lookup_buffer.cli.options import (
-    Directory,
-    StorePasswordFile,
-    StoreSentinelPasswordFile,
-    StoreUrl,
+    FILE,
     configure,
+    directory,
+    store_password_file,
+    store_sentinel_password_file,
+    store_url,
 )
 
 if TYPE_CHECKING:
     from lookup_buffer.config import BufferConfig
     from lookup_buffer.node.node import Node
 
-StoreSeconds = Annotated[float | None, typer.Option(help="Bound on one call to the store.")]
-LeaseSeconds = Annotated[
-    float | None, typer.Option(help="How long a taker may keep a hand-off from others.")
-]
-NodeSocket = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="Unix socket for clients, elsewhere than in DIR."),
-]
-TokenFile = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="File with the secret that the fleet's nodes share."),
-]
-HttpListen = Annotated[
-    str | None,
-    typer.Option(metavar="ADDRESS", help="http://host:port for /metrics and /healthz."),
-]
-HttpTokenFile = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="File with the secret that who reads /metrics sends."),
-]
-LogLevel = Annotated[
-    str | None, typer.Option(metavar="LEVEL", help="error, warning; info: each hand-off taken.")
-]
 
-
+@click.command()
+@click.option(
+    "--config",
+    type=FILE,
+    metavar="FILE",
+    help="JSON file of settings, named as in BufferConfig.",
+)
+@store_url
+@store_password_file
+@store_sentinel_password_file
+@click.option("--store-timeout-seconds", type=float, help="Bound on one call to the store.")
+@click.option(
+    "--mirror/--no-mirror",
+    default=None,
+    help="Keep what the store said, corrected by its push; or ask each time.",
+)
+@click.option("--capacity-bytes", metavar="SIZE", help="Size of the arena, as 8GiB.")
+@directory
+@click.option(
+    "--node-socket",
+    type=FILE,
+    metavar="FILE",
+    help="Unix socket for clients, elsewhere than in DIR.",
+)
+@click.option("--node-id", metavar="ID", help="Name of the node; none: made from the host's.")
+@click.option("--listen", metavar="ADDRESS", help="tcp://host:port for other nodes.")
+@click.option("--advertise", metavar="ADDRESS", help="Address that other nodes are told.")
+@click.option(
+    "--token-file",
+    type=FILE,
+    metavar="FILE",
+    help="File with the secret that the fleet's nodes share.",
+)
+@click.option(
+    "--http-listen", metavar="ADDRESS", help="http://host:port for /metrics and /healthz."
+)
+@click.option(
+    "--http-token-file",
+    type=FILE,
+    metavar="FILE",
+    help="File with the secret that who reads /metrics sends.",
+)
+@click.option(
+    "--record-ttl-seconds", type=float, help="How long a record lives that nobody renews."
+)
+@click.option(
+    "--handoff-lease-seconds",
+    type=float,
+    help="How long a taker may keep a hand-off from others.",
+)
+@click.option("--log-level", metavar="LEVEL", help="error, warning; info: each hand-off taken.")
+@click.option(
+    "--idle-exit-seconds",
+    type=float,
+    help="End when no client was there for so long; else never.",
+)
 def serve(
-    config: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="JSON file of settings, named as in BufferConfig."),
-    ] = None,
-    store_url: StoreUrl = None,
-    store_password_file: StorePasswordFile = None,
-    store_sentinel_password_file: StoreSentinelPasswordFile = None,
-    store_timeout_seconds: StoreSeconds = None,
-    mirror: Annotated[
-        bool | None,
-        typer.Option(help="Keep what the store said, corrected by its push; or ask each time."),
-    ] = None,
-    capacity_bytes: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Size of the arena, as 8GiB.")
-    ] = None,
-    directory: Directory = None,
-    node_socket: NodeSocket = None,
-    node_id: Annotated[
-        str | None, typer.Option(metavar="ID", help="Name of the node; none: made from the host's.")
-    ] = None,
-    listen: Annotated[
-        str | None, typer.Option(metavar="ADDRESS", help="tcp://host:port for other nodes.")
-    ] = None,
-    advertise: Annotated[
-        str | None, typer.Option(metavar="ADDRESS", help="Address that other nodes are told.")
-    ] = None,
-    token_file: TokenFile = None,
-    http_listen: HttpListen = None,
-    http_token_file: HttpTokenFile = None,
-    record_ttl_seconds: Annotated[
-        float | None, typer.Option(help="How long a record lives that nobody renews.")
-    ] = None,
-    handoff_lease_seconds: LeaseSeconds = None,
-    log_level: LogLevel = None,
-    idle_exit_seconds: Annotated[
-        float | None, typer.Option(help="End when no client was there for so long; else never.")
-    ] = None,
+    config: Path | None,
+    token_file: Path | None,
+    http_token_file: Path | None,
+    store_password_file: Path | None,
+    store_sentinel_password_file: Path | None,
+    idle_exit_seconds: float | None,
+    **said: Any,
 ) -> None:
     """Run a node in the foreground.
 
@@ -97,19 +100,7 @@ def serve(
         http_token_file=http_token_file,
         store_password_file=store_password_file,
         store_sentinel_password_file=store_sentinel_password_file,
-        store_url=store_url,
-        store_timeout_seconds=store_timeout_seconds,
-        mirror=mirror,
-        capacity_bytes=capacity_bytes,
-        directory=directory,
-        node_socket=node_socket,
-        node_id=node_id,
-        listen=listen,
-        advertise=advertise,
-        http_listen=http_listen,
-        record_ttl_seconds=record_ttl_seconds,
-        handoff_lease_seconds=handoff_lease_seconds,
-        log_level=log_level,
+        **said,
         idle_exit_seconds=idle_exit_seconds,
     )
     try:
@@ -130,7 +121,7 @@ def _run(config: "BufferConfig", *, ends_when_idle: bool) -> None:
     try:
         with lock(directory / "node.lock", timeout=LOCK_SECONDS):
             node = Node(config, ends_when_idle=ends_when_idle)
-            node.run(path, lambda: _announce(node, path, shown_url(config)))
+            node.run(path, lambda: _announce(node, path, shown_url(config.store_access())))
     except NodeUnavailable as error:
         raise _taken(directory, path) from error
 
@@ -147,6 +138,6 @@ def _announce(node: "Node", path: Path, store: str) -> None:
     identity = node.identity
     line = f"node {identity.node} is ready: socket {path}, endpoint {identity.endpoint}"
     if node.http_address is not None:
-        line += f", metrics {node.http_address}/metrics"
+        line += f", dashboard {node.http_address}/, metrics {node.http_address}/metrics"
     sys.stdout.write(f"{line}, store {store}\n")
     sys.stdout.flush()

@@ -1,21 +1,15 @@
 """`lookup-buffer show KEY`: one record in full, or why there is none."""
 
 import time
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Any
 
-import typer
+import click
 
 from lookup_buffer.cli.access import opened_store
 from lookup_buffer.cli.beat_watch import BeatWatch
 from lookup_buffer.cli.exits import CommandError, ExitCode
-from lookup_buffer.cli.options import (
-    Directory,
-    Json,
-    OfNamespace,
-    StorePasswordFile,
-    StoreUrl,
-    configure,
-)
+from lookup_buffer.cli.options import of_namespace, of_store, store_access
 from lookup_buffer.cli.output import (
     age_since,
     age_text,
@@ -33,22 +27,26 @@ from store.record import SAFE_NAME
 NAMED_WHEN_AMBIGUOUS = 5
 
 
+@click.command()
+@click.argument("key")
+@of_namespace
+@of_store
 def show(
-    key: Annotated[str, typer.Argument(metavar="KEY", help="A key, or how one begins.")],
-    namespace: OfNamespace = None,
-    store_url: StoreUrl = None,
-    store_password_file: StorePasswordFile = None,
-    directory: Directory = None,
-    json: Json = False,
+    key: str,
+    namespace: str | None,
+    store_url: str | None,
+    store_password_file: Path | None,
+    directory: Path | None,
+    json: bool,
 ) -> None:
     """Show one record in full, or why it is gone.
 
+    KEY is a key, or how one begins.
+
     From each namespace that has the key, unless --namespace chooses one.
     """
-    config = configure(
-        store_url=store_url, store_password_file=store_password_file, directory=directory
-    )
-    with opened_store(config) as store:
+    access = store_access(store_url, store_password_file, directory)
+    with opened_store(access) as store:
         watch = BeatWatch(store)
         described = store.namespaces()
         spaces = {
@@ -132,7 +130,7 @@ def _print(record: Record, facts: dict[str, Any]) -> None:
     print_fields(fields)
     print_line()
     print_table(
-        ["NODE", "ALIVE", "BOOT", "GENERATION", "CHECKSUM"],
+        ["NODE", "ALIVE", "BOOT", "GENERATION", "CHECKSUM", "LANE"],
         [
             [
                 copy["node"],
@@ -140,6 +138,7 @@ def _print(record: Record, facts: dict[str, Any]) -> None:
                 copy["boot"],
                 str(copy["generation"]),
                 copy["checksum"] or "none: offered, no room as yet",
+                copy["lane"] or "-",
             ]
             for copy in facts["locations"]
         ],

@@ -2,9 +2,12 @@
 
 from collections import Counter
 from collections.abc import Mapping
+from pathlib import Path
+
+import click
 
 from lookup_buffer.cli.access import opened_store
-from lookup_buffer.cli.options import Directory, Json, StorePasswordFile, StoreUrl, configure
+from lookup_buffer.cli.options import of_store, store_access
 from lookup_buffer.cli.output import print_json, print_line, print_table, size_text
 
 _TOTAL = "(all)"
@@ -13,17 +16,17 @@ _BYTES = ("bytes_inserted", "bytes_fetched", "bytes_served")
 _HITS = ("hits_local", "hits_remote")
 
 
+@click.command()
+@of_store
 def stats(
-    store_url: StoreUrl = None,
-    store_password_file: StorePasswordFile = None,
-    directory: Directory = None,
-    json: Json = False,
+    store_url: str | None,
+    store_password_file: Path | None,
+    directory: Path | None,
+    json: bool,
 ) -> None:
     """Show hits, misses by reason, and bytes, of all nodes."""
-    config = configure(
-        store_url=store_url, store_password_file=store_password_file, directory=directory
-    )
-    with opened_store(config) as store:
+    access = store_access(store_url, store_password_file, directory)
+    with opened_store(access) as store:
         counters = dict(sorted(store.stats().items()))
     totals: Counter[str] = Counter()
     for of_node in counters.values():

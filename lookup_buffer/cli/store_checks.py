@@ -6,9 +6,9 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 from lookup_buffer.cli.access import opened_store, shown_url
-from lookup_buffer.cli.beat_watch import BeatWatch
 from lookup_buffer.cli.checks import Check, Verdict, fail, ok, warn
 from lookup_buffer.cli.exits import CommandError, ExitCode
+from lookup_buffer.cli.fleet_checks import fleet_checks
 from lookup_buffer.cli.output import size_text
 from lookup_buffer.errors import ConfigError
 from store import MetadataStore, ServerInfo, StoreError, layout
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from store.inspection import Inspection
 
 OLDEST = {"redis": (7, 0), "valkey": (8, 0)}
-OLDEST_CLIENT = (5, 3)
 MEMORY_PART_MAX = 0.8
 RECORDS_MAX = 10_000
 """Records looked at; the server names them in no order, so they stand for all."""
 NAMED_MAX = 5
 PINGS = 5
+CLOCK_SECONDS_MAX = 2.0
 PING_SECONDS_MAX = 0.005
 """A look-up is one round trip; slower than this a hit is no longer nearly free."""
 
@@ -32,9 +32,10 @@ PING_SECONDS_MAX = 0.005
 def store_checks(config: "BufferConfig") -> Iterator[Check]:
     yield from _client()
     try:
-        with opened_store(config) as store:
+        access = config.store_access()
+        with opened_store(access) as store:
             store.ping()
-            yield ok("store", f"{shown_url(config)} answers")
+            yield ok("store", f"{shown_url(access)} answers")
             yield from _answering(config, store)
     except CommandError as error:
         if error.code is ExitCode.UNREACHABLE:  # the embedded one, which a node would start
@@ -50,21 +51,9 @@ def store_checks(config: "BufferConfig") -> Iterator[Check]:
 
 def _client() -> Iterator[Check]:
     try:
-        found = version("redis")
+        yield ok("store client", f"hiredis {version('hiredis')}")
     except PackageNotFoundError:
-        yield fail("store client", "redis-py is not installed", "pip install 'redis>=5.3'")
-        return
-    if version_tuple(found) < OLDEST_CLIENT:
-        yield fail("store client", f"redis-py {found} is too old", "pip install 'redis>=5.3'")
-        return
-    try:
-        yield ok("store client", f"redis-py {found}, hiredis {version('hiredis')}")
-    except PackageNotFoundError:
-        yield warn(
-            "store client",
-            f"redis-py {found} without hiredis: look-ups take several times as long",
-            "pip install hiredis",
-        )
+        yield fail("store client", "hiredis is not installed", "pip install hiredis")
 
 
 def _answering(config: "BufferConfig", store: MetadataStore) -> Iterator[Check]:
@@ -83,9 +72,10 @@ def _answering(config: "BufferConfig", store: MetadataStore) -> Iterator[Check]:
     yield rights
     if info is not None and rights.verdict is Verdict.OK:
         yield from _server(config, store, info)
+        yield from clock_check(inspection.clock_ahead_seconds())
         yield records_check(inspection)
         yield nodes_check(inspection)
-        yield from _fleet(store)
+        yield from fleet_checks(store)
 
 
 def mode_check(url: str, info: ServerInfo) -> Check:
@@ -207,26 +197,21 @@ def memory_check(info: ServerInfo) -> Check:
     return ok("store memory", found)
 
 
-def _fleet(store: MetadataStore) -> Iterator[Check]:
-    watch = BeatWatch(store)
-    watch.settle()
-    alive = [node for node in watch.last if watch.alive(node)]
-    silent = sorted(watch.last.keys() - set(alive))
-    versions = {info.version for info in store.node_infos(alive).values()}
-    if silent:
+def clock_check(ahead_seconds: float | None) -> Iterator[Check]:
+    """Nothing rests on clocks but what is told to people; nothing is told where we may not ask."""
+    if ahead_seconds is None:
+        return
+    found = (
+        f"{abs(ahead_seconds):.1f} s {'ahead of' if ahead_seconds > 0 else 'behind'} this host's"
+    )
+    if abs(ahead_seconds) > CLOCK_SECONDS_MAX:
         yield warn(
-            "fleet",
-            f"nodes alive: {len(alive)}; silent for 2 s: {', '.join(silent)}",
-            "start them again, or let it be: what only they held is a miss",
-        )
-    elif len(versions) > 1:
-        yield warn(
-            "fleet",
-            f"nodes alive: {len(alive)}, of versions {', '.join(sorted(versions))}",
-            "install the same lookup-buffer everywhere",
+            "store clock",
+            f"the server's clock is {found}",
+            "let both hosts follow one time server: ages in `ls`, `show` and `why` are wrong else",
         )
     else:
-        yield ok("fleet", f"nodes alive: {len(alive)}")
+        yield ok("store clock", found)
 
 
 def version_tuple(text: str) -> tuple[int, ...]:

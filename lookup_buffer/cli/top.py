@@ -3,12 +3,13 @@
 import sys
 import time
 from collections import Counter, deque
-from typing import TYPE_CHECKING, Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import typer
+import click
 
 from lookup_buffer.cli.access import opened_store
-from lookup_buffer.cli.options import Directory, Json, StorePasswordFile, StoreUrl, configure
+from lookup_buffer.cli.options import of_store, store_access
 from lookup_buffer.cli.output import print_json, print_line, print_table, shown, size_text
 from lookup_buffer.cli.records import traces_of
 from lookup_buffer.cli.sample import Activity, Sample, take_sample
@@ -27,23 +28,29 @@ LONGEST_BEAT_SECONDS = 2.0
 _HITS = ("hits_local", "hits_remote")
 
 
+@click.command()
+@click.option(
+    "--interval",
+    type=click.FloatRange(0.2, 60),
+    default=1.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Between two looks.",
+)
+@of_store
 def top(
-    interval: Annotated[
-        float, typer.Option(min=0.2, max=60, metavar="SECONDS", help="Between two looks.")
-    ] = 1.0,
-    store_url: StoreUrl = None,
-    store_password_file: StorePasswordFile = None,
-    directory: Directory = None,
-    json: Json = False,
+    interval: float,
+    store_url: str | None,
+    store_password_file: Path | None,
+    directory: Path | None,
+    json: bool,
 ) -> None:
     """Watch the fleet: nodes, hits and misses a second, the keys that are hit most.
 
     Live at a terminal, until Ctrl-C. In a pipe, and with --json, what happened within 2 s, once.
     """
-    config = configure(
-        store_url=store_url, store_password_file=store_password_file, directory=directory
-    )
-    with opened_store(config) as store:
+    access = store_access(store_url, store_password_file, directory)
+    with opened_store(access) as store:
         if json or not sys.stdout.isatty():
             activity = _watch_once(store, max(interval, LONGEST_BEAT_SECONDS))
             if json:

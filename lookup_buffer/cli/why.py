@@ -2,43 +2,40 @@
 
 from dataclasses import asdict
 from itertools import groupby
-from typing import Annotated
+from pathlib import Path
 
-import typer
+import click
 
 from lookup_buffer.cli.access import opened_store
 from lookup_buffer.cli.exits import ExitCode
 from lookup_buffer.cli.findings import THERE, UNDER_WAY, Finding
 from lookup_buffer.cli.history import History, history_of
-from lookup_buffer.cli.options import (
-    Directory,
-    Json,
-    OfNamespace,
-    StorePasswordFile,
-    StoreUrl,
-    configure,
-)
+from lookup_buffer.cli.options import of_namespace, of_store, store_access
 from lookup_buffer.cli.output import print_fields, print_json, print_line, print_outline
 
 
+@click.command()
+@click.argument("key")
+@of_namespace
+@of_store
 def why(
-    key: Annotated[str, typer.Argument(metavar="KEY", help="A key, or a part of one.")],
-    namespace: OfNamespace = None,
-    store_url: StoreUrl = None,
-    store_password_file: StorePasswordFile = None,
-    directory: Directory = None,
-    json: Json = False,
+    key: str,
+    namespace: str | None,
+    store_url: str | None,
+    store_password_file: Path | None,
+    directory: Path | None,
+    json: bool,
 ) -> None:
     """Say why a key is a miss, and what to do about it.
+
+    KEY is a key, or a part of one.
 
     Looks into all namespaces, unless --namespace chooses one: then it is also said where else the
     key is, and in which parts the two namespaces differ. The exit code is 0 where the key is
     stored on a node that lives.
     """
-    config = configure(
-        store_url=store_url, store_password_file=store_password_file, directory=directory
-    )
-    with opened_store(config) as store:
+    access = store_access(store_url, store_password_file, directory)
+    with opened_store(access) as store:
         history = history_of(store, key, namespace or "")
     findings = list(history.findings())
     found = any(one.code in THERE for one in findings)
@@ -48,7 +45,7 @@ def why(
     else:
         _print(history, findings)
     if not found:
-        raise typer.Exit(ExitCode.FOUND)
+        raise click.exceptions.Exit(ExitCode.FOUND)
 
 
 def _print(history: History, findings: list[Finding]) -> None:

@@ -25,6 +25,8 @@ DESCRIPTORS_MAX = 4
 ANCILLARY_BYTES = socket.CMSG_SPACE(DESCRIPTORS_MAX * array.array("i").itemsize)
 _CLOSE_ON_EXEC = int(socket.MSG_CMSG_CLOEXEC)
 _CUT_OFF = int(socket.MSG_CTRUNC)
+_SO_PEERPIDFD = 77
+"""Python's `socket` has no name for it yet."""
 
 
 class Connection:
@@ -96,6 +98,14 @@ class Connection:
         if not self._descriptors:
             raise ProtocolError("the request needs a descriptor beside it")
         return self._descriptors.pop(0)
+
+    def process(self) -> int | None:
+        """A descriptor, the caller's, that becomes readable when the process of the other end has
+        ended; None where the kernel gives none. Also for one in another pid namespace."""
+        try:
+            return self._socket.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
+        except OSError:  # before Linux 6.5
+            return None
 
     def end(self, error: LookupBufferError | None) -> None:
         """Close now. Idempotent."""

@@ -19,7 +19,6 @@ from lookup_buffer.elsewhere import Elsewhere
 from lookup_buffer.errors import LookupBufferError, NodeRefused, ProtocolError
 from lookup_buffer.messages import (
     VERSION,
-    DeskRequest,
     Goodbye,
     Hello,
     Join,
@@ -31,6 +30,7 @@ from lookup_buffer.node.connection import Connection
 from lookup_buffer.node.desk import Desk
 from lookup_buffer.node.identity import Identity
 from lookup_buffer.node.session import QUARANTINE_SECONDS, Seat, Session
+from lookup_buffer.request import DeskRequest
 
 CONNECTIONS_MAX = 1024
 HELLO_SECONDS = 5.0
@@ -151,6 +151,8 @@ class Control:
             )
         seat = None if request.seat is None else Seat(*request.seat)
         session = Session(self._next_session(), connection, seat)
+        if connection.pid == 0:
+            session.process = connection.process()
         session.connections.add(connection)
         self._sessions[session.id] = self._of[connection] = session
         self.counters.add("sessions_opened")
@@ -200,11 +202,14 @@ class Control:
 
     def _lose(self, session: Session) -> None:
         """The anchor broke without a goodbye: see `session` for what that means."""
+        process, session.process = session.process, None
         self._leave(session)
-        if not self.desk.shelf.holds_pins(session.id):
+        if not self.desk.holds_pins(session):
+            if process is not None:
+                os.close(process)
             return  # a client that comes and goes must not cost a descriptor each time
         try:
-            process = _pidfd(session.anchor.pid)
+            process = _pidfd(session.anchor.pid) if process is None else process
         except ProcessLookupError:
             self.desk.release_all(session)
             return
@@ -228,6 +233,9 @@ class Control:
 
     def _leave(self, session: Session) -> None:
         session.over = True
+        if session.process is not None:
+            os.close(session.process)
+            session.process = None
         self._sessions.pop(session.id, None)
         self.desk.detach(session)
         for connection in list(session.connections):

@@ -8,7 +8,6 @@ import asyncio
 import functools
 import os
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -29,7 +28,6 @@ from lookup_buffer.messages import (
     Prefetch,
     Release,
     ReleaseClaim,
-    Request,
     Select,
     Stats,
     Take,
@@ -41,7 +39,9 @@ from lookup_buffer.node.claim_sets import ClaimSets
 from lookup_buffer.node.claims import Claims
 from lookup_buffer.node.connection import Connection
 from lookup_buffer.node.intake import Intake
+from lookup_buffer.node.lanes import Lanes
 from lookup_buffer.node.loans import Loans
+from lookup_buffer.node.prefetches import Prefetches, miss, tell
 from lookup_buffer.node.presence import Presence
 from lookup_buffer.node.registrar import Registrar
 from lookup_buffer.node.resolver import Resolver
@@ -50,11 +50,8 @@ from lookup_buffer.node.session import Session
 from lookup_buffer.node.shelf import Held, Shelf
 from lookup_buffer.node.takings import OWNER_DEAD, Takings
 from lookup_buffer.node.waiting import Waiting
-
-ENTRIES_MAX = 1024
-"""Entries in one event: at most a kilobyte each, and a frame takes a mebibyte."""
-AHEAD_SECONDS = 0.05
-"""No prefetch waits longer for the claims asked for with it, which may be many, one by one."""
+from lookup_buffer.pool_messages import Offer, OpenPool, Received, Retract
+from lookup_buffer.request import Request
 
 
 @dataclass(slots=True)
@@ -72,9 +69,17 @@ class Desk:
     counters: Counters
     waiting: Waiting
     intake: Intake
+    lanes: Lanes
+    prefetches: Prefetches = field(init=False)
     _attached: dict[str, dict[int, int]] = field(default_factory=lambda: defaultdict(dict))
     """Engine → session → rank, of its workers that have the arena mapped. By session, because a
     worker that attaches again may do so before the end of its last session was noticed."""
+
+    def __post_init__(self) -> None:
+        self.prefetches = Prefetches(
+            self.loop, self.resolver, self.loans, self.lanes, self.claims, self.claim_sets,
+            self.counters, self._try_hold,
+        )  # fmt: skip
 
     # -- sessions
 
@@ -88,12 +93,17 @@ class Desk:
             sessions.pop(session.id, None)
             if not sessions:
                 del self._attached[session.seat.engine_id]
+        self.lanes.close(session)
         self.takings.end(session)
         self.claim_sets.end(session)
         self.claims.release_all(session)
 
+    def holds_pins(self, session: Session) -> bool:
+        return self.shelf.holds_pins(session.id) or self.lanes.holds(session)
+
     def release_all(self, session: Session) -> None:
         self.shelf.release_all(session.id)
+        self.lanes.release_all(session)
 
     # -- requests
 
@@ -113,13 +123,15 @@ class Desk:
             case GiveBack():
                 self.takings.grants.give_back(session, request.token)
             case Prefetch():
-                self._prefetch(session, request)
+                self.prefetches.prefetch(session, request)
             case Release():
                 self.shelf.release(request.tickets, session.id)
+                self.lanes.release(request.tickets, session)
             case Touch():
                 self._touch(request)
             case Done():
                 self.shelf.done(request.tickets, request.rank)
+                self.lanes.done(request.tickets, request.rank)
             case Contains():
                 self.presence.tell(request, functools.partial(_reply, connection, request))
             case Insert():
@@ -131,11 +143,19 @@ class Desk:
                     session, request, functools.partial(_reply, connection, request)
                 )
             case ClaimAll():
-                self.claim_sets.ask(session, request, functools.partial(_tell, session, request))
+                self.claim_sets.ask(session, request, functools.partial(tell, session, request))
             case Encoding():
                 self.claim_sets.encoding(session, request)
             case Unclaim():
                 self.claim_sets.unclaim(session, request)
+            case OpenPool():
+                self.lanes.pools.open(session, request)
+            case Offer():
+                self.lanes.pools.offer(session, request)
+            case Retract():
+                self.lanes.pools.retract(session, request)
+            case Received():
+                self.lanes.received(session, request)
             case Describe():
                 self.registrar.describe(request.namespace, request.parts)
             case Stats():
@@ -153,7 +173,7 @@ class Desk:
             **self.counters.totals(),
         }
 
-    # -- select and prefetch
+    # -- select
 
     def _hold(self, session: Session, address: Address) -> Held | None:
         held = self.shelf.hold(address, session.id, session.ranks())
@@ -194,7 +214,7 @@ class Desk:
             if held is not None:
                 self._hand_over(connection, session, request, held)
             elif last:
-                self.counters.add("misses_timeout" if request.wait_seconds else _miss(reason))
+                self.counters.add("misses_timeout" if request.wait_seconds else miss(reason))
                 _reply(connection, request, {"state": "missing", "reason": reason or "absent"})
             return last or held is not None
 
@@ -212,51 +232,6 @@ class Desk:
         if not connection.open:  # the client gave up and will never release what it was not told
             self.shelf.release([held.ticket], session.id)
 
-    def _prefetch(self, session: Session, request: Prefetch) -> None:
-        entries: list[tuple[int, dict[str, Any]]] = []
-        pending: dict[Address, list[int]] = {}
-        for index, key in enumerate(request.keys):
-            address = (request.namespace, key)
-            entry = self._try_hold(session, address)
-            if entry is None:
-                pending.setdefault(address, []).append(index)
-            else:
-                entries.append((index, entry))
-
-        def settle(address: Address) -> Callable[[str], None]:
-            return lambda reason: self._settled(session, request, pending[address], reason)
-
-        if entries:
-            _push(session, request, entries)
-        handoffs = [address for address in pending if is_handoff(address[1])]
-        shared = [address for address in pending if not is_handoff(address[1])]
-        if handoffs:
-            self.loans.resolve(handoffs, settle)
-        resolve = functools.partial(self.resolver.resolve, shared, settle)
-        if request.claimer:
-            self._claim_ahead(session, request, resolve)
-        elif shared:
-            resolve()
-
-    def _claim_ahead(
-        self, session: Session, request: Prefetch, resolve: Callable[[], None]
-    ) -> None:
-        """Ask for the claims for what is prefetched; where the store's answer to that tells of the
-        records as well, `resolve` when it is there, and tell the client both in one piece."""
-        keys = sorted(set(request.keys))
-        wish = ClaimAll(request.claimer, request.namespace, keys, request.wait_seconds)
-        located = functools.cache(resolve)  # that is, once
-
-        def told(event: dict[str, Any]) -> None:
-            with session.anchor.together():
-                located()
-                _tell(session, wish, event)
-
-        if not (self.claims.arbiter.tells_of_records and self.claim_sets.is_idle(session)):
-            located()
-        self.loop.call_later(AHEAD_SECONDS, located)
-        self.claim_sets.ask(session, wish, told, located)
-
     def _try_hold(self, session: Session, address: Address) -> dict[str, Any] | None:
         """How `address` stands for this session, None where it is not here."""
         seat = session.seat
@@ -270,21 +245,6 @@ class Desk:
             self.counters.add("misses_no_room")
             return {"state": "failed", "reason": "no_room"}
         return None if held is None else self._resident(held)
-
-    def _settled(
-        self, session: Session, request: Prefetch, indexes: list[int], reason: str
-    ) -> None:
-        """Tell the session what became of one key that was not here when it asked."""
-        if session.over:
-            return
-        entries = []
-        for index in indexes:
-            entry = self._try_hold(session, (request.namespace, request.keys[index]))
-            if entry is None:
-                self.counters.add(_miss(reason))
-                entry = {"state": "missing", "reason": reason or "absent"}
-            entries.append((index, entry))
-        _push(session, request, entries)
 
     def _resident(self, held: Held) -> dict[str, Any]:
         item = held.item
@@ -308,7 +268,7 @@ class Desk:
 
         def missing(reason: str) -> None:
             waited = request.wait_seconds and reason != OWNER_DEAD
-            self.counters.add("misses_timeout" if waited else _miss(reason))
+            self.counters.add("misses_timeout" if waited else miss(reason))
             _reply(connection, request, {"state": "missing", "reason": reason})
 
         def fetching(nbytes: int) -> None:
@@ -333,17 +293,3 @@ class Desk:
 
 def _reply(connection: Connection, request: Request, fields: dict[str, Any]) -> None:
     connection.send({"id": request.id, **fields})
-
-
-def _tell(session: Session, request: Request, event: dict[str, Any]) -> None:
-    session.anchor.send({"id": request.id, **event})
-
-
-def _push(session: Session, request: Request, entries: list[tuple[int, dict[str, Any]]]) -> None:
-    for start in range(0, len(entries), ENTRIES_MAX):
-        part = entries[start : start + ENTRIES_MAX]
-        session.anchor.send({"event": "settled", "id": request.id, "entries": part})
-
-
-def _miss(reason: str) -> str:
-    return f"misses_{reason or 'absent'}"

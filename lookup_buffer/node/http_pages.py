@@ -1,17 +1,19 @@
-"""What the HTTP listener serves: `/metrics` for Prometheus, `/healthz` for probes."""
+"""What the HTTP listener serves: dashboard, `/metrics` for Prometheus, `/healthz` for probes."""
 
 import functools
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from lookup_buffer.node.http_page import Page, Request
+from lookup_buffer.config import BufferConfig
+from lookup_buffer.node.http_dashboard import dashboard_pages
+from lookup_buffer.node.http_page import Maker, Page, Request
+from lookup_buffer.node.observer import Observer, observer_command
 from lookup_buffer.node.vitals import Vitals
 
 if TYPE_CHECKING:  # it imports prometheus-client, which only who is scraped shall pay for
     from lookup_buffer.node.exposition import Exposition
 
 
-def pages_of(vitals: Vitals) -> dict[str, Callable[[Request], Page]]:
+def pages_of(vitals: Vitals, config: BufferConfig) -> dict[str, Maker]:
     @functools.cache
     def exposition() -> "Exposition":
         from lookup_buffer.node.exposition import Exposition
@@ -25,4 +27,9 @@ def pages_of(vitals: Vitals) -> dict[str, Callable[[Request], Page]]:
         ailment = vitals.ailment()
         return Page.line(503, ailment) if ailment else Page.line(200, "ok")
 
-    return {"/metrics": metrics, "/healthz": health}
+    observer = Observer(observer_command(vitals.identity.node, config))
+    return {
+        **dashboard_pages(observer, needs_token=config.http_token is not None),
+        "/metrics": metrics,
+        "/healthz": health,
+    }

@@ -1,30 +1,28 @@
-"""The node's HTTP listener: `/metrics` and `/healthz`, for who looks on from outside.
+"""The node's HTTP listener: dashboard, `/metrics` and `/healthz`, for who looks on from outside.
 
 One thread with a loop of its own, so that nobody who reads here, or hangs, holds up the node's. A
-connection is one request and its answer, within a deadline; there is a bounded number of them, and
-what comes beyond is closed unheard. Pages are made on this thread: they take what other threads
-count, under locks that are held for bookkeeping only.
+connection is one request and its answer, and each has its deadline; there is a bounded number of
+them, and what comes beyond is closed unheard. Pages are made on this thread: they take what other
+threads count, under locks that are held for bookkeeping only.
 """
 
 import asyncio
 import socket
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from lookup_buffer.config import parse_http
-from lookup_buffer.node.http_page import Page, Request
+from lookup_buffer.node.http_page import Maker
 from lookup_buffer.node.loop import call_from_thread
 
 CONNECTIONS_MAX = 32
-EXCHANGE_SECONDS = 5.0
-"""For a request to arrive and its answer to be taken, however slowly it comes."""
 CLOSE_SECONDS = 5.0
 ACCEPT_TURNS = 5
 """So many turns of the loop at most after it was accepted a connection has begun, and sees that the
 node ends; one that has not yet begun cannot be cancelled without a word in the log."""
 
-Pages = Mapping[str, Callable[[Request], Page]]
-"""What is served, by path. Called on the listener's thread; must not wait."""
+Pages = Mapping[str, Maker]
+"""What is served, by path."""
 
 
 class HttpServer:
@@ -87,8 +85,7 @@ class HttpServer:
 
             self._held += 1
             try:
-                async with asyncio.timeout(EXCHANGE_SECONDS):
-                    await Exchange(reader, writer, pages, self._token).hold()
+                await Exchange(reader, writer, pages, self._token).hold()
             except (OSError, TimeoutError, asyncio.CancelledError):
                 pass  # who asked has left or was too slow, or the node ends: and so does this
             finally:

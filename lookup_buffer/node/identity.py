@@ -22,7 +22,7 @@ class Identity:
         boot = secrets.token_hex(8)
         return cls(node_id or f"{socket.gethostname()[:40]}-{boot[:4]}", boot, endpoint)
 
-    def info(self, gauges: Gauges) -> NodeInfo:
+    def info(self, gauges: Gauges, claims: int) -> NodeInfo:
         return NodeInfo(
             node=self.node,
             boot=self.boot,
@@ -32,6 +32,7 @@ class Identity:
             capacity_bytes=gauges.capacity_bytes,
             used_bytes=gauges.used_bytes,
             items=gauges.items,
+            claims=claims,
         )
 
 

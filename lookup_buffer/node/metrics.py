@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from lookup_buffer.counters import FETCH_FAILURES, MISS_REASONS, REMOVAL_REASONS
+from lookup_buffer.lane import FALLBACKS, LANES
 
 PREFIX: Final = "lookup_buffer_"
 
@@ -36,12 +37,13 @@ def _by(prefix: str, values: Iterable[str]) -> dict[tuple[str, ...], str]:
 
 FAMILIES: Final = (
     Family(
-        "counter", "hits", "Readers that got a tensor, by who had put it into the arena.",
-        _by("hits_", ("local", "remote")), ("source",),
+        "counter", "hits",
+        "Readers that got a tensor, by who had put it into the arena, or by a lane.",
+        _by("hits_", ("local", "remote", "lane")), ("source",),
     ),
     Family(
         "counter", "hit_bytes", "Bytes of the tensors that readers got, likewise.",
-        _by("bytes_hit_", ("local", "remote")), ("source",),
+        _by("bytes_hit_", ("local", "remote", "lane")), ("source",),
     ),
     Family(
         "counter", "misses", "Readers that got no tensor, by reason.",
@@ -57,8 +59,18 @@ FAMILIES: Final = (
             ("received", "shm"): "bytes_inserted",
             ("received", "tcp"): "bytes_fetched",
             ("sent", "tcp"): "bytes_served",
+            **{("received", lane): f"bytes_lane_{lane}" for lane in LANES},
         },
         ("direction", "pipe"),
+    ),
+    Family(
+        "counter", "lane_receptions", "Tensors that came from device to device, by lane.",
+        _by("lane_received_", LANES), ("lane",),
+    ),
+    Family(
+        "counter", "lane_fallbacks",
+        "Tensors that could have come by a lane and came over the hosts, by reason.",
+        _by("lane_fallbacks_", FALLBACKS), ("reason",),
     ),
     Family(
         "counter", "inserts", "Tensors that clients inserted, by outcome.",

@@ -21,7 +21,7 @@ from lookup_buffer.node.loop import call_from_thread
 from lookup_buffer.node.storage import Storage
 from store import Found, Record
 
-if TYPE_CHECKING:  # it imports redis-py, for which a starting node does not wait
+if TYPE_CHECKING:
     from store.entries import Entry
     from store.mirror import Mirror
     from store.mirror_claims import MirrorClaims

@@ -3,6 +3,7 @@
 clients → control → desk → intake → shelf             (loop's thread, lb-copy)
                      ├→ takings → handoffs → shelf     (loop's thread)
                      │     └→ owners → other nodes     (loop's thread; lb-owner connects)
+                     ├→ prefetches → lanes, resolver   (loop's thread)
                      ├→ resolver → locator → store     (loop's thread; lb-locate)
                      │           └→ fetcher → peers    (lb-fetch)
                      ├→ claim sets → claims → store    (lb-claim)
@@ -11,6 +12,7 @@ clients → control → desk → intake → shelf             (loop's thread, lb
 other nodes → peer server → shelf                      (lb-peer, one a connection)
                   └→ askers → handoffs                 (loop's thread)
 Prometheus, probes → http server → vitals              (lb-http)
+browsers → http server → observer → store              (lb-http; a process of its own)
 """
 
 import asyncio
@@ -44,12 +46,14 @@ from lookup_buffer.node.http_pages import pages_of
 from lookup_buffer.node.http_server import HttpServer
 from lookup_buffer.node.identity import Identity
 from lookup_buffer.node.intake import Intake
+from lookup_buffer.node.lanes import Lanes
 from lookup_buffer.node.loans import Loans
 from lookup_buffer.node.locator import Locator
 from lookup_buffer.node.loop import call_from_thread
 from lookup_buffer.node.mirroring import MirrorLocator
 from lookup_buffer.node.owners import Owners
 from lookup_buffer.node.peers import PeerServer
+from lookup_buffer.node.pools import Pools
 from lookup_buffer.node.presence import Presence
 from lookup_buffer.node.publisher import STALE, Report
 from lookup_buffer.node.registrar import Registrar
@@ -83,6 +87,7 @@ class Node:
         self._fault: ConfigError | None = None
         self._counters = Counters()
         self._shelf = Shelf(config.capacity_bytes, self._changed)
+        self._pools = Pools(self._shelf, lambda address: self._changed(address, ""))
         token = config.token.get_secret_value() if config.token else None
         self._handoffs = handoffs = Handoffs(
             self._loop, self._shelf, self._counters, config.handoff_lease_seconds
@@ -108,6 +113,7 @@ class Node:
             self._give_up,
             self._report,
             failed_fetches=self._fetcher.failed,
+            count_claims=lambda: self._claims.count_held(),  # which are made later
         )
         self._owners = Owners(self._loop, directory, token)
         self._announcements = Announcements(
@@ -159,6 +165,7 @@ class Node:
             loop, shelf, handoffs, Grants(loop, handoffs, self._owners), self._owners,
             self._locator, directory, self._identity, waiting, self._fetcher,
         )  # fmt: skip
+        self._registrar.ask_for_devices(self._pools.device_of)
         return Desk(
             loop=loop,
             boot=self._identity.boot,
@@ -173,6 +180,7 @@ class Node:
             counters=self._counters,
             waiting=waiting,
             intake=self._intake,
+            lanes=Lanes(loop, self._identity.boot, self._locator, self._counters, self._pools),
         )
 
     @property
@@ -181,7 +189,7 @@ class Node:
 
     @property
     def http_address(self) -> str | None:
-        """Where `/metrics` is served; None where it is not."""
+        """Where the dashboard and `/metrics` are served; None where they are not."""
         return None if self._http is None else self._http.address
 
     def run(self, socket_path: Path, on_ready: Callable[[], None] = lambda: None) -> None:
@@ -205,7 +213,7 @@ class Node:
         self._control.listen(socket_path)
         self._shelf.arena.populate_in_background(skip_bytes=first)
         if self._http is not None:
-            self._http.start(pages_of(self._vitals))
+            self._http.start(pages_of(self._vitals, self._config))
         self._loop.call_soon(on_ready)
         self._check_deaths()
         if self._ends_when_idle:
@@ -237,6 +245,8 @@ class Node:
             self._loop.call_later(IDLE_CHECK_SECONDS, self._check_idle)
 
     def _changed(self, address: Address, reason: str) -> None:
+        if reason and self._pools.offers(address):
+            call_from_thread(self._loop, self._pools.gone, address)
         self._registrar.changed(address, reason)
 
     def _missed(self, address: Address) -> None:

@@ -19,10 +19,10 @@ from lookup_buffer.config import parse_tcp
 from lookup_buffer.errors import LookupBufferError, MissingTensor, ProtocolError
 from lookup_buffer.fields import is_count, is_seconds
 from lookup_buffer.handshake import connect
-from lookup_buffer.messages import Request
 from lookup_buffer.node.connection import Connection
 from lookup_buffer.node.directory import Directory
 from lookup_buffer.node.loop import call_from_thread
+from lookup_buffer.request import Request
 from lookup_buffer.sockets import watch_over
 from store import Location
 

@@ -17,6 +17,7 @@ from lookup_buffer.node.identity import Identity
 from lookup_buffer.node.shelf import Shelf
 from store import (
     GONE_SECONDS,
+    DeviceLocation,
     Location,
     MetadataStore,
     Publication,
@@ -50,6 +51,8 @@ class Publisher:
     report: Callable[[Sequence[Report]], None]
     """Told, on this thread, of the hand-offs in a batch."""
     clock: Callable[[], float] = time.monotonic
+    device_of: Callable[[Item, str], DeviceLocation | None] = lambda _item, _node: None
+    """Where a process of this node has the bytes of a copy on its device; any thread may ask."""
 
     def write(self, store: MetadataStore, *, until: float) -> None:
         """Write what is due, at least one batch and until it is time to beat.
@@ -184,7 +187,8 @@ class Publisher:
             created=time.time(),
         )
         ttl_seconds, sole = self._ttl_seconds(item), is_handoff(key)
-        return Publishing(record, location, ttl_seconds, change.claim_token, sole)
+        device = self.device_of(item, identity.node)
+        return Publishing(record, location, ttl_seconds, change.claim_token, sole, device)
 
     def _ttl_seconds(self, item: Item) -> float:
         remaining = self.shelf.remaining_seconds(item)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from lookup_buffer.counters import REMOVAL_REASONS, Counters
 from lookup_buffer.errors import ConfigError
-from lookup_buffer.inventory import Address
+from lookup_buffer.inventory import Address, Item
 from lookup_buffer.node.backlog import AGAIN_PER_SECOND_MAX, Backlog, Change
 from lookup_buffer.node.breaker import Breaker
 from lookup_buffer.node.directory import Directory
@@ -27,7 +27,15 @@ from lookup_buffer.node.publisher import Publisher, Report
 from lookup_buffer.node.shelf import Shelf
 from lookup_buffer.node.storage import Storage
 from lookup_buffer.node.troubles import Troubles
-from store import Failure, Location, MetadataStore, StoreCorrupt, StoreError, StoreFull
+from store import (
+    DeviceLocation,
+    Failure,
+    Location,
+    MetadataStore,
+    StoreCorrupt,
+    StoreError,
+    StoreFull,
+)
 
 AGAIN_PER_SECOND_FLEET = 20_000.0
 """What all nodes together may rewrite: a fifth of what one server takes. Shared out by the nodes
@@ -57,6 +65,8 @@ class Registrar:
     """Told, on the registrar's thread, what the store said of hand-offs."""
     clock: Callable[[], float] = time.monotonic
     failed_fetches: FailedFetches = field(default_factory=FailedFetches)
+    count_claims: Callable[[], int] = lambda: 0
+    """How many claims engines of this node have; asked on the registrar's thread."""
     store_up: bool = False
     """Whether the last turn succeeded."""
     failing: bool = False
@@ -117,6 +127,10 @@ class Registrar:
                 self._namespaces[fingerprint] = parts
                 self._undescribed.add(fingerprint)
                 self._wake.set()
+
+    def ask_for_devices(self, device_of: Callable[[Item, str], DeviceLocation | None]) -> None:
+        """What is published beside a copy from now on."""
+        self._publisher.device_of = device_of
 
     def pending(self) -> int:
         """How many addresses are still to be written."""
@@ -203,7 +217,7 @@ class Registrar:
         if pulse is not Pulse.WATCHING:
             # It costs what people like to see, and no node.
             with self._troubles.told("this node is not described", StoreFull, StoreCorrupt):
-                store.describe_node(self.identity.info(self.shelf.gauges()))
+                store.describe_node(self.identity.info(self.shelf.gauges(), self.count_claims()))
         self.directory.refresh(store)
         if pulse is Pulse.WATCHING:
             return  # others' tensors may be had meanwhile

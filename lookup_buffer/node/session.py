@@ -31,6 +31,9 @@ class Session:
     seat: Seat | None
     connections: set[Connection] = field(default_factory=set)
     stagings: dict[Connection, Mapping] = field(default_factory=dict)
+    process: int | None = None
+    """Tells when the client's process has ended, where its number says nothing here: engines in
+    containers have pid namespaces of their own. Taken at the start, while it surely lives."""
     over: bool = False
 
     def ranks(self) -> range | None:

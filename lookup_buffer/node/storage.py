@@ -1,50 +1,22 @@
 """The node's door to the store: opens it when first needed, starting the embedded server if asked.
 
-Opening takes half a second (the client library is slow to import), so it happens on the threads
-that need the store and the node is ready before.
+Opening may wait for an embedded server to start, so it happens on the threads that need the store,
+and the node is ready before.
 """
 
 import asyncio
 import threading
 from concurrent.futures import Executor
-from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import quote
 
 from lookup_buffer.config import BufferConfig
 from lookup_buffer.inventory import Address
-from store import EmbeddedServer, EmbeddedServerError, MetadataStore, StoreUnavailable, open_store
+from store import EmbeddedServer, EmbeddedServerError, MetadataStore, StoreUnavailable
 
 if TYPE_CHECKING:
     from store.entries import Forgotten
     from store.mirror import Mirror
     from store.mirror_claims import MirrorClaims
-
-
-def embedded_url(directory: Path) -> str:
-    """Where the embedded server of the node in `directory` listens."""
-    return f"unix://{quote(str(directory))}/valkey/server.sock"
-
-
-def store_url(config: BufferConfig) -> str:
-    if config.store_url == "embedded":
-        return embedded_url(config.runtime_directory())
-    return config.store_url
-
-
-def open_configured(config: BufferConfig, url: str, seconds: float) -> MetadataStore:
-    """The store at `url`, with the passwords of the configuration and these time-outs."""
-    password, sentinel_password = (
-        secret.get_secret_value() if secret is not None else None
-        for secret in (config.store_password, config.store_sentinel_password)
-    )
-    return open_store(
-        url,
-        call_timeout_seconds=seconds,
-        connect_timeout_seconds=seconds,
-        password=password,
-        sentinel_password=sentinel_password,
-    )
 
 
 class Storage:
@@ -108,7 +80,7 @@ class Storage:
         if url == "embedded":
             self._server = self._start_server()
             url = self._server.url
-        return open_configured(config, url, config.store_timeout_seconds)
+        return config.store_access().open(url, config.store_timeout_seconds)
 
     def close(self) -> None:
         with self._lock:

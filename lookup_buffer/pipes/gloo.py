@@ -21,7 +21,7 @@ from lookup_buffer.errors import ConfigError, PipeBroken, PipeError, PipeTimeout
 from lookup_buffer.header import TensorHeader
 from lookup_buffer.link import Link
 from lookup_buffer.pipes.communicator import Communicator, Exchange
-from lookup_buffer.pipes.meeting import meet
+from lookup_buffer.pipes.meeting import Joined, meet
 from lookup_buffer.pipes.pair import PairLink, agree
 from lookup_buffer.pipes.pipe import KVPipe, PipeLimits
 
@@ -178,17 +178,32 @@ def open_end(
     uri: str, *, listen: bool, timeout: float, token: str | None, limits: PipeLimits
 ) -> KVPipe:
     """See `open_pipe`."""
+    joined = joining(dialect(), listen=listen, make_seconds=limits.silence_seconds)
+    return meet(uri, listen=listen, timeout=timeout, token=token, limits=limits, joined=joined)
+
+
+def dialect() -> str:
+    """What the other end has to have as well.
+
+    Raises:
+        ConfigError: there is no Gloo here.
+    """
     if Gloo is None:
         raise ConfigError(f"torch {torch_version()} was built without Gloo")
+    return f"of torch {torch_version()}"
+
+
+def joining(spoken: str, *, listen: bool, make_seconds: float) -> Joined:
+    """Of a link to another end of the dialect `spoken`: that with a communicator beside it."""
 
     def joined(link: Link, deadline: float) -> PairLink:
-        agree(link, "gloo", f"of torch {torch_version()}", deadline)
+        agree(link, "gloo", spoken, deadline)
 
         host = link.local_host  # now: the link may have ended when it is wanted
 
         def make(exchange: Exchange, until: float) -> Communicator:
             return GlooCommunicator(exchange, 0 if listen else 1, host, until)
 
-        return PairLink(link, make, limits.silence_seconds)
+        return PairLink(link, make, make_seconds)
 
-    return meet(uri, listen=listen, timeout=timeout, token=token, limits=limits, joined=joined)
+    return joined

@@ -27,7 +27,7 @@ from lookup_buffer.pipes.communicator import Communicator, Exchange
 from lookup_buffer.pipes.copies import Copies
 from lookup_buffer.pipes.inbox import Offer
 from lookup_buffer.pipes.libnccl import UNIQUE_ID_BYTES, Nccl, loaded
-from lookup_buffer.pipes.meeting import meet
+from lookup_buffer.pipes.meeting import Joined, meet
 from lookup_buffer.pipes.outbox import INLINE_BYTES
 from lookup_buffer.pipes.pair import PairLink, agree
 from lookup_buffer.pipes.pipe import KVPipe, PipeLimits
@@ -208,16 +208,7 @@ def open_end(
     """See `open_pipe`."""
     parts = urlsplit(uri)
     device, to = _devices(uri, parts.query)
-    nccl = loaded()
-
-    def joined(link: Link, deadline: float) -> PairLink:
-        agree(link, "nccl", nccl.version, deadline)
-
-        def make(exchange: Exchange, until: float) -> Communicator:
-            return NcclCommunicator(nccl, exchange, 0 if listen else 1, device, until)
-
-        return PairLink(link, make, limits.silence_seconds)
-
+    joined = joining(dialect(), device, listen=listen, make_seconds=limits.silence_seconds)
     memory: Memory = DeviceMemory(device, to)
     return meet(
         f"nccl://{parts.netloc}",
@@ -228,6 +219,30 @@ def open_end(
         joined=joined,
         memory=memory,
     )
+
+
+def dialect() -> str:
+    """What the other end has to have as well.
+
+    Raises:
+        ConfigError: there is no NCCL here, or it is too old.
+    """
+    return loaded().version
+
+
+def joining(spoken: str, device: torch.device, *, listen: bool, make_seconds: float) -> Joined:
+    """Of a link to another end of the dialect `spoken`: that with a communicator beside it."""
+    nccl = loaded()
+
+    def joined(link: Link, deadline: float) -> PairLink:
+        agree(link, "nccl", spoken, deadline)
+
+        def make(exchange: Exchange, until: float) -> Communicator:
+            return NcclCommunicator(nccl, exchange, 0 if listen else 1, device, until)
+
+        return PairLink(link, make, make_seconds)
+
+    return joined
 
 
 def _devices(uri: str, query: str) -> tuple[torch.device, torch.device]:

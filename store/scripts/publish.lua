@@ -2,12 +2,13 @@
 -- Add a node's location to the record of a key, and drop the claim if it is the publisher's.
 -- KEYS: record, claim, tombstone.
 -- ARGV: location field, location value, TTL in ms, claim token or "", most locations allowed,
---       created, "sole" or "", then the identity of the record as field, value, field, value ...
+--       created, "sole" or "", where a process of the node has it on its device or "",
+--       then the identity of the record as field, value, field, value ...
 -- Returns "added", "present", "full", "owned" or "conflict"; see Publication.
 -- Without allow-oom: when memory is full a new copy is the thing to do without.
 local record, claim, gone = KEYS[1], KEYS[2], KEYS[3]
 local at, location, ttl, token, most = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4], tonumber(ARGV[5])
-local sole = ARGV[7] == 'sole'
+local sole, device = ARGV[7] == 'sole', ARGV[8]
 
 -- boot:generation:checksum; nothing where the field holds something else.
 local function parse(value)
@@ -28,7 +29,7 @@ end
 local known = redis.call('EXISTS', record) == 1
 local garbled, differs = false, false
 if known then
-  for i = 8, #ARGV, 2 do
+  for i = 9, #ARGV, 2 do
     local value = redis.call('HGET', record, ARGV[i])
     if not value then
       garbled = true
@@ -65,8 +66,15 @@ elseif known then
 end
 
 if outcome ~= 'full' then
-  if not known then redis.call('HSET', record, 'created', ARGV[6], unpack(ARGV, 8)) end
+  if not known then redis.call('HSET', record, 'created', ARGV[6], unpack(ARGV, 9)) end
   if outcome == 'added' then redis.call('HSET', record, at, location) end
+  if outcome == 'added' or current == location then
+    -- Only what differs is written: each write is told to all who have read the record.
+    local on = 'on:' .. string.sub(at, 4)
+    local there = redis.call('HGET', record, on) or ''
+    if device == '' and there ~= '' then redis.call('HDEL', record, on) end
+    if device ~= '' and there ~= device then redis.call('HSET', record, on, device) end
+  end
   -- A copy with little time left must not shorten the life of the others.
   if redis.call('PTTL', record) < ttl then redis.call('PEXPIRE', record, ttl) end
   redis.call('DEL', gone)

@@ -16,7 +16,7 @@ end
 if not current or (expected ~= '' and current ~= expected) then return 0 end
 if key ~= '' and redis.call('HGET', record, 'key') ~= key then return 0 end
 
-redis.call('HDEL', record, at)
+redis.call('HDEL', record, at, 'on:' .. string.sub(at, 4))
 for _, field in ipairs(redis.call('HKEYS', record)) do
   if string.sub(field, 1, 3) == 'at:' then return 1 end
 end

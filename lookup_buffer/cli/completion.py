@@ -1,0 +1,68 @@
+"""Shell completion: the script that a shell loads, shown or put where the shell looks for it.
+
+The script asks the command itself for what fits, by variables of the environment: see click.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import click
+
+PLACES: Final = {
+    "bash": ".local/share/bash-completion/completions/lookup-buffer",
+    "zsh": ".zfunc/_lookup-buffer",
+    "fish": ".config/fish/completions/lookup-buffer.fish",
+}
+"""Below the home directory, by shell."""
+_REST: Final = {
+    "bash": "a new shell has it where the package bash-completion is installed; where it is not, "
+    "add to ~/.bashrc: source {path}",
+    "zsh": "add to ~/.zshrc, where it does not stand there yet: fpath+=~/.zfunc; "
+    "autoload -Uz compinit && compinit",
+    "fish": "a new shell has it",
+}
+
+
+def completion_options(command: Callable[..., None]) -> Callable[..., None]:
+    """`--install-completion SHELL` and `--show-completion SHELL`."""
+    for name, callback, text in (
+        ("--show-completion", _show, "Print the completion script for a shell, and exit."),
+        ("--install-completion", _install, "Put it where the shell looks for it, and exit."),
+    ):
+        command = click.option(
+            name,
+            type=click.Choice(list(PLACES)),
+            callback=callback,
+            is_eager=True,
+            expose_value=False,
+            help=text,
+        )(command)
+    return command
+
+
+def _show(context: click.Context, _: click.Parameter, shell: str | None) -> None:
+    if shell is not None:
+        click.echo(_script(context, shell), nl=False)
+        context.exit()
+
+
+def _install(context: click.Context, _: click.Parameter, shell: str | None) -> None:
+    if shell is None:
+        return
+    path = Path.home() / PLACES[shell]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(_script(context, shell), encoding="utf-8")
+    except OSError as error:
+        raise click.ClickException(f"{path} cannot be written: {error.strerror}") from error
+    click.echo(f"{path} is written; {_REST[shell].format(path=path)}")
+    context.exit()
+
+
+def _script(context: click.Context, shell: str) -> str:
+    from click.shell_completion import get_completion_class
+
+    kind = get_completion_class(shell)
+    assert kind is not None  # one of PLACES
+    return kind(context.command, {}, "lookup-buffer", "_LOOKUP_BUFFER_COMPLETE").source()

@@ -1,0 +1,200 @@
+"""How fast pipes are on this host: measured in rounds, beside memcpy and a bare socket.
+
+Needs torch. The other end is a process of its own, which ends with this one's connections.
+"""
+
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any, Final, Self
+from urllib.parse import urlsplit
+
+import torch
+
+from lookup_buffer.cli.exits import CommandError, ExitCode
+from lookup_buffer.pipe_ways import Ways, answer
+from lookup_buffer.pipes import KVPipe, open_pipe
+
+ROUND_BYTES: Final = 16 << 20
+ROUNDS_MIN: Final = 3
+START_SECONDS: Final = 60.0
+"""For the other process to import torch."""
+LATENCY_SECONDS: Final = 100e-6
+"""More than the copies take, for messages and for threads that are woken."""
+TOLERANCE: Final = 1.5
+"""Times what is expected, before it is called slow: hosts differ, and have other work."""
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """One pipe with messages of one size: seconds are medians, ratios are of speeds."""
+
+    pipe: str
+    nbytes: int
+    seconds: float
+    memcpy_seconds: float
+    bare_seconds: float | None
+    over_memcpy: float
+    over_bare: float | None
+    rounds: int
+
+    @property
+    def expected_seconds(self) -> float | None:
+        """What it should take at most, by what pipes took where they were made.
+
+        In memory a message is two copies, in and out; over TCP it is what a bare socket does.
+        """
+        if self.pipe in ("inproc", "shm"):
+            return 2 * self.memcpy_seconds / 0.8 + LATENCY_SECONDS
+        if self.pipe == "tcp" and self.bare_seconds is not None:
+            return self.bare_seconds / 0.9 + LATENCY_SECONDS
+        return None
+
+    @property
+    def verdict(self) -> str:
+        expected = self.expected_seconds
+        if expected is None:
+            return ""
+        return "ok" if self.seconds <= TOLERANCE * expected else "slow"
+
+    def as_json(self) -> dict[str, Any]:
+        facts = {**asdict(self), "expected_seconds": self.expected_seconds}
+        return {**facts, "slow": self.verdict == "slow"}
+
+
+class Gauge:
+    """One open pipe, with somebody at its other end who answers."""
+
+    def __init__(self, name: str, pipe: KVPipe, bare: socket.socket | None) -> None:
+        self.name = name
+        self._pipe = pipe
+        self._bare = bare
+
+    def measure(self, nbytes: int, seconds: float) -> Speed:
+        """For so long, but for three rounds at least. A slow moment falls on all ways alike."""
+        ways = Ways(self._pipe, self._bare, nbytes, ROUND_BYTES)
+        timed: dict[str, Callable[[], float]] = {"memcpy": ways.memcpy, "ask": ways.ask}
+        if self._bare is not None:
+            timed["bare"] = ways.bare
+        spent: dict[str, list[float]] = {name: [] for name in timed}
+        for way in timed.values():
+            way()  # to warm up
+        ends_at = time.monotonic() + seconds
+        while len(spent["ask"]) < ROUNDS_MIN or time.monotonic() < ends_at:
+            for name, way in timed.items():
+                spent[name].append(way())
+        bare = spent.get("bare")
+        return Speed(
+            self.name, nbytes,
+            statistics.median(spent["ask"]),
+            statistics.median(spent["memcpy"]),
+            statistics.median(bare) if bare else None,
+            _ratio(spent["memcpy"], spent["ask"]),
+            _ratio(bare, spent["ask"]) if bare else None,
+            len(spent["ask"]),
+        )  # fmt: skip
+
+
+def _ratio(theirs: list[float], ours: list[float]) -> float:
+    return round(statistics.median(a / b for a, b in zip(theirs, ours, strict=True)), 3)
+
+
+class Bench:
+    """Opens pipes to measure, one after the other."""
+
+    def __init__(self, nbytes_max: int) -> None:
+        self._nbytes_max = nbytes_max
+        self._directory = tempfile.TemporaryDirectory(prefix="lb-bench-")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._directory.cleanup()
+
+    @contextmanager
+    def opened(self, pipe: str) -> Iterator[Gauge]:
+        """`pipe`: inproc, shm, tcp, or the URL of a server for the pipe `redis`.
+
+        Raises:
+            CommandError: the other process does not come up.
+            LookupBufferError, StoreError: see `open_pipe`.
+        """
+        unique = f"lb-bench-{os.getpid()}"
+        if pipe == "inproc":
+            with self._threads(f"inproc://{unique}") as gauge:
+                yield gauge
+            return
+        path = f"{self._directory.name}/bare"
+        uri, listener, bare = {
+            "shm": (f"shm://{self._directory.name}/pipe", socket.AF_UNIX, path),
+            "tcp": ("tcp://127.0.0.1:0", socket.AF_INET, ("127.0.0.1", 0)),
+        }.get(pipe, (_with_name(pipe, unique), socket.AF_INET, ("127.0.0.1", 0)))
+        name = pipe if pipe in ("shm", "tcp") else "redis"
+        with self._processes(name, uri, listener, bare) as gauge:
+            yield gauge
+
+    @contextmanager
+    def _threads(self, uri: str) -> Iterator[Gauge]:
+        payload = torch.zeros(self._nbytes_max, dtype=torch.uint8)
+        with open_pipe(uri, listen=True) as here, open_pipe(uri) as there:
+            thread = threading.Thread(target=answer, args=(there, payload), daemon=True)
+            thread.start()
+            yield Gauge("inproc", here, None)
+            here.send_tensor(None)
+            thread.join(START_SECONDS)
+
+    @contextmanager
+    def _processes(self, name: str, uri: str, family: int, bare_address: Any) -> Iterator[Gauge]:
+        with ExitStack() as opened:
+            pipe = opened.enter_context(open_pipe(uri, listen=True))
+            listener = opened.enter_context(socket.socket(family))
+            listener.bind(bare_address)
+            listener.listen()
+            listener.settimeout(0.2)
+            at = listener.getsockname()
+            shown = at if isinstance(at, str) else f"{at[0]}:{at[1]}"
+            process = opened.enter_context(self._other(pipe.uri, shown))
+            bare = opened.enter_context(_accepted(listener, process))
+            if family == socket.AF_INET:
+                bare.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            yield Gauge(name, pipe, bare)
+            pipe.send_tensor(None)
+
+    @contextmanager
+    def _other(self, uri: str, bare: str) -> Iterator["subprocess.Popen[bytes]"]:
+        process = subprocess.Popen(
+            # -P: a folder named `store` in the working directory must not shadow ours.
+            [sys.executable, "-P", "-m", "lookup_buffer.pipe_ways", uri, bare,
+             str(self._nbytes_max)],
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C is for us, who then end it
+        )  # fmt: skip
+        try:
+            yield process
+        finally:
+            process.kill()
+            process.wait()
+
+
+def _accepted(listener: socket.socket, process: "subprocess.Popen[bytes]") -> socket.socket:
+    deadline = time.monotonic() + START_SECONDS
+    while process.poll() is None and time.monotonic() < deadline:
+        try:
+            return listener.accept()[0]
+        except TimeoutError:
+            continue
+    raise CommandError("the other process, which answers, did not start", ExitCode.UNREACHABLE)
+
+
+def _with_name(url: str, name: str) -> str:
+    """The address of a pipe by the server at `url`."""
+    return f"{url}{'&' if urlsplit(url).query else '?'}pipe={name}"

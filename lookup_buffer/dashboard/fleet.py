@@ -1,0 +1,232 @@
+"""The fleet as the page shows it: looked at each second, by the store alone.
+
+What is counted comes as differences from second to second (`point`), which the page adds up over
+its window, and as totals (`now`). Used by one thread.
+"""
+
+import time
+from collections import Counter, deque
+from collections.abc import Mapping
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass
+from typing import Any
+
+from lookup_buffer.cli.records import traces_of
+from lookup_buffer.cli.sample import Activity, Address, Sample, take_sample
+from lookup_buffer.counters import MISS_REASONS
+from lookup_buffer.liveness import DEAD_AFTER_SECONDS, Liveness
+from lookup_buffer.node.metrics import FAMILIES
+from store import MetadataStore
+from store.record import SAFE_NAME
+
+RATE_SECONDS = 10
+"""What rates of nodes are taken over."""
+HOTTEST_SHOWN = 12
+HOT_SECONDS = 60
+"""What the hits of keys are taken over."""
+WALK_SECONDS = 5.0
+WALK_SHARE = 0.02
+"""Between two walks for namespaces, which look at all keys of the server, and what part of the time
+walking may take where that is a long way."""
+GONE_SECONDS = 15 * 60.0
+GONE_MAX = 50
+"""So long nodes are shown that left, and so many of them."""
+TRANSFERS: Mapping[tuple[str, ...], str] = next(
+    family.series for family in FAMILIES if family.name == "transfer_bytes"
+)
+"""The counter of each way that bytes take, by direction and pipe."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    now: dict[str, Any]
+    point: dict[str, Any] | None
+    """None where there is nothing before it."""
+
+
+class FleetWatch:
+    def __init__(self, store: MetadataStore, walker: Executor) -> None:
+        self._store = store
+        self._walker = walker
+        self._samples: deque[Sample] = deque(maxlen=HOT_SECONDS + 1)
+        self._liveness = Liveness()
+        self._first: dict[str, tuple[str, int]] = {}
+        """The first beat of each node: who was silent before is not alive until it moves."""
+        self._gone: dict[str, float] = {}
+        """Nodes that left, and when that was seen."""
+        self._spaces: list[str] = []
+        self._walk: Future[tuple[list[str], float]] | None = None
+        self._walk_at = 0.0
+
+    def look(self) -> Seen:
+        """What is now.
+
+        Raises:
+            StoreError: the store did not answer.
+        """
+        self._walk_namespaces()
+        began = time.monotonic()
+        sample = take_sample(self._store, traces_of(self._store), self._spaces, began)
+        ages = self._store.node_ages(sorted(sample.beats))
+        asked_seconds = time.monotonic() - began
+        self._observe(sample, ages)
+        before = self._samples[-1] if self._samples else None
+        self._samples.append(sample)
+        now = {
+            "at": round(time.time(), 3),
+            "asked_seconds": round(asked_seconds, 4),
+            "nodes": self._nodes(sample, ages) + self._departed(sample),
+            "totals": dict(sum(map(Counter, sample.counters.values()), Counter[str]())),
+            "transfers": self._transfers(sample),
+            "claims": sum(info.claims or 0 for info in sample.infos.values()),
+            "hottest": self._hottest(sample),
+        }
+        return Seen(now, None if before is None else _point(Activity(before, sample), now))
+
+    # -- nodes
+
+    def _observe(self, sample: Sample, ages: Mapping[str, float]) -> None:
+        beats = {node: (beat.boot, beat.sequence) for node, beat in sample.beats.items()}
+        previous = self._samples[-1].beats if self._samples else {}
+        for node in previous.keys() - beats.keys():
+            self._gone[node] = sample.at
+        self._gone = {
+            node: at
+            for node, at in list(self._gone.items())[-GONE_MAX:]
+            if node not in beats and sample.at - at < GONE_SECONDS
+        }
+        for node, beat in beats.items():
+            if self._first.setdefault(node, beat) != beat or _is_fresh(ages.get(node)):
+                self._first[node] = ("", 0)
+        self._first = {node: first for node, first in self._first.items() if node in beats}
+        self._liveness.observe(beats, sample.at)
+
+    def _nodes(self, sample: Sample, ages: Mapping[str, float]) -> list[dict[str, Any]]:
+        recent = Activity(self._since(RATE_SECONDS), sample)
+        found = []
+        for node, beat in sorted(sample.beats.items()):
+            info, counted = sample.infos.get(node), recent.of_node(node)
+            alive = self._first[node] != (beat.boot, beat.sequence) and self._liveness.alive(
+                node, beat.boot, sample.at
+            )
+            silent = ages.get(node)
+            found.append(
+                {
+                    "node": node,
+                    "state": "alive" if alive else "dead",
+                    "silent_seconds": None if alive or silent is None else round(silent, 1),
+                    "host": info.host if info else None,
+                    "endpoint": info.endpoint if info else None,
+                    "version": info.version if info else None,
+                    "items": info.items if info else None,
+                    "used_bytes": info.used_bytes if info else None,
+                    "capacity_bytes": info.capacity_bytes if info else None,
+                    "claims": info.claims if info else None,
+                    "hits_per_second": round(_hits(counted) / recent.seconds, 2),
+                    "misses_per_second": round(sum(_misses(counted).values()) / recent.seconds, 2),
+                }
+            )
+        return found
+
+    def _departed(self, sample: Sample) -> list[dict[str, Any]]:
+        if not self._gone:
+            return []
+        departures = traces_of(self._store).departures(sorted(self._gone))
+        return [
+            {
+                "node": node,
+                "state": "stopped" if departures[node].reason == "stopped" else "gone",
+                "silent_seconds": round(sample.at - at, 1),
+            }
+            for node, at in sorted(self._gone.items())
+        ]
+
+    # -- what is counted
+
+    def _since(self, seconds: int) -> Sample:
+        return self._samples[max(0, len(self._samples) - 1 - seconds)]
+
+    def _transfers(self, sample: Sample) -> list[dict[str, Any]]:
+        """What went each way, altogether and within the last seconds."""
+        recent = Activity(self._since(RATE_SECONDS), sample)
+        lately = recent.of_all()
+        return [
+            {
+                "direction": direction,
+                "pipe": pipe,
+                "bytes": sum(counted.get(name, 0) for counted in sample.counters.values()),
+                "bytes_per_second": round(lately[name] / recent.seconds),
+            }
+            for (direction, pipe), name in TRANSFERS.items()
+        ]
+
+    def _hottest(self, sample: Sample) -> list[dict[str, Any]]:
+        """Those with most hits a second first, then those with most in all."""
+        speeds = {address: self._speed(address, sample) for address in sample.hits}
+        hottest = sorted(speeds, key=lambda one: (-speeds[one], -sample.hits[one], one))
+        return [
+            {
+                "namespace": address[0],
+                "key": address[1],
+                "hits": sample.hits[address],
+                "hits_per_second": round(speeds[address], 3),
+            }
+            for address in hottest[:HOTTEST_SHOWN]
+        ]
+
+    def _speed(self, address: Address, sample: Sample) -> float:
+        """Hits a second, since the first look of the last minute that listed the key."""
+        first = next(one for one in self._samples if address in one.hits)
+        hits = max(0, sample.hits[address] - first.hits[address])
+        return hits / max(1.0, sample.at - first.at)
+
+    # -- namespaces
+
+    def _walk_namespaces(self) -> None:
+        """Where that is due, beside what is done each second."""
+        if self._walk is None:
+            if time.monotonic() >= self._walk_at:
+                self._walk = self._walker.submit(_namespaces, self._store)
+            return
+        if self._walk.done():
+            walk, self._walk = self._walk, None
+            self._walk_at = time.monotonic() + WALK_SECONDS
+            self._spaces, took_seconds = walk.result()
+            self._walk_at += took_seconds / WALK_SHARE
+
+
+def _namespaces(store: MetadataStore) -> tuple[list[str], float]:
+    began = time.monotonic()
+    names = sorted(name for name in store.namespaces() if SAFE_NAME.match(name))
+    return names, time.monotonic() - began
+
+
+def _point(activity: Activity, now: Mapping[str, Any]) -> dict[str, Any]:
+    counted = activity.of_all()
+    return {
+        "at": now["at"],
+        "seconds": round(activity.seconds, 3),
+        "hits": _hits(counted),
+        "misses": _misses(counted),
+        "bytes": {
+            f"{direction} {pipe}": counted[name]
+            for (direction, pipe), name in TRANSFERS.items()
+            if counted[name]
+        },
+        "claims": now["claims"],
+    }
+
+
+def _hits(counted: Mapping[str, int]) -> int:
+    return counted.get("hits_local", 0) + counted.get("hits_remote", 0)
+
+
+def _misses(counted: Mapping[str, int]) -> dict[str, int]:
+    """By reason, those that there were."""
+    found = {reason: counted.get(f"misses_{reason}", 0) for reason in MISS_REASONS}
+    return {reason: count for reason, count in found.items() if count}
+
+
+def _is_fresh(age_seconds: float | None) -> bool:
+    """Whether who described itself then lives, for whoever sees it for the first time."""
+    return age_seconds is not None and age_seconds <= DEAD_AFTER_SECONDS

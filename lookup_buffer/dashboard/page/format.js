@@ -1,0 +1,70 @@
+// Numbers, sizes and times in words; and text into the page, always as text: keys are written by
+// strangers.
+
+const whole = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
+const short = new Intl.NumberFormat("en", { maximumFractionDigits: 1 });
+
+export const count = (number) => whole.format(number);
+
+export const rate = (number) => (number >= 100 || number === 0 ? whole : short).format(number);
+
+export function share(part, of) {
+  if (!of) return "–";
+  const percent = (100 * part) / of;
+  // What is not all is not called all.
+  if (part < of && percent > 99.9) return "99.9 %";
+  return `${percent === 100 || percent === 0 ? whole.format(percent) : percent.toFixed(1)} %`;
+}
+
+export function size(bytes) {
+  if (bytes < 1024) return `${whole.format(bytes)} B`;
+  for (const unit of ["KiB", "MiB", "GiB"]) {
+    bytes /= 1024;
+    if (bytes < 1023.95) return `${bytes.toFixed(1)} ${unit}`;
+  }
+  return `${(bytes / 1024).toFixed(1)} TiB`;
+}
+
+export function age(seconds) {
+  for (const [length, unit] of [[86400, "d"], [3600, "h"], [60, "min"]]) {
+    if (seconds >= length) return `${Math.floor(seconds / length)} ${unit}`;
+  }
+  return `${Math.floor(seconds)} s`;
+}
+
+export const clock = (at, options = {}) =>
+  new Date(at * 1000).toLocaleTimeString([], {
+    hour: "2-digit", minute: "2-digit", second: "2-digit", hour12: false, ...options,
+  });
+
+/** Sets the text of an element, where it is another than it was. */
+export function put(element, text) {
+  if (element.textContent !== text) element.textContent = text;
+}
+
+export const byId = (id) => document.getElementById(id);
+
+/** An element with a class and texts or elements in it. */
+export function make(name, className, ...inside) {
+  const element = document.createElement(name);
+  if (className) element.className = className;
+  element.append(...inside);
+  return element;
+}
+
+/** Has `body` hold one row for each of `items`, in their order; rows are kept from time to time. */
+export function rows(body, items, nameOf, build, update) {
+  const old = new Map([...body.children].map((row) => [row.dataset.name, row]));
+  items.forEach((item, place) => {
+    const name = nameOf(item);
+    let row = old.get(name);
+    if (row) old.delete(name);
+    else {
+      row = build(item);
+      row.dataset.name = name;
+    }
+    if (body.children[place] !== row) body.insertBefore(row, body.children[place] ?? null);
+    update(row, item);
+  });
+  for (const row of old.values()) row.remove();
+}

@@ -1,0 +1,271 @@
+"""DeviceLane: a process's pool on its device, joined to its node and to other processes' pools.
+
+    keep         the producer: what it stored in the buffer stays here as well, and is offered
+    on_event     the node: bring this into the pool, and hold it under a ticket; or let go of it
+    tensor       the reader: what a ticket holds
+
+Whatever fails here is told to the node, which then has the bytes brought over the hosts; it is
+counted by reason, and said in the log once for each reason. The node and its client come first:
+without them there is a pool that nobody asks for anything.
+"""
+
+import secrets
+import threading
+import time
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+from lookup_buffer.channel import next_request_id
+from lookup_buffer.codec import header_of
+from lookup_buffer.device.crew import Crew
+from lookup_buffer.device.dialect import Dialect, dialect_of
+from lookup_buffer.device.notes import Notes
+from lookup_buffer.device.pairs import Pairs
+from lookup_buffer.device.place import Place, place_of
+from lookup_buffer.device.pool import DevicePool, PoolGauges
+from lookup_buffer.device.receiving import Receiving
+from lookup_buffer.device.serving import Serving
+from lookup_buffer.errors import (
+    BufferFull,
+    CodecError,
+    LookupBufferError,
+    NodeUnavailable,
+    TensorTooLarge,
+)
+from lookup_buffer.fields import KEYS_MAX
+from lookup_buffer.inventory import Address
+from lookup_buffer.pipes.pipe import PipeLimits
+from lookup_buffer.pool_messages import Offer, OpenPool, Received, Retract
+from lookup_buffer.request import Request
+
+if TYPE_CHECKING:
+    import torch
+
+SILENCE_SECONDS: Final = 5.0
+CLOSE_SECONDS: Final = 10.0
+ORPHANED_SECONDS: Final = 120.0
+"""How long a ticket outlives the node that it came from: longer than any engine step."""
+
+
+class ToNode(Protocol):
+    """What the pool says to its node. Never raises; without a node nothing is said."""
+
+    def __call__(self, request: Request) -> None: ...
+
+
+class DeviceLane:
+    """Thread-safe. Nothing here raises for a fault of a peer, of the node or of the device, but
+    what says so.
+
+    Args:
+        device: as torch names it.
+        host: address to listen at, which other hosts reach as they reach the node.
+        token: of the fleet.
+        dialect: to announce another version than this process has; none means what it has.
+        place: where the tensors lie; none means `device`.
+
+    Raises:
+        ConfigError: this process cannot speak that lane.
+    """
+
+    def __init__(
+        self,
+        lane: str,
+        *,
+        device: str = "cpu",
+        pool_bytes: int,
+        host: str = "127.0.0.1",
+        token: str | None = None,
+        silence_seconds: float = SILENCE_SECONDS,
+        dialect: Dialect | None = None,
+        place: Place | None = None,
+    ) -> None:
+        self._place: Place = place or place_of(device)
+        self.dialect = dialect or dialect_of(lane, self._place)
+        self.id = secrets.token_hex(6)
+        limits = PipeLimits(buffer_bytes=pool_bytes, silence_seconds=silence_seconds)
+        self.pool = DevicePool(pool_bytes, self._evicted)
+        self._to_node: ToNode = lambda _request: None
+        self._lock = threading.Lock()
+        self._closed = False
+        self._notes = Notes(self.dialect.lane)
+        self._under_way: dict[int, str] = {}
+        """Tickets, and the pool that each is being received from just now; "" before."""
+        self._orphans: list[tuple[float, list[int]]] = []
+        self._crew = Crew(self._notes)
+        self._serving = Serving(
+            self.pool, self._place, self.dialect, self.id, host=host, token=token, limits=limits
+        )
+        run = self._crew.soon
+        self._pairs = Pairs(self._place, self.dialect, token=token, limits=limits, run=run)
+        self._receiving = Receiving(self.pool, self._place, self._pairs, self._notes)
+
+    @property
+    def port(self) -> int:
+        """At which other pools reach this one."""
+        return self._serving.port
+
+    # -- the node
+
+    def attached(self, to_node: ToNode) -> None:
+        """There is a node (again): tell it of the pool, and of what it offers."""
+        self._to_node = to_node
+        opened = OpenPool(
+            next_request_id(), self.dialect.lane, self.dialect.library, self.port, self.id
+        )
+        to_node(opened)
+        for (namespace, key), mark in self.pool.entries():
+            to_node(Offer(next_request_id(), namespace, key, mark))
+
+    def lost(self) -> None:
+        """The node is gone. What it promised from this pool is still to be loaded, for a while."""
+        with self._lock:
+            self._orphans.append((time.monotonic(), self.pool.tickets()))
+        self._end_orphans()
+
+    def _end_orphans(self) -> None:
+        due = time.monotonic() - ORPHANED_SECONDS
+        with self._lock:
+            old = [tickets for lost_at, tickets in self._orphans if lost_at < due]
+            del self._orphans[: len(old)]
+        for tickets in old:
+            self.pool.end(tickets)
+
+    def on_event(self, message: dict[str, Any]) -> None:
+        """What the node says; see `pool_messages`. On the listening thread, so it never waits."""
+        if message["event"] == "let_go":
+            self._let_go(message["tickets"])
+            self.pool.forget((namespace, key) for namespace, key in message["keys"])
+            return
+        if self._orphans:
+            self._end_orphans()
+        ticket = message["id"]
+        with self._lock:
+            self._under_way[ticket] = ""
+        if not self._crew.soon(partial(self._receive, message)):
+            self._say_received(ticket, "busy", 0)
+
+    def _let_go(self, tickets: list[int]) -> None:
+        failed = []
+        with self._lock:
+            for ticket in tickets:
+                pool = self._under_way.pop(ticket, None)
+                if pool:
+                    failed.append(pool)
+        for pool in failed:  # it took too long: whoever receives it is woken by that
+            self._pairs.fail(pool)
+        self.pool.end(tickets)
+
+    def _say_received(self, ticket: int, reason: str, source: int) -> None:
+        with self._lock:
+            self._under_way.pop(ticket, None)
+        if reason:
+            self._notes.count(f"fallback:{reason}")
+        self._to_node(Received(next_request_id(), ticket, reason, source))
+
+    # -- producers
+
+    def keep(self, namespace: str, key: str, tensor: "torch.Tensor", *, immutable: bool) -> bool:
+        """Keep what was stored under this key, and offer it; False where there is no room.
+
+        `immutable`: nobody will write to it, so it may be kept as it is.
+        """
+        try:
+            nbytes = header_of(tensor).nbytes
+            self.pool.reserve(nbytes)
+        except (BufferFull, TensorTooLarge, CodecError):
+            self._notes.count("kept_not")
+            return False
+        try:
+            value = self._place.keep(tensor, immutable=immutable)
+        except (
+            LookupBufferError,
+            RuntimeError,
+        ) as error:  # a device's own errors are RuntimeErrors
+            self.pool.cancel(nbytes)
+            self._notes.count("kept_not")
+            self._notes.warn("device", error)
+            return False
+        entry = self.pool.put((namespace, key), value, nbytes)
+        self._to_node(Offer(next_request_id(), namespace, key, entry.mark))
+        self.pool.let_go(entry)
+        self._notes.count("kept")
+        return True
+
+    def _evicted(self, addresses: list[Address]) -> None:
+        by_namespace: dict[str, list[str]] = {}
+        for namespace, key in addresses:
+            by_namespace.setdefault(namespace, []).append(key)
+        for namespace, keys in by_namespace.items():
+            for start in range(0, len(keys), KEYS_MAX):
+                part = keys[start : start + KEYS_MAX]
+                self._to_node(Retract(next_request_id(), namespace, part))
+
+    # -- readers
+
+    def tensor(self, ticket: int) -> "torch.Tensor":
+        """What the ticket holds, for whatever the caller's stream does from now on. Not to be
+        written to. It stays as long as it is kept, in the pool or not.
+
+        Raises:
+            NodeUnavailable: the ticket holds nothing here.
+        """
+        entry = self.pool.of(ticket)
+        if entry is None:
+            raise NodeUnavailable("the pool of this process does not hold what was promised")
+        tensor, ready = entry.value
+        return self._place.hand_out(tensor, ready)
+
+    def onto_device(self, tensor: "torch.Tensor") -> "torch.Tensor":
+        """The same on this lane's device, where it came over the hosts."""
+        return tensor.to(self._place.device)
+
+    # -- the threads
+
+    def _receive(self, message: dict[str, Any]) -> None:
+        ticket, reason, source = message["id"], "", 0
+        address = (message["namespace"], message["key"])
+        entry = self.pool.hold(address, checksums=message["checksums"])
+        if entry is None:
+            beginning = partial(self._begin, ticket)
+            entry, reason, source = self._receiving.bring(message, address, beginning)
+        if entry is not None:
+            with self._lock:
+                wanted = ticket in self._under_way
+            if not wanted:  # it came too late
+                self.pool.let_go(entry)
+                return
+            self.pool.give(ticket, entry)
+        self._say_received(ticket, reason, source)
+
+    def _begin(self, ticket: int, pool: str) -> bool:
+        """It is about to be received from that pool; whether it still is wanted."""
+        with self._lock:
+            wanted = ticket in self._under_way
+            if wanted:
+                self._under_way[ticket] = pool
+        return wanted
+
+    # -- what it did
+
+    def stats(self) -> dict[str, int]:
+        """Tensors kept, served, and those that did not come, by reason."""
+        return {**self._notes.counts(), "served": self._serving.served}
+
+    def gauges(self) -> PoolGauges:
+        return self.pool.gauges()
+
+    def pairs(self) -> int:
+        """Communicators that are open, to others and from others."""
+        return self._pairs.open_pairs() + self._serving.pairs()
+
+    def close(self) -> None:
+        """Idempotent and bounded. The pool is gone for others; what was handed out stays."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self._to_node = lambda _request: None
+        self._serving.close()
+        self._pairs.close()
+        self._crew.close(CLOSE_SECONDS)

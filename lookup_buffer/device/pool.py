@@ -1,0 +1,192 @@
+"""DevicePool: what a process keeps on its device, within a budget of bytes.
+
+Pure bookkeeping under one lock; the values are somebody else's (`place` knows how they are made and
+read). The least recently used entry that nobody holds goes first. Any thread.
+"""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from lookup_buffer.errors import BufferFull, TensorTooLarge
+from lookup_buffer.inventory import Address
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """One tensor. `mark` is drawn anew for each, so that what is asked for by it is this one."""
+
+    address: Address
+    value: Any
+    nbytes: int
+    mark: int
+    checksum: int | None
+    """Of the bytes, where they came from elsewhere; None of what was put here by its producer."""
+    pins: int = 0
+    gone: bool = False
+    """Not to be found any more; its bytes are charged until nobody holds it."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolGauges:
+    capacity_bytes: int
+    used_bytes: int
+    pinned_bytes: int
+    items: int
+    tickets: int
+
+
+class DevicePool:
+    """Thread-safe.
+
+    Args:
+        on_evicted: told, without the lock, what had to go for something else.
+    """
+
+    def __init__(
+        self,
+        capacity_bytes: int,
+        on_evicted: Callable[[list[Address]], None] = lambda _addresses: None,
+    ) -> None:
+        self._capacity_bytes = capacity_bytes
+        self._on_evicted = on_evicted
+        self._lock = threading.Lock()
+        self._entries: OrderedDict[Address, Entry] = OrderedDict()
+        self._tickets: dict[int, Entry] = {}
+        self._used_bytes = 0
+        self._last_mark = 0
+
+    # -- what is put in
+
+    def reserve(self, nbytes: int) -> None:
+        """Room for so many bytes, which `put` fills or `cancel` gives back.
+
+        Raises:
+            TensorTooLarge: more than the whole pool.
+            BufferFull: the rest is held.
+        """
+        if nbytes > self._capacity_bytes:
+            raise TensorTooLarge(f"{nbytes} bytes; the pool holds {self._capacity_bytes}")
+        evicted = []
+        with self._lock:
+            missing = nbytes - (self._capacity_bytes - self._used_bytes)
+            unpinned = [entry for entry in self._entries.values() if not entry.pins]
+            if missing > sum(entry.nbytes for entry in unpinned):
+                raise BufferFull(f"no room for {nbytes} bytes: the rest of the pool is held")
+            for entry in unpinned:
+                if missing <= 0:
+                    break
+                missing -= entry.nbytes
+                self._drop(entry)
+                evicted.append(entry.address)
+            self._used_bytes += nbytes
+        if evicted:
+            self._on_evicted(evicted)
+
+    def cancel(self, nbytes: int) -> None:
+        with self._lock:
+            self._used_bytes -= nbytes
+
+    def put(self, address: Address, value: Any, nbytes: int, checksum: int | None = None) -> Entry:
+        """The entry for what was reserved, held once for the caller; it takes the place of an
+        earlier one of that address."""
+        with self._lock:
+            former = self._entries.get(address)
+            if former is not None:
+                self._forget(former)
+            self._last_mark += 1
+            entry = Entry(address, value, nbytes, self._last_mark, checksum, pins=1)
+            self._entries[address] = entry
+            return entry
+
+    # -- what is taken out
+
+    def hold(
+        self,
+        address: Address,
+        *,
+        mark: int | None = None,
+        checksums: Collection[int] | None = None,
+    ) -> Entry | None:
+        """The entry, held until `let_go`; None where there is none, or not that one."""
+        with self._lock:
+            entry = self._entries.get(address)
+            if entry is None or (mark is not None and entry.mark != mark):
+                return None
+            if checksums is not None and entry.checksum not in checksums:
+                return None
+            entry.pins += 1
+            self._entries.move_to_end(address)
+            return entry
+
+    def let_go(self, entry: Entry) -> None:
+        with self._lock:
+            self._unpin(entry)
+
+    def forget(self, addresses: Iterable[Address]) -> None:
+        """These are not to be had any more; who holds one still finishes."""
+        with self._lock:
+            for address in addresses:
+                entry = self._entries.get(address)
+                if entry is not None:
+                    self._forget(entry)
+
+    def entries(self) -> list[tuple[Address, int]]:
+        """Addresses and marks of what was put here by its producer."""
+        with self._lock:
+            return [(at, e.mark) for at, e in self._entries.items() if e.checksum is None]
+
+    # -- tickets: holds that go by a number
+
+    def give(self, ticket: int, entry: Entry) -> None:
+        """The caller's hold is the ticket's from now on."""
+        with self._lock:
+            self._tickets[ticket] = entry
+
+    def of(self, ticket: int) -> Entry | None:
+        with self._lock:
+            return self._tickets.get(ticket)
+
+    def end(self, tickets: Iterable[int]) -> None:
+        """Idempotent."""
+        with self._lock:
+            for ticket in tickets:
+                entry = self._tickets.pop(ticket, None)
+                if entry is not None:
+                    self._unpin(entry)
+
+    def tickets(self) -> list[int]:
+        with self._lock:
+            return list(self._tickets)
+
+    def gauges(self) -> PoolGauges:
+        with self._lock:
+            held = {id(e): e.nbytes for e in self._entries.values() if e.pins}
+            held |= {id(e): e.nbytes for e in self._tickets.values()}
+            return PoolGauges(
+                self._capacity_bytes,
+                self._used_bytes,
+                sum(held.values()),
+                len(self._entries),
+                len(self._tickets),
+            )
+
+    # -- under the lock
+
+    def _unpin(self, entry: Entry) -> None:
+        entry.pins -= 1
+        if entry.gone and not entry.pins:
+            self._used_bytes -= entry.nbytes
+
+    def _forget(self, entry: Entry) -> None:
+        if entry.pins:
+            del self._entries[entry.address]
+            entry.gone = True
+        else:
+            self._drop(entry)
+
+    def _drop(self, entry: Entry) -> None:
+        del self._entries[entry.address]
+        self._used_bytes -= entry.nbytes

@@ -1,0 +1,108 @@
+"""Receiving: from another pool into this one, and what may go wrong on the way.
+
+On the crew's threads. Whatever fails is a reason (see `lane.FALLBACKS`): the bytes then come over
+the hosts.
+"""
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from xxhash import xxh3_64_intdigest
+
+from lookup_buffer.codec import writable_bytes
+from lookup_buffer.device.notes import Notes
+from lookup_buffer.device.pairs import Pairs, Source
+from lookup_buffer.device.place import Place
+from lookup_buffer.device.pool import DevicePool, Entry
+from lookup_buffer.errors import (
+    BufferFull,
+    CodecError,
+    CorruptTensor,
+    LookupBufferError,
+    LookupTimeout,
+    MissingTensor,
+    PipeTimeout,
+    TensorTooLarge,
+)
+from lookup_buffer.header import TensorHeader
+from lookup_buffer.inventory import Address
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Receiving:
+    def __init__(self, pool: DevicePool, place: Place, pairs: Pairs, notes: Notes) -> None:
+        self._pool = pool
+        self._place = place
+        self._pairs = pairs
+        self._notes = notes
+
+    def bring(
+        self, message: dict[str, Any], address: Address, beginning: Callable[[str], bool]
+    ) -> tuple[Entry | None, str, int]:
+        """From the first that has it: the entry, or why there is none, and which source it was.
+
+        `beginning(pool)` is told from where, and says whether it is still wanted.
+        """
+        reason = "stale"
+        deadline = time.monotonic() + message["seconds"]
+        header = TensorHeader.from_fields(message["header"])
+        for number, fields in enumerate(message["sources"], start=1):
+            source = Source(*fields)
+            reason = self._pairs.why_not(source)
+            if not reason:
+                if not beginning(source.pool):
+                    return None, "timeout", 0
+                entry, reason = self._from(source, header, address, deadline)
+                if entry is not None:
+                    return entry, "", number
+            elif reason == "version":
+                what = f"{source.lane} of library {source.library}"
+                self._notes.warn(reason, f"the pool at {source.host} speaks {what}, and not ours")
+        return None, reason, 0
+
+    def _from(
+        self, source: Source, header: TensorHeader, address: Address, deadline: float
+    ) -> tuple[Entry | None, str]:
+        try:
+            self._pool.reserve(header.nbytes)
+        except (BufferFull, TensorTooLarge) as error:
+            self._notes.warn("no_room", error)
+            return None, "no_room"
+        reason = ""
+        try:
+            tensor = self._place.empty(header)
+            with self._place.working():
+                left = max(0.0, deadline - time.monotonic())
+                self._pairs.receive(source, *address, tensor, left)
+            self._check(tensor, source)
+            return self._pool.put(address, (tensor, None), header.nbytes, source.checksum), ""
+        except MissingTensor:
+            reason = "stale"
+        except CorruptTensor as error:
+            reason = "checksum"
+            self._notes.warn(reason, error)
+        except (BufferFull, CodecError) as error:
+            reason = "device"
+            self._notes.warn(reason, error)
+        except (LookupTimeout, PipeTimeout) as error:
+            reason = "timeout"
+            self._notes.warn(reason, error)
+        except LookupBufferError as error:
+            reason = "peer_failed"
+            self._notes.warn(reason, error)
+        except RuntimeError as error:  # a device that failed, as torch says it
+            reason = "device"
+            self._pairs.fail(source.pool)
+            self._notes.warn(reason, error)
+        self._pool.cancel(header.nbytes)
+        return None, reason
+
+    def _check(self, tensor: "torch.Tensor", source: Source) -> None:
+        """On the host; what is on a GPU is checked by nobody: it would have to leave it."""
+        if tensor.device.type != "cpu":
+            return
+        if xxh3_64_intdigest(writable_bytes(tensor)) != source.checksum:
+            raise CorruptTensor("a pool sent other bytes than its node published")

@@ -1,0 +1,32 @@
+"""Lanes: ways from one process's device to another's, beside the one over the hosts. Plain data.
+
+What the node, its clients and the metrics have to agree on; how bytes take a lane is `device`'s.
+"""
+
+from typing import Final
+
+LANES: Final = ("gloo", "nccl")
+FALLBACKS: Final = (
+    "cold",
+    "abandoned",
+    "version",
+    "stale",
+    "checksum",
+    "peer_failed",
+    "timeout",
+    "no_room",
+    "device",
+    "busy",
+    "ended",
+)
+"""Why what could have come by a lane came over the hosts:
+
+    cold, abandoned     no communicator with that pool yet; or it failed, and is left alone a while
+    version             the other end has another kind of lane, or another version of its library
+    stale               the pool has it no more
+    checksum            other bytes came than the record tells of
+    peer_failed         the other process died, closed, or broke off
+    timeout             it did not come in the time given
+    no_room, device     no room in the pool; or the device had none, or failed
+    busy, ended         too many are on their way; the process that was to receive it has gone
+"""

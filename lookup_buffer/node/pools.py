@@ -1,0 +1,147 @@
+"""Pools: which of the node's processes have a pool on a device, and which copies lie there as well.
+
+A pool belongs to a session and goes with it. What a pool offers is published beside the node's own
+copy and goes with that. Runs on the loop's thread, but for `device_of`.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final
+
+from lookup_buffer.inventory import Address, Item
+from lookup_buffer.node.session import Session
+from lookup_buffer.node.shelf import Shelf
+from lookup_buffer.pool_messages import Offer, OpenPool, Retract
+from store import DeviceLocation
+
+KNOWN_MAX: Final = 4096
+"""Bound on the keys that a pool is believed to have received."""
+
+
+@dataclass(slots=True, eq=False)
+class Pool:
+    """One session's pool."""
+
+    session: Session
+    lane: str
+    library: str
+    port: int
+    id: str
+    known: OrderedDict[Address, None] = field(default_factory=OrderedDict)
+    """What it received, newest last; it may have evicted it since."""
+    under_way: int = 0
+
+    def let_go(self, tickets: list[int], keys: list[Address]) -> None:
+        """Tell its process; see `pool_messages`."""
+        message = {"event": "let_go", "tickets": tickets, "keys": [list(key) for key in keys]}
+        self.session.anchor.send(message)
+
+    def note(self, address: Address) -> None:
+        """It received this."""
+        self.known[address] = None
+        self.known.move_to_end(address)
+        if len(self.known) > KNOWN_MAX:
+            self.known.popitem(last=False)
+
+
+@dataclass(frozen=True, slots=True)
+class _Offered:
+    pool: Pool
+    mark: int
+    generation: int
+    """Of the node's copy that it was when it was offered: of no other."""
+
+
+@dataclass(slots=True)
+class Pools:
+    shelf: Shelf
+    publish: Callable[[Address], None]
+    """Told of copies whose publication is out of date."""
+    _pools: dict[Session, Pool] = field(default_factory=dict)
+    _offers: dict[Address, tuple[_Offered, ...]] = field(default_factory=dict)
+    """Each tuple is replaced as a whole: the thread that publishes reads it."""
+
+    def open(self, session: Session, request: OpenPool) -> None:
+        """A session's pool; a second one of a session takes the place of its first."""
+        self.close(session)
+        self._pools[session] = Pool(
+            session, request.lane, request.library, request.port, request.pool
+        )
+
+    def close(self, session: Session) -> Pool | None:
+        """The session is over, and its pool void; the answer is that pool. Idempotent."""
+        pool = self._pools.pop(session, None)
+        if pool is not None:
+            for address in [at for at, offers in self._offers.items() if _has(offers, pool)]:
+                self._retract(address, pool)
+        return pool
+
+    def of(self, session: Session) -> Pool | None:
+        return self._pools.get(session)
+
+    def offer(self, session: Session, request: Offer) -> None:
+        pool, address = self._pools.get(session), (request.namespace, request.key)
+        item = self.shelf.peek(address)
+        if pool is None or item is None:
+            return  # the copy beside which it would stand has gone already
+        others = tuple(o for o in self._offers.get(address, ()) if o.pool is not pool)
+        self._offers[address] = (*others, _Offered(pool, request.mark, item.generation))
+        self.publish(address)
+
+    def retract(self, session: Session, request: Retract) -> None:
+        pool = self._pools.get(session)
+        if pool is None:
+            return
+        for key in request.keys:
+            address = (request.namespace, key)
+            pool.known.pop(address, None)
+            self._retract(address, pool)
+
+    def _retract(self, address: Address, pool: Pool) -> None:
+        offers = self._offers.get(address, ())
+        left = tuple(offered for offered in offers if offered.pool is not pool)
+        if len(left) == len(offers):
+            return
+        if left:
+            self._offers[address] = left
+        else:
+            del self._offers[address]
+        if self.shelf.peek(address) is not None:
+            self.publish(address)
+
+    def offers(self, address: Address) -> bool:
+        """Whether something stands beside this copy. Any thread."""
+        return address in self._offers
+
+    def gone(self, address: Address) -> None:
+        """The node's copy is no more, for whatever reason: neither is what stood beside it."""
+        for offered in self._offers.pop(address, ()):
+            offered.pool.let_go([], [address])
+
+    def device_of(self, item: Item, node: str) -> DeviceLocation | None:
+        """What is published beside the copy `item`. Any thread."""
+        for offered in self._offers.get(item.address, ()):
+            if offered.generation == item.generation:
+                pool = offered.pool
+                return DeviceLocation(
+                    node, offered.mark, pool.lane, pool.library, pool.port, pool.id
+                )
+        return None
+
+    def of_readers(self, session: Session) -> list[Pool]:
+        """The pools in which all who read for this session receive; none where one has none."""
+        seat = session.seat
+        if seat is None:
+            own = self._pools.get(session)
+            return [] if own is None else [own]
+        by_rank: dict[int, Pool] = {}
+        for pool in self._pools.values():
+            other = pool.session.seat
+            if other is not None and other.engine_id == seat.engine_id and other.rank is not None:
+                by_rank[other.rank] = pool
+        return list(by_rank.values()) if len(by_rank) == seat.world_size else []
+
+
+def _has(offers: tuple[_Offered, ...], pool: Pool) -> bool:
+    return any(offered.pool is pool for offered in offers)

@@ -1,0 +1,126 @@
+"""Prefetches: what a session wants brought here and pinned, and how it is told of it.
+
+What is here is answered at once; what comes by a lane, over the hosts or as a loan, when it has
+come. Runs on the loop's thread.
+"""
+
+import asyncio
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from lookup_buffer.counters import Counters
+from lookup_buffer.inventory import Address
+from lookup_buffer.key import is_handoff
+from lookup_buffer.messages import ClaimAll, Prefetch
+from lookup_buffer.node.claim_sets import ClaimSets
+from lookup_buffer.node.claims import Claims
+from lookup_buffer.node.lanes import Lanes
+from lookup_buffer.node.loans import Loans
+from lookup_buffer.node.resolver import Resolver
+from lookup_buffer.node.session import Session
+from lookup_buffer.request import Request
+
+ENTRIES_MAX = 1024
+"""Entries in one event: at most a kilobyte each, and a frame takes a mebibyte."""
+AHEAD_SECONDS = 0.05
+"""No prefetch waits longer for the claims asked for with it, which may be many, one by one."""
+
+
+@dataclass(slots=True)
+class Prefetches:
+    loop: asyncio.AbstractEventLoop
+    resolver: Resolver
+    loans: Loans
+    lanes: Lanes
+    claims: Claims
+    claim_sets: ClaimSets
+    counters: Counters
+    try_hold: Callable[[Session, Address], dict[str, Any] | None]
+    """How an address stands for a session that it is now pinned for; None where it is not here."""
+
+    def prefetch(self, session: Session, request: Prefetch) -> None:
+        entries: list[tuple[int, dict[str, Any]]] = []
+        pending: dict[Address, list[int]] = {}
+        for index, key in enumerate(request.keys):
+            address = (request.namespace, key)
+            entry = self.try_hold(session, address)
+            if entry is None:
+                pending.setdefault(address, []).append(index)
+            else:
+                entries.append((index, entry))
+
+        def settle(address: Address) -> Callable[[str], None]:
+            return lambda reason: self._settled(session, request, pending[address], reason)
+
+        if entries:
+            _push(session, request, entries)
+        handoffs = [address for address in pending if is_handoff(address[1])]
+        shared = [address for address in pending if not is_handoff(address[1])]
+        if handoffs:
+            self.loans.resolve(handoffs, settle)
+
+        def taken(address: Address, entry: dict[str, Any]) -> None:
+            """It came by a lane."""
+            if not session.over:
+                _push(session, request, [(index, entry) for index in pending[address]])
+
+        def resolve() -> None:
+            self.lanes.bring(
+                session, shared, taken, lambda rest: self.resolver.resolve(rest, settle)
+            )
+
+        if request.claimer:
+            self._claim_ahead(session, request, resolve)
+        elif shared:
+            resolve()
+
+    def _claim_ahead(
+        self, session: Session, request: Prefetch, resolve: Callable[[], None]
+    ) -> None:
+        """Ask for the claims for what is prefetched; where the store's answer to that tells of the
+        records as well, `resolve` when it is there, and tell the client both in one piece."""
+        keys = sorted(set(request.keys))
+        wish = ClaimAll(request.claimer, request.namespace, keys, request.wait_seconds)
+        located = functools.cache(resolve)  # that is, once
+
+        def told(event: dict[str, Any]) -> None:
+            with session.anchor.together():
+                located()
+                tell(session, wish, event)
+
+        if not (self.claims.arbiter.tells_of_records and self.claim_sets.is_idle(session)):
+            located()
+        self.loop.call_later(AHEAD_SECONDS, located)
+        self.claim_sets.ask(session, wish, told, located)
+
+    def _settled(
+        self, session: Session, request: Prefetch, indexes: list[int], reason: str
+    ) -> None:
+        """Tell the session what became of one key that was not here when it asked."""
+        if session.over:
+            return
+        entries = []
+        for index in indexes:
+            entry = self.try_hold(session, (request.namespace, request.keys[index]))
+            if entry is None:
+                self.counters.add(miss(reason))
+                entry = {"state": "missing", "reason": reason or "absent"}
+            entries.append((index, entry))
+        _push(session, request, entries)
+
+
+def tell(session: Session, request: Request, event: dict[str, Any]) -> None:
+    session.anchor.send({"id": request.id, **event})
+
+
+def _push(session: Session, request: Request, entries: list[tuple[int, dict[str, Any]]]) -> None:
+    for start in range(0, len(entries), ENTRIES_MAX):
+        part = entries[start : start + ENTRIES_MAX]
+        session.anchor.send({"event": "settled", "id": request.id, "entries": part})
+
+
+def miss(reason: str) -> str:
+    """The counter of misses for that reason."""
+    return f"misses_{reason or 'absent'}"

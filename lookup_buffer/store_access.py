@@ -1,0 +1,111 @@
+"""How a process gets into its store: where it is, by which passwords, and how long it waits.
+
+Part of `BufferConfig`, and all that a command needs which asks a store and nobody else. Such a
+command is over in 0.2 s, which is what pydantic would take to import: so this does without.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+from urllib.parse import quote
+
+from lookup_buffer.environment import settings_of_environment
+from lookup_buffer.errors import ConfigError
+from lookup_buffer.runtime_directory import runtime_directory
+from store import MetadataStore, StoreUrlError, open_store, redact
+from store.url import SCHEMES, parse
+
+EMBEDDED: Final = "embedded"
+STORE_SCHEMES: Final = tuple(scheme for scheme in SCHEMES if scheme != "memory")
+TIMEOUT_SECONDS: Final = 0.25
+TIMEOUT_SECONDS_MAX: Final = 30.0
+_SETTINGS: Final = (
+    "store_url", "store_password", "store_sentinel_password", "store_timeout_seconds", "directory",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class StoreAccess:
+    """`url` as it was set; `directory` is the node's, whose embedded server may be meant."""
+
+    url: str = EMBEDDED
+    password: str | None = field(default=None, repr=False)
+    sentinel_password: str | None = field(default=None, repr=False)
+    timeout_seconds: float = TIMEOUT_SECONDS
+    directory: Path | None = None
+
+    @classmethod
+    def from_environment(cls, **said: str | Path | None) -> "StoreAccess":
+        """By the names that `BufferConfig` has for settings; what is said wins, None is not said.
+
+        Raises:
+            ConfigError: a setting is wrong.
+        """
+        settings: dict[str, str | Path] = dict(settings_of_environment(_SETTINGS))
+        settings |= {name: value for name, value in said.items() if value is not None}
+        directory = settings.get("directory")
+        password = settings.get("store_password")
+        sentinel_password = settings.get("store_sentinel_password")
+        return cls(
+            _checked_url(str(settings.get("store_url", EMBEDDED))),
+            None if password is None else str(password),
+            None if sentinel_password is None else str(sentinel_password),
+            _checked_seconds(settings.get("store_timeout_seconds", TIMEOUT_SECONDS)),
+            Path(directory) if directory else None,
+        )
+
+    def actual_url(self) -> str:
+        """The URL to dial. Raises ConfigError: the directory of the embedded server is unfit."""
+        if self.url == EMBEDDED:
+            return embedded_url(runtime_directory(self.directory))
+        return self.url
+
+    def open(self, url: str, seconds: float) -> MetadataStore:
+        """The store at `url`, by these passwords and with these time-outs."""
+        return open_store(
+            url,
+            call_timeout_seconds=seconds,
+            connect_timeout_seconds=seconds,
+            password=self.password,
+            sentinel_password=self.sentinel_password,
+        )
+
+
+def embedded_url(directory: Path) -> str:
+    """Where the embedded server of the node in `directory` listens."""
+    return f"unix://{quote(str(directory))}/valkey/server.sock"
+
+
+def check_store_url(value: str) -> str:
+    """`value`, if it can be the URL of a store; ValueError says what is allowed."""
+    if value == EMBEDDED:
+        return value
+    if value.partition("://")[0].lower() not in STORE_SCHEMES:
+        raise ValueError(
+            "'embedded' or a URL that begins with one of "
+            + ", ".join(f"{scheme}://" for scheme in STORE_SCHEMES)
+        )
+    parse(value)
+    return value
+
+
+def _checked_url(value: str) -> str:
+    try:
+        return check_store_url(value)
+    except StoreUrlError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"setting 'store_url' is {redact(value)!r}; allowed: {error}") from None
+
+
+def _checked_seconds(value: object) -> float:
+    try:
+        seconds = float(str(value))
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= TIMEOUT_SECONDS_MAX:
+        raise ConfigError(
+            f"setting 'store_timeout_seconds' is {value!r}; allowed: a number above 0, at most "
+            f"{TIMEOUT_SECONDS_MAX:g}"
+        )
+    return seconds

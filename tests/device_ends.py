@@ -1,0 +1,224 @@
+"""Processes that have a pool, each a client of a node of its own, as if on several hosts.
+
+`do(source)` evaluates an expression in the process, where `buffer` is its DeviceBuffer and `lane`
+its DeviceLane. What it raises is raised here, if it is one of our errors.
+"""
+
+import json
+import logging
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from lookup_buffer import errors
+from lookup_buffer.codec import contiguous_bytes
+from lookup_buffer.config import BufferConfig
+from lookup_buffer.device.buffer import DeviceBuffer
+from lookup_buffer.device.dialect import Dialect
+from lookup_buffer.device.lane import DeviceLane
+from lookup_buffer.device.place import HostPlace
+from lookup_buffer.errors import BufferFull
+from lookup_buffer.header import TensorHeader
+from lookup_buffer.key import TensorKey
+from lookup_buffer.launch import to_json
+from lookup_buffer.namespace import Namespace
+from nodes import MIB, NodeProcess, StartNode, tensor_of, wait_until, with_store
+from store import MetadataStore, open_store
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+ANSWER_SECONDS = 60.0
+POOL_BYTES = 64 * MIB
+LARGE = 2 * MIB
+"""More than what comes with its offer, so that it takes the communicator."""
+
+
+class DeviceEnd:
+    """One process."""
+
+    def __init__(self, node: NodeProcess, namespace: str, **options: Any) -> None:
+        self.node = node
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["pytest", "torch", "lookup_buffer.client"])
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(
+            target=_run, args=(theirs, to_json(node.config), namespace, options)
+        )
+        self._process.start()
+        theirs.close()
+        self._hear()
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def do(self, source: str) -> Any:
+        self.begin(source)
+        return self._hear()
+
+    def begin(self, source: str) -> None:
+        """Begin with it, and hear of it later."""
+        self._pipe.send(source)
+
+    def counted(self, name: str) -> int:
+        """Of its node's counters."""
+        return self.node.stats().get(name, 0)
+
+    def hear(self) -> Any:
+        """What came of what was begun."""
+        return self._hear()
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        os.kill(self.pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(self.pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join(10.0)
+
+    def end(self) -> None:
+        if self._process.is_alive():
+            self._pipe.send(None)
+            self._process.join(15.0)
+            if self._process.is_alive():
+                self.kill()
+                pytest.fail("a process with a pool does not end")
+        self._pipe.close()
+        self._process.close()
+
+    def _hear(self) -> Any:
+        if not self._pipe.poll(ANSWER_SECONDS):
+            pytest.fail(f"the process said nothing for {ANSWER_SECONDS} s")
+        kind, value = self._pipe.recv()
+        if kind == "raised":
+            raise getattr(errors, value[0])(value[1])
+        return value
+
+
+def _run(
+    pipe: "Connection[Any, Any]", config: str, namespace: str, options: dict[str, Any]
+) -> None:
+    torch.set_num_threads(1)
+    settings = BufferConfig.of(json.loads(config))
+    version = options.pop("version", None)
+    dialect = Dialect("gloo", version) if version else None
+    place = {"full": FullDevice, "lost": LostDevice, "": HostPlace}[options.pop("device", "")]()
+    logged: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("lookup_buffer").addHandler(handler)
+    options = {"pool_bytes": POOL_BYTES, "place": place, **options}
+    known = {**globals(), "config": settings, "logged": logged}
+
+    def join() -> None:
+        """A new pool, and a new client with it."""
+        lane = DeviceLane("gloo", dialect=dialect, **options)
+        buffer = DeviceBuffer(lane, settings, Namespace.named(namespace))
+        known.update(buffer=buffer, lane=lane, insert=buffer.insert, leave=buffer.close)
+        known["read"] = lambda key, **how: read(buffer, key, **how)
+
+    known["join"] = join
+    join()
+    with closing(known["buffer"]):
+        pipe.send(("is", None))
+        while (source := pipe.recv()) is not None:
+            try:
+                pipe.send(("is", eval(source, known)))
+            except errors.LookupBufferError as error:
+                pipe.send(("raised", (type(error).__name__, str(error))))
+
+
+def read(buffer: DeviceBuffer, key: TensorKey, **how: Any) -> Any:
+    """What tells two tensors apart: dtype, shape and bytes."""
+    return facts(buffer.select(key, **how))
+
+
+def facts(tensor: torch.Tensor | None) -> Any:
+    if tensor is None:
+        return None
+    owner, _, _ = contiguous_bytes(tensor)
+    raw = bytes(owner.reshape(-1).view(torch.uint8).numpy())
+    return str(tensor.dtype), tuple(tensor.shape), raw
+
+
+class FullDevice(HostPlace):
+    """One that has no memory left to receive to."""
+
+    def empty(self, header: TensorHeader) -> torch.Tensor:
+        raise BufferFull("the device has no memory for the pool")
+
+
+class LostDevice(HostPlace):
+    """One that is gone: torch says so by a RuntimeError, wherever it is asked for something."""
+
+    def empty(self, header: TensorHeader) -> torch.Tensor:
+        raise RuntimeError("CUDA error: unknown error")
+
+
+def threads() -> list[str]:
+    return sorted(thread.name for thread in threading.enumerate() if thread.name[:3] == "lb-")
+
+
+def files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+StartEnd = Callable[..., DeviceEnd]
+
+
+@pytest.fixture
+def start_end(start_node: StartNode, request: pytest.FixtureRequest) -> Iterator[StartEnd]:
+    """start_end(node=None, **options): a process with a pool on a node of its own, or on that."""
+    with ExitStack() as ends:
+
+        def start(node: NodeProcess | None = None, **options: Any) -> DeviceEnd:
+            node = node or start_node()
+            with_store(node)
+            end = DeviceEnd(node, request.node.name[:80], **options)
+            ends.callback(end.end)
+            return end
+
+        yield start
+
+
+def put(end: DeviceEnd, key: str, value: str, **how: Any) -> None:
+    """Insert what `value` evaluates to, and wait until Redis names the device. Who asks only then,
+    for the first time, is told of it."""
+    end.do(f"insert(TensorKey({key!r}), {value}, **{how!r})")
+    with open_store(end.node.config.store_url, call_timeout_seconds=2.0) as store:
+        wait_until(lambda: _on_device(store, key), 10.0, f"{key} is offered")
+
+
+def _on_device(store: MetadataStore, key: str) -> bool:
+    return any(record.devices for record in store.scan() if record.key == key)
+
+
+def warm(first: DeviceEnd, second: DeviceEnd) -> None:
+    """Until the second receives from the first's pool, of which the first record tells it; again,
+    where it has left that alone for a while."""
+
+    def comes() -> bool:
+        before = second.counted("lane_received_gloo")
+        key = f"warm-{first.pid}-{second.pid}-{time.monotonic_ns()}"
+        put(first, key, f"torch.zeros({LARGE}, dtype=torch.uint8)")
+        second.do(f"read(TensorKey({key!r}))")
+        return second.counted("lane_received_gloo") > before
+
+    wait_until(comes, 40.0, f"a lane: {second.node.stats()}")
+
+
+__all__ = ["TensorKey", "tensor_of"]

@@ -1,0 +1,120 @@
+"""Two real vLLM engines whose workers take encoder outputs from each other's pools, over Gloo.
+
+The tokens are held against an engine without any connector. The tests run in their order: the last
+one ends an engine.
+"""
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+
+from connectors.demo.engine import DemoEngine
+from connectors.demo.engine_settings import EngineSettings
+from engines import EnginePair, TwoHosts
+from nodes import NodeProcess, at_rest, wait_until
+
+pytestmark = pytest.mark.vllm
+ANSWER_SECONDS = 20.0
+"""A stopped peer may cost the lane's deadline; a busy machine its own."""
+LANE = {"device_lane": "gloo", "device_pool_bytes": "32MiB", "fetch_wait_seconds": 15.0}
+
+
+def PREPARE(settings: EngineSettings) -> EngineSettings:
+    config = dict(settings.ec_transfer_config or {})
+    config["ec_connector_extra_config"] = {**config["ec_connector_extra_config"], **LANE}
+    return replace(settings, ec_transfer_config=config)
+
+
+@pytest.fixture(scope="module")
+def hosts(places: TwoHosts) -> Iterator[TwoHosts]:
+    places.start()
+    try:
+        yield places
+        for node in places.nodes:
+            at_rest(node)
+    finally:
+        places.stop()
+
+
+@pytest.fixture(scope="module")
+def pair(hosts: TwoHosts, engine_pair: EnginePair) -> EnginePair:
+    hosts.wait_until_attached()
+    return engine_pair
+
+
+def counted(node: NodeProcess, prefix: str) -> int:
+    return sum(count for name, count in node.stats().items() if name.startswith(prefix))
+
+
+def offered(hosts: TwoHosts, identifier: str) -> bool:
+    return any(record.devices for record in hosts.store.scan() if record.key == identifier)
+
+
+def shared(hosts: TwoHosts, pair: EnginePair, first: DemoEngine, second: DemoEngine) -> None:
+    """A fresh image is encoded by the one engine and loaded by the other."""
+    question = pair.fresh()
+    assert pair.ask(first, question, within_seconds=ANSWER_SECONDS).origins == ("encoded",)
+    wait_until(lambda: offered(hosts, pair.identifier(question)), 10.0, "it is offered on a device")
+    assert pair.ask(second, question, within_seconds=ANSWER_SECONDS).origins == ("loaded",)
+
+
+@contextmanager
+def stopped(engine: DemoEngine) -> Iterator[None]:
+    os.killpg(engine.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.killpg(engine.pid, signal.SIGCONT)
+
+
+@pytest.mark.parametrize("way", ["a to b", "b to a"])
+def test_outputs_go_from_worker_to_worker(hosts: TwoHosts, pair: EnginePair, way: str) -> None:
+    ends = [(pair.a, hosts.a), (pair.b, hosts.b)]
+    (first, _), (second, node) = ends if way == "a to b" else ends[::-1]
+    shared(hosts, pair, first, second)  # over the hosts, for there is no communicator yet
+    for _ in range(5):
+        if counted(node, "lane_received_gloo"):
+            break
+        shared(hosts, pair, first, second)
+    else:
+        pytest.fail(f"nothing came by the lane: {node.stats()}")
+    before = counted(node, "lane_received_gloo")
+    shared(hosts, pair, first, second)
+    assert counted(node, "lane_received_gloo") == before + 1
+    assert counted(node, "hits_lane") == before + 1
+    wait_until(lambda: "load_lane=" in second.settings.log_path.read_text(), 10.0)
+
+
+def test_a_worker_that_is_stopped_costs_a_deadline_and_no_encode(
+    hosts: TwoHosts, pair: EnginePair
+) -> None:
+    question = pair.fresh()
+    pair.ask(pair.a, question, within_seconds=ANSWER_SECONDS)
+    wait_until(lambda: offered(hosts, pair.identifier(question)), 10.0)
+    with stopped(pair.a):
+        answer = pair.ask(pair.b, question, within_seconds=ANSWER_SECONDS)
+    assert answer.origins == ("loaded",)
+    assert counted(hosts.b, "lane_fallbacks_timeout") >= 1
+    assert "was not used, and the bytes came over the hosts" in pair.b.settings.log_path.read_text()
+    shared(hosts, pair, pair.a, pair.b)  # by whichever way
+
+
+def test_a_worker_that_is_killed_costs_no_encode_and_no_engine(
+    hosts: TwoHosts, pair: EnginePair
+) -> None:
+    questions = [pair.fresh(), pair.fresh()]
+    for question in questions:
+        pair.ask(pair.a, question, within_seconds=ANSWER_SECONDS)
+        hosts.wait_for_holder(pair.identifier(question), hosts.a)
+    os.killpg(pair.a.pid, signal.SIGKILL)
+    for question in questions:
+        answer = pair.ask(pair.b, question, within_seconds=ANSWER_SECONDS)
+        assert answer.origins == ("loaded",)
+    gone = [pair.identifier(question) for question in questions]
+    wait_until(lambda: not any(offered(hosts, each) for each in gone), 20.0)
+    fresh = pair.fresh()
+    assert pair.ask(pair.b, fresh, within_seconds=ANSWER_SECONDS).origins == ("encoded",)

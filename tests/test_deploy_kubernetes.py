@@ -1,0 +1,188 @@
+"""deploy/kubernetes: that its parts fit each other, and that its node's command runs.
+
+No Kubernetes ran them. By hand they were held against the schemas of Kubernetes 1.37.
+"""
+
+import json
+import os
+import re
+import subprocess
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import yaml
+
+from connectors.settings import parse_settings
+from deployment import Service, Stack, running_stack
+from lookup_buffer.config import BufferConfig
+from lookup_buffer.environment import ENVIRONMENT_PREFIX
+from lookup_buffer.sizes import parse_bytes
+from nodes import MIB, ROOT, wait_until
+
+FOLDER = ROOT / "deploy/kubernetes"
+POD = "lookup-buffer-x7k2p"
+SECRETS = "/run/secrets/lookup-buffer/"
+
+
+def _objects() -> dict[tuple[str, str], dict[str, Any]]:
+    found = {}
+    for path in sorted(FOLDER.glob("*.yaml")):
+        for each in yaml.safe_load_all(path.read_text(encoding="utf-8")):
+            if each["kind"] != "Kustomization":
+                found[each["kind"], each["metadata"]["name"]] = each
+    return found
+
+
+OBJECTS = _objects()
+PODS = {
+    name: each["spec"]["template"]["spec"]
+    for (_, name), each in OBJECTS.items()
+    if "template" in each.get("spec", {})
+}
+(NODE,) = PODS["lookup-buffer"]["containers"]
+(ENGINE,) = PODS["vllm"]["containers"]
+
+
+def _environment() -> dict[str, str]:
+    """Of the node, as the kubelet makes it: fields of the pod, `$(NAME)` of what stands before."""
+    given: dict[str, str] = {}
+    fields = {"status.podIP": "10.0.0.7", "metadata.name": POD}
+    for variable in NODE["env"]:
+        if "valueFrom" in variable:
+            value = fields[variable["valueFrom"]["fieldRef"]["fieldPath"]]
+        else:
+            value = re.sub(r"\$\((\w+)\)", lambda found: given[found[1]], variable["value"])
+        given[variable["name"]] = value
+    return given
+
+
+def _engine_settings() -> dict[str, Any]:
+    arguments = ENGINE["args"]
+    connector = json.loads(arguments[arguments.index("--ec-transfer-config") + 1])
+    settings: dict[str, Any] = connector["ec_connector_extra_config"]
+    return settings
+
+
+def test_kustomization_names_what_there_is() -> None:
+    named = yaml.safe_load((FOLDER / "kustomization.yaml").read_text())["resources"]
+    here = {path.name for path in FOLDER.glob("*.yaml")}
+    assert here - set(named) == {"kustomization.yaml", "monitoring.yaml"}
+    assert set(named) <= here
+
+
+@pytest.mark.parametrize("name", sorted(PODS))
+def test_a_pod_finds_what_it_mounts_and_may_do_no_more_than_it_has_to(name: str) -> None:
+    pod = PODS[name]
+    secret = OBJECTS["Secret", "lookup-buffer"]["stringData"]
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    for volume in volumes.values():
+        if "secret" in volume:
+            assert ("Secret", volume["secret"]["secretName"]) in OBJECTS
+            assert {each["key"] for each in volume["secret"].get("items", [])} <= set(secret)
+        if "configMap" in volume:
+            assert ("ConfigMap", volume["configMap"]["name"]) in OBJECTS
+    assert pod["automountServiceAccountToken"] is pod["enableServiceLinks"] is False
+    for container in pod["containers"]:
+        assert {mount["name"] for mount in container["volumeMounts"]} <= set(volumes)
+        security = container["securityContext"]
+        assert security["readOnlyRootFilesystem"] is True
+        assert security["allowPrivilegeEscalation"] is False
+        assert security["capabilities"] == {"drop": ["ALL"]}
+        assert (pod["securityContext"] | security)["runAsNonRoot"] is True
+        assert (pod["securityContext"] | security)["runAsUser"] > 0
+        resources = container["resources"]
+        assert resources["limits"]["memory"] == resources["requests"]["memory"]
+
+
+def test_services_and_policies_meet_their_pods() -> None:
+    for (kind, name), each in OBJECTS.items():
+        if kind == "Service":
+            (port,) = each["spec"]["ports"]
+            (container,) = PODS[each["spec"]["selector"]["app.kubernetes.io/name"]]["containers"]
+            assert port["targetPort"] in {port["name"] for port in container["ports"]}, name
+        if kind == "NetworkPolicy":
+            pods = PODS[each["spec"]["podSelector"]["matchLabels"]["app.kubernetes.io/name"]]
+            ports = {port["name"] for port in pods["containers"][0]["ports"]}
+            assert {rule["ports"][0]["port"] for rule in each["spec"]["ingress"]} <= ports
+
+
+def test_engine_and_node_agree() -> None:
+    """What a node compares when an engine comes, and where the engine looks for it."""
+    node, engine = _environment(), _engine_settings()
+    assert engine["store_url"] == node["LOOKUP_BUFFER_STORE_URL"]
+    assert engine["capacity_bytes"] == node["LOOKUP_BUFFER_CAPACITY_BYTES"]
+    assert engine["token_file"] == node["LOOKUP_BUFFER_TOKEN_FILE"] == SECRETS + "token"
+    assert engine["node_socket"] == node["LOOKUP_BUFFER_DIRECTORY"] + "/node.sock"
+    paths = [
+        volume["hostPath"]["path"]
+        for name in ("vllm", "lookup-buffer")
+        for volume in PODS[name]["volumes"]
+        if volume["name"] == "socket"
+    ]
+    assert len(set(paths)) == 1
+    assert PODS["vllm"]["securityContext"]["runAsUser"] == NODE["securityContext"]["runAsUser"]
+    del engine["token_file"]  # it does not exist here
+    engine["capacity_bytes"] = "1GiB"  # nor that much memory, perhaps
+    parse_settings(engine)
+
+
+def test_a_node_has_room_for_its_arena() -> None:
+    capacity = parse_bytes(_environment()["LOOKUP_BUFFER_CAPACITY_BYTES"])
+    limit = parse_bytes(NODE["resources"]["limits"]["memory"] + "B")
+    assert isinstance(capacity, int)
+    assert isinstance(limit, int)
+    assert limit >= capacity + 256 * MIB
+
+
+def test_valkey_is_that_of_the_compose_file() -> None:
+    (container,) = PODS["valkey"]["containers"]
+    theirs = container["args"][0].replace(SECRETS, "/run/secrets/")
+    assert theirs == Service("valkey").command[-1]
+    ours = (ROOT / "deploy/valkey/valkey.conf").read_text()
+    kept = "".join(line for line in ours.splitlines(keepends=True) if not line.startswith("#"))
+    assert OBJECTS["ConfigMap", "valkey"]["data"]["valkey.conf"] == kept
+
+
+@pytest.fixture
+def stack() -> Iterator[Stack]:
+    yield from running_stack("valkey")
+
+
+def test_the_command_of_the_node_runs_with_its_environment(stack: Stack) -> None:
+    service = Service("node-a")  # whose address and folders it gets
+    stack.prepare(service)
+    given = _environment()
+    known = {ENVIRONMENT_PREFIX + name.upper() for name in BufferConfig.model_fields}
+    assert {name.removesuffix("_FILE") for name in given} - known == {"POD_IP"}
+    given["LOOKUP_BUFFER_CAPACITY_BYTES"] = "64MiB"
+    words = {"valkey.lookup-buffer.svc": "valkey", "10.0.0.7": "node-a", SECRETS: "/run/secrets/"}
+    for name, value in given.items():
+        for theirs, ours in words.items():
+            value = value.replace(theirs, ours)
+        given[name] = stack.translated(service, value)
+    path = stack.environment(service)["PATH"]
+    with stack.log("pod").open("wb") as log:
+        process = subprocess.Popen(
+            ["lookup-buffer", *NODE["args"]], env=given | {"PATH": path}, stdout=log, stderr=log,
+            executable=stack.base / "bin/lookup-buffer",
+        )  # fmt: skip
+    stack.processes["pod"] = process
+    port = {each["name"]: each["containerPort"] for each in NODE["ports"]}["http"]
+    probe = NODE["readinessProbe"]["httpGet"]
+    assert NODE["startupProbe"]["httpGet"] == probe
+    url = f"http://{stack.addresses['node-a']}:{port}{probe['path']}"
+
+    def ready() -> bool:
+        assert process.poll() is None, stack.log("pod").read_text()
+        try:
+            with urllib.request.urlopen(url, timeout=3) as answer:
+                return bool(answer.status == 200)
+        except OSError:
+            return False
+
+    wait_until(ready, 30.0, "it is ready")
+    assert f"node {POD} is ready" in stack.log("pod").read_text()
+    assert os.path.exists(stack.translated(service, _engine_settings()["node_socket"]))
+    assert stack.stop("pod") == 0

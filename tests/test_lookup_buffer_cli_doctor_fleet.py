@@ -1,0 +1,85 @@
+"""`doctor`: what it says of clocks, of the nodes' versions and of their ports."""
+
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from command_line import beating, boot_of, run_json
+from lookup_buffer.cli.store_checks import clock_check
+from servers import command
+from store import MetadataStore, NodeInfo
+
+HERE = socket.gethostname()
+
+
+def examine(url: str, directory: Path) -> dict[str, dict[str, Any]]:
+    checks = run_json("doctor", "--store-url", url, "--directory", str(directory / "d"))["checks"]
+    return {check["name"]: check for check in checks}
+
+
+@contextmanager
+def a_node(
+    store: MetadataStore, node: str, endpoint: str, *, version: str = "0.1", host: str = HERE
+) -> Iterator[None]:
+    store.describe_node(NodeInfo(node, boot_of(node), endpoint, host, version, 1, 1, 1))
+    with beating(store, node):
+        yield
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """Somebody listens there."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener.getsockname()[1]
+
+
+def test_ports(store: MetadataStore, url: str, tmp_path: Path, port: int) -> None:
+    with a_node(store, "n1", f"tcp://127.0.0.1:{port}"):
+        assert examine(url, tmp_path)["ports"]["verdict"] == "ok"
+        with (
+            a_node(store, "n2", "tcp://127.0.0.1:1"),
+            a_node(store, "n3", f"tcp://127.0.0.1:{port}", host="elsewhere"),
+            a_node(store, "n4", "nonsense"),
+        ):
+            check = examine(url, tmp_path)["ports"]
+    assert check["verdict"] == "warn"
+    assert "n2 at tcp://127.0.0.1:1 (Connection refused)" in check["found"]
+    assert f"n3 at tcp://127.0.0.1:{port} (loopback, of another host)" in check["found"]
+    assert "n4 at nonsense" in check["found"]
+    assert "n1" not in check["found"]
+
+
+def test_versions(store: MetadataStore, url: str, tmp_path: Path, port: int) -> None:
+    with a_node(store, "n1", f"tcp://127.0.0.1:{port}"):
+        assert examine(url, tmp_path)["versions"]["verdict"] == "ok"
+        with a_node(store, "n2", f"tcp://127.0.0.1:{port}", version="0.2"):
+            checks = examine(url, tmp_path)
+    assert checks["versions"]["verdict"] == "warn"
+    assert "0.1, 0.2" in checks["versions"]["found"]
+    assert checks["fleet"]["verdict"] == "ok"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "verdict"), [(0.1, "ok"), (-1.9, "ok"), (2.1, "warn"), (-90.0, "warn")]
+)
+def test_clocks(seconds: float, verdict: str) -> None:
+    (check,) = clock_check(seconds)
+    assert check.verdict.value == verdict
+    assert ("ahead" if seconds > 0 else "behind") in check.found
+
+
+def test_who_may_not_ask_for_the_time_is_told_nothing_of_it(
+    store: MetadataStore, url: str, tmp_path: Path
+) -> None:
+    assert examine(url, tmp_path)["store clock"]["verdict"] == "ok"
+    try:
+        assert command(url, "ACL", "SETUSER", "default", "-time") == b"+OK"
+        checks = examine(url, tmp_path)
+    finally:
+        assert command(url, "ACL", "SETUSER", "default", "+time") == b"+OK"
+    assert "store clock" not in checks
+    assert checks["store rights"]["verdict"] == "ok"

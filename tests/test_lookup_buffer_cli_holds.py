@@ -1,0 +1,34 @@
+"""No command holds the server for long, however many records there are."""
+
+from benchmarks.commands import COMMANDS, LOGGED_MICROSECONDS, Filled, beating, run
+from benchmarks.gauge import percentile
+from servers import StartServer
+
+RECORDS = 100_000
+HOLD_MILLISECONDS = 5.0
+
+
+def test_no_command_holds_the_server(start_server: StartServer) -> None:
+    """By the server's own log of what took 0.1 ms and more; a million records: docs/scale.md.
+
+    Nine of ten of each kind, in the better of two runs: the machine stops a server, too. One that
+    looked at everything at once (KEYS, a SCAN without a COUNT to speak of) would do so each time.
+    """
+    with Filled(start_server().url, RECORDS) as filled, beating(filled.url):
+        filled.ask(
+            ("CONFIG", "SET", "slowlog-log-slower-than", LOGGED_MICROSECONDS),
+            ("CONFIG", "SET", "slowlog-max-len", 100_000),
+            ("KEYS", "lb:rec:*"),
+        )
+        (control,) = filled.holds()["KEYS"]
+        assert control > HOLD_MILLISECONDS, "what would be too long is told"
+        for command in COMMANDS:
+            held: list[dict[str, float]] = []
+            while len(held) < 2:
+                run(command, filled.url)
+                found = filled.holds()
+                held.append({name: percentile(each, 0.9) for name, each in found.items()})
+                if all(each < HOLD_MILLISECONDS for each in held[-1].values()):
+                    break
+            else:
+                raise AssertionError(f"{command}: {held}")

@@ -1,0 +1,113 @@
+"""The dashboard's page over time: lost and found again, behind a token, and open for an hour."""
+
+import json
+import sys
+
+from browser import Browser
+from dashboards import LIVE, dashboard
+from lookup_buffer.node.http_dashboard import dashboard_pages
+from lookup_buffer.node.http_server import HttpServer
+from lookup_buffer.node.observer import HISTORY_SECONDS, Observer
+from nodes import StartNode
+from observing import free_port
+
+TOKEN = "nur-fuer-uns"
+HOUR_SECONDS = 3600
+SAMPLE_PAUSE_SECONDS = 0.006
+HEAP_GROWTH_BYTES = 1_000_000
+# Says what an observer says of a busy fleet, a second each few milliseconds: keys and nodes come
+# and go, reasons of misses, too. Each second has one hit, so it can be seen how many were heard.
+HASTE = """
+import json, sys, time
+pause = json.loads(sys.stdin.readline())
+reasons = ["absent", "stale", "timeout", "no_room"]
+start, number = 1_800_000_000, 0
+while True:
+    number += 1
+    point = {"at": start + number, "seconds": 1.0, "hits": 1, "claims": number % 5,
+             "misses": {reasons[number // 50 % 4]: number % 3},
+             "bytes": {"received shm": 1000 * number, "sent tcp": 10}}
+    nodes = [{"node": f"node-{number // 100 + n}", "state": "alive" if n else "dead",
+              "silent_seconds": None if n else 7.0, "host": "h", "endpoint": "tcp://h:1",
+              "version": "0.1", "items": number, "used_bytes": number, "capacity_bytes": 99999,
+              "claims": 1, "hits_per_second": 1.5, "misses_per_second": 0.1} for n in range(8)]
+    hottest = [{"namespace": "5" * 64, "key": f"key-{number // 10 + n}", "hits": number,
+                "hits_per_second": 0.1 * n} for n in range(12)]
+    now = {"node": "haste", "at": point["at"], "point": point, "asked_seconds": 0.001,
+           "nodes": nodes, "claims": number % 5, "hottest": hottest,
+           "totals": {"hits_local": number, "misses_absent": number, "misses_stale": 3},
+           "transfers": [{"direction": "received", "pipe": "shm", "bytes": number,
+                          "bytes_per_second": 5}]}
+    print("point", json.dumps(point), flush=True)
+    print("now", json.dumps(now), flush=True)
+    time.sleep(pause)
+"""
+
+
+def test_an_hour_leaves_nothing_behind(browser: Browser) -> None:
+    told = json.dumps(SAMPLE_PAUSE_SECONDS).encode() + b"\n"
+    server = HttpServer(None)
+    server.listen("http://127.0.0.1:0")
+    server.start(
+        dashboard_pages(Observer(((sys.executable, "-c", HASTE), told)), needs_token=False)
+    )
+    try:
+        tab = browser.open(f"{server.address}/")
+        shown = (
+            "parseInt(document.getElementById('saved-note').textContent.replaceAll(',', '')) || 0"
+        )
+        tab.wait_for(f"({shown}) > {HISTORY_SECONDS}", 120.0)
+        before, begun = tab.metrics(), int(tab.run(shown))
+        tab.wait_for(f"({shown}) > {begun + HOUR_SECONDS - HISTORY_SECONDS}", 240.0)
+        after = tab.metrics()
+        hits = "[...document.querySelectorAll('#minutes td:nth-child(3)')]"
+        heard = tab.run(f"{hits}.reduce((all, cell) => all + parseInt(cell.textContent), 0)")
+        print({name: (before[name], after[name]) for name in ("Nodes", "JSHeapUsedSize")})
+        assert heard > 0.8 * HISTORY_SECONDS  # the page kept up, and has what it is to keep
+        assert after["Nodes"] < 1.2 * before["Nodes"]
+        assert after["JSEventListeners"] < before["JSEventListeners"] + 20
+        assert after["JSHeapUsedSize"] - before["JSHeapUsedSize"] < HEAP_GROWTH_BYTES
+        assert tab.errors() == []
+    finally:
+        server.close()
+
+
+def test_a_lost_connection_is_told_and_found_again(browser: Browser, start_node: StartNode) -> None:
+    node = start_node(http_listen=f"http://127.0.0.1:{free_port()}")
+    status = "document.getElementById('status')"
+    with dashboard(browser, node) as tab:
+        tab.wait_for("document.getElementById('alive').textContent.startsWith('1 ')")
+        node.kill()
+        tab.wait_for(f"{status}.innerText.includes('connection lost, trying again in')")
+        assert "The connection to the node is lost. What stands below is of" in tab.text("#banner")
+        assert tab.run("document.getElementById('board').classList.contains('stale')")
+        tab.type("#key", "anything")
+        tab.wait_for("document.getElementById('answer').innerText.includes('does not answer')")
+        node.start()
+        tab.wait_for(f"{LIVE} && document.getElementById('banner').hidden", 40.0)
+        tab.forgive()  # browsers complain of each request that fails
+
+
+def test_the_token_is_asked_for_and_stays_in_the_tab(
+    browser: Browser, start_node: StartNode
+) -> None:
+    node = start_node(http_listen=f"http://127.0.0.1:{free_port()}", http_token=TOKEN)
+    with dashboard(browser, node, live=False) as tab:
+        tab.wait_for("!document.getElementById('login').hidden")
+        assert tab.run("document.getElementById('board').hidden")
+        assert tab.errors() == []
+        tab.type("#token", "another")
+        tab.wait_for("document.getElementById('refused').textContent != ''")
+        tab.forgive()  # of the 401
+        tab.type("#token", TOKEN)
+        tab.wait_for(LIVE)
+        tab.type("#key", "never-stored")
+        tab.wait_for("document.querySelector('.findings')")
+        assert TOKEN not in tab.run("location.href + document.documentElement.outerHTML")
+        loaded = tab.run("performance.getEntriesByType('resource').map(one => one.name).join(' ')")
+        assert TOKEN not in loaded
+        tab.go(f"{node.settings.http_listen}/")
+        tab.wait_for(LIVE)
+        with dashboard(browser, node, live=False) as other:
+            other.wait_for("!document.getElementById('login').hidden")
+    assert TOKEN not in node.log_text()

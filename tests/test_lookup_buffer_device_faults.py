@@ -1,0 +1,175 @@
+"""What goes wrong on a lane costs no tensor and no process: the bytes come over the hosts.
+
+Between processes on hosts of their own, over Gloo. That a device has no memory, or is gone, is said
+by a stand-in for it; all else is done to the real thing.
+"""
+
+import time
+from itertools import count
+
+import pytest
+
+from device_ends import LARGE, DeviceEnd, StartEnd, facts, put, start_end, warm
+from lookup_buffer.errors import MissingTensor
+from nodes import MIB, StartNode, at_rest, start_node, tensor_of, wait_until, with_store
+from store import open_store
+
+__all__ = ["start_end", "start_node"]
+HUGE = 24 * MIB
+LANE_SECONDS = 1.0 + HUGE / 100e6
+"""The deadline of a lane for so much."""
+_numbers = count()
+
+
+def some(first: DeviceEnd, nbytes: int = LARGE) -> tuple[str, object]:
+    """A key that the first one has just offered, and what has to be read under it."""
+    key = f"some-{next(_numbers)}"
+    put(first, key, f"tensor_of({key!r}, {nbytes})")
+    return f"read(TensorKey({key!r}))", facts(tensor_of(key, nbytes))
+
+
+def fallbacks(end: DeviceEnd) -> dict[str, int]:
+    named = end.node.stats().items()
+    prefix = "lane_fallbacks_"
+    return {name.removeprefix(prefix): n for name, n in named if name.startswith(prefix)}
+
+
+@pytest.fixture
+def pair(start_end: StartEnd) -> tuple[DeviceEnd, DeviceEnd]:
+    first, second = start_end(), start_end()
+    warm(first, second)
+    return first, second
+
+
+def test_a_peer_that_is_stopped_in_the_middle_costs_one_deadline(
+    pair: tuple[DeviceEnd, DeviceEnd],
+) -> None:
+    first, second = pair
+    for wait_seconds in (0.0, 0.005, 0.02):
+        read, expected = some(first, HUGE)
+        second.begin(read)
+        time.sleep(wait_seconds)  # before its question, behind it, or in the middle of the bytes
+        with first.stopped():
+            started = time.monotonic()
+            assert second.hear() == expected
+            # Several times the deadline and the way over the hosts, for a machine that is busy.
+            assert time.monotonic() - started < 10 * LANE_SECONDS
+        warm(first, second)
+    assert {"timeout", "peer_failed"} & fallbacks(second).keys()
+    at_rest(second.node)
+    assert second.do("lane.gauges().tickets") == 0
+
+
+def test_a_peer_that_is_killed_in_the_middle_takes_nobody_along(
+    pair: tuple[DeviceEnd, DeviceEnd], start_end: StartEnd
+) -> None:
+    first, second = pair
+    (read, expected), (again, also), (third, rest) = some(first, HUGE), some(first), some(first)
+    second.begin(read)
+    time.sleep(0.01)
+    first.kill()
+    assert second.hear() == expected
+    assert second.do(again) == also
+    assert second.do(third) == rest
+    with open_store(first.node.config.store_url, call_timeout_seconds=2.0) as store:
+        wait_until(lambda: not any(record.devices for record in store.scan()), 10.0)
+    wait_until(lambda: second.do("lane.pairs()") == 0, 20.0)
+    other = start_end(first.node)  # another process of that host is another pool
+    warm(other, second)
+
+
+def test_a_reader_that_is_stopped_holds_up_no_other(start_end: StartEnd) -> None:
+    first, second, third = (start_end() for _ in range(3))
+    for reader in (second, third):
+        warm(first, reader)
+    read, expected = some(first, HUGE)
+    second.begin(read)
+    with second.stopped():
+        for _ in range(2):
+            other, also = some(first)
+            assert third.do(other) == also
+        assert third.counted("hits_lane") >= 3
+    assert second.hear() == expected
+
+
+def test_another_version_is_not_even_asked(start_end: StartEnd) -> None:
+    first, second = start_end(version="of torch 1.13.0"), start_end()
+    for _ in range(3):
+        read, expected = some(first)
+        assert second.do(read) == expected
+    assert fallbacks(second) == {"version": 3}
+    assert second.do("lane.pairs()") == first.do("lane.pairs()") == 0
+    assert len([line for line in second.do("logged") if "was not used" in line]) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"pool_bytes": MIB}, "no_room"),
+        ({"device": "full"}, "device"),
+        ({"device": "lost"}, "device"),
+    ],
+    ids=["a small pool", "no memory", "gone"],
+)
+def test_a_device_that_takes_nothing(
+    start_end: StartEnd, options: dict[str, object], reason: str
+) -> None:
+    first, second = start_end(), start_end(**options)
+
+    def is_tried() -> bool:
+        read, expected = some(first)
+        assert second.do(read) == expected
+        return reason in fallbacks(second)
+
+    wait_until(is_tried, 30.0)
+    for _ in range(2):
+        read, expected = some(first)
+        assert second.do(read) == expected
+    assert second.counted("lane_received_gloo") == 0
+    assert len([line for line in second.do("logged") if f"({reason};" in line]) == 1
+    assert second.do("lane.gauges().used_bytes") == 0
+
+
+def test_a_node_that_dies_takes_its_places_along_and_brings_them_back(
+    pair: tuple[DeviceEnd, DeviceEnd],
+) -> None:
+    first, second = pair
+    read, _ = some(first)
+    first.node.kill()
+
+    def is_missing() -> bool:
+        try:
+            second.do(read)
+        except MissingTensor:
+            return True
+        return False
+
+    wait_until(is_missing, 15.0)
+    first.node.start()
+    with_store(first.node)
+    wait_until(lambda: first.do("buffer.host.attached"), 15.0)
+    warm(first, second)
+
+
+def test_joins_and_leaves_leave_nothing_behind(start_end: StartEnd, start_node: StartNode) -> None:
+    first, host = start_end(), start_node()
+    with_store(host)
+    other = start_end(host)
+    warm(first, other)
+    other.do("lane.close()")
+    wait_until(lambda: first.do("lane.pairs()") == 0, 20.0)
+    before = first.do("(threads(), files())"), other.do("(threads(), files())")
+    for _ in range(4):
+        other.do("join()")
+        warm(first, other)
+        other.do("leave()")
+        wait_until(lambda: first.do("lane.pairs()") == 0, 20.0)
+
+    def is_as_before() -> bool:
+        now = first.do("(threads(), files())"), other.do("(threads(), files())")
+        return all(
+            seen[0] == was[0] and seen[1] <= was[1] + 1
+            for seen, was in zip(now, before, strict=True)
+        )
+
+    wait_until(is_as_before, 20.0, f"{before}")
