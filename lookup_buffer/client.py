@@ -67,7 +67,7 @@ class LookupBuffer:
     ) -> None:
         self._namespace = namespace or Namespace.named("default")
         self._rank = engine.rank or 0 if engine else 0
-        seat = [engine.engine_id, engine.rank, engine.world_size] if engine else None
+        seat = engine.to_wire() if engine else None
         self._attachment = Attachment(
             config or BufferConfig.from_environment(),
             seat,

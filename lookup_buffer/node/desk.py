@@ -128,7 +128,7 @@ class Desk:
                 self.shelf.release(request.tickets, session.id)
                 self.lanes.release(request.tickets, session)
             case Touch():
-                self._touch(request)
+                self._touch(session, request)
             case Done():
                 self.shelf.done(request.tickets, request.rank)
                 self.lanes.done(request.tickets, request.rank)
@@ -181,14 +181,16 @@ class Desk:
             held = self.loans.hold(address, session.id, session.ranks())
         if held is not None:
             self.counters.hit(held.item)
+            self.counters.spare(session.encodes)
         return held
 
-    def _touch(self, request: Touch) -> None:
+    def _touch(self, session: Session, request: Touch) -> None:
         for key, count in request.reads.items():
             address = (request.namespace, key)
             item = self.shelf.touch(address)
             if item is not None:
                 self.counters.hit(item, count)
+                self.counters.spare(session.encodes * count)
 
     def _select(self, connection: Connection, session: Session, request: Select) -> None:
         address = (request.namespace, request.key)

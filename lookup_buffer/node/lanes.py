@@ -195,6 +195,7 @@ class Lanes:
             self._let_go(held)
         else:
             self.counters.hit_lane(held.address, held.header.nbytes)
+            self.counters.spare(held.owner.encodes)
         held.settle(held, reason)
 
     def _entry(self, held: _Held, lane: str) -> dict[str, Any]:
