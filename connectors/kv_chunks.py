@@ -37,6 +37,8 @@ class ChunkChain:
     def __init__(self, request: Any, chunk_tokens: int, adapters: Adapters) -> None:
         if getattr(request, "prompt_embeds", None) is not None:
             raise NotShareable("prompt_embeds")
+        if getattr(request, "resumable", False):  # its media are not known yet
+            raise NotShareable("session")
         self._tokens = chunk_tokens
         self._media = [
             (

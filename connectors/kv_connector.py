@@ -88,7 +88,9 @@ class LookupBufferKVConnector(KVConnectorBase_V1):
         """For hosts and wrappers that do not ask for `get_transfer_results`."""
         if self.worker is None:
             return None, None
-        results = self.worker.results()
+        metadata = self._connector_metadata
+        is_idle = isinstance(metadata, KvStepMetadata) and metadata.is_idle
+        results = self.worker.results(is_idle=is_idle)
         self._lost_blocks |= results.lost_blocks
         return None, results.loaded or None
 
@@ -214,5 +216,5 @@ def _make_worker(vllm_config: Any, kv_cache_config: Any, settings: "KvSettings")
         settings,
         rank=rank,
         num_blocks=kv_cache_config.num_blocks,
-        weights=WeightsWatch(engine_id(vllm_config), names=()) if rank == 0 else None,
+        weights=WeightsWatch(engine_id(vllm_config), names=()),
     )

@@ -40,7 +40,8 @@ class LoadQueue:
         self._counters = counters
         self._log = log
         self._queue: queue.SimpleQueue[tuple[RequestLoad, Any] | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
+        self._pending = 0
         self._results = LoadResults()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="lb-kv-load", daemon=True)
@@ -48,11 +49,17 @@ class LoadQueue:
 
     def put(self, load: RequestLoad, after: Any) -> None:
         """In the model's thread; `after` is what the model was told to do until now."""
+        with self._changed:
+            self._pending += 1
         self._queue.put((load, after))
 
-    def take(self) -> LoadResults:
-        """Both halves of one request's end come together: vLLM counts on it."""
-        with self._lock:
+    def take(self, timeout: float) -> LoadResults:
+        """Both halves of one request's end come together: vLLM counts on it. Where something loads
+        and nothing has ended, waits for that, at most `timeout` seconds: a thread that asks again
+        and again keeps Python's lock from the one that copies."""
+        with self._changed:
+            if self._pending and timeout > 0:
+                self._changed.wait_for(lambda: bool(self._results.loaded), timeout)
             results, self._results = self._results, LoadResults()
         return results
 
@@ -68,11 +75,13 @@ class LoadQueue:
         while (entry := self._queue.get()) is not None:
             load, after = entry
             lost = set() if self._closed else self._load(load, after)
-            with self._lock:
+            with self._changed:
+                self._pending -= 1
                 self._results.loaded.add(load.request_id)
                 if lost:
                     self._results.failed.add(load.request_id)
                     self._results.lost_blocks |= lost
+                self._changed.notify_all()
 
     def _load(self, load: RequestLoad, after: Any) -> set[int]:
         """The blocks that could not be filled: from the first chunk on that did not load, for vLLM

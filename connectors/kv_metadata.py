@@ -47,6 +47,8 @@ class ChunkSave:
 class KvStepMetadata:
     """Loads and saves of one step."""
 
+    is_idle: bool = False
+    """Whether the step runs no model: vLLM would only ask again, at once, whether a load ended."""
     written: list[int] = field(default_factory=list)
     """Blocks that get new content from this step on: what of them is still to be stored is copied
     before."""

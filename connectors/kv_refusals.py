@@ -31,7 +31,10 @@ def _refused_model(kv_cache_config: Any) -> str:
             "attention or a state space), and only plain attention can be shared by prefix; where "
             "only windows differ, --disable-hybrid-kv-cache-manager makes it one kind"
         )
-    kind = type(groups[0].kv_cache_spec).__name__
+    spec = groups[0].kv_cache_spec
+    kind = type(spec).__name__
+    if getattr(spec, "non_causal", False):
+        return "in this model tokens attend to those behind them, so no prefix stands by itself"
     if kind == "FullAttentionSpec":
         return ""
     if "MLA" in kind:

@@ -53,6 +53,8 @@ class KvRequest:
     pins: list[ChunkPin] = field(default_factory=list)
     """What was asked for, in order from chunk `first` on."""
     first: int = 0
+    present: int = 0
+    """So many of them are known to be here, from the first on."""
     asked: bool = False
     deadline: float = 0.0
     """Until when it may wait for what is on its way, or for room."""

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from lookup_buffer.client import LookupBuffer
 
 Answer = tuple[int | None, bool]
+IDLE_SECONDS = 2e-3
 NOTHING: Answer = (0, False)
 ASK_AGAIN: Answer = (None, False)
 
@@ -62,6 +63,7 @@ class KvScheduler:
         self._held_bytes = 0
         self._pass_left = settings.first_sight_seconds
         self._shares = True
+        self._idle_left = 0.0
         self._handoffs = Handoffs(
             buffer, settings.handoff_wait_seconds, shape, counters=self.counters, clock=clock
         )
@@ -83,6 +85,7 @@ class KvScheduler:
             return ASK_AGAIN if self._may_wait(state) else NOTHING
         present, settled = self._present(state)
         if not settled and self._may_wait(state):
+            self._rest(state.pins[present])
             return ASK_AGAIN
         self._keep_only(state, present)
         tokens = (state.first + present) * self._shape.chunk_tokens - computed
@@ -137,11 +140,21 @@ class KvScheduler:
 
     def _present(self, state: KvRequest) -> tuple[int, bool]:
         """How many chunks are here in one run, and whether it is known that there are no more."""
-        for index, pin in enumerate(state.pins):
+        for pin in state.pins[state.present :]:
             found = pin.state
             if found is not PrefetchState.RESIDENT:
-                return index, found is not PrefetchState.PENDING
-        return len(state.pins), True
+                return state.present, found is not PrefetchState.PENDING
+            state.present += 1
+        return state.present, True
+
+    def _rest(self, pin: ChunkPin) -> None:
+        """The pass before found nothing to run, and vLLM would ask again at once, keeping Python's
+        lock from the thread that hears the node's answers."""
+        for handle in pin.handles:
+            if self._idle_left > 0 and handle.state is PrefetchState.PENDING:
+                started = self._clock()
+                handle.wait(self._idle_left)
+                self._idle_left -= self._clock() - started
 
     def _may_wait(self, state: KvRequest) -> bool:
         now = self._clock()
@@ -194,7 +207,9 @@ class KvScheduler:
     def build_metadata(self, output: Any) -> KvStepMetadata:
         """What the workers are told with the step that was just planned."""
         self._pass_left = self._settings.first_sight_seconds
-        metadata = KvStepMetadata(loads=self._loads)
+        is_idle = not output.num_scheduled_tokens
+        self._idle_left = IDLE_SECONDS if is_idle else 0.0
+        metadata = KvStepMetadata(is_idle=is_idle, loads=self._loads)
         self._loads = []
         for load in metadata.loads:
             for chunk in load.chunks:
@@ -290,7 +305,7 @@ class KvScheduler:
             )
 
     def _forget_pins(self, state: KvRequest) -> None:
-        pins, state.pins = state.pins, []
+        pins, state.pins, state.present = state.pins, [], 0
         state.asked = state.loading = False
         state.deadline = 0.0
         self._release(pins)

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 INSERT_SECONDS = 10.0
 TAKE_SECONDS = 2.0
+IDLE_SECONDS = 2e-3
 CLOSE_SECONDS = 5.0
 
 
@@ -52,7 +53,8 @@ class KvWorker:
         self.counters = counters or Counters()
         self._log = RateLimitedLog()
         if weights is not None:
-            weights.start()
+            if rank == 0:  # one flag for the engine; what each rank stores is its own matter
+                weights.start()
             weights.find()
             weights.begin()
         self._buffer = open_buffer()
@@ -108,9 +110,9 @@ class KvWorker:
     def _weights_changed(self) -> bool:
         return self._weights is not None and self._weights.changed()
 
-    def results(self) -> LoadResults:
-        """Loads that have ended."""
-        results = self.loads.take()
+    def results(self, *, is_idle: bool = False) -> LoadResults:
+        """Loads that have ended. A step that runs no model has the time to wait for one."""
+        results = self.loads.take(IDLE_SECONDS if is_idle else 0.0)
         self._failed |= results.failed
         return results
 

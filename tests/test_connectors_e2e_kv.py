@@ -1,13 +1,15 @@
 """Two real vLLM engines that share the KV of prompt prefixes: right tokens, and fewer computed."""
 
 import itertools
+import os
+import signal
 import time
 
 import pytest
 
 from connectors.demo.engine import Question
 from connectors.demo.schedule_log import Step
-from engines import OUTCOME_SECONDS, Album
+from engines import Album
 from kv_engines import BLOCK, CHUNK, HANDOFF_SECONDS, KvPair, ask_for, prompt
 from nodes import wait_until
 from servers import frozen
@@ -163,6 +165,10 @@ def test_nodes_and_redis_come_and_go(kv_pair: KvPair) -> None:
         assert pair.ask(pair.b, known).computed == 400
         assert pair.ask(pair.a, known).computed < CHUNK
     known = known_to_a()
+    for node in hosts.nodes:  # the reader's own, and the holder's
+        with node.frozen():
+            assert pair.ask(pair.b, known).computed <= 400
+    known = known_to_a()
     hosts.a.kill()
     assert pair.ask(pair.b, known).computed == 400
     assert pair.ask(pair.a, known).computed == 400
@@ -173,7 +179,10 @@ def test_nodes_and_redis_come_and_go(kv_pair: KvPair) -> None:
     assert pair.ask(pair.b, known).computed == 400
     hosts.b.start()
     hosts.wait_until_attached()
-    wait_until(lambda: len(hosts.store.beats()) == 2, OUTCOME_SECONDS, "both nodes beat")
+    os.kill(hosts.server.pid, signal.SIGKILL)
+    assert pair.ask(pair.b, ask_for(prompt(400, seed=next(seeds)))).computed == 400
+    hosts.restart_server()
+    wait_until(lambda: len(hosts.store.beats()) == 2, RECOVERY_SECONDS, "both nodes beat")
 
     def shares() -> bool:
         return pair.ask(pair.b, known_to_a()).computed < CHUNK

@@ -91,5 +91,7 @@ def test_adapters_count_by_their_content(tmp_path: Path) -> None:
 def test_what_no_other_instance_could_name_is_not_shared() -> None:
     with pytest.raises(NotShareable, match="prompt_embeds"):
         chain(prompt_embeds=object())
+    with pytest.raises(NotShareable, match="session"):
+        chain(resumable=True)
     with pytest.raises(NotShareable, match="identifier_counted"):
         chain(Feature("renderer0-mm-1-image-0", Position(0, 4)))

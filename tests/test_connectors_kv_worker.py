@@ -203,3 +203,23 @@ def test_saving_holds_the_models_thread_for_an_enqueueing_alone(rank: Rank) -> N
     gate.set()
     assert rank.worker.saves.drain(SECONDS)
     assert used < 0.05, f"{used:.4f} s for 100 chunks"
+
+
+def test_a_step_that_runs_no_model_waits_for_a_load_and_another_does_not(rank: Rank) -> None:
+    rank.save(ChunkSave("chunk", (0, 1)))
+    gate, copy = threading.Event(), rank.worker.loads._copy
+
+    def held_up(chunk: ChunkLoad, after: Any) -> None:
+        gate.wait(SECONDS)
+        copy(chunk, after)
+
+    rank.worker.loads._copy = held_up
+    started = time.monotonic()
+    assert not rank.worker.loads.take(SECONDS).loaded
+    assert time.monotonic() - started < SECONDS / 2, "nothing loads"
+    chunk = rank.chunk("chunk", (5, 6))
+    rank.step(KvStepMetadata(loads=[RequestLoad("r", (chunk,))]))
+    assert not rank.worker.results(is_idle=True).loaded
+    threading.Timer(0.05, gate.set).start()
+    assert rank.worker.loads.take(SECONDS).loaded == {"r"}
+    assert not rank.worker.results().loaded

@@ -131,6 +131,21 @@ def test_what_is_written_into_the_encoder_by_hand_is_seen_in_the_next_step(
     assert flag.is_up()
 
 
+def test_a_model_that_is_there_already_is_found(watch: WeightsWatch, engine_id: str) -> None:
+    """The KV connector is made after the model; another watch may have found it before."""
+    model = Model()
+    watch.begin()
+    for change in (lambda: model.load_weights([]), lambda: model.language_model.weight.add_(1.0)):
+        late = WeightsWatch(f"{engine_id}-kv", names=())
+        late.start()
+        late.find()
+        late.begin()
+        assert not late.changed()
+        change()
+        assert late.changed()
+        late.close()
+
+
 def test_hosts_that_do_not_say_when_the_model_is_loaded(watch: WeightsWatch, model: Model) -> None:
     assert not watch.changed()
     model.load_weights([])
