@@ -169,6 +169,7 @@ class Desk:
         """Gauges and counters."""
         return {
             **asdict(self.shelf.gauges()),
+            "lane_tickets": self.lanes.count_tickets(),
             "unpublished": self.registrar.pending(),
             "store_up": int(self.registrar.store_up),
             "open_files": len(os.listdir("/proc/self/fd")),
