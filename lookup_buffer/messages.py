@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from lookup_buffer.errors import ConfigError, ProtocolError
 from lookup_buffer.fields import CHECKS, KEYS_BYTES_MAX, KEYS_MAX, SECONDS_MAX, is_seconds
-from lookup_buffer.pool_messages import Offer, OpenPool, Received, Retract
+from lookup_buffer.pool_messages import Offer, OpenPool, Prepare, Received, Retract
 from lookup_buffer.request import DeskRequest, Request, names_of
 
 VERSION: Final = 6
@@ -328,6 +328,7 @@ _KINDS: Final[Mapping[str, type[Request]]] = {
     for kind in (
         Hello, Join, Stage, Contains, Insert, Select, Take, Acknowledge, GiveBack, Leave, Holds,
         Prefetch, Release, Touch, Done, Claim, ReleaseClaim, ClaimAll, Encoding, Unclaim, Describe,
-        Stats, Goodbye, OpenPool, Offer, Retract, Received,
+        Stats, Goodbye, OpenPool, Prepare, Offer, Retract,
+        Received,
     )
 }  # fmt: skip

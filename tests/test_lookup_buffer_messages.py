@@ -16,7 +16,7 @@ from lookup_buffer.messages import (
     parse,
 )
 from lookup_buffer.plain import pack, unpack
-from lookup_buffer.pool_messages import Offer, OpenPool, Received, Retract
+from lookup_buffer.pool_messages import Offer, OpenPool, Prepare, Received, Retract
 from lookup_buffer.request import Request
 from store import LOCATIONS_MAX
 
@@ -28,6 +28,7 @@ KINDS: list[type[Request]] = [
     messages.Prefetch, messages.Release, messages.Touch, messages.Done,
     messages.Claim, messages.ReleaseClaim, messages.ClaimAll, messages.Encoding, messages.Unclaim,
     messages.Describe, messages.Stats, messages.Goodbye, OpenPool, Offer, Retract, Received,
+    Prepare,
 ]  # fmt: skip
 
 counts = st.integers(0, (1 << 63) - 1)

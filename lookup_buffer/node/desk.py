@@ -50,7 +50,7 @@ from lookup_buffer.node.session import Session
 from lookup_buffer.node.shelf import Held, Shelf
 from lookup_buffer.node.takings import OWNER_DEAD, Takings
 from lookup_buffer.node.waiting import Waiting
-from lookup_buffer.pool_messages import Offer, OpenPool, Received, Retract
+from lookup_buffer.pool_messages import Offer, OpenPool, Prepare, Received, Retract
 from lookup_buffer.request import Request
 
 
@@ -150,6 +150,8 @@ class Desk:
                 self.claim_sets.unclaim(session, request)
             case OpenPool():
                 self.lanes.open(session, request)
+            case Prepare():
+                self.lanes.pools.prepare(session, request)
             case Offer():
                 self.lanes.pools.offer(session, request)
             case Retract():
@@ -167,6 +169,7 @@ class Desk:
         """Gauges and counters."""
         return {
             **asdict(self.shelf.gauges()),
+            "lane_tickets": self.lanes.count_tickets(),
             "unpublished": self.registrar.pending(),
             "store_up": int(self.registrar.store_up),
             "open_files": len(os.listdir("/proc/self/fd")),

@@ -229,6 +229,9 @@ class Lanes:
                 if not held.ranks:
                     self._let_go(held)
 
+    def count_tickets(self) -> int:
+        return len(self._held)
+
     def holds(self, session: Session) -> bool:
         return any(held.owner is session for held in self._held.values())
 
