@@ -11,13 +11,16 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.environment-is-ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-hosts check format bench environment system-packages clean distclean
+.PHONY: help demo tour test test-hosts check format bench environment system-packages clean distclean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' Makefile
 
 demo: $(STAMP)  ## two real vLLM engines share encoder outputs; ends with a table and build/demo.json
 	$(BIN)/lookup-buffer demo
+
+tour: $(STAMP)  ## take the pictures in docs/tour anew, by a Chromium (make system-packages)
+	$(BIN)/python scripts/tour.py
 
 test: $(STAMP)  ## everything that CI runs: check, unit, integration, real vLLM
 	scripts/run-tests $(BIN)

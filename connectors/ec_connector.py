@@ -234,12 +234,14 @@ def _make_worker(vllm_config: Any, settings: "ConnectorSettings") -> "EcWorker |
     if seat is None:
         return None
     # Now, as the scheduler does: a model may change its own configuration while it loads.
-    namespace = engine_namespace(vllm_config, settings).fingerprint
+    engine_namespace(vllm_config, settings)
     rank, device = seat.rank, seat.device
 
     def make_lane() -> WorkerLane | None:
-        is_off = settings.device_lane == "off"
-        return None if is_off else WorkerLane(settings, device, namespace)
+        if settings.device_lane == "off":
+            return None
+        namespace = engine_namespace(vllm_config, settings)
+        return WorkerLane(settings, device, namespace.fingerprint)
 
     return EcWorker(
         lambda: open_buffer(vllm_config, settings, rank=rank),

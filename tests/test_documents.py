@@ -22,10 +22,12 @@ DOCUMENTS = (
     "CONTRIBUTING.md",
     "CHANGELOG.md",
     "docs/cli.md",
+    "docs/dashboard.md",
     "docs/metrics.md",
     "docs/operations.md",
     "docs/pipes.md",
     "docs/redis-keys.md",
+    "docs/tour.md",
     "docs/vllm.md",
     "docs/why.md",
 )

@@ -3,24 +3,21 @@
 The commands of one case run side by side, for some of them wait for beats.
 """
 
-import os
-import signal
 import socket
-import subprocess
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from subprocess import CompletedProcess
 from urllib.parse import unquote
 
 import pytest
 
-from command_line import PROGRAM, environment, publish, run
+from command_line import publish, run
 from resp import RespConnection
 from servers import StartServer, command, frozen, patient
-from store import EmbeddedServer, layout
+from store import layout
 
 SPACE = "a" * 64
 COMMANDS: Mapping[str, tuple[str, ...]] = {
@@ -35,7 +32,7 @@ COMMANDS: Mapping[str, tuple[str, ...]] = {
     "doctor": ("doctor",),
     "invalidate": ("invalidate", SPACE[:8]),
 }
-Done = Mapping[str, "subprocess.CompletedProcess[str]"]
+Done = Mapping[str, CompletedProcess[str]]
 
 
 def run_all(directory: Path, url: str, **settings: str) -> Done:
@@ -279,81 +276,3 @@ def test_numbers_that_no_record_should_have(start_server: StartServer, tmp_path:
     done = run_all(tmp_path, url)
     assert "\x1b" not in "".join(one.stdout + one.stderr for one in done.values())
     assert done["ls"].returncode == 0
-
-
-# -- what they write to
-
-
-@pytest.fixture
-def full_url(valkey_server: EmbeddedServer, namespace: str) -> str:
-    with patient(valkey_server.url) as store:
-        for n in range(2000):
-            publish(store, namespace, f"key-{'ü' * 20}-{n}", "n1")
-    return valkey_server.url
-
-
-@pytest.mark.parametrize("arguments", [("ls",), ("ls", "--json"), ("stats",), ("--help",)])
-def test_output_closed_early(full_url: str, arguments: tuple[str, ...]) -> None:
-    """By a reader that takes one line, and by one that is gone before anything is written."""
-    for reader in ("head -n 1", "true"):
-        line = f'set -o pipefail; "{PROGRAM}" {" ".join(arguments)} | {reader}; echo "=$?"'
-        done = subprocess.run(
-            ["bash", "-c", line], capture_output=True, text=True, timeout=60, check=False,
-            env=environment({"LOOKUP_BUFFER_STORE_URL": full_url}),
-        )  # fmt: skip
-        assert done.stderr == ""
-        code = done.stdout.splitlines()[-1]
-        assert code in ("=0", "=141") or arguments == ("--help",), code
-        if arguments[0] == "ls":
-            assert code == "=141"
-
-
-@pytest.mark.parametrize("sink", ["/dev/full", "closed"])
-@pytest.mark.parametrize("name", ["ls", "ls json", "doctor", "stats", "nodes"])
-def test_output_that_cannot_be_written(full_url: str, sink: str, name: str) -> None:
-    to = ">&-" if sink == "closed" else f"> {sink}"
-    done = subprocess.run(
-        ["bash", "-c", f'"{PROGRAM}" {" ".join(COMMANDS[name])} {to}'],
-        capture_output=True, text=True, timeout=60, check=False,
-        env=environment({"LOOKUP_BUFFER_STORE_URL": full_url}),
-    )  # fmt: skip
-    assert done.returncode in (1, 141)
-    assert "Traceback" not in done.stderr
-    assert "Exception" not in done.stderr
-    assert done.stderr.startswith("lookup-buffer: the output ")
-
-
-@pytest.mark.parametrize(
-    "locale", [{"LC_ALL": "C"}, {"LC_ALL": "C", "PYTHONUTF8": "0"}, {"PYTHONIOENCODING": "ascii"}]
-)
-def test_a_locale_without_letters(full_url: str, locale: dict[str, str]) -> None:
-    settings = {**locale, "LOOKUP_BUFFER_STORE_URL": full_url}
-    for arguments in (
-        ("ls",),
-        ("ls", "--json"),
-        ("show", "key-ü"),
-        ("why", "ö\udcff"),
-        ("doctor",),
-    ):
-        done = run(*arguments, **settings)
-        assert "Traceback" not in done.stderr, done.stderr
-        assert done.returncode in (0, 1, 2), done.stderr
-        assert done.stdout + done.stderr
-
-
-def test_ctrl_c(valkey_server: EmbeddedServer, start_server: StartServer) -> None:
-    """While it waits for a server that says nothing."""
-    server = start_server()
-    with frozen(server):
-        process = subprocess.Popen(
-            [PROGRAM, "ls", "--store-url", server.url],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment({}),
-        )  # fmt: skip
-        opened = Path(f"/proc/{process.pid}/fd")
-        for _ in range(1000):
-            if any("socket" in os.readlink(link) for link in opened.iterdir()):
-                break
-            time.sleep(0.01)
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=20.0)
-    assert (process.returncode, out, err) == (130, "", "lookup-buffer: interrupted\n")

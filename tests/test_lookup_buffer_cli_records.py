@@ -15,7 +15,7 @@ from command_line import (
     run_json,
 )
 from servers import command
-from store import MetadataStore
+from store import DeviceLocation, MetadataStore, Publishing
 
 SPACE, OTHER_SPACE = "a" * 64, "b" * 64
 LONG_KEY = "0123456789abcdef" * 4
@@ -47,6 +47,19 @@ def test_ls_json(store: MetadataStore, url: str) -> None:
         {"node": "alive-node", "boot": boot_of("alive-node"), "alive": True, **common},
         {"node": "dead-node", "boot": boot_of("dead-node"), "alive": False, **common},
     ]
+
+
+def test_a_place_on_a_device_is_named_by_its_lane(store: MetadataStore, url: str) -> None:
+    publish(store, SPACE, "photo", "alive-node")
+    (record,) = store.locate(SPACE, ["photo"])
+    assert record is not None
+    device = DeviceLocation("alive-node", 1, "nccl", "0a" * 4, 41000, "f" * 12)
+    store.publish_many([Publishing(record, record.locations[0], 60.0, device=device)])
+    with beating(store, "alive-node"):
+        (shown,) = run_json("show", "photo", "--store-url", url)["records"]
+        said = run_json("why", "photo", "--store-url", url)["findings"]
+    assert [copy["lane"] for copy in shown["locations"]] == ["nccl"]
+    assert "and on a device there, by nccl" in said[0]["sentence"]
 
 
 def test_a_restarted_node_does_not_hold_what_it_held_before(store: MetadataStore, url: str) -> None:

@@ -13,6 +13,7 @@ import torch
 from browser import Browser
 from dashboards import LIVE, Stream, dashboard, number
 from lookup_buffer.cli.output import size_text
+from lookup_buffer.dashboard.fleet import HIT_BYTES, HITS, TRANSFERS
 from lookup_buffer.errors import MissingTensor
 from lookup_buffer.key import TensorKey
 from lookup_buffer.namespace import Namespace
@@ -109,16 +110,16 @@ def test_the_numbers_are_those_of_redis(
         with first.client() as client, second.client() as other:
             for each in (client, client, other):
                 each.claim(key("claimed"), lease_seconds=60.0)
+            store.add_stats("second", dict.fromkeys((*HITS, *HIT_BYTES, *TRANSFERS.values()), 7))
             totals = settled(store)
             infos = store.node_infos(["first", "second"])
             assert [infos[name].claims for name in ("first", "second")] == [2, 1]
-            hits = totals["hits_local"] + totals["hits_remote"]
+            hits = sum(totals[name] for name in HITS)
             tab.wait_for(
                 f"document.getElementById('saved-note').textContent.startsWith('{hits:,} ')"
             )
             tab.wait_for("document.getElementById('claims').textContent == '3'")
-            saved = size_text(totals["bytes_hit_local"] + totals["bytes_hit_remote"])
-            assert tab.text("#saved") == saved
+            assert tab.text("#saved") == size_text(sum(totals[name] for name in HIT_BYTES))
             misses = {
                 name.removeprefix("misses_"): count
                 for name, count in totals.items()
@@ -130,9 +131,8 @@ def test_the_numbers_are_those_of_redis(
             assert number(tab.text("#miss-note")) == sum(misses.values())
             ways = {way: cells[2] for way, cells in tab.rows("transfers").items()}
             assert ways == {
-                "received shm": size_text(totals["bytes_inserted"]),
-                "received tcp": size_text(totals["bytes_fetched"]),
-                "sent tcp": size_text(totals["bytes_served"]),
+                f"{direction} {pipe}": size_text(totals[name])
+                for (direction, pipe), name in TRANSFERS.items()
             }
             assert totals["bytes_fetched"] >= 3 * MIB
             rows = tab.rows("nodes")

@@ -35,7 +35,7 @@ while True:
                 "hits_per_second": 0.1 * n} for n in range(12)]
     now = {"node": "haste", "at": point["at"], "point": point, "asked_seconds": 0.001,
            "nodes": nodes, "claims": number % 5, "hottest": hottest,
-           "totals": {"hits_local": number, "misses_absent": number, "misses_stale": 3},
+           "hits": number, "hit_bytes": 9 * number, "misses": {"absent": number, "stale": 3},
            "transfers": [{"direction": "received", "pipe": "shm", "bytes": number,
                           "bytes_per_second": 5}]}
     print("point", json.dumps(point), flush=True)

@@ -102,6 +102,19 @@ def test_another_version_is_not_even_asked(start_end: StartEnd) -> None:
     assert len([line for line in second.do("logged") if "was not used" in line]) == 1
 
 
+def test_a_pool_that_cannot_be_reached_is_left_alone(start_end: StartEnd) -> None:
+    first, second = start_end(host="127.0.0.2"), start_end()  # its node says 127.0.0.1
+
+    def is_left_alone() -> bool:
+        read, expected = some(first)
+        assert second.do(read) == expected
+        return "abandoned" in fallbacks(second)
+
+    wait_until(is_left_alone, 30.0)
+    assert second.do("lane.pairs()") == 0
+    assert len([line for line in second.do("logged") if "(abandoned;" in line]) == 1
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
@@ -158,6 +171,8 @@ def test_joins_and_leaves_leave_nothing_behind(start_end: StartEnd, start_node: 
     warm(first, other)
     other.do("lane.close()")
     wait_until(lambda: first.do("lane.pairs()") == 0, 20.0)
+    for end in (first, other):  # a communicator is given back on a thread of its own
+        wait_until(lambda end=end: "lb-pipe-abort" not in end.do("threads()"), 20.0)  # type: ignore[misc]
     before = first.do("(threads(), files())"), other.do("(threads(), files())")
     for _ in range(4):
         other.do("join()")

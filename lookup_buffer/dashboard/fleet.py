@@ -31,10 +31,11 @@ walking may take where that is a long way."""
 GONE_SECONDS = 15 * 60.0
 GONE_MAX = 50
 """So long nodes are shown that left, and so many of them."""
-TRANSFERS: Mapping[tuple[str, ...], str] = next(
-    family.series for family in FAMILIES if family.name == "transfer_bytes"
-)
+_SERIES = {family.name: family.series for family in FAMILIES}
+TRANSFERS = _SERIES["transfer_bytes"]
 """The counter of each way that bytes take, by direction and pipe."""
+HITS = tuple(_SERIES["hits"].values())
+HIT_BYTES = tuple(_SERIES["hit_bytes"].values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +73,14 @@ class FleetWatch:
         self._observe(sample, ages)
         before = self._samples[-1] if self._samples else None
         self._samples.append(sample)
+        totals = sum(map(Counter, sample.counters.values()), Counter[str]())
         now = {
             "at": round(time.time(), 3),
             "asked_seconds": round(asked_seconds, 4),
             "nodes": self._nodes(sample, ages) + self._departed(sample),
-            "totals": dict(sum(map(Counter, sample.counters.values()), Counter[str]())),
+            "hits": _hits(totals),
+            "hit_bytes": sum(totals[name] for name in HIT_BYTES),
+            "misses": _misses(totals),
             "transfers": self._transfers(sample),
             "claims": sum(info.claims or 0 for info in sample.infos.values()),
             "hottest": self._hottest(sample),
@@ -218,7 +222,7 @@ def _point(activity: Activity, now: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _hits(counted: Mapping[str, int]) -> int:
-    return counted.get("hits_local", 0) + counted.get("hits_remote", 0)
+    return sum(counted.get(name, 0) for name in HITS)
 
 
 def _misses(counted: Mapping[str, int]) -> dict[str, int]:

@@ -96,8 +96,14 @@ class DeviceLane:
         self._serving = Serving(
             self.pool, self._place, self.dialect, self.id, host=host, token=token, limits=limits
         )
-        run = self._crew.soon
-        self._pairs = Pairs(self._place, self.dialect, token=token, limits=limits, run=run)
+        self._pairs = Pairs(
+            self._place,
+            self.dialect,
+            token=token,
+            limits=limits,
+            run=self._crew.soon,
+            warn=self._notes.warn,
+        )
         self._receiving = Receiving(self.pool, self._place, self._pairs, self._notes)
 
     @property

@@ -5,7 +5,6 @@ never while somebody waits. A bounded number, the least recently used goes. A pa
 left alone for a while, longer each time.
 """
 
-import logging
 import threading
 import time
 from collections import OrderedDict
@@ -18,11 +17,9 @@ import torch
 from lookup_buffer.device import asking
 from lookup_buffer.device.dialect import Dialect, joining, memory_of
 from lookup_buffer.device.place import Place
-from lookup_buffer.errors import LookupBufferError, MissingTensor, PipeBroken
+from lookup_buffer.errors import LookupBufferError, MissingTensor, PipeBroken, PipeClosed
 from lookup_buffer.pipes.meeting import meet
 from lookup_buffer.pipes.pipe import KVPipe, PipeLimits
-
-logger = logging.getLogger(__name__)
 
 PAIRS_MAX: Final = 16
 PAUSE_SECONDS: Final = 1.0
@@ -60,6 +57,7 @@ class Pairs:
 
     Args:
         run: has something done in the background; whether it will be.
+        warn: told of the reason for which pairs are not used, and why, when one cannot be made.
     """
 
     def __init__(
@@ -70,6 +68,7 @@ class Pairs:
         token: str | None,
         limits: PipeLimits,
         run: Callable[[Callable[[], None]], bool],
+        warn: Callable[[str, object], None],
         pairs_max: int = PAIRS_MAX,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -79,6 +78,7 @@ class Pairs:
         self._token = token
         self._limits = limits
         self._run = run
+        self._warn = warn
         self._pairs_max = pairs_max
         self._clock = clock
         self._lock = threading.Lock()
@@ -127,6 +127,7 @@ class Pairs:
 
         Raises:
             MissingTensor: the pool has it no more. The pair stays.
+            PipeClosed: the other end has ended it; another one may be made.
             LookupBufferError: the pair failed.
         """
         with self._lock:
@@ -150,6 +151,11 @@ class Pairs:
             left = max(0.0, deadline - self._clock())
             pipe.recv_tensor(asking.payload_key(ask), timeout=left, out=out)
         except MissingTensor:
+            raise
+        except PipeClosed:  # in order, for nobody asked for long: there will be another
+            with self._lock:
+                pair.pipe = None if pair.pipe is pipe else pair.pipe
+            pipe.abort()
             raise
         except LookupBufferError:
             self.fail(source.pool, pipe)
@@ -191,7 +197,7 @@ class Pairs:
         try:
             pipe = self._open(source)
         except LookupBufferError as error:
-            logger.info("no lane to %s:%d yet: %s", source.host, source.port, error)
+            self._warn("abandoned", f"no pair with {source.host}:{source.port}: {error}")
         with self._lock:
             pair.is_making = False
             wanted = not self._closed and self._pairs.get(pair.pool) is pair

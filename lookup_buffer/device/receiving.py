@@ -22,6 +22,7 @@ from lookup_buffer.errors import (
     LookupBufferError,
     LookupTimeout,
     MissingTensor,
+    PipeClosed,
     PipeTimeout,
     TensorTooLarge,
 )
@@ -73,14 +74,18 @@ class Receiving:
             return None, "no_room"
         reason = ""
         try:
-            tensor = self._place.empty(header)
             with self._place.working():
+                # Here, so that a GPU's memory comes from the pool's stream, and what the model
+                # still has to do with what lay there before is waited for.
+                tensor = self._place.empty(header)
                 left = max(0.0, deadline - time.monotonic())
                 self._pairs.receive(source, *address, tensor, left)
             self._check(tensor, source)
             return self._pool.put(address, (tensor, None), header.nbytes, source.checksum), ""
         except MissingTensor:
             reason = "stale"
+        except PipeClosed:
+            reason = "cold"
         except CorruptTensor as error:
             reason = "checksum"
             self._notes.warn(reason, error)

@@ -111,6 +111,7 @@ class Serving:
                 try:
                     question = pipe.recv_tensor(timeout=IDLE_SECONDS)
                 except LookupTimeout:
+                    pipe.close()
                     return
                 self._answer(pipe, asking.fields_in(question))
 

@@ -149,7 +149,7 @@ class Desk:
             case Unclaim():
                 self.claim_sets.unclaim(session, request)
             case OpenPool():
-                self.lanes.pools.open(session, request)
+                self.lanes.open(session, request)
             case Offer():
                 self.lanes.pools.offer(session, request)
             case Retract():

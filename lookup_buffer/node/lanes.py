@@ -19,7 +19,7 @@ from lookup_buffer.inventory import Address
 from lookup_buffer.node.locator import Located, Locator
 from lookup_buffer.node.pools import Pool, Pools
 from lookup_buffer.node.session import Session
-from lookup_buffer.pool_messages import Received
+from lookup_buffer.pool_messages import OpenPool, Received
 from store import DeviceLocation, Location, Record
 
 FIRST_TICKET: Final = 1 << 48
@@ -64,6 +64,11 @@ class Lanes:
     pools: Pools
     _held: dict[int, _Held] = field(default_factory=dict)
     _tickets: Iterator[int] = field(default_factory=lambda: count(FIRST_TICKET))
+
+    def open(self, session: Session, request: OpenPool) -> None:
+        """A session's pool; a second one of a session takes the place of its first."""
+        self.close(session)
+        self.pools.open(session, request)
 
     def close(self, session: Session) -> None:
         """The session is over, and its pool void. Idempotent."""

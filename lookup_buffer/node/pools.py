@@ -63,8 +63,7 @@ class Pools:
     """Each tuple is replaced as a whole: the thread that publishes reads it."""
 
     def open(self, session: Session, request: OpenPool) -> None:
-        """A session's pool; a second one of a session takes the place of its first."""
-        self.close(session)
+        """A session's pool; it has none yet."""
         self._pools[session] = Pool(
             session, request.lane, request.library, request.port, request.pool
         )

@@ -19,6 +19,8 @@ const WAYS = {
   "received shm": "from engines of the node's host",
   "received tcp": "from other nodes",
   "sent tcp": "to other nodes",
+  "received gloo": "from device to device, by a lane",
+  "received nccl": "from device to device, by a lane",
 };
 
 let chart = null;
@@ -32,7 +34,7 @@ export function show(now, history, ask) {
   put(byId("rate-span"), `the last ${minutes} minutes, by 10 seconds`);
   chart.show(buckets, now.at);
   showMinutes(history.buckets(now.at, minutes, 60), now.at);
-  showMisses(now.totals, long);
+  showMisses(now.misses, long);
   showNodes(now.nodes);
   showTransfers(now.transfers, buckets);
   showHottest(now.hottest, ask);
@@ -63,8 +65,8 @@ function showTiles(now, recent, long, span) {
   put(byId("fill"), fullest ? share(fullest.used_bytes, fullest.capacity_bytes) : "–");
   put(byId("fill-note"), fullest ? `${fullest.node}; all: ${share(sum(arenas, "used_bytes"), sum(arenas, "capacity_bytes"))} of ${size(sum(arenas, "capacity_bytes"))}` : "no arena is known");
   put(byId("claims"), count(now.claims));
-  put(byId("saved"), size((now.totals.bytes_hit_local ?? 0) + (now.totals.bytes_hit_remote ?? 0)));
-  put(byId("saved-note"), `${count((now.totals.hits_local ?? 0) + (now.totals.hits_remote ?? 0))} hits since the nodes started`);
+  put(byId("saved"), size(now.hit_bytes));
+  put(byId("saved-note"), `${count(now.hits)} hits since the nodes started`);
 }
 
 const fill = (node) => node.used_bytes / node.capacity_bytes;
@@ -90,10 +92,9 @@ function showMinutes(buckets, now) {
     });
 }
 
-function showMisses(totals, long) {
-  const reasons = Object.entries(totals)
-    .filter(([name, number]) => name.startsWith("misses_") && number)
-    .map(([name, number]) => ({ reason: name.slice(7), number, lately: long.reasons.get(name.slice(7)) ?? 0 }))
+function showMisses(misses, long) {
+  const reasons = Object.entries(misses)
+    .map(([reason, number]) => ({ reason, number, lately: long.reasons.get(reason) ?? 0 }))
     .sort((one, other) => other.lately - one.lately || other.number - one.number);
   const most = Math.max(1, ...reasons.map((one) => one.lately));
   byId("no-misses").hidden = reasons.length > 0;

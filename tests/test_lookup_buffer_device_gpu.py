@@ -1,0 +1,42 @@
+"""The pool's place on a GPU. Skipped where there is none; not run on one yet."""
+
+import pytest
+import torch
+
+from lookup_buffer.device.place import CudaPlace, HostPlace
+from lookup_buffer.header import TensorHeader
+
+a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+
+
+@pytest.mark.gpu
+@a_gpu
+def test_what_is_kept_is_as_it_was_when_the_callers_stream_came_so_far() -> None:
+    place = CudaPlace("cuda:0")
+    tensor = torch.zeros(1 << 24, device="cuda:0")
+    for number in range(8):
+        tensor.fill_(number)
+        kept, ready = place.keep(tensor, immutable=False)
+        tensor.fill_(-1)  # behind the copy, by the caller's stream
+        there = place.hand_out(kept, ready)
+        assert bool((there == number).all())
+
+
+@pytest.mark.gpu
+@a_gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "bool", "float8_e4m3fn"])
+def test_room_is_made_for_any_dtype(dtype: str) -> None:
+    header = TensorHeader.for_tensor(dtype, (3, 5))
+    room = CudaPlace("cuda:0").empty(header)
+    assert (str(room.dtype), tuple(room.shape)) == (f"torch.{dtype}", (3, 5))
+
+
+def test_the_host_keeps_what_is_alone_in_its_memory_and_copies_what_is_not() -> None:
+    place = HostPlace()
+    batch = torch.arange(12).reshape(3, 4)
+    alone, _ = place.keep(batch, immutable=True)
+    assert alone.data_ptr() == batch.data_ptr()
+    for part, immutable in ((batch[1], True), (batch, False), (batch.t(), True)):
+        kept, _ = place.keep(part, immutable=immutable)
+        assert kept.data_ptr() != part.data_ptr()
+        assert torch.equal(kept, part)
