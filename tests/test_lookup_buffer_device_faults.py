@@ -164,6 +164,32 @@ def test_a_node_that_dies_takes_its_places_along_and_brings_them_back(
     warm(first, second)
 
 
+def test_what_a_node_promised_is_not_taken_for_what_the_next_one_does(
+    pair: tuple[DeviceEnd, DeviceEnd],
+) -> None:
+    first, second = pair
+    second.do("globals().__setitem__('orders', [])")
+    expected = []
+
+    def is_promised() -> bool:
+        read, bytes_of = some(first)
+        key = read.removeprefix("read(").removesuffix(")")
+        second.do(f"orders.append(buffer.host.prefetch([{key}], timeout=20.0)[0].order)")
+        if second.do("orders[-1].lane"):
+            expected.append(bytes_of)
+        else:
+            second.do("orders.pop()")
+        return len(expected) % 3 == 0 and bool(expected)
+
+    wait_until(is_promised, 20.0)
+    second.node.kill()
+    second.node.start()
+    with_store(second.node)
+    wait_until(lambda: second.do("buffer.host.attached"), 15.0)
+    wait_until(lambda: is_promised() and len(expected) == 6, 20.0)
+    assert second.do("[facts(buffer.host.load(order)) for order in orders]") == expected
+
+
 def test_joins_and_leaves_leave_nothing_behind(start_end: StartEnd, start_node: StartNode) -> None:
     first, host = start_end(), start_node()
     with_store(host)

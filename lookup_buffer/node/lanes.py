@@ -6,6 +6,7 @@ fails or takes too long, the bytes come over the hosts, in the same call. On the
 """
 
 import asyncio
+import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,8 +23,8 @@ from lookup_buffer.node.session import Session
 from lookup_buffer.pool_messages import OpenPool, Received
 from store import DeviceLocation, Location, Record
 
-FIRST_TICKET: Final = 1 << 48
-"""Where the tickets of lanes begin: no shelf counts so far."""
+FIRST_TICKET: Final = 1 << 62
+"""No ticket of a lane is less: no shelf counts so far."""
 BASE_SECONDS: Final = 1.0
 BYTES_PER_SECOND: Final = 100e6
 """How long the bytes may take by a lane; then they are fetched over the hosts."""
@@ -63,7 +64,10 @@ class Lanes:
     counters: Counters
     pools: Pools
     _held: dict[int, _Held] = field(default_factory=dict)
-    _tickets: Iterator[int] = field(default_factory=lambda: count(FIRST_TICKET))
+    _tickets: Iterator[int] = field(
+        default_factory=lambda: count(FIRST_TICKET + secrets.randbits(61))
+    )
+    """From somewhere else in each life of the node: a pool keeps what an earlier one promised."""
 
     def open(self, session: Session, request: OpenPool) -> None:
         """A session's pool; a second one of a session takes the place of its first."""
