@@ -31,6 +31,15 @@ def test_room_is_made_for_any_dtype(dtype: str) -> None:
     assert (str(room.dtype), tuple(room.shape)) == (f"torch.{dtype}", (3, 5))
 
 
+@pytest.mark.gpu
+@a_gpu
+def test_a_place_is_named_as_tensors_name_theirs_and_keeps_what_is_on_the_host() -> None:
+    place = CudaPlace("cuda")
+    assert place.device == torch.zeros(1, device="cuda").device
+    kept, ready = place.keep(torch.arange(12), immutable=False)
+    assert torch.equal(place.hand_out(kept, ready).cpu(), torch.arange(12))
+
+
 def test_the_host_keeps_what_is_alone_in_its_memory_and_copies_what_is_not() -> None:
     place = HostPlace()
     batch = torch.arange(12).reshape(3, 4)

@@ -85,7 +85,8 @@ class CudaPlace(Place):
     """One GPU."""
 
     def __init__(self, name: str) -> None:
-        self.device = torch.device(name)
+        index = torch.device(name).index if ":" in name else _cuda.current_device()
+        self.device = torch.device("cuda", index)  # as tensors name theirs
         self._stream = _cuda.Stream(self.device)
 
     def keep(self, tensor: torch.Tensor, *, immutable: bool) -> tuple[torch.Tensor, Any]:
@@ -102,7 +103,8 @@ class CudaPlace(Place):
         except torch.OutOfMemoryError as error:
             raise BufferFull("the GPU has no memory for the pool") from error
         caller.wait_event(ready)  # so the caller may write to his at once
-        plain.record_stream(self._stream)
+        if plain.is_cuda:
+            plain.record_stream(self._stream)
         return copied, ready
 
     def empty(self, header: TensorHeader) -> torch.Tensor:
