@@ -8,7 +8,7 @@ import torch
 
 from contract_pipe import LARGE, Ends, MakeEnds, PipeContract, block, closing, same, threads
 from contract_pipe_limits import PipeLimitsContract
-from lookup_buffer.errors import ConfigError
+from lookup_buffer.errors import ConfigError, PipeBroken
 from lookup_buffer.pipes import PipeLimits, open_pipe
 from lookup_buffer.pipes.libnccl import Nccl
 from lookup_buffer.pipes.meeting import meet
@@ -51,6 +51,24 @@ class TestMemoryOfADevice(PipeContract, PipeLimitsContract):
             return a, b
 
         return make
+
+
+def test_a_device_that_is_gone_when_a_communicator_is_made_ends_the_pipe(
+    closing: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As torch says it: by an error that is none of ours. Who waits for the communicator hears."""
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("CUDA error: unknown error")
+
+    monkeypatch.setattr("lookup_buffer.pipes.gloo.GlooCommunicator", fails)
+    a = open_pipe("gloo://127.0.0.1:0", listen=True)
+    b = open_pipe(a.uri)
+    closing.callback(a.abort)
+    closing.callback(b.abort)
+    a.send_tensor(block(LARGE))
+    with pytest.raises(PipeBroken, match="CUDA error"):
+        b.recv_tensor(timeout=20.0)
 
 
 @pytest.mark.gpu

@@ -17,7 +17,6 @@ import torch
 from lookup_buffer.codec import Value, check_place, empty_tensor, writable_bytes
 from lookup_buffer.errors import (
     ConfigError,
-    LookupBufferError,
     PipeBroken,
     PipeTimeout,
     ProtocolError,
@@ -75,7 +74,7 @@ class NcclCommunicator:
                     self._handles.append(handle)
                     while nccl.in_progress(handle):
                         self._pause(deadline)
-            except LookupBufferError:
+            except BaseException:
                 self.abort()
                 raise
 
@@ -89,22 +88,22 @@ class NcclCommunicator:
         self, call: Callable[..., None], way: int, memory: memoryview, timeout: float
     ) -> None:
         deadline = time.monotonic() + timeout
-        with self._busy[way], torch.cuda.device(self._device):
-            if self._stopped:
-                raise PipeBroken("this end of the pipe was aborted")
-            handle, stream = self._handles[way], self._streams[way]
-            self._kept[way] = memory
-            call(handle, pointer_to(memory), memory.nbytes, 1 - self._rank, stream.cuda_stream)
-            while self._nccl.in_progress(handle):
-                self._pause(deadline)
-            moved = _cuda.Event()
-            moved.record(stream)
-            try:
+        try:
+            with self._busy[way], torch.cuda.device(self._device):
+                if self._stopped:
+                    raise PipeBroken("this end of the pipe was aborted")
+                handle, stream = self._handles[way], self._streams[way]
+                self._kept[way] = memory
+                call(handle, pointer_to(memory), memory.nbytes, 1 - self._rank, stream.cuda_stream)
+                while self._nccl.in_progress(handle):
+                    self._pause(deadline)
+                moved = _cuda.Event()
+                moved.record(stream)
                 while not moved.query():
                     self._nccl.in_progress(handle)  # raises what went wrong
                     self._pause(deadline)
-            except RuntimeError as error:
-                raise PipeBroken("the GPU failed in the middle of a transfer") from error
+        except RuntimeError as error:  # torch's, of a device
+            raise PipeBroken("the GPU failed in the middle of a transfer") from error
 
     def _pause(self, deadline: float) -> None:
         if self._stopped:

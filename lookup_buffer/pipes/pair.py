@@ -25,6 +25,7 @@ from typing import Any, Final
 from lookup_buffer.errors import (
     LookupBufferError,
     NodeRefused,
+    PipeBroken,
     PipeClosed,
     PipeError,
     ProtocolError,
@@ -178,9 +179,10 @@ class PairLink:
     def _run(self) -> None:
         try:
             communicator = self._make(self._exchange, time.monotonic() + self._make_seconds)
-        except LookupBufferError as error:
+        except Exception as error:  # noqa: BLE001 -- a device's as well: others wait for this
+            kind = type(error) if isinstance(error, LookupBufferError) else PipeBroken
             with self._changed:
-                self._error = type(error)(str(error))  # without frames, which keep descriptors
+                self._error = kind(str(error))  # without frames, which keep descriptors
                 self._changed.notify_all()
             self._link.abort()  # who reads or writes hears of it at once, here and there
             return
