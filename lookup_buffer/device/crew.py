@@ -1,4 +1,4 @@
-"""Crew: the threads of a lane, and the bounded queue of what they have to do."""
+"""Crew: threads of a lane, and the bounded queue of what they have to do."""
 
 import queue
 import threading
@@ -8,7 +8,6 @@ from typing import Final
 
 from lookup_buffer.device.notes import Notes
 
-THREADS: Final = 4
 QUEUE_MAX: Final = 256
 
 
@@ -16,12 +15,12 @@ class Crew:
     """Thread-safe. The threads are daemons: one that hangs in a device's driver ends with the
     process, and holds nobody up before."""
 
-    def __init__(self, notes: Notes) -> None:
+    def __init__(self, notes: Notes, name: str, threads: int) -> None:
         self._notes = notes
         self._closed = False
         self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue(QUEUE_MAX)
         self._threads = [
-            threading.Thread(target=self._run, name="lb-lane", daemon=True) for _ in range(THREADS)
+            threading.Thread(target=self._run, name=name, daemon=True) for _ in range(threads)
         ]
         for thread in self._threads:
             thread.start()

@@ -42,6 +42,8 @@ from lookup_buffer.request import Request
 if TYPE_CHECKING:
     import torch
 
+RECEIVERS: Final = 4
+"""How many are received at a time."""
 SILENCE_SECONDS: Final = 5.0
 CLOSE_SECONDS: Final = 10.0
 ORPHANED_SECONDS: Final = 120.0
@@ -90,20 +92,15 @@ class DeviceLane:
         self._lock = threading.Lock()
         self._closed = False
         self._notes = Notes(self.dialect.lane)
-        self._under_way: dict[int, str] = {}
-        """Tickets, and the pool that each is being received from just now; "" before."""
+        self._under_way: set[int] = set()
+        """Tickets that are still wanted, and not held yet."""
         self._orphans: list[tuple[float, list[int]]] = []
-        self._crew = Crew(self._notes)
+        self._crew = Crew(self._notes, "lb-lane", RECEIVERS)
         self._serving = Serving(
             self.pool, self._place, self.dialect, self.id, host=host, token=token, limits=limits
         )
         self._pairs = Pairs(
-            self._place,
-            self.dialect,
-            token=token,
-            limits=limits,
-            run=self._crew.soon,
-            warn=self._notes.warn,
+            self._place, self.dialect, token=token, limits=limits, notes=self._notes
         )
         self._receiving = Receiving(self.pool, self._place, self._pairs, self._notes)
 
@@ -127,6 +124,7 @@ class DeviceLane:
     def lost(self) -> None:
         """The node is gone. What it promised from this pool is still to be loaded, for a while."""
         with self._lock:
+            self._under_way.clear()  # nobody would let go of what is still to come
             self._orphans.append((time.monotonic(), self.pool.tickets()))
         self._end_orphans()
 
@@ -146,26 +144,20 @@ class DeviceLane:
             return
         if self._orphans:
             self._end_orphans()
-        ticket = message["id"]
+        ticket, deadline = message["id"], time.monotonic() + message["seconds"]
         with self._lock:
-            self._under_way[ticket] = ""
-        if not self._crew.soon(partial(self._receive, message)):
+            self._under_way.add(ticket)
+        if not self._crew.soon(partial(self._receive, message, deadline)):
             self._say_received(ticket, "busy", 0)
 
     def _let_go(self, tickets: list[int]) -> None:
-        failed = []
         with self._lock:
-            for ticket in tickets:
-                pool = self._under_way.pop(ticket, None)
-                if pool:
-                    failed.append(pool)
-        for pool in failed:  # it took too long: whoever receives it is woken by that
-            self._pairs.fail(pool)
-        self.pool.end(tickets)
+            self._under_way.difference_update(tickets)
+            self.pool.end(tickets)
 
     def _say_received(self, ticket: int, reason: str, source: int) -> None:
         with self._lock:
-            self._under_way.pop(ticket, None)
+            self._under_way.discard(ticket)
         if reason:
             self._notes.count(f"fallback:{reason}")
         self._to_node(Received(next_request_id(), ticket, reason, source))
@@ -243,28 +235,27 @@ class DeviceLane:
 
     # -- the threads
 
-    def _receive(self, message: dict[str, Any]) -> None:
+    def _receive(self, message: dict[str, Any], deadline: float) -> None:
         ticket, reason, source = message["id"], "", 0
         address = (message["namespace"], message["key"])
         entry = self.pool.hold(address, checksums=message["checksums"])
         if entry is None:
-            beginning = partial(self._begin, ticket)
-            entry, reason, source = self._receiving.bring(message, address, beginning)
-        if entry is not None:
-            with self._lock:
-                wanted = ticket in self._under_way
-            if not wanted:  # it came too late
-                self.pool.let_go(entry)
-                return
-            self.pool.give(ticket, entry)
+            entry, reason, source = self._receiving.bring(
+                message, address, deadline, lambda: ticket in self._under_way
+            )
+        if entry is not None and not self._give(ticket, entry):
+            return
         self._say_received(ticket, reason, source)
 
-    def _begin(self, ticket: int, pool: str) -> bool:
-        """It is about to be received from that pool; whether it still is wanted."""
+    def _give(self, ticket: int, entry: Entry) -> bool:
+        """Whether it still is wanted: then the ticket holds it, from the same moment on."""
         with self._lock:
             wanted = ticket in self._under_way
             if wanted:
-                self._under_way[ticket] = pool
+                self._under_way.discard(ticket)
+                self.pool.give(ticket, entry)
+        if not wanted:  # it came too late
+            self.pool.let_go(entry)
         return wanted
 
     # -- what it did
@@ -288,5 +279,6 @@ class DeviceLane:
             self._closed = True
         self._to_node = lambda _request: None
         self._serving.close()
-        self._pairs.close()
-        self._crew.close(CLOSE_SECONDS)
+        deadline = time.monotonic() + CLOSE_SECONDS
+        self._pairs.close(CLOSE_SECONDS)
+        self._crew.close(deadline - time.monotonic())

@@ -15,9 +15,18 @@ from typing import Final, NamedTuple
 import torch
 
 from lookup_buffer.device import asking
+from lookup_buffer.device.crew import Crew
 from lookup_buffer.device.dialect import Dialect, joining, memory_of
+from lookup_buffer.device.notes import Notes
 from lookup_buffer.device.place import Place
-from lookup_buffer.errors import LookupBufferError, MissingTensor, PipeBroken, PipeClosed
+from lookup_buffer.errors import (
+    CodecError,
+    LookupBufferError,
+    MissingTensor,
+    PipeBroken,
+    PipeClosed,
+    ProtocolError,
+)
 from lookup_buffer.pipes.meeting import meet
 from lookup_buffer.pipes.pipe import KVPipe, PipeLimits
 
@@ -25,6 +34,8 @@ PAIRS_MAX: Final = 16
 PAUSE_SECONDS: Final = 1.0
 PAUSE_SECONDS_MAX: Final = 60.0
 MAKE_SECONDS: Final = 30.0
+MAKERS: Final = 2
+"""Threads of their own: whoever cannot be reached takes seconds, and holds up no reception."""
 
 
 class Source(NamedTuple):
@@ -56,8 +67,7 @@ class Pairs:
     """Thread-safe.
 
     Args:
-        run: has something done in the background; whether it will be.
-        warn: told of the reason for which pairs are not used, and why, when one cannot be made.
+        notes: told why one cannot be made.
     """
 
     def __init__(
@@ -67,8 +77,7 @@ class Pairs:
         *,
         token: str | None,
         limits: PipeLimits,
-        run: Callable[[Callable[[], None]], bool],
-        warn: Callable[[str, object], None],
+        notes: Notes,
         pairs_max: int = PAIRS_MAX,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -77,8 +86,8 @@ class Pairs:
         self._join = joining(dialect, place)(False, limits.silence_seconds)
         self._token = token
         self._limits = limits
-        self._run = run
-        self._warn = warn
+        self._makers = Crew(notes, "lb-lane-make", MAKERS)
+        self._warn = notes.warn
         self._pairs_max = pairs_max
         self._clock = clock
         self._lock = threading.Lock()
@@ -107,7 +116,7 @@ class Pairs:
             pair.is_making = pair.is_making or makes
         for pipe in surplus:
             pipe.abort()
-        if makes and not self._run(lambda: self._make(pair, source)):
+        if makes and not self._makers.soon(lambda: self._make(pair, source)):
             pair.is_making = False
         return reason
 
@@ -157,6 +166,11 @@ class Pairs:
                 pair.pipe = None if pair.pipe is pipe else pair.pipe
             pipe.abort()
             raise
+        except CodecError as error:  # `out` is what the record tells of
+            self.fail(source.pool, pipe)
+            raise ProtocolError(
+                f"a pool sent something else than its node published: {error}"
+            ) from error
         except LookupBufferError:
             self.fail(source.pool, pipe)
             raise
@@ -181,14 +195,15 @@ class Pairs:
         broken, pair.pipe = pair.pipe, None
         return broken
 
-    def close(self) -> None:
-        """Idempotent; never waits."""
+    def close(self, timeout: float) -> None:
+        """Idempotent; waits so long at most for one that is being made."""
         with self._lock:
             self._closed = True
             pipes = [pair.pipe for pair in self._pairs.values() if pair.pipe is not None]
             self._pairs.clear()
         for pipe in pipes:
             pipe.abort()
+        self._makers.close(timeout)
 
     # -- in the background
 
@@ -196,7 +211,7 @@ class Pairs:
         pipe = None
         try:
             pipe = self._open(source)
-        except LookupBufferError as error:
+        except Exception as error:  # noqa: BLE001 -- a device's, too: or it would be made for ever
             self._warn("abandoned", f"no pair with {source.host}:{source.port}: {error}")
         with self._lock:
             pair.is_making = False

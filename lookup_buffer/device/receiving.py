@@ -41,20 +41,20 @@ class Receiving:
         self._notes = notes
 
     def bring(
-        self, message: dict[str, Any], address: Address, beginning: Callable[[str], bool]
+        self,
+        message: dict[str, Any],
+        address: Address,
+        deadline: float,
+        is_wanted: Callable[[], bool],
     ) -> tuple[Entry | None, str, int]:
-        """From the first that has it: the entry, or why there is none, and which source it was.
-
-        `beginning(pool)` is told from where, and says whether it is still wanted.
-        """
+        """From the first that has it: the entry, or why there is none, and which source it was."""
         reason = "stale"
-        deadline = time.monotonic() + message["seconds"]
         header = TensorHeader.from_fields(message["header"])
         for number, fields in enumerate(message["sources"], start=1):
             source = Source(*fields)
             reason = self._pairs.why_not(source)
             if not reason:
-                if not beginning(source.pool):
+                if not is_wanted():
                     return None, "timeout", 0
                 entry, reason = self._from(source, header, address, deadline)
                 if entry is not None:
@@ -98,7 +98,7 @@ class Receiving:
         except LookupBufferError as error:
             reason = "peer_failed"
             self._notes.warn(reason, error)
-        except RuntimeError as error:  # a device that failed, as torch says it
+        except Exception as error:  # noqa: BLE001 -- a device that failed, as torch says it
             reason = "device"
             self._pairs.fail(source.pool)
             self._notes.warn(reason, error)

@@ -1,0 +1,183 @@
+"""A process's end of a lane alone: what it holds for its node, whatever comes in between.
+
+Two pools in one process, joined by Gloo; the node is a stand-in that says what a test has it say.
+"""
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from xxhash import xxh3_64_intdigest
+
+from device_ends import LARGE, POOL_BYTES
+from lookup_buffer.codec import header_of, writable_bytes
+from lookup_buffer.device.lane import SILENCE_SECONDS, DeviceLane
+from lookup_buffer.device.place import HostPlace
+from lookup_buffer.header import TensorHeader
+from lookup_buffer.pool_messages import Offer, OpenPool, Received
+from nodes import tensor_of, wait_until
+
+if TYPE_CHECKING:
+    from lookup_buffer.request import Request
+
+SECONDS = 20.0
+"""What the node gives a reception here: more than any test takes."""
+
+
+class Gate(HostPlace):
+    """Where nothing can be received until it is open; and that fails once, when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open = threading.Event()
+        self.open.set()
+        self.reached = threading.Event()
+        self.fails = 0
+        self.has_memory = True
+
+    def empty(self, header: TensorHeader) -> torch.Tensor:
+        self.reached.set()
+        assert self.open.wait(SECONDS)
+        if not self.has_memory:
+            raise MemoryError
+        return super().empty(header)
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        if self.fails:
+            self.fails -= 1
+            raise RuntimeError("CUDA error: unknown error")
+        yield
+
+
+class Ends:
+    """A producer's pool, and a reader's with its node."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self.place = Gate()
+        self.theirs = DeviceLane("gloo", pool_bytes=POOL_BYTES)
+        self.ours = DeviceLane("gloo", pool_bytes=POOL_BYTES, place=self.place)
+        for lane in (self.theirs, self.ours):
+            stack.callback(lane.close)
+        self.said: list[Request] = []
+        self.marks: list[Request] = []
+        self.theirs.attached(lambda request: self.marks.append(request))
+        self.ours.attached(lambda request: self.said.append(request))
+        assert isinstance(self.said.pop(), OpenPool)
+        self.last = 0
+
+    def ask(self, nbytes: int = LARGE, **fields: Any) -> int:
+        """As the node: have something received that the producer has just offered."""
+        self.last += 1
+        key, tensor = f"k{self.last}", tensor_of(f"k{self.last}", nbytes)
+        self.theirs.settle(self.theirs.prepare("n", key, tensor, immutable=True), is_stored=True)
+        offer = self.marks[-1]
+        assert isinstance(offer, Offer)
+        checksum, (lane, library) = xxh3_64_intdigest(writable_bytes(tensor)), self.dialect
+        source = ["127.0.0.1", offer.mark, lane, library, self.theirs.port, self.theirs.id]
+        message = {
+            "event": "receive", "id": self.last, "namespace": "n", "key": key, "seconds": SECONDS,
+            "header": header_of(tensor).to_fields(), "checksums": [checksum],
+            "sources": [[*source, checksum]],
+        }  # fmt: skip
+        self.ours.on_event(message | fields)
+        return self.last
+
+    @property
+    def dialect(self) -> tuple[str, str]:
+        return self.ours.dialect.lane, self.ours.dialect.library
+
+    def hears(self, ticket: int) -> str:
+        """Why the reader's pool did not receive it; "" where it did."""
+
+        def answers() -> list[str]:
+            said = [one for one in self.said if isinstance(one, Received)]
+            return [one.reason for one in said if one.ticket == ticket]
+
+        wait_until(answers, SECONDS)
+        (reason,) = answers()
+        return reason
+
+    def warm(self) -> None:
+        wait_until(lambda: self.hears(self.ask()) == "", SECONDS, "a lane")
+        self.ours.on_event({"event": "let_go", "tickets": list(range(self.last + 1)), "keys": []})
+        assert self.ours.gauges().tickets == 0
+
+
+@pytest.fixture
+def ends() -> Iterator[Ends]:
+    with ExitStack() as stack:
+        yield Ends(stack)
+
+
+@contextmanager
+def in_the_middle(ends: Ends) -> Iterator[int]:
+    """A ticket that is just being received, until the end of the `with`."""
+    ends.place.open.clear()
+    ends.place.reached.clear()
+    served = ends.theirs.stats()["served"]
+    ticket = ends.ask()
+    assert ends.place.reached.wait(SECONDS)
+    yield ticket
+    ends.place.open.set()
+    wait_until(lambda: ends.theirs.stats()["served"] > served, SECONDS)
+    wait_until(lambda: ends.ours.pool.has(("n", f"k{ticket}")), SECONDS)
+
+
+def test_what_comes_after_its_node_is_gone_is_held_by_nobody(ends: Ends) -> None:
+    ends.warm()
+    with in_the_middle(ends):
+        ends.ours.lost()
+    wait_until(lambda: ends.ours.gauges().pinned_bytes == 0, SECONDS)
+    assert ends.ours.gauges().tickets == 0
+
+
+def test_what_is_not_wanted_any_more_is_held_by_nobody_and_costs_no_pair(ends: Ends) -> None:
+    """Another rank's pool could not have it, or who asked has gone: the pair works all the same."""
+    ends.warm()
+    with in_the_middle(ends) as ticket:
+        ends.ours.on_event({"event": "let_go", "tickets": [ticket], "keys": []})
+    wait_until(lambda: ends.ours.gauges().pinned_bytes == 0, SECONDS)
+    assert ends.ours.gauges().tickets == 0
+    assert ends.hears(ends.ask()) == ""
+
+
+def test_pools_that_do_not_answer_hold_up_nothing_that_comes(ends: Ends) -> None:
+    ends.warm()
+    with ExitStack() as stack:
+        for number in range(8):
+            deaf = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+            port, pool = deaf.getsockname()[1], f"{number:012x}"
+            source = ["127.0.0.1", 1, *ends.dialect, port, pool, 0]
+            assert ends.hears(ends.ask(sources=[source])) == "cold"
+        started = time.monotonic()
+        assert ends.hears(ends.ask()) == ""
+        assert time.monotonic() - started < SILENCE_SECONDS - 1.0, "it waited for them"
+
+
+def test_a_pair_that_could_not_be_made_for_a_devices_fault_is_made_later(ends: Ends) -> None:
+    ends.place.fails = 1
+    assert ends.hears(ends.ask()) == "cold"
+    ends.warm()
+
+
+def test_another_length_than_was_published_is_the_peers_fault(ends: Ends) -> None:
+    ends.warm()
+    other = TensorHeader.for_tensor("uint8", (LARGE + 1,)).to_fields()
+    assert ends.hears(ends.ask(header=other)) == "peer_failed"
+    assert ends.ours.gauges().pinned_bytes == 0
+    ends.warm()
+
+
+def test_a_reception_that_has_no_end_leaves_no_room_reserved(ends: Ends) -> None:
+    ends.warm()
+    used = ends.ours.gauges().used_bytes
+    assert ends.hears(ends.ask(checksums=[0], sources=[])) == "stale"
+    ends.place.has_memory = False
+    assert ends.hears(ends.ask()) == "device"
+    assert ends.ours.gauges().used_bytes == used
