@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from contract_store import BOOT, a_record
 from lookup_buffer.channel import next_request_id
 from lookup_buffer.client import LookupBuffer, Prefetched, PrefetchState
 from lookup_buffer.key import TensorKey
@@ -19,7 +20,16 @@ from lookup_buffer.node.lanes import BASE_SECONDS
 from lookup_buffer.pool_messages import Offer, OpenPool, Prepare, Received, Retract
 from lookup_buffer.request import Request
 from nodes import NodeProcess, key, node_pair, tensor_of, wait_until, with_store
-from store import DeviceLocation, MetadataStore, Record, open_store
+from store import (
+    DeviceLocation,
+    Location,
+    MetadataStore,
+    NodeInfo,
+    Publishing,
+    Record,
+    Withdrawing,
+    open_store,
+)
 
 __all__ = ["node_pair"]
 FINGERPRINT = Namespace.named("tests").fingerprint
@@ -195,6 +205,30 @@ def test_what_a_pool_cannot_receive_comes_over_the_hosts(reading: Reading, reaso
         assert reading.ours.hears("let_go")["tickets"] == [asked["id"]]
         reading.ours.answers(asked["id"])  # too late, and twice
         reading.reader.release(handle)
+
+
+def test_a_node_without_an_address_costs_nothing_but_its_copy(
+    reading: Reading,
+) -> None:
+    """What stands in Redis is a hint: also that of the keys asked for with it."""
+    with reading:
+        store = reading.store
+        nowhere, there = key(), offered(reading.producer, reading.theirs, store)
+        store.beat("garbled", BOOT, 1)
+        store.describe_node(NodeInfo("garbled", BOOT, "nonsense", "h", "0", 1, 0, 0))
+        record = a_record(FINGERPRINT, nowhere.text, dtype="uint8", shape=(3,), nbytes=3)
+        at = Location("garbled", BOOT, 1, 7)
+        device = DeviceLocation("garbled", MARK, "nccl", LIBRARY, PORT, POOL)
+        store.publish_many([Publishing(record, at, 60.0, device=device)])
+        missing, handle = reading.reader.prefetch([nowhere, there])
+        assert missing.wait(10.0) is PrefetchState.MISSING
+        asked = reading.ours.hears("receive")
+        assert asked["key"] == there.text
+        reading.ours.answers(asked["id"])
+        assert handle.wait(10.0) is PrefetchState.RESIDENT
+        reading.reader.release(handle)
+        store.withdraw_many([Withdrawing(FINGERPRINT, nowhere.text, "garbled", "test")])
+        store.leave("garbled", BOOT)
 
 
 def test_a_pool_that_says_nothing_costs_the_lanes_deadline(reading: Reading) -> None:

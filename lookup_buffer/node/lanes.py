@@ -8,6 +8,7 @@ fails or takes too long, the bytes come over the hosts, in the same call. On the
 import asyncio
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -160,8 +161,7 @@ class Lanes:
             "seconds": seconds,
             "checksums": [location.checksum for location, _ in located.sources],
             "sources": [
-                [parse_tcp(endpoint)[0], *device[1:], location.checksum]
-                for location, endpoint, device in sources
+                [host, *device[1:], location.checksum] for location, host, device in sources
             ],
         }
         for pool in pools:
@@ -262,12 +262,13 @@ def _fits(record: Record) -> bool:
 
 
 def _on_devices(located: Located) -> list[tuple[Location, str, DeviceLocation]]:
-    """Copies of nodes that live, their endpoints, and where on a device the same bytes are."""
+    """Copies of nodes that live, their hosts, and where on a device the same bytes are."""
     if located.record is None or not located.record.devices:
         return []
     beside = {device.node: device for device in located.record.devices}
-    return [
-        (location, endpoint, beside[location.node])
-        for location, endpoint in located.sources
-        if location.node in beside
-    ]
+    found = []
+    for location, endpoint in located.sources:
+        if location.node in beside:
+            with suppress(ValueError):  # the endpoint is no address
+                found.append((location, parse_tcp(endpoint)[0], beside[location.node]))
+    return found
