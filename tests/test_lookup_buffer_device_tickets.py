@@ -14,17 +14,18 @@ import pytest
 import torch
 from xxhash import xxh3_64_intdigest
 
-from device_ends import LARGE, POOL_BYTES
+from device_ends import LARGE, POOL_BYTES, files, threads
 from lookup_buffer.codec import header_of, writable_bytes
 from lookup_buffer.device.lane import SILENCE_SECONDS, DeviceLane
 from lookup_buffer.device.place import HostPlace
 from lookup_buffer.header import TensorHeader
-from lookup_buffer.pool_messages import Offer, OpenPool, Received
+from lookup_buffer.pool_messages import OpenPool, Received
 from nodes import tensor_of, wait_until
 
 if TYPE_CHECKING:
     from lookup_buffer.request import Request
 
+ROUNDS, CROWD = 8, 9
 SECONDS = 20.0
 """What the node gives a reception here: more than any test takes."""
 
@@ -65,21 +66,20 @@ class Ends:
         for lane in (self.theirs, self.ours):
             stack.callback(lane.close)
         self.said: list[Request] = []
-        self.marks: list[Request] = []
-        self.theirs.attached(lambda request: self.marks.append(request))
         self.ours.attached(lambda request: self.said.append(request))
         assert isinstance(self.said.pop(), OpenPool)
         self.last = 0
 
-    def ask(self, nbytes: int = LARGE, **fields: Any) -> int:
+    def ask(self, nbytes: int = LARGE, *, of: DeviceLane | None = None, **fields: Any) -> int:
         """As the node: have something received that the producer has just offered."""
+        producer = of or self.theirs
         self.last += 1
         key, tensor = f"k{self.last}", tensor_of(f"k{self.last}", nbytes)
-        self.theirs.settle(self.theirs.prepare("n", key, tensor, immutable=True), is_stored=True)
-        offer = self.marks[-1]
-        assert isinstance(offer, Offer)
+        kept = producer.prepare("n", key, tensor, immutable=True)
+        assert kept is not None
+        producer.settle(kept, is_stored=True)
         checksum, (lane, library) = xxh3_64_intdigest(writable_bytes(tensor)), self.dialect
-        source = ["127.0.0.1", offer.mark, lane, library, self.theirs.port, self.theirs.id]
+        source = ["127.0.0.1", kept.mark, lane, library, producer.port, producer.id]
         message = {
             "event": "receive", "id": self.last, "namespace": "n", "key": key, "seconds": SECONDS,
             "header": header_of(tensor).to_fields(), "checksums": [checksum],
@@ -105,6 +105,10 @@ class Ends:
 
     def warm(self) -> None:
         wait_until(lambda: self.hears(self.ask()) == "", SECONDS, "a lane")
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Of all that was asked for."""
         self.ours.on_event({"event": "let_go", "tickets": list(range(self.last + 1)), "keys": []})
         assert self.ours.gauges().tickets == 0
 
@@ -181,3 +185,32 @@ def test_a_reception_that_has_no_end_leaves_no_room_reserved(ends: Ends) -> None
     ends.place.has_memory = False
     assert ends.hears(ends.ask()) == "device"
     assert ends.ours.gauges().used_bytes == used
+
+
+def test_a_storm_of_joins_and_leaves_leaves_nothing_behind(ends: Ends) -> None:
+    """Some leave before their pair is made, some while it is used, some when it is over."""
+    before = threads(), files()
+    ends.warm()  # a pair that so many others will push out
+    for _ in range(ROUNDS):
+        crowd = [DeviceLane("gloo", pool_bytes=POOL_BYTES) for _ in range(CROWD)]
+        soon, meanwhile, late = crowd[::3], crowd[1::3], crowd[2::3]
+        asked = [ends.ask(of=lane) for lane in crowd]
+        for lane in soon:
+            lane.close()
+        for lane in (*meanwhile, *late):
+            wait_until(lambda lane=lane: ends.hears(ends.ask(of=lane)) == "", SECONDS)  # type: ignore[misc]
+        for lane in meanwhile:
+            asked.append(ends.ask(of=lane))
+            lane.close()
+        for ticket in asked:
+            ends.hears(ticket)
+        for lane in late:
+            lane.close()
+        ends.let_go()
+    assert ends.ours.gauges().pinned_bytes == 0
+
+    def is_as_before() -> bool:
+        return threads() == before[0] and files() <= before[1] + 1
+
+    wait_until(is_as_before, 3 * SECONDS, f"{before}")
+    ends.warm()
