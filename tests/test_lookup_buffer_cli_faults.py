@@ -283,10 +283,17 @@ def test_numbers_that_no_record_should_have(start_server: StartServer, tmp_path:
     assert shown.stderr.startswith("lookup-buffer: no record of 'key0'")
 
 
-def test_counts_that_no_node_can_have_counted(start_server: StartServer, tmp_path: Path) -> None:
+def test_counts_and_names_that_no_node_can_have(start_server: StartServer, tmp_path: Path) -> None:
     url = start_server().url
     wrong = ("hits_local", "9" * 400, "bytes_fetched", "9" * 4000, "misses_absent", "-1")
     command(url, "HSET", layout.NODES, "n1", "bootofn1:1")
     command(url, "HSET", layout.stats("n1"), *wrong, "hits_remote", "7")
+    names = ("<b>n</b>", "n\n2", "n" * 100_000)
+    command(url, "HSET", layout.NODES, *(part for name in names for part in (name, "b:1")))
+    command(url, "ZADD", layout.hits(SPACE), "5", "k" * 1_000_000, "3", "kept")
+    command(url, "HSET", layout.namespace(SPACE), "model", "m")
     done = run_all(tmp_path, url)
     assert done["stats"].stdout.split("\n")[1].split()[:4] == ["n1", "0", "7", "0"]
+    assert [line.split()[0] for line in done["nodes"].stdout.splitlines()] == ["NODE", "n1"]
+    assert "kept" in done["top"].stdout
+    assert len(done["top"].stdout) < 2000
