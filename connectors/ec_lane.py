@@ -4,6 +4,7 @@ Off by default. Knows the buffer's device package; imported only where the setti
 it brings torch's distributed package along.
 """
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from connectors.settings import ConnectorSettings
@@ -11,6 +12,8 @@ from lookup_buffer.config import parse_tcp
 from lookup_buffer.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
     import torch
 
     from lookup_buffer.client import LookupBuffer
@@ -39,9 +42,16 @@ class WorkerLane:
     def join(self, buffer: "LookupBuffer") -> None:
         buffer.join_lane(self._lane)
 
-    def keep(self, key: str, tensor: "torch.Tensor") -> None:
-        """An output that was stored, and that nobody will write to."""
-        self._lane.keep(self._namespace, key, tensor, immutable=True)
+    @contextmanager
+    def keeping(self, key: str, tensor: "torch.Tensor") -> "Iterator[Callable[[bool], None]]":
+        """Around the insert of an output that nobody will write to: it is kept, and offered where
+        what is yielded was told that it was stored."""
+        outcome: list[bool] = []
+        entry = self._lane.prepare(self._namespace, key, tensor, immutable=True)
+        try:
+            yield outcome.append
+        finally:
+            self._lane.settle(entry, is_stored=outcome == [True])
 
     def close(self) -> None:
         self._lane.close()

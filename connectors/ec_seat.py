@@ -74,6 +74,7 @@ def open_buffer(vllm_config: Any, settings: ConnectorSettings, rank: int | None)
         engine_id=engine_id(vllm_config),
         rank=rank,
         world_size=loading_ranks(vllm_config),
+        encodes=True,
     )
     namespace = engine_namespace(vllm_config, settings)
     return seat.open_client(settings, place, namespace, CONNECTOR_NAME)

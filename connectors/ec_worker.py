@@ -200,16 +200,23 @@ class EcWorker:
     def _insert(self, key: str, output: Any) -> bool:
         assert self._buffer is not None, "the queue starts after the buffer"
         assert self._copies is not None
+        on_host = self._copies.to_host(output)
+        if self._lane is None:
+            return self._insert_from_host(key, on_host)
+        with self._lane.keeping(key, self._copies.on_device(output)) as told:
+            is_new = self._insert_from_host(key, on_host)
+            told(is_new)
+            return is_new
+
+    def _insert_from_host(self, key: str, on_host: "torch.Tensor") -> bool:
+        assert self._buffer is not None, "the queue starts after the buffer"
         outcome = self._buffer.insert(
             TensorKey.parse(key),
-            self._copies.to_host(output),
+            on_host,
             ttl_seconds=self._settings.ttl_seconds,
             timeout=INSERT_SECONDS,
         )
-        is_new = outcome is InsertOutcome.STORED
-        if is_new and self._lane is not None:
-            self._lane.keep(key, self._copies.on_device(output))
-        return is_new
+        return outcome is InsertOutcome.STORED
 
     def _give_up(self, key: str) -> None:
         """Nobody need wait for what will not be stored."""

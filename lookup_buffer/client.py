@@ -32,7 +32,7 @@ from lookup_buffer.messages import (
     waiting,
 )
 from lookup_buffer.namespace import Namespace
-from lookup_buffer.pooling import DevicePool, Pooling
+from lookup_buffer.pooling import JoinedPool, Pooling
 from lookup_buffer.prefetched import LoadOrder, Prefetched, PrefetchState
 from lookup_buffer.prefetching import NODE_DOWN, Prefetching
 from lookup_buffer.seat import EngineSeat
@@ -67,7 +67,7 @@ class LookupBuffer:
     ) -> None:
         self._namespace = namespace or Namespace.named("default")
         self._rank = engine.rank or 0 if engine else 0
-        seat = [engine.engine_id, engine.rank, engine.world_size] if engine else None
+        seat = engine.to_wire() if engine else None
         self._attachment = Attachment(
             config or BufferConfig.from_environment(),
             seat,
@@ -244,7 +244,7 @@ class LookupBuffer:
 
     # -- devices
 
-    def join_lane(self, lane: DevicePool) -> None:
+    def join_lane(self, lane: JoinedPool) -> None:
         """What this process's pool may receive from others comes there from now on: such an order
         names a lane, and is loaded from the pool. Once; the pool is the caller's to close."""
         self._pooling.join(lane)

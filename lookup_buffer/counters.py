@@ -32,6 +32,7 @@ COUNTERS: Final = frozenset(
         "hits_local",
         "hits_remote",
         "hits_lane",
+        "encodes_saved",
         "inserts_stored",
         "inserts_exists",
         "inserts_refused",
@@ -65,6 +66,9 @@ COUNTERS: Final = frozenset(
 )
 
 
+ENCODES: Final = "encodes"
+ENCODE_MILLISECONDS: Final = "encode_milliseconds"
+"""Encodes that were timed, and how long they took in all: `Counters.encode_seconds`, for Redis."""
 HITS_KEYS_MAX: Final = 100_000
 """Bound on keys whose hits wait for a store that is away; the hits of further keys are not kept."""
 
@@ -79,12 +83,27 @@ class Counters:
         self._hits: Counter[Address] = Counter()
         self.fetch_seconds = Histogram()
         """Of fetches that brought the tensor, from the request to the verified bytes."""
+        self.encode_seconds = Histogram()
+        """Of encodes that ended with their output here, from the step that was to run them."""
 
     def add(self, name: str, amount: int = 1) -> None:
         assert name in COUNTERS, name
         with self._lock:
             self._totals[name] += amount
             self._unflushed[name] += amount
+
+    def spare(self, encodes: int) -> None:
+        """Readers were engines that need not encode what they got."""
+        if encodes:
+            self.add("encodes_saved", encodes)
+
+    def encoded(self, seconds: float) -> None:
+        """An engine stored what it had said that it encodes so long before."""
+        self.encode_seconds.observe(seconds)
+        with self._lock:
+            for name, amount in ((ENCODES, 1), (ENCODE_MILLISECONDS, round(seconds * 1e3))):
+                self._totals[name] += amount
+                self._unflushed[name] += amount
 
     def hit(self, item: Item, count: int = 1) -> None:
         """Readers got `item`, that a client of this node stored or that was fetched."""

@@ -59,11 +59,11 @@ def _is_reads(value: object) -> bool:
 def _is_seat(value: object) -> bool:
     if value is None:
         return True
-    if not isinstance(value, list) or len(value) != 3:
+    if not isinstance(value, list) or len(value) != 4:
         return False
-    engine_id, rank, world_size = value
+    engine_id, rank, world_size, encodes = value
     in_world = is_count(world_size) and 0 < world_size <= 4096
-    if not _is_text(engine_id) or not in_world:
+    if not _is_text(engine_id) or not in_world or not isinstance(encodes, bool):
         return False
     return rank is None or (is_count(rank) and rank < world_size)
 

@@ -16,10 +16,10 @@ from typing import Any, Final
 
 from lookup_buffer.errors import ConfigError, ProtocolError
 from lookup_buffer.fields import CHECKS, KEYS_BYTES_MAX, KEYS_MAX, SECONDS_MAX, is_seconds
-from lookup_buffer.pool_messages import Offer, OpenPool, Received, Retract
+from lookup_buffer.pool_messages import Offer, OpenPool, Prepare, Received, Retract
 from lookup_buffer.request import DeskRequest, Request, names_of
 
-VERSION: Final = 5
+VERSION: Final = 6
 CALL_SECONDS: Final = 1.0
 """How long a client waits for a reply, beyond what it asked the node to wait."""
 NODE_SHARE: Final = 0.9
@@ -31,9 +31,10 @@ class Hello(Request):
     """Open a session. → session, node, boot, arena_bytes, and the descriptors of
     arena, board and what lies elsewhere.
 
-    `seat` is [engine id, rank or None for the scheduler, world size], or None for a client that
-    is no engine. `expects` names what the client's configuration says of the node (capacity,
-    store, digest of the token); a node that differs refuses, naming both.
+    `seat` is [engine id, rank or None for the scheduler, world size, whether what it gets spares it
+    an encode], or None for a client that is no engine. `expects` names what the client's
+    configuration says of the node (capacity, store, digest of the token); a node that differs
+    refuses, naming both.
     """
 
     op = "hello"
@@ -327,6 +328,7 @@ _KINDS: Final[Mapping[str, type[Request]]] = {
     for kind in (
         Hello, Join, Stage, Contains, Insert, Select, Take, Acknowledge, GiveBack, Leave, Holds,
         Prefetch, Release, Touch, Done, Claim, ReleaseClaim, ClaimAll, Encoding, Unclaim, Describe,
-        Stats, Goodbye, OpenPool, Offer, Retract, Received,
+        Stats, Goodbye, OpenPool, Prepare, Offer, Retract,
+        Received,
     )
 }  # fmt: skip

@@ -26,6 +26,18 @@ class OpenPool(DeskRequest):
 
 
 @dataclass(frozen=True, slots=True)
+class Prepare(DeskRequest):
+    """The pool holds as its entry `mark` what this client is about to insert under `key`, so that
+    it is published with the copy: who waits for that is told of both. Followed by `Offer`, where
+    it was stored, or by `Retract`."""
+
+    op = "prepare"
+    namespace: str
+    key: str
+    mark: int
+
+
+@dataclass(frozen=True, slots=True)
 class Offer(DeskRequest):
     """The pool holds the bytes of the copy that the node has of `key`, as its entry `mark`."""
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
 
-class DevicePool(Protocol):
+class JoinedPool(Protocol):
     """What a client wants of a pool; see `device.lane.DeviceLane`. None of these raises or waits,
     but `tensor`, which raises NodeUnavailable."""
 
@@ -33,9 +33,9 @@ class DevicePool(Protocol):
 class Pooling:
     def __init__(self, attachment: Attachment) -> None:
         self._attachment = attachment
-        self._pool: DevicePool | None = None
+        self._pool: JoinedPool | None = None
 
-    def join(self, pool: DevicePool) -> None:
+    def join(self, pool: JoinedPool) -> None:
         self._pool = pool
         if self._attachment.attached:
             pool.attached(self._post)

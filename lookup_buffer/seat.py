@@ -1,6 +1,7 @@
 """Where in an engine a client sits."""
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -11,3 +12,8 @@ class EngineSeat:
     engine_id: str
     rank: int | None
     world_size: int
+    encodes: bool = False
+    """Whether what the engine gets here spares it an encode: outputs of its encoder."""
+
+    def to_wire(self) -> list[Any]:
+        return list(astuple(self))

@@ -40,7 +40,7 @@ MIB = 1 << 20
 START_SECONDS = 20.0
 STORE_CONNECTIONS = 2
 """Three threads of a node use the store: its pool grows when they do so at once."""
-GAUGES_AT_REST = ("pinned_bytes", "reserved_bytes", "pins")
+GAUGES_AT_REST = ("pinned_bytes", "reserved_bytes", "pins", "lane_tickets")
 
 StartNode = Callable[..., "NodeProcess"]
 

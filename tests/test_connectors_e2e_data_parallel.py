@@ -19,12 +19,13 @@ pytestmark = pytest.mark.vllm
 RANKS = (0, 1)
 ROUNDS = 5
 AT_ONCE = 8
+SLOW_SECONDS = 20.0
+"""Were Redis not heard in time, which is no matter here, both engines would encode."""
 
 
 @pytest.fixture
 def node(start_node: StartNode) -> NodeProcess:
-    # Were Redis too slow to be heard, which is no matter here, both engines would encode.
-    return start_node(store_timeout_seconds=5.0)
+    return start_node(store_timeout_seconds=SLOW_SECONDS)
 
 
 @pytest.fixture
@@ -33,7 +34,7 @@ def server(node: NodeProcess, model: Path, tmp_path: Path) -> Iterator[OpenAISer
         "parallel",
         model,
         tmp_path,
-        ec_transfer_config=connector(node),
+        ec_transfer_config=connector(node, fetch_wait_seconds=SLOW_SECONDS),
         extra_arguments={"data_parallel_size": len(RANKS)},
     )
     # vLLM would not have two engines share a core; each still counts with one thread.
@@ -80,3 +81,7 @@ def test_the_engines_of_one_command_encode_each_image_once(
             replies = list(clients.map(lambda rank, q=question: ask(q, rank), ranks))
             assert {reply.tokens for reply in replies} == {reference.tokens(question)}
             assert server.schedule.encoder_runs() == before + 1
+
+    counted = node.stats()
+    assert counted["encodes"] == server.schedule.encoder_runs() == len(RANKS) + ROUNDS
+    assert counted["encodes_saved"] >= len(RANKS)

@@ -10,12 +10,15 @@ import pytest
 from connectors.demo.engine import Question
 from connectors.demo.schedule_log import Step
 from engines import Album
-from kv_engines import BLOCK, CHUNK, HANDOFF_SECONDS, KvPair, ask_for, prompt
+from kv_engines import BLOCK, BLOCK_BYTES, CHUNK, HANDOFF_SECONDS, KvPair, ask_for, prompt
 from nodes import wait_until
 from servers import frozen
 
 pytestmark = pytest.mark.vllm
 RECOVERY_SECONDS = 30.0
+TOKEN_BYTES = BLOCK_BYTES // BLOCK
+FETCH_WAIT_SECONDS = 2.0
+"""The default of `fetch_wait_seconds`."""
 
 
 def test_a_prompt_that_the_other_instance_has_seen_is_loaded(kv_pair: KvPair) -> None:
@@ -164,6 +167,14 @@ def test_nodes_and_redis_come_and_go(kv_pair: KvPair) -> None:
     with frozen(hosts.server):  # what lies on the other host cannot be found
         assert pair.ask(pair.b, known).computed == 400
         assert pair.ask(pair.a, known).computed < CHUNK
+    known = known_to_a()
+    hosts.relay.hold_after(
+        3 * CHUNK * TOKEN_BYTES
+    )  # six chunks come from the other host, or begin to
+    started = time.monotonic()
+    assert pair.ask(pair.b, known).computed > 400 - 5 * CHUNK, "what came is used, if anything"
+    assert time.monotonic() - started >= FETCH_WAIT_SECONDS
+    hosts.relay.let_go()
     known = known_to_a()
     for node in hosts.nodes:  # the reader's own, and the holder's
         with node.frozen():

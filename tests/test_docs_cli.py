@@ -57,7 +57,8 @@ def fleet(store: MetadataStore) -> Iterator[None]:
                     "hits_local": 700, "hits_remote": 41 * number, "misses_absent": 120,
                     "misses_owner_dead": number, "bytes_inserted": 3 << 30,
                     "bytes_fetched": number << 28, "bytes_served": (1 - number) << 28,
-                    "inserts_stored": 1830,
+                    "inserts_stored": 1830, "encodes": 120, "encode_milliseconds": 57_600,
+                    "encodes_saved": 700 + 41 * number,
                 },
             )  # fmt: skip
     with beating(store, "host-a-4f2a", "host-b-91cc"):

@@ -210,7 +210,7 @@ def test_stats(store: MetadataStore, url: str) -> None:
         "misses_absent": 3, "misses_stale": 5,
     }  # fmt: skip
     lines = [line.split() for line in run("stats", "--store-url", url).stdout.splitlines()]
-    assert ["(all)", "3", "4", "8", "0", "B", "1.0", "MiB", "0", "B"] in lines
+    assert ["(all)", "3", "4", "0", "8", "0", "B", "1.0", "MiB", "0", "B"] in lines
     assert ["misses:", "stale", "5,", "absent", "3"] in lines
     assert ["others:", "evicted", "6"] in lines
 

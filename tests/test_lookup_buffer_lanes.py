@@ -16,7 +16,7 @@ from lookup_buffer.client import LookupBuffer, Prefetched, PrefetchState
 from lookup_buffer.key import TensorKey
 from lookup_buffer.namespace import Namespace
 from lookup_buffer.node.lanes import BASE_SECONDS
-from lookup_buffer.pool_messages import Offer, OpenPool, Received, Retract
+from lookup_buffer.pool_messages import Offer, OpenPool, Prepare, Received, Retract
 from lookup_buffer.request import Request
 from nodes import NodeProcess, key, node_pair, tensor_of, wait_until, with_store
 from store import DeviceLocation, MetadataStore, Record, open_store
@@ -99,6 +99,29 @@ def test_what_a_process_offers_is_published_and_goes_with_it(
         wait_until(lambda: not devices(store, kept), 10.0)
         assert record_of(store, kept) is not None
         assert record_of(store, TensorKey("never-stored")) is None
+
+
+def test_what_was_prepared_is_published_with_the_copy(
+    node_pair: tuple[NodeProcess, NodeProcess], store: MetadataStore
+) -> None:
+    """Who waits for the copy learns of the device by the same record."""
+    with store, node_pair[0].client() as client:
+        pool, one, other = Told(client), key(), key()
+        for each in (one, other):
+            pool.say(Prepare(next_request_id(), FINGERPRINT, each.text, MARK))
+        time.sleep(0.1)  # on another connection than the insert
+        client.insert(one, tensor_of(one.text, NBYTES))
+        wait_until(lambda: record_of(store, one), 10.0)
+        assert len(devices(store, one)) == 1
+        pool.say(Retract(next_request_id(), FINGERPRINT, [one.text, other.text]))
+        wait_until(lambda: not devices(store, one), 10.0)
+        client.insert(other, tensor_of(other.text, NBYTES))
+        wait_until(lambda: record_of(store, other), 10.0)
+        assert devices(store, other) == ()
+        # What is there already was inserted by somebody else.
+        pool.say(Prepare(next_request_id(), FINGERPRINT, other.text, MARK))
+        client.insert(key(), tensor_of("a", NBYTES))
+        assert devices(store, other) == ()
 
 
 def test_a_copy_that_goes_takes_its_place_on_the_device_along(

@@ -16,7 +16,7 @@ from lookup_buffer.messages import (
     parse,
 )
 from lookup_buffer.plain import pack, unpack
-from lookup_buffer.pool_messages import Offer, OpenPool, Received, Retract
+from lookup_buffer.pool_messages import Offer, OpenPool, Prepare, Received, Retract
 from lookup_buffer.request import Request
 from store import LOCATIONS_MAX
 
@@ -28,6 +28,7 @@ KINDS: list[type[Request]] = [
     messages.Prefetch, messages.Release, messages.Touch, messages.Done,
     messages.Claim, messages.ReleaseClaim, messages.ClaimAll, messages.Encoding, messages.Unclaim,
     messages.Describe, messages.Stats, messages.Goodbye, OpenPool, Offer, Retract, Received,
+    Prepare,
 ]  # fmt: skip
 
 counts = st.integers(0, (1 << 63) - 1)
@@ -35,7 +36,7 @@ texts = st.text(st.characters(codec="utf-8"), min_size=1, max_size=80)
 seconds = st.one_of(st.integers(0, 86_400), st.floats(0, 86_400))
 seats = st.integers(1, 64).flatmap(
     lambda world: st.tuples(
-        texts, st.one_of(st.none(), st.integers(0, world - 1)), st.just(world)
+        texts, st.one_of(st.none(), st.integers(0, world - 1)), st.just(world), st.booleans()
     ).map(list)
 )
 FIELDS: dict[str, st.SearchStrategy[Any]] = {
@@ -183,20 +184,21 @@ def test_reads_that_no_client_can_have_made_are_refused(reads: object) -> None:
 @pytest.mark.parametrize(
     "seat",
     [
-        ["engine", 2, 2],
-        ["engine", 0, 0],
-        ["engine", -1, 2],
-        ["engine", None, 5000],
-        ["", 0, 1],
-        ["engine", 0],
+        ["engine", 2, 2, True],
+        ["engine", 0, 0, True],
+        ["engine", -1, 2, True],
+        ["engine", None, 5000, True],
+        ["", 0, 1, True],
+        ["engine", 0, 1],
         ["engine", 0, 1, 1],
-        ["engine", 0.0, 1],
+        ["engine", 0, 1, True, 1],
+        ["engine", 0.0, 1, True],
         "engine",
         {},
     ],
 )
 def test_a_seat_that_no_engine_has_is_refused(seat: object) -> None:
-    hello = messages.Hello(1, messages.VERSION, ["engine", 1, 2], {})
+    hello = messages.Hello(1, messages.VERSION, ["engine", 1, 2, False], {})
     assert parse(hello.to_wire()) == hello
     with pytest.raises(ProtocolError):
         parse({**hello.to_wire(), "seat": seat})

@@ -13,7 +13,8 @@ from lookup_buffer.cli.output import print_json, print_line, print_table, size_t
 _TOTAL = "(all)"
 _MISS_PREFIX = "misses_"
 _BYTES = ("bytes_inserted", "bytes_fetched", "bytes_served")
-_HITS = ("hits_local", "hits_remote")
+_HITS = ("hits_local", "hits_remote", "hits_lane")
+_ENCODES = ("encodes", "encode_milliseconds", "encodes_saved")
 
 
 @click.command()
@@ -32,7 +33,8 @@ def stats(
     for of_node in counters.values():
         totals.update(of_node)
     if json:
-        print_json({"nodes": counters, "totals": dict(sorted(totals.items()))})
+        document = {"nodes": counters, "totals": dict(sorted(totals.items()))}
+        print_json({**document, "seconds_saved": _seconds_saved(totals)})
     elif not counters:
         print_line("no counters: no node has counted anything yet")
     else:
@@ -41,7 +43,7 @@ def stats(
 
 def _print(counters: Mapping[str, Mapping[str, int]], totals: Counter[str]) -> None:
     rows = {**counters, _TOTAL: totals} if len(counters) > 1 else dict(counters)
-    columns = ["HITS LOCAL", "REMOTE", "MISSES", "INSERTED", "FETCHED", "SERVED"]
+    columns = ["HITS LOCAL", "REMOTE", "LANE", "MISSES", "INSERTED", "FETCHED", "SERVED"]
     print_table(
         ["NODE", *columns],
         [
@@ -63,9 +65,26 @@ def _print(counters: Mapping[str, Mapping[str, int]], totals: Counter[str]) -> N
     others = sorted(
         (name, count)
         for name, count in totals.items()
-        if count and name not in (*_HITS, *_BYTES) and not name.startswith(_MISS_PREFIX)
+        if count and name not in (*_HITS, *_BYTES, *_ENCODES) and not name.startswith(_MISS_PREFIX)
     )
+    if totals["encodes_saved"] or totals["encodes"]:
+        print_line(_saved_text(totals))
     if reasons:
         print_line("misses: " + ", ".join(f"{reason} {-count}" for count, reason in reasons))
     if others:
         print_line("others: " + ", ".join(f"{name} {count}" for name, count in others))
+
+
+def _seconds_saved(totals: Mapping[str, int]) -> float | None:
+    """What the encodes that were saved would have taken, at the mean of those that ran. None where
+    no node has timed any."""
+    encodes, milliseconds, saved = (totals.get(name, 0) for name in _ENCODES)
+    return round(saved * milliseconds / encodes / 1e3, 3) if encodes else None
+
+
+def _saved_text(totals: Mapping[str, int]) -> str:
+    saved, seconds = totals["encodes_saved"], _seconds_saved(totals)
+    if seconds is None:
+        return f"encodes saved: {saved}"
+    mean = totals["encode_milliseconds"] / totals["encodes"]
+    return f"encodes saved: {saved}, about {seconds:.1f} s at {mean:.0f} ms each"

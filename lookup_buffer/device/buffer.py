@@ -54,10 +54,16 @@ class DeviceBuffer:
         timeout: float = 10.0,
     ) -> InsertOutcome:
         """See `LookupBuffer.insert`. What is shared and new is kept on the device, too."""
-        outcome = self.host.insert(key, tensor, ttl_seconds=ttl_seconds, timeout=timeout)
-        if outcome is InsertOutcome.STORED and tensor is not None and key.request_id is None:
-            self.lane.keep(self._namespace.fingerprint, key.text, tensor, immutable=False)
-        return outcome
+        kept = None
+        if tensor is not None and key.request_id is None:
+            of = self._namespace.fingerprint
+            kept = self.lane.prepare(of, key.text, tensor, immutable=False)
+        outcome = None
+        try:
+            outcome = self.host.insert(key, tensor, ttl_seconds=ttl_seconds, timeout=timeout)
+            return outcome
+        finally:
+            self.lane.settle(kept, is_stored=outcome is InsertOutcome.STORED)
 
     def select(
         self, key: TensorKey, *, timeout: float = 0.0, out: "torch.Tensor | None" = None

@@ -1,6 +1,7 @@
 """DeviceLane: a process's pool on its device, joined to its node and to other processes' pools.
 
-    keep         the producer: what it stored in the buffer stays here as well, and is offered
+    prepare,     the producer: what it inserts into the buffer stays here as well, and is offered
+    settle
     on_event     the node: bring this into the pool, and hold it under a ticket; or let go of it
     tensor       the reader: what a ticket holds
 
@@ -22,7 +23,7 @@ from lookup_buffer.device.dialect import Dialect, dialect_of
 from lookup_buffer.device.notes import Notes
 from lookup_buffer.device.pairs import Pairs
 from lookup_buffer.device.place import Place, place_of
-from lookup_buffer.device.pool import DevicePool, PoolGauges
+from lookup_buffer.device.pool import DevicePool, Entry, PoolGauges
 from lookup_buffer.device.receiving import Receiving
 from lookup_buffer.device.serving import Serving
 from lookup_buffer.errors import (
@@ -35,7 +36,7 @@ from lookup_buffer.errors import (
 from lookup_buffer.fields import KEYS_MAX
 from lookup_buffer.inventory import Address
 from lookup_buffer.pipes.pipe import PipeLimits
-from lookup_buffer.pool_messages import Offer, OpenPool, Received, Retract
+from lookup_buffer.pool_messages import Offer, OpenPool, Prepare, Received, Retract
 from lookup_buffer.request import Request
 
 if TYPE_CHECKING:
@@ -171,32 +172,46 @@ class DeviceLane:
 
     # -- producers
 
-    def keep(self, namespace: str, key: str, tensor: "torch.Tensor", *, immutable: bool) -> bool:
-        """Keep what was stored under this key, and offer it; False where there is no room.
+    def prepare(
+        self, namespace: str, key: str, tensor: "torch.Tensor", *, immutable: bool
+    ) -> Entry | None:
+        """Keep what is about to be inserted under this key; None where it is not kept. To be given
+        to `settle`.
 
         `immutable`: nobody will write to it, so it may be kept as it is.
         """
+        address = (namespace, key)
+        if self.pool.has(address):
+            return None
         try:
             nbytes = header_of(tensor).nbytes
             self.pool.reserve(nbytes)
         except (BufferFull, TensorTooLarge, CodecError):
             self._notes.count("kept_not")
-            return False
+            return None
         try:
             value = self._place.keep(tensor, immutable=immutable)
-        except (
-            LookupBufferError,
-            RuntimeError,
-        ) as error:  # a device's own errors are RuntimeErrors
+        except (LookupBufferError, RuntimeError) as error:  # the latter is a device's
             self.pool.cancel(nbytes)
             self._notes.count("kept_not")
             self._notes.warn("device", error)
-            return False
-        entry = self.pool.put((namespace, key), value, nbytes)
-        self._to_node(Offer(next_request_id(), namespace, key, entry.mark))
+            return None
+        entry = self.pool.put(address, value, nbytes)
+        self._to_node(Prepare(next_request_id(), namespace, key, entry.mark))
+        return entry
+
+    def settle(self, entry: Entry | None, *, is_stored: bool) -> None:
+        """Its insert is over: offer it, or forget it, for the buffer has other bytes, or none."""
+        if entry is None:
+            return
+        namespace, key = entry.address
         self.pool.let_go(entry)
-        self._notes.count("kept")
-        return True
+        if is_stored:
+            self._to_node(Offer(next_request_id(), namespace, key, entry.mark))
+            self._notes.count("kept")
+        else:
+            self.pool.forget([entry.address])
+            self._to_node(Retract(next_request_id(), namespace, [key]))
 
     def _evicted(self, addresses: list[Address]) -> None:
         by_namespace: dict[str, list[str]] = {}

@@ -121,6 +121,10 @@ class DevicePool:
             self._entries.move_to_end(address)
             return entry
 
+    def has(self, address: Address) -> bool:
+        with self._lock:
+            return address in self._entries
+
     def let_go(self, entry: Entry) -> None:
         with self._lock:
             self._unpin(entry)

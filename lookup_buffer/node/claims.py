@@ -78,8 +78,15 @@ class _Holding:
     state: ClaimState
     granted_until: float
     """What the store has surely granted."""
+    encoding_since: float | None
     promise: asyncio.TimerHandle | None = None
     """To tell the store of the state, which it does not know yet."""
+
+    def begin_to_encode(self, now: float) -> None:
+        """Or go on with it."""
+        self.state = ClaimState.ENCODING
+        if self.encoding_since is None:
+            self.encoding_since = now
 
     def forget_promise(self) -> None:
         if self.promise is not None:
@@ -145,7 +152,7 @@ class Claims:
         if left <= 0:
             return False
         holding.session = session
-        holding.state = ClaimState.ENCODING
+        holding.begin_to_encode(now)
         holding.ends_at = now + lease_seconds
         holding.promise = self.loop.call_later(left, lambda: keep(holding.session))
         return True
@@ -177,7 +184,10 @@ class Claims:
 
     def inserted(self, session: Session, address: Address) -> None:
         """What this engine has a claim for is here: its publication drops the claim."""
-        if self._drop((_owner(session), address)) is not None:
+        holding = self._drop((_owner(session), address))
+        if holding is not None:
+            if holding.encoding_since is not None:
+                self.counters.encoded(time.monotonic() - holding.encoding_since)
             self.registrar.changed(address, "", self._token(session, address))
 
     def close(self) -> None:
@@ -275,7 +285,7 @@ class Claims:
             holding.ends_at = max(holding.ends_at, ends_at)
             holding.granted_until = granted_until
             if question.state is ClaimState.ENCODING:
-                holding.state = question.state
+                holding.begin_to_encode(now)
                 holding.forget_promise()
             if question.wanted():
                 # An engine that attached again: the end of its last session, which may be noticed
@@ -283,8 +293,9 @@ class Claims:
                 holding.session = question.session
         elif question.wanted():
             holding = self._held[owner, address] = _Holding(
-                question.session, ends_at, question.state, granted_until
-            )
+                question.session, ends_at, question.state, granted_until,
+                now if question.state is ClaimState.ENCODING else None,
+            )  # fmt: skip
             self._forget_at_end((owner, address), holding)
         else:
             # Nobody is told of it, so nobody would ever give it back.

@@ -50,7 +50,7 @@ from lookup_buffer.node.session import Session
 from lookup_buffer.node.shelf import Held, Shelf
 from lookup_buffer.node.takings import OWNER_DEAD, Takings
 from lookup_buffer.node.waiting import Waiting
-from lookup_buffer.pool_messages import Offer, OpenPool, Received, Retract
+from lookup_buffer.pool_messages import Offer, OpenPool, Prepare, Received, Retract
 from lookup_buffer.request import Request
 
 
@@ -128,7 +128,7 @@ class Desk:
                 self.shelf.release(request.tickets, session.id)
                 self.lanes.release(request.tickets, session)
             case Touch():
-                self._touch(request)
+                self._touch(session, request)
             case Done():
                 self.shelf.done(request.tickets, request.rank)
                 self.lanes.done(request.tickets, request.rank)
@@ -150,6 +150,8 @@ class Desk:
                 self.claim_sets.unclaim(session, request)
             case OpenPool():
                 self.lanes.open(session, request)
+            case Prepare():
+                self.lanes.pools.prepare(session, request)
             case Offer():
                 self.lanes.pools.offer(session, request)
             case Retract():
@@ -167,6 +169,7 @@ class Desk:
         """Gauges and counters."""
         return {
             **asdict(self.shelf.gauges()),
+            "lane_tickets": self.lanes.count_tickets(),
             "unpublished": self.registrar.pending(),
             "store_up": int(self.registrar.store_up),
             "open_files": len(os.listdir("/proc/self/fd")),
@@ -181,14 +184,16 @@ class Desk:
             held = self.loans.hold(address, session.id, session.ranks())
         if held is not None:
             self.counters.hit(held.item)
+            self.counters.spare(session.encodes)
         return held
 
-    def _touch(self, request: Touch) -> None:
+    def _touch(self, session: Session, request: Touch) -> None:
         for key, count in request.reads.items():
             address = (request.namespace, key)
             item = self.shelf.touch(address)
             if item is not None:
                 self.counters.hit(item, count)
+                self.counters.spare(session.encodes * count)
 
     def _select(self, connection: Connection, session: Session, request: Select) -> None:
         address = (request.namespace, request.key)

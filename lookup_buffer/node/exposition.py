@@ -20,7 +20,7 @@ from lookup_buffer.handshake import PROTOCOL_VERSION
 from lookup_buffer.histogram import BOUNDS_SECONDS
 from lookup_buffer.node.http_page import Page, Request
 from lookup_buffer.node.identity import distribution_version
-from lookup_buffer.node.metrics import BUILD_INFO, BUILD_LABELS, FAMILIES, FETCH_SECONDS, PREFIX
+from lookup_buffer.node.metrics import BUILD_INFO, BUILD_LABELS, FAMILIES, HISTOGRAMS, PREFIX
 from lookup_buffer.node.vitals import Vitals
 
 _KINDS = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily}
@@ -47,11 +47,11 @@ class Exposition(Collector):
             for labels, name in family.series.items():
                 metric.add_metric(labels, values.get(name, 0))
             yield metric
-        counts, sum_seconds = counters.fetch_seconds.read()
-        name, text = FETCH_SECONDS
-        histogram = HistogramMetricFamily(PREFIX + name, text)
-        histogram.add_metric([], list(zip(_UPPER_BOUNDS, counts, strict=True)), sum_seconds)
-        yield histogram
+        for name, text in HISTOGRAMS.items():
+            counts, sum_seconds = getattr(counters, name).read()
+            histogram = HistogramMetricFamily(PREFIX + name, text)
+            histogram.add_metric([], list(zip(_UPPER_BOUNDS, counts, strict=True)), sum_seconds)
+            yield histogram
         name, text = BUILD_INFO
         build = GaugeMetricFamily(PREFIX + name, text, labels=BUILD_LABELS)
         build.add_metric(self._build, 1)

@@ -195,6 +195,7 @@ class Lanes:
             self._let_go(held)
         else:
             self.counters.hit_lane(held.address, held.header.nbytes)
+            self.counters.spare(held.owner.encodes)
         held.settle(held, reason)
 
     def _entry(self, held: _Held, lane: str) -> dict[str, Any]:
@@ -227,6 +228,9 @@ class Lanes:
                 held.ranks.discard(rank)
                 if not held.ranks:
                     self._let_go(held)
+
+    def count_tickets(self) -> int:
+        return len(self._held)
 
     def holds(self, session: Session) -> bool:
         return any(held.owner is session for held in self._held.values())

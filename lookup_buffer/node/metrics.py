@@ -46,6 +46,10 @@ FAMILIES: Final = (
         _by("bytes_hit_", ("local", "remote", "lane")), ("source",),
     ),
     Family(
+        "counter", "encodes_saved", "Outputs that engines got, which they need not encode.",
+        _plain("encodes_saved"),
+    ),
+    Family(
         "counter", "misses", "Readers that got no tensor, by reason.",
         _by("misses_", MISS_REASONS), ("reason",),
     ),
@@ -125,9 +129,12 @@ FAMILIES: Final = (
     ),
     Family("gauge", "nodes_alive", "Nodes that live, as this one sees it.", _plain("nodes_alive")),
 )  # fmt: skip
-FETCH_SECONDS: Final = (
-    "fetch_seconds",
-    "Seconds from the request to another node until its tensor was in the arena, verified.",
-)
+HISTOGRAMS: Final = {
+    "fetch_seconds":
+        "Seconds from the request to another node until its tensor was in the arena, verified.",
+    "encode_seconds":
+        "Seconds from an engine's step that encodes until the output was in the arena.",
+}  # fmt: skip
+"""By the name that `Counters` has for them, too."""
 BUILD_INFO: Final = ("build_info", "Always 1; its labels say who this node is and what it speaks.")
 BUILD_LABELS: Final = ("node", "version", "protocol")

@@ -12,7 +12,7 @@ from typing import Final
 from lookup_buffer.inventory import Address, Item
 from lookup_buffer.node.session import Session
 from lookup_buffer.node.shelf import Shelf
-from lookup_buffer.pool_messages import Offer, OpenPool, Retract
+from lookup_buffer.pool_messages import Offer, OpenPool, Prepare, Retract
 from store import DeviceLocation
 
 KNOWN_MAX: Final = 4096
@@ -50,7 +50,13 @@ class _Offered:
     pool: Pool
     mark: int
     generation: int
-    """Of the node's copy that it was when it was offered: of no other."""
+    """Of the node's copy that it was when it was offered: of no other. 0: of the one that its
+    client is inserting."""
+
+    def stands_beside(self, item: Item) -> bool:
+        if self.generation == 0:
+            return item.origin == "local"
+        return self.generation == item.generation
 
 
 @dataclass(slots=True)
@@ -79,14 +85,25 @@ class Pools:
     def of(self, session: Session) -> Pool | None:
         return self._pools.get(session)
 
+    def prepare(self, session: Session, request: Prepare) -> None:
+        pool, address = self._pools.get(session), (request.namespace, request.key)
+        if pool is not None and self.shelf.peek(address) is None:  # else it will not be stored
+            self._put(address, _Offered(pool, request.mark, 0))
+
     def offer(self, session: Session, request: Offer) -> None:
         pool, address = self._pools.get(session), (request.namespace, request.key)
         item = self.shelf.peek(address)
         if pool is None or item is None:
             return  # the copy beside which it would stand has gone already
-        others = tuple(o for o in self._offers.get(address, ()) if o.pool is not pool)
-        self._offers[address] = (*others, _Offered(pool, request.mark, item.generation))
-        self.publish(address)
+        known = [o for o in self._offers.get(address, ()) if o.pool is pool]
+        was_published = any(o.mark == request.mark and o.stands_beside(item) for o in known)
+        self._put(address, _Offered(pool, request.mark, item.generation))
+        if not was_published:
+            self.publish(address)
+
+    def _put(self, address: Address, offered: _Offered) -> None:
+        others = tuple(o for o in self._offers.get(address, ()) if o.pool is not offered.pool)
+        self._offers[address] = (*others, offered)
 
     def retract(self, session: Session, request: Retract) -> None:
         pool = self._pools.get(session)
@@ -121,7 +138,7 @@ class Pools:
     def device_of(self, item: Item, node: str) -> DeviceLocation | None:
         """What is published beside the copy `item`. Any thread."""
         for offered in self._offers.get(item.address, ()):
-            if offered.generation == item.generation:
+            if offered.stands_beside(item):
                 pool = offered.pool
                 return DeviceLocation(
                     node, offered.mark, pool.lane, pool.library, pool.port, pool.id

@@ -22,6 +22,8 @@ class Seat:
     engine_id: str
     rank: int | None
     world_size: int
+    encodes: bool
+    """Whether what it gets spares it an encode."""
 
 
 @dataclass(slots=True, eq=False)
@@ -35,6 +37,10 @@ class Session:
     """Tells when the client's process has ended, where its number says nothing here: engines in
     containers have pid namespaces of their own. Taken at the start, while it surely lives."""
     over: bool = False
+
+    @property
+    def encodes(self) -> bool:
+        return self.seat is not None and self.seat.encodes
 
     def ranks(self) -> range | None:
         """The ranks that must report before a ticket of this session ends; None: it releases."""

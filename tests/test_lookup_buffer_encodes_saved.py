@@ -1,0 +1,49 @@
+"""What the fleet is told that it saved: encodes, and how long those that ran took."""
+
+import time
+
+import torch
+
+from command_line import run, run_json
+from lookup_buffer.client import EngineSeat
+from nodes import NodeProcess, key, wait_until, with_store
+
+Pair = tuple[NodeProcess, NodeProcess]
+ENCODE_SECONDS = 0.3
+
+
+def test_each_engine_that_need_not_encode_counts(node_pair: Pair) -> None:
+    first, second = node_pair
+    with_store(first, second)
+    claimed, told = key(), key()
+    with first.client(engine=EngineSeat("encodes", None, 1, encodes=True)) as encoder:
+        assert encoder.claim(claimed, lease_seconds=20.0).granted
+        encoder.encoding([told], lease_seconds=20.0)
+        time.sleep(ENCODE_SECONDS)  # what an encode is, as far as a node can see it
+        for name in (claimed, told, claimed):  # the last one is there already: nothing was encoded
+            encoder.insert(name, torch.ones(3))
+        encoder.insert(key(), torch.ones(3))  # nobody had said that it is encoded
+    with second.client(engine=EngineSeat("loads", 0, 1, encodes=True)) as engine:
+        wait_until(lambda: all(engine.has_caches([claimed, told])), 5.0)
+        for name in (claimed, claimed, told):
+            engine.select(name)
+    with second.client(engine=EngineSeat("other things", 0, 1)) as other, second.client() as one:
+        other.select(claimed)
+        one.select(claimed)
+    wait_until(lambda: second.stats().get("encodes_saved") == 3, 5.0)
+    encoded, loaded = first.stats(), second.stats()
+    assert (encoded["encodes"], "encodes" in loaded) == (2, False)
+    assert ENCODE_SECONDS * 2e3 <= encoded["encode_milliseconds"] < 2 * 5e3
+    assert "encodes_saved" not in encoded
+    url = first.config.store_url
+    assert url is not None
+    wait_until(
+        lambda: run_json("stats", "--store-url", url)["totals"].get("encodes_saved") == 3, 10.0
+    )
+    mean_seconds = encoded["encode_milliseconds"] / 2e3
+    document = run_json("stats", "--store-url", url)
+    assert document["seconds_saved"] == round(3 * mean_seconds, 3)
+    assert (
+        f"encodes saved: 3, about {3 * mean_seconds:.1f} s at"
+        in run("stats", "--store-url", url).stdout
+    )
