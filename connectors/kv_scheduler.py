@@ -81,6 +81,8 @@ class KvScheduler:
             coming = self._handoffs.awaited(state, computed)
             if coming is not None:
                 return (coming, True) if coming else ASK_AGAIN
+        if computed < state.first * self._shape.chunk_tokens:
+            self._ask_anew(state)
         if not state.asked and not self._ask(state, computed):
             return ASK_AGAIN if self._may_wait(state) else NOTHING
         present, settled = self._present(state)
@@ -123,6 +125,13 @@ class KvScheduler:
         state.asked = True
         self._prefetch(state, wanted[: int(room)])
         return True
+
+    def _ask_anew(self, state: KvRequest) -> None:
+        """While the request waited vLLM gave away blocks of its own prefix cache, and what was
+        asked for begins behind them. It waits no longer for all of it than it would have."""
+        deadline = state.deadline
+        self._forget_pins(state)
+        state.deadline, state.first = deadline, 0
 
     def _prefetch(self, state: KvRequest, names: list[str]) -> None:
         if not names:
