@@ -47,10 +47,11 @@ COPY --from=wheel /wheels /wheels
 # Into vLLM's own environment, whose versions stay; the wheel's dependencies are few and wide.
 RUN uv pip install --system --no-cache /wheels/*.whl \
     && groupadd --gid 10001 lookup-buffer \
-    && useradd --uid 10001 --gid 10001 --create-home lookup-buffer \
+    && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /cache lookup-buffer \
     && install -d -o 10001 -g 10001 -m 0700 /run/lookup-buffer \
     && install -d -o 10001 -g 10001 -m 0755 /cache
-ENV HF_HOME=/cache/huggingface VLLM_CACHE_ROOT=/cache/vllm
+# The home, too: Triton and others keep there what they compile, and all else may be read only.
+ENV HOME=/cache HF_HOME=/cache/huggingface VLLM_CACHE_ROOT=/cache/vllm
 USER 10001:10001
 STOPSIGNAL SIGTERM
 ENTRYPOINT ["vllm", "serve"]

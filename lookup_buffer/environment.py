@@ -14,7 +14,8 @@ ENVIRONMENT_PREFIX = "LOOKUP_BUFFER_"
 
 
 def settings_of_environment(names: Iterable[str]) -> dict[str, str]:
-    """What is said of these settings; `LOOKUP_BUFFER_<NAME>_FILE` names a file that says it.
+    """What is said of these settings; `LOOKUP_BUFFER_<NAME>_FILE` names a file that says it. A
+    variable that is empty says nothing.
 
     Raises:
         ConfigError: such a file cannot be read.
@@ -22,10 +23,10 @@ def settings_of_environment(names: Iterable[str]) -> dict[str, str]:
     settings = {}
     for name in names:
         variable = ENVIRONMENT_PREFIX + name.upper()
-        if variable in os.environ:
-            settings[name] = os.environ[variable]
-        elif variable + "_FILE" in os.environ:
-            settings[name] = _read(name, Path(os.environ[variable + "_FILE"]))
+        if value := os.environ.get(variable):
+            settings[name] = value
+        elif path := os.environ.get(variable + "_FILE"):
+            settings[name] = _read(name, Path(path))
     return settings
 
 

@@ -60,6 +60,8 @@ _SPELLED_CHARACTERS_MAX = 128
 _SAFE_KEY = re.compile(rf"[A-Za-z0-9._%#@=+,/-]{{1,{_SPELLED_CHARACTERS_MAX}}}\Z")
 _SHAPE = re.compile(rb"\[(\d+(?:,\d+)*)?\]\Z")
 _DIMENSIONS_MAX = 16
+_CREATED_LIMIT = 1e11  # seconds, the year 5138: what is later no calendar can show
+_COUNTER_LIMIT = 2**63  # as the server counts
 HASHED = "h."
 """How a name begins that is the hash of a key."""
 _RECORD_NAME = re.compile(rb"lb:rec:([A-Za-z0-9._-]{1,128}):\{([^{}]+)\}\Z")
@@ -158,6 +160,8 @@ def read_record(namespace: str, key: str, fields: Mapping[bytes, bytes]) -> Reco
             return None  # nobody to fetch from; withdraw never leaves such a record behind
         tensor = fields[b"dtype"], fields[b"shape"], fields[b"nbytes"], fields[b"kind"]
         created = float(fields[b"created"])
+        if not 0 <= created < _CREATED_LIMIT:  # nor is NaN
+            return None
         return Record(namespace, key, *_read_tensor(*tensor), created, locations, devices)
     except (KeyError, ValueError):
         return None
@@ -257,11 +261,13 @@ def read_beat(value: bytes) -> Beat | None:
 
 
 def read_counters(fields: Mapping[bytes, bytes]) -> dict[str, int]:
-    """A node's counters. What is no number is left out."""
+    """A node's counters. What is no count is left out."""
     counters = {}
     for name, value in fields.items():
         try:
-            counters[name.decode()] = int(value)
+            count = int(value)
+            if 0 <= count < _COUNTER_LIMIT:
+                counters[name.decode()] = count
         except ValueError:
             continue
     return counters

@@ -35,7 +35,7 @@ from store.inspection import Inspection
 from store.link import Fields, Link, Script
 from store.mirror import Mirror
 from store.mirror_claims import MirrorClaims
-from store.record import Record, check_namespace, check_node, check_token
+from store.record import SAFE_NAME, Record, check_namespace, check_node, check_token
 from store.trace import Traces
 from store.url import StoreUrl
 
@@ -143,8 +143,8 @@ class RedisStore(MetadataStore):
 
     def beats(self) -> dict[str, Beat]:
         (fields,) = self._link.read_hashes([layout.NODES])
-        found = ((name, layout.read_beat(value)) for name, value in fields.items())
-        return {_text(name): beat for name, beat in found if beat}
+        found = ((_text(name), layout.read_beat(value)) for name, value in fields.items())
+        return {name: beat for name, beat in found if beat and SAFE_NAME.match(name)}
 
     def describe_node(self, info: NodeInfo) -> None:
         check_node(info.node, info.boot)

@@ -68,12 +68,19 @@ def document() -> dict[str, Any]:
     return loaded
 
 
+def _stage(target: str) -> str:
+    return (ROOT / "Dockerfile").read_text().partition(f" AS {target}\n")[2].partition("\nFROM ")[0]
+
+
+def image_environment(target: str) -> dict[str, str]:
+    """ENV of a target of the Dockerfile."""
+    lines = re.findall(r"^ENV ((?:.*\\\n)*.*)$", _stage(target), flags=re.MULTILINE)
+    return dict(re.findall(r"(\w+)=(\S+)", " ".join(lines)))
+
+
 def image_entry_point(target: str) -> list[str]:
     """ENTRYPOINT of a target of the Dockerfile."""
-    stage = (
-        (ROOT / "Dockerfile").read_text().partition(f" AS {target}\n")[2].partition("\nFROM ")[0]
-    )
-    (found,) = re.findall(r"^ENTRYPOINT (\[.*\])$", stage, flags=re.MULTILINE)
+    (found,) = re.findall(r"^ENTRYPOINT (\[.*\])$", _stage(target), flags=re.MULTILINE)
     words: list[str] = json.loads(found)
     return words
 

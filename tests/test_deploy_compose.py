@@ -16,7 +16,15 @@ from typing import Any
 import jsonschema
 import pytest
 
-from deployment import Service, Stack, client_config, document, running_stack, why_not_contained
+from deployment import (
+    Service,
+    Stack,
+    client_config,
+    document,
+    image_environment,
+    running_stack,
+    why_not_contained,
+)
 from lookup_buffer.client import LookupBuffer
 from lookup_buffer.errors import NodeRefused
 from lookup_buffer.namespace import Namespace
@@ -97,6 +105,14 @@ def test_a_service_may_do_no_more_than_it_has_to(name: str) -> None:
     assert re.search(r":(local|v?\d+\.\d+[\w.-]*)$", service["image"]), "a version, never `latest`"
     secret = [name for name in Service(name).environment if re.search("PASSWORD|TOKEN", name)]
     assert all(name.endswith("_FILE") for name in secret)
+
+
+@pytest.mark.parametrize("name", ["replica-a", "replica-b", "encoder", "consumer"])
+def test_an_engine_may_write_where_libraries_keep_what_they_compile(name: str) -> None:
+    volumes = {volume.split(":")[1] for volume in Service(name).raw["volumes"]}
+    given = image_environment("vllm")
+    for variable in ("HOME", "HF_HOME", "VLLM_CACHE_ROOT"):  # Triton's, FlashInfer's are in HOME
+        assert any(f"{given[variable]}/".startswith(f"{place}/") for place in volumes), variable
 
 
 def test_what_is_mounted_exists_and_every_secret_is_made(tmp_path: Path) -> None:

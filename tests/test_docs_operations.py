@@ -220,8 +220,8 @@ def _a_wrong_token(stack: Stack, pair: Pair) -> None:
     with _client(stack, "node-b") as there:
         _known(there, name)
         assert "peer_failed" in _missed(there, name)
-        history = _said(stack, "node-b", "why", "guarded")[1]
-        assert _quoted("node-b could not fetch it from node-a") in history
+        told = _quoted("node-b could not fetch it from node-a")  # in the next turn of its writer
+        wait_until(lambda: told in _said(stack, "node-b", "why", "guarded")[1], 10.0)
         assert re.search(r"node-a yes .*node-b yes ", _said(stack, "node-b", "nodes")[1])
         assert _said(stack, "node-b", "doctor")[0] == 0
 

@@ -1,13 +1,16 @@
 """Shell completion: what a real bash is offered, and where the scripts are put."""
 
 import os
+import pwd
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
-from command_line import PROGRAM, environment, run
+from command_line import PROGRAM, assert_refused, environment, run
+from lookup_buffer.cli import app
 
 BASH = shutil.which("bash")
 
@@ -71,6 +74,17 @@ def test_the_scripts(tmp_path: Path, shell: str) -> None:
 def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / ".zfunc").touch()
     done = run("--install-completion", "zsh", HOME=str(tmp_path))
-    assert done.returncode == 1
-    assert "cannot be written" in done.stderr
-    assert "Traceback" not in done.stderr
+    assert_refused(done, 1, "cannot be written")
+
+
+def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As containers have them: a number without an entry, and no HOME."""
+
+    def unknown(number: int) -> None:
+        raise KeyError(number)
+
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    done = CliRunner().invoke(app, ["--install-completion", "bash"])
+    assert done.exit_code == 1
+    assert done.stderr.startswith("lookup-buffer: nobody says what your home is: set HOME")

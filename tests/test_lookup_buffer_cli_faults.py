@@ -255,6 +255,8 @@ def test_numbers_that_no_record_should_have(start_server: StartServer, tmp_path:
                 ("created", "nan"),
                 ("created", "1e999"),
                 ("created", "-1e300"),
+                ("created", "-inf"),
+                ("created", "1e300"),
                 ("created", "x"),
                 ("nbytes", "9" * 5000),
                 ("nbytes", "-1"),
@@ -276,3 +278,22 @@ def test_numbers_that_no_record_should_have(start_server: StartServer, tmp_path:
     done = run_all(tmp_path, url)
     assert "\x1b" not in "".join(one.stdout + one.stderr for one in done.values())
     assert done["ls"].returncode == 0
+    shown = run("show", "key0", "--store-url", url)  # what no calendar has is no record
+    assert shown.returncode == 1
+    assert shown.stderr.startswith("lookup-buffer: no record of 'key0'")
+
+
+def test_counts_and_names_that_no_node_can_have(start_server: StartServer, tmp_path: Path) -> None:
+    url = start_server().url
+    wrong = ("hits_local", "9" * 400, "bytes_fetched", "9" * 4000, "misses_absent", "-1")
+    command(url, "HSET", layout.NODES, "n1", "bootofn1:1")
+    command(url, "HSET", layout.stats("n1"), *wrong, "hits_remote", "7")
+    names = ("<b>n</b>", "n\n2", "n" * 100_000)
+    command(url, "HSET", layout.NODES, *(part for name in names for part in (name, "b:1")))
+    command(url, "ZADD", layout.hits(SPACE), "5", "k" * 1_000_000, "3", "kept")
+    command(url, "HSET", layout.namespace(SPACE), "model", "m")
+    done = run_all(tmp_path, url)
+    assert done["stats"].stdout.split("\n")[1].split()[:4] == ["n1", "0", "7", "0"]
+    assert [line.split()[0] for line in done["nodes"].stdout.splitlines()] == ["NODE", "n1"]
+    assert "kept" in done["top"].stdout
+    assert len(done["top"].stdout) < 2000

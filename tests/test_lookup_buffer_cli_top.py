@@ -15,8 +15,10 @@ import torch
 
 from command_line import PROGRAM, environment, run, run_json
 from lookup_buffer.cli.sample import Activity, Sample
+from lookup_buffer.cli.top import _nodes, _summary
 from lookup_buffer.errors import MissingTensor
 from lookup_buffer.namespace import Namespace
+from lookup_buffer.node.metrics import FAMILIES
 from nodes import NodeProcess, key
 from servers import StartServer
 from store import Beat
@@ -143,6 +145,15 @@ def sample(
 ) -> Sample:
     moved = {node: Beat("boot", sequence) for node, sequence in beats.items()}
     return Sample(at, moved, {}, counters, {("ns", key): count for key, count in hits.items()})
+
+
+def test_every_kind_of_hit_counts() -> None:
+    """As on the dashboard and in the metrics, whose names they are."""
+    (hits,) = [family.series.values() for family in FAMILIES if family.name == "hits"]
+    counted = {"misses_absent": 2, **dict.fromkeys(hits, 2)}
+    activity = Activity(sample(0.0, {"a": 1}, {"a": {}}), sample(2.0, {"a": 2}, {"a": counted}))
+    assert f"{len(hits)}.0 hits and 1.0 misses a second" in _summary(activity)
+    assert _nodes(activity)[1][0][5] == f"{len(hits)}.0"
 
 
 def test_what_happened_between_two_samples() -> None:

@@ -139,6 +139,12 @@ def test_what_is_not_ours_is_a_sentence(store: MetadataStore, url: str) -> None:
     command(url, "HSET", "lb:rec:not a name:{photo}", "v", "1")
     assert "is a string" in run("why", "photo", "--store-url", url).stdout
     assert "of version 2" in run("why", "newer", "--store-url", url).stdout
+    for reason in ("evi{ct}ed{0.__class__}", "{node}\n+    stored on n1, which lives"):
+        command(url, "SET", layout.gone(SPACE, "braces"), f"{reason}:n1", "EX", "60")
+        done = run("why", "braces", "--store-url", url)
+        assert (done.returncode, done.stderr) == (1, "")
+        assert len(done.stdout.splitlines()) == 4, "a text from the store is one line"
+        assert f"it is gone from n1: {reason[:6]}" in done.stdout
     command(url, "SET", layout.NODES, "foreign")
     done = run("why", "photo", "--store-url", url)
     assert (done.returncode, done.stderr) == (1, "")

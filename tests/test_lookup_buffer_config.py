@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from lookup_buffer.config import BufferConfig, memory_bytes
 from lookup_buffer.errors import ConfigError
 from lookup_buffer.sizes import parse_bytes
+from lookup_buffer.store_access import StoreAccess
 
 SECRET = "hunter2"
 
@@ -161,6 +162,15 @@ def test_a_wrong_environment_is_a_config_error(clean_environment: pytest.MonkeyP
     clean_environment.setenv("LOOKUP_BUFFER_TOKEN_FILE", "/does/not/exist")
     with pytest.raises(ConfigError, match="token"):
         BufferConfig.from_environment()
+
+
+def test_an_empty_variable_says_nothing(clean_environment: pytest.MonkeyPatch) -> None:
+    """To a node and to a command, so that both look in one place."""
+    usual, asking = BufferConfig.from_environment(), StoreAccess.from_environment()
+    for name in ("DIRECTORY", "STORE_URL", "STORE_TIMEOUT_SECONDS", "STORE_PASSWORD", "TOKEN_FILE"):
+        clean_environment.setenv(f"LOOKUP_BUFFER_{name}", "")
+    assert BufferConfig.from_environment() == usual
+    assert StoreAccess.from_environment() == asking
 
 
 # -- the runtime directory

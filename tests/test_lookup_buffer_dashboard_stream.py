@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from dashboards import Stream
+from lookup_buffer.node import http_exchange
 from lookup_buffer.node import observer as node_observer
 from lookup_buffer.node.http_dashboard import dashboard_pages
 from lookup_buffer.node.http_exchange import EXCHANGE_SECONDS
@@ -73,8 +75,12 @@ class Listener:
         self.settings = type("Settings", (), {"http_listen": address})
 
 
+def listener(address: str) -> NodeProcess:
+    return Listener(address)  # type: ignore[return-value]
+
+
 def stream_of(address: str) -> Stream:
-    return Stream(Listener(address))  # type: ignore[arg-type]
+    return Stream(listener(address))
 
 
 def test_one_observer_for_all_and_none_for_nobody(start_node: StartNode) -> None:
@@ -119,7 +125,13 @@ def test_questions_are_answered_in_any_number(start_node: StartNode) -> None:
     status, headers, text = get(node, f"/dashboard/why?key={key('never').text}")
     assert (status, headers["Content-Type"]) == (200, "application/json")
     assert [one["code"] for one in json.loads(text)["findings"]] == ["absent"]
-    for wrong in ("", "?key=", "?key=" + "x" * 5000, "?key=a%7Bb%00&namespace=%ff"):
+    for wrong in (
+        "",
+        "?key=",
+        "?key=" + "x" * 5000,
+        "?key=a%7Bb%00&namespace=%ff",
+        "?a=1" + 9 * "&a=1",
+    ):
         status, _, text = get(node, f"/dashboard/why{wrong}")
         assert status == 200
         assert json.loads(text)["problem"]
@@ -192,6 +204,50 @@ def test_pages_are_bounded() -> None:
                 return stream.status == 200
 
         wait_until(is_taken, 20.0, "a place is free")
+
+
+def test_an_observer_that_says_too_much_at_once_is_started_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(node_observer, "LINE_BYTES_MAX", 1 << 20)
+    monkeypatch.setattr(node_observer, "AGAIN_SECONDS", 0.1)
+    with talking(length=1 << 21) as address, stream_of(address) as stream:
+        assert stream.event("history") == []
+        for _ in range(3):
+            assert "started again" in stream.event("trouble")
+
+
+def test_an_observer_that_cannot_be_started_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(node_observer, "AGAIN_SECONDS", 0.5)
+    before = children_of(os.getpid())
+    with talking() as address, stream_of(address) as stream:
+        stream.event("now")
+        with monkeypatch.context() as patched:
+            patched.setattr(subprocess, "Popen", no_process)
+            os.kill((children_of(os.getpid()) - before).pop(), signal.SIGKILL)
+            for _ in range(3):
+                assert "started again" in stream.event("trouble")
+        assert stream.event("now")["of"] == "talker"
+
+
+def no_process(*_: object, **__: object) -> None:
+    raise BlockingIOError("Resource temporarily unavailable")
+
+
+def test_an_observer_that_hears_nothing_holds_up_nobody_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(http_exchange, "MAKE_SECONDS", 0.05)
+    question = "/dashboard/why?key=" + "%00" * 2000  # which the talker never reads
+    with talking() as address:
+        for _ in range(20):  # until its pipe is full, and then some
+            with Stream(listener(address), path=question) as asking:
+                assert asking.status in (503, 504)
+        assert asking.status == 503
+        with Stream(listener(address), path="/") as page:
+            assert page.status == 200
 
 
 def test_history_is_bounded() -> None:

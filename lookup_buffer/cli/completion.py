@@ -9,6 +9,8 @@ from typing import Final
 
 import click
 
+from lookup_buffer.cli.exits import CommandError, ExitCode
+
 PLACES: Final = {
     "bash": ".local/share/bash-completion/completions/lookup-buffer",
     "zsh": ".zfunc/_lookup-buffer",
@@ -50,12 +52,16 @@ def _show(context: click.Context, _: click.Parameter, shell: str | None) -> None
 def _install(context: click.Context, _: click.Parameter, shell: str | None) -> None:
     if shell is None:
         return
-    path = Path.home() / PLACES[shell]
+    try:
+        path = Path.home() / PLACES[shell]
+    except RuntimeError as error:  # a user without an entry, as in containers, and without HOME
+        raise CommandError("nobody says what your home is: set HOME", ExitCode.FOUND) from error
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(_script(context, shell), encoding="utf-8")
     except OSError as error:
-        raise click.ClickException(f"{path} cannot be written: {error.strerror}") from error
+        sentence = f"{path} cannot be written: {error.strerror}"
+        raise CommandError(sentence, ExitCode.FOUND) from error
     click.echo(f"{path} is written; {_REST[shell].format(path=path)}")
     context.exit()
 

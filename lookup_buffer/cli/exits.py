@@ -2,6 +2,8 @@
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import IntEnum
 from typing import Any, NoReturn
 
@@ -39,40 +41,51 @@ class Commands(click.Group):
         """As they were added, not by name."""
         return list(self.commands)
 
+    def make_context(self, *args: Any, **extra: Any) -> click.Context:
+        """Here options act that print something and end: --help, --version and the like."""
+        with _one_line():
+            return super().make_context(*args, **extra)
+
     def invoke(self, ctx: click.Context) -> Any:
-        if sys.stdout is None:
-            _end("the output is closed", ExitCode.FOUND)
-        try:
+        with _one_line():
+            if sys.stdout is None:
+                raise CommandError("the output is closed", ExitCode.FOUND)
             try:
                 return super().invoke(ctx)
             finally:
                 sys.stdout.flush()  # now, while it can still be told that it fails
-        except BrokenPipeError:
-            _write_no_more()
-            raise click.exceptions.Exit(ExitCode.NOBODY_READS) from None
-        except OSError as error:
-            if error.filename is not None:
-                _end(f"{error.filename}: {error.strerror}", ExitCode.USAGE)
-            _write_no_more()
-            _end(f"the output cannot be written: {error.strerror or error}", ExitCode.FOUND)
-        except KeyboardInterrupt:
-            _end("interrupted", ExitCode.INTERRUPTED)
-        except CommandError as error:
-            _end(str(error), error.code)
-        except (ConfigError, InvalidKey, StoreUrlError) as error:
-            _end(str(error), ExitCode.USAGE)
-        except StoreCorrupt as error:
-            advice = "`lookup-buffer doctor` tells what the server lacks"
-            if error.wrong_type:
-                advice = "another program uses our keys, `lb:*`: remove them"
-            _end(f"{error}; {advice}", ExitCode.FOUND)
-        except StoreUnavailable as error:
-            advice = "start the server, or name another by --store-url or LOOKUP_BUFFER_STORE_URL"
-            if isinstance(error, StoreRefused) and error.forbidden:
-                advice = "give the user the rights in docs/redis-keys.md, or name another"
-            _end(f"{error}; {advice}", ExitCode.UNREACHABLE)
-        except (StoreError, LookupBufferError) as error:
-            _end(str(error), ExitCode.UNREACHABLE)
+
+
+@contextmanager
+def _one_line() -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError:
+        _write_no_more()
+        raise click.exceptions.Exit(ExitCode.NOBODY_READS) from None
+    except OSError as error:
+        if error.filename is not None:
+            _end(f"{error.filename}: {error.strerror}", ExitCode.USAGE)
+        _write_no_more()
+        _end(f"the output cannot be written: {error.strerror or error}", ExitCode.FOUND)
+    except KeyboardInterrupt:
+        _end("interrupted", ExitCode.INTERRUPTED)
+    except CommandError as error:
+        _end(str(error), error.code)
+    except (ConfigError, InvalidKey, StoreUrlError) as error:
+        _end(str(error), ExitCode.USAGE)
+    except StoreCorrupt as error:
+        advice = "`lookup-buffer doctor` tells what the server lacks"
+        if error.wrong_type:
+            advice = "another program uses our keys, `lb:*`: remove them"
+        _end(f"{error}; {advice}", ExitCode.FOUND)
+    except StoreUnavailable as error:
+        advice = "start the server, or name another by --store-url or LOOKUP_BUFFER_STORE_URL"
+        if isinstance(error, StoreRefused) and error.forbidden:
+            advice = "give the user the rights in docs/redis-keys.md, or name another"
+        _end(f"{error}; {advice}", ExitCode.UNREACHABLE)
+    except (StoreError, LookupBufferError) as error:
+        _end(str(error), ExitCode.UNREACHABLE)
 
 
 def _write_no_more() -> None:

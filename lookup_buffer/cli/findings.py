@@ -261,14 +261,14 @@ _GONE: Final[Mapping[str, tuple[Code, str, str]]] = {
 
 
 def _gone(trace: "Trace", gone: "Gone") -> Finding:
-    unknown = (Code.GONE, f"it is gone from {{node}}: {gone.reason}", "")
+    unknown = (Code.GONE, "it is gone from {node}: {reason}", "")
     code, sentence, hint = _GONE.get(gone.reason, unknown)
     kept: float = GONE_SECONDS
     if is_handoff(trace.key) and gone.remaining_seconds <= HANDOFF_GONE_SECONDS:
         kept = HANDOFF_GONE_SECONDS  # but who clears a namespace does not tell them apart
     ago = max(0.0, kept - gone.remaining_seconds)
     node = gone.node or "a node"
-    text = f"{sentence.format(node=node)} ({age_text(ago)} ago)"
+    text = f"{sentence.format(node=node, reason=gone.reason)} ({age_text(ago)} ago)"
     return _finding(trace, code, text, hint, gone.node or None, ago)
 
 

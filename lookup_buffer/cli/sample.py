@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from lookup_buffer.key import MAX_KEY_CHARACTERS
 from store import Beat, MetadataStore, NodeInfo
 
 if TYPE_CHECKING:
@@ -69,7 +70,9 @@ def take_sample(
     store: MetadataStore, reader: "Traces", namespaces: list[str], now: float
 ) -> Sample:
     beats = store.beats()
+    hottest = reader.hottest(namespaces, HOTTEST)
     return Sample(
         now, beats, store.node_infos(sorted(beats)), store.stats(),
-        reader.hottest(namespaces, HOTTEST),
+        # By hand there may stand what is too long for a key, and for whoever is to show it.
+        {at: hits for at, hits in hottest.items() if len(at[1]) <= MAX_KEY_CHARACTERS},
     )  # fmt: skip

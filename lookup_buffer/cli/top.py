@@ -25,7 +25,7 @@ WINDOW_SECONDS = 5.0
 """What rates are taken over: nodes beat, and write what they counted, once a second."""
 LONGEST_BEAT_SECONDS = 2.0
 """Who has not beaten for so long is shown as not alive."""
-_HITS = ("hits_local", "hits_remote")
+_HITS = ("hits_local", "hits_remote", "hits_lane")
 
 
 @click.command()

@@ -11,7 +11,7 @@ from lookup_buffer.cli.exits import ExitCode
 from lookup_buffer.cli.findings import THERE, UNDER_WAY, Finding
 from lookup_buffer.cli.history import History, history_of
 from lookup_buffer.cli.options import of_namespace, of_store, store_access
-from lookup_buffer.cli.output import print_fields, print_json, print_line, print_outline
+from lookup_buffer.cli.output import print_fields, print_json, print_line, print_outline, shown
 
 
 @click.command()
@@ -56,7 +56,7 @@ def _print(history: History, findings: list[Finding]) -> None:
             print_fields({"namespace": space})
         print_outline(
             [
-                (_mark(one), "", f"{one.sentence}\n-> {one.hint}" if one.hint else one.sentence)
+                (_mark(one), "", "\n-> ".join(map(shown, filter(None, (one.sentence, one.hint)))))
                 for one in group
             ]
         )

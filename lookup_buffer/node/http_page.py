@@ -18,7 +18,7 @@ class Request:
 
     def said(self, name: str) -> str:
         """The first value of a parameter; "" where there is none."""
-        return parse_qs(self.query, max_num_fields=8).get(name, [""])[0]
+        return parse_qs(self.query).get(name, [""])[0]
 
 
 @dataclass(frozen=True, slots=True)

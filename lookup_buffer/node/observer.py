@@ -8,6 +8,8 @@ unread, to everybody at once. All of this runs on the HTTP listener's loop.
 
 import asyncio
 import json
+import logging
+import os
 import subprocess
 import sys
 import time
@@ -29,6 +31,7 @@ QUIET_SECONDS = 5.0
 """After so long without news something is sent all the same, or nobody sees that a client left."""
 AGAIN_SECONDS = 2.0
 """After the observer ended by itself."""
+_log = logging.getLogger(__name__)
 _PACKAGES = Path(__file__).resolve().parent.parent.parent
 
 
@@ -109,8 +112,8 @@ class Observer:
             process.stdin.write(json.dumps(question).encode() + b"\n")
             process.stdin.flush()
             return await answer
-        except BrokenPipeError:
-            raise TooMany("the observer starts anew; try again in a moment") from None
+        except OSError:  # it has ended, or is frozen and its pipe is full
+            raise TooMany("the observer does not hear; try again in a moment") from None
         finally:
             del self._questions[number]
             self._used_at = time.monotonic()
@@ -129,6 +132,7 @@ class Observer:
         assert process.stdin is not None
         process.stdin.write(self._told)
         process.stdin.flush()
+        os.set_blocking(process.stdin.fileno(), False)  # whoever scrapes waits for no observer
 
     def _is_wanted(self) -> bool:
         used = self._watchers or self._questions
@@ -136,17 +140,22 @@ class Observer:
 
     async def _run(self) -> None:
         while True:
-            assert self._process is not None
-            try:
-                await self._hear(self._process)
-            finally:
-                self._end(self._process)
+            if self._process is not None:
+                try:
+                    await self._hear(self._process)
+                except ValueError:
+                    _log.error("the observer said more than %d bytes at once", LINE_BYTES_MAX)
+                finally:
+                    self._end(self._process)
             if not self._is_wanted():
                 self._last = b""  # what was is in the points; what is, is not known any more
                 return
             self._tell(b"trouble", b'"the observer ended; it is started again"')
             await asyncio.sleep(AGAIN_SECONDS)
-            self._launch()
+            try:
+                self._launch()
+            except OSError as error:  # as where there are too many processes
+                _log.error("the observer cannot be started: %s", error)
 
     async def _hear(self, process: "subprocess.Popen[bytes]") -> None:
         """Until it ends, or nobody wants it."""
@@ -183,7 +192,7 @@ class Observer:
         assert process.stdin is not None
         try:
             process.stdin.close()
-        except BrokenPipeError:
+        except OSError:  # it had not heard all, and never will
             pass
         for answer in self._questions.values():
             if not answer.done():
