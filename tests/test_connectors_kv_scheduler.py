@@ -138,6 +138,16 @@ def test_of_a_chunk_that_vllm_has_in_part_the_rest_is_loaded() -> None:
     ]
 
 
+def test_blocks_that_another_connector_loads_into_are_written_too() -> None:
+    """One of a MultiConnector hears of all blocks, and only that nothing is left for it to load."""
+    engine, request = Engine(), Request("r", 40)
+    engine.side.matched(request, CHUNK)
+    blocks = engine.allocate(request, 0, 40)
+    assert engine.step({}).written == blocks[CHUNK // BLOCK :]
+    request.num_computed_tokens = 4 * CHUNK
+    assert engine.start(request, blocks, CHUNK).written == blocks[4 * CHUNK // BLOCK :]
+
+
 def test_what_vllm_lost_while_a_request_waited_is_loaded_too() -> None:
     """A request that waits holds no blocks: its prefix may leave vLLM's own cache meanwhile."""
     engine, request = Engine(), Request("r", 40)
