@@ -35,6 +35,7 @@ from overlapping_scheduler import OVERLAPS
 pytestmark = pytest.mark.vllm
 COMPLETIONS = "/v1/completions"
 OVERLAPPING = ("--scheduler-cls", "overlapping_scheduler.OverlappingScheduler")
+ROUNDS_MAX = 5
 IN_USE = "vllm:kv_cache_usage_perc"
 LOADED = "vllm:lookup_buffer_kv_loaded_tokens"
 
@@ -160,7 +161,10 @@ def test_preempted_requests_answer_rightly(pair: Pair) -> None:
     questions = [ask_for(prompt(540, seed=110 + number), answer=200) for number in range(4)]
     for server in (pair.a, pair.b):
         before = len(server.schedule.steps())
-        pair.ask_at_once(server, questions)
+        for _ in range(ROUNDS_MAX):  # one that loads later than the others are done disturbs none
+            pair.ask_at_once(server, questions)
+            if interrupted(server.schedule.steps()[before:]):
+                break
         assert interrupted(server.schedule.steps()[before:])
     assert pair.b.metric(LOADED) > 0
 
