@@ -74,8 +74,12 @@ def _positions(model: Any) -> str:
     """The longest prompt, where it changes how positions are embedded."""
     text = getattr(model, "hf_text_config", None)
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None)
-    kind = rope.get("rope_type", rope.get("type", "")) if isinstance(rope, Mapping) else ""
-    return str(model.max_model_len) if kind in _GROWING_ROPES else ""
+    if not isinstance(rope, Mapping):
+        return ""
+    # Of all layers, or of each kind of layers by its name.
+    each = [rope, *(value for value in rope.values() if isinstance(value, Mapping))]
+    kinds = {values.get("rope_type", values.get("type", "")) for values in each}
+    return "" if kinds.isdisjoint(_GROWING_ROPES) else str(model.max_model_len)
 
 
 def _speculation(vllm_config: Any) -> str:

@@ -51,20 +51,25 @@ class PagedChunk:
 
 
 class BlocksInUse:
-    """Which blocks hold chunks that are still to be copied. The model's thread only."""
+    """Which blocks hold chunks that are still to be copied. The model's thread only.
+
+    A block may belong to several: prompts that begin alike share vLLM's blocks up to there, within
+    a chunk, and each may be handed over.
+    """
 
     def __init__(self) -> None:
-        self._chunks: dict[int, PagedChunk] = {}
+        self._chunks: list[PagedChunk] = []
 
     def add(self, chunk: PagedChunk) -> None:
-        self._chunks.update(dict.fromkeys(chunk.blocks, chunk))
+        self._chunks.append(chunk)
 
     def give_way(self, written: Iterable[int]) -> int:
         """Blocks that get other content now: what is in them is copied first. How many chunks."""
         if not self._chunks:
             return 0
-        self._chunks = {b: chunk for b, chunk in self._chunks.items() if not chunk.is_out}
-        due = {self._chunks[block] for block in written if block in self._chunks}
+        self._chunks = [chunk for chunk in self._chunks if not chunk.is_out]
+        blocks = set(written)
+        due = [chunk for chunk in self._chunks if not blocks.isdisjoint(chunk.blocks)]
         for chunk in due:
             chunk.secure()
         return len(due)

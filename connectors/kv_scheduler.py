@@ -60,6 +60,8 @@ class KvScheduler:
         self._ended: dict[str, KvRequest] = {}
         """Requests aborted while they loaded: their pins are held until that has ended."""
         self._loads: list[RequestLoad] = []
+        self._fresh: dict[str, list[int]] = {}
+        """Blocks that were allocated since the last step, by request."""
         self._held_bytes = 0
         self._pass_left = settings.first_sight_seconds
         self._shares = True
@@ -73,14 +75,16 @@ class KvScheduler:
     def matched(self, request: Any, computed: int) -> Answer:
         """How many tokens beyond the first `computed` can be loaded; it takes a while."""
         state = self._known(request)
+        state.computed = computed
         may_load = self._shape.is_consumer and self._shares and not state.failed
         if not may_load or state.chain is None or request.skip_reading_prefix_cache:
             return NOTHING
-        state.computed = computed
         if state.taken_over:
             coming = self._handoffs.awaited(state, computed)
             if coming is not None:
                 return (coming, True) if coming else ASK_AGAIN
+        if computed < state.first * self._shape.chunk_tokens:
+            self._ask_anew(state)
         if not state.asked and not self._ask(state, computed):
             return ASK_AGAIN if self._may_wait(state) else NOTHING
         present, settled = self._present(state)
@@ -123,6 +127,13 @@ class KvScheduler:
         state.asked = True
         self._prefetch(state, wanted[: int(room)])
         return True
+
+    def _ask_anew(self, state: KvRequest) -> None:
+        """While the request waited vLLM gave away blocks of its own prefix cache, and what was
+        asked for begins behind them. It waits no longer for all of it than it would have."""
+        deadline = state.deadline
+        self._forget_pins(state)
+        state.deadline, state.first = deadline, 0
 
     def _prefetch(self, state: KvRequest, names: list[str]) -> None:
         if not names:
@@ -178,6 +189,8 @@ class KvScheduler:
         """vLLM has made room, and `external` tokens are to be loaded."""
         state = self._known(request)
         state.blocks = list(blocks.get_block_ids()[0])
+        # Where nothing is to be loaded by us, another connector of a MultiConnector may load.
+        self._fresh[request.request_id] = state.blocks[state.computed // self._shape.block_size :]
         if external <= 0:
             if not state.loading:
                 self._forget_pins(state)
@@ -211,9 +224,6 @@ class KvScheduler:
         self._idle_left = IDLE_SECONDS if is_idle else 0.0
         metadata = KvStepMetadata(is_idle=is_idle, loads=self._loads)
         self._loads = []
-        for load in metadata.loads:
-            for chunk in load.chunks:
-                metadata.written.extend(chunk.blocks)
         for new in output.scheduled_new_reqs:
             self._starts(metadata, new.req_id, new.block_ids[0], new.num_computed_tokens)
         cached = output.scheduled_cached_reqs
@@ -227,6 +237,9 @@ class KvScheduler:
                 state = self._requests.get(request_id)
                 if state is not None:
                     state.blocks.extend(fresh[0])
+        for blocks in self._fresh.values():
+            metadata.written.extend(blocks)
+        self._fresh = {}
         if self._shape.is_producer and self._shares:
             for request_id, scheduled in output.num_scheduled_tokens.items():
                 self._completes(metadata, request_id, scheduled)
@@ -236,6 +249,7 @@ class KvScheduler:
         self, metadata: KvStepMetadata, request_id: str, blocks: list[int], computed: int
     ) -> None:
         """A request runs for the first time, or again after it was preempted."""
+        self._fresh.pop(request_id, None)
         metadata.written.extend(blocks[computed // self._shape.block_size :])
         state = self._requests.get(request_id)
         if state is not None:

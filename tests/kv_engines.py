@@ -15,6 +15,7 @@ import pytest
 
 from connectors.demo.engine import Answer, DemoEngine, Question
 from connectors.demo.engine_settings import EngineSettings, Placement
+from connectors.demo.schedule_log import Step
 from connectors.plugin import KV_CONNECTOR_NAME
 from engines import START_SECONDS, TwoHosts, connector, engine_settings
 from nodes import ROOT, NodeProcess, wait_until
@@ -78,6 +79,18 @@ def kv_engine_settings(
     sizes = {"max_model_len": 2048, "max_num_batched_tokens": 512, "block_size": BLOCK}
     extra = {**sizes, **arguments}
     return engine_settings(name, model, work, core=core, placement=placement, extra_arguments=extra)
+
+
+def interrupted(steps: list[Step]) -> set[str]:
+    """Requests that vLLM stopped in the middle and took up again."""
+    seen: dict[str, int] = {}
+    found = set()
+    for number, step in enumerate(steps):
+        for request in step.requests:
+            if seen.get(request, number) < number - 1:
+                found.add(request)
+            seen[request] = number
+    return found
 
 
 @dataclass(frozen=True, slots=True)

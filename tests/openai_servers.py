@@ -48,7 +48,7 @@ COMPLETIONS = "/v1/chat/completions"
 END_SECONDS = 20.0
 ASK_SECONDS = 60.0
 _LOG_TAIL_LINES = 60
-# What vLLM itself takes unless told otherwise; engines without a server run the synchronous one.
+# vLLM's own choice on GPUs. On CPU its steps do not overlap all the same: `overlapping_scheduler`.
 _SCHEDULER = "connectors.demo.counting_scheduler.CountingAsyncScheduler"
 
 
@@ -155,8 +155,14 @@ class OpenAIServer:
     def asking(self, *parts: Part, name: str, tokens: int = 8) -> Iterator[None]:
         """A request under way; leaving hangs up, by which vLLM aborts it. Its name there begins
         with CHAT and `name`."""
+        with self.posting(COMPLETIONS, chat_of(parts, tokens) | {"request_id": name}):
+            yield
+
+    @contextmanager
+    def posting(self, path: str, body: dict[str, Any]) -> Iterator[None]:
+        """As `asking`, whatever is asked."""
         with self._connection(ASK_SECONDS) as connection:
-            _send(connection, COMPLETIONS, chat_of(parts, tokens) | {"request_id": name})
+            _send(connection, path, body)
             yield
 
     @contextmanager

@@ -8,9 +8,17 @@ import time
 import pytest
 
 from connectors.demo.engine import Question
-from connectors.demo.schedule_log import Step
 from engines import Album
-from kv_engines import BLOCK, BLOCK_BYTES, CHUNK, HANDOFF_SECONDS, KvPair, ask_for, prompt
+from kv_engines import (
+    BLOCK,
+    BLOCK_BYTES,
+    CHUNK,
+    HANDOFF_SECONDS,
+    KvPair,
+    ask_for,
+    interrupted,
+    prompt,
+)
 from nodes import wait_until
 from servers import frozen
 
@@ -125,18 +133,6 @@ def test_preempted_requests_answer_rightly(kv_pair: KvPair) -> None:
     pair.b.submit(questions)
     answers = pair.b.collect(timeout_seconds=60.0)
     assert [answer.tokens for answer in answers] == expected
-
-
-def interrupted(steps: list[Step]) -> set[str]:
-    """Requests that vLLM stopped in the middle and took up again."""
-    seen: dict[str, int] = {}
-    found = set()
-    for number, step in enumerate(steps):
-        for request in step.requests:
-            if seen.get(request, number) < number - 1:
-                found.add(request)
-            seen[request] = number
-    return found
 
 
 def test_loads_that_fail_are_computed(kv_pair: KvPair) -> None:

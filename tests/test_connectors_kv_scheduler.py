@@ -138,6 +138,38 @@ def test_of_a_chunk_that_vllm_has_in_part_the_rest_is_loaded() -> None:
     ]
 
 
+def test_blocks_that_another_connector_loads_into_are_written_too() -> None:
+    """One of a MultiConnector hears of all blocks, and only that nothing is left for it to load."""
+    engine, request = Engine(), Request("r", 40)
+    engine.side.matched(request, CHUNK)
+    blocks = engine.allocate(request, 0, 40)
+    assert engine.step({}).written == blocks[CHUNK // BLOCK :]
+    request.num_computed_tokens = 4 * CHUNK
+    assert engine.start(request, blocks, CHUNK).written == blocks[4 * CHUNK // BLOCK :]
+
+
+def test_what_vllm_lost_while_a_request_waited_is_loaded_too() -> None:
+    """A request that waits holds no blocks: its prefix may leave vLLM's own cache meanwhile."""
+    engine, request = Engine(), Request("r", 40)
+    engine.know(request, [0, 1, 2])
+    assert engine.side.matched(request, 2 * CHUNK) == (CHUNK, True), "and then there is no room"
+    assert engine.side.matched(request, 0) == (3 * CHUNK, True)
+    blocks = engine.allocate(request, 3 * CHUNK, 3 * CHUNK)
+    (load,) = engine.step({}).loads
+    assert [block for chunk in load.chunks for block in chunk.blocks] == blocks
+    assert len(engine.buffer.pinned) == 3, "what was held before was let go of"
+
+
+def test_asking_anew_makes_no_request_wait_longer() -> None:
+    engine, request = Engine(fetch_wait_seconds=2.0), Request("r", 40)
+    engine.know(request, range(3), needs_fetch=True)
+    assert engine.side.matched(request, 2 * CHUNK) == (None, False)
+    engine.clock.now += 1.9
+    assert engine.side.matched(request, 0) == (None, False)
+    engine.clock.now += 0.2
+    assert engine.side.matched(request, 0) == (0, False)
+
+
 def test_nothing_here() -> None:
     engine, request = Engine(), Request("r", 40)
     assert engine.side.matched(request, 0) == (0, False)

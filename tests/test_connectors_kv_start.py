@@ -90,13 +90,21 @@ def test_blocks_and_chunks_of_other_sizes_are_kept_apart(monkeypatch: pytest.Mon
     assert parts()["kv_layout"] != here
 
 
-def test_the_longest_prompt_counts_where_positions_depend_on_it() -> None:
+LONG_ROPE = {"rope_type": "longrope"}
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [LONG_ROPE, {"sliding_attention": {"rope_type": "default"}, "full_attention": LONG_ROPE}],
+    ids=["all layers", "layers of one kind"],
+)
+def test_the_longest_prompt_counts_where_positions_depend_on_it(rope: dict[str, Any]) -> None:
     assert differing(parts(change("model_config.max_model_len", 8192))) == set()
 
     def stretched(length: int) -> dict[str, str]:
         def apply(made: Any) -> None:
             made.model_config.max_model_len = length
-            made.model_config.hf_text_config.rope_parameters = {"rope_type": "longrope"}
+            made.model_config.hf_text_config.rope_parameters = rope
 
         return parts(apply)
 

@@ -134,6 +134,27 @@ def test_blocks_that_get_other_content_are_copied_before(rank: Rank) -> None:
     assert rank.worker.counters.totals()["copied_early"] == 1
 
 
+def test_a_block_of_several_chunks_is_copied_for_each(rank: Rank) -> None:
+    """Prompts that begin alike share vLLM's blocks, and one may end within a chunk."""
+    gate = threading.Event()
+    insert = rank.worker.saves._insert
+    rank.worker.saves._insert = lambda *each: gate.wait(SECONDS) and insert(*each)
+    saved = {"first": (1, 2), "one": (3, 4), "other": (3, 5)}
+    expected = {name: rank.content(blocks) for name, blocks in saved.items()}
+    rank.step(KvStepMetadata(saves=[ChunkSave(name, blocks) for name, blocks in saved.items()]))
+
+    def model() -> None:
+        for layer in rank.layers.values():
+            layer[3] = -1.0
+
+    rank.step(KvStepMetadata(written=[3]), model)
+    gate.set()
+    assert rank.worker.saves.drain(SECONDS)
+    for name, content in expected.items():
+        rank.load(rank.chunk(name, (8, 9)))
+        assert torch.equal(rank.content((8, 9)), content), name
+
+
 def test_what_this_host_holds_is_not_copied_again(rank: Rank) -> None:
     rank.save(ChunkSave("chunk", (0, 1)))
     rank.save(ChunkSave("chunk", (0, 1)))

@@ -65,5 +65,5 @@ class CountingScheduler(Scheduler):
 
 
 class CountingAsyncScheduler(CountingScheduler, AsyncScheduler):
-    """The same for engines that schedule a step while the one before it runs, as vLLM's servers do
-    unless told otherwise."""
+    """The same for engines that schedule a step while the one before it runs: vLLM's default on
+    GPUs. On CPU vLLM itself switches that off, and this one plans one step at a time."""
