@@ -11,6 +11,7 @@ scope started before the test is not counted against it; they have to be named i
 import gc
 import importlib.util
 import os
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -58,6 +59,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_guard] = LeakGuard.install()
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # So a shell starts what it puts into the background, and so would every command that a test
+        # interrupts, as its child.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(trylast=True)
