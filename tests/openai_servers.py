@@ -209,6 +209,13 @@ class OpenAIServer:
         self.close()
 
 
+def overlapping(settings: EngineSettings) -> EngineSettings:
+    """With a PYTHONPATH by which the engine finds `overlapping_scheduler`."""
+    paths = [str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+    path = {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    return replace(settings, environment={**settings.environment, **path})
+
+
 def parts_of(question: Question) -> list[Part]:
     pictures = [image(Path(path)) for path in question.images]
     return [*pictures, text(question.prompt.replace("<image>", ""))]

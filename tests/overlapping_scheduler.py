@@ -16,7 +16,8 @@ class OverlappingScheduler(CountingAsyncScheduler):
         # Read by vLLM's scheduler, and behind it by the engine core for the steps under way.
         vllm_config.scheduler_config.async_scheduling = True
         super().__init__(vllm_config, *args, **kwargs)
-        assert self.defer_block_free == vllm_config.kv_transfer_config.is_kv_consumer
+        transfer = vllm_config.kv_transfer_config
+        assert self.defer_block_free == (transfer is not None and transfer.is_kv_consumer)
         self._planned = 0
         self._overlaps = False
 
@@ -32,5 +33,7 @@ class OverlappingScheduler(CountingAsyncScheduler):
         return super().update_from_output(*args, **kwargs)
 
 
+FLAGS = ("--scheduler-cls", "overlapping_scheduler.OverlappingScheduler")
+"""For a server that has this folder in its PYTHONPATH: see `openai_servers.overlapping`."""
 OVERLAPS = "a step was planned while the one before it ran"
 """In the log of an engine that does."""

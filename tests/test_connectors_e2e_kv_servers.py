@@ -5,7 +5,6 @@ Server a computes prompts (`kv_producer`), server b goes on from them (`kv_consu
 answer is held against an engine without a connector, whose scheduler plans one step at a time.
 """
 
-import os
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -28,13 +27,12 @@ from kv_engines import (
     kv_engine_settings,
     prompt,
 )
-from nodes import ROOT, wait_until
-from openai_servers import MODEL_NAME, OpenAIServer, Reply
-from overlapping_scheduler import OVERLAPS
+from nodes import wait_until
+from openai_servers import MODEL_NAME, OpenAIServer, Reply, overlapping
+from overlapping_scheduler import FLAGS, OVERLAPS
 
 pytestmark = pytest.mark.vllm
 COMPLETIONS = "/v1/completions"
-OVERLAPPING = ("--scheduler-cls", "overlapping_scheduler.OverlappingScheduler")
 ROUNDS_MAX = 5
 IN_USE = "vllm:kv_cache_usage_perc"
 LOADED = "vllm:lookup_buffer_kv_loaded_tokens"
@@ -116,13 +114,11 @@ def pair(places: TwoHosts, model: Path, tmp_path_factory: pytest.TempPathFactory
         of_one = kv_engine_settings(
             name, model, work, core, two, kv_transfer_config=transfer, **few
         )
-        paths = [str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
-        of_one.environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-        return of_one
+        return overlapping(of_one)
 
     with (
-        OpenAIServer(settings("a", 0, "kv_producer"), *OVERLAPPING) as a,
-        OpenAIServer(settings("b", 1, "kv_consumer"), *OVERLAPPING) as b,
+        OpenAIServer(settings("a", 0, "kv_producer"), *FLAGS) as a,
+        OpenAIServer(settings("b", 1, "kv_consumer"), *FLAGS) as b,
         DemoEngine(kv_engine_settings("reference", model, work, 0, one)) as reference,
     ):
         for engine in (a, b, reference):

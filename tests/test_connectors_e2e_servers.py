@@ -1,7 +1,7 @@
 """Two of vLLM's OpenAI servers as replicas (`ec_both`) behind a load balancer, on two hosts.
 
 Both have an encoder cache of exactly one image and steps shorter than a prompt of two (chunked
-prefill). Replica a has no prefix cache; replica b has one, and so few KV blocks that requests which
+prefill), and plan a step while the one before it runs. Replica a has no prefix cache; replica b has one, and so few KV blocks that requests which
 run together are preempted. Whatever they answer is held against an engine without a connector.
 """
 
@@ -31,7 +31,18 @@ from engines import (
     engine_settings,
 )
 from nodes import at_rest, wait_until
-from openai_servers import CHAT, OpenAIServer, Part, Reply, chat_of, image, parts_of, text
+from openai_servers import (
+    CHAT,
+    OpenAIServer,
+    Part,
+    Reply,
+    chat_of,
+    image,
+    overlapping,
+    parts_of,
+    text,
+)
+from overlapping_scheduler import FLAGS, OVERLAPS
 
 pytestmark = pytest.mark.vllm
 AT_ONCE_SECONDS = 5.0
@@ -118,7 +129,8 @@ def replicas(
         for core, (node, extra) in enumerate(((hosts.a, {}), (hosts.b, scarce)))
     )
     scale_out = "--enable-scale-out"  # the renderer, and the endpoint for what it hands on
-    flags = (scale_out, "--enable-log-requests")  # it logs what was aborted
+    flags = (scale_out, "--enable-log-requests", *FLAGS)  # the second: it logs what was aborted
+    a, b = overlapping(a), overlapping(b)
     with OpenAIServer(a, *flags) as server_a, OpenAIServer(b, *flags) as server_b:
         for server in (server_a, server_b):
             server.wait_ready(START_SECONDS)
@@ -126,6 +138,7 @@ def replicas(
         for server in (server_a, server_b):
             assert server.is_healthy(), server.log_tail()
             assert "EngineDead" not in server.log_text(), server.log_tail()
+            assert OVERLAPS in server.log_text()
 
 
 @pytest.fixture(autouse=True)
