@@ -1,8 +1,9 @@
 """Two of vLLM's OpenAI servers as replicas (`ec_both`) behind a load balancer, on two hosts.
 
 Both have an encoder cache of exactly one image and steps shorter than a prompt of two (chunked
-prefill), and plan a step while the one before it runs. Replica a has no prefix cache; replica b has one, and so few KV blocks that requests which
-run together are preempted. Whatever they answer is held against an engine without a connector.
+prefill), and plan a step while the one before it runs. Replica a has no prefix cache; replica b has
+one, and so few KV blocks that requests which run together are preempted. Whatever they answer is
+held against an engine without a connector.
 """
 
 import re
