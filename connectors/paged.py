@@ -96,10 +96,11 @@ def slots_of(blocks: torch.Tensor, heads: int, head_size: int) -> torch.Tensor:
 
 def gather_slots(layers: Layers, slots: torch.Tensor) -> torch.Tensor:
     """`[layers, tokens, heads, head_size]` of the tokens whose places are named."""
-    return torch.stack([layer.index_select(0, slots) for layer in layers])
+    gathered = torch.stack([_plain(layer).index_select(0, slots) for layer in layers])
+    return gathered.view(layers[0].dtype)
 
 
 def scatter_slots(layers: Layers, slots: torch.Tensor, tokens: torch.Tensor) -> None:
-    """Put `[layers, tokens, ...]` where `slots` says."""
+    """Put `[layers, tokens, ...]`, of the layers' dtype and on any device, where `slots` says."""
     for layer, source in zip(layers, tokens, strict=True):
-        layer.index_copy_(0, slots, source.to(layer.dtype))
+        _plain(layer).index_copy_(0, slots, _plain(source.to(layer.device)))

@@ -104,20 +104,22 @@ def test_it_gathers_into_memory_that_is_given() -> None:
     assert torch.equal(out[1, 1], layers[1][2])
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("layout", ["flash attention, former", "the first releases"])
-def test_slots_are_gathered_and_scattered_as_by_a_loop(layout: str) -> None:
-    keys = [slots_of(layer[0], HEADS, HEAD) for layer in cache(layout)]
+def test_slots_are_gathered_and_scattered_as_by_a_loop(layout: str, dtype: torch.dtype) -> None:
+    keys = [slots_of(layer[0], HEADS, HEAD) for layer in cache(layout, dtype)]
     slots = torch.tensor([9, 0, 26, 3])
     tokens = gather_slots(keys, slots)
+    assert tokens.dtype == dtype
     for index, layer in enumerate(keys):
         for place, slot in enumerate(slots.tolist()):
-            assert torch.equal(tokens[index, place], layer[slot])
+            assert same(tokens[index, place], layer[slot])
     others = [torch.zeros_like(layer) for layer in keys]
     scatter_slots(others, slots, tokens)
     for layer, other in zip(keys, others, strict=True):
         for slot in range(BLOCKS * SIZE):
             expected = layer[slot] if slot in slots.tolist() else torch.zeros_like(layer[slot])
-            assert torch.equal(other[slot], expected)
+            assert same(other[slot], expected)
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
