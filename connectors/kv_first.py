@@ -6,26 +6,39 @@ consumer takes what there is, up to the first gap, and leaves the rest to its mo
 for what is not there.
 """
 
-import hashlib
-from array import array
-from collections.abc import Sequence
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from connectors.kv_host import KvCaches, KVConnectorBase, ModelInput
-from connectors.paged import gather_slots, scatter_slots, slots_of
+from connectors.kv_batches import Prefilled, RestOfBatch, begun_in, without_known
+from connectors.kv_host import IntermediateTensors, KvCaches, KVConnectorBase, ModelInput, States
+from connectors.paged import Layers, gather_slots, scatter_slots, slots_of
 from lookup_buffer.client import LookupBuffer
-from lookup_buffer.errors import LookupBufferError
+from lookup_buffer.errors import ConfigError, LookupBufferError, MissingTensor, NodeUnavailable
 from lookup_buffer.key import TensorKey
 from lookup_buffer.namespace import Namespace
 
 if TYPE_CHECKING:
     from lookup_buffer.config import BufferConfig
 
-CHUNK_TOKENS: Final = 16
-KV_PART, HIDDEN_PART = "kv", "hidden"
+KV_PART, STATES_PART = "kv", "hidden"
+BATCH_SECONDS: Final = 10.0
+"""After so long a batch asks the buffer for nothing more."""
+INSERT_SECONDS: Final = 2.0
+
+Agree = Callable[[list[int]], list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Intermediate:
+    """The states of a pipeline's stage that is not the last."""
+
+    names: tuple[str, ...]
+    pack: Callable[[dict[str, torch.Tensor]], IntermediateTensors]
+    """Makes what the host hands to the next stage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,48 +47,49 @@ class FirstConfig:
 
     buffer: "BufferConfig"
     namespace: Namespace
-    """Names model, weights and dtype; ranks and the cache's layout are added."""
+    """Names model, weights and dtype; what follows and the rank are added."""
+    layers: range
+    """Those of this rank's stage, among all of the model."""
     heads: int
+    """Of this rank; 1 where latent vectors are kept."""
     head_size: int
+    dtype: torch.dtype
+    """Of the cache."""
+    latent: bool = False
+    """Whether the cache has one vector for key and value of a token (MLA)."""
+    intermediate: Intermediate | None = None
+    """None: the stage is the last, or the only one."""
     world_size: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class Prefilled:
-    """One sequence of a prefill batch."""
-
-    tokens: list[int]
-    """Those of the batch, none of earlier ones."""
-    start: int
-    """Where they are in the batch."""
-    slots: torch.Tensor
-
-    @property
-    def spans(self) -> list[tuple[int, int]]:
-        """Of its chunks, the last of which may be shorter."""
-        end = len(self.tokens)
-        return [(begin, min(begin + CHUNK_TOKENS, end)) for begin in range(0, end, CHUNK_TOKENS)]
-
-    def names(self) -> list[str]:
-        """Each holds all tokens up to the chunk's end."""
-        link, names = b"", []
-        for begin, end in self.spans:
-            tokens = array("q", self.tokens[begin:end]).tobytes()
-            link = hashlib.sha256(link + tokens).digest()
-            names.append(link.hex())
-        return names
+    agree: Agree | None = None
+    """The lowest of each number over all ranks, an `all_reduce(MIN)` of the host; each calls it
+    once a batch. Ranks compute a batch together, or all of them leave the same out."""
 
 
 class LookupBufferKVConnectorV0(KVConnectorBase):
-    """See the module. One thread at a time, as its host's."""
+    """See the module. One thread at a time, as its host's.
+
+    Raises:
+        ConfigError: several ranks, and no way to agree; or, in use, caches that are not as the
+            configuration says.
+    """
 
     def __init__(self, rank: int, local_rank: int, config: FirstConfig) -> None:
-        self._heads = config.heads
-        self._head_size = config.head_size
+        if config.world_size > 1 and config.agree is None:
+            raise ConfigError("several ranks have to agree on what they skip: give agree")
+        self._config = config
+        self._parts = [STATES_PART]
+        if config.intermediate is not None:
+            self._parts = [f"{STATES_PART} {name}" for name in config.intermediate.names]
         parts = {"rank": f"{rank} of {config.world_size}", "content": "kv_cache of a batch"}
-        layout = {"heads": str(config.heads), "head_size": str(config.head_size)}
+        layout = {
+            "layers": f"{config.layers.start} to {config.layers.stop}",
+            "heads": str(config.heads),
+            "head_size": str(config.head_size),
+            "kv_cache_dtype": str(config.dtype) + (", latent" if config.latent else ""),
+        }
         namespace = Namespace({**config.namespace.parts, **parts, **layout})
         self._buffer = LookupBuffer(config.buffer, namespace, required=False)
+        self._until = 0.0
         self.loaded_tokens = 0
         """Tokens whose KV was taken from others."""
 
@@ -87,122 +101,132 @@ class LookupBufferKVConnectorV0(KVConnectorBase):
         model_executable: Any,
         model_input: ModelInput,
         kv_caches: KvCaches,
-        hidden_or_intermediate_states: torch.Tensor,
+        hidden_or_intermediate_states: States,
     ) -> None:
-        keys, values = self._sides(kv_caches)
-        for sequence in _fresh_sequences(model_input):
+        sides = self._sides(kv_caches)
+        states = self._by_part(hidden_or_intermediate_states)
+        self._until = time.monotonic() + BATCH_SECONDS
+        for sequence in begun_in(model_input):
             for name, (begin, end) in zip(sequence.names(), sequence.spans, strict=True):
+                if begin < sequence.known:
+                    continue
                 slots = sequence.slots[begin:end]
-                kv = torch.stack([gather_slots(keys, slots), gather_slots(values, slots)])
-                start = sequence.start
-                hidden = hidden_or_intermediate_states[start + begin : start + end]
-                try:
-                    self._buffer.insert(TensorKey(name, part=KV_PART), kv)
-                    self._buffer.insert(TensorKey(name, part=HIDDEN_PART), hidden)
-                except LookupBufferError:
-                    break  # others compute it: never the host's concern
+                kv = torch.stack([gather_slots(side, slots) for side in sides])
+                tensors = {KV_PART: kv}
+                for part, rows in states.items():
+                    of_chunk = rows[sequence.rows(begin, end)]
+                    if len(of_chunk) == end - begin:
+                        tensors[part] = of_chunk
+                if not all(self._insert(TensorKey(name, part=p), t) for p, t in tensors.items()):
+                    break
 
     def recv_kv_caches_and_hidden_states(
         self, model_executable: Any, model_input: ModelInput, kv_caches: KvCaches
-    ) -> tuple[torch.Tensor | None, bool, ModelInput]:
-        sequences = _fresh_sequences(model_input)
-        found = [self._receive(sequence, kv_caches) for sequence in sequences]
-        batch = sum(len(sequence.tokens) for sequence in sequences)
-        complete = batch == len(model_input.input_tokens) and all(
-            len(sequence.tokens) == sum(len(rows) for rows in hidden)
-            for sequence, (_, hidden) in zip(sequences, found, strict=True)
-        )
-        if complete and sequences:
-            return torch.cat([rows for _, hidden in found for rows in hidden]), True, model_input
-        known = {
-            sequence.start: count for sequence, (count, _) in zip(sequences, found, strict=True)
-        }
-        return None, False, _without(model_input, known)
+    ) -> tuple[States | None, bool, ModelInput]:
+        sequences = begun_in(model_input)
+        if not sequences or isinstance(model_input, RestOfBatch):
+            return None, False, model_input
+        sides = self._sides(kv_caches)
+        self._until = time.monotonic() + BATCH_SECONDS
+        found = [self._receive(sequence, sides) for sequence in sequences]
+        numbers = [count for count, _ in found] + [_rows(states) for _, states in found]
+        if self._config.agree is not None:
+            numbers = self._config.agree(numbers)
+        counts, rows = numbers[: len(found)], numbers[len(found) :]
+        self.loaded_tokens += sum(counts)
+        lengths = [len(sequence.tokens) for sequence in sequences]
+        if counts == lengths == rows and sum(lengths) == len(model_input.input_tokens):
+            return self._states(found, kv_caches[0].device), True, model_input
+        return None, False, without_known(model_input, sequences, counts)
 
-    def _receive(self, sequence: Prefilled, kv_caches: KvCaches) -> tuple[int, list[torch.Tensor]]:
-        """How many of its tokens have their KV in the cache now, and the states of the first."""
-        keys, values = self._sides(kv_caches)
-        count, hidden = 0, list[torch.Tensor]()
+    def _receive(
+        self, sequence: Prefilled, sides: list[Layers]
+    ) -> tuple[int, list[list[torch.Tensor]]]:
+        """How many of its tokens have their KV in the cache now, and the states of the first: for
+        each chunk, by parts."""
+        config = self._config
+        count, states = 0, list[list[torch.Tensor]]()
         for name, (begin, end) in zip(sequence.names(), sequence.spans, strict=True):
             kv = self._select(TensorKey(name, part=KV_PART))
-            expected = (2, len(kv_caches), end - begin, self._heads, self._head_size)
-            if kv is None or tuple(kv.shape) != expected or kv.dtype != kv_caches[0].dtype:
+            tokens = (end - begin, config.heads, config.head_size)
+            expected = (len(sides), len(config.layers), *tokens)
+            if kv is None or tuple(kv.shape) != expected or kv.dtype != config.dtype:
                 break
-            slots = sequence.slots[begin:end]
-            scatter_slots(keys, slots, kv[0])
-            scatter_slots(values, slots, kv[1])
-            rows = self._select(TensorKey(name, part=HIDDEN_PART))
-            if rows is not None and len(rows) == end - begin and count == _rows(hidden):
-                hidden.append(rows)
+            for side, of_side in zip(sides, kv, strict=True):
+                scatter_slots(side, sequence.slots[begin:end], of_side)
+            if count == _rows(states):
+                rows = [self._select(TensorKey(name, part=part)) for part in self._parts]
+                there = [part for part in rows if part is not None and len(part) == end - begin]
+                if len(there) == len(rows):
+                    states.append(there)
             count = end
-        self.loaded_tokens += count
-        return count, hidden
+        return count, states
+
+    def _states(
+        self, found: list[tuple[int, list[list[torch.Tensor]]]], device: torch.device
+    ) -> States:
+        """Of all tokens, as the host's model would have handed them on."""
+        chunks = [chunk for _, states in found for chunk in states]
+        columns = [torch.cat(column).to(device) for column in zip(*chunks, strict=True)]
+        intermediate = self._config.intermediate
+        if intermediate is None:
+            return columns[0]
+        return intermediate.pack(dict(zip(intermediate.names, columns, strict=True)))
+
+    def _by_part(self, states: States) -> dict[str, torch.Tensor]:
+        intermediate = self._config.intermediate
+        if isinstance(states, torch.Tensor) != (intermediate is None):
+            raise ConfigError("a stage that is not the last, and no other, says intermediate")
+        if isinstance(states, torch.Tensor):
+            return {STATES_PART: states}
+        assert intermediate is not None, "just refused"
+        tensors = [states.tensors[name] for name in intermediate.names]
+        return dict(zip(self._parts, tensors, strict=True))
+
+    def _insert(self, key: TensorKey, tensor: torch.Tensor) -> bool:
+        """Whether it is there now. If not, others compute it: never the host's concern."""
+        if time.monotonic() > self._until:
+            return False
+        try:
+            self._buffer.insert(key, tensor, timeout=INSERT_SECONDS)
+        except LookupBufferError as error:
+            self._note(error)
+            return False
+        return True
 
     def _select(self, key: TensorKey) -> torch.Tensor | None:
+        if time.monotonic() > self._until:
+            return None
         try:
             return self._buffer.select(key)
-        except LookupBufferError:
+        except MissingTensor:
+            return None
+        except LookupBufferError as error:
+            self._note(error)
             return None
 
-    def _sides(self, kv_caches: KvCaches) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Keys and values of each layer, by slots."""
-        keys, values = (
-            [slots_of(cache[side], self._heads, self._head_size) for cache in kv_caches]
-            for side in (0, 1)
-        )
-        return keys, values
+    def _note(self, error: LookupBufferError) -> None:
+        """A node that did not answer costs its time once a batch, not once a sequence."""
+        if isinstance(error, NodeUnavailable):
+            self._until = 0.0
+
+    def _sides(self, kv_caches: KvCaches) -> list[Layers]:
+        """Keys and values of each layer, by slots; of latent vectors there is one side."""
+        config = self._config
+        if len(kv_caches) != len(config.layers):
+            raise ConfigError(f"{len(kv_caches)} caches for the layers {config.layers}")
+        for cache in kv_caches:
+            if cache.dtype != config.dtype or not (config.latent or cache.shape[0] == 2):
+                raise ConfigError(
+                    f"a cache of {cache.dtype} with {tuple(cache.shape)}; it has to have "
+                    f"{config.dtype}, and keys and values along its first dimension unless latent"
+                )
+        heads, head_size = config.heads, config.head_size
+        if config.latent:
+            return [[slots_of(cache, heads, head_size) for cache in kv_caches]]
+        return [[slots_of(cache[side], heads, head_size) for cache in kv_caches] for side in (0, 1)]
 
 
-def _rows(hidden: Sequence[torch.Tensor]) -> int:
-    return sum(len(rows) for rows in hidden)
-
-
-def _fresh_sequences(model_input: ModelInput) -> list[Prefilled]:
-    """The sequences that this batch prefills from their first token on. What another batch began
-    cannot be named by the tokens that are here, and what decodes is not prefilled."""
-    metadata = model_input.attn_metadata
-    sequences, start = [], 0
-    for length, context in zip(metadata.seq_lens, metadata.context_lens, strict=True):
-        end = start + length - context
-        if end > metadata.num_prefill_tokens:
-            break
-        if context == 0:
-            tokens = model_input.input_tokens[start:end].tolist()
-            sequences.append(Prefilled(tokens, start, metadata.slot_mapping[start:end]))
-        start = end
-    return sequences
-
-
-def _without(model_input: ModelInput, known: dict[int, int]) -> ModelInput:
-    """The same batch without the tokens whose KV is in the cache; of each sequence one token at
-    least is left, for its states are wanted."""
-    if not any(known.values()):
-        return model_input
-    metadata = model_input.attn_metadata
-    kept: list[int] = []
-    contexts, start = [], 0
-    for length, context in zip(metadata.seq_lens, metadata.context_lens, strict=True):
-        end = start + length - context
-        skipped = min(known.get(start, 0), end - start - 1)
-        kept += range(start + skipped, end)
-        contexts.append(context + skipped)
-        start = end
-    prefill = sum(index < metadata.num_prefill_tokens for index in kept)
-    return _Input(
-        model_input.input_tokens[kept],
-        _Metadata(metadata.seq_lens, metadata.slot_mapping[kept], prefill, contexts),
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class _Metadata:
-    seq_lens: Sequence[int]
-    slot_mapping: torch.Tensor
-    num_prefill_tokens: int
-    context_lens: Sequence[int]
-
-
-@dataclass(frozen=True, slots=True)
-class _Input:
-    input_tokens: torch.Tensor
-    attn_metadata: Any
+def _rows(states: list[list[torch.Tensor]]) -> int:
+    """For how many tokens there are states."""
+    return sum(len(chunk[0]) for chunk in states)

@@ -5,8 +5,8 @@ slot, its place in the paged cache; `slot_mapping` has those of all tokens of th
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Protocol
 
 import torch
 
@@ -30,6 +30,8 @@ class AttentionMetadata(Protocol):
 
 
 class ModelInput(Protocol):
+    """It may have `OTHER_INPUTS` besides."""
+
     @property
     def input_tokens(self) -> torch.Tensor:
         """Of the batch."""
@@ -38,9 +40,29 @@ class ModelInput(Protocol):
     def attn_metadata(self) -> AttentionMetadata: ...
 
 
+OTHER_INPUTS: Final = (
+    "multi_modal_kwargs",
+    "lora_requests",
+    "prompt_adapter_requests",
+    "encoder_input_tokens",
+    "inputs_embeds",
+)
+"""What the KV of a batch depends on besides its tokens. None or empty where there is nothing."""
+
 KvCaches = list[torch.Tensor]
 """One for each layer of the stage: `[2, blocks, block size * heads * head size]`, or with
-`[..., block size, heads, head size]`."""
+`[..., block size, heads, head size]`; `[blocks, block size, size]` of latent vectors (MLA)."""
+
+
+class IntermediateTensors(Protocol):
+    """What a stage of a pipeline hands to the next one, by names; a row for each token."""
+
+    @property
+    def tensors(self) -> Mapping[str, torch.Tensor]: ...
+
+
+States = torch.Tensor | IntermediateTensors
+"""Behind the last layer, or behind a stage that is not the last."""
 
 
 class KVConnectorBase(ABC):
@@ -65,19 +87,24 @@ class KVConnectorBase(ABC):
         model_executable: Any,
         model_input: ModelInput,
         kv_caches: KvCaches,
-        hidden_or_intermediate_states: torch.Tensor,
+        hidden_or_intermediate_states: States,
     ) -> None:
-        """Send what a prefill batch has computed: the KV of its tokens, and the states behind the
-        last layer."""
+        """Send what a prefill batch has computed: the KV of its tokens, and the states.
+
+        Args:
+            model_input: the batch that ran; after a `recv_…` without bypass the one that it
+                returned, the object itself, which knows the tokens that are not in it.
+        """
 
     @abstractmethod
     def recv_kv_caches_and_hidden_states(
         self, model_executable: Any, model_input: ModelInput, kv_caches: KvCaches
-    ) -> tuple[torch.Tensor | None, bool, ModelInput]:
+    ) -> tuple[States | None, bool, ModelInput]:
         """Put what others have computed of a prefill batch into the cache.
 
         Returns:
             The states of all tokens, in the order of the batch, and True: the model need not run.
             Or None and False: it has to, with the model input that is returned, whose tokens are
-            those that are still to be computed.
+            those that are still to be computed. It is `model_input` itself, or has the attributes
+            of `ModelInput` alone.
         """

@@ -27,6 +27,7 @@ pytest_plugins = [
         "nodes",
         "engines",
         "kv_engines",
+        "first_hosts",
         "links",
         "clusters",
         "sentinels",

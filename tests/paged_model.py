@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from connectors.kv_host import KVConnectorBase, ModelInput
+from connectors.kv_host import KVConnectorBase, ModelInput, States
 
 LAYERS, HEADS, HEAD, BLOCK, BLOCKS, WORDS = 2, 2, 8, 4, 64, 50
 WIDTH = HEADS * HEAD
@@ -28,8 +28,9 @@ class Batch:
 class Host:
     """One engine: its cache, and where the tokens of each sequence of the last batch lie in it."""
 
-    def __init__(self, *, whole_shape: bool = False) -> None:
-        shape = (2, BLOCKS, BLOCK, HEADS, HEAD) if whole_shape else (2, BLOCKS, BLOCK * WIDTH)
+    def __init__(self, *, whole_shape: bool = False, block: int = BLOCK) -> None:
+        self._block = block
+        shape = (2, BLOCKS, block, HEADS, HEAD) if whole_shape else (2, BLOCKS, block * WIDTH)
         self.kv_caches = [torch.zeros(shape) for _ in range(LAYERS)]
         self.computed = 0
         """Tokens that the model ran for."""
@@ -55,13 +56,15 @@ class Host:
         return Batch(tokens, Metadata(lengths, torch.cat(slots), len(tokens), list(before)))
 
     def _room(self, tokens: int) -> torch.Tensor:
-        blocks = [self._free.pop() for _ in range(-(-tokens // BLOCK))]
-        return torch.cat([torch.arange(BLOCK) + block * BLOCK for block in blocks])[:tokens]
+        size = self._block
+        blocks = [self._free.pop() for _ in range(-(-tokens // size))]
+        return torch.cat([torch.arange(size) + block * size for block in blocks])[:tokens]
 
-    def run(self, batch: Batch, connector: KVConnectorBase | None = None) -> torch.Tensor:
+    def run(self, batch: ModelInput, connector: KVConnectorBase | None = None) -> torch.Tensor:
         """The next word's logits of each sequence, as the old model runner came by them."""
         given: ModelInput = batch
-        hidden, bypass = None, False
+        hidden: States | None = None
+        bypass = False
         if connector is not None:
             hidden, bypass, given = connector.recv_kv_caches_and_hidden_states(
                 self, batch, self.kv_caches
@@ -70,7 +73,7 @@ class Host:
             hidden = self._forward(given)
             if connector is not None:
                 connector.send_kv_caches_and_hidden_states(self, given, self.kv_caches, hidden)
-        assert hidden is not None
+        assert isinstance(hidden, torch.Tensor)
         metadata = (batch if bypass else given).attn_metadata
         lengths = [a - b for a, b in zip(metadata.seq_lens, metadata.context_lens, strict=True)]
         last = torch.tensor(lengths).cumsum(0) - 1

@@ -1,54 +1,17 @@
 """The first interface of KV connectors, and each defect of its first implementation by name."""
 
-import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
-import pytest
 import torch
 
-from connectors.kv_first import CHUNK_TOKENS, FirstConfig, LookupBufferKVConnectorV0
+from connectors.kv_batches import CHUNK_TOKENS
+from connectors.kv_first import LookupBufferKVConnectorV0
+from first_hosts import LONG, SHORT, Connect, alone, config_of, prompt, run
 from lookup_buffer.namespace import Namespace
 from nodes import NodeProcess
-from paged_model import BLOCKS, HEAD, HEADS, WORDS, Batch, Host
-
-Connect = Callable[..., LookupBufferKVConnectorV0]
-SHORT, LONG = CHUNK_TOKENS + 5, 3 * CHUNK_TOKENS + 2
-
-
-def prompt(length: int, seed: int) -> list[int]:
-    return random.Random(seed).choices(range(WORDS), k=length)
-
-
-@pytest.fixture
-def connect(node_pair: tuple[NodeProcess, NodeProcess]) -> Iterator[Connect]:
-    """connect(host=1, rank=1): connectors of one model, new for each test."""
-    made: list[LookupBufferKVConnectorV0] = []
-    namespace = Namespace.named(f"first-{time.monotonic()}")
-
-    def of(host: int = 0, rank: int = 0, **fields: int) -> LookupBufferKVConnectorV0:
-        sizes = {"heads": HEADS, "head_size": HEAD, **fields}
-        config = FirstConfig(node_pair[host].config, namespace, **sizes)
-        made.append(LookupBufferKVConnectorV0(rank, rank, config))
-        return made[-1]
-
-    yield of
-    for connector in made:
-        connector.close()
-
-
-def alone(*prompts: list[int]) -> torch.Tensor:
-    """What a host without a connector says."""
-    host = Host()
-    return host.run(host.batch(*prompts))
-
-
-def run(connector: LookupBufferKVConnectorV0, *prompts: list[int]) -> tuple[torch.Tensor, int]:
-    """What a new host says, and for how many tokens its model ran."""
-    host = Host()
-    logits = host.run(host.batch(*prompts), connector)
-    return logits, host.computed
+from paged_model import BLOCKS, HEAD, HEADS, Batch, Host
 
 
 def test_a_batch_that_was_computed_elsewhere_bypasses_the_model(connect: Connect) -> None:
@@ -167,10 +130,10 @@ def test_defect_decoding_rows_in_the_batch(connect: Connect) -> None:
 
 def test_defect_ranks_mix_their_heads(connect: Connect) -> None:
     tokens = prompt(SHORT, 16)
-    run(connect(rank=0, world_size=2), tokens)
-    assert run(connect(rank=1, world_size=2), tokens)[1] == SHORT
+    run(connect(rank=0, world_size=2, agree=list), tokens)
+    assert run(connect(rank=1, world_size=2, agree=list), tokens)[1] == SHORT
     assert run(connect(rank=0, world_size=1), tokens)[1] == SHORT
-    assert run(connect(rank=0, world_size=2), tokens)[1] == 0
+    assert run(connect(rank=0, world_size=2, agree=list), tokens)[1] == 0
 
 
 def test_defect_close_fails_and_leaves_a_thread(connect: Connect) -> None:
@@ -185,7 +148,7 @@ def test_defect_close_fails_and_leaves_a_thread(connect: Connect) -> None:
 
 def test_a_node_that_is_gone_costs_a_computation(start_node: Callable[..., NodeProcess]) -> None:
     node = start_node()
-    config = FirstConfig(node.config, Namespace.named("gone"), HEADS, HEAD)
+    config = config_of(node, Namespace.named("gone"))
     connector = LookupBufferKVConnectorV0(0, 0, config)
     tokens = prompt(LONG, 18)
     run(connector, tokens)
