@@ -43,6 +43,8 @@ def test_no_bypass_without_hidden_states(connect: Connect) -> None:
     logits, computed = run(connect(), tokens)
     assert computed == 1, "one token, whose states are wanted"
     assert torch.allclose(logits, alone(tokens), atol=1e-5)
+    connect().send_kv_caches_and_hidden_states(host, batch, host.kv_caches, hidden)
+    assert run(connect(), tokens)[1] == 0, "now they are there"
 
 
 # -- the defects of the first implementation

@@ -1,5 +1,6 @@
 """The first interface of KV connectors with hosts that are not alike, or have more than tokens."""
 
+import inspect
 import subprocess
 import sys
 import threading
@@ -13,6 +14,7 @@ import torch
 
 from connectors.kv_batches import CHUNK_TOKENS, Prefilled
 from connectors.kv_first import Intermediate, LookupBufferKVConnectorV0
+from connectors.kv_host import KVConnectorBase
 from first_hosts import LONG, SHORT, Connect, alone, config_of, prompt, run
 from lookup_buffer.errors import ConfigError
 from lookup_buffer.namespace import Namespace
@@ -23,6 +25,19 @@ from paged_model import BLOCK, BLOCKS, HEAD, HEADS, LAYERS, Batch, Host, Metadat
 def test_no_vllm_is_imported() -> None:
     code = "import sys, connectors.kv_first; sys.exit('vllm' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_the_methods_take_what_the_first_interface_had() -> None:
+    model = ["self", "model_executable", "model_input", "kv_caches"]
+    for name, parameters in {
+        "__init__": ["self", "rank", "local_rank", "config"],
+        "send_kv_caches_and_hidden_states": [*model, "hidden_or_intermediate_states"],
+        "recv_kv_caches_and_hidden_states": model,
+        "close": ["self"],
+    }.items():
+        method = getattr(LookupBufferKVConnectorV0, name)
+        assert list(inspect.signature(method).parameters) == parameters
+        assert name in KVConnectorBase.__abstractmethods__
 
 
 # -- further defects of the first implementation
@@ -215,6 +230,16 @@ def test_two_prompts_that_begin_alike_keep_their_own_ends(connect: Connect) -> N
     logits, computed = run(connect(), one, other, other[CHUNK_TOKENS:])
     assert computed == 1 + SHORT + SHORT
     assert torch.allclose(logits, alone(one, other, other[CHUNK_TOKENS:]), atol=1e-5)
+
+
+def test_the_same_tokens_behind_others_are_not_the_same(connect: Connect) -> None:
+    """The KV of a chunk depends on all tokens before it."""
+    first, other, middle = (prompt(CHUNK_TOKENS, seed) for seed in (21, 22, 23))
+    run(connect(), first + middle)
+    run(connect(), other)
+    logits, computed = run(connect(), other + middle)
+    assert computed == CHUNK_TOKENS
+    assert torch.allclose(logits, alone(other + middle), atol=1e-5)
 
 
 def test_latent_vectors_are_one_side(connect: Connect) -> None:
