@@ -218,12 +218,15 @@ def test_saving_holds_the_models_thread_for_an_enqueueing_alone(rank: Rank) -> N
     gate = threading.Event()
     insert = rank.worker.saves._insert
     rank.worker.saves._insert = lambda *each: gate.wait(SECONDS) and insert(*each)
-    started = time.thread_time()
-    rank.step(KvStepMetadata(saves=[ChunkSave(f"{i}", (0, 1)) for i in range(100)]))
-    used = time.thread_time() - started
+    used = []
+    for step in range(3):  # Python's collector may run on any thread, and passes over all modules
+        started = time.thread_time()
+        saves = [ChunkSave(f"{step}-{i}", (0, 1)) for i in range(50)]
+        rank.step(KvStepMetadata(saves=saves))
+        used.append(time.thread_time() - started)
     gate.set()
     assert rank.worker.saves.drain(SECONDS)
-    assert used < 0.05, f"{used:.4f} s for 100 chunks"
+    assert min(used) < 0.025, f"{used} s for 50 chunks each"
 
 
 def test_a_step_that_runs_no_model_waits_for_a_load_and_another_does_not(rank: Rank) -> None:
