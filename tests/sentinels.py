@@ -88,6 +88,12 @@ class Sentinels:
 
         wait_until(guarded, seconds, "the sentinels know all")
 
+    def is_master(self, server: ServerProcess) -> bool:
+        """By its own word. A sentinel that makes it one cuts the connections of its clients."""
+        with suppress(OSError, RespError):
+            return b"role:master" in self.ask(server, "INFO", "replication")
+        return False
+
     def ask(self, server: ServerProcess, *parts: str | bytes | int) -> Any:
         """The reply to one command, logged in as it is needed."""
         secret = self._sentinel_password if server in self.sentinels else self._password

@@ -181,7 +181,7 @@ def test_the_master_behind_sentinels_goes(
         own_sentinels.sentinels[0].stop()
         for _ in range(5):
             mirroring.has(namespace, "another")  # in time, whatever it says
-        wait_until(lambda: b"role:master" in own_sentinels.ask(new, "INFO"), FAILOVER_SECONDS)
+        wait_until(lambda: own_sentinels.is_master(new), FAILOVER_SECONDS)
         wait_until(lambda: _published(other, namespace), FAILOVER_SECONDS)
         publish(other, namespace, "absent")
         publish(other, namespace, "watched")
