@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.environment-is-ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo tour test test-hosts check format bench environment system-packages clean distclean
+.PHONY: help demo tour test test-hosts test-engines check format bench environment system-packages clean distclean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' Makefile
@@ -27,6 +27,9 @@ test: $(STAMP)  ## everything that CI runs: check, unit, integration, real vLLM
 
 test-hosts: $(STAMP)  ## the connector under vLLM 0.11 to 0.33, loaded, not run (needs the package index)
 	scripts/test-hosts $(BIN)
+
+test-engines: $(STAMP)  ## real engines of vLLM 0.30 and 0.31, each in its own environment (20 min)
+	scripts/test-engines
 
 check: $(STAMP)  ## format, lint, types, import contracts (seconds)
 	scripts/run-checks $(BIN)

@@ -35,10 +35,10 @@ from typing import Any
 import torch
 
 from connectors.demo.fleet import DemoNode, Fleet
-from connectors.ec_metadata import StepMetadata
-from connectors.ec_scheduler import EcScheduler
-from connectors.ec_shape import EngineShape
-from connectors.ec_worker import EcWorker, WorkerSeat
+from connectors.ec.metadata import StepMetadata
+from connectors.ec.scheduler import EcScheduler
+from connectors.ec.shape import EngineShape
+from connectors.ec.worker import EcWorker, WorkerSeat
 from connectors.settings import ConnectorSettings
 from lookup_buffer.client import EngineSeat, LookupBuffer
 from lookup_buffer.key import TensorKey

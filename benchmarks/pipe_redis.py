@@ -40,7 +40,7 @@ from benchmarks.gauge import (
 )
 from lookup_buffer.arena import copy_bytes
 from lookup_buffer.pipes import KVPipe, open_pipe
-from lookup_buffer.pipes.redis_link import BATCH_CHUNKS, CHUNK_BYTES
+from lookup_buffer.pipes.redis_layout import BATCH_CHUNKS, CHUNK_BYTES
 from lookup_buffer.pipes.resp import RespLane
 from store.dialling import dial
 

@@ -1,4 +1,4 @@
-"""`CudaDevice`: streams, events and pinned memory of one GPU, as `ec_copies` wants them.
+"""`CudaDevice`: streams, events and pinned memory of one GPU, as `ec.copies` wants them.
 
 Imported by workers on CUDA and ROCm alone. Not yet run on a GPU.
 """
@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import torch
 
-from connectors.ec_copies import Device, Event
+from connectors.ec.copies import Device, Event
 from lookup_buffer.pointer import pointer_to
 
 READ_ONLY: Final = 0x08

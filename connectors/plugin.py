@@ -10,9 +10,9 @@ import logging
 from typing import Any
 
 CONNECTOR_NAME = "LookupBufferECConnector"
-CONNECTOR_MODULE = "connectors.ec_connector"
+CONNECTOR_MODULE = "connectors.ec.connector"
 KV_CONNECTOR_NAME = "LookupBufferKVConnector"
-KV_CONNECTOR_MODULE = "connectors.kv_connector"
+KV_CONNECTOR_MODULE = "connectors.kv.connector"
 
 logger = logging.getLogger(__name__)
 

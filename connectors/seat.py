@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 from connectors.counters import logger
-from connectors.ec_current import CurrentBuffer
+from connectors.ec.current import CurrentBuffer
 from connectors.weights_flag import WeightsFlag
 from lookup_buffer.client import EngineSeat, LookupBuffer
 from lookup_buffer.errors import LookupBufferError, NodeUnavailable

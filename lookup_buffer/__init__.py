@@ -10,21 +10,34 @@ Everything a library user needs is here; importing it costs neither torch nor Re
 """
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from importlib.machinery import PathFinder
+from os.path import abspath, dirname, realpath
 
-try:
-    from store import ClaimState as ClaimState
-    from store import MetadataStore as MetadataStore
-except ImportError as error:
-    import store
+TYPE_CHECKING = False
+"""As `typing` has it, which alone would take longer to import than all of this."""
 
-    where = getattr(store, "__file__", None) or list(getattr(store, "__path__", []))
-    raise ImportError(
-        f"another package named 'store' shadows lookup-buffer's: {where}. Start Python from "
-        "another directory, with `python -P`, or uninstall the other package"
-    ) from error
+
+def _refuse_another_store() -> None:
+    """Ours lies beside us; a folder of that name in the working directory may come before it. To
+    import it and look would make this module, and so each command, slow to import."""
+    found = PathFinder.find_spec("store")
+    if found is None:
+        return  # who imports us otherwise than from a path knows why
+    places = list(found.submodule_search_locations or [found.origin or ""])
+    # As it is named and as it is: a folder may be a link, or each of its files.
+    ours = (dirname(dirname(abspath(__file__))), dirname(dirname(realpath(__file__))))
+    if len(places) > 1 or not {dirname(abspath(places[0])), dirname(realpath(places[0]))} & {*ours}:
+        raise ImportError(
+            f"another package named 'store' shadows lookup-buffer's: {places}. Start Python from "
+            "another directory, with `python -P`, or uninstall the other package"
+        )
+
+
+_refuse_another_store()
 
 if TYPE_CHECKING:
+    from typing import Any
+
     from lookup_buffer.claimed import ClaimAnswer as ClaimAnswer
     from lookup_buffer.claimed import ClaimOutcome as ClaimOutcome
     from lookup_buffer.client import EngineSeat as EngineSeat
@@ -41,28 +54,38 @@ if TYPE_CHECKING:
     from lookup_buffer.prefetched import LoadOrder as LoadOrder
     from lookup_buffer.prefetched import Prefetched as Prefetched
     from lookup_buffer.prefetched import PrefetchState as PrefetchState
+    from store import ClaimState as ClaimState
+    from store import MetadataStore as MetadataStore
 
 _HOMES = {
-    "claimed": ("ClaimAnswer", "ClaimOutcome"),
-    "client": ("EngineSeat", "InsertOutcome", "LookupBuffer"),
-    "config": ("BufferConfig",),
-    "errors": (
+    "store": ("ClaimState", "MetadataStore"),
+    "lookup_buffer.claimed": ("ClaimAnswer", "ClaimOutcome"),
+    "lookup_buffer.client": ("EngineSeat", "InsertOutcome", "LookupBuffer"),
+    "lookup_buffer.config": ("BufferConfig",),
+    "lookup_buffer.errors": (
         "BufferFull",
         "LookupBufferError",
         "LookupTimeout",
         "MissingTensor",
         "NodeUnavailable",
     ),
-    "key": ("TensorKey",),
-    "namespace": ("Namespace",),
-    "prefetched": ("LoadOrder", "PrefetchState", "Prefetched"),
+    "lookup_buffer.key": ("TensorKey",),
+    "lookup_buffer.namespace": ("Namespace",),
+    "lookup_buffer.prefetched": ("LoadOrder", "PrefetchState", "Prefetched"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
-__all__ = ["ClaimState", "MetadataStore", *_HOME_OF]
+__all__ = list(_HOME_OF)
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> "Any":
     """Import what is asked for, when it is asked for: the CLI and the node need no torch."""
     if name not in _HOME_OF:
         raise AttributeError(f"module 'lookup_buffer' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"lookup_buffer.{_HOME_OF[name]}"), name)
+    try:
+        return getattr(importlib.import_module(_HOME_OF[name]), name)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ImportError(
+            f"{name} needs torch, which is not installed: pip install 'lookup-buffer[torch]'"
+        ) from error

@@ -1,41 +1,30 @@
 """The attachment: a client's session with its node, kept up.
 
-It finds or starts the node, maps the arena, keeps a pool of channels, and listens on the session's
-first connection (the anchor) for what the node pushes. When the node is lost it says so, and a
-thread of its own attaches again. An arena that was mapped stays readable after its node died: what
-was promised from it can still be loaded.
+It finds or starts the node, keeps a pool of channels, and listens on the session's first connection
+(the anchor) for what the node pushes. When the node is lost it says so, and a thread of its own
+attaches again. What the node shares with it is mapped by `node_memory`.
 """
 
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from lookup_buffer.arena import Mapping
-from lookup_buffer.board import BoardReader
 from lookup_buffer.channel import Channel, next_request_id
 from lookup_buffer.config import BufferConfig
-from lookup_buffer.elsewhere import ElsewhereReader
 from lookup_buffer.errors import Closed, LookupBufferError, NodeRefused, NodeUnavailable
 from lookup_buffer.launch import node_socket
-from lookup_buffer.messages import (
-    CALL_SECONDS,
-    VERSION,
-    Goodbye,
-    Hello,
-    Join,
-)
+from lookup_buffer.messages import CALL_SECONDS, VERSION, Goodbye, Hello, Join
+from lookup_buffer.node_memory import NodeMemories, NodeMemory
 from lookup_buffer.request import Request
 
 ATTACH_SECONDS = 10.0
 CHANNELS_MAX = 16
 RETRY_SECONDS_MIN = 0.1
 RETRY_SECONDS_MAX = 2.0
-RETIRED_SECONDS = 120.0
-"""How long the arena of a lost node stays mapped: longer than any engine step."""
 TICK_SECONDS = 0.1
 """How often `on_tick` is called, at the least."""
 
@@ -49,29 +38,6 @@ class _Live:
     boot: str
     anchor: Channel
     idle: list[Channel] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class NodeMemory:
-    """What a node shares, mapped here: its arena, the board that says what lies in it, and the
-    table of what lies elsewhere."""
-
-    arena: Mapping
-    board: BoardReader
-    elsewhere: ElsewhereReader
-
-    def close(self) -> None:
-        self.arena.close()
-        self.board.close()
-        self.elsewhere.close()
-
-
-@dataclass(slots=True, eq=False)
-class _Mapped:
-    memory: NodeMemory
-    uses: int = 0
-    lost_at: float | None = None
-    retired: bool = False
 
 
 class Attachment:
@@ -102,7 +68,7 @@ class Attachment:
         self._send_lock = threading.Lock()
         self._slots = threading.BoundedSemaphore(CHANNELS_MAX)
         self._live: _Live | None = None
-        self._mapped: dict[str, _Mapped] = {}
+        self._memories = NodeMemories()
         self._closing = threading.Event()
         self._listener = threading.Thread(target=self._listen, name="lb-client", daemon=True)
 
@@ -165,8 +131,7 @@ class Attachment:
             live.anchor.send_now(request)
         return True
 
-    @contextmanager
-    def memory(self, boot: str | None = None) -> Iterator[NodeMemory]:
+    def memory(self, boot: str | None = None) -> AbstractContextManager[NodeMemory]:
         """The memory of `boot` (None: the node's now), kept mapped meanwhile.
 
         Raises:
@@ -174,20 +139,7 @@ class Attachment:
             Closed: see `close`.
         """
         self._check_usable()
-        with self._lock:
-            if boot is None:
-                boot = self._live.boot if self._live else ""
-            mapped = self._mapped.get(boot)
-            if mapped is None:
-                raise NodeUnavailable(f"the memory of boot {boot or '(none)'} is not mapped here")
-            mapped.uses += 1
-        try:
-            yield mapped.memory
-        finally:
-            with self._lock:
-                mapped.uses -= 1
-                if mapped.retired and mapped.uses == 0:
-                    mapped.memory.close()
+        return self._memories.use(self.boot if boot is None else boot)
 
     @property
     def boot(self) -> str:
@@ -215,9 +167,7 @@ class Attachment:
         if self._listener.is_alive() and self._listener is not threading.current_thread():
             self._listener.join(timeout=2.0)
         self._lose(live)
-        with self._lock:
-            for boot in list(self._mapped):
-                self._retire(boot)
+        self._memories.close()
 
     # -- attach and listen
 
@@ -243,12 +193,7 @@ class Attachment:
             anchor.send(hello, deadline=deadline)
             welcome, descriptors = anchor.receive_with_descriptors(deadline)
             try:
-                arena, board, elsewhere = descriptors
-                memory = NodeMemory(
-                    Mapping(arena, welcome["arena_bytes"], writable=False),
-                    BoardReader(board),
-                    ElsewhereReader(elsewhere),
-                )
+                memory = NodeMemory.adopt(descriptors, welcome["arena_bytes"])
             finally:
                 for descriptor in descriptors:
                     os.close(descriptor)
@@ -259,8 +204,8 @@ class Attachment:
             anchor.close()
             raise
         boot = welcome["boot"]
+        self._memories.add(boot, memory)
         with self._lock:
-            self._mapped[boot] = _Mapped(memory)
             self._live = _Live(welcome["session"], welcome["node"], boot, anchor)
         if self._seat is None:
             memory.arena.populate_in_background()  # not in engines: see ARCHITECTURE
@@ -282,7 +227,7 @@ class Attachment:
                 self._lose(live)
                 self._closing.wait(retry_seconds)
                 retry_seconds = min(2 * retry_seconds, RETRY_SECONDS_MAX)
-            self._retire_lost()
+            self._memories.retire_lost()
         self._lose(self._live)  # attached while it was being closed
 
     def _pump(self, live: _Live) -> None:
@@ -299,25 +244,12 @@ class Attachment:
             if live is None or self._live is not live:
                 return
             self._live = None
-            self._mapped[live.boot].lost_at = time.monotonic()
             idle, live.idle = live.idle, []
+        self._memories.lose(live.boot)
         live.anchor.close()
         for channel in idle:
             channel.close()
         self._on_lost()
-
-    def _retire_lost(self) -> None:
-        now = time.monotonic()
-        with self._lock:
-            for boot, mapped in list(self._mapped.items()):
-                if mapped.lost_at is not None and now - mapped.lost_at > RETIRED_SECONDS:
-                    self._retire(boot)
-
-    def _retire(self, boot: str) -> None:
-        mapped = self._mapped.pop(boot)
-        mapped.retired = True
-        if mapped.uses == 0:
-            mapped.memory.close()
 
     # -- channels
 

@@ -9,40 +9,36 @@ by the board, everything else is asked of the node. The ways:
     drop_select: node takes, pins → arena → the caller's tensor → acknowledged, unpinned
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lookup_buffer import codec
 from lookup_buffer.attachment import Attachment
 from lookup_buffer.channel import next_request_id
 from lookup_buffer.claimed import ClaimAnswer, ClaimSet
 from lookup_buffer.claiming import Claiming
 from lookup_buffer.config import BufferConfig
-from lookup_buffer.errors import LookupBufferError, LookupTimeout, MissingTensor
+from lookup_buffer.errors import LookupBufferError
 from lookup_buffer.inserted import InsertOutcome
 from lookup_buffer.inserting import Inserting
 from lookup_buffer.key import TensorKey
+from lookup_buffer.loading import Loading
 from lookup_buffer.local_reads import LocalReads, NotHere
-from lookup_buffer.messages import (
-    CALL_SECONDS,
-    Describe,
-    Select,
-    Stats,
-    waiting,
-)
+from lookup_buffer.messages import CALL_SECONDS, Describe, Stats, waiting
 from lookup_buffer.namespace import Namespace
 from lookup_buffer.pooling import JoinedPool, Pooling
-from lookup_buffer.prefetched import LoadOrder, Prefetched, PrefetchState
+from lookup_buffer.prefetched import LoadOrder, Prefetched
 from lookup_buffer.prefetching import NODE_DOWN, Prefetching
 from lookup_buffer.seat import EngineSeat
+from lookup_buffer.selecting import Selecting
 from lookup_buffer.taking import Taking
 from store import ClaimState
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     import torch
 
-__all__ = ["EngineSeat", "InsertOutcome", "LoadOrder", "PrefetchState", "Prefetched"]
+__all__ = ["EngineSeat", "InsertOutcome", "LookupBuffer"]
 
 
 class LookupBuffer:
@@ -76,12 +72,15 @@ class LookupBuffer:
             on_lost=self._on_lost,
             on_tick=lambda: self._local_reads.tell(),
         )
-        self._local_reads = LocalReads(self._attachment, self._namespace.fingerprint)
-        self._prefetching = Prefetching(self._attachment, self._namespace.fingerprint)
-        self._inserting = Inserting(self._attachment, self._namespace.fingerprint)
-        self._taking = Taking(self._attachment, self._namespace.fingerprint, self.release)
-        self._claiming = Claiming(self._attachment, self._namespace.fingerprint)
-        self._pooling = Pooling(self._attachment)
+        attachment, fingerprint = self._attachment, self._namespace.fingerprint
+        self._local_reads = LocalReads(attachment, fingerprint)
+        self._pooling = Pooling(attachment)
+        self._loading = Loading(attachment, self._pooling)
+        self._selecting = Selecting(attachment, fingerprint, self._loading)
+        self._prefetching = Prefetching(attachment, fingerprint, self._loading)
+        self._inserting = Inserting(attachment, fingerprint)
+        self._taking = Taking(attachment, fingerprint, self._loading)
+        self._claiming = Claiming(attachment, fingerprint)
         self._attachment.open(required=required)
 
     # -- write
@@ -93,6 +92,7 @@ class LookupBuffer:
         *,
         ttl_seconds: float | None = None,
         timeout: float = 10.0,
+        on_stored: Callable[[int], None] | None = None,
     ) -> InsertOutcome:
         """Store `tensor`, or `None` as a value, under `key`.
 
@@ -103,7 +103,8 @@ class LookupBuffer:
         A shared key that is there already stays as it is. A hand-off replaces what was under its
         key on this host; while another host has one, it is EXISTS, and nothing is stored. It is
         never evicted, and ends after `ttl_seconds` (else 300); where they fill half of the arena,
-        an insert waits up to `timeout` seconds for one to be taken.
+        an insert waits up to `timeout` seconds for one to be taken. `on_stored` is told the
+        checksum of the bytes, where it is STORED.
 
         Raises:
             TensorTooLarge: larger than the arena; a hand-off, than half of it.
@@ -112,7 +113,7 @@ class LookupBuffer:
                 hand-off did not answer within `timeout`.
             ConfigError: `ttl_seconds` is none.
         """
-        return self._inserting.insert(key, tensor, ttl_seconds, timeout)
+        return self._inserting.insert(key, tensor, ttl_seconds, timeout, on_stored)
 
     # -- read
 
@@ -135,11 +136,7 @@ class LookupBuffer:
             return self._local_reads.select(key, out)
         except NotHere:
             pass
-        order = self._locate(key, timeout)
-        try:
-            return self.load(order, out=out)
-        finally:
-            self.release(order)
+        return self._selecting.select(key, timeout, out)
 
     def drop_select(
         self, key: TensorKey, *, timeout: float = 0.0, out: "torch.Tensor | None" = None
@@ -159,24 +156,17 @@ class LookupBuffer:
             CodecError: `out` does not fit; the hand-off stays where it was.
             NodeUnavailable: the node did not answer; the hand-off may be lost with it.
         """
-        return self._taking.drop_select(key, timeout, lambda order: self.load(order, out=out))
+        return self._taking.drop_select(key, timeout, out)
 
-    @contextmanager
-    def view(self, key: TensorKey, *, timeout: float = 0.0) -> "Iterator[torch.Tensor | None]":
+    def view(
+        self, key: TensorKey, *, timeout: float = 0.0
+    ) -> "AbstractContextManager[torch.Tensor | None]":
         """The tensor in place: read-only shared memory, pinned inside the `with`, not copied.
 
         Raises:
             As `select`.
         """
-        order = self._locate(key, timeout)
-        try:
-            if order.header.kind == "none":
-                yield None
-            else:
-                window = self.arena(order.boot)[order.offset : order.offset + order.nbytes]
-                yield codec.tensor_over(window, order.header)
-        finally:
-            self.release(order)
+        return self._selecting.view(key, timeout)
 
     def has_caches(self, keys: Sequence[TensorKey], *, timeout: float = 0.05) -> list[bool]:
         """For each key, whether a live node holds a complete copy; in doubt False.
@@ -212,7 +202,7 @@ class LookupBuffer:
         if isinstance(held, Prefetched):
             self._prefetching.release(held)
         else:
-            self._prefetching.release_order(held)
+            self._loading.release(held)
 
     def load(self, order: LoadOrder, *, out: "torch.Tensor | None" = None) -> "torch.Tensor | None":
         """Copy pinned bytes out of the arena: no socket, no node needed.
@@ -222,25 +212,16 @@ class LookupBuffer:
                 this process does not hold what came by a lane.
             CodecError: `out` does not fit.
         """
-        header = order.header
-        if order.lane:
-            return self._pooling.load(order, out)
-        if header.kind == "none":
-            return None
-        tensor = codec.destination(out, header)
-        with self._attachment.memory(order.boot) as memory:
-            codec.copy_into(tensor, memory.arena.address + order.offset, order.nbytes)
-        return tensor
+        return self._loading.load(order, out)
 
     def arena(self, boot: str) -> memoryview:
         """All of the arena of `boot`, read-only, mapped until view and slices of it are released;
         what lies where an order says is the order's as long as it is pinned. Raises as `load`."""
-        with self._attachment.memory(boot) as memory:
-            return memory.arena.view[:]
+        return self._loading.arena(boot)
 
     def done(self, orders: Sequence[LoadOrder]) -> None:
         """This rank of the engine has taken its copies of `orders`. One-way; never raises."""
-        self._prefetching.done(orders, self._rank)
+        self._loading.done(orders, self._rank)
 
     # -- devices
 
@@ -317,23 +298,9 @@ class LookupBuffer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _locate(self, key: TensorKey, timeout: float) -> LoadOrder:
-        wait = waiting(timeout)
-        request = Select(next_request_id(), self._namespace.fingerprint, key.text, wait)
-        reply = self._attachment.call(request, wait + CALL_SECONDS)
-        if reply["state"] == "resident":
-            return LoadOrder.of(reply)
-        if timeout:
-            raise LookupTimeout(f"{key} did not appear within {timeout} s ({reply['reason']})")
-        raise MissingTensor(f"{key}: {reply['reason']}")
-
     def _on_event(self, message: dict[str, Any]) -> None:
-        match message["event"]:
-            case "receive" | "let_go":
-                self._pooling.on_event(message)
-            case event:
-                whose = self._claiming if event == "claimed" else self._prefetching
-                whose.on_event(message)
+        told = {"settled": self._prefetching.on_event, "claimed": self._claiming.on_event}
+        told.get(message["event"], self._pooling.on_event)(message)
 
     def _on_lost(self) -> None:
         self._prefetching.on_lost()

@@ -54,7 +54,14 @@ def memory_bytes() -> int:
     return min(machine, int(limit)) if limit.isdigit() else machine
 
 
-Bytes = Annotated[int, BeforeValidator(parse_bytes)]
+def _bytes(value: object) -> object:
+    parsed = parse_bytes(value)
+    if isinstance(parsed, str):
+        raise ValueError("a number of bytes, or a size as '8GiB'")  # noqa: TRY004 -- pydantic's way
+    return parsed
+
+
+Bytes = Annotated[int, BeforeValidator(_bytes)]
 
 
 class BufferConfig(BaseModel):
@@ -139,7 +146,8 @@ class BufferConfig(BaseModel):
             host, _ = parse_http(self.http_listen)
             if host not in LOOPBACK:
                 raise ValueError(
-                    f"'http_token', because 'http_listen' is {self.http_listen!r} and not loopback"
+                    f"'http_token' (or 'http_token_file'), because 'http_listen' is "
+                    f"{self.http_listen!r} and not loopback"
                 )
         return self
 
@@ -147,7 +155,9 @@ class BufferConfig(BaseModel):
     def _reachable_and_guarded(self) -> "BufferConfig":
         host, _ = parse_tcp(self.listen)
         if host not in LOOPBACK and self.token is None:
-            raise ValueError(f"a token, because 'listen' is {self.listen!r} and not loopback")
+            raise ValueError(
+                f"'token' (or 'token_file'), because 'listen' is {self.listen!r} and not loopback"
+            )
         if host in WILDCARDS and self.advertise is None:
             raise ValueError(
                 f"'advertise', because 'listen' is {self.listen!r}: no peer gets there"

@@ -9,7 +9,7 @@ from collections import Counter
 from typing import Final
 
 from lookup_buffer.histogram import Histogram
-from lookup_buffer.inventory import Address, Item
+from lookup_buffer.item import Address, Item
 from lookup_buffer.lane import FALLBACKS, LANES
 
 MISS_REASONS: Final = (

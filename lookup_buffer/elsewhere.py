@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Final
 
 from lookup_buffer.digest_table import IS_ORDERED, DigestReader, DigestTable, digest_of
-from lookup_buffer.inventory import Address
+from lookup_buffer.item import Address
 
 ENTRIES: Final = 65536
 """2.6 MB where all are used; past it those that were listed longest ago make room."""

@@ -30,6 +30,22 @@ def settings_of_environment(names: Iterable[str]) -> dict[str, str]:
     return settings
 
 
+def misspelt_variables(names: Iterable[str]) -> dict[str, str]:
+    """Variables that say nothing because they are nearly the name of one that would, and that one.
+    What is less like one may be somebody else's, as those that Kubernetes sets for a service."""
+    from difflib import get_close_matches  # 6 ms that only who looks for mistakes should pay
+
+    known = [form for name in names for form in (name.upper(), f"{name.upper()}_FILE")]
+    misspelt = {}
+    for variable in sorted(os.environ):
+        said = variable.removeprefix(ENVIRONMENT_PREFIX)
+        if said in (variable, *known):
+            continue
+        if near := get_close_matches(said, known, n=1, cutoff=0.8):
+            misspelt[variable] = ENVIRONMENT_PREFIX + near[0]
+    return misspelt
+
+
 def _read(name: str, path: Path) -> str:
     try:
         return path.read_text().strip()

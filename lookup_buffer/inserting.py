@@ -4,6 +4,7 @@ Any thread; each insert has a channel of its own meanwhile.
 """
 
 import time
+from collections.abc import Callable
 
 from lookup_buffer import codec
 from lookup_buffer.arena import copy_bytes
@@ -28,6 +29,7 @@ class Inserting:
         tensor: Value,
         ttl_seconds: float | None,
         timeout: float,
+        on_stored: Callable[[int], None] | None = None,
     ) -> InsertOutcome:
         """See `LookupBuffer.insert`."""
         if ttl_seconds is not None:
@@ -48,7 +50,10 @@ class Inserting:
                 0.0 if key.is_shared else waiting(left),
             )
             reply = channel.call(request, left if key.is_shared else waiting(left) + CALL_SECONDS)
-        return InsertOutcome(reply["outcome"])
+        outcome = InsertOutcome(reply["outcome"])
+        if on_stored is not None and outcome is InsertOutcome.STORED:
+            on_stored(reply["checksum"])
+        return outcome
 
     def _check_fits(self, header: TensorHeader) -> None:
         with self._attachment.memory() as memory:

@@ -12,47 +12,11 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
-from lookup_buffer.allocator import Allocator
 from lookup_buffer.errors import BufferFull, TensorTooLarge
 from lookup_buffer.header import TensorHeader
+from lookup_buffer.item import Address, Item
+from lookup_buffer.room import Room
 from lookup_buffer.shares import Shares
-
-Address = tuple[str, str]
-"""(namespace fingerprint, key text): what an item is found by."""
-
-
-@dataclass(slots=True, eq=False)
-class Item:
-    """One tensor in the arena. `ready` once its bytes are complete and verified.
-
-    An item that is `gone` from the start is on loan: a copy for those who have it pinned.
-    """
-
-    address: Address
-    header: TensorHeader
-    offset: int
-    generation: int
-    origin: str
-    """'local' when a client of this node inserted it, else the node it was fetched from."""
-    last_used: float
-    expires_at: float | None
-    ready: bool = False
-    checksum: int = 0
-    pins: int = 0
-    gone: bool = False
-    handoff_bytes: int = 0
-    """What it takes of the share of hand-offs; 0 where it is none of ours."""
-    wanted: bool = False
-    """A hand-off that is charged like a pin, because its taker waits: see `reserve_handoff`."""
-
-    @property
-    def nbytes(self) -> int:
-        return self.header.nbytes
-
-    @property
-    def is_handoff(self) -> bool:
-        """Whether it is a hand-off of this node, and not what another has lent."""
-        return self.handoff_bytes > 0
 
 
 @dataclass(slots=True)
@@ -85,19 +49,20 @@ class Inventory:
     on_gone: Callable[[Address], None] = lambda _: None
     """Called when an item can no longer be found, before its bytes may be given to another."""
     _items: dict[Address, Item] = field(default_factory=dict)
-    _by_offset: dict[int, Item] = field(default_factory=dict)
+    _mortal: dict[Address, Item] = field(default_factory=dict)
+    """The complete items that expire."""
     _pins: dict[int, Pin] = field(default_factory=dict)
     room_came: bool = False
     """Whether bytes were freed, or may be evicted, since somebody set this to False."""
     _generations: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     _pin_ids: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     _removed: list[tuple[Item, str]] = field(default_factory=list)
-    _allocator: Allocator = field(init=False)
+    _room: Room = field(init=False)
     _shares: Shares = field(init=False)
 
     def __post_init__(self) -> None:
         self._shares = Shares(self.capacity_bytes)
-        self._allocator = Allocator(self.capacity_bytes)
+        self._room = Room(self.capacity_bytes)
 
     # -- look up
 
@@ -111,6 +76,8 @@ class Inventory:
             self.remove(item, "expired")
             return None
         item.last_used = now
+        if not item.is_handoff:
+            self._room.used(item)
         return item
 
     def peek(self, address: Address) -> Item | None:
@@ -158,7 +125,7 @@ class Inventory:
             TensorTooLarge: it exceeds the share of hand-offs.
             BufferFull: they have used it up, or what could be evicted does not make the room.
         """
-        charged_bytes = self._allocator.rounded_bytes(header.nbytes)
+        charged_bytes = self._room.rounded_bytes(header.nbytes)
         shares = self._shares
         shares.check_handoff_size(charged_bytes)
         old = self._items.get(address)
@@ -211,9 +178,13 @@ class Inventory:
             self._items[item.address] = item
         else:
             self._shares.reserved_bytes -= item.nbytes
+            if not item.gone:
+                self._room.used(item)
         item.checksum = checksum
         item.ready = True
         item.last_used = self.clock()
+        if item.expires_at is not None and not item.gone:
+            self._mortal[item.address] = item
 
     def abandon(self, item: Item) -> None:
         """Give a reservation back."""
@@ -230,6 +201,7 @@ class Inventory:
             return
         item.gone = True
         del self._items[item.address]
+        self._mortal.pop(item.address, None)
         self.on_gone(item.address)
         self._removed.append((item, reason))
         if item.pins == 0:
@@ -237,7 +209,7 @@ class Inventory:
 
     def remove_expired(self) -> None:
         now = self.clock()
-        for item in self.items():
+        for item in list(self._mortal.values()):
             if item.expires_at is not None and item.expires_at <= now:
                 self.remove(item, "expired")
 
@@ -296,7 +268,7 @@ class Inventory:
     def gauges(self) -> Gauges:
         return Gauges(
             items=len(self._items),
-            used_bytes=self._allocator.used_bytes,
+            used_bytes=self._room.used_bytes,
             pinned_bytes=self._shares.pinned_bytes,
             reserved_bytes=self._shares.reserved_bytes,
             handoff_bytes=self._shares.handoff_bytes + self._shares.wanted_bytes,
@@ -307,7 +279,7 @@ class Inventory:
     # -- room
 
     def _check_size(self, nbytes: int) -> None:
-        if self._allocator.rounded_bytes(nbytes) > self._allocator.capacity_bytes:
+        if self._room.rounded_bytes(nbytes) > self._room.capacity_bytes:
             raise TensorTooLarge(
                 f"a tensor of {nbytes} bytes exceeds the arena of "
                 f"{self.capacity_bytes} bytes; raise capacity_bytes"
@@ -316,32 +288,26 @@ class Inventory:
     def _place(
         self, address: Address, header: TensorHeader, origin: str, ttl_seconds: float | None
     ) -> Item:
-        offset = self._allocator.allocate(header.nbytes)
+        offset = self._room.find(header.nbytes)
         if offset is None:
             offset = self._evict_for(header.nbytes)
         now = self.clock()
         expires_at = None if ttl_seconds is None else now + ttl_seconds
         item = Item(address, header, offset, next(self._generations), origin, now, expires_at)
-        self._by_offset[offset] = item
+        self._room.settle(item)
         return item
 
     def _evict_for(self, nbytes: int) -> int:
-        window = self._allocator.eviction_window(nbytes, self._last_use)
-        if window is None:
+        in_the_way = self._room.in_the_way(nbytes)
+        if in_the_way is None:
             raise BufferFull(f"no room for {nbytes} bytes: what is left is pinned or being written")
-        for offset in window:
-            self.remove(self._by_offset[offset], "evicted")
-        offset_found = self._allocator.allocate(nbytes)
-        assert offset_found is not None, "the window makes the room"
-        return offset_found
-
-    def _last_use(self, offset: int) -> float | None:
-        item = self._by_offset[offset]
-        evictable = item.ready and item.pins == 0 and not item.is_handoff
-        return item.last_used if evictable else None
+        for item in in_the_way:
+            self.remove(item, "evicted")
+        offset = self._room.find(nbytes)
+        assert offset is not None, "they made the room"
+        return offset
 
     def _free(self, item: Item) -> None:
         self.room_came = True
         self._shares.charge_handoff(-item.handoff_bytes, wanted=item.wanted)
-        del self._by_offset[item.offset]
-        self._allocator.free(item.offset)
+        self._room.free(item)

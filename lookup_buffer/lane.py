@@ -27,6 +27,6 @@ FALLBACKS: Final = (
     checksum            other bytes came than the record tells of
     peer_failed         the other process died, closed, or broke off
     timeout             it did not come in the time given
-    no_room, device     no room in the pool; or the device had none, or failed
+    no_room, device     no room in the pool, or never any; or the device had none, or failed
     busy, ended         too many are on their way; the process that was to receive it has gone
 """

@@ -19,7 +19,7 @@ from lookup_buffer.fields import CHECKS, KEYS_BYTES_MAX, KEYS_MAX, SECONDS_MAX, 
 from lookup_buffer.pool_messages import Offer, OpenPool, Prepare, Received, Retract
 from lookup_buffer.request import DeskRequest, Request, names_of
 
-VERSION: Final = 6
+VERSION: Final = 7
 CALL_SECONDS: Final = 1.0
 """How long a client waits for a reply, beyond what it asked the node to wait."""
 NODE_SHARE: Final = 0.9
@@ -70,7 +70,8 @@ class Contains(DeskRequest):
 
 @dataclass(frozen=True, slots=True)
 class Insert(DeskRequest):
-    """Take the first bytes of this connection's staging area. → outcome: stored or exists.
+    """Take the first bytes of this connection's staging area. → outcome: stored or exists;
+    and the `checksum` of what was stored.
 
     A hand-off for which there is no room waits for it, `wait_seconds` at most.
     """

@@ -10,9 +10,9 @@ from typing import Any, Final
 from lookup_buffer.attachment import Attachment
 from lookup_buffer.channel import next_request_id
 from lookup_buffer.errors import LookupBufferError
-from lookup_buffer.fields import KEYS_MAX
 from lookup_buffer.key import TensorKey
-from lookup_buffer.messages import Done, Prefetch, Release, split
+from lookup_buffer.loading import Loading
+from lookup_buffer.messages import Prefetch, split
 from lookup_buffer.prefetched import LoadOrder, Prefetched, PrefetchState
 
 NODE_DOWN: Final = "node_down"
@@ -20,9 +20,10 @@ NODE_DOWN: Final = "node_down"
 
 
 class Prefetching:
-    def __init__(self, attachment: Attachment, namespace: str) -> None:
+    def __init__(self, attachment: Attachment, namespace: str, loading: Loading) -> None:
         self._attachment = attachment
         self._namespace = namespace
+        self._loading = loading
         self._settled = threading.Condition()
         self._waiting: dict[tuple[int, int], Prefetched] = {}
         """(request id, index) → handle that has not settled."""
@@ -56,26 +57,7 @@ class Prefetching:
             handle.released = True
             order = handle.order
         if order is not None:
-            self.release_order(order)
-
-    def release_order(self, order: LoadOrder) -> None:
-        if order.boot != self._attachment.boot:
-            return  # that node is gone, and its pins with it
-        try:
-            self._attachment.post(Release(next_request_id(), [order.ticket]))
-        except LookupBufferError:
-            pass  # as above
-
-    def done(self, orders: Sequence[LoadOrder], rank: int) -> None:
-        """See `LookupBuffer.done`."""
-        boot = self._attachment.boot
-        tickets = [order.ticket for order in orders if order.boot == boot]
-        for start in range(0, len(tickets), KEYS_MAX):
-            part = tickets[start : start + KEYS_MAX]
-            try:
-                self._attachment.post(Done(next_request_id(), part, rank))
-            except LookupBufferError:
-                pass  # the node is gone, and the pins with it
+            self._loading.release(order)
 
     def on_event(self, message: dict[str, Any]) -> None:
         """A `settled` event of the node."""
@@ -91,7 +73,7 @@ class Prefetching:
             self._settled.notify_all()
         for order in unwanted:
             if order is not None:
-                self.release_order(order)
+                self._loading.release(order)
 
     def on_lost(self) -> None:
         """The node is gone: nothing that was asked of it will be answered."""

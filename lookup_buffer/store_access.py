@@ -60,6 +60,17 @@ class StoreAccess:
             return embedded_url(runtime_directory(self.directory))
         return self.url
 
+    def check_files(self) -> None:
+        """Raises ConfigError: of the TLS files that the URL names one cannot be used."""
+        if self.url == EMBEDDED or not (files := dict(parse(self.url).tls_files)):
+            return
+        from store.tls import TlsFileError, tls_context  # OpenSSL, which the others do not need
+
+        try:
+            tls_context(files)
+        except TlsFileError as error:
+            raise ConfigError(f"setting 'store_url': {error}") from None
+
     def open(self, url: str, seconds: float) -> MetadataStore:
         """The store at `url`, by these passwords and with these time-outs."""
         return open_store(

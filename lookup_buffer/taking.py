@@ -4,11 +4,10 @@ Any thread. What fails before the acknowledgement gives the hand-off back.
 """
 
 import time
-from collections.abc import Callable
 
 from lookup_buffer.attachment import Attachment
 from lookup_buffer.channel import Channel, next_request_id
-from lookup_buffer.codec import Value
+from lookup_buffer.codec import Tensor, Value
 from lookup_buffer.errors import (
     BufferFull,
     InvalidKey,
@@ -18,6 +17,7 @@ from lookup_buffer.errors import (
     NodeUnavailable,
 )
 from lookup_buffer.key import TensorKey
+from lookup_buffer.loading import Loading
 from lookup_buffer.messages import CALL_SECONDS, Acknowledge, GiveBack, Take, waiting
 from lookup_buffer.prefetched import LoadOrder
 
@@ -26,19 +26,15 @@ ANSWER_SECONDS = 1.0
 NO_ROOM = "no_room"
 OWNER_DEAD = "owner_dead"
 
-Load = Callable[[LoadOrder], Value]
-
 
 class Taking:
-    def __init__(
-        self, attachment: Attachment, namespace: str, release: Callable[[LoadOrder], None]
-    ) -> None:
+    def __init__(self, attachment: Attachment, namespace: str, loading: Loading) -> None:
         self._attachment = attachment
         self._namespace = namespace
-        self._release = release
+        self._loading = loading
 
-    def drop_select(self, key: TensorKey, timeout: float, load: Load) -> Value:
-        """See `LookupBuffer.drop_select`; `load` copies what was taken."""
+    def drop_select(self, key: TensorKey, timeout: float, out: Tensor | None) -> Value:
+        """See `LookupBuffer.drop_select`."""
         if key.is_shared:
             raise InvalidKey(
                 f"{key} is shared: content for many readers, which nobody takes away. Use select, "
@@ -57,16 +53,16 @@ class Taking:
                     raise _miss(key, timeout, reply["reason"])
                 order, token = LoadOrder.of(reply), reply["token"]
                 try:
-                    tensor = self._loaded(order, token, load)
+                    tensor = self._loaded(order, token, out)
                     if self._won(channel, token, reply["lease_seconds"]):
                         return tensor
                 finally:
-                    self._release(order)
+                    self._loading.release(order)
             # The lease was over before the node heard of it: it is another's, or to be had again.
 
-    def _loaded(self, order: LoadOrder, token: int, load: Load) -> Value:
+    def _loaded(self, order: LoadOrder, token: int, out: Tensor | None) -> Value:
         try:
-            return load(order)
+            return self._loading.load(order, out)
         except BaseException:
             try:
                 self._attachment.post(GiveBack(next_request_id(), token))

@@ -32,13 +32,14 @@ from store.errors import (
     StoreUrlError,
 )
 from store.memory import MemoryStore
-from store.record import LOCATIONS_MAX, DeviceLocation, Location, Record
+from store.record import LOCATIONS_MAX, POOLS_MAX, DeviceLocation, Location, PoolEndpoint, Record
 from store.url import parse, redact
 
 __all__ = [
     "GONE_SECONDS",
     "INVALIDATED",
     "LOCATIONS_MAX",
+    "POOLS_MAX",
     "TTL_SECONDS",
     "Beat",
     "ClaimAnswer",
@@ -54,6 +55,7 @@ __all__ = [
     "MetadataStore",
     "NodeInfo",
     "NodeTaken",
+    "PoolEndpoint",
     "Publication",
     "Publishing",
     "Record",

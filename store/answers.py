@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from enum import Enum
 
-from store.record import DeviceLocation, Location, Record
+from store.record import POOLS_MAX, DeviceLocation, Location, PoolEndpoint, Record, check_node
 
 
 class Publication(Enum):
@@ -148,6 +148,16 @@ class NodeInfo:
     items: int
     claims: int | None = None
     """How many its engines have; None where an older version does not say."""
+    pools: tuple[PoolEndpoint, ...] = ()
+    """From which others may take; an older version names none."""
+
+    def check(self) -> None:
+        """Raise ValueError unless the store may hold this."""
+        check_node(self.node, self.boot)
+        if len(self.pools) > POOLS_MAX:
+            raise ValueError(f"a node names at most {POOLS_MAX} pools")
+        for pool in self.pools:
+            PoolEndpoint.parse(pool.text)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ the error that the link puts in place of one.
 
 from typing import Any
 
-from store import layout
+from store import layout, record_fields
 from store.answers import (
     ClaimAnswer,
     Claiming,
@@ -35,7 +35,7 @@ def publish_call(publishing: Publishing) -> Call:
             f"{record.created:.3f}",
             "sole" if publishing.sole else "",
             publishing.device.text if publishing.device else "",
-            *layout.identity_fields(record),
+            *record_fields.identity_fields(record),
         ),
     )
 
@@ -78,7 +78,7 @@ def claim_answer(claiming: Claiming, answer: Any) -> ClaimAnswer:
         holder=holder.decode("utf-8", "replace"),
         state=ClaimState(state.decode()),
         remaining_seconds=milliseconds / 1000,
-        record=layout.read_record(claiming.namespace, claiming.key, fields_of(fields)),
+        record=record_fields.read_record(claiming.namespace, claiming.key, fields_of(fields)),
     )
 
 

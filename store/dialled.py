@@ -1,13 +1,14 @@
-"""Connected sockets: names, TLS and its files. The deadline of a dialling, and no word to a server.
+"""Connected sockets: names and TLS. The deadline of a dialling, and no word to a server.
 
 Plain sockets of Python. redis-py would do the same after 0.4 s of importing, its clients for
 clusters and asyncio and what measures them among it; a command that lives for 0.2 s pays for that.
 """
 
 import socket
-import ssl
 import time
 from dataclasses import dataclass, field
+
+from store.tls import tls_context
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,9 @@ def dialled(endpoint: Endpoint, access: Access, seconds: float) -> socket.socket
         return _connected(socket.AF_UNIX, endpoint.path, seconds)
     if not access.tls:
         return _reached(endpoint, seconds)[0]
-    context = _context(dict(access.tls_files))  # before dialling: reading files takes a while, too
+    context = tls_context(
+        dict(access.tls_files)
+    )  # before dialling: reading files takes a while, too
     end, left = _reached(endpoint, seconds)
     try:
         end.settimeout(left)
@@ -85,14 +88,3 @@ def _connected(family: int, address: object, seconds: float) -> socket.socket:
         end.close()
         raise
     return end
-
-
-def _context(files: dict[str, str]) -> ssl.SSLContext:
-    """Who is named an authority trusts that one alone; else those of the system."""
-    try:
-        context = ssl.create_default_context(cafile=files.get("ssl_ca_certs"))
-        if "ssl_certfile" in files:
-            context.load_cert_chain(files["ssl_certfile"], files.get("ssl_keyfile"))
-    except OSError as error:  # it does not say which file
-        raise OSError(f"of the TLS files one cannot be used: {error.strerror}") from error
-    return context

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import islice
 
-from store import layout
+from store import layout, record_fields
 from store.connection import TRACK, Command, Connection, Refusal, pack
 from store.errors import StoreRefused
 from store.link import Link
@@ -118,7 +118,7 @@ class Inspection:
             for name, kind, fields in zip(page, types, self._link.read_hashes(page), strict=True):
                 if kind == b"none" or (kind == b"hash" and not fields):
                     continue  # it has just expired
-                why = layout.unreadable(name, fields) if fields else f"a {kind.decode()}"
+                why = record_fields.unreadable(name, fields) if fields else f"a {kind.decode()}"
                 if why:
                     unreadable[name.decode("utf-8", "replace")] = why
         return Examined(looked_at, unreadable)

@@ -1,6 +1,7 @@
-"""The key layout: which key of Redis holds what, and how records are written in it.
+"""The key layout: which key of Redis holds what, and how it is written there.
 
-A documented, versioned contract. Other programs, and people with redis-cli, may rely on it:
+How a record is written: `record_fields`. A documented, versioned contract. Other programs, and
+people with redis-cli, may rely on it:
 
 | key                    | type          | holds                                                  |
 |------------------------|---------------|--------------------------------------------------------|
@@ -16,7 +17,8 @@ A documented, versioned contract. Other programs, and people with redis-cli, may
 |                        |               | it was (of hand-offs for a minute)                     |
 | lb:fail:<ns>:{<key>}   | STRING, 1 h   | <reason>:<holder>:<reader>: the last fetch that failed |
 | lb:nodes               | HASH          | <node> = boot:sequence, moved by each beat             |
-| lb:node:<node>         | HASH, 1 day   | boot, endpoint, host, version, capacity, used, items   |
+| lb:node:<node>         | HASH, 1 day   | boot, endpoint, host, version, capacity, used, items,  |
+|                        |               | claims, pools                                          |
 | lb:left:<node>         | STRING, 1 day | <reason>:<boot>: how a node went (stopped, died)       |
 | lb:ns:<ns>             | HASH, 7 days  | the parts of the namespace in clear text               |
 | lb:invalid             | HASH, 7 days  | <ns> = when it was given up, by somebody's wall clock  |
@@ -37,10 +39,9 @@ import hashlib
 import re
 from collections.abc import Mapping
 from functools import lru_cache
-from itertools import filterfalse
 
 from store.answers import Beat, Failure, NodeInfo, ServerInfo
-from store.record import SAFE_NAME, DeviceLocation, Location, Record
+from store.record import PoolEndpoint
 
 VERSION = "1"
 
@@ -58,13 +59,9 @@ HITS_MAX = 10_000
 # ':' would be harmless too, but it separates the parts of a name for the people who read it.
 _SPELLED_CHARACTERS_MAX = 128
 _SAFE_KEY = re.compile(rf"[A-Za-z0-9._%#@=+,/-]{{1,{_SPELLED_CHARACTERS_MAX}}}\Z")
-_SHAPE = re.compile(rb"\[(\d+(?:,\d+)*)?\]\Z")
-_DIMENSIONS_MAX = 16
-_CREATED_LIMIT = 1e11  # seconds, the year 5138: what is later no calendar can show
 _COUNTER_LIMIT = 2**63  # as the server counts
 HASHED = "h."
 """How a name begins that is the hash of a key."""
-_RECORD_NAME = re.compile(rb"lb:rec:([A-Za-z0-9._-]{1,128}):\{([^{}]+)\}\Z")
 
 
 def key_name(key: str) -> str:
@@ -135,52 +132,6 @@ def key_field(key: str) -> bytes:
     return b"" if _is_spelled_out(key) else _raw(key)
 
 
-def identity_fields(record: Record) -> list[str | int | bytes]:
-    """Fields and values, alternating, that two publishers of one key have to agree on."""
-    shape = f"[{','.join(map(str, record.shape))}]"
-    key = key_field(record.key)
-    return [
-        "v", VERSION, *(("key", key) if key else ()), "dtype", record.dtype,
-        "shape", shape, "nbytes", record.nbytes, "kind", record.kind,
-    ]  # fmt: skip
-
-
-def read_record(namespace: str, key: str, fields: Mapping[bytes, bytes]) -> Record | None:
-    """The record in the HASH of `key`; None where it is absent, garbled, or another key's.
-
-    Garbled is a miss and no error: nobody who looks a key up could do anything about it.
-    """
-    try:
-        if not fields or fields[b"v"] != b"1":
-            return None
-        if not _is_spelled_out(key) and fields[b"key"] != _raw(key):
-            return None  # hashes that collide
-        locations, devices = _read_locations(fields)
-        if not locations:
-            return None  # nobody to fetch from; withdraw never leaves such a record behind
-        tensor = fields[b"dtype"], fields[b"shape"], fields[b"nbytes"], fields[b"kind"]
-        created = float(fields[b"created"])
-        if not 0 <= created < _CREATED_LIMIT:  # nor is NaN
-            return None
-        return Record(namespace, key, *_read_tensor(*tensor), created, locations, devices)
-    except (KeyError, ValueError):
-        return None
-
-
-def read_named_record(name: bytes, fields: Mapping[bytes, bytes]) -> Record | None:
-    """The record in a HASH that was found by its name, as by a walk; None likewise."""
-    match = _RECORD_NAME.match(name)
-    if not match:
-        return None
-    namespace, spelled = match.groups()
-    raw = fields.get(b"key", b"") if spelled.startswith(HASHED.encode()) else spelled
-    try:
-        of = (namespace.decode(), raw.decode("utf-8", "surrogatepass"))
-    except ValueError:
-        return None
-    return read_record(*of, fields) if record(*of).encode() == name else None
-
-
 def gone_beside(record_name: str) -> str:
     """The tombstone of the record that was found under that name."""
     return "lb:gone:" + record_name.removeprefix("lb:rec:")
@@ -197,23 +148,13 @@ def read_invalidations(fields: Mapping[bytes, bytes]) -> dict[str, float]:
     return found
 
 
-def unreadable(name: bytes, fields: Mapping[bytes, bytes]) -> str:
-    """Why readers of this version miss what is in the HASH `name`; empty where they do not."""
-    version = fields.get(b"v", b"").decode("utf-8", "replace")
-    if version != VERSION:
-        return f"of version {version}" if version else "without a version: no node wrote it"
-    return "" if read_named_record(name, fields) else "garbled, without a copy, or misnamed"
-
-
-_KINDS = {b"tensor": "tensor", b"none": "none"}
-
-
 def node_fields(info: NodeInfo) -> list[str | int]:
     """The description of a node as fields and values, alternating."""
     claims: list[str | int] = [] if info.claims is None else ["claims", info.claims]
     return [
         "boot", info.boot, "endpoint", info.endpoint, "host", info.host, "version", info.version,
         "capacity", info.capacity_bytes, "used", info.used_bytes, "items", info.items, *claims,
+        "pools", " ".join(pool.text for pool in info.pools),
     ]  # fmt: skip
 
 
@@ -226,10 +167,11 @@ def read_node(name: str, fields: Mapping[bytes, bytes]) -> NodeInfo | None:
             endpoint=fields[b"endpoint"].decode(),
             host=fields[b"host"].decode(),
             version=fields[b"version"].decode(),
-            capacity_bytes=_read_count(fields[b"capacity"]),
-            used_bytes=_read_count(fields[b"used"]),
-            items=_read_count(fields[b"items"]),
-            claims=_read_count(fields[b"claims"]) if b"claims" in fields else None,
+            capacity_bytes=read_count(fields[b"capacity"]),
+            used_bytes=read_count(fields[b"used"]),
+            items=read_count(fields[b"items"]),
+            claims=read_count(fields[b"claims"]) if b"claims" in fields else None,
+            pools=PoolEndpoint.parse_all(fields.get(b"pools", b"")),
         )
     except (KeyError, ValueError):
         return None
@@ -255,7 +197,7 @@ def read_beat(value: bytes) -> Beat | None:
     """The beat in a field of lb:nodes; None where it is garbled."""
     boot, _, sequence = value.partition(b":")
     try:
-        return Beat(boot.decode("ascii"), _read_count(sequence))
+        return Beat(boot.decode("ascii"), read_count(sequence))
     except ValueError:
         return None
 
@@ -287,57 +229,8 @@ def read_server_info(text: str) -> ServerInfo:
     )
 
 
-def _read_locations(
-    fields: Mapping[bytes, bytes],
-) -> tuple[tuple[Location, ...], tuple[DeviceLocation, ...]]:
-    locations, devices = [], []
-    for name in filterfalse(_DESCRIPTION.__contains__, fields):
-        kind, node = _node_in(name)
-        try:
-            if kind == b"at:":
-                locations.append(Location.parse(node, fields[name].decode()))
-            elif kind == b"on:":
-                devices.append(DeviceLocation.parse(node, fields[name].decode()))
-        except ValueError:
-            continue  # one garbled copy is no reason to miss the others
-    return tuple(locations), _beside(devices, locations) if devices else ()
-
-
-def _beside(devices: list[DeviceLocation], locations: list[Location]) -> tuple[DeviceLocation, ...]:
-    """Those that stand beside a location: what an older publisher leaves behind counts for none."""
-    nodes = {location.node for location in locations}
-    return tuple(device for device in devices if device.node in nodes)
-
-
-_DESCRIPTION = frozenset([b"v", b"key", b"dtype", b"shape", b"nbytes", b"kind", b"created"])
-"""The fields that records have besides: passed over without a call for each."""
-
-
-@lru_cache(maxsize=4096)  # a fleet has few nodes
-def _node_in(name: bytes) -> tuple[bytes, str]:
-    """What the field `name` holds, at: or on:, and of which node; nothing where something else."""
-    kind, node = name[:3], name[3:].decode("ascii", "replace")
-    return (kind, node) if kind in (b"at:", b"on:") and SAFE_NAME.match(node) else (b"", "")
-
-
-@lru_cache(maxsize=1024)  # a fleet has few shapes
-def _read_tensor(
-    dtype: bytes, shape: bytes, nbytes: bytes, kind: bytes
-) -> tuple[str, tuple[int, ...], int, str]:
-    return dtype.decode("ascii"), _read_shape(shape), _read_count(nbytes), _KINDS[kind]
-
-
-def _read_shape(text: bytes) -> tuple[int, ...]:
-    match = _SHAPE.match(text)
-    if not match:
-        raise ValueError("not a shape")
-    shape = tuple(int(dimension) for dimension in (match[1] or b"").split(b",") if dimension)
-    if len(shape) > _DIMENSIONS_MAX:
-        raise ValueError("too many dimensions")
-    return shape
-
-
-def _read_count(text: bytes) -> int:
+def read_count(text: bytes) -> int:
+    """A number as nodes write it; ValueError for anything else."""
     if not text.isdigit() or len(text) > 19:
         raise ValueError("not a count")
     return int(text)

@@ -131,6 +131,11 @@ class Link:
                 if cursor in (0, b"0"):
                     break
 
+    def walk_hashes(self, pattern: str) -> Iterator[tuple[bytes, Fields]]:
+        """As `walk`, one by one, each with what its HASH holds."""
+        for names in self.walk(pattern):
+            yield from zip(names, self.read_hashes(names), strict=True)
+
     def close(self) -> None:
         """Idempotent."""
         self._closed.set()

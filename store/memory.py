@@ -25,6 +25,7 @@ from store.answers import (
     Withdrawing,
 )
 from store.base import Found, MetadataStore
+from store.copies import agree, with_copy, without_copy
 from store.errors import NodeTaken, StoreUnavailable
 from store.expiring import Expiring
 from store.layout import (
@@ -36,15 +37,7 @@ from store.layout import (
     NODE_SECONDS,
     STATS_SECONDS,
 )
-from store.record import (
-    LOCATIONS_MAX,
-    DeviceLocation,
-    Location,
-    Record,
-    check_namespace,
-    check_node,
-    check_token,
-)
+from store.record import Record, check_namespace, check_node, check_token
 
 _Item = tuple[str, str]  # namespace and key
 
@@ -148,7 +141,7 @@ class MemoryStore(MetadataStore):
             return dict(self._beats)
 
     def describe_node(self, info: NodeInfo) -> None:
-        check_node(info.node, info.boot)
+        info.check()
         with self._open():
             self._infos.put(info.node, info, NODE_SECONDS)
 
@@ -274,18 +267,17 @@ class MemoryStore(MetadataStore):
             mine = publishing.location.node
             if any(at.node != mine and not at.is_offer for at in known.locations):
                 return Publication.OWNED
-            known = known if _agree(known, record) else None
-        if known and not _agree(known, record):
+            known = known if agree(known, record) else None
+        if known and not agree(known, record):
             return Publication.CONFLICT
         if not known and not self._records.has_room(self._records_max):
             return Publication.REFUSED
         base = known or record._replace(locations=())
-        outcome, locations = _with_location(base.locations, publishing.location)
+        outcome, changed = with_copy(base, publishing)
         if outcome is not Publication.FULL:
             left = self._records.remaining_seconds(item) if known else 0.0
             life = max(publishing.ttl_seconds, left)
-            on = _with_device(base.devices, publishing, locations)
-            self._records.put(item, base._replace(locations=locations, devices=on), life)
+            self._records.put(item, changed, life)
             self._gone.drop(item)
         if token is not None:
             self._drop_claim(item, token)
@@ -299,10 +291,9 @@ class MemoryStore(MetadataStore):
             self._gone.put(item, withdrawing.reason, withdrawing.gone_seconds)
         if not record or not mine or withdrawing.exactly not in (None, mine[0]):
             return False
-        left = tuple(at for at in record.locations if at.node != node)
-        if left:
-            on = tuple(on for on in record.devices if on.node != node)
-            self._records.replace(item, record._replace(locations=left, devices=on))
+        left = without_copy(record, node)
+        if left.locations:
+            self._records.replace(item, left)
         else:
             self._records.drop(item)
             self._gone.put(item, withdrawing.reason, withdrawing.gone_seconds)
@@ -314,34 +305,3 @@ class MemoryStore(MetadataStore):
             return False
         self._claims.drop(item)
         return True
-
-
-def _agree(known: Record, record: Record) -> bool:
-    """Whether two records of one key describe the same bytes."""
-    ours, theirs = (record.dtype, record.shape), (known.dtype, known.shape)
-    return (*ours, record.nbytes, record.kind) == (*theirs, known.nbytes, known.kind)
-
-
-def _with_location(
-    known: tuple[Location, ...], location: Location
-) -> tuple[Publication, tuple[Location, ...]]:
-    """The locations with one more, as the rules of `publish` want it."""
-    others = tuple(at for at in known if at.node != location.node)
-    if len(others) == len(known):
-        if len(known) >= LOCATIONS_MAX:
-            return Publication.FULL, known
-    else:
-        mine = next(at for at in known if at.node == location.node)
-        if mine.boot == location.boot and mine.generation >= location.generation:
-            return Publication.PRESENT, known
-    return Publication.ADDED, (*others, location)
-
-
-def _with_device(
-    known: tuple[DeviceLocation, ...], publishing: Publishing, locations: tuple[Location, ...]
-) -> tuple[DeviceLocation, ...]:
-    """The devices, with what is published beside a location that stands now."""
-    if publishing.location not in locations:  # it came late
-        return known
-    others = tuple(on for on in known if on.node != publishing.location.node)
-    return others if publishing.device is None else (*others, publishing.device)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from store import layout
+from store import layout, record_fields
 from store.base import Found
 from store.connection import Command, Refusal, hgetall
 from store.entries import Entries, Entry, Forgotten
@@ -191,7 +191,7 @@ class Mirror:
         if isinstance(reply, Refusal) and reply.code != "WRONGTYPE":
             self.refused(lane, reply)
             return StoreUnavailable(f"store {lane.server.endpoint}: {reply}")
-        record = layout.read_record(*address, fields_of(reply))
+        record = record_fields.read_record(*address, fields_of(reply))
         if self._forgotten_at.get(name, -math.inf) < asked_at:
             self._entries.put(name, *address, lane, record, self._loop.time())
         return record

@@ -5,17 +5,23 @@ look-up makes many of them, and a frozen dataclass takes four times as long to m
 """
 
 import re
+from contextlib import suppress
 from typing import NamedTuple
 
 LOCATIONS_MAX = 4
 """Nodes named in one record. More copies bring a reader nothing and make the record grow."""
+
+POOLS_MAX = 16
+"""Pools that a node names: one for each of its processes that have a device."""
 
 SAFE_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}\Z")
 """Node ids and namespaces: they stand in key names and before colons, so no other characters."""
 
 _BOOT = re.compile(r"[A-Za-z0-9]{1,24}\Z")
 _LOCATION = re.compile(r"([A-Za-z0-9]{1,24}):([1-9][0-9]{0,15}):([0-9a-f]{16})\Z")
-_DEVICE = re.compile(r"([1-9][0-9]{0,15}):(gloo|nccl):([0-9a-f]{8}):([0-9]{1,5}):([0-9a-f]{12})\Z")
+_POOL = re.compile(r"(gloo|nccl):([0-9a-f]{8}):([0-9]{1,5}):([0-9a-f]{12})\Z")
+_DEVICE = re.compile(rf"([1-9][0-9]{{0,15}}):{_POOL.pattern}")
+_POOLS_BYTES_MAX = 4096
 _GENERATION_LIMIT = 2**53  # Lua has only doubles; above this two generations would look alike
 _CHECKSUM_LIMIT = 2**64
 _NBYTES_LIMIT = 2**63
@@ -102,6 +108,38 @@ class DeviceLocation(NamedTuple):
         if not SAFE_NAME.match(self.node) or not 1 <= self.port <= 65535:
             raise ValueError("a location on a device has a node and a port")
         self.parse(self.node, self.text)
+
+
+class PoolEndpoint(NamedTuple):
+    """Where a process of a node lets others take from its pool; see `DeviceLocation`."""
+
+    kind: str
+    library: str
+    port: int
+    pool: str
+
+    @property
+    def text(self) -> str:
+        return f"{self.kind}:{self.library}:{self.port}:{self.pool}"
+
+    @classmethod
+    def parse(cls, text: str) -> "PoolEndpoint":
+        """The reverse of `text`. Raises ValueError for anything else."""
+        match = _POOL.match(text)
+        if not match or not 1 <= int(match[3]) <= 65535:
+            raise ValueError("not the endpoint of a pool")
+        kind, library, port, pool = match.groups()
+        return cls(kind, library, int(port), pool)
+
+    @classmethod
+    def parse_all(cls, value: bytes) -> "tuple[PoolEndpoint, ...]":
+        """Those that a node names, with spaces between them. What is none that we know is passed
+        over: a newer version may have others."""
+        pools = []
+        for text in value[:_POOLS_BYTES_MAX].decode("ascii", "replace").split():
+            with suppress(ValueError):
+                pools.append(cls.parse(text))
+        return tuple(pools[:POOLS_MAX])
 
 
 class Record(NamedTuple):

@@ -9,9 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from itertools import islice
 from typing import TYPE_CHECKING
 
-from store import calls, layout
+from store import calls, layout, record_fields
 from store.answers import (
     GONE_SECONDS,
     INVALIDATED,
@@ -147,7 +148,7 @@ class RedisStore(MetadataStore):
         return {name: beat for name, beat in found if beat and SAFE_NAME.match(name)}
 
     def describe_node(self, info: NodeInfo) -> None:
-        check_node(info.node, info.boot)
+        info.check()
         name = layout.node(info.node)
         fields = layout.node_fields(info)
         with _named(name):
@@ -175,11 +176,10 @@ class RedisStore(MetadataStore):
 
     def namespaces(self) -> dict[str, dict[str, str]]:
         described = {}
-        for names in self._link.walk(layout.namespace("*")):
-            for name, fields in zip(names, self._link.read_hashes(names), strict=True):
-                parts = {_text(part): _text(value) for part, value in fields.items()}
-                if parts:
-                    described[_text(name).rpartition(":")[2]] = parts
+        for name, fields in self._link.walk_hashes(layout.namespace("*")):
+            parts = {_text(part): _text(value) for part, value in fields.items()}
+            if parts:
+                described[_text(name).rpartition(":")[2]] = parts
         return described
 
     def add_hits(self, namespace: str, hits: Mapping[str, int]) -> None:
@@ -206,18 +206,9 @@ class RedisStore(MetadataStore):
     def scan(self, namespace: str | None = None, *, limit: int | None = None) -> Iterator[Record]:
         if namespace is not None:
             check_namespace(namespace)
-        return self._scan(namespace, limit)
-
-    def _scan(self, namespace: str | None, limit: int | None) -> Iterator[Record]:
-        left = limit
-        for names in self._link.walk(layout.records(namespace)):
-            for name, fields in zip(names, self._link.read_hashes(names), strict=True):
-                if left is not None and left <= 0:
-                    return
-                record = layout.read_named_record(name, fields)
-                if record:
-                    left = None if left is None else left - 1
-                    yield record
+        hashes = self._link.walk_hashes(layout.records(namespace))
+        found = (record_fields.read_named_record(name, fields) for name, fields in hashes)
+        return islice((record for record in found if record), limit)
 
     def gone(self, namespace: str, key: str) -> str | None:
         check_namespace(namespace)
@@ -338,7 +329,7 @@ def _found(item: tuple[str, str], fields: Fields | StoreUnavailable) -> Found:
     """What was read under the name of a record."""
     if isinstance(fields, StoreUnavailable):
         return fields
-    return layout.read_record(*item, fields)
+    return record_fields.read_record(*item, fields)
 
 
 def _text(raw: bytes) -> str:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from store import layout
+from store import layout, record_fields
 from store.answers import ClaimState, Failure
 from store.connection import Command
 from store.errors import StoreCorrupt, StoreError
@@ -101,11 +101,10 @@ class Traces:
                 match = _NAME.match(name.decode("utf-8", "replace"))
                 if match and part in match[2] and layout.key_name(match[2]) == match[2]:
                     yield match[1], match[2]
-        for names in self._link.walk(f"lb:rec:*:{{{layout.HASHED}*"):
-            for name, fields in zip(names, self._link.read_hashes(names), strict=True):
-                record = layout.read_named_record(name, fields)
-                if record and part in record.key:
-                    yield record.namespace, record.key
+        for name, fields in self._link.walk_hashes(f"lb:rec:*:{{{layout.HASHED}*"):
+            record = record_fields.read_named_record(name, fields)
+            if record and part in record.key:
+                yield record.namespace, record.key
 
     def hottest(self, namespaces: Sequence[str], most: int) -> dict[Address, int]:
         """The hits of up to `most` keys of each namespace that have the most of them."""
@@ -165,10 +164,10 @@ def _trace(namespace: str, key: str, replies: Sequence[Any]) -> Trace:
     answers: list[Any] = [None if _is_foreign(reply) else reply for reply in replies]
     hash_, kind, lives, claim, claimed_for, gone, gone_for, fail, failed_for, scores = answers
     fields = fields_of(hash_ or [])
-    record = layout.read_record(namespace, key, fields)
+    record = record_fields.read_record(namespace, key, fields)
     unreadable = ""
     if record is None and fields:
-        unreadable = layout.unreadable(layout.record(namespace, key).encode(), fields)
+        unreadable = record_fields.unreadable(layout.record(namespace, key).encode(), fields)
     elif record is None and kind not in (b"none", b"hash"):  # one that has come since is a record
         unreadable = f"a {kind.decode()}"
     return Trace(

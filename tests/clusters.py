@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 from nodes import wait_until
+from ports import free_ports
 from resp import RespConnection, RespError
-from server_process import QUIET, ServerProcess, free_ports
+from server_process import QUIET, ServerProcess
 from servers import redis_executable, valkey_executable
 
 SLOTS = 16384
@@ -101,11 +102,12 @@ class ValkeyCluster:
         target: ServerProcess,
         *,
         between: Callable[[], object] = lambda: None,
+        emptied: Callable[[], object] = lambda: None,
     ) -> None:
         """Give a slot and its keys to another master, as operators do while all goes on.
 
-        `between` runs when the slot is on its way and the source still has all keys: whoever asks
-        it for one that is not there is then sent to the target by ASK.
+        While the slot is on its way `between` runs when the source still has all keys, `emptied`
+        when it has none: whoever asks it for one that is not there is sent to the target by ASK.
         """
         source = self.owner(slot)
         if source is target:
@@ -116,6 +118,7 @@ class ValkeyCluster:
             between()
             while keys := giving("CLUSTER", "GETKEYSINSLOT", slot, 100):
                 giving("MIGRATE", "127.0.0.1", target.port, "", 0, 5000, "KEYS", *keys)
+            emptied()
             for connection in (taking, giving):
                 connection("CLUSTER", "SETSLOT", slot, "NODE", self._id(target))
         self._settle_slot(slot, target)

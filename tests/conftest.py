@@ -14,10 +14,22 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from leaks import LeakGuard
+
+# How long an example takes depends on who else uses the machine. Hypothesis drops both by itself
+# only where CI is set.
+settings.register_profile(
+    "a shared machine",
+    parent=settings(),
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("a shared machine")
 
 # Real servers and nodes for every test that asks: see tests/servers.py, nodes.py, engines.py.
 pytest_plugins = [
@@ -25,6 +37,7 @@ pytest_plugins = [
     for name in (
         "servers",
         "nodes",
+        "two_hosts",
         "engines",
         "kv_engines",
         "first_hosts",
@@ -41,11 +54,13 @@ pytest_plugins = [
 pytest.register_assert_rewrite(
     "contract_store", "contract_store_claims", "contract_store_nodes", "contract_store_sole",
     "contract_pipe", "contract_pipe_limits", "contract_pipe_processes", "servers",
-    "nodes", "engines", "kv_engines", "observing", "openai_servers", "handoff_storm", "deployment",
-    "dashboards",
+    "nodes", "two_hosts", "engines", "kv_engines", "observing", "openai_servers", "handoff_storm",
+    "dashboards", "deployment",
 )  # fmt: skip
 
 _guard = pytest.StashKey[LeakGuard]()
+_of_workers = pytest.StashKey[list[str]]()
+_LEFT_BEHIND = "left behind"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -55,11 +70,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--pool-rounds", type=int, default=1, help="rounds of 100 requests")
     group.addoption("--pool-batch", type=int, default=8, help="of them to one engine at once")
     group.addoption("--handoffs", type=int, default=400, help="hand-offs under faults")
+    group.addoption("--lane-seconds", type=float, default=20.0, help="of faults among pools")
     group.addoption("--storm-requests", type=int, default=150, help="requests under faults")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_guard] = LeakGuard.install()
+    config.stash[_of_workers] = []
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         # So a shell starts what it puts into the background, and so would every command that a test
         # interrupts, as its child.
@@ -121,7 +138,19 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     """The same for fixtures of wider scope: after the last test nothing at all is left."""
     gc.unfreeze()  # libraries report at the exit what was not collected
     guard = session.config.stash[_guard]
-    report = guard.leaked_since(guard.at_start, threads=False, timeout_seconds=10.0)
-    if report:
+    reports = session.config.stash[_of_workers]
+    if report := guard.leaked_since(guard.at_start, threads=False, timeout_seconds=10.0):
+        reports.append(report)
+    to_the_controller = getattr(session.config, "workeroutput", None)
+    if to_the_controller is not None:
+        to_the_controller[_LEFT_BEHIND] = reports
+    elif reports:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
-        print(f"\nThe test session left something behind:\n{report}")
+        print("\nThe test session left something behind:", *reports, sep="\n")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """A worker of pytest-xdist, which itself has nowhere to print, has ended."""
+    workeroutput = getattr(node, "workeroutput", {})
+    node.config.stash[_of_workers] += workeroutput.get(_LEFT_BEHIND, [])

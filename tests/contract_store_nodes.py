@@ -1,11 +1,12 @@
 """What every MetadataStore has to do about nodes: beats, who an id belongs to, leaving."""
 
 import time
+from dataclasses import replace
 
 import pytest
 
 from contract_store import BOOT, OTHER_BOOT
-from store import Beat, MetadataStore, NodeInfo, NodeTaken
+from store import POOLS_MAX, Beat, MetadataStore, NodeInfo, NodeTaken, PoolEndpoint
 
 
 class NodeContract:
@@ -73,6 +74,17 @@ class NodeContract:
         store.describe_node(info)
         assert store.node_ages(["node-1"])["node-1"] < ages["node-1"] + 0.1
         assert store.node_ages([]) == {}
+
+    def test_a_node_names_the_pools_that_its_processes_have(self, store: MetadataStore) -> None:
+        pool = PoolEndpoint("gloo", "0a" * 4, 41000, "f" * 12)
+        other = PoolEndpoint("nccl", "0b" * 4, 65535, "e" * 12)
+        info = NodeInfo("node-1", BOOT, "tcp://10.0.0.1:7000", "host", "0.1", 1 << 33, 12, 3, 2)
+        for pools in ((pool,), (pool, other), (other,) * POOLS_MAX, ()):
+            store.describe_node(replace(info, pools=pools))
+            assert store.node_infos(["node-1"])["node-1"].pools == pools, "and none of before"
+        for bad in ((pool._replace(port=0),), (pool._replace(pool="x y"),), (pool,) * 17):
+            with pytest.raises(ValueError):
+                store.describe_node(replace(info, pools=bad))
 
     def test_a_boot_id_that_nobody_could_read_is_refused(self, store: MetadataStore) -> None:
         for node, boot in (("node-1", "no:colon"), ("node-1", ""), ("a b", BOOT)):

@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -78,6 +78,10 @@ class DeviceEnd:
         """What came of what was begun."""
         return self._hear()
 
+    def has_said(self) -> bool:
+        """Whether `hear` has something, and be it that the process has ended."""
+        return bool(self._pipe.poll(0))
+
     @contextmanager
     def stopped(self) -> Iterator[None]:
         os.kill(self.pid, signal.SIGSTOP)
@@ -116,13 +120,14 @@ def _run(
     settings = BufferConfig.of(json.loads(config))
     version = options.pop("version", None)
     dialect = Dialect("gloo", version) if version else None
-    place = {"full": FullDevice, "lost": LostDevice, "": HostPlace}[options.pop("device", "")]()
+    place = PLACES[options.pop("device", "")]()
     logged: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("lookup_buffer").addHandler(handler)
+    threading.excepthook = lambda died: logged.append(f"a thread died: {died.exc_value!r}")
     options = {"pool_bytes": POOL_BYTES, "place": place, **options}
-    known = {**globals(), "config": settings, "logged": logged}
+    known = {**globals(), "config": settings, "logged": logged, "place": place}
 
     def join() -> None:
         """A new pool, and a new client with it."""
@@ -169,6 +174,55 @@ class LostDevice(HostPlace):
         raise RuntimeError("CUDA error: unknown error")
 
 
+class DyingDevice(HostPlace):
+    """One that is there at first, and has gone when others want what is on it."""
+
+    is_gone = False
+
+    def wait(self, ready: Any) -> None:
+        if self.is_gone:
+            raise RuntimeError("CUDA error: device-side assert triggered")
+
+
+class WatchedDevice(HostPlace):
+    """One that sees how far what is received has come, and strikes a process meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._target: tuple[int, int] | None = None
+        self._last = torch.empty(0)
+
+    def strike(self, pid: int, number: int) -> None:
+        """Send that signal to that process in the middle of the next that is received."""
+        self._target = (pid, number)
+
+    def came_bytes(self) -> int:
+        """Of that one, in steps of `STEP_BYTES`, by now."""
+        steps = self._last.reshape(-1, STEP_BYTES)
+        return int((steps != UNTOUCHED).any(dim=1).sum()) * STEP_BYTES
+
+    def empty(self, header: TensorHeader) -> torch.Tensor:
+        tensor = super().empty(header)
+        target, self._target = self._target, None
+        if target is not None:
+            self._last = tensor.view(torch.uint8).reshape(-1).fill_(UNTOUCHED)
+            threading.Thread(target=self._watch, args=target, daemon=True).start()
+        return tensor
+
+    def _watch(self, pid: int, number: int) -> None:
+        begins = self._last[:STEP_BYTES]
+        while bool((begins == UNTOUCHED).all()):
+            pass
+        os.kill(pid, number)
+
+
+STEP_BYTES, UNTOUCHED = 64 << 10, 0xA5
+PLACES = {
+    "": HostPlace, "full": FullDevice, "lost": LostDevice, "dying": DyingDevice,
+    "watched": WatchedDevice,
+}  # fmt: skip
+
+
 def threads() -> list[str]:
     return sorted(thread.name for thread in threading.enumerate() if thread.name[:3] == "lb-")
 
@@ -208,14 +262,15 @@ def _on_device(store: MetadataStore, key: str) -> bool:
 
 
 def warm(first: DeviceEnd, second: DeviceEnd) -> None:
-    """Until the second receives from the first's pool, of which the first record tells it; again,
-    where it has left that alone for a while."""
+    """Until the second receives from the first's pool; also where it has to find that again, or has
+    left it alone for a while."""
 
     def comes() -> bool:
         before = second.counted("lane_received_gloo")
         key = f"warm-{first.pid}-{second.pid}-{time.monotonic_ns()}"
         put(first, key, f"torch.zeros({LARGE}, dtype=torch.uint8)")
-        second.do(f"read(TensorKey({key!r}))")
+        with suppress(errors.MissingTensor):  # a node that was just restarted counts as dead
+            second.do(f"read(TensorKey({key!r}))")
         return second.counted("lane_received_gloo") > before
 
     wait_until(comes, 40.0, f"a lane: {second.node.stats()}")

@@ -7,9 +7,6 @@ before any other engine starts. Every test takes pictures that no engine of its 
 
 import itertools
 import os
-import shutil
-import socket
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,20 +20,15 @@ from connectors.demo.engine_settings import EngineSettings, Placement
 from connectors.demo.model import ensure_model
 from connectors.demo.model_size import ModelSize, TextSize, VisionSize
 from connectors.plugin import CONNECTOR_NAME
-from lookup_buffer.client import LookupBuffer
-from lookup_buffer.key import TensorKey
-from lookup_buffer.namespace import Namespace
-from nodes import ROOT, NodeProcess, wait_until
-from relay import Relay
-from servers import valkey_executable
-from store import EmbeddedServer, MetadataStore, open_store
+from nodes import ROOT, NodeProcess
+from two_hosts import OUTCOME_SECONDS, TwoHosts
+from workers import worker_number
 
 START_SECONDS = 240.0
 PICTURES = 40
 TELLING_MIN = 24
 IMAGES_PER_PROMPT = 3
 PROMPT = "What is in this picture?"
-OUTCOME_SECONDS = 10.0
 
 # One image is 256 rows of 1,152 floats: 1.18 MB, more than the smallest arena holds.
 SIZE = ModelSize(
@@ -136,7 +128,10 @@ def reference(album: Album, model: Path, tmp_path_factory: pytest.TempPathFactor
 def engine_settings(
     name: str, model: Path, work: Path, *, core: int = 0, **settings: Any
 ) -> EngineSettings:
-    """An engine on one core, its own encoder cache with room for one image."""
+    """An engine on one core, its own encoder cache with room for one image.
+
+    Where tests run side by side, the first engine of each is on another core.
+    """
     cores = sorted(os.sched_getaffinity(0))
     return EngineSettings(
         name=name,
@@ -144,7 +139,7 @@ def engine_settings(
         model_directory=model,
         work_directory=work,
         images_per_prompt=IMAGES_PER_PROMPT,
-        cores=(cores[core % len(cores)],),
+        cores=(cores[(core + worker_number()) % len(cores)],),
         environment={"VLLM_LOG_STATS_INTERVAL": "0.1"},
         **{"placement": Placement.ONE_PROCESS, **settings},
     )
@@ -163,120 +158,6 @@ def connector(node: NodeProcess, **extra: Any) -> dict[str, Any]:
             **extra,
         },
     }
-
-
-class TwoHosts:
-    """A Valkey and two nodes at fixed places, so that they can be ended and started again.
-
-    Whatever node b fetches from node a goes through `relay`.
-    """
-
-    def __init__(self) -> None:
-        self.directory = Path(tempfile.mkdtemp(prefix="lbe-"))
-        self.relay = Relay()
-        self.server = self._server()
-        port = free_port()
-        self.relay.connect_to(port)
-        advertised = f"tcp://127.0.0.1:{self.relay.port}"
-        self.a = self._node("host-a", listen=f"tcp://127.0.0.1:{port}", advertise=advertised)
-        self.b = self._node("host-b")
-        self.store = self._open_store()
-        self._close_server()
-
-    @property
-    def nodes(self) -> tuple[NodeProcess, NodeProcess]:
-        return self.a, self.b
-
-    def start(self) -> None:
-        """Both nodes see each other when this returns."""
-        self.restart_server()
-        for node in self.nodes:
-            node.start()
-        wait_until(lambda: len(self.store.beats()) == 2, OUTCOME_SECONDS, "both nodes beat")
-
-    def restart_server(self) -> None:
-        """After its end by any means: a new one, empty, at the same address."""
-        self._close_server()
-        self.server = self._server()
-        self.store = self._open_store()
-
-    def stop(self) -> None:
-        self.relay.let_go()
-        for node in self.nodes:
-            node.end()
-            assert "Traceback" not in node.log_text(), node.log_text()
-        self._close_server()
-
-    def remove(self) -> None:
-        self.relay.close()
-        shutil.rmtree(self.directory)
-
-    def holders(self, identifier: str) -> set[str]:
-        """The nodes that Redis names for an image."""
-        records = [record for record in self.store.scan() if record.key == identifier]
-        return {location.node for record in records for location in record.locations}
-
-    def wait_for_holder(self, identifier: str, node: NodeProcess) -> None:
-        """What an engine encodes is stored and published in the background."""
-        wait_until(
-            lambda: node.node_id in self.holders(identifier),
-            OUTCOME_SECONDS,
-            f"{node.node_id} publishes {identifier}",
-        )
-
-    def wait_until_attached(self) -> None:
-        """Until scheduler and worker of one engine on each node have come (back) to it."""
-        for node in self.nodes:
-            with node.client("stats") as client:  # a session of its own, the third
-                wait_until(
-                    lambda: client.stats()["sessions_opened"] >= 3,
-                    OUTCOME_SECONDS,
-                    f"the engine attaches to {node.node_id}",
-                )
-
-    def wait_for_beats(self, node: NodeProcess, count: int) -> None:
-        """So many from now on."""
-        first = self.store.beats()[node.node_id].sequence
-        due = first + count
-        wait_until(lambda: self.store.beats()[node.node_id].sequence >= due, OUTCOME_SECONDS)
-
-    def sees(self, node: NodeProcess, identifier: str) -> bool:
-        """Whether this node knows of a living one that holds the image."""
-        (record,) = [record for record in self.store.scan() if record.key == identifier]
-        namespace = Namespace(self.store.namespaces()[record.namespace])
-        with LookupBuffer(node.config, namespace) as client:
-            return client.has_caches([TensorKey(identifier)]) == [True]
-
-    def _server(self) -> EmbeddedServer:
-        return EmbeddedServer.start(
-            self.directory / "valkey", timeout_seconds=10.0, executable=valkey_executable()
-        )
-
-    def _open_store(self) -> MetadataStore:
-        return open_store(self.server.url, call_timeout_seconds=2.0)
-
-    def _close_server(self) -> None:
-        self.store.close()
-        self.server.close()
-
-    def _node(self, name: str, **settings: Any) -> NodeProcess:
-        return NodeProcess(
-            self.directory / name, node_id=name, store_url=self.server.url, **settings
-        )
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-    return port
-
-
-@pytest.fixture(scope="module")
-def places() -> Iterator[TwoHosts]:
-    """Where the module's hosts are; nothing runs there yet."""
-    hosts = TwoHosts()
-    yield hosts
-    hosts.remove()
 
 
 class EnginePair:

@@ -10,8 +10,8 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-from connectors.kv_connector import LookupBufferKVConnector
-from connectors.kv_metadata import ChunkLoad
+from connectors.kv.connector import LookupBufferKVConnector
+from connectors.kv.metadata import ChunkLoad
 from lookup_buffer.errors import MissingTensor
 
 NAME = "FaultyKVConnector"

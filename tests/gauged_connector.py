@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from connectors.ec_connector import LookupBufferECConnector
+from connectors.ec.connector import LookupBufferECConnector
 from gauges import PATH_VARIABLE, Gauges
 
 

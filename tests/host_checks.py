@@ -10,7 +10,7 @@ from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase
 from vllm.distributed.ec_transfer.ec_connector.factory import ECConnectorFactory
 
 import host_calls
-from connectors.ec_connector import LookupBufferECConnector
+from connectors.ec.connector import LookupBufferECConnector
 from connectors.plugin import CONNECTOR_MODULE, CONNECTOR_NAME
 from host_drive import drive
 

@@ -14,8 +14,8 @@ from vllm.v1.request import RequestStatus
 
 import host_engine
 from connector_standins import EMBED_BYTES, EMBEDS, LedgerBuffer, Stored
-from connectors import ec_seat
-from connectors.ec_connector import LookupBufferECConnector
+from connectors.ec import seat as ec_seat
+from connectors.ec.connector import LookupBufferECConnector
 from lookup_buffer.client import InsertOutcome
 from lookup_buffer.key import TensorKey
 from lookup_buffer.prefetched import LoadOrder

@@ -17,8 +17,9 @@ from connectors.demo.engine import Answer, DemoEngine, Question
 from connectors.demo.engine_settings import EngineSettings, Placement
 from connectors.demo.schedule_log import Step
 from connectors.plugin import KV_CONNECTOR_NAME
-from engines import START_SECONDS, TwoHosts, connector, engine_settings
+from engines import START_SECONDS, connector, engine_settings
 from nodes import ROOT, NodeProcess, wait_until
+from two_hosts import TwoHosts
 
 BLOCK, CHUNK = 32, 64
 BLOCKS_OF_A = 70

@@ -11,6 +11,7 @@ import threading
 import time
 import traceback
 import uuid
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,16 +28,27 @@ class Process:
     started: int  # clock ticks since boot: tells a reused pid from the old process
     parent: int
     state: str
-    command: str
+    name: str
 
     @property
     def identity(self) -> tuple[int, int]:
         return self.pid, self.started
 
+    def command(self) -> str:
+        """What it runs now, or just its name, once it has ended."""
+        command = b""
+        with suppress(OSError):
+            command = Path(f"/proc/{self.pid}/cmdline").read_bytes()
+        return command.replace(b"\0", b" ").decode(errors="replace").strip() or f"[{self.name}]"
+
+    def lasts(self) -> bool:
+        command = self.command()
+        return any(word in command for word in LASTING_COMMANDS)
+
     def __str__(self) -> str:
         hint = "; ended, but nobody waited for it" if self.state == "Z" else ""
         return (
-            f"process {self.pid} (parent {self.parent}, state {self.state}{hint}): {self.command}"
+            f"process {self.pid} (parent {self.parent}, state {self.state}{hint}): {self.command()}"
         )
 
 
@@ -47,16 +59,25 @@ class Baseline:
 
 
 class LeakGuard:
-    """One per test run. Used from the main thread only."""
+    """One per test run. Used from the main thread only.
+
+    It looks before and after each test, so it reads no more than it has to: of what ran before it,
+    and so is not ours, nothing but the one line that tells it from a newer process of that number.
+    """
 
     def __init__(self, mark: str) -> None:
         self._needle = f"{MARK}={mark}".encode()
+        self._strangers = frozenset(process.identity for process in _all_processes())
         self.at_start = self.baseline()
 
     @classmethod
     def install(cls) -> "LeakGuard":
-        """Marks this process' environment, which every program started from it inherits."""
-        mark = uuid.uuid4().hex
+        """Marks this process' environment, which every program started from it inherits.
+
+        Where a run of tests has started this one, as pytest-xdist starts its workers, the mark
+        begins with that run's: what is ours is also theirs, and not the other way round.
+        """
+        mark = os.environ.get(MARK, "") + uuid.uuid4().hex
         os.environ[MARK] = mark
         return cls(mark)
 
@@ -94,44 +115,42 @@ class LeakGuard:
         """All living processes that are ours, except this one."""
         table = {process.pid: process for process in _all_processes()}
         mine = os.getpid()
-        ours = []
-        for process in table.values():
-            if process.pid == mine or any(word in process.command for word in LASTING_COMMANDS):
-                continue
-            if _descends(process, mine, table) or self._is_marked(process.pid):
-                ours.append(process)
-        return ours
+        return [
+            process
+            for process in table.values()
+            if process.pid != mine
+            and process.identity not in self._strangers
+            and (_descends(process, mine, table) or self._is_marked(process.pid))
+            and not process.lasts()
+        ]
 
     def _is_marked(self, pid: int) -> bool:
         try:
-            return self._needle in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         except OSError:
             return False  # gone meanwhile, or another user's
+        return any(variable.startswith(self._needle) for variable in variables)
 
 
-def _all_processes() -> list[Process]:
-    found = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
+def _all_processes() -> Iterator[Process]:
+    for name in os.listdir("/proc"):
+        if not name.isdigit():
             continue
         try:
-            stat = (entry / "stat").read_text(errors="replace")
-            command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            with open(f"/proc/{name}/stat", "rb") as file:
+                stat = file.read()
         except OSError:
             continue  # ended while we looked
-        # The name in parentheses may itself contain spaces and parentheses.
-        name, rest = stat[stat.index("(") + 1 :].rsplit(")", 1)
-        fields = rest.split()
-        found.append(
-            Process(
-                pid=int(entry.name),
-                started=int(fields[19]),
-                parent=int(fields[1]),
-                state=fields[0],
-                command=command.strip() or f"[{name}]",
-            )
+        # The command's name, in parentheses, may itself contain spaces and parentheses.
+        start, end = stat.index(b"("), stat.rindex(b")")
+        state, parent, *fields = stat[end + 1 :].split()
+        yield Process(
+            pid=int(name),
+            started=int(fields[17]),
+            parent=int(parent),
+            state=state.decode(),
+            name=stat[start + 1 : end].decode(errors="replace"),
         )
-    return found
 
 
 def _descends(process: Process, ancestor: int, table: dict[int, Process]) -> bool:

@@ -46,9 +46,14 @@ StartNode = Callable[..., "NodeProcess"]
 
 
 class NodeProcess:
-    """One node. `start` again after `kill` is a restart: same id, same directory, new boot."""
+    """One node. `start` again after `kill` is a restart: same id, same directory, new boot.
 
-    def __init__(self, directory: Path, **settings: Any) -> None:
+    `prelude` is Python that its process runs first: a test that has to see the end of a long time,
+    which is no setting, shortens it there.
+    """
+
+    def __init__(self, directory: Path, *, prelude: str = "", **settings: Any) -> None:
+        self._prelude = prelude
         settings = {"capacity_bytes": 64 * MIB, "store_timeout_seconds": 0.25, **settings}
         self.settings = BufferConfig.of({"directory": directory, **settings})
         self.config = BufferConfig.of(
@@ -67,6 +72,7 @@ class NodeProcess:
     def start(self) -> "NodeProcess":
         program = (
             f"import sys; sys.path.insert(0, {str(ROOT)!r}); "
+            f"{self._prelude}\n"
             "from lookup_buffer.node.main import main; main()"
         )
         with self.log.open("ab") as log:

@@ -1,7 +1,5 @@
-"""What Prometheus and probes do to a node, for tests: ports, requests, samples."""
+"""What Prometheus and probes do to a node, for tests: requests, samples."""
 
-import random
-import socket
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
@@ -12,17 +10,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from nodes import NodeProcess
 
 ANSWER_SECONDS = 10.0
-PORTS = (20_000, 30_000)
-
-
-def free_port() -> int:
-    """Below those that the kernel gives to whoever connects, so that nobody has it by chance when
-    it is wanted."""
-    while True:
-        port = random.randrange(*PORTS)
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)):
-                return port
 
 
 def address_of(node: NodeProcess) -> tuple[str, int]:

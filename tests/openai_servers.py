@@ -29,8 +29,8 @@ from connectors.demo.engine_settings import (
     engine_environment,
 )
 from connectors.demo.schedule_log import ScheduleLog
-from engines import free_port
 from nodes import ROOT
+from ports import free_port
 
 Part = dict[str, Any]
 

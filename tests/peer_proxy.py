@@ -8,6 +8,7 @@ import threading
 from dataclasses import dataclass, field
 
 from nodes import NodeProcess, StartNode
+from ports import free_port
 
 STEP_BYTES = 64 << 10
 
@@ -104,14 +105,6 @@ def _end(one: socket.socket) -> None:
     except OSError:
         pass
     one.close()
-
-
-def free_port() -> int:
-    """A port that was free a moment ago."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    assert isinstance(port, int)
-    return port
 
 
 def behind(proxy: PeerProxy, start_node: StartNode, **settings: object) -> NodeProcess:

@@ -2,6 +2,7 @@
 
 import socket
 import threading
+import time
 from types import TracebackType
 from typing import Any, Self
 
@@ -19,11 +20,15 @@ def offer(number: int, key: bytes | None, nbytes: int) -> list[Any]:
 
 
 class RawEnd:
-    """Of a listening `pipe`."""
+    """Of a listening `pipe`, or of what listens at an address and wants to `agree` on something."""
 
-    def __init__(self, pipe: KVPipe) -> None:
-        self._stream = socket.create_connection(parse_tcp(pipe.uri), SECONDS)
+    def __init__(self, pipe: KVPipe | str, agree: list[Any] | None = None) -> None:
+        uri = pipe if isinstance(pipe, str) else pipe.uri
+        self._stream = socket.create_connection(parse_tcp(uri), SECONDS)
         self.link = request_handshake(self._stream, token=None, timeout=SECONDS)
+        if agree is not None:
+            self.link.send(agree, timeout=SECONDS)
+            assert self.link.recv_header(SECONDS).header == agree
         self._sending = threading.Lock()
         self._ended = threading.Event()
         self._beating = threading.Thread(target=self._beat)
@@ -48,10 +53,12 @@ class RawEnd:
 
     def hung_up(self) -> bool:
         """Whether the pipe ends this connection, whatever it still says."""
+        deadline = time.monotonic() + 2 * SECONDS
         self._stream.settimeout(SECONDS)
         try:
             while self._stream.recv(65536):
-                pass
+                if time.monotonic() > deadline:
+                    return False
         except ConnectionError:
             pass
         except TimeoutError:

@@ -8,9 +8,9 @@ from connector_standins import (
     Stored,
     step_output,
 )
-from connectors.ec_metadata import StepMetadata
-from connectors.ec_scheduler import EcScheduler
-from connectors.ec_shape import EngineShape
+from connectors.ec.metadata import StepMetadata
+from connectors.ec.scheduler import EcScheduler
+from connectors.ec.shape import EngineShape
 from connectors.settings import ConnectorSettings
 from lookup_buffer.claimed import ClaimSetState
 

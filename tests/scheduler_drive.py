@@ -28,7 +28,7 @@ with warnings.catch_warnings():
     from vllm.v1.request import RequestStatus
 
     import host_engine
-    from connectors.ec_connector import LookupBufferECConnector
+    from connectors.ec.connector import LookupBufferECConnector
 
 BLOCK_TOKENS = 4
 HOOKS = (

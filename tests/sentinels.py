@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from nodes import wait_until
+from ports import free_ports
 from resp import RespConnection, RespError
-from server_process import QUIET, ServerProcess, free_ports
+from server_process import QUIET, ServerProcess
 from servers import valkey_executable
 
 SERVICE = "lookup.buffer-1"

@@ -4,14 +4,11 @@ The kernel kills it with the thread that started it, so tests start it from thei
 """
 
 import os
-import random
 import signal
-import socket
 import ssl
 import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -107,16 +104,3 @@ class ServerProcess:
                 cwd=self.directory,
                 start_new_session=True,
             )
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports on which nothing listens. Below those that the kernel gives to clients, so that no
-    connection takes one before its server does."""
-    ports: list[int] = []
-    while len(ports) < count:
-        port = random.randrange(15_000, 32_000)
-        with suppress(OSError), socket.socket() as probe:
-            probe.bind(("127.0.0.1", port))
-            if port not in ports:
-                ports.append(port)
-    return ports

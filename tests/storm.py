@@ -7,9 +7,10 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-from engines import SIZE, TwoHosts
+from engines import SIZE
 from nodes import NodeProcess
 from servers import command, flush, frozen
+from two_hosts import TwoHosts
 
 Fault = Callable[[], None]
 CALM_SECONDS = (1.0, 2.0)

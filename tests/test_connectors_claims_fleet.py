@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from connector_standins import EMBED_BYTES, EMBEDS, Request, make_request, step_output
-from connectors.ec_scheduler import EcScheduler
-from connectors.ec_shape import EngineShape
+from connectors.ec.scheduler import EcScheduler
+from connectors.ec.shape import EngineShape
 from connectors.settings import ConnectorSettings
 from lookup_buffer.client import EngineSeat
 from lookup_buffer.key import TensorKey

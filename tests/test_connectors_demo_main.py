@@ -71,3 +71,18 @@ def test_ctrl_c_stops_everything(tmp_path: Path) -> None:
     # That no process is left is checked for every test (tests/conftest.py).
     assert demo.returncode == 130, output
     assert "Interrupted" in output
+
+
+def test_without_vllm_it_says_so(tmp_path: Path) -> None:
+    without = (
+        "import runpy, sys; sys.modules['vllm'] = None; "
+        "runpy.run_module('connectors.demo', run_name='__main__')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", without, "--directory", str(tmp_path / "build")],
+        cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    assert "vLLM is not installed here" in done.stdout
+    assert "make demo" in done.stdout
+    assert not (tmp_path / "build").exists()

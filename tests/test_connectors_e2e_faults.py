@@ -17,10 +17,11 @@ import pytest
 
 from connectors.demo.engine import DemoEngine, Question
 from connectors.demo.engine_settings import Placement
-from engines import NONE_KNOWN, SIZE, Album, EnginePair, TwoHosts
+from engines import NONE_KNOWN, SIZE, Album, EnginePair
 from nodes import ROOT, NodeProcess, at_rest, wait_until
 from servers import frozen
 from store.lane import PAUSE_SECONDS_MAX
+from two_hosts import TwoHosts
 
 pytestmark = pytest.mark.vllm
 PLACEMENTS = (Placement.ONE_PROCESS, Placement.TWO_PROCESSES)
@@ -38,6 +39,7 @@ RECOVERY_SECONDS = 8.0
 PINS_SECONDS = 2.0
 """Until the pins of an engine that was killed are given back."""
 HALF_BYTES = SIZE.nbytes_per_image // 2
+STORE_SECONDS = 0.25
 
 
 @pytest.fixture

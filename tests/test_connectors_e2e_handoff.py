@@ -20,9 +20,10 @@ import torch
 
 from audio_model import CLIP_TOKENS_MAX, EMBEDDING_WIDTH, MODEL_TOKENS_MAX, clip, ensure_audio_model
 from connectors.demo.engine_settings import EngineSettings
-from engines import START_SECONDS, TwoHosts, connector, engine_settings
+from engines import START_SECONDS, connector, engine_settings
 from nodes import ROOT, at_rest
 from openai_servers import OpenAIServer, Part, Reply, text
+from two_hosts import TwoHosts
 
 pytestmark = pytest.mark.vllm
 AT_ONCE_SECONDS = 5.0

@@ -27,6 +27,7 @@ RECOVERY_SECONDS = 30.0
 TOKEN_BYTES = BLOCK_BYTES // BLOCK
 FETCH_WAIT_SECONDS = 2.0
 """The default of `fetch_wait_seconds`."""
+STORE_SECONDS = 0.25
 
 
 def test_a_prompt_that_the_other_instance_has_seen_is_loaded(kv_pair: KvPair) -> None:

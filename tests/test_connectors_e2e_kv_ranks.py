@@ -8,7 +8,7 @@ import pytest
 
 from connectors.demo.engine import DemoEngine
 from connectors.demo.engine_settings import Placement
-from engines import START_SECONDS, TwoHosts
+from engines import START_SECONDS
 from kv_engines import (
     CHUNK,
     SAVE_SECONDS,
@@ -18,6 +18,7 @@ from kv_engines import (
     prompt,
 )
 from nodes import wait_until
+from two_hosts import TwoHosts
 
 pytestmark = pytest.mark.vllm
 

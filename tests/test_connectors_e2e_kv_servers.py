@@ -15,7 +15,7 @@ import pytest
 
 from connectors.demo.engine import DemoEngine, Question
 from connectors.demo.engine_settings import Placement
-from engines import START_SECONDS, TwoHosts
+from engines import START_SECONDS
 from kv_engines import (
     BLOCK_BYTES,
     BLOCKS_OF_A,
@@ -30,6 +30,7 @@ from kv_engines import (
 from nodes import wait_until
 from openai_servers import MODEL_NAME, OpenAIServer, Reply, overlapping
 from overlapping_scheduler import FLAGS, OVERLAPS
+from two_hosts import TwoHosts
 
 pytestmark = pytest.mark.vllm
 COMPLETIONS = "/v1/completions"

@@ -14,8 +14,9 @@ import pytest
 
 from connectors.demo.engine import DemoEngine
 from connectors.demo.engine_settings import EngineSettings
-from engines import EnginePair, TwoHosts
+from engines import EnginePair
 from nodes import NodeProcess, at_rest, wait_until
+from two_hosts import TwoHosts
 
 pytestmark = pytest.mark.vllm
 ANSWER_SECONDS = 20.0
@@ -75,8 +76,7 @@ def stopped(engine: DemoEngine) -> Iterator[None]:
 def test_outputs_go_from_worker_to_worker(hosts: TwoHosts, pair: EnginePair, way: str) -> None:
     ends = [(pair.a, hosts.a), (pair.b, hosts.b)]
     (first, _), (second, node) = ends if way == "a to b" else ends[::-1]
-    shared(hosts, pair, first, second)  # over the hosts, for there is no communicator yet
-    for _ in range(5):
+    for _ in range(5):  # over the hosts, until they have seen each other
         if counted(node, "lane_received_gloo"):
             break
         shared(hosts, pair, first, second)

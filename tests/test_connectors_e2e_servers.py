@@ -21,13 +21,11 @@ from connectors.demo.model import model_config
 from engines import (
     NONE_KNOWN,
     ONE_KNOWN,
-    OUTCOME_SECONDS,
     SIZE,
     START_SECONDS,
     TWICE,
     Album,
     Reference,
-    TwoHosts,
     connector,
     engine_settings,
 )
@@ -44,6 +42,7 @@ from openai_servers import (
     text,
 )
 from overlapping_scheduler import FLAGS, OVERLAPS
+from two_hosts import OUTCOME_SECONDS, TwoHosts
 
 pytestmark = pytest.mark.vllm
 AT_ONCE_SECONDS = 5.0
@@ -52,11 +51,11 @@ WAIT_SECONDS = 3.0
 ABORTED = "aborted"
 """Name of the request that is."""
 WAITING = "vllm:num_requests_waiting{"
-LONG_ANSWER_TOKENS = 192
+LONG_ANSWER_TOKENS = 400
 """So long that requests meet, also where the server takes its time to begin each."""
 BLOCK_TOKENS = 32
 FEW_BLOCKS = 36
-"""Enough for the longest prompt, too few for three answers at once."""
+"""Enough for the longest prompt, too few for two long answers at once."""
 
 
 class Replicas:

@@ -5,6 +5,7 @@ to b is asked from b to a as well. Each engine's own encoder cache has room for 
 """
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,6 @@ from engines import (
     TWICE,
     Album,
     EnginePair,
-    TwoHosts,
     connector,
     engine_settings,
     weights,
@@ -31,10 +31,12 @@ from lookup_buffer.key import TensorKey
 from lookup_buffer.namespace import Namespace
 from nodes import NodeProcess, at_rest, wait_until
 from servers import frozen
+from two_hosts import TwoHosts
 
 pytestmark = pytest.mark.vllm
 ANSWER_SECONDS = 5.0
 BOTH_WAYS = pytest.mark.parametrize("way", ["a to b", "b to a"])
+STORE_SECONDS = 0.25
 
 
 @pytest.fixture(scope="module")
@@ -265,6 +267,12 @@ def test_engines_with_other_weights_share_nothing(
 @BOTH_WAYS
 def test_vllms_own_statistics_tell_what_was_saved_and_loaded(direction: Way) -> None:
     """The workers' counts too, which vLLM does not ask for by itself."""
+    vllm = find_spec("vllm")
+    assert vllm is not None
+    assert vllm.origin is not None
+    metrics = Path(vllm.origin).parent / "distributed/ec_transfer/ec_connector/metrics.py"
+    if not metrics.exists():
+        pytest.skip("vLLM before 0.31 has no statistics of EC connectors")
     question = direction.pair.fresh()
     direction.ask_first(question)
     direction.ask_second(question)

@@ -63,7 +63,7 @@ MISTAKES = {
         "'capacity_bytes' is -1", "allowed: greater than or equal to 1048576", capacity_bytes=-1
     ),
     "no number": mistake(
-        "'capacity_bytes' is 'much'", "allowed: a valid integer", capacity_bytes="much"
+        "'capacity_bytes' is 'much'", "allowed: a number of bytes", capacity_bytes="much"
     ),
     "too large": mistake("'capacity_bytes' is '900TiB'", "the memory of", capacity_bytes="900TiB"),
     "no url": mistake("'store_url' is 'localhost'", "redis://", store_url="localhost"),

@@ -17,11 +17,12 @@ from functools import partial
 import pytest
 
 from connectors.demo.engine import DemoEngine, Question
-from engines import CROSSED, PICTURES, PROMPT, TELLING_MIN, TWICE, Album, EnginePair, TwoHosts
+from engines import CROSSED, PICTURES, PROMPT, TELLING_MIN, TWICE, Album, EnginePair
 from gauges import Gauges, gauged
 from nodes import NodeProcess, at_rest, wait_until
 from servers import command
 from storm import Storm
+from two_hosts import TwoHosts
 
 pytestmark = pytest.mark.vllm
 PREPARE = gauged
@@ -37,6 +38,9 @@ PAUSE_SECONDS_MAX = 0.8
 """Between two batches, for each request of the last."""
 FETCH_WAIT_SECONDS = 2.0
 CLAIM_WAIT_SECONDS = 10.0
+STORE_SECONDS = 0.25
+
+
 """The connector's own defaults for an encode as quick as theirs."""
 ANSWER_SECONDS = 2.0
 """A batch whose images are encoded or loaded at once, on a busy machine."""

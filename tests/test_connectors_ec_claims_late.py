@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from connector_standins import make_request
-from connectors.ec_claims import INTENT_SECONDS, LATE_MAX, LATE_SECONDS
+from connectors.ec.claims import INTENT_SECONDS, LATE_MAX, LATE_SECONDS
 from lookup_buffer.claimed import ClaimSetState
 from lookup_buffer.prefetched import PrefetchState
 from scheduler_bench import LEASE_SECONDS, WAIT_SECONDS, Bench, claimed, counted, make_bench

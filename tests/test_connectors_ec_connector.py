@@ -17,8 +17,10 @@ with warnings.catch_warnings():
     from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorMetadata, ECConnectorRole
     from vllm.distributed.ec_transfer.ec_connector.factory import ECConnectorFactory
 
-from connectors import ec_connector, ec_seat, seat
-from connectors.ec_connector import LookupBufferECConnector
+from connectors import seat
+from connectors.ec import connector as ec_connector
+from connectors.ec import seat as ec_seat
+from connectors.ec.connector import LookupBufferECConnector
 from connectors.media import MetadataFields
 from connectors.plugin import CONNECTOR_MODULE, CONNECTOR_NAME, register
 from connectors.settings import parse_settings

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from connectors.counters import Counters, RateLimitedLog
-from connectors.ec_copies import Device, DeviceCopies, Event
-from connectors.ec_metadata import ItemLoad, StepMetadata
-from connectors.ec_worker import EcWorker, WorkerSeat
+from connectors.ec.copies import Device, DeviceCopies, Event
+from connectors.ec.metadata import ItemLoad, StepMetadata
+from connectors.ec.worker import EcWorker, WorkerSeat
 from connectors.settings import ConnectorSettings
 from lookup_buffer.client import EngineSeat, LookupBuffer
 from lookup_buffer.prefetched import LoadOrder

@@ -9,15 +9,16 @@ from contextlib import ExitStack
 import pytest
 import torch
 
-from connectors.ec_lane import WorkerLane, refuse_unfit_lane
-from connectors.ec_metadata import ItemLoad, StepMetadata
-from connectors.ec_worker import EcWorker, WorkerSeat
+from connectors.ec.lane import WorkerLane, refuse_unfit_lane
+from connectors.ec.metadata import ItemLoad, StepMetadata
+from connectors.ec.worker import EcWorker, WorkerSeat
 from connectors.settings import parse_settings
 from device_ends import DeviceEnd, StartEnd, put, start_end
-from lookup_buffer.client import EngineSeat, LookupBuffer, Prefetched
+from lookup_buffer.client import EngineSeat, LookupBuffer
 from lookup_buffer.errors import ConfigError
 from lookup_buffer.key import TensorKey
 from lookup_buffer.namespace import Namespace
+from lookup_buffer.prefetched import Prefetched
 from nodes import NodeProcess, StartNode, at_rest, start_node, wait_until, with_store
 
 __all__ = ["start_end", "start_node"]

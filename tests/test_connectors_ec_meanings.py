@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from connector_standins import EMBEDS, Position, Request, make_request
-from connectors.ec_meanings import Meanings
+from connectors.ec.meanings import Meanings
 from lookup_buffer.key import TensorKey
 from lookup_buffer.prefetched import PrefetchState
 from nodes import wait_until
@@ -109,7 +109,7 @@ def test_who_carries_no_media_is_not_held_up_by_who_uses_its_name_for_something_
     assert bench.scheduler.gate.take_unavailable_requests() == {"misfit"}
     for request_id in ("bare", "misfit"):
         bench.scheduler.gate.forget(request_id)
-    assert len(bench.scheduler.gate.meanings) == 0
+    assert len(bench.scheduler.meanings) == 0
 
 
 def test_one_request_without_media_that_names_two_contents_alike_fails() -> None:

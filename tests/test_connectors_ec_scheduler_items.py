@@ -179,7 +179,7 @@ def test_pure_producer_locates_and_never_fetches() -> None:
     assert metadata.saves == {"B": "B"}
     bench.build(finished=["r"])
     assert not bench.scheduler.has_cache_item("A")
-    assert bench.scheduler.gate.located == {}
+    assert len(bench.scheduler.located) == 0
 
 
 def test_pin_in_the_arena_of_a_lost_node_is_not_promised() -> None:

@@ -28,9 +28,9 @@ from connector_standins import (
     make_request,
     step_output,
 )
-from connectors.ec_metadata import StepMetadata
-from connectors.ec_scheduler import EcScheduler
-from connectors.ec_shape import EngineShape
+from connectors.ec.metadata import StepMetadata
+from connectors.ec.scheduler import EcScheduler
+from connectors.ec.shape import EngineShape
 from connectors.settings import ConnectorSettings
 from lookup_buffer.prefetched import PrefetchState
 

@@ -14,10 +14,10 @@ from connector_standins import (
     make_request,
     step_output,
 )
-from connectors.ec_scheduler import EcScheduler
-from connectors.ec_shape import EngineShape
-from connectors.ec_watch import embeds_of
-from connectors.ec_without_gate import ASK_AGAIN_SECONDS, LOCAL_SECONDS, EcWithoutGate
+from connectors.ec.scheduler import EcScheduler
+from connectors.ec.shape import EngineShape
+from connectors.ec.watch import embeds_of
+from connectors.ec.without_gate import ASK_AGAIN_SECONDS, LOCAL_SECONDS, EcWithoutGate
 from connectors.settings import ConnectorSettings
 from lookup_buffer.prefetched import PrefetchState
 from scheduler_bench import Clock
@@ -214,7 +214,7 @@ def test_producer_skips_what_is_stored(by_request: bool) -> None:
     assert host.asked() == []
     host.build()
     host.build()
-    assert host.scheduler.gate.located == {}
+    assert len(host.scheduler.located) == 0
 
 
 # -- has_caches, before 0.15 -----------------------------------------------------------------------

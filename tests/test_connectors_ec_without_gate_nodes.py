@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from connector_standins import EMBEDS, make_request, step_output
-from connectors.ec_scheduler import EcScheduler
-from connectors.ec_shape import EngineShape
-from connectors.ec_without_gate import EcWithoutGate
+from connectors.ec.scheduler import EcScheduler
+from connectors.ec.shape import EngineShape
+from connectors.ec.without_gate import EcWithoutGate
 from connectors.settings import ConnectorSettings
 from lookup_buffer.client import LookupBuffer
 from lookup_buffer.key import TensorKey

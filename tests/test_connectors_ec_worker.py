@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from connectors.counters import Counters, RateLimitedLog
-from connectors.ec_metadata import ItemLoad, StepMetadata
-from connectors.ec_worker import EcWorker, WorkerSeat
+from connectors.ec.metadata import ItemLoad, StepMetadata
+from connectors.ec.worker import EcWorker, WorkerSeat
 from connectors.save_queue import SaveQueue
 from connectors.settings import ConnectorSettings
 from lookup_buffer.client import InsertOutcome

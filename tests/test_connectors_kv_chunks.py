@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from connector_standins import Feature, Position
 from connectors.adapters import Adapters
 from connectors.identifiers import NotShareable
-from connectors.kv_chunks import ChunkChain
+from connectors.kv.chunks import ChunkChain
 from nodes import wait_until
 
 SIZE = 4

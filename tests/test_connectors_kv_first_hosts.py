@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from connectors.kv_batches import CHUNK_TOKENS, Prefilled
-from connectors.kv_first import Intermediate, LookupBufferKVConnectorV0
-from connectors.kv_host import KVConnectorBase
+from connectors.kv.batches import CHUNK_TOKENS, Prefilled
+from connectors.kv.first import Intermediate, LookupBufferKVConnectorV0
+from connectors.kv.host import KVConnectorBase
 from first_hosts import LONG, SHORT, Connect, alone, config_of, prompt, run
 from lookup_buffer.errors import ConfigError
 from lookup_buffer.namespace import Namespace
@@ -23,7 +23,7 @@ from paged_model import BLOCK, BLOCKS, HEAD, HEADS, LAYERS, Batch, Host, Metadat
 
 
 def test_no_vllm_is_imported() -> None:
-    code = "import sys, connectors.kv_first; sys.exit('vllm' in sys.modules)"
+    code = "import sys, connectors.kv.first; sys.exit('vllm' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 

@@ -7,9 +7,9 @@ import pytest
 
 from connector_standins import Stored
 from connectors.adapters import Adapters
-from connectors.kv_chunks import ChunkChain
-from connectors.kv_handoffs import handed_out, pieces, reply, taken_over
-from connectors.kv_metadata import KvWorkerReport
+from connectors.kv.chunks import ChunkChain
+from connectors.kv.handoffs import handed_out, pieces, reply, taken_over
+from connectors.kv.metadata import KvWorkerReport
 from test_connectors_kv_scheduler import BLOCK, CHUNK, Engine, Request
 
 PROMPT = 2 * CHUNK + BLOCK + 1

@@ -6,11 +6,11 @@ from typing import Any
 
 from connector_standins import LedgerBuffer, Stored
 from connectors.adapters import Adapters
-from connectors.kv_chunks import ChunkChain
-from connectors.kv_metadata import KvStepMetadata, KvWorkerReport
-from connectors.kv_scheduler import KvScheduler
-from connectors.kv_settings import KvSettings
-from connectors.kv_shape import KvShape
+from connectors.kv.chunks import ChunkChain
+from connectors.kv.metadata import KvStepMetadata, KvWorkerReport
+from connectors.kv.scheduler import KvScheduler
+from connectors.kv.settings import KvSettings
+from connectors.kv.shape import KvShape
 from lookup_buffer.prefetched import PrefetchState
 
 BLOCK, CHUNK = 4, 8

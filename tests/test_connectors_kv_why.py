@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("vllm")
 
 from command_line import run
-from connectors.kv_chunks import key_of
+from connectors.kv.chunks import key_of
 from lookup_buffer.client import LookupBuffer
 from lookup_buffer.errors import MissingTensor
 from lookup_buffer.namespace import Namespace
@@ -35,7 +35,7 @@ OTHERS: dict[str, tuple[dict[str, Any], set[str]]] = {
 def test_it_says_what_keeps_the_engines_apart(
     what: str, node_pair: tuple[NodeProcess, NodeProcess], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("connectors.kv_namespace._instructions", lambda *_: "vec")
+    monkeypatch.setattr("connectors.kv.namespace._instructions", lambda *_: "vec")
     settings, named = OTHERS[what]
     here, there = node_pair
     one, other = Namespace(parts()), Namespace(parts(**settings))

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from connectors.kv_chunks import key_of
-from connectors.kv_loads import LoadResults
-from connectors.kv_metadata import ChunkLoad, ChunkSave, KvStepMetadata, RequestLoad
-from connectors.kv_settings import KvSettings
-from connectors.kv_worker import KvWorker
+from connectors.kv.chunks import key_of
+from connectors.kv.loads import LoadResults
+from connectors.kv.metadata import ChunkLoad, ChunkSave, KvStepMetadata, RequestLoad
+from connectors.kv.settings import KvSettings
+from connectors.kv.worker import KvWorker
 from lookup_buffer.client import LookupBuffer
 from lookup_buffer.namespace import Namespace
 from nodes import NodeProcess, wait_until

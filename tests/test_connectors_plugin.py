@@ -82,7 +82,7 @@ def test_no_vllm_at_all_and_nothing_heavy_is_imported() -> None:
 def test_scheduler_side_needs_neither_vllm_nor_torch() -> None:
     code = (
         "import sys; sys.modules['vllm'] = sys.modules['torch'] = None\n"
-        "import connectors.ec_scheduler, connectors.namespace, connectors.settings\n"
-        "import connectors.kv_scheduler, connectors.kv_namespace, connectors.kv_settings"
+        "import connectors.ec.scheduler, connectors.namespace, connectors.settings\n"
+        "import connectors.kv.scheduler, connectors.kv.namespace, connectors.kv.settings"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

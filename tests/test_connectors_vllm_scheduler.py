@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from connector_standins import EMBED_BYTES, EMBEDS
-from connectors import ec_seat
+from connectors.ec import seat as ec_seat
 from ledger_fleet import LedgerFleet
 from lookup_buffer.prefetched import PrefetchState
 from scheduler_drive import DrivenEngine, Room, content

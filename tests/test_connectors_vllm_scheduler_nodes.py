@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from connectors import ec_seat
+from connectors.ec import seat as ec_seat
 from lookup_buffer.client import LookupBuffer
 from lookup_buffer.errors import LookupBufferError
 from lookup_buffer.key import TensorKey

@@ -9,7 +9,7 @@ import click
 import pytest
 
 from command_line import beating, boot_of, publish, run_at_terminal
-from lookup_buffer.cli import app
+from lookup_buffer.cli.commands import app
 from lookup_buffer.cli.exits import ExitCode
 from store import MetadataStore, NodeInfo
 

@@ -223,7 +223,9 @@ def _a_wrong_token(stack: Stack, pair: Pair) -> None:
         told = _quoted("node-b could not fetch it from node-a")  # in the next turn of its writer
         wait_until(lambda: told in _said(stack, "node-b", "why", "guarded")[1], 10.0)
         assert re.search(r"node-a yes .*node-b yes ", _said(stack, "node-b", "nodes")[1])
-        assert _said(stack, "node-b", "doctor")[0] == 0
+        code, text = _said(stack, "node-b", "doctor")
+        assert code == 1
+        assert _quoted("not let in by node-a at tcp://") in text
 
 
 DRILLS = {

@@ -120,7 +120,7 @@ def test_every_code_of_why_is_explained() -> None:
 
 def test_every_metric_of_the_connector_is_explained() -> None:
     pytest.importorskip("vllm")
-    from connectors.ec_prometheus import FAMILIES
+    from connectors.ec.prometheus import FAMILIES
 
     explained = {row[0].strip("`"): row[1].strip("`") for row in _rows("What you see")}
     assert explained == {f"{family.name}_total": family.label for family in FAMILIES}
@@ -128,8 +128,8 @@ def test_every_metric_of_the_connector_is_explained() -> None:
 
 def test_the_settings_and_metrics_of_the_kv_connector_are_explained() -> None:
     pytest.importorskip("vllm")
-    from connectors.kv_prometheus import FAMILIES
-    from connectors.kv_settings import KvSettings
+    from connectors.kv.prometheus import FAMILIES
+    from connectors.kv.settings import KvSettings
     from connectors.settings import SharedSettings
 
     metrics = {row[0].strip("`"): row[1].strip("`") for row in _rows("What you see of it", "###")}

@@ -85,11 +85,36 @@ def test_a_planted_import_is_caught(copy: Path, module: str, imported: str) -> N
 
 
 def test_the_command_line_loads_nothing_heavy() -> None:
-    assert _loaded_by("lookup_buffer.cli") <= {"pydantic"}
+    assert _loaded_by("lookup_buffer.cli.commands") <= {"pydantic"}
 
 
 def test_the_library_loads_neither_torch_nor_redis_nor_vllm() -> None:
     assert not _loaded_by("lookup_buffer") & {"torch", "numpy", "redis", "vllm"}
+
+
+@pytest.mark.parametrize("file", ["store/__init__.py", "store.py"])
+def test_a_store_that_hides_ours_is_named(tmp_path: Path, file: str) -> None:
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_text("")
+    installed = f"import sys; sys.path.append({str(ROOT)!r}); import lookup_buffer"
+    run = subprocess.run(
+        [sys.executable, "-c", installed],
+        cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    last = run.stderr.splitlines()[-1]
+    assert last.startswith("ImportError: another package named 'store' shadows"), run.stderr
+    assert str(tmp_path / "store") in last
+
+
+def test_an_installation_of_links_is_ours(tmp_path: Path) -> None:
+    """As some installers make it: the folders are there, and each file is a link."""
+    for name in ("lookup_buffer", "store"):
+        (tmp_path / name).mkdir()
+        for path in (ROOT / name).iterdir():
+            (tmp_path / name / path.name).symlink_to(path)
+    subprocess.run(
+        [sys.executable, "-c", "import lookup_buffer"], cwd=tmp_path, timeout=60, check=True
+    )
 
 
 def test_the_store_loads_nothing_heavy() -> None:

@@ -5,12 +5,14 @@ import select
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from leaks import LeakGuard
 
+Run = subprocess.CompletedProcess[str]
 SLEEPER = "import time; time.sleep(60)"
 # Detaches as a node does, so that it is no descendant of the test process any more.
 DETACHER = f"""
@@ -60,6 +62,17 @@ def test_a_detached_process_is_found_and_killed(guard: LeakGuard) -> None:
     _wait_for_exit(pid)
 
 
+def test_a_child_nobody_waited_for_is_found_with_its_name(guard: LeakGuard) -> None:
+    """It has neither a command nor an environment any more."""
+    baseline = guard.baseline()
+    child = subprocess.Popen(["/bin/true"])
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    report = guard.leaked_since(baseline, threads=True, timeout_seconds=0.1)
+    assert f"process {child.pid} " in report
+    assert "nobody waited for it): [true]" in report
+    assert child.wait(timeout=10) == 0
+
+
 def test_a_thread_is_found_with_its_stack(guard: LeakGuard) -> None:
     baseline = guard.baseline()
     stop = threading.Event()
@@ -88,30 +101,48 @@ def test_what_was_there_before_is_not_counted(guard: LeakGuard) -> None:
         child.kill()
 
 
-def test_a_leaking_test_fails_and_says_what_it_left(tmp_path: Path) -> None:
-    """The fixture itself, in a run of its own: one test leaks, the one after it is not harmed."""
+def run_of(directory: Path, *tests: str, options: Sequence[str] = ()) -> Run:
+    """The fixtures themselves, in a run with a mark of its own; each of `tests` is a file."""
     here = Path(__file__).parent
-    (tmp_path / "conftest.py").write_text((here / "conftest.py").read_text())
-    (tmp_path / "leaks.py").write_text(
-        (here / "leaks.py").read_text().replace('"LOOKUP_BUFFER_TEST_RUN"', '"INNER_TEST_RUN"')
-    )
-    (tmp_path / "test_inner.py").write_text(
-        "import subprocess, sys\n"
-        f"def test_leaks(): subprocess.Popen([sys.executable, '-c', {SLEEPER!r}])\n"
-        "def test_is_clean(): pass\n"
-    )
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = vllm\n")
-    text = (
-        (tmp_path / "conftest.py")
-        .read_text()
-        .replace("timeout_seconds=10.0", "timeout_seconds=0.2")
-    )
-    (tmp_path / "conftest.py").write_text(text)
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)],
-        capture_output=True, text=True, timeout=60, cwd=tmp_path, check=False,
+    conftest = (here / "conftest.py").read_text()
+    conftest = conftest.replace("timeout_seconds=10.0", "timeout_seconds=0.2")
+    (directory / "conftest.py").write_text(conftest)
+    leaks = (here / "leaks.py").read_text()
+    (directory / "leaks.py").write_text(leaks.replace("LOOKUP_BUFFER_TEST_RUN", "INNER_TEST_RUN"))
+    for number, source in enumerate(tests):
+        path = directory / f"test_inner_{number}.py"
+        path.write_text(f"import pytest, subprocess, sys\n{source}")
+    (directory / "pytest.ini").write_text("[pytest]\nmarkers = vllm\n")
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options, str(directory)],
+        capture_output=True, text=True, timeout=60, cwd=directory, check=False,
     )  # fmt: skip
+
+
+def test_a_leaking_test_fails_and_says_what_it_left(tmp_path: Path) -> None:
+    """One test leaks, the one after it is not harmed."""
+    run = run_of(
+        tmp_path,
+        f"def test_leaks(): subprocess.Popen([sys.executable, '-c', {SLEEPER!r}])\n"
+        "def test_is_clean(): pass\n",
+    )
     assert run.returncode == 1, run.stdout + run.stderr
     assert "test_leaks left something behind" in run.stdout
     assert "time.sleep(60)" in run.stdout
     assert "2 passed, 1 error" in run.stdout
+
+
+@pytest.mark.parametrize("options", [[], ["--numprocesses=2", "--dist=loadfile"]])
+def test_a_leaking_fixture_of_the_session_fails_the_run(tmp_path: Path, options: list[str]) -> None:
+    """Also where workers run the tests, which have nowhere to print."""
+    leaks = (
+        "@pytest.fixture(scope='session')\n"
+        f"def sleeper(): return subprocess.Popen([sys.executable, '-c', {SLEEPER!r}])\n"
+        "def test_sleeper(sleeper): pass\n"
+    )
+    other = "def test_other(): pass\n"
+    run = run_of(tmp_path, leaks, other, options=options)
+    assert run.returncode == 1, run.stdout + run.stderr
+    assert "The test session left something behind" in run.stdout
+    assert "time.sleep(60)" in run.stdout
+    assert "2 passed in" in run.stdout

@@ -1,6 +1,8 @@
 """The allocator against a naive model, and its windows against brute force."""
 
+import random
 import time
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 
 import pytest
@@ -15,6 +17,12 @@ def fill(allocator: Allocator, *units: int) -> list[int]:
     offsets = [allocator.allocate(unit * 64) for unit in units]
     assert None not in offsets
     return [offset for offset in offsets if offset is not None]
+
+
+def oldest_first(last_use: Mapping[int, float | None]) -> Iterator[tuple[float, int]]:
+    """Blocks that may go, by the time of their last use; what has none is pinned."""
+    ages = [(time, offset) for offset, time in last_use.items() if time is not None]
+    return iter(sorted(ages, key=lambda age: age[0]))
 
 
 def test_blocks_are_aligned_and_rounded_up() -> None:
@@ -80,17 +88,17 @@ def test_wrong_uses_are_refused() -> None:
 def test_a_range_without_room() -> None:
     allocator = Allocator(63)
     assert allocator.allocate(0) is None
-    assert allocator.eviction_window(0, lambda _: 0.0) is None
+    assert allocator.eviction_window(0, iter(())) is None
 
 
 def test_the_window_with_the_oldest_youngest_wins() -> None:
     allocator = Allocator(64 * 6)
     offsets = fill(allocator, 1, 1, 1, 1, 1, 1)
     last_use = dict(zip(offsets, [1.0, 9.0, 3.0, 4.0, 2.0, 8.0], strict=True))
-    assert allocator.eviction_window(64, last_use.get) == [offsets[0]]
-    assert allocator.eviction_window(128, last_use.get) == offsets[2:4]
-    assert allocator.eviction_window(192, last_use.get) == offsets[2:5]
-    assert allocator.eviction_window(385, last_use.get) is None
+    assert allocator.eviction_window(64, oldest_first(last_use)) == [offsets[0]]
+    assert allocator.eviction_window(128, oldest_first(last_use)) == offsets[2:4]
+    assert allocator.eviction_window(192, oldest_first(last_use)) == offsets[2:5]
+    assert allocator.eviction_window(385, oldest_first(last_use)) is None
 
 
 def test_gaps_beside_the_blocks_count() -> None:
@@ -99,9 +107,9 @@ def test_gaps_beside_the_blocks_count() -> None:
     allocator.free(offsets[0])
     allocator.free(offsets[2])
     last_use = dict.fromkeys(offsets, 1.0)
-    assert allocator.eviction_window(2 * 64, last_use.get) == []
-    assert allocator.eviction_window(5 * 64, last_use.get) == [offsets[1]]
-    assert allocator.eviction_window(6 * 64, last_use.get) == [offsets[1], offsets[3]]
+    assert allocator.eviction_window(2 * 64, oldest_first(last_use)) == []
+    assert allocator.eviction_window(5 * 64, oldest_first(last_use)) == [offsets[1]]
+    assert allocator.eviction_window(6 * 64, oldest_first(last_use)) == [offsets[1], offsets[3]]
 
 
 def test_no_window_crosses_a_pinned_block() -> None:
@@ -109,33 +117,36 @@ def test_no_window_crosses_a_pinned_block() -> None:
     offsets = fill(allocator, 1, 1, 1, 1, 1)
     last_use: dict[int, float | None] = dict.fromkeys(offsets, 1.0)
     last_use[offsets[2]] = None
-    assert allocator.eviction_window(2 * 64, last_use.get) == offsets[:2]
-    assert allocator.eviction_window(3 * 64, last_use.get) is None
+    assert allocator.eviction_window(2 * 64, oldest_first(last_use)) == offsets[:2]
+    assert allocator.eviction_window(3 * 64, oldest_first(last_use)) is None
 
 
 def test_among_equal_ages_the_fewest_bytes_are_evicted() -> None:
     allocator = Allocator(64 * 8)
     offsets = fill(allocator, 4, 1, 3)
     last_use = {offsets[0]: 5.0, offsets[1]: None, offsets[2]: 5.0}
-    assert allocator.eviction_window(2 * 64, last_use.get) == [offsets[2]]
+    assert allocator.eviction_window(2 * 64, oldest_first(last_use)) == [offsets[2]]
 
 
 def brute_force(
-    blocks: dict[int, int], capacity: int, need: int, last_use: dict[int, float | None]
-) -> list[tuple[float, int]]:
-    """The costs of all runs of blocks whose eviction makes room, by trying every one."""
+    blocks: Mapping[int, int], capacity: int, need: int, last_use: Mapping[int, float | None]
+) -> list[tuple[float, int, int]]:
+    """Youngest use, bytes and first block of all runs whose eviction makes room, by trying every
+    one; of those that begin at one block the shortest is enough."""
     offsets = sorted(blocks)
     costs = []
-    for first in range(len(offsets)):
+    for first, offset in enumerate(offsets):
+        start = 0 if first == 0 else offsets[first - 1] + blocks[offsets[first - 1]]
+        youngest, nbytes = 0.0, 0
         for last in range(first, len(offsets)):
-            run = offsets[first : last + 1]
-            times = [time for offset in run if (time := last_use[offset]) is not None]
-            if len(times) < len(run):
+            time = last_use[offsets[last]]
+            if time is None:
                 break
-            start = 0 if first == 0 else offsets[first - 1] + blocks[offsets[first - 1]]
+            youngest, nbytes = max(youngest, time), nbytes + blocks[offsets[last]]
             end = offsets[last + 1] if last + 1 < len(offsets) else capacity
             if end - start >= need:
-                costs.append((max(times), sum(blocks[offset] for offset in run)))
+                costs.append((youngest, nbytes, offset))
+                break
     return costs
 
 
@@ -156,7 +167,7 @@ def test_the_window_is_the_best_of_all(data: st.DataObject) -> None:
     last_use = {offset: data.draw(times) for offset in sorted(blocks)}
     need = 64 * data.draw(st.integers(1, 26))
 
-    window = allocator.eviction_window(need, last_use.__getitem__)
+    window = allocator.eviction_window(need, oldest_first(last_use))
 
     costs = brute_force(blocks, allocator.capacity_bytes, need, last_use)
     if allocator.largest_free_bytes >= need:
@@ -167,10 +178,39 @@ def test_the_window_is_the_best_of_all(data: st.DataObject) -> None:
         assert window is not None
         ages = [time for offset in window if (time := last_use[offset]) is not None]
         assert len(ages) == len(window)
-        assert (max(ages), sum(blocks[offset] for offset in window)) == min(costs)
+        assert (max(ages), sum(blocks[offset] for offset in window), window[0]) == min(costs)
         for offset in window:
             allocator.free(offset)
         assert allocator.allocate(need) is not None
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_window_is_the_best_of_all_where_there_are_many(seed: int) -> None:
+    chance = random.Random(seed)
+    allocator = Allocator(64 * 3000)
+    blocks = {
+        offset: 64 * units
+        for units in [chance.randint(1, 4) for _ in range(1000)]
+        if (offset := allocator.allocate(64 * units)) is not None
+    }
+    for offset in chance.sample(sorted(blocks), len(blocks) // 10):
+        allocator.free(offset)
+        del blocks[offset]
+    ages = chance.choice([range(1_000_000), range(40)])
+    last_use = {
+        offset: None if chance.random() < 0.02 else float(chance.choice(ages)) for offset in blocks
+    }
+    for need in (2, 4, 7, 12, 30, 200, 2000):
+        window = allocator.eviction_window(64 * need, oldest_first(last_use))
+        costs = brute_force(blocks, allocator.capacity_bytes, 64 * need, last_use)
+        if allocator.largest_free_bytes >= 64 * need:
+            assert window == []
+        elif not costs:
+            assert window is None
+        else:
+            assert window is not None
+            youngest = max(last_use[offset] or 0.0 for offset in window)
+            assert (youngest, sum(map(blocks.__getitem__, window)), window[0]) == min(costs)
 
 
 class AllocatorMachine(RuleBasedStateMachine):
@@ -222,7 +262,8 @@ class AllocatorMachine(RuleBasedStateMachine):
         def last_use(offset: int) -> float | None:
             return None if offset // 64 % 7 == modulus else float(offset // 64 % modulus)
 
-        window = self.allocator.eviction_window(units * 64, last_use)
+        ages = {offset: last_use(offset) for offset in self.blocks}
+        window = self.allocator.eviction_window(units * 64, oldest_first(ages))
         if window is None:
             return
         for offset in window:
@@ -271,18 +312,35 @@ def test_a_hundred_thousand_blocks_do_not_slow_it_down() -> None:
     assert seconds_per_pair(100_000) < 40 * seconds_per_pair(1_000)
 
 
-def test_one_window_asks_of_each_block_once() -> None:
-    allocator = Allocator(64 * 5000)
-    fill(allocator, *[1] * 5000)
-    asked: list[int] = []
+class Ages:
+    """Blocks by age, and how many of them were asked for."""
 
-    def last_use(offset: int) -> float:
-        asked.append(offset)
-        return float(offset * 7919 % 5003)
+    def __init__(self, ages: Mapping[int, float]) -> None:
+        self.ages = sorted((time, offset) for offset, time in ages.items())
+        self.asked = 0
 
-    window = allocator.eviction_window(64 * 40, last_use)
-    assert window is not None
-    assert len(window) == 40
-    assert all(after - before == 64 for before, after in pairwise(window))
-    assert asked == sorted(set(asked))
-    assert len(asked) == 5000
+    def __iter__(self) -> Iterator[tuple[float, int]]:
+        for age in self.ages:
+            self.asked += 1
+            yield age
+
+
+def test_no_more_blocks_are_looked_at_than_have_to_be() -> None:
+    count = 10_000
+    allocator = Allocator(64 * count)
+    offsets = fill(allocator, *[1] * count)
+    order = random.Random(1).sample(range(count), count)
+    ages = dict(zip(offsets, map(float, order), strict=True))
+
+    def asked_for(blocks: int) -> int:
+        oldest = Ages(ages)
+        window = allocator.eviction_window(64 * blocks, iter(oldest))
+        assert window is not None
+        assert len(window) == blocks
+        assert all(after - before == 64 for before, after in pairwise(window))
+        return oldest.asked
+
+    assert asked_for(1) <= 2
+    assert asked_for(2) < 500
+    assert asked_for(3) < 3000
+    assert asked_for(100) == count  # each of them once, at most

@@ -28,7 +28,7 @@ from lookup_buffer.prefetched import LoadOrder
 from lookup_buffer.request import Request
 from lookup_buffer.wire import encode_frame
 from nodes import NodeProcess, Nodes, at_rest, handoff, wait_until
-from peer_proxy import free_port
+from ports import free_port
 from store import EmbeddedServer, Location
 
 NAMESPACE = Namespace.named("tests").fingerprint

@@ -26,7 +26,7 @@ from lookup_buffer.board import (
 )
 from lookup_buffer.digest_table import BUCKET_ENTRIES, HEADER_BYTES, IS_ORDERED, digest_of
 from lookup_buffer.header import DTYPES, TensorHeader
-from lookup_buffer.inventory import Address
+from lookup_buffer.item import Address
 
 pytestmark = pytest.mark.skipif(not IS_ORDERED, reason="the board stays empty on this machine")
 ROOT = Path(__file__).resolve().parent.parent

@@ -13,6 +13,7 @@ from lookup_buffer.claimed import ClaimOutcome, ClaimSetState
 from lookup_buffer.key import TensorKey
 from lookup_buffer.messages import ClaimAll
 from lookup_buffer.node.claim_sets import ClaimSets
+from lookup_buffer.node.holdings import Holdings
 from lookup_buffer.node.session import Session
 from lookup_buffer.node.waiting import Waiting
 from lookup_buffer.prefetched import PrefetchState
@@ -241,12 +242,6 @@ class _Watched:
 class _Held:
     """Claims that another engine has, all of them."""
 
-    def holds(self, session: object, address: object) -> bool:
-        return False
-
-    def encoding_seconds(self, session: object, address: object) -> float:
-        return 0.0
-
     def claim(
         self, session: object, request: object, wanted: object, answer: Callable[[object], None]
     ) -> None:
@@ -256,7 +251,7 @@ class _Held:
 def test_a_client_that_is_gone_when_it_is_told_to_wait_leaves_no_watch_behind() -> None:
     """Sending fails then, which ends the session in the middle of the attempt."""
     loop, locator, claims, anchor = asyncio.new_event_loop(), _Watched(), _Held(), object()
-    sets = ClaimSets(loop, claims, Waiting(loop, locator))  # type: ignore[arg-type]
+    sets = ClaimSets(loop, claims, Holdings(loop), Waiting(loop, locator))  # type: ignore[arg-type]
     session = Session(1, anchor, None)  # type: ignore[arg-type]
     told = []
 

@@ -23,7 +23,7 @@ def loaded_after(*arguments: str, **settings: str) -> set[str]:
     """The modules that are loaded when the command has run."""
     code = (
         "import json, sys\n"
-        "from lookup_buffer.cli import app\n"
+        "from lookup_buffer.cli.commands import app\n"
         "try:\n    app(args=sys.argv[1:])\n"
         "except SystemExit as end:\n    assert not end.code, end.code\n"
         "print(json.dumps(sorted(sys.modules)))"
@@ -41,6 +41,29 @@ def loaded_after(*arguments: str, **settings: str) -> set[str]:
 )
 def test_starting_loads_nothing_that_is_slow(arguments: tuple[str, ...]) -> None:
     assert not loaded_after(*arguments) & {*SLOW, "hiredis"}
+
+
+@pytest.mark.parametrize(("before", "code"), [("", 130), ("signal.SIG_IGN", 0)])
+def test_ctrl_c_while_modules_are_imported(before: str, code: int) -> None:
+    """It ends without a word; and does nothing where it was ignored before, as by `nohup`."""
+    program = (
+        "import os, signal, sys\n"
+        "from lookup_buffer.cli import main\n"
+        "class Interrupting:\n"
+        "    def find_spec(name, *_):\n"
+        "        if name == 'click':\n"
+        "            os.kill(os.getpid(), signal.SIGINT)\n"
+        f"signal.signal(signal.SIGINT, {before or 'signal.default_int_handler'})\n"
+        "sys.meta_path.insert(0, Interrupting)\n"
+        "sys.argv[1:] = ['--version']\n"
+        "main()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True, text=True, timeout=60, check=False, env=environment({}),
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (code, "")
+    assert bool(done.stdout) == (code == 0)
 
 
 SLOW = {"torch", "numpy", "vllm", "redis", "rich.console", "pydantic", "asyncio"}

@@ -63,7 +63,9 @@ def test_refusals(arguments: tuple[str, ...], code: int, words: tuple[str, ...])
 
 def test_without_torch(tmp_path: Path) -> None:
     """As where only the node and the commands are installed."""
-    hide = "import sys; sys.modules['torch'] = None; from lookup_buffer.cli import app; app()"
+    hide = (
+        "import sys; sys.modules['torch'] = None; from lookup_buffer.cli.commands import app; app()"
+    )
     done = subprocess.run(
         [sys.executable, "-c", hide, "bench"],
         capture_output=True, text=True, timeout=60, check=False, env=environment({}),

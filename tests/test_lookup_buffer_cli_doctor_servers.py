@@ -13,8 +13,9 @@ from command_line import run_json
 from contract_store import a_location, a_record
 from lookup_buffer.cli.checks import Verdict
 from lookup_buffer.cli.store_checks import memory_check, version_check
+from ports import free_ports
 from sentinels import Sentinels
-from server_process import QUIET, ServerProcess, free_ports
+from server_process import QUIET, ServerProcess
 from servers import command, flush, valkey_executable
 from store import EmbeddedServer, ServerInfo, layout, open_store
 from store.inspection import PROBES

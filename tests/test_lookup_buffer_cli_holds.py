@@ -1,5 +1,7 @@
 """No command holds the server for long, however many records there are."""
 
+import pytest
+
 from benchmarks.commands import COMMANDS, LOGGED_MICROSECONDS, Filled, beating, run
 from benchmarks.gauge import percentile
 from servers import StartServer
@@ -8,6 +10,7 @@ RECORDS = 100_000
 HOLD_MILLISECONDS = 5.0
 
 
+@pytest.mark.alone
 def test_no_command_holds_the_server(start_server: StartServer) -> None:
     """By the server's own log of what took 0.1 ms and more; a million records: docs/scale.md.
 

@@ -3,12 +3,13 @@
 import os
 import signal
 import subprocess
-import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from command_line import PROGRAM, environment, publish, run, run_at_terminal
+from nodes import wait_until
 from servers import StartServer, frozen, patient
 from store import EmbeddedServer
 
@@ -22,11 +23,11 @@ COMMANDS = {
 
 
 @pytest.fixture
-def full_url(valkey_server: EmbeddedServer, namespace: str) -> str:
-    with patient(valkey_server.url) as store:
+def full_url(url: str, namespace: str) -> str:
+    with patient(url) as store:
         for n in range(2000):
             publish(store, namespace, f"key-{'ü' * 20}-{n}", "n1")
-    return valkey_server.url
+    return url
 
 
 @pytest.mark.parametrize(
@@ -102,19 +103,23 @@ def test_a_terminal_of_40_columns(full_url: str, name: str) -> None:
     assert [line for line in lines if len(line) > 40] == []
 
 
+def has_socket(pid: int) -> bool:
+    """Whether the process has one open; some of its files it may close meanwhile."""
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):
+            if "socket" in os.readlink(link):
+                return True
+    return False
+
+
 def test_ctrl_c(valkey_server: EmbeddedServer, start_server: StartServer) -> None:
     """While it waits for a server that says nothing."""
     server = start_server()
-    with frozen(server):
-        process = subprocess.Popen(
-            [PROGRAM, "ls", "--store-url", server.url],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment({}),
-        )  # fmt: skip
-        opened = Path(f"/proc/{process.pid}/fd")
-        for _ in range(1000):
-            if any("socket" in os.readlink(link) for link in opened.iterdir()):
-                break
-            time.sleep(0.01)
+    with frozen(server), subprocess.Popen(
+        [PROGRAM, "ls", "--store-url", server.url],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment({}),
+    ) as process:  # fmt: skip
+        wait_until(lambda: has_socket(process.pid), 10.0)
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=20.0)
     assert (process.returncode, out, err) == (130, "", "lookup-buffer: interrupted\n")

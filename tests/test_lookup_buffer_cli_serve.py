@@ -246,8 +246,9 @@ def test_nodes_tells_the_living_from_the_dead(
     (facts,) = [facts for facts in found if facts["node"] == living.node_id]
     assert sorted(facts) == [
         "alive", "boot", "capacity_bytes", "claims", "endpoint", "host", "items", "node",
-        "used_bytes", "version",
+        "pools", "used_bytes", "version",
     ]  # fmt: skip
+    assert facts["pools"] == []
     assert facts["capacity_bytes"] == living.settings.capacity_bytes
     text = run("nodes", "--store-url", valkey_server.url).stdout
     assert f"{living.node_id}  yes" in text

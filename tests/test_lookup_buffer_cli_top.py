@@ -19,7 +19,7 @@ from lookup_buffer.cli.top import _nodes, _summary
 from lookup_buffer.errors import MissingTensor
 from lookup_buffer.namespace import Namespace
 from lookup_buffer.node.metrics import FAMILIES
-from nodes import NodeProcess, key
+from nodes import NodeProcess, StartNode, key
 from servers import StartServer
 from store import Beat
 
@@ -49,9 +49,9 @@ def busy(node: NodeProcess, hit: str, namespace: str = "tests") -> Iterator[None
         thread.join()
 
 
-def test_once(node_pair: tuple[NodeProcess, NodeProcess]) -> None:
-    here, there = node_pair
-    url = here.settings.store_url
+def test_once(start_server: StartServer, start_node: StartNode) -> None:
+    url = start_server().url  # whose hottest keys are those of this test
+    here, there = node_pair = start_node(store_url=url), start_node(store_url=url)
     with busy(here, "hot-key"):
         time.sleep(2.0)
         document = run_json("top", "--store-url", url)
@@ -72,9 +72,11 @@ def test_once(node_pair: tuple[NodeProcess, NodeProcess]) -> None:
 
 
 @pytest.mark.parametrize("size", [(24, 80), (12, 40)])
-def test_live(node_pair: tuple[NodeProcess, NodeProcess], size: tuple[int, int]) -> None:
-    here, _ = node_pair
-    with busy(here, "hot"), terminal("top", here.settings.store_url or "", size) as screen:
+def test_live(start_server: StartServer, start_node: StartNode, size: tuple[int, int]) -> None:
+    """On a server of its own: the small screen has no room for nodes that other tests had."""
+    url = start_server().url
+    here, _ = start_node(store_url=url), start_node(store_url=url)
+    with busy(here, "hot"), terminal("top", url, size) as screen:
         screen.wait_for("nodes live", here.node_id[:8], "HITS/s", "hot")
         screen.interrupt()
         assert screen.process.wait(20.0) == 0

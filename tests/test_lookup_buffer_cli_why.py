@@ -9,7 +9,7 @@ import torch
 
 from command_line import run, run_json
 from lookup_buffer.cli.findings import Code, Finding
-from lookup_buffer.cli.history import history_of
+from lookup_buffer.cli.history import OTHERS_MAX, history_of
 from lookup_buffer.client import LookupBuffer
 from lookup_buffer.errors import BufferFull, MissingTensor
 from lookup_buffer.key import TensorKey
@@ -91,7 +91,8 @@ def test_an_offered_hand_off(store: MetadataStore, start_node: StartNode) -> Non
         (record,) = run_json("show", name.text, "--store-url", node.settings.store_url)["records"]
         (location,) = record["locations"]
         assert (location["checksum"], location["offered"]) == (None, True)
-        assert f"~{node.node_id}" in run("ls", "--store-url", node.settings.store_url).stdout
+        listed = run("ls", "--limit", "0", "--store-url", node.settings.store_url).stdout
+        assert f"~{node.node_id}" in listed
         assert taker.drop_select(blocking) is not None
         writer.join(30.0)
         the_finding(store, name, Code.STORED)
@@ -308,9 +309,13 @@ def test_under_another_namespace(
             "dtype": ("float16", "bfloat16"),
             "processor.size": ("1", "2"),
         }
+        for number in range(2 * OTHERS_MAX):  # in the order of fingerprints some come before
+            unlike = Namespace({"model": f"org/unlike {number}", "revision": "1", "tower": "2"})
+            store.describe_namespace(unlike.fingerprint, unlike.parts)
         everywhere = findings(store, name, "")
         assert [one.code for one in everywhere[:2]] == [Code.STORED] * 2
-        assert mine in {one.namespace for one in everywhere[2:]}
+        assert everywhere[2].namespace == mine, "of those without it the one that is most like it"
+        assert [one.code for one in everywhere[2:]] == [Code.OTHER_NAMESPACE] * OTHERS_MAX
 
 
 def test_a_namespace_that_nobody_uses(store: MetadataStore, client: LookupBuffer) -> None:

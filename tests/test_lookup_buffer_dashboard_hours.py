@@ -3,13 +3,15 @@
 import json
 import sys
 
+import pytest
+
 from browser import Browser
 from dashboards import LIVE, dashboard
 from lookup_buffer.node.http_dashboard import dashboard_pages
 from lookup_buffer.node.http_server import HttpServer
 from lookup_buffer.node.observer import HISTORY_SECONDS, Observer
 from nodes import StartNode
-from observing import free_port
+from ports import free_port
 
 TOKEN = "nur-fuer-uns"
 HOUR_SECONDS = 3600
@@ -44,6 +46,7 @@ while True:
 """
 
 
+@pytest.mark.alone
 def test_an_hour_leaves_nothing_behind(browser: Browser) -> None:
     told = json.dumps(SAMPLE_PAUSE_SECONDS).encode() + b"\n"
     server = HttpServer(None)

@@ -21,7 +21,8 @@ from lookup_buffer.node.http_exchange import EXCHANGE_SECONDS
 from lookup_buffer.node.http_server import HttpServer
 from lookup_buffer.node.observer import HISTORY_SECONDS, WATCHERS_MAX, Observer
 from nodes import NodeProcess, StartNode, key, wait_until
-from observing import free_port, get
+from observing import get
+from ports import free_port
 from servers import alive
 
 TOKEN = "nur-fuer-uns"

@@ -102,8 +102,15 @@ def test_another_version_is_not_even_asked(start_end: StartEnd) -> None:
     assert len([line for line in second.do("logged") if "was not used" in line]) == 1
 
 
-def test_a_pool_that_cannot_be_reached_is_left_alone(start_end: StartEnd) -> None:
-    first, second = start_end(host="127.0.0.2"), start_end()  # its node says 127.0.0.1
+@pytest.mark.parametrize(
+    "options",
+    [{"host": "127.0.0.2"}, {"token": "another"}],  # its node says 127.0.0.1
+    ids=["nobody is there", "another token"],
+)
+def test_a_pool_that_cannot_be_reached_is_left_alone(
+    start_end: StartEnd, options: dict[str, str]
+) -> None:
+    first, second = start_end(**options, receives=False), start_end()
 
     def is_left_alone() -> bool:
         read, expected = some(first)
@@ -118,11 +125,10 @@ def test_a_pool_that_cannot_be_reached_is_left_alone(start_end: StartEnd) -> Non
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"pool_bytes": MIB}, "no_room"),
         ({"device": "full"}, "device"),
         ({"device": "lost"}, "device"),
     ],
-    ids=["a small pool", "no memory", "gone"],
+    ids=["no memory", "gone"],
 )
 def test_a_device_that_takes_nothing(
     start_end: StartEnd, options: dict[str, object], reason: str
@@ -141,6 +147,36 @@ def test_a_device_that_takes_nothing(
     assert second.counted("lane_received_gloo") == 0
     assert len([line for line in second.do("logged") if f"({reason};" in line]) == 1
     assert second.do("lane.gauges().used_bytes") == 0
+
+
+def test_a_pool_that_is_full_of_what_is_held(start_end: StartEnd) -> None:
+    first, second = start_end(), start_end(pool_bytes=LARGE + MIB)
+    warm(first, second)
+    (held, _), (read, expected) = some(first), some(first)
+    second.do(f"globals().update(held={held.replace('read', 'buffer.view')})")
+    second.do("held.__enter__() is None")
+    assert second.do("lane.gauges().pinned_bytes") == LARGE
+    assert second.do(read) == expected
+    assert fallbacks(second)["no_room"] == 1
+    assert len([line for line in second.do("logged") if "(no_room;" in line]) == 1
+    second.do("held.__exit__(None, None, None)")
+
+
+def test_a_device_that_is_gone_when_others_want_what_is_on_it(start_end: StartEnd) -> None:
+    first, second = start_end(device="dying"), start_end()
+    warm(first, second)
+    first.do("setattr(place, 'is_gone', True)")
+
+    def is_tried() -> bool:
+        read, expected = some(first)
+        assert second.do(read) == expected
+        return fallbacks(second).get("peer_failed", 0) >= 2
+
+    wait_until(is_tried, 30.0)
+    (line,) = first.do("logged")
+    assert "lane was ended" in line
+    assert "device-side assert" in line
+    assert first.do("lane.gauges().pinned_bytes") == 0
 
 
 def test_a_node_that_dies_takes_its_places_along_and_brings_them_back(
@@ -162,6 +198,8 @@ def test_a_node_that_dies_takes_its_places_along_and_brings_them_back(
     with_store(first.node)
     wait_until(lambda: first.do("buffer.host.attached"), 15.0)
     warm(first, second)
+    key = read.removeprefix("read(TensorKey('").removesuffix("'))")
+    put(first, key, f"tensor_of({key!r}, {LARGE})")  # what the pool had is offered once more
 
 
 def test_what_a_node_promised_is_not_taken_for_what_the_next_one_does(

@@ -7,7 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from lookup_buffer.device.pool import DevicePool, Entry
 from lookup_buffer.errors import BufferFull, TensorTooLarge
-from lookup_buffer.inventory import Address
+from lookup_buffer.item import Address
 
 CAPACITY = 100
 NAMES = st.sampled_from("abcde")

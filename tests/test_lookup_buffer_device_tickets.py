@@ -18,8 +18,10 @@ from device_ends import LARGE, POOL_BYTES, files, threads
 from lookup_buffer.codec import header_of, writable_bytes
 from lookup_buffer.device.lane import SILENCE_SECONDS, DeviceLane
 from lookup_buffer.device.place import HostPlace
+from lookup_buffer.errors import ConfigError
+from lookup_buffer.fields import KEYS_BYTES_MAX
 from lookup_buffer.header import TensorHeader
-from lookup_buffer.pool_messages import OpenPool, Received
+from lookup_buffer.pool_messages import OpenPool, Received, Retract
 from nodes import tensor_of, wait_until
 
 if TYPE_CHECKING:
@@ -77,8 +79,8 @@ class Ends:
         key, tensor = f"k{self.last}", tensor_of(f"k{self.last}", nbytes)
         kept = producer.prepare("n", key, tensor, immutable=True)
         assert kept is not None
-        producer.settle(kept, is_stored=True)
         checksum, (lane, library) = xxh3_64_intdigest(writable_bytes(tensor)), self.dialect
+        producer.settle(kept, checksum)
         source = ["127.0.0.1", kept.mark, lane, library, producer.port, producer.id]
         message = {
             "event": "receive", "id": self.last, "namespace": "n", "key": key, "seconds": SECONDS,
@@ -214,3 +216,46 @@ def test_a_storm_of_joins_and_leaves_leaves_nothing_behind(ends: Ends) -> None:
 
     wait_until(is_as_before, 3 * SECONDS, f"{before}")
     ends.warm()
+
+
+def test_a_place_to_listen_at_that_is_not_ours_is_refused_and_leaves_no_thread() -> None:
+    before = threads()
+    with pytest.raises(ConfigError, match=r"cannot listen at 192\.0\.2\.1"):
+        DeviceLane("gloo", pool_bytes=POOL_BYTES, host="192.0.2.1")
+    assert threads() == before
+
+
+def test_what_is_offered_is_there_then(ends: Ends) -> None:
+    """And what was let go of meanwhile, or replaced, is not offered: its readers would ask for it
+    in vain."""
+    pins: list[tuple[str, int]] = []
+
+    def to_node(request: "Request") -> None:
+        pins.append((request.op, ends.theirs.gauges().pinned_bytes))
+
+    ends.theirs.attached(to_node)
+    kept = ends.theirs.prepare("n", "kept", tensor_of("kept", LARGE), immutable=True)
+    ends.theirs.settle(kept, 1)
+    gone = ends.theirs.prepare("n", "gone", tensor_of("gone", LARGE), immutable=True)
+    ends.theirs.on_event({"event": "let_go", "tickets": [], "keys": [["n", "gone"]]})
+    ends.theirs.settle(gone, 2)
+    assert [op for op, _ in pins] == ["open_pool", "prepare", "offer", "prepare", "retract"]
+    assert dict(pins)["offer"] == LARGE
+    assert (ends.theirs.gauges().pinned_bytes, ends.theirs.gauges().used_bytes) == (0, LARGE)
+
+
+def test_what_many_long_keys_name_is_retracted_in_parts(ends: Ends) -> None:
+    """One message of them would be longer than a node takes, and all of it would be lost."""
+    keys = [f"{number:04000}" for number in range(400)]
+    for key in keys:
+        kept = ends.theirs.prepare("n", key, torch.zeros(16), immutable=True)
+        ends.theirs.settle(kept, 1)
+    said: list[Request] = []
+    ends.theirs.attached(lambda request: said.append(request))
+    ends.theirs.settle(
+        ends.theirs.prepare("n", "all", torch.zeros(POOL_BYTES, dtype=torch.uint8), immutable=True),
+        1,
+    )
+    parts = [request.keys for request in said if isinstance(request, Retract)]
+    assert sorted(key for part in parts for key in part) == keys
+    assert max(sum(map(len, part)) for part in parts) <= KEYS_BYTES_MAX

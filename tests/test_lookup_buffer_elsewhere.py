@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from lookup_buffer.digest_table import BUCKET_ENTRIES, IS_ORDERED, digest_of
 from lookup_buffer.elsewhere import BELIEVED_SECONDS, ENTRIES, Elsewhere, ElsewhereReader
-from lookup_buffer.inventory import Address
+from lookup_buffer.item import Address
 from lookup_buffer.key import TensorKey
 from nodes import MIB, NodeProcess, StartNode, key, wait_until
 from servers import StartServer, flush

@@ -23,7 +23,8 @@ from nodes import (
     tensor_of,
     wait_until,
 )
-from peer_proxy import PeerProxy, behind, free_port
+from peer_proxy import PeerProxy, behind
+from ports import free_port
 
 BIG_BYTES = 64 * MIB
 BIG_ARENA_BYTES = 96 * MIB
@@ -192,7 +193,7 @@ def test_orders_of_a_dead_node_can_still_be_loaded(start_node: StartNode) -> Non
         assert client.prefetch([name])[0].reason == "node_down"
         with pytest.raises(NodeUnavailable):
             client.select(name, timeout=5.0)
-        assert time.monotonic() - started < 0.2
+        assert time.monotonic() - started < 1.0, "nobody waits for who is known to be away"
 
 
 def test_a_frozen_node_bounds_its_clients_and_then_serves_them(start_node: StartNode) -> None:

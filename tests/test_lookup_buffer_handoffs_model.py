@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from lookup_buffer.counters import Counters
 from lookup_buffer.errors import BufferFull, LookupBufferError
 from lookup_buffer.header import TensorHeader
-from lookup_buffer.inventory import Item
+from lookup_buffer.item import Item
 from lookup_buffer.node.arrivals import Arrival, Arrivals
 from lookup_buffer.node.handoffs import BYTES_PER_SECOND_MIN, Bid, Handoffs, Lease
 from lookup_buffer.node.shelf import Shelf
@@ -298,7 +298,7 @@ class HandoffMachine(RuleBasedStateMachine):
             if entry.line and self.is_offered(key):
                 # Both wait for the same: only for who was let in on those terms before.
                 shares = self.shelf._inventory._shares
-                gap = self.shelf._inventory._allocator.largest_free_bytes
+                gap = self.shelf._inventory._room._allocator.largest_free_bytes
                 smallest = min(one.header.nbytes for one in entry.offered)
                 assert entry.token is not None or shares.wanted_bytes or gap < smallest
 

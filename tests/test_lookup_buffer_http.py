@@ -6,7 +6,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -16,7 +16,8 @@ from lookup_buffer.errors import ConfigError
 from lookup_buffer.node.http_exchange import EXCHANGE_SECONDS, REQUEST_BYTES_MAX
 from lookup_buffer.node.http_server import CONNECTIONS_MAX, HttpServer
 from nodes import NodeProcess, Nodes, StartNode, wait_until
-from observing import ANSWER_SECONDS, address_of, free_port, get
+from observing import ANSWER_SECONDS, address_of, get
+from ports import free_port
 from store import EmbeddedServer
 
 TOKEN = "nur-fuer-uns"
@@ -149,6 +150,16 @@ def test_who_is_slow_loses_only_his_own_connection(node: NodeProcess) -> None:
     assert get(node, "/metrics")[0] == 200
     wait_until(lambda: len(os.listdir(files)) <= before[0] + 3, 10.0, "its files are closed")
     assert len(os.listdir(threads)) <= before[1]
+
+
+def test_who_holds_connections_keeps_nobody_out(guarded: NodeProcess) -> None:
+    """Without the token: they say nothing, or half of a request, or ask and do not leave."""
+    request = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    with ExitStack() as held:
+        for said in (b"", request[:9], request):
+            for _ in range(CONNECTIONS_MAX):
+                held.enter_context(connected(guarded)).sendall(said)
+            assert get(guarded, "/metrics", {"Authorization": f"Bearer {TOKEN}"})[0] == 200
 
 
 def test_who_takes_no_answer_is_cut_off(node: NodeProcess) -> None:

@@ -9,7 +9,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from lookup_buffer.errors import BufferFull, TensorTooLarge
 from lookup_buffer.header import TensorHeader
-from lookup_buffer.inventory import Inventory, Item
+from lookup_buffer.inventory import Inventory
+from lookup_buffer.item import Item
 
 CAPACITY = 10_000
 NAMES = [f"k{number}" for number in range(8)]

@@ -3,9 +3,7 @@
 The pools are stand-ins that say what a test has them say; nodes, clients and Redis are real.
 """
 
-import queue
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,15 +11,25 @@ import torch
 
 from contract_store import BOOT, a_record
 from lookup_buffer.channel import next_request_id
-from lookup_buffer.client import LookupBuffer, Prefetched, PrefetchState
+from lookup_buffer.client import LookupBuffer
 from lookup_buffer.key import TensorKey
-from lookup_buffer.namespace import Namespace
 from lookup_buffer.node.lanes import BASE_SECONDS
-from lookup_buffer.pool_messages import Offer, OpenPool, Prepare, Received, Retract
-from lookup_buffer.request import Request
-from nodes import NodeProcess, key, node_pair, tensor_of, wait_until, with_store
+from lookup_buffer.pool_messages import Prepare, Retract
+from lookup_buffer.prefetched import Prefetched, PrefetchState
+from nodes import (
+    NodeProcess,
+    StartNode,
+    key,
+    node_pair,
+    start_node,
+    tensor_of,
+    wait_until,
+    with_store,
+)
+from servers import frozen
 from store import (
     DeviceLocation,
+    EmbeddedServer,
     Location,
     MetadataStore,
     NodeInfo,
@@ -30,41 +38,9 @@ from store import (
     Withdrawing,
     open_store,
 )
+from told_pools import FINGERPRINT, LIBRARY, MARK, NBYTES, POOL, POOL_BYTES, PORT, Told
 
-__all__ = ["node_pair"]
-FINGERPRINT = Namespace.named("tests").fingerprint
-POOL, LIBRARY, PORT, MARK = "ab" * 6, "cd" * 4, 4321, 17
-NBYTES = 100_000
-
-
-class Told:
-    """A pool that keeps what it is told, and says nothing by itself but what it is."""
-
-    def __init__(self, client: LookupBuffer) -> None:
-        self.events: queue.Queue[dict[str, Any]] = queue.Queue()
-        self.say: Callable[[Request], None] = lambda _request: None
-        client.join_lane(self)
-
-    def attached(self, to_node: Callable[[Request], None]) -> None:
-        self.say = to_node
-        to_node(OpenPool(next_request_id(), "nccl", LIBRARY, PORT, POOL))
-
-    def lost(self) -> None:
-        pass
-
-    def on_event(self, message: dict[str, Any]) -> None:
-        self.events.put(message)
-
-    def tensor(self, ticket: int) -> torch.Tensor:
-        raise AssertionError("nobody loads here")
-
-    def hears(self, event: str) -> dict[str, Any]:
-        message = self.events.get(timeout=10.0)
-        assert message["event"] == event, message
-        return message
-
-    def answers(self, ticket: int, reason: str = "", source: int = 1) -> None:
-        self.say(Received(next_request_id(), ticket, reason, source))
+__all__ = ["node_pair", "start_node"]
 
 
 @pytest.fixture
@@ -82,11 +58,18 @@ def devices(store: MetadataStore, of: TensorKey) -> tuple[DeviceLocation, ...]:
     return () if record is None else record.devices
 
 
+def stored(client: LookupBuffer, one: TensorKey, **how: float) -> int:
+    """Store something under a key; the answer is its checksum."""
+    checksums: list[int] = []
+    client.insert(one, tensor_of(one.text, NBYTES), on_stored=checksums.append, **how)
+    (checksum,) = checksums
+    return checksum
+
+
 def offered(client: LookupBuffer, pool: Told, store: MetadataStore) -> TensorKey:
     """A key that this client stored, and that its pool offers."""
     one = key()
-    client.insert(one, tensor_of(one.text, NBYTES))
-    pool.say(Offer(next_request_id(), FINGERPRINT, one.text, MARK))
+    pool.offers(one, stored(client, one))
     wait_until(lambda: devices(store, one), 10.0)
     return one
 
@@ -104,7 +87,8 @@ def test_what_a_process_offers_is_published_and_goes_with_it(
         wait_until(lambda: not devices(store, taken_back), 10.0)
         assert record_of(store, taken_back) is not None
         # Nothing stands beside a copy that is not there.
-        pool.say(Offer(next_request_id(), FINGERPRINT, "never-stored", MARK))
+        pool.offers(TensorKey("never-stored"), 1)
+        assert pool.hears("let_go")["keys"] == [[FINGERPRINT, "never-stored"]]
         client.close()
         wait_until(lambda: not devices(store, kept), 10.0)
         assert record_of(store, kept) is not None
@@ -140,20 +124,42 @@ def test_a_copy_that_goes_takes_its_place_on_the_device_along(
     with store, node_pair[0].client() as client:
         pool = Told(client)
         one = key()
-        client.insert(one, tensor_of(one.text, NBYTES), ttl_seconds=2.0)
-        pool.say(Offer(next_request_id(), FINGERPRINT, one.text, MARK))
+        pool.offers(one, stored(client, one, ttl_seconds=2.0))
         told = pool.hears("let_go")
         assert (told["tickets"], told["keys"]) == ([], [[FINGERPRINT, one.text]])
         assert record_of(store, one) is None
 
 
+def test_a_place_on_a_device_stands_only_beside_the_same_bytes(
+    node_pair: tuple[NodeProcess, NodeProcess], store: MetadataStore
+) -> None:
+    """A pool outlives its node; the next one may have been given other bytes under that key."""
+    with store, node_pair[0].client() as client:
+        pool, one = Told(client), key()
+        checksum = stored(client, one)
+        told: list[int] = []
+        client.insert(one, tensor_of("another", NBYTES), on_stored=told.append)
+        assert told == [], "it is there already"
+        pool.offers(one, checksum ^ 1)
+        message = pool.hears("let_go")
+        assert (message["tickets"], message["keys"]) == ([], [[FINGERPRINT, one.text]])
+        assert devices(store, one) == ()
+        pool.offers(one, checksum)
+        wait_until(lambda: devices(store, one), 10.0)
+
+
 class Reading:
     """A producer on one node, and a reader with a pool on the other."""
 
-    def __init__(self, nodes: tuple[NodeProcess, NodeProcess], store: MetadataStore) -> None:
+    def __init__(
+        self,
+        nodes: tuple[NodeProcess, NodeProcess],
+        store: MetadataStore,
+        pool_bytes: int = POOL_BYTES,
+    ) -> None:
         self.store = store
         self.producer, self.reader = (node.client() for node in nodes)
-        self.theirs, self.ours = Told(self.producer), Told(self.reader)
+        self.theirs, self.ours = Told(self.producer), Told(self.reader, pool_bytes=pool_bytes)
 
     def begin(self) -> tuple[Prefetched, dict[str, Any]]:
         """A prefetch, and what the reader's pool is asked to receive."""
@@ -241,6 +247,40 @@ def test_a_pool_that_says_nothing_costs_the_lanes_deadline(reading: Reading) -> 
         assert handle.order.lane == ""
         assert reading.ours.hears("let_go")["tickets"] == [asked["id"]]
         reading.reader.release(handle)
+
+
+def test_what_does_not_fit_into_a_pool_is_not_asked_of_it(
+    node_pair: tuple[NodeProcess, NodeProcess], store: MetadataStore
+) -> None:
+    with Reading(node_pair, store, pool_bytes=NBYTES - 1) as reading:
+        before = node_pair[1].stats().get("lane_fallbacks_no_room", 0)
+        one = offered(reading.producer, reading.theirs, store)
+        (handle,) = reading.reader.prefetch([one], timeout=10.0)
+        assert handle.order is not None
+        assert handle.order.lane == ""
+        assert reading.ours.events.empty()
+        assert node_pair[1].stats()["lane_fallbacks_no_room"] == before + 1
+
+
+def test_a_pool_that_goes_while_it_is_asked_where_the_bytes_are_costs_nothing(
+    start_node: StartNode, valkey_server: EmbeddedServer
+) -> None:
+    nodes = start_node(), start_node(store_timeout_seconds=30.0)
+    with_store(*nodes)
+    with Reading(nodes, open_store(valkey_server.url, call_timeout_seconds=2.0)) as reading:
+        one = offered(reading.producer, reading.theirs, reading.store)
+        with frozen(valkey_server):
+            (handle,) = reading.reader.prefetch([one])
+            reading.ours.opening = (NBYTES, False, True)  # no reader's pool takes its place
+            reading.ours.attached(reading.ours.say)
+            nodes[1].stats()  # a round trip: it has heard of both
+        assert handle.wait(30.0) is PrefetchState.RESIDENT
+        assert handle.order is not None
+        assert handle.order.lane == ""
+        assert reading.ours.events.empty()
+        counted = nodes[1].stats()
+        assert counted["lane_fallbacks_ended"] == 1
+        assert "lane_fallbacks_timeout" not in counted
 
 
 def test_a_pool_that_goes_in_the_middle_costs_nothing(

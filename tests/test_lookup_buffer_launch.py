@@ -1,22 +1,29 @@
 """Nodes that start by themselves: one a directory, again when killed, and gone when idle."""
 
 import os
+import re
 import shutil
 import signal
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
+import lookup_buffer
 from lookup_buffer.client import LookupBuffer
 from lookup_buffer.config import BufferConfig
 from lookup_buffer.errors import LookupBufferError, NodeRefused, NodeUnavailable
 from nodes import MIB, ClientProcess, key, wait_until
 from servers import alive
 from store import EmbeddedServer
+
+README = Path(__file__).resolve().parent.parent / "README.md"
 
 
 def node_pids(directory: Path) -> list[int]:
@@ -97,3 +104,28 @@ def test_no_node_where_one_is_named_is_said_at_once(tmp_path: Path) -> None:
         assert buffer.prefetch([key()])[0].reason == "node_down"
         with pytest.raises(NodeUnavailable):
             buffer.insert(key(), torch.ones(1))
+
+
+def test_the_examples_of_the_readme_run_one_after_the_other(
+    automatic: BufferConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the node that the first of them starts, and which is still there for the second."""
+    place = {"directory": automatic.directory, "store_url": automatic.store_url}
+    here = partial(BufferConfig, **place, idle_exit_seconds=2.0)
+    monkeypatch.setattr(lookup_buffer, "BufferConfig", here, raising=False)
+    examples = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.DOTALL | re.MULTILINE)
+    of_the_library = [example for example in examples if "LookupBuffer(" in example]
+    assert len(of_the_library) == 2
+    for example in of_the_library:
+        exec(compile(example, "README.md", "exec"), {"torch": torch})
+
+
+def test_without_torch_the_library_says_what_to_install() -> None:
+    without = "import sys; sys.modules['torch'] = None; from lookup_buffer import LookupBuffer"
+    done = subprocess.run(
+        [sys.executable, "-c", without], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stderr.splitlines()[-1] == (
+        "ImportError: LookupBuffer needs torch, which is not installed: "
+        "pip install 'lookup-buffer[torch]'"
+    )

@@ -52,7 +52,7 @@ def test_the_end_is_bounded_and_drops_what_is_left() -> None:
     lines.submit("frozen", done.append)
     started = time.monotonic()
     lines.close(0.2)
-    assert 0.2 <= time.monotonic() - started < 0.5
+    assert 0.2 <= time.monotonic() - started < 3.0, "the line is held for ten seconds"
     hold.set()
     lines.submit("frozen", done.append)
     time.sleep(0.1)

@@ -221,25 +221,24 @@ def test_who_connects_to_another_version_hears_of_both(answer: list[object]) -> 
         answering.result(TIMEOUT)
 
 
-@pytest.mark.parametrize(
-    "message",
-    [
-        [],
-        ["refuse"],
-        {"hello": 1},
-        hello(version="1"),
-        hello(nonce=b"short"),
-        hello(nonce=bytes(33)),
-        hello(has_token=1),
-        hello(word="proof"),
-        [*hello(), "more"],
-        ["proof", bytes(32)],
-    ],
-    ids=repr,
-)
-def test_other_words_are_a_protocol_error(stranger: tuple[Link, Server], message: Any) -> None:
+OTHER_WORDS: dict[str, Any] = {
+    "nothing": [],
+    "half a refusal": ["refuse"],
+    "a map": {"hello": 1},
+    "a version in words": hello(version="1"),
+    "a short nonce": hello(nonce=b"short"),
+    "a long nonce": hello(nonce=bytes(33)),
+    "a token of one": hello(has_token=1),
+    "a proof like a hello": hello(word="proof"),
+    "more": [*hello(), "more"],
+    "a proof": ["proof", bytes(32)],
+}
+
+
+@pytest.mark.parametrize("name", OTHER_WORDS)
+def test_other_words_are_a_protocol_error(stranger: tuple[Link, Server], name: str) -> None:
     link, server = stranger
-    link.send(message, timeout=TIMEOUT)
+    link.send(OTHER_WORDS[name], timeout=TIMEOUT)
     with pytest.raises(ProtocolError):
         server.outcome.result(TIMEOUT)
 

@@ -11,7 +11,8 @@ from lookup_buffer.counters import COUNTERS
 from lookup_buffer.errors import BufferFull, MissingTensor
 from lookup_buffer.node.metrics import FAMILIES
 from nodes import MIB, NodeProcess, Nodes, StartNode, handoff, key, tensor_of, wait_until
-from observing import families, free_port, get, number, samples
+from observing import families, get, number, samples
+from ports import free_port
 from servers import StartServer
 from store import EmbeddedServer
 

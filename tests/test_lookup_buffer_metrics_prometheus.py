@@ -16,7 +16,8 @@ import pytest
 import yaml
 
 from nodes import MIB, NodeProcess, Nodes, key, tensor_of, wait_until
-from observing import free_port, get, samples
+from observing import get, samples
+from ports import free_port
 from store import EmbeddedServer
 
 ROOT = Path(__file__).resolve().parent.parent

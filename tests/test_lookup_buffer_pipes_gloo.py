@@ -190,6 +190,10 @@ def test_an_abort_wakes_both_ends(communicators: list[GlooCommunicator], threads
         a.send(memory, 1.0)
 
 
+def pipe_threads() -> list[threading.Thread]:
+    return [one for one in threading.enumerate() if one.name.startswith("lb-pipe")]
+
+
 @pytest.mark.parametrize(("signal", "error"), [("SIGKILL", PipeBroken), ("SIGSTOP", PipeTimeout)])
 def test_a_peer_that_ends_between_its_announcement_and_its_bytes(
     listening: KVPipe, closing: ExitStack, signal: str, error: type[LookupBufferError]
@@ -199,15 +203,15 @@ def test_a_peer_that_ends_between_its_announcement_and_its_bytes(
     closing.callback(process.wait)
     closing.callback(process.kill)
     assert listening.recv_tensor("there", timeout=START_SECONDS) is None
-    started, before = time.monotonic(), threading.active_count()
+    started = time.monotonic()
     with pytest.raises(error):
         listening.recv_tensor(timeout=60.0)
     assert time.monotonic() - started < SILENCE_SECONDS + SOON_SECONDS
     listening.abort()
     deadline = time.monotonic() + SOON_SECONDS
-    while threading.active_count() > before - 3 and time.monotonic() < deadline:
+    while pipe_threads() and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert not [one for one in threading.enumerate() if one.name.startswith("lb-pipe")]
+    assert not pipe_threads()
 
 
 ENDS_IN_THE_MIDDLE = """
@@ -297,3 +301,34 @@ def test_the_end_of_another_scheme_is_refused(closing: ExitStack) -> None:
 
 def _native_threads() -> int:
     return len(os.listdir("/proc/self/task"))
+
+
+IN_THE_MAKING = """
+import threading, time
+from lookup_buffer.pipes.communicator import Exchange
+from lookup_buffer.pipes.gloo import GlooCommunicator
+
+def make(deadline):
+    said = threading.Event()
+    exchange = Exchange(lambda name, value: said.set())
+
+    def run():
+        try:
+            GlooCommunicator(exchange, 0, "127.0.0.1", deadline)
+        except Exception:
+            pass  # nobody answers
+
+    threading.Thread(target=run, daemon=True).start()
+    assert said.wait(20.0)
+
+soon = time.monotonic() + 1.0
+for number in range(50):
+    make(soon + number / 100)
+time.sleep(max(0.0, soon - time.monotonic()))
+"""
+
+
+def test_a_process_that_ends_while_communicators_are_made_ends_in_order() -> None:
+    """Their threads come back from torch, one after the other, while the interpreter ends."""
+    ended = subprocess.run([sys.executable, "-c", IN_THE_MAKING], capture_output=True, timeout=60.0)
+    assert ended.returncode == 0, ended.stderr

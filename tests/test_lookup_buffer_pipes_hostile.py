@@ -35,7 +35,8 @@ from lookup_buffer.pipes.gloo import GlooCommunicator
 from lookup_buffer.pipes.inbox import Inbox
 from lookup_buffer.pipes.pair import PairLink
 from lookup_buffer.pipes.peer import Peer
-from lookup_buffer.pipes.redis_link import RedisLink, Session
+from lookup_buffer.pipes.redis_layout import Session
+from lookup_buffer.pipes.redis_link import RedisLink
 from lookup_buffer.pipes.resp import RespLane
 from lookup_buffer.pipes.socket_file import connect_to
 from lookup_buffer.wire import encode_frame

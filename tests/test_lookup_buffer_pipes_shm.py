@@ -181,7 +181,8 @@ def test_what_a_dead_end_has_put_into_memory_is_received(make_ends: MakeEnds) ->
 def test_nothing_has_a_name(make_ends: MakeEnds, uri: str) -> None:
     def names() -> set[str]:
         directories = ("/dev/shm", Path(uri.removeprefix("shm://")).parent)
-        return {str(path) for directory in directories for path in Path(directory).iterdir()}
+        found = {str(path) for directory in directories for path in Path(directory).iterdir()}
+        return {name for name in found if "lookup-buffer-weights" not in name}  # another test's
 
     before = names()
     a, b = make_ends()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lookup_buffer.inventory import Address
+from lookup_buffer.item import Address
 from lookup_buffer.node.locator import Answer, Located, Locator
 from lookup_buffer.node.resolver import Resolver
 from store import Location, Record

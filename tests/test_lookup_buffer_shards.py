@@ -1,5 +1,6 @@
 """A shard of the store's cluster is frozen: nodes go on with the keys of the others."""
 
+import secrets
 import threading
 import time
 from collections.abc import Iterator
@@ -43,6 +44,15 @@ class Shard:
             if (owner is self.master) == here:
                 names.append(name)
         return names
+
+    def node_id(self, *, here: bool) -> str:
+        """Of a node whose description lies on this shard; or neither that nor its counters."""
+        while True:
+            name = f"node-{secrets.token_hex(4)}"
+            described = self._cluster.owner(layout.node(name)) is self.master
+            counted = self._cluster.owner(layout.stats(name)) is self.master
+            if described if here else not (described or counted):
+                return name
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
@@ -126,12 +136,34 @@ def test_where_asking_does_not_reach_is_down_and_not_absent(
             assert torch.equal(found, torch.ones(3))
 
 
+def test_what_others_hold_is_published_where_a_node_itself_cannot_be_described(
+    own_cluster: ValkeyCluster, shard: Shard, start_node: StartNode
+) -> None:
+    unlucky = start(start_node, own_cluster, node_id=shard.node_id(here=True))
+    reader = start(start_node, own_cluster, node_id=shard.node_id(here=False))
+    names = shard.keys(4, here=False)
+    with unlucky.client() as producer, reader.client() as consumer:
+        with shard.frozen():
+            time.sleep(2.5)  # beats, each of which would describe the node and add to its counters
+            for name in names:
+                producer.insert(name, torch.ones(3))
+                wait_until(lambda: unlucky.stats()["unpublished"] == 0, 5.0, "it is published")
+                assert consumer.select(name, timeout=5.0) is not None
+            assert unlucky.stats()["store_up"]
+            assert "this node is not described" in unlucky.log_text()
+        described = layout.node(unlucky.node_id)
+        wait_until(lambda: own_cluster.owner(described).command("TTL", described) > 86395, 15.0)
+
+
 def test_what_was_said_to_be_stored_is_there_whatever_was_asked_before(
     own_cluster: ValkeyCluster, shard: Shard, start_node: StartNode
 ) -> None:
     """A question for many keys waits for the frozen shard, with an answer that is out of date."""
     settings = {"store_timeout_seconds": 10.0}
-    nodes = [start(start_node, own_cluster, **settings) for _ in range(2)]
+    nodes = [
+        start(start_node, own_cluster, node_id=shard.node_id(here=False), **settings)
+        for _ in range(2)
+    ]
     (name,), (lost,) = shard.keys(1, here=False), shard.keys(1, here=True)
     with nodes[0].client() as producer, nodes[1].client() as buffer:
         for one in (producer, buffer):  # they know the cluster, and are connected

@@ -70,7 +70,7 @@ def test_a_plain_install_brings_neither_torch_nor_vllm(metadata: email.message.M
 def test_it_names_the_command_and_the_plugin(wheel: zipfile.ZipFile) -> None:
     (name,) = (name for name in wheel.namelist() if name.endswith("entry_points.txt"))
     text = wheel.read(name).decode()
-    assert "[console_scripts]\nlookup-buffer = lookup_buffer.cli:app" in text
+    assert "[console_scripts]\nlookup-buffer = lookup_buffer.cli:main" in text
     assert "[vllm.general_plugins]\nlookup_buffer = connectors.plugin:register" in text
 
 

@@ -4,6 +4,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 
 import pytest
 
@@ -100,6 +101,7 @@ def _stop_replicating(replica: ServerProcess) -> None:
 def test_a_slot_moves_to_another_master_under_load(
     valkey_cluster: ValkeyCluster, namespace: str, counted: Counter[str]
 ) -> None:
+    a_while = partial(time.sleep, 0.1)
     with (
         open_at(valkey_cluster.url) as store,
         under_load(store, namespace, keys=100) as load,
@@ -109,7 +111,7 @@ def test_a_slot_moves_to_another_master_under_load(
         slots = {slot_of(name): valkey_cluster.owner(name) for name in names}
         for slot, source in slots.items():
             target = next(m for m in valkey_cluster.masters() if m is not source)
-            valkey_cluster.move_slot(slot, target, between=lambda: time.sleep(0.1))
+            valkey_cluster.move_slot(slot, target, between=a_while, emptied=a_while)
         load.settle()
         load.within_budget()
         assert not any(reader.raised for reader in load.readers), "reading was held up"

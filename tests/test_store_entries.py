@@ -35,13 +35,13 @@ def known(entries: Entries) -> set[str]:
 def test_what_a_lane_had_read_goes_at_once() -> None:
     entries, lanes = Entries(10 * MANY), [a_lane(), a_lane()]
     keys = [[f"{n}-{m}" for m in range(MANY)] for n in range(2)]
-    started = time.perf_counter()
+    started = time.thread_time()
     put(entries, lanes[0], *keys[0])
-    filling = time.perf_counter() - started
+    filling = time.thread_time() - started
     put(entries, lanes[1], *keys[1])
-    started = time.perf_counter()
+    started = time.thread_time()
     entries.drop_all(lanes[0])
-    assert time.perf_counter() - started < filling / 50
+    assert time.thread_time() - started < filling / 50
     assert known(entries) == set(keys[1])
     assert entries.of(NAMESPACE).get(keys[0][0]) is None
 

@@ -29,6 +29,7 @@ from store import (
     open_store,
 )
 
+pytestmark = pytest.mark.alone
 CALL_SECONDS = 0.1
 MARGIN_SECONDS = 0.05
 

@@ -1,12 +1,25 @@
 """What is written in a record is read again; whatever else stands there is passed over."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from store import DeviceLocation, Location, Record, layout
+from store import (
+    POOLS_MAX,
+    DeviceLocation,
+    Location,
+    NodeInfo,
+    PoolEndpoint,
+    Record,
+    layout,
+    record_fields,
+)
 from store.record import SAFE_NAME
 
+COMPACT_BYTES = 64
+"""`hash-max-listpack-value` as servers have it: one longer field, and it is another form."""
 NAMES = st.from_regex(SAFE_NAME, fullmatch=True)
 LOCATIONS = st.builds(
     Location,
@@ -72,7 +85,7 @@ FIELDS = st.one_of(
 
 def fields_of(record: Record) -> dict[bytes, bytes]:
     """What the publisher's script writes."""
-    parts = iter([_raw(part) for part in layout.identity_fields(record)])
+    parts = iter([_raw(part) for part in record_fields.identity_fields(record)])
     fields = {b"created": _raw(f"{record.created:.3f}")} | dict(zip(parts, parts, strict=True))
     fields |= {_raw(f"on:{on.node}"): _raw(on.text) for on in record.devices}
     return fields | {_raw(f"at:{at.node}"): _raw(at.text) for at in record.locations}
@@ -84,9 +97,9 @@ def _raw(part: str | int | bytes) -> bytes:
 
 @given(RECORDS)
 def test_a_record_is_read_as_it_was_written(record: Record) -> None:
-    assert layout.read_record(record.namespace, record.key, fields_of(record)) == record
+    assert record_fields.read_record(record.namespace, record.key, fields_of(record)) == record
     name = layout.record(record.namespace, record.key).encode()
-    assert layout.read_named_record(name, fields_of(record)) == record
+    assert record_fields.read_named_record(name, fields_of(record)) == record
 
 
 @given(RECORDS, st.dictionaries(FIELDS, GARBAGE, max_size=3), st.sets(FIELDS, max_size=2))
@@ -96,7 +109,7 @@ def test_what_a_hand_wrote_is_a_miss_or_a_record_that_may_be_stored(
     fields = fields_of(record) | changes
     for name in without:
         fields.pop(name, None)
-    found = layout.read_record(record.namespace, record.key, fields)
+    found = record_fields.read_record(record.namespace, record.key, fields)
     if found is not None:
         found.check()
         assert fields[b"v"] == layout.VERSION.encode()
@@ -114,9 +127,57 @@ def test_what_a_hand_wrote_is_a_miss_or_a_record_that_may_be_stored(
 def test_a_copy_that_no_node_wrote_is_passed_over(name: bytes, text: bytes) -> None:
     mine = Location("mine", "boot", 2, 3)
     record = Record("ns", "key", "uint8", (2,), 2, "tensor", 1.5, (mine,))
-    assert layout.read_record("ns", "key", {name: text} | fields_of(record)) == record
+    assert record_fields.read_record("ns", "key", {name: text} | fields_of(record)) == record
     alone = fields_of(record._replace(locations=())) | {name: text}
-    assert layout.read_record("ns", "key", alone) is None
+    assert record_fields.read_record("ns", "key", alone) is None
+
+
+def test_the_longest_places_leave_a_record_in_its_compact_form() -> None:
+    longest = Location("n", "b" * 24, 2**53 - 1, 2**64 - 1)
+    on_device = DeviceLocation("n", 10**16 - 1, "nccl", "f" * 8, 65535, "f" * 12)
+    for place in (longest, on_device):
+        place.check()
+        assert len(place.text.encode()) <= COMPACT_BYTES
+    for longer in (on_device._replace(mark=10**16), on_device._replace(port=100_000)):
+        with pytest.raises(ValueError):
+            longer.check()
+
+
+POOL = PoolEndpoint("gloo", "0a" * 4, 41000, "f" * 12)
+INFO = NodeInfo("n", "boot", "tcp://h:1", "h", "0.1", 1, 2, 3, 4, (POOL,))
+NO_POOLS = [
+    b"", b" ", b"gloo", b"tcp:" + b"0a" * 4 + b":1:" + b"f" * 12, b"\xff\xfe", b"\xd9\xa3",
+    POOL.text.encode() + b"0", POOL.text.replace("41000", "65536").encode(),
+    POOL.text.replace("41000", "0").encode(),
+]  # fmt: skip
+
+
+def described(pools: bytes | None) -> NodeInfo | None:
+    """What is read of a node that names these; of an older one, for None."""
+    parts = iter([_raw(part) for part in layout.node_fields(INFO)])
+    fields = dict(zip(parts, parts, strict=True))
+    del fields[b"pools"]
+    return layout.read_node("n", fields if pools is None else fields | {b"pools": pools})
+
+
+@pytest.mark.parametrize("other", NO_POOLS)
+def test_pools_of_a_form_that_nobody_knows_are_passed_over(other: bytes) -> None:
+    assert described(POOL.text.encode()) == INFO
+    assert described(other + b" " + POOL.text.encode() + b" " + other) == INFO
+    assert described(other) == described(None) == replace(INFO, pools=())
+
+
+@given(st.binary(max_size=200))
+def test_pools_that_a_hand_wrote_may_be_named(value: bytes) -> None:
+    info = described(value)
+    assert info is not None
+    info.check()
+
+
+def test_a_node_that_names_no_end_of_pools_is_read_up_to_a_bound() -> None:
+    info = described(b" ".join([POOL.text.encode()] * 100_000))
+    assert info is not None
+    assert info.pools == (POOL,) * POOLS_MAX
 
 
 @given(st.text(max_size=140))

@@ -12,7 +12,8 @@ from urllib.parse import quote
 import pytest
 
 from certificates import Certificates, make_certificates
-from server_process import QUIET, ServerProcess, free_ports
+from ports import free_ports
+from server_process import QUIET, ServerProcess
 from servers import redis_executable
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "redis-keys.md"

@@ -11,16 +11,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from connector_standins import EMBED_BYTES, LedgerBuffer, LedgerHandle, Request, Stored, step_output
-from connectors.ec_scheduler import EcScheduler
-from connectors.ec_shape import EngineShape
+from connectors.ec.scheduler import EcScheduler
+from connectors.ec.shape import EngineShape
 from connectors.settings import ConnectorSettings
 from lookup_buffer.claimed import ClaimSet, ClaimSetState
 from lookup_buffer.claiming import Claiming
 from lookup_buffer.key import TensorKey
 from lookup_buffer.prefetched import PrefetchState
-from virtual_nodes import Store, VirtualLoop, VirtualNode, Way
+from virtual_nodes import NAMESPACE, Store, VirtualLoop, VirtualNode, Way
 
-NAMESPACE = "0" * 64
 ENCODE_SECONDS = 0.2
 LEASE_SECONDS = 3.0
 BOUND_SECONDS = 2.0
@@ -123,7 +122,7 @@ class VirtualEngine:
         unseen = {key.text for keys in granted for key in keys}
         # What was encoded is on its way to be published.
         saving = self.step is not None and key in self.step.saves.values()
-        return key in unseen | claims._intents | claims._encodes._encodes.keys() or saving
+        return key in unseen | claims._intents._granted | claims._encodes._encodes.keys() or saving
 
     def preempt(self) -> None:
         """vLLM takes back the last request of the step that runs; its encodes go on."""

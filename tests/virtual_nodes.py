@@ -1,5 +1,5 @@
-"""Nodes in virtual time: the node's part for sets of claims as it is, over a store and single
-claims that live in memory.
+"""Nodes in virtual time: the node's parts for sets of claims and for what is held as they are, over
+a store and single claims that live in memory.
 
 What goes to the store takes a while, by chance, and arrives in the order in which it was sent.
 Nothing runs by itself: `VirtualLoop.run` lets time pass.
@@ -13,10 +13,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from lookup_buffer.inventory import Address
+from lookup_buffer.item import Address
 from lookup_buffer.messages import Claim, ClaimAll, Encoding, ReleaseClaim, Unclaim
 from lookup_buffer.node.claim_sets import ClaimSets
-from lookup_buffer.node.claims import PROMISE_SECONDS
+from lookup_buffer.node.holdings import Holdings
+from store import ClaimState
+
+NAMESPACE = "0" * 64
 
 
 class VirtualLoop:
@@ -126,6 +129,7 @@ class Store:
 
 @dataclass(slots=True, eq=False)
 class _Session:
+    owner: str = "engine"
     over: bool = False
 
 
@@ -136,7 +140,8 @@ class _Vigil:
 
 
 class VirtualNode:
-    """One engine's node: the real `ClaimSets`, with claims as `Claims` answers them."""
+    """One engine's node: `ClaimSets` and `Holdings` as they are, with claims as `Claims` answers
+    them."""
 
     def __init__(self, name: str, store: Store, chance: random.Random) -> None:
         self.name = name
@@ -144,45 +149,15 @@ class VirtualNode:
         self.store = store
         self.session = _Session()
         self.to_store, self.from_store = Way(self.loop, chance), Way(self.loop, chance)
-        self.held: dict[str, float] = {}
-        self.granted: dict[str, tuple[str, float]] = {}
-        """State, and until when the store has granted it."""
-        self.promises: dict[str, Any] = {}
         parts: Any = self
-        self.sets = ClaimSets(parts.loop, parts, parts)
+        self.holdings = Holdings(parts.loop)
+        self.sets = ClaimSets(parts.loop, parts, self.holdings, parts)
 
     # What `ClaimSets` asks of `Claims`.
-
-    def holds(self, session: Any, address: Address) -> bool:
-        return self.held.get(address[1], 0.0) > self.loop.now
 
     @property
     def holder(self) -> str:
         return self.name
-
-    def encoding_seconds(self, session: Any, address: Address) -> float:
-        state, _ = self.granted.get(address[1], ("", 0.0))
-        is_ours = state == "encoding" and self.holds(session, address)
-        return self.held[address[1]] - self.loop.now if is_ours else 0.0
-
-    def promise(
-        self, session: Any, address: Address, lease_seconds: float, keep: Callable[[Any], None]
-    ) -> bool:
-        key = address[1]
-        state, until = self.granted.get(key, ("", 0.0))
-        left = until - PROMISE_SECONDS - self.loop.now
-        if state != "intent" or key not in self.held or left <= 0:
-            return False
-        self.granted[key] = ("encoding", until)
-        self.held[key] = self.loop.now + lease_seconds
-        self.promises[key] = self.loop.call_later(left, keep, session)
-        return True
-
-    def _drop(self, key: str) -> None:
-        self.held.pop(key, None)
-        self.granted.pop(key, None)
-        if key in self.promises:
-            self.promises.pop(key).cancel()
 
     def claim(self, session: Any, request: Claim, wanted: Callable[[], bool], answer: Any) -> None:
         def decide() -> None:
@@ -194,23 +169,18 @@ class VirtualNode:
                 if not wanted():
                     self.to_store.send(self.store.release, self, request.key)
                     return
-                self._hold(request, fields["remaining_seconds"])
+                self.holdings.keep(
+                    session, (request.namespace, request.key), ClaimState(request.state),
+                    lease_seconds=request.lease_seconds,
+                    granted_seconds=fields["remaining_seconds"],
+                )  # fmt: skip
             if wanted():
                 answer(fields)
 
         self.to_store.send(decide)
 
-    def _hold(self, request: Claim, granted_seconds: float) -> None:
-        key, now = request.key, self.loop.now
-        state, _ = self.granted.get(key, ("", 0.0))
-        if request.state == "encoding" and key in self.promises:
-            self.promises.pop(key).cancel()
-        state = request.state if request.state == "encoding" or not state else state
-        self.granted[key] = (state, now + granted_seconds)
-        self.held[key] = max(self.held.get(key, 0.0), now + request.lease_seconds)
-
     def release(self, session: Any, request: ReleaseClaim, answer: Any) -> None:
-        self._drop(request.key)
+        self.holdings.drop(session, (request.namespace, request.key))
         self.to_store.send(self.store.release, self, request.key)
 
     # What it asks of `Waiting`.
@@ -244,7 +214,8 @@ class VirtualNode:
                 self.sets.unclaim(session, request)
 
     def publish(self, key: str) -> None:
-        self._drop(key)
+        session: Any = self.session
+        self.holdings.drop(session, (NAMESPACE, key))
         self.to_store.send(self.store.publish, self, key)
 
     def end(self) -> None:
@@ -252,8 +223,7 @@ class VirtualNode:
         self.session.over = True
         session: Any = self.session
         self.sets.end(session)
-        for key in list(self.held):
-            self._drop(key)
+        for _, key in self.holdings.drop_all(session):
             self.to_store.send(self.store.release, self, key)
 
     @property

@@ -6,6 +6,7 @@ answer, 130 interrupted. Whatever the end, every process that was started is gon
 
 import argparse
 import contextlib
+import importlib.util
 import json
 import os
 import signal
@@ -35,6 +36,13 @@ _WIDTH_OF_A_FILE = 120
 def main() -> int:
     arguments = _parser().parse_args()
     console = Console() if sys.stdout.isatty() else Console(width=_WIDTH_OF_A_FILE)
+    if importlib.util.find_spec("vllm") is None:
+        console.print(
+            "The demo runs two vLLM engines, and vLLM is not installed here: run `make demo` in a "
+            "checkout, which installs its CPU build.",
+            highlight=False, soft_wrap=True,
+        )  # fmt: skip
+        return 2
     # So that an orderly end by a supervisor cleans up as Ctrl-C does.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:

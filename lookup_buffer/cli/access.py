@@ -20,8 +20,10 @@ def opened_store(access: StoreAccess) -> Iterator[MetadataStore]:
     """The store, closed afterwards.
 
     Raises:
+        ConfigError: a TLS file that the URL names cannot be used.
         CommandError: the store is the embedded server, and none runs or its directory is unfit.
     """
+    access.check_files()
     try:
         url = access.actual_url()
     except OSError as error:  # the runtime directory cannot be made

@@ -4,8 +4,11 @@ A part may be a JSON object, as the connector's are: then its members are compar
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from functools import partial
 
+Described = Mapping[str, Mapping[str, str]]
+"""What namespaces stand for: their parts, by fingerprint; nothing where nobody says so."""
 Differences = dict[str, tuple[str | None, str | None]]
 
 _SHOWN_CHARACTERS = 32
@@ -20,6 +23,28 @@ def differences(ours: Mapping[str, str], theirs: Mapping[str, str]) -> Differenc
         for name in sorted(here.keys() | there.keys())
         if here.get(name) != there.get(name)
     }
+
+
+def most_alike(
+    described: Described, without: Iterable[str], having: Iterable[str]
+) -> dict[str, str]:
+    """Beside each of `without` the one of `having` that is most like it; the most alike first.
+
+    That is by how many parts differ, and by fingerprint among equals. Last come those of which
+    nobody says what they stand for, or what those stand for that have it.
+    """
+    holders = sorted(having)
+    flat = {
+        space: frozenset(_flat(described.get(space, {})).items()) for space in {*without, *holders}
+    }
+
+    def unlike(one: str, other: str) -> tuple[bool, bool, int]:
+        here, there = flat[one], flat[other]
+        return not there, not here, len({name for name, _ in here ^ there})
+
+    nearest = {space: min(holders, key=partial(unlike, space)) for space in without}
+    order = sorted(nearest, key=lambda space: (unlike(space, nearest[space]), space))
+    return {space: nearest[space] for space in order}
 
 
 def difference_text(found: Differences) -> str:

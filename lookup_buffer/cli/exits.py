@@ -80,10 +80,13 @@ def _one_line() -> Iterator[None]:
             advice = "another program uses our keys, `lb:*`: remove them"
         _end(f"{error}; {advice}", ExitCode.FOUND)
     except StoreUnavailable as error:
-        advice = "start the server, or name another by --store-url or LOOKUP_BUFFER_STORE_URL"
+        advice = (
+            "start the server, or correct its URL, password or certificates (--store-url, "
+            "LOOKUP_BUFFER_STORE_URL)"
+        )
         if isinstance(error, StoreRefused) and error.forbidden:
             advice = "give the user the rights in docs/redis-keys.md, or name another"
-        _end(f"{error}; {advice}", ExitCode.UNREACHABLE)
+        _end(f"{str(error).rstrip('.')}; {advice}", ExitCode.UNREACHABLE)
     except (StoreError, LookupBufferError) as error:
         _end(str(error), ExitCode.UNREACHABLE)
 

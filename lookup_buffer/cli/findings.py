@@ -287,8 +287,8 @@ def _failed(trace: "Trace") -> Finding:
     return _finding(
         trace, Code.FETCH_FAILED,
         f"{reader} could not fetch it from {holder} {ago} ago ({failure.reason})",
-        f"see that {reader} reaches the endpoint of {holder} (`lookup-buffer nodes`), and that "
-        "both have one token",
+        f"`lookup-buffer doctor` on the host of {reader}, with its token, tells whether it reaches "
+        f"{holder}, and is let in",
         holder, trace.failed_seconds_ago,
     )  # fmt: skip
 

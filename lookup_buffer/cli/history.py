@@ -5,10 +5,11 @@ Works against the store alone; no node is asked.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from lookup_buffer.cli.beat_watch import BeatWatch
-from lookup_buffer.cli.differences import difference_text, differences
+from lookup_buffer.cli.differences import difference_text, differences, most_alike
 from lookup_buffer.cli.exits import CommandError, ExitCode
 from lookup_buffer.cli.findings import Code, Finding, Fleet, absent, findings_of, no_namespace
 from lookup_buffer.cli.records import traces_of
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 NAMED_WHEN_AMBIGUOUS = 5
 FOUND_MAX = 10_000
 OTHERS_MAX = 5
-"""Namespaces without the key that are compared with one that has it, where none was named."""
+"""Namespaces without the key that are told of where none was named: those most like one with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,26 +53,27 @@ class History:
             one = next(iter(known)) if len(known) == 1 and self.namespace else None
             yield absent(self.key, one, where)
         if has_it:
-            without = sorted((known | asked) - set(has_it))
-            for space in without if self.namespace else without[:OTHERS_MAX]:
-                yield self._elsewhere(space, has_it)
+            beside = most_alike(self.described, (known | asked) - set(has_it), has_it)
+            for space, other in islice(beside.items(), None if self.namespace else OTHERS_MAX):
+                yield self._elsewhere(space, other)
 
     def _is_stored(self, space: str) -> bool:
         found = findings_of(self.traces[space], self.fleet)
         return any(one.code is Code.STORED for one in found)
 
-    def _elsewhere(self, space: str, has_it: list[str]) -> Finding:
-        """`space` beside the one of those that have it that is most like it."""
-        ours = self.described.get(space, {})
-        compared = {other: differences(ours, self.described.get(other, {})) for other in has_it}
-        other = min(has_it, key=lambda each: (not self.described.get(each), len(compared[each])))
-        differs = compared[other] if ours and self.described.get(other) else {}
-        what = f"; they differ in {difference_text(differs)}" if differs else ""
-        if not differs:
-            what = "; nobody says what one of the two stands for"
+    def _elsewhere(self, space: str, other: str) -> Finding:
+        """`space` beside one that has it."""
+        ours, theirs = self.described.get(space, {}), self.described.get(other, {})
+        differs = differences(ours, theirs) if ours and theirs else {}
+        if differs:
+            what = f"they differ in {difference_text(differs)}"
+        elif ours and theirs:
+            what = "what they stand for is the same, written differently"
+        else:
+            what = "nobody says what one of the two stands for"
         return Finding(
             Code.OTHER_NAMESPACE, space, self.key,
-            f"not in namespace {space[:8]}, but present under namespace {other[:8]}{what}",
+            f"not in namespace {space[:8]}, but present under namespace {other[:8]}; {what}",
             "engines share what is computed alike: give both the same settings, if they are "
             "meant to share",
             other_namespace=other, differs=differs,

@@ -1,4 +1,4 @@
-"""What `doctor` asks of this host: the runtime directory, the node, and memory for its arena."""
+"""What `doctor` asks of this host: variables, runtime directory, node, memory for its arena."""
 
 import os
 import time
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from lookup_buffer.cli.access import answers
 from lookup_buffer.cli.checks import Check, fail, ok, warn
 from lookup_buffer.cli.output import size_text
+from lookup_buffer.environment import misspelt_variables
 from lookup_buffer.errors import ConfigError, LookupBufferError, NodeRefused
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ MEMORY_PART_MAX = 0.75
 
 
 def host_checks(config: "BufferConfig") -> Iterator[Check]:
+    yield from _variables(config)
     try:
         path = config.socket_path()
         yield _directory(config, path)
@@ -38,6 +40,12 @@ def host_checks(config: "BufferConfig") -> Iterator[Check]:
             "run `lookup-buffer serve`; a client also starts one where node_socket is not set",
         )
         yield _room(config)
+
+
+def _variables(config: "BufferConfig") -> Iterator[Check]:
+    """Others are not refused, for they need not be ours; so who misspells one is told here."""
+    for variable, meant in misspelt_variables(type(config).model_fields).items():
+        yield warn("variables", f"{variable} is set, and no setting", f"is {meant} meant?")
 
 
 def _directory(config: "BufferConfig", path: Path) -> Check:

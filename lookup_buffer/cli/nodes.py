@@ -1,6 +1,6 @@
 """`lookup-buffer nodes`: which nodes there are, whether they live, and how full they are."""
 
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +44,10 @@ def nodes(
 
 def _facts(node: str, beat: Beat, info: NodeInfo | None, alive: bool) -> dict[str, Any]:
     """The stable JSON form. What a node said of itself is null where it is not known any more."""
-    unknown = dict.fromkeys(
-        ("endpoint", "host", "version", "capacity_bytes", "used_bytes", "items", "claims")
-    )
-    said = asdict(info) if info is not None else unknown
+    if info is None:
+        said = dict.fromkeys(field.name for field in fields(NodeInfo))
+    else:
+        said = asdict(info) | {"pools": [pool.text for pool in info.pools]}
     return {**said, "node": node, "boot": beat.boot, "alive": alive}
 
 

@@ -11,7 +11,8 @@ from lookup_buffer.cli.exits import CommandError, ExitCode
 from lookup_buffer.cli.fleet_checks import fleet_checks
 from lookup_buffer.cli.output import size_text
 from lookup_buffer.errors import ConfigError
-from store import MetadataStore, ServerInfo, StoreError, layout
+from store import EmbeddedServerError, MetadataStore, ServerInfo, StoreError, layout
+from store.embedded import find_server
 from store.url import parse
 
 if TYPE_CHECKING:
@@ -31,22 +32,38 @@ PING_SECONDS_MAX = 0.005
 
 def store_checks(config: "BufferConfig") -> Iterator[Check]:
     yield from _client()
+    access = config.store_access()
     try:
-        access = config.store_access()
+        access.check_files()
+    except ConfigError as error:
+        yield fail("store", str(error), "correct the file, or the URL")
+        return
+    try:
         with opened_store(access) as store:
             store.ping()
             yield ok("store", f"{shown_url(access)} answers")
             yield from _answering(config, store)
     except CommandError as error:
         if error.code is ExitCode.UNREACHABLE:  # the embedded one, which a node would start
-            yield warn("store", str(error), "it starts with the node")
+            yield _embedded(str(error))
         # Else it is the directory's fault, which the checks of this host explain.
     except ConfigError:
         pass  # likewise
     except StoreError as error:
         yield fail(
-            "store", str(error), "start the server, or correct the URL, password and firewall"
+            "store",
+            str(error),
+            "start the server, or correct the URL, password, certificates or firewall",
         )
+
+
+def _embedded(found: str) -> Check:
+    """Of the embedded server, which does not run."""
+    try:
+        find_server()
+    except EmbeddedServerError as error:
+        return fail("store", str(error), "a node starts without, and shares nothing")
+    return warn("store", found, "it starts with the node")
 
 
 def _client() -> Iterator[Check]:
@@ -75,7 +92,8 @@ def _answering(config: "BufferConfig", store: MetadataStore) -> Iterator[Check]:
         yield from clock_check(inspection.clock_ahead_seconds())
         yield records_check(inspection)
         yield nodes_check(inspection)
-        yield from fleet_checks(store)
+        token = config.token.get_secret_value() if config.token else None
+        yield from fleet_checks(store, token)
 
 
 def mode_check(url: str, info: ServerInfo) -> Check:

@@ -4,7 +4,8 @@ The end that connected asks; the end that listens answers, under keys that the q
 makes. Both are small messages beside the payload, which goes through the communicator:
 
     question    without a key: {ask, pool, namespace, key, mark}; mark 0: a probe, to make the
-                communicator before it is needed
+                communicator before it is needed; with `at_sight` where nobody needs it as yet:
+                whoever has many already ends that pair instead
     verdict     under `v<ask>`: {status: ok or stale, header}
     payload     under `p<ask>`, where the status is ok
 """
@@ -18,6 +19,9 @@ from lookup_buffer.errors import ProtocolError
 from lookup_buffer.plain import pack, unpack
 
 QUESTION_BYTES_MAX: Final = 64 << 10
+INBOX_BYTES: Final = 4 << 20
+"""Of what the other end sent and nobody here asked for, or not yet; ends that do as this module
+says have a fraction of it under way."""
 PROBE_BYTES: Final = 128 << 10
 """More than what comes with its offer: so it takes the communicator."""
 

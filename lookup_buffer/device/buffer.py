@@ -54,16 +54,16 @@ class DeviceBuffer:
         timeout: float = 10.0,
     ) -> InsertOutcome:
         """See `LookupBuffer.insert`. What is shared and new is kept on the device, too."""
-        kept = None
+        kept, stored = None, list[int]()
         if tensor is not None and key.request_id is None:
             of = self._namespace.fingerprint
             kept = self.lane.prepare(of, key.text, tensor, immutable=False)
-        outcome = None
         try:
-            outcome = self.host.insert(key, tensor, ttl_seconds=ttl_seconds, timeout=timeout)
-            return outcome
+            return self.host.insert(
+                key, tensor, ttl_seconds=ttl_seconds, timeout=timeout, on_stored=stored.append
+            )
         finally:
-            self.lane.settle(kept, is_stored=outcome is InsertOutcome.STORED)
+            self.lane.settle(kept, stored[0] if stored else None)
 
     def select(
         self, key: TensorKey, *, timeout: float = 0.0, out: "torch.Tensor | None" = None

@@ -2,7 +2,8 @@
 
     prepare,     the producer: what it inserts into the buffer stays here as well, and is offered
     settle
-    on_event     the node: bring this into the pool, and hold it under a ticket; or let go of it
+    on_event     the node: bring this into the pool, and hold it under a ticket; or let go of it;
+                 or, there are pools, to begin a pair with
     tensor       the reader: what a ticket holds
 
 Whatever fails here is told to the node, which then has the bytes brought over the hosts; it is
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from lookup_buffer.channel import next_request_id
 from lookup_buffer.codec import header_of
+from lookup_buffer.device import asking
 from lookup_buffer.device.crew import Crew
 from lookup_buffer.device.dialect import Dialect, dialect_of
 from lookup_buffer.device.notes import Notes
@@ -33,10 +35,10 @@ from lookup_buffer.errors import (
     NodeUnavailable,
     TensorTooLarge,
 )
-from lookup_buffer.fields import KEYS_MAX
-from lookup_buffer.inventory import Address
+from lookup_buffer.item import Address
+from lookup_buffer.messages import split
 from lookup_buffer.pipes.pipe import PipeLimits
-from lookup_buffer.pool_messages import Offer, OpenPool, Prepare, Received, Retract
+from lookup_buffer.pool_messages import Offer, OpenPool, Prepare, Received, Retract, SeenPool
 from lookup_buffer.request import Request
 
 if TYPE_CHECKING:
@@ -62,13 +64,15 @@ class DeviceLane:
 
     Args:
         device: as torch names it.
+        receives: whether this process ever reads; one that does not begins no pair.
+        offers: whether it ever keeps what others may want; one that does not is named to nobody.
         host: address to listen at, which other hosts reach as they reach the node.
         token: of the fleet.
         dialect: to announce another version than this process has; none means what it has.
         place: where the tensors lie; none means `device`.
 
     Raises:
-        ConfigError: this process cannot speak that lane.
+        ConfigError: this process cannot speak that lane, or not listen at `host`.
     """
 
     def __init__(
@@ -77,6 +81,8 @@ class DeviceLane:
         *,
         device: str = "cpu",
         pool_bytes: int,
+        receives: bool = True,
+        offers: bool = True,
         host: str = "127.0.0.1",
         token: str | None = None,
         silence_seconds: float = SILENCE_SECONDS,
@@ -86,7 +92,12 @@ class DeviceLane:
         self._place: Place = place or place_of(device)
         self.dialect = dialect or dialect_of(lane, self._place)
         self.id = secrets.token_hex(6)
-        limits = PipeLimits(buffer_bytes=pool_bytes, silence_seconds=silence_seconds)
+        self._opening = (pool_bytes, receives, offers)
+        limits = PipeLimits(
+            buffer_bytes=pool_bytes,
+            inbox_bytes=asking.INBOX_BYTES,
+            silence_seconds=silence_seconds,
+        )
         self.pool = DevicePool(pool_bytes, self._evicted)
         self._to_node: ToNode = lambda _request: None
         self._lock = threading.Lock()
@@ -95,10 +106,11 @@ class DeviceLane:
         self._under_way: set[int] = set()
         """Tickets that are still wanted, and not held yet."""
         self._orphans: list[tuple[float, list[int]]] = []
-        self._crew = Crew(self._notes, "lb-lane", RECEIVERS)
         self._serving = Serving(
-            self.pool, self._place, self.dialect, self.id, host=host, token=token, limits=limits
-        )
+            self.pool, self._place, self.dialect, self.id,
+            host=host, token=token, limits=limits, notes=self._notes,
+        )  # fmt: skip
+        self._crew = Crew(self._notes, "lb-lane", RECEIVERS)
         self._pairs = Pairs(
             self._place, self.dialect, token=token, limits=limits, notes=self._notes
         )
@@ -115,11 +127,12 @@ class DeviceLane:
         """There is a node (again): tell it of the pool, and of what it offers."""
         self._to_node = to_node
         opened = OpenPool(
-            next_request_id(), self.dialect.lane, self.dialect.library, self.port, self.id
-        )
+            next_request_id(), self.dialect.lane, self.dialect.library, self.port, self.id,
+            *self._opening,
+        )  # fmt: skip
         to_node(opened)
-        for (namespace, key), mark in self.pool.entries():
-            to_node(Offer(next_request_id(), namespace, key, mark))
+        for entry in self.pool.own():
+            self._offer(entry)
 
     def lost(self) -> None:
         """The node is gone. What it promised from this pool is still to be loaded, for a while."""
@@ -138,6 +151,11 @@ class DeviceLane:
 
     def on_event(self, message: dict[str, Any]) -> None:
         """What the node says; see `pool_messages`. On the listening thread, so it never waits."""
+        if message["event"] == "pools":
+            self._pairs.forget(message["gone"])
+            for fields in message["there"]:
+                self._pairs.warm(SeenPool(*fields))
+            return
         if message["event"] == "let_go":
             self._let_go(message["tickets"])
             self.pool.forget((namespace, key) for namespace, key in message["keys"])
@@ -192,27 +210,34 @@ class DeviceLane:
         self._to_node(Prepare(next_request_id(), namespace, key, entry.mark))
         return entry
 
-    def settle(self, entry: Entry | None, *, is_stored: bool) -> None:
-        """Its insert is over: offer it, or forget it, for the buffer has other bytes, or none."""
+    def settle(self, entry: Entry | None, checksum: int | None) -> None:
+        """Its insert is over: offer it, if it was stored, with this checksum; or, for None, forget
+        it, for the buffer has other bytes, or none."""
         if entry is None:
             return
         namespace, key = entry.address
-        self.pool.let_go(entry)
-        if is_stored:
-            self._to_node(Offer(next_request_id(), namespace, key, entry.mark))
+        # While it is held: what the pool loses, it loses, and retracts, after this.
+        if checksum is not None and not entry.gone:
+            entry.checksum = checksum
+            self._offer(entry)
             self._notes.count("kept")
         else:
             self.pool.forget([entry.address])
             self._to_node(Retract(next_request_id(), namespace, [key]))
+        self.pool.let_go(entry)
+
+    def _offer(self, entry: Entry) -> None:
+        if entry.checksum is not None:  # else it is when its insert is over
+            of = (next_request_id(), *entry.address)
+            self._to_node(Offer(*of, entry.mark, entry.checksum))
 
     def _evicted(self, addresses: list[Address]) -> None:
         by_namespace: dict[str, list[str]] = {}
         for namespace, key in addresses:
             by_namespace.setdefault(namespace, []).append(key)
         for namespace, keys in by_namespace.items():
-            for start in range(0, len(keys), KEYS_MAX):
-                part = keys[start : start + KEYS_MAX]
-                self._to_node(Retract(next_request_id(), namespace, part))
+            for part in split(keys):
+                self._to_node(Retract(next_request_id(), namespace, list(part)))
 
     # -- readers
 

@@ -30,3 +30,12 @@ class Notes:
                 "(%s; said once, counted by the node as lane_fallbacks_%s)",
                 self._lane, why, reason, reason,
             )  # fmt: skip
+
+    def warn_of_serving(self, why: object) -> None:
+        """Of what another process asked for, and did not get."""
+        if self.count("warned:serving") == 1:
+            logger.warning(
+                "lookup buffer: a reader's %s lane was ended, and it has its bytes over the hosts: "
+                "%s (said once, counted by the reader's node as lane_fallbacks_peer_failed)",
+                self._lane, why,
+            )  # fmt: skip

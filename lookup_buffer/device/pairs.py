@@ -1,14 +1,14 @@
 """Pairs: this process's ends of the lanes to other pools.
 
-Made in the background when a pool is first heard of, with a probe that takes the communicator;
-never while somebody waits. A bounded number, the least recently used goes. A pair that failed is
-left alone for a while, longer each time.
+Made in the background when a pool is first seen, or else named by a record, with a probe that takes
+the communicator; never while somebody waits. A bounded number, the least recently used goes, and
+those with pools that are gone. A pair that failed is left alone for a while, longer each time.
 """
 
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -28,12 +28,19 @@ from lookup_buffer.errors import (
     ProtocolError,
 )
 from lookup_buffer.pipes.meeting import meet
-from lookup_buffer.pipes.pipe import KVPipe, PipeLimits
+from lookup_buffer.pipes.pipe import PipeLimits
+from lookup_buffer.pipes.stream import StreamPipe
+from lookup_buffer.pool_messages import SeenPool
 
 PAIRS_MAX: Final = 16
+WARM_MAX: Final = 8
+"""Pairs that there may be when one is made only because its pool was seen. A communicator on a GPU
+takes 50 to 100 MB at each end, wanted or not; and there is room for what is wanted."""
 PAUSE_SECONDS: Final = 1.0
 PAUSE_SECONDS_MAX: Final = 60.0
 MAKE_SECONDS: Final = 30.0
+AT_SIGHT_SECONDS: Final = 10.0
+"""How long a communicator may take that nobody wants as yet."""
 MAKERS: Final = 2
 """Threads of their own: whoever cannot be reached takes seconds, and holds up no reception."""
 
@@ -55,12 +62,20 @@ class Pair:
     """One pool, and the pipe to it while there is one."""
 
     pool: str
-    pipe: KVPipe | None = None
+    pipe: StreamPipe | None = None
     is_making: bool = False
+    """Or waits for its turn to be made."""
+    waits_at_sight: bool = False
+    """It waits only because its pool was seen: whoever wants it does not wait for that turn."""
     failures: int = 0
     rests_until: float = 0.0
     last_ask: int = 0
     users: int = 0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether its pipe is there, and the other end not known to have gone."""
+        return self.pipe is not None and not self.pipe.is_lost
 
 
 class Pairs:
@@ -87,6 +102,7 @@ class Pairs:
         self._token = token
         self._limits = limits
         self._makers = Crew(notes, "lb-lane-make", MAKERS)
+        self._at_sight = Crew(notes, "lb-lane-sight", 1)
         self._warn = notes.warn
         self._pairs_max = pairs_max
         self._clock = clock
@@ -96,7 +112,7 @@ class Pairs:
 
     def open_pairs(self) -> int:
         with self._lock:
-            return sum(pair.pipe is not None for pair in self._pairs.values())
+            return sum(pair.is_open for pair in self._pairs.values())
 
     def why_not(self, source: Source) -> str:
         """Why nothing comes from there now (see `lane.FALLBACKS`), "" where it may; a pair that is
@@ -112,15 +128,45 @@ class Pairs:
             reason = ""
             if pair.pipe is None:
                 reason = "abandoned" if self._clock() < pair.rests_until else "cold"
-            makes = reason == "cold" and not pair.is_making and not self._closed
-            pair.is_making = pair.is_making or makes
+            is_begun = pair.is_making and not pair.waits_at_sight
+            makes = reason == "cold" and not is_begun and not self._closed
+            if makes:
+                pair.is_making, pair.waits_at_sight = True, False
         for pipe in surplus:
             pipe.abort()
-        if makes and not self._makers.soon(lambda: self._make(pair, source)):
+        if makes and not self._makers.soon(lambda: self._make(pair, source.host, source.port)):
             pair.is_making = False
         return reason
 
-    def _surplus(self) -> list[KVPipe]:
+    def warm(self, seen: SeenPool) -> None:
+        """Begin a pair with a pool that was just seen, where there is room to spare; never in
+        another's place, and once: a record that names the pool tries again."""
+        if (seen.lane, seen.library) != (self._dialect.lane, self._dialect.library):
+            return
+        with self._lock:
+            used = sum(pair.is_open or pair.is_making for pair in self._pairs.values())
+            if self._closed or seen.pool in self._pairs or used >= WARM_MAX:
+                return
+            pair = self._pairs[seen.pool] = Pair(seen.pool, is_making=True, waits_at_sight=True)
+            self._pairs.move_to_end(seen.pool, last=False)  # it was never used
+        if not self._at_sight.soon(lambda: self._make_at_sight(pair, seen)):
+            with self._lock:
+                pair.is_making = pair.is_making and not pair.waits_at_sight
+                pair.waits_at_sight = False
+
+    def forget(self, pools: Iterable[str]) -> None:
+        """These pools are gone, as their nodes say. One that is being used ends by itself."""
+        pipes = []
+        with self._lock:
+            for pool in pools:
+                pair = self._pairs.get(pool)
+                if pair is not None and not pair.users:
+                    del self._pairs[pool]
+                    pipes += [pair.pipe] if pair.pipe is not None else []
+        for pipe in pipes:
+            pipe.abort()
+
+    def _surplus(self) -> list[StreamPipe]:
         """Under the lock: forget the least recently used, beyond the bound."""
         pipes = []
         for name, pair in list(self._pairs.items())[: max(0, len(self._pairs) - self._pairs_max)]:
@@ -178,7 +224,7 @@ class Pairs:
             with self._lock:
                 pair.users -= 1
 
-    def fail(self, pool: str, pipe: KVPipe | None = None) -> None:
+    def fail(self, pool: str, pipe: StreamPipe | None = None) -> None:
         """The pair to this pool does not work, as its user has seen: it rests. Never waits."""
         with self._lock:
             pair = self._pairs.get(pool)
@@ -188,7 +234,7 @@ class Pairs:
         if broken is not None:
             broken.abort()
 
-    def _rest(self, pair: Pair) -> KVPipe | None:
+    def _rest(self, pair: Pair) -> StreamPipe | None:
         pair.failures += 1
         pause = min(PAUSE_SECONDS * 2 ** min(pair.failures - 1, 10), PAUSE_SECONDS_MAX)
         pair.rests_until = self._clock() + pause
@@ -203,30 +249,42 @@ class Pairs:
             self._pairs.clear()
         for pipe in pipes:
             pipe.abort()
+        deadline = time.monotonic() + timeout
         self._makers.close(timeout)
+        self._at_sight.close(max(0.0, deadline - time.monotonic()))
 
     # -- in the background
 
-    def _make(self, pair: Pair, source: Source) -> None:
-        pipe = None
+    def _make_at_sight(self, pair: Pair, seen: SeenPool) -> None:
+        with self._lock:
+            is_due, pair.waits_at_sight = pair.waits_at_sight, False
+        if is_due:  # else somebody wanted it before its turn came
+            self._make(pair, seen.host, seen.port, at_sight=True)
+
+    def _make(self, pair: Pair, host: str, port: int, *, at_sight: bool = False) -> None:
+        pipe, is_refused = None, False
         try:
-            pipe = self._open(source)
+            pipe = self._open(host, port, at_sight)
         except Exception as error:  # noqa: BLE001 -- a device's, too: or it would be made for ever
-            self._warn("abandoned", f"no pair with {source.host}:{source.port}: {error}")
+            # Refused is who wants nothing as yet of a pool that has many; a record begins it anew.
+            is_refused = at_sight and isinstance(error, PipeClosed)
+            if not is_refused:
+                self._warn("abandoned", f"no pair with {host}:{port}: {error}")
         with self._lock:
             pair.is_making = False
             wanted = not self._closed and self._pairs.get(pair.pool) is pair
             if pipe is not None and wanted:
                 pair.pipe, pair.failures = pipe, 0
                 return
-            self._rest(pair)
+            if not is_refused:
+                self._rest(pair)
         if pipe is not None:
             pipe.abort()
 
-    def _open(self, source: Source) -> KVPipe:
-        host = f"[{source.host}]" if ":" in source.host else source.host
+    def _open(self, host: str, port: int, at_sight: bool) -> StreamPipe:
+        shown = f"[{host}]" if ":" in host else host
         pipe = meet(
-            f"lane://{host}:{source.port}",
+            f"lane://{shown}:{port}",
             listen=False,
             timeout=self._limits.silence_seconds,
             token=self._token,
@@ -236,10 +294,11 @@ class Pairs:
         )
         try:
             with self._place.working():
-                pipe.send_tensor(
-                    asking.message({"ask": 0, "mark": 0}), timeout=self._limits.silence_seconds
+                probe = asking.message({"ask": 0, "mark": 0, "at_sight": at_sight})
+                pipe.send_tensor(probe, timeout=self._limits.silence_seconds)
+                pipe.recv_tensor(
+                    asking.payload_key(0), timeout=AT_SIGHT_SECONDS if at_sight else MAKE_SECONDS
                 )
-                pipe.recv_tensor(asking.payload_key(0), timeout=MAKE_SECONDS)
         except BaseException:
             pipe.abort()
             raise

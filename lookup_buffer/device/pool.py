@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lookup_buffer.errors import BufferFull, TensorTooLarge
-from lookup_buffer.inventory import Address
+from lookup_buffer.item import Address
 
 
 @dataclass(slots=True, eq=False)
@@ -23,7 +23,9 @@ class Entry:
     nbytes: int
     mark: int
     checksum: int | None
-    """Of the bytes, where they came from elsewhere; None of what was put here by its producer."""
+    """Of the bytes; None of what was put here by its producer and is not stored yet."""
+    is_own: bool = False
+    """Whether its producer put it here."""
     pins: int = 0
     gone: bool = False
     """Not to be found any more; its bytes are charged until nobody holds it."""
@@ -69,21 +71,22 @@ class DevicePool:
         """
         if nbytes > self._capacity_bytes:
             raise TensorTooLarge(f"{nbytes} bytes; the pool holds {self._capacity_bytes}")
-        evicted = []
+        in_the_way: list[Entry] = []
         with self._lock:
             missing = nbytes - (self._capacity_bytes - self._used_bytes)
-            unpinned = [entry for entry in self._entries.values() if not entry.pins]
-            if missing > sum(entry.nbytes for entry in unpinned):
-                raise BufferFull(f"no room for {nbytes} bytes: the rest of the pool is held")
-            for entry in unpinned:
+            for entry in self._entries.values():
                 if missing <= 0:
                     break
-                missing -= entry.nbytes
+                if not entry.pins:
+                    missing -= entry.nbytes
+                    in_the_way.append(entry)
+            if missing > 0:
+                raise BufferFull(f"no room for {nbytes} bytes: the rest of the pool is held")
+            for entry in in_the_way:
                 self._drop(entry)
-                evicted.append(entry.address)
             self._used_bytes += nbytes
-        if evicted:
-            self._on_evicted(evicted)
+        if in_the_way:
+            self._on_evicted([entry.address for entry in in_the_way])
 
     def cancel(self, nbytes: int) -> None:
         with self._lock:
@@ -97,7 +100,8 @@ class DevicePool:
             if former is not None:
                 self._forget(former)
             self._last_mark += 1
-            entry = Entry(address, value, nbytes, self._last_mark, checksum, pins=1)
+            is_own = checksum is None
+            entry = Entry(address, value, nbytes, self._last_mark, checksum, is_own, pins=1)
             self._entries[address] = entry
             return entry
 
@@ -137,10 +141,10 @@ class DevicePool:
                 if entry is not None:
                     self._forget(entry)
 
-    def entries(self) -> list[tuple[Address, int]]:
-        """Addresses and marks of what was put here by its producer."""
+    def own(self) -> list[Entry]:
+        """What was put here by its producer."""
         with self._lock:
-            return [(at, e.mark) for at, e in self._entries.items() if e.checksum is None]
+            return [entry for entry in self._entries.values() if entry.is_own]
 
     # -- tickets: holds that go by a number
 

@@ -27,7 +27,7 @@ from lookup_buffer.errors import (
     TensorTooLarge,
 )
 from lookup_buffer.header import TensorHeader
-from lookup_buffer.inventory import Address
+from lookup_buffer.item import Address
 
 if TYPE_CHECKING:
     import torch

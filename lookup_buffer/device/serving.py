@@ -1,12 +1,14 @@
 """Serving: other processes take from this one's pool what they ask for.
 
-One thread a pair, a bounded number of pairs. What is asked for is held while it is sent, and is
-what the reader knows of, by its mark, or else *stale*. A reader that dies or hangs costs its pair.
+One thread a pair, a bounded number of pairs: the one that was not asked for longest makes place for
+another. What is asked for is what the reader knows of, by its mark, or else *stale*. A reader that
+dies or hangs costs its pair, and so does a device that fails.
 """
 
 import socket
 import threading
 import time
+from collections import OrderedDict
 from contextlib import suppress
 from dataclasses import replace
 from typing import Final
@@ -15,15 +17,26 @@ import torch
 
 from lookup_buffer.device import asking
 from lookup_buffer.device.dialect import Dialect, joining, memory_of
+from lookup_buffer.device.notes import Notes
 from lookup_buffer.device.place import Place
 from lookup_buffer.device.pool import DevicePool, Entry
-from lookup_buffer.errors import LookupBufferError, LookupTimeout, ProtocolError
+from lookup_buffer.errors import (
+    Closed,
+    ConfigError,
+    LookupBufferError,
+    LookupTimeout,
+    ProtocolError,
+)
 from lookup_buffer.greeting import HANDSHAKE_SECONDS, Greetings, listening
 from lookup_buffer.handshake import accept_handshake
 from lookup_buffer.pipes.pipe import KVPipe, PipeLimits
 from lookup_buffer.pipes.stream import StreamPipe
 
 PEERS_MAX: Final = 32
+AT_SIGHT_MAX: Final = 16
+"""From so many on there is no place for those that want nothing as yet."""
+STRANGERS_MAX: Final = 32
+"""Who have connected and are no peers yet; each has `HANDSHAKE_SECONDS`."""
 IDLE_SECONDS: Final = 300.0
 """A pair that nobody asked anything for so long is ended; its reader makes another when it asks."""
 SEND_SECONDS: Final = 10.0
@@ -35,6 +48,10 @@ class Serving:
     Args:
         pool_id: what this process's pool is called in the records.
         limits: of the pipes of all pairs.
+        notes: told of a device that fails.
+
+    Raises:
+        ConfigError: `host` is no address to listen at.
     """
 
     def __init__(
@@ -47,23 +64,29 @@ class Serving:
         host: str,
         token: str | None,
         limits: PipeLimits,
+        notes: Notes,
     ) -> None:
         self._pool = pool
         self._place = place
         self._pool_id = pool_id
         self._token = token
         self._limits = replace(limits, message_bytes=asking.QUESTION_BYTES_MAX)
+        self._notes = notes
         self._join = joining(dialect, place)(True, limits.silence_seconds)
         self._dialect = dialect
         self._lock = threading.Lock()
-        self._pipes: set[KVPipe] = set()
+        self._pipes: OrderedDict[KVPipe, None] = OrderedDict()
+        """Whose peer asked last, last."""
         self._closed = False
-        self._listener, shown = listening(host, 0)
+        try:
+            self._listener, shown = listening(host, 0)
+        except OSError as error:
+            raise ConfigError(f"a pool cannot listen at {host}: {error.strerror}") from error
         self.port = int(shown.rpartition(":")[2])
         self.served = 0
         """How many tensors were sent."""
         self._accepting = threading.Thread(
-            target=Greetings(PEERS_MAX, "lb-lane-peer").serve,
+            target=Greetings(PEERS_MAX + STRANGERS_MAX, "lb-lane-peer").serve,
             args=(self._listener, self._greet),
             name="lb-lane-accept",
             daemon=True,
@@ -87,7 +110,8 @@ class Serving:
     def _greet(self, stream: socket.socket) -> None:
         deadline = time.monotonic() + HANDSHAKE_SECONDS
         pipe = StreamPipe("lane", self._limits, memory_of(self._dialect, self._place))
-        with suppress(LookupBufferError):  # whoever that was, he is no peer, or is gone
+        is_ended_in_order = False
+        try:
             link = accept_handshake(stream, token=self._token, timeout=HANDSHAKE_SECONDS)
             try:
                 frames = self._join(link, deadline)
@@ -95,25 +119,48 @@ class Serving:
                 link.close()
                 raise
             pipe.meet(frames)
-            with self._lock:
-                if not self._closed:
-                    self._pipes.add(pipe)
-            try:
-                self._serve(pipe)
-            finally:
-                with self._lock:
-                    self._pipes.discard(pipe)
-                pipe.abort()
+            self._serve(pipe)
+        except Closed:
+            is_ended_in_order = True
+        except LookupBufferError:
+            pass  # whoever that was, he is no peer, or is gone
+        except Exception as error:  # noqa: BLE001 -- top of a thread; a device that failed
+            self._notes.warn_of_serving(error)
+        with self._lock:
+            has_place = pipe in self._pipes
+            self._pipes.pop(pipe, None)
+        if has_place or not is_ended_in_order:  # else who took its place is about to end it
+            pipe.abort()
+
+    def _has_place(self, pipe: KVPipe, question: dict[str, object]) -> bool:
+        """Whether who asks this is one of the peers, or becomes one, where necessary in place of
+        one who has asked nothing for longer."""
+        surplus = None
+        with self._lock:
+            is_crowded = pipe not in self._pipes and len(self._pipes) >= AT_SIGHT_MAX
+            if self._closed or (is_crowded and question.get("at_sight")):
+                return False
+            self._pipes[pipe] = None
+            self._pipes.move_to_end(pipe)
+            if len(self._pipes) > PEERS_MAX:
+                surplus, _ = self._pipes.popitem(last=False)
+        if surplus is not None:
+            surplus.close()  # in order: its reader makes another when it asks
+        return True
 
     def _serve(self, pipe: KVPipe) -> None:
         with self._place.working():
+            seconds = HANDSHAKE_SECONDS  # a stranger, until it asks
             while not self._closed:
                 try:
-                    question = pipe.recv_tensor(timeout=IDLE_SECONDS)
+                    question = asking.fields_in(pipe.recv_tensor(timeout=seconds))
                 except LookupTimeout:
-                    pipe.close()
-                    return
-                self._answer(pipe, asking.fields_in(question))
+                    break
+                if not self._has_place(pipe, question):
+                    break
+                self._answer(pipe, question)
+                seconds = IDLE_SECONDS
+            pipe.close()
 
     def _answer(self, pipe: KVPipe, question: dict[str, object]) -> None:
         match question:

@@ -18,7 +18,7 @@ from typing import Final
 from lookup_buffer.counters import Counters
 from lookup_buffer.errors import LookupBufferError, NodeUnavailable
 from lookup_buffer.inserted import InsertOutcome
-from lookup_buffer.inventory import Address, Item
+from lookup_buffer.item import Address, Item
 from lookup_buffer.messages import Holds
 from lookup_buffer.node.directory import Directory
 from lookup_buffer.node.handoffs import Handoffs

@@ -13,7 +13,7 @@ from functools import partial
 
 from lookup_buffer.errors import BufferFull, LookupBufferError
 from lookup_buffer.header import TensorHeader
-from lookup_buffer.inventory import Address, Item
+from lookup_buffer.item import Address, Item
 from lookup_buffer.node.connection import Connection
 from lookup_buffer.node.handoffs import TTL_SECONDS, Handoffs
 from lookup_buffer.node.loop import call_from_thread

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
-from lookup_buffer.inventory import Address
+from lookup_buffer.item import Address
 from lookup_buffer.key import is_handoff
 from lookup_buffer.node.pace import Pace
 from store import Location

@@ -16,23 +16,28 @@ class Breaker:
     """Closed: calls pass. Open: they do not, until the pause is over; then one call probes."""
 
     clock: Callable[[], float]
+    failures_to_open: int = FAILURES_TO_OPEN
+    open_seconds_min: float = OPEN_SECONDS_MIN
+    open_seconds_max: float = OPEN_SECONDS_MAX
     _failures: int = 0
-    _pause_seconds: float = OPEN_SECONDS_MIN
+    _pause_seconds: float = 0.0
     _closed_at: float = 0.0
 
     @property
     def open(self) -> bool:
-        return self._failures >= FAILURES_TO_OPEN
+        return self._failures >= self.failures_to_open
 
     def allows(self) -> bool:
         return not self.open or self.clock() >= self._closed_at
 
     def succeeded(self) -> None:
         self._failures = 0
-        self._pause_seconds = OPEN_SECONDS_MIN
+        self._pause_seconds = 0.0
 
     def failed(self) -> None:
         self._failures += 1
         if self.open:
+            self._pause_seconds = min(
+                max(2 * self._pause_seconds, self.open_seconds_min), self.open_seconds_max
+            )
             self._closed_at = self.clock() + self._pause_seconds
-            self._pause_seconds = min(2 * self._pause_seconds, OPEN_SECONDS_MAX)

@@ -2,10 +2,9 @@
 
 An attempt takes the claims as intents in the order of the keys and stops at the first that another
 engine has; what it took newly is given back, and the next attempt follows when that one key was
-published or its claim may be free; likewise where the engine
-itself is encoding the key. So two who want the same keys in any order never hold each
-other up. Attempts and what else a session says of its claims take turns: none sees another's half
-work. Runs on the loop's thread.
+published or its claim may be free; likewise where the engine itself is encoding the key. So two who
+want the same keys in any order never hold each other up. Attempts and what else a session says of
+its claims take turns: none sees another's half work. Runs on the loop's thread.
 """
 
 import asyncio
@@ -15,9 +14,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from lookup_buffer.inventory import Address
+from lookup_buffer.item import Address
 from lookup_buffer.messages import Claim, ClaimAll, Encoding, ReleaseClaim, Unclaim
 from lookup_buffer.node.claims import INTENT_SECONDS_MAX, Answer, Claims
+from lookup_buffer.node.holdings import Holdings
 from lookup_buffer.node.session import Session
 from lookup_buffer.node.waiting import Vigil, Waiting
 from store import ClaimState
@@ -75,6 +75,7 @@ class _Line:
 class ClaimSets:
     loop: asyncio.AbstractEventLoop
     claims: Claims
+    holdings: Holdings
     waiting: Waiting
     _lines: dict[Session, _Line] = field(default_factory=dict)
 
@@ -112,7 +113,7 @@ class ClaimSets:
         address = (request.namespace, key)
 
         def turn(teller: Session) -> None:
-            if self.claims.holds(teller, address):
+            if self.holdings.lasts(teller, address):
                 self._encode(teller, request, {key})
             else:  # given back meanwhile
                 self._next(teller)
@@ -120,7 +121,7 @@ class ClaimSets:
         def keep(teller: Session) -> None:
             self._say(teller, partial(turn, teller))
 
-        return self.claims.promise(session, address, request.lease_seconds, keep)
+        return self.holdings.promise(session, address, request.lease_seconds, keep)
 
     def _encode(self, session: Session, request: Encoding, left: set[str]) -> None:
         """A turn: tell the store."""
@@ -212,12 +213,12 @@ class ClaimSets:
             self._next(session)
             return
         address = (request.namespace, request.keys[index])
-        encoding_seconds = self.claims.encoding_seconds(session, address)
+        encoding_seconds = self.holdings.encoding_seconds(session, address)
         if encoding_seconds:  # its own output is on its way into the buffer
             fields = {"holder": self.claims.holder, "remaining_seconds": encoding_seconds}
             self._refused(wish, address, {"outcome": "held"} | fields)
             return
-        is_new = not self.claims.holds(session, address)
+        is_new = not self.holdings.lasts(session, address)
 
         def answered(fields: dict[str, Any]) -> None:
             if fields["outcome"] == "granted":

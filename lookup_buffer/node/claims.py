@@ -17,9 +17,10 @@ from functools import partial
 from typing import Any
 
 from lookup_buffer.counters import Counters
-from lookup_buffer.inventory import Address
+from lookup_buffer.item import Address
 from lookup_buffer.messages import Claim, ReleaseClaim
 from lookup_buffer.node.arbiter import Arbiter, Ruling
+from lookup_buffer.node.holdings import Holdings
 from lookup_buffer.node.identity import Identity
 from lookup_buffer.node.registrar import Registrar
 from lookup_buffer.node.resolver import Resolver
@@ -29,8 +30,6 @@ from lookup_buffer.node.waiting import Vigil, Waiting
 from store import ClaimAnswer, Claiming, ClaimState, Releasing
 
 Answer = Callable[[dict[str, Any]], None]
-Owner = str | int
-"""An engine's id, or the number of a session that is no engine's."""
 
 ANSWER_SECONDS = 0.4
 """Well within what a client waits for an answer, however many claims wait for a slow store."""
@@ -38,10 +37,6 @@ INTENT_SECONDS_MAX = 1.0
 """Who only means to produce a key may not keep others waiting for longer."""
 CLOSE_SECONDS = 1.0
 """For what is still to be given back when the node ends; leases end the rest."""
-PROMISE_SECONDS = 0.4
-"""So long before an intent lapses the store is told at the latest that it came to encoding."""
-FORGET_SECONDS = 1.0
-"""How long after the end of a lease it is forgotten."""
 STORED = {"outcome": "stored", "holder": "", "state": "", "remaining_seconds": 0.0}
 
 
@@ -72,31 +67,9 @@ class _Question:
 
 
 @dataclass(slots=True)
-class _Holding:
-    session: Session
-    ends_at: float
-    state: ClaimState
-    granted_until: float
-    """What the store has surely granted."""
-    encoding_since: float | None
-    promise: asyncio.TimerHandle | None = None
-    """To tell the store of the state, which it does not know yet."""
-
-    def begin_to_encode(self, now: float) -> None:
-        """Or go on with it."""
-        self.state = ClaimState.ENCODING
-        if self.encoding_since is None:
-            self.encoding_since = now
-
-    def forget_promise(self) -> None:
-        if self.promise is not None:
-            self.promise.cancel()
-            self.promise = None
-
-
-@dataclass(slots=True)
 class Claims:
     loop: asyncio.AbstractEventLoop
+    holdings: Holdings
     arbiter: Arbiter
     identity: Identity
     shelf: Shelf
@@ -104,7 +77,6 @@ class Claims:
     resolver: Resolver
     registrar: Registrar
     counters: Counters
-    _held: dict[tuple[Owner, Address], _Holding] = field(default_factory=dict)
     _secret: bytes = field(default_factory=lambda: secrets.token_bytes(16))
 
     def claim(
@@ -134,57 +106,19 @@ class Claims:
             question.vigil = self.waiting.watch(address, question.until, look)
         self._look(question)
 
-    def promise(
-        self,
-        session: Session,
-        address: Address,
-        lease_seconds: float,
-        keep: Callable[[Session], None],
-    ) -> bool:
-        """Take this engine's intent for ENCODING, and call `keep`, which tells the store, only when
-        it is about to lapse: most encodes are over and published by then, and that ends the claim.
-        `keep` gets the session that goes on with it. False where there is no intent that lasts."""
-        holding = self._held.get((_owner(session), address))
-        if holding is None or holding.state is not ClaimState.INTENT:
-            return False
-        now = time.monotonic()
-        left = holding.granted_until - PROMISE_SECONDS - now
-        if left <= 0:
-            return False
-        holding.session = session
-        holding.begin_to_encode(now)
-        holding.ends_at = now + lease_seconds
-        holding.promise = self.loop.call_later(left, lambda: keep(holding.session))
-        return True
-
     def release(self, session: Session, request: ReleaseClaim, answer: Answer) -> None:
         """Answers released: whether the claim was still this engine's."""
         address = (request.namespace, request.key)
-        self._drop((_owner(session), address))
+        self.holdings.drop(session, address)
         self._give_back([address], session, answer)
 
     def release_all(self, session: Session) -> None:
         """The session has ended."""
-        ended = [held for held, holding in self._held.items() if holding.session is session]
-        for held in ended:
-            self._drop(held)
-        self._give_back([address for _, address in ended], session)
-
-    def holds(self, session: Session, address: Address) -> bool:
-        """Whether this engine has the claim, as far as is known here."""
-        holding = self._held.get((_owner(session), address))
-        return holding is not None and holding.ends_at > time.monotonic()
-
-    def encoding_seconds(self, session: Session, address: Address) -> float:
-        """How long the claim lasts by which this engine has said that it is encoding the key."""
-        holding = self._held.get((_owner(session), address))
-        if holding is None or holding.state is not ClaimState.ENCODING:
-            return 0.0
-        return max(0.0, holding.ends_at - time.monotonic())
+        self._give_back(self.holdings.drop_all(session), session)
 
     def inserted(self, session: Session, address: Address) -> None:
         """What this engine has a claim for is here: its publication drops the claim."""
-        holding = self._drop((_owner(session), address))
+        holding = self.holdings.drop(session, address)
         if holding is not None:
             if holding.encoding_since is not None:
                 self.counters.encoded(time.monotonic() - holding.encoding_since)
@@ -236,7 +170,7 @@ class Claims:
             stored = True
             if found.granted:
                 self._give_back([question.address], question.session)
-        is_kept = (_owner(question.session), question.address) in self._held
+        is_kept = self.holdings.find(question.session, question.address) is not None
         if found.granted and not stored and (is_kept or not question.answered):
             self._hold(question, found.remaining_seconds)
         if question.answered:
@@ -277,49 +211,20 @@ class Claims:
 
     def _hold(self, question: _Question, granted_seconds: float) -> None:
         """The claim is, or may be, this engine's; the store has granted it for so long."""
-        owner, address = _owner(question.session), question.address
-        holding = self._held.get((owner, address))
-        now = time.monotonic()
-        ends_at, granted_until = now + question.lease_seconds, now + granted_seconds
-        if holding is not None:
-            holding.ends_at = max(holding.ends_at, ends_at)
-            holding.granted_until = granted_until
-            if question.state is ClaimState.ENCODING:
-                holding.begin_to_encode(now)
-                holding.forget_promise()
-            if question.wanted():
-                # An engine that attached again: the end of its last session, which may be noticed
-                # only now, must not give back what it goes on with.
-                holding.session = question.session
-        elif question.wanted():
-            holding = self._held[owner, address] = _Holding(
-                question.session, ends_at, question.state, granted_until,
-                now if question.state is ClaimState.ENCODING else None,
-            )  # fmt: skip
-            self._forget_at_end((owner, address), holding)
-        else:
+        session, address = question.session, question.address
+        holding, is_wanted = self.holdings.find(session, address), question.wanted()
+        if holding is None and not is_wanted:
             # Nobody is told of it, so nobody would ever give it back.
-            self._give_back([address], question.session)
-
-    def count_held(self) -> int:
-        """How many claims engines of this node have. From any thread."""
-        return len(self._held)
-
-    def _drop(self, held: tuple[Owner, Address]) -> _Holding | None:
-        holding = self._held.pop(held, None)
-        if holding is not None:
-            holding.forget_promise()
-        return holding
-
-    def _forget_at_end(self, held: tuple[Owner, Address], holding: _Holding) -> None:
-        """When its lease, however often renewed, has surely ended. One timer a holding."""
-        if self._held.get(held) is not holding:
+            self._give_back([address], session)
             return
-        left = holding.ends_at - time.monotonic()
-        if left <= 0:
-            self._drop(held)
-        else:
-            self.loop.call_later(left + FORGET_SECONDS, self._forget_at_end, held, holding)
+        if holding is not None and is_wanted:
+            # An engine that attached again: the end of its last session, which may be noticed
+            # only now, must not give back what it goes on with.
+            holding.session = session
+        self.holdings.keep(
+            session, address, question.state,
+            lease_seconds=question.lease_seconds, granted_seconds=granted_seconds,
+        )  # fmt: skip
 
     def _give_back(
         self, addresses: Sequence[Address], session: Session, answer: Answer = _nobody
@@ -333,12 +238,8 @@ class Claims:
 
     def _token(self, session: Session, address: Address) -> str:
         """The same for all clients of an engine, and not to be guessed by others."""
-        text = "\0".join((str(_owner(session)), *address)).encode("utf-8", "surrogatepass")
+        text = "\0".join((str(session.owner), *address)).encode("utf-8", "surrogatepass")
         return hashlib.blake2b(text, key=self._secret, digest_size=8).hexdigest()
-
-
-def _owner(session: Session) -> Owner:
-    return session.id if session.seat is None else session.seat.engine_id
 
 
 def _fields(outcome: str, found: ClaimAnswer) -> dict[str, Any]:

@@ -48,6 +48,7 @@ class Connection:
         self._output = bytearray()
         self._descriptors: list[int] = []
         self._open = True
+        self._is_heard = True
         self._gathering = False
         self.pid, self.uid = _peer_of(sock) if sock.family == socket.AF_UNIX else (0, -1)
         sock.setblocking(False)
@@ -55,11 +56,12 @@ class Connection:
 
     @property
     def open(self) -> bool:
-        return self._open
+        """Whether the other end can be told anything."""
+        return self._open and self._is_heard
 
     def send(self, message: Any) -> None:
         """Queue a frame; sent at once where the socket takes it. Silently nothing once ended."""
-        if not self._open:
+        if not self.open:
             return
         self._output += encode_frame(message)
         if not self._gathering:
@@ -156,6 +158,9 @@ class Connection:
                 self.end(ProtocolError("the client does not read its replies"))
             else:
                 self._loop.add_writer(self._socket.fileno(), self._writable)
+        except ConnectionError:  # it closed its end; what it said before, a goodbye maybe, is read
+            self._is_heard = False
+            self._output.clear()
         except OSError:
             self.end(None)
 

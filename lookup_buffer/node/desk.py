@@ -13,7 +13,7 @@ from typing import Any
 
 from lookup_buffer.counters import Counters
 from lookup_buffer.errors import BufferFull, LookupBufferError, ProtocolError
-from lookup_buffer.inventory import Address
+from lookup_buffer.item import Address
 from lookup_buffer.key import is_handoff
 from lookup_buffer.messages import (
     Acknowledge,

@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 
-from lookup_buffer.inventory import Address
+from lookup_buffer.item import Address
 from lookup_buffer.liveness import DEAD_AFTER_SECONDS, Liveness
-from store import Location, MetadataStore, NodeInfo, Record, StoreError
+from store import Location, MetadataStore, NodeInfo, Record, StoreError, StoreUnavailable
 
 REFRESH_SECONDS_MIN = 0.05
 """An unknown node in a record refreshes the directory at most this often."""
@@ -70,8 +70,10 @@ class Directory:
             boots = set(self._liveness.boots())
             self._infos = {boot: info for boot, info in self._infos.items() if boot in boots}
             unknown = [node for node, boot in boots if (node, boot) not in self._infos]
+        infos: dict[str, NodeInfo] = {}
         if unknown:
-            infos = store.node_infos(unknown)
+            with suppress(StoreUnavailable):  # its server: asked for again with the next beat
+                infos = store.node_infos(unknown)
             with self._lock:
                 for info in infos.values():
                     self._infos[info.node, info.boot] = info
@@ -170,6 +172,15 @@ class Directory:
                 if node != self._node
                 and self._liveness.dead_seconds(node, boot) >= LONG_DEAD_SECONDS
             ]
+
+    def others(self) -> set[tuple[str, str]]:
+        """(node, boot) of the other nodes that were not seen to be dead."""
+        with self._lock:
+            return {
+                (node, boot)
+                for node, boot in self._liveness.boots()
+                if node != self._node and not self._liveness.dead_seconds(node, boot)
+            }
 
     def count_alive(self) -> int:
         """How many nodes live, this one included where it beats."""

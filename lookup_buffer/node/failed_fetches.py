@@ -7,7 +7,7 @@ many fail at once some are not told. Any thread.
 import threading
 from dataclasses import dataclass, field
 
-from lookup_buffer.inventory import Address
+from lookup_buffer.item import Address
 
 NOTED_MAX = 64
 

@@ -28,7 +28,7 @@ from lookup_buffer.errors import (
 )
 from lookup_buffer.handshake import connect
 from lookup_buffer.header import PayloadHeader
-from lookup_buffer.inventory import Address, Item
+from lookup_buffer.item import Address, Item
 from lookup_buffer.link import Link
 from lookup_buffer.node.failed_fetches import FailedFetches
 from lookup_buffer.node.locator import Located

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from lookup_buffer.counters import Counters
 from lookup_buffer.errors import ProtocolError
 from lookup_buffer.header import TensorHeader
-from lookup_buffer.inventory import Address
+from lookup_buffer.item import Address
 from lookup_buffer.key import is_handoff
 from lookup_buffer.node.shelf import Held, Shelf
 

@@ -58,6 +58,8 @@ class Exchange:
         self._writer = writer
         self._pages = pages
         self._token = token
+        self.answering = False
+        """Whether we owe it something: it has asked, and was not told all yet."""
         self._is_head = False
         self._protocol = h11.Connection(h11.SERVER, max_incomplete_event_size=REQUEST_BYTES_MAX)
 
@@ -72,6 +74,7 @@ class Exchange:
         try:
             async with asyncio.timeout(EXCHANGE_SECONDS):
                 asked = await self._hear()
+            self.answering = True
             answer = None if asked is None else await self._judge(asked)
         except h11.RemoteProtocolError as error:
             answer = Page.line(error.error_status_hint, "that is no HTTP request as it should be")
@@ -80,6 +83,7 @@ class Exchange:
         elif answer is not None:
             async with asyncio.timeout(EXCHANGE_SECONDS):
                 await self._say(answer)
+                self.answering = False
                 await self._drain()
 
     async def _hear(self) -> h11.Request | None:

@@ -2,18 +2,24 @@
 
 One thread with a loop of its own, so that nobody who reads here, or hangs, holds up the node's. A
 connection is one request and its answer, and each has its deadline; there is a bounded number of
-them, and what comes beyond is closed unheard. Pages are made on this thread: they take what other
-threads count, under locks that are held for bookkeeping only.
+them. For one that comes beyond, the oldest is closed that nobody is answering, so that who holds
+connections keeps nobody out; where all are being answered the new one is closed unheard. Pages are
+made on this thread: they take what other threads count, under locks that are held for bookkeeping
+only.
 """
 
 import asyncio
 import socket
 import threading
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from lookup_buffer.config import parse_http
 from lookup_buffer.node.http_page import Maker
 from lookup_buffer.node.loop import call_from_thread
+
+if TYPE_CHECKING:
+    from lookup_buffer.node.http_exchange import Exchange
 
 CONNECTIONS_MAX = 32
 CLOSE_SECONDS = 5.0
@@ -36,8 +42,8 @@ class HttpServer:
         self._thread: threading.Thread | None = None
         self._loop = asyncio.new_event_loop()
         self._closing = asyncio.Event()
-        self._held = 0
-        """How many connections there are."""
+        self._held: dict[Exchange, asyncio.Task[None]] = {}
+        """The connections that there are, and who holds them; the oldest first."""
 
     def listen(self, address: str) -> None:
         """Bind.
@@ -77,19 +83,22 @@ class HttpServer:
 
     async def _serve(self, pages: Pages) -> None:
         async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            if self._held >= CONNECTIONS_MAX or self._closing.is_set():
+            if self._closing.is_set() or not self._make_room():
                 writer.transport.abort()
                 return
             # Here, as it imports h11, for which a node that is starting does not wait.
             from lookup_buffer.node.http_exchange import Exchange
 
-            self._held += 1
+            exchange = Exchange(reader, writer, pages, self._token)
+            task = asyncio.current_task()
+            assert task is not None
+            self._held[exchange] = task
             try:
-                await Exchange(reader, writer, pages, self._token).hold()
+                await exchange.hold()
             except (OSError, TimeoutError, asyncio.CancelledError):
-                pass  # who asked has left or was too slow, or the node ends: and so does this
+                pass  # who asked has left, was too slow or gives way, or the node ends
             finally:
-                self._held -= 1
+                self._held.pop(exchange, None)
                 writer.transport.abort()
 
         server = await asyncio.start_server(connected, sock=self._socket)
@@ -103,3 +112,13 @@ class HttpServer:
         await asyncio.gather(*tasks, return_exceptions=True)
         for _ in range(ACCEPT_TURNS):
             await asyncio.sleep(0)  # until the sockets of those are closed
+
+    def _make_room(self) -> bool:
+        """Whether there is a place for one more."""
+        if len(self._held) < CONNECTIONS_MAX:
+            return True
+        idle = next((exchange for exchange in self._held if not exchange.answering), None)
+        if idle is None:
+            return False
+        self._held.pop(idle).cancel()
+        return True

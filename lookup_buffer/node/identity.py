@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 from lookup_buffer.inventory import Gauges
-from store import NodeInfo
+from store import NodeInfo, PoolEndpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class Identity:
         boot = secrets.token_hex(8)
         return cls(node_id or f"{socket.gethostname()[:40]}-{boot[:4]}", boot, endpoint)
 
-    def info(self, gauges: Gauges, claims: int) -> NodeInfo:
+    def info(self, gauges: Gauges, claims: int, pools: tuple[PoolEndpoint, ...] = ()) -> NodeInfo:
         return NodeInfo(
             node=self.node,
             boot=self.boot,
@@ -33,6 +33,7 @@ class Identity:
             used_bytes=gauges.used_bytes,
             items=gauges.items,
             claims=claims,
+            pools=pools,
         )
 
 

@@ -18,7 +18,7 @@ from lookup_buffer.counters import Counters
 from lookup_buffer.errors import LookupBufferError, ProtocolError
 from lookup_buffer.header import TensorHeader
 from lookup_buffer.inserted import InsertOutcome
-from lookup_buffer.inventory import Address, Item
+from lookup_buffer.item import Address, Item
 from lookup_buffer.key import is_handoff
 from lookup_buffer.messages import Insert, failure
 from lookup_buffer.node.announcements import Announcements
@@ -178,7 +178,7 @@ class Intake:
             self.claims.inserted(session, item.address)
             self._stored(item)
             self.shelf.release([ticket], session.id)
-            connection.send({"id": request.id, "outcome": InsertOutcome.STORED.value})
+            _tell_stored(connection, request, item)
             return
         settled = functools.partial(self._settled, connection, session, request, arrival, ticket)
         self._busy.add(connection)
@@ -204,11 +204,18 @@ class Intake:
             self.counters.add("inserts_refused")
             connection.send(failure(request.id, outcome))
             return
-        if outcome is InsertOutcome.EXISTS:
-            self.counters.add("inserts_exists")
+        if outcome is InsertOutcome.STORED:
+            _tell_stored(connection, request, item)
+            return
+        self.counters.add("inserts_exists")
         connection.send({"id": request.id, "outcome": outcome.value})
 
     def _stored(self, item: Item) -> None:
         self.counters.add("inserts_stored")
         self.counters.add("bytes_inserted", item.nbytes)
         self.on_stored(item.address)
+
+
+def _tell_stored(connection: Connection, request: Insert, item: Item) -> None:
+    outcome = InsertOutcome.STORED.value
+    connection.send({"id": request.id, "outcome": outcome, "checksum": item.checksum})

@@ -17,7 +17,7 @@ from typing import Any, Final
 from lookup_buffer.config import parse_tcp
 from lookup_buffer.counters import Counters
 from lookup_buffer.header import DTYPES, TensorHeader
-from lookup_buffer.inventory import Address
+from lookup_buffer.item import Address
 from lookup_buffer.node.locator import Located, Locator
 from lookup_buffer.node.pools import Pool, Pools
 from lookup_buffer.node.session import Session
@@ -28,7 +28,8 @@ FIRST_TICKET: Final = 1 << 62
 """No ticket of a lane is less: no shelf counts so far."""
 BASE_SECONDS: Final = 1.0
 BYTES_PER_SECOND: Final = 100e6
-"""How long the bytes may take by a lane; then they are fetched over the hosts."""
+"""How long the bytes may take by a lane; then they are fetched over the hosts. It has a bound: what
+is asked for fits into the reader's pool."""
 UNDER_WAY_MAX: Final = 64
 """Bound on what one process is asked to receive at a time."""
 OWN: Final = -1
@@ -92,30 +93,26 @@ class Lanes:
     ) -> None:
         """Have those of `addresses` received that the pools of the session's process can receive:
         `taken` each; and give the others, and those that do not come, to `rest`."""
-        pools = self.pools.of_readers(session)
-        if not pools or not addresses:
+        if not addresses or not self.pools.of_readers(session):
             rest(addresses)
             return
-        self.locator.ask(addresses, partial(self._located, session, pools, addresses, taken, rest))
+        self.locator.ask(addresses, partial(self._located, session, addresses, taken, rest))
 
     def _located(
         self,
         session: Session,
-        pools: list[Pool],
         addresses: Sequence[Address],
         taken: Taken,
         rest: Callable[[list[Address]], None],
         found: list[Located],
     ) -> None:
         left = []
+        pools = self.pools.of_readers(session)  # not all that there were before may be there now
         for address, located in zip(addresses, found, strict=True):
-            sources = _on_devices(located)
-            record = located.record
-            has_it = located.sources and all(address in pool.known for pool in pools)
-            if session.over or record is None or not (sources or has_it) or not _fits(record):
+            if session.over or not _may_come(address, located, pools):
                 left.append(address)
-            elif any(pool.under_way >= UNDER_WAY_MAX for pool in pools):
-                self.counters.add("lane_fallbacks_busy")
+            elif reason := _refused(located, pools):
+                self.counters.add(f"lane_fallbacks_{reason}")
                 left.append(address)
             else:
 
@@ -166,7 +163,9 @@ class Lanes:
         }
         for pool in pools:
             pool.under_way += 1
-            pool.session.anchor.send(message)
+        for pool in pools:
+            if ticket in self._held:  # else one has gone as it was told: nobody lets go any more
+                pool.session.anchor.send(message)
 
     def received(self, session: Session, request: Received) -> None:
         """What a pool says of one reception."""
@@ -254,7 +253,26 @@ class Lanes:
             pool.let_go([held.ticket], [])
 
 
-def _fits(record: Record) -> bool:
+def _may_come(address: Address, located: Located, pools: Sequence[Pool]) -> bool:
+    """Whether it is something that pools have, and may be received by pools."""
+    record = located.record
+    if record is None or not _is_for_devices(record):
+        return False
+    known = bool(pools) and all(address in pool.known for pool in pools)
+    return bool(_on_devices(located) or (known and located.sources))
+
+
+def _refused(located: Located, pools: Sequence[Pool]) -> str:
+    """Why these pools cannot receive it now (see `lane.FALLBACKS`), "" where they can."""
+    assert located.record is not None, "looked at by the caller"
+    if not pools:
+        return "ended"
+    if any(located.record.nbytes > pool.capacity_bytes for pool in pools):
+        return "no_room"
+    return "busy" if any(pool.under_way >= UNDER_WAY_MAX for pool in pools) else ""
+
+
+def _is_for_devices(record: Record) -> bool:
     """Whether it is something to hold on a device. What a record says is a hint, and checked."""
     if record.kind != "tensor" or record.nbytes == 0 or record.dtype not in DTYPES:
         return False

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
-from lookup_buffer.inventory import Address, Item
+from lookup_buffer.item import Address, Item
 from lookup_buffer.node.fetcher import FETCH_OWNER, Fetched, Fetcher
 from lookup_buffer.node.locator import Located, Locator
 from lookup_buffer.node.loop import call_from_thread

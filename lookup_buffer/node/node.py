@@ -6,8 +6,11 @@ clients → control → desk → intake → shelf             (loop's thread, lb
                      ├→ prefetches → lanes, resolver   (loop's thread)
                      ├→ resolver → locator → store     (loop's thread; lb-locate)
                      │           └→ fetcher → peers    (lb-fetch)
-                     ├→ claim sets → claims → store    (lb-claim)
+                     ├→ presence → locator             (loop's thread)
+                     ├→ loans → locator, fetcher       (loop's thread, lb-fetch)
+                     ├→ claim sets → claims → arbiter → store  (loop's thread; lb-claim)
                      ├→ registrar → publisher → store  (lb-registrar)
+                     │      └→ sightings → pools       (lb-registrar, loop's thread)
                      └→ announcements → owners         (loop's thread)
 other nodes → peer server → shelf                      (lb-peer, one a connection)
                   └→ askers → handoffs                 (loop's thread)
@@ -28,7 +31,7 @@ from lookup_buffer.config import BufferConfig
 from lookup_buffer.counters import Counters
 from lookup_buffer.elsewhere import Elsewhere
 from lookup_buffer.errors import ConfigError
-from lookup_buffer.inventory import Address
+from lookup_buffer.item import Address
 from lookup_buffer.node.announcements import Announcements
 from lookup_buffer.node.arbiter import Arbiter, LineArbiter, MirrorArbiter
 from lookup_buffer.node.arrivals import Arrivals
@@ -42,6 +45,7 @@ from lookup_buffer.node.directory import Directory
 from lookup_buffer.node.fetcher import Fetcher
 from lookup_buffer.node.grants import Grants
 from lookup_buffer.node.handoffs import Handoffs
+from lookup_buffer.node.holdings import Holdings
 from lookup_buffer.node.http_pages import pages_of
 from lookup_buffer.node.http_server import HttpServer
 from lookup_buffer.node.identity import Identity
@@ -59,6 +63,7 @@ from lookup_buffer.node.publisher import STALE, Report
 from lookup_buffer.node.registrar import Registrar
 from lookup_buffer.node.resolver import Resolver
 from lookup_buffer.node.shelf import Shelf
+from lookup_buffer.node.sightings import Sightings
 from lookup_buffer.node.storage import Storage
 from lookup_buffer.node.takings import Takings
 from lookup_buffer.node.vitals import Vitals
@@ -81,6 +86,8 @@ class Node:
     """One node. `run` blocks the main thread until SIGTERM, SIGINT, `stop` or idleness."""
 
     def __init__(self, config: BufferConfig, *, ends_when_idle: bool) -> None:
+        """Raises ConfigError: an address or a file that is set cannot be used."""
+        config.store_access().check_files()
         self._config = config
         self._ends_when_idle = ends_when_idle
         self._loop = asyncio.new_event_loop()
@@ -96,6 +103,7 @@ class Node:
         self._peers = PeerServer(
             self._shelf, self._counters, token, self._missed, self._admit_asker
         )
+        self._holdings = Holdings(self._loop)
         self._identity = self._listen_to_peers()
         self._http = self._listen_to_observers()
         self._storage = Storage(config)
@@ -113,7 +121,9 @@ class Node:
             self._give_up,
             self._report,
             failed_fetches=self._fetcher.failed,
-            count_claims=lambda: self._claims.count_held(),  # which are made later
+            count_claims=lambda: len(self._holdings),
+            endpoints=lambda: self._pools.endpoints,
+            look_for_pools=Sightings(self._loop, directory, self._pools).look,
         )
         self._owners = Owners(self._loop, directory, token)
         self._announcements = Announcements(
@@ -130,7 +140,7 @@ class Node:
             config.expectations(),
         )
         self._vitals = Vitals(
-            self._identity, self._counters, self._shelf, self._registrar, directory, self._claims,
+            self._identity, self._counters, self._shelf, self._registrar, directory, self._holdings,
             self._control,
         )  # fmt: skip
 
@@ -153,8 +163,8 @@ class Node:
             waiting.arrived(address)
 
         self._claims = Claims(
-            loop, self._arbiter, self._identity, shelf, waiting, resolver, self._registrar,
-            self._counters,
+            loop, self._holdings, self._arbiter, self._identity, shelf, waiting, resolver,
+            self._registrar, self._counters,
         )  # fmt: skip
         arrivals = Arrivals(loop, shelf, handoffs, waiting)
         self._intake = Intake(
@@ -176,7 +186,7 @@ class Node:
             presence=Presence(loop, shelf, self._locator),
             registrar=self._registrar,
             claims=self._claims,
-            claim_sets=ClaimSets(loop, self._claims, waiting),
+            claim_sets=ClaimSets(loop, self._claims, self._holdings, waiting),
             counters=self._counters,
             waiting=waiting,
             intake=self._intake,

@@ -21,7 +21,7 @@ from lookup_buffer.fields import is_fingerprint
 from lookup_buffer.greeting import Greetings, listening
 from lookup_buffer.handshake import accept_handshake
 from lookup_buffer.header import PayloadHeader
-from lookup_buffer.inventory import Address
+from lookup_buffer.item import Address
 from lookup_buffer.link import Link
 from lookup_buffer.node.shelf import Held, Shelf
 from lookup_buffer.wire import Frame

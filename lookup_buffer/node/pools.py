@@ -1,19 +1,19 @@
 """Pools: which of the node's processes have a pool on a device, and which copies lie there as well.
 
 A pool belongs to a session and goes with it. What a pool offers is published beside the node's own
-copy and goes with that. Runs on the loop's thread, but for `device_of`.
+copy and goes with that. Runs on the loop's thread, but for what is said to be any thread's.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from lookup_buffer.inventory import Address, Item
+from lookup_buffer.item import Address, Item
 from lookup_buffer.node.session import Session
 from lookup_buffer.node.shelf import Shelf
-from lookup_buffer.pool_messages import Offer, OpenPool, Prepare, Retract
-from store import DeviceLocation
+from lookup_buffer.pool_messages import Offer, OpenPool, Prepare, Retract, SeenPool
+from store import POOLS_MAX, DeviceLocation, PoolEndpoint
 
 KNOWN_MAX: Final = 4096
 """Bound on the keys that a pool is believed to have received."""
@@ -28,6 +28,11 @@ class Pool:
     library: str
     port: int
     id: str
+    capacity_bytes: int
+    receives: bool
+    offers: bool
+    told: set[str] = field(default_factory=set)
+    """Ids of other nodes' pools that it knows to be there."""
     known: OrderedDict[Address, None] = field(default_factory=OrderedDict)
     """What it received, newest last; it may have evicted it since."""
     under_way: int = 0
@@ -36,6 +41,17 @@ class Pool:
         """Tell its process; see `pool_messages`."""
         message = {"event": "let_go", "tickets": tickets, "keys": [list(key) for key in keys]}
         self.session.anchor.send(message)
+
+    def tell_of(self, seen: Mapping[str, SeenPool]) -> None:
+        """Tell its process which pools there are now by its lane, of all nodes' by their id."""
+        alike = (at for at in seen.values() if (at.lane, at.library) == (self.lane, self.library))
+        there = [at for at in alike if at.pool not in self.told]
+        gone = [pool for pool in self.told if pool not in seen]
+        if there or gone:
+            self.told.update(at.pool for at in there)
+            self.told.difference_update(gone)
+            message = {"event": "pools", "there": [list(at) for at in there], "gone": gone}
+            self.session.anchor.send(message)
 
     def note(self, address: Address) -> None:
         """It received this."""
@@ -64,6 +80,10 @@ class Pools:
     shelf: Shelf
     publish: Callable[[Address], None]
     """Told of copies whose publication is out of date."""
+    endpoints: tuple[PoolEndpoint, ...] = ()
+    """Where others may take from, as the node describes itself. Any thread."""
+    has_readers: bool = False
+    """Whether a pool receives. Any thread."""
     _pools: dict[Session, Pool] = field(default_factory=dict)
     _offers: dict[Address, tuple[_Offered, ...]] = field(default_factory=dict)
     """Each tuple is replaced as a whole: the thread that publishes reads it."""
@@ -71,16 +91,32 @@ class Pools:
     def open(self, session: Session, request: OpenPool) -> None:
         """A session's pool; it has none yet."""
         self._pools[session] = Pool(
-            session, request.lane, request.library, request.port, request.pool
-        )
+            session, request.lane, request.library, request.port, request.pool,
+            request.pool_bytes, request.receives, request.offers,
+        )  # fmt: skip
+        self._count()
 
     def close(self, session: Session) -> Pool | None:
         """The session is over, and its pool void; the answer is that pool. Idempotent."""
         pool = self._pools.pop(session, None)
         if pool is not None:
+            self._count()
             for address in [at for at, offers in self._offers.items() if _has(offers, pool)]:
                 self._retract(address, pool)
         return pool
+
+    def _count(self) -> None:
+        pools = self._pools.values()
+        self.has_readers = any(pool.receives for pool in pools)
+        offering = (pool for pool in pools if pool.offers)
+        named = (PoolEndpoint(pool.lane, pool.library, pool.port, pool.id) for pool in offering)
+        self.endpoints = tuple(dict.fromkeys(named))[:POOLS_MAX]
+
+    def tell_readers(self, seen: Mapping[str, SeenPool]) -> None:
+        """Which pools other nodes' processes have, by their id."""
+        for pool in list(self._pools.values()):  # a send may find a session, and its pool, ended
+            if pool.receives:
+                pool.tell_of(seen)
 
     def of(self, session: Session) -> Pool | None:
         return self._pools.get(session)
@@ -93,8 +129,14 @@ class Pools:
     def offer(self, session: Session, request: Offer) -> None:
         pool, address = self._pools.get(session), (request.namespace, request.key)
         item = self.shelf.peek(address)
-        if pool is None or item is None:
-            return  # the copy beside which it would stand has gone already
+        if pool is None:
+            return
+        if item is None or item.checksum != request.checksum:
+            # Nothing is there beside which it could stand, and will not be: the pool shall keep
+            # what is inserted next, and not this.
+            self._retract(address, pool)
+            pool.let_go([], [address])
+            return
         known = [o for o in self._offers.get(address, ()) if o.pool is pool]
         was_published = any(o.mark == request.mark and o.stands_beside(item) for o in known)
         self._put(address, _Offered(pool, request.mark, item.generation))
@@ -150,11 +192,13 @@ class Pools:
         seat = session.seat
         if seat is None:
             own = self._pools.get(session)
-            return [] if own is None else [own]
+            return [own] if own is not None and own.receives else []
         by_rank: dict[int, Pool] = {}
         for pool in self._pools.values():
             other = pool.session.seat
-            if other is not None and other.engine_id == seat.engine_id and other.rank is not None:
+            if other is None or other.engine_id != seat.engine_id or other.rank is None:
+                continue
+            if pool.receives:
                 by_rank[other.rank] = pool
         return list(by_rank.values()) if len(by_rank) == seat.world_size else []
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lookup_buffer.counters import Counters
-from lookup_buffer.inventory import Address
+from lookup_buffer.item import Address
 from lookup_buffer.key import is_handoff
 from lookup_buffer.messages import ClaimAll, Prefetch
 from lookup_buffer.node.claim_sets import ClaimSets

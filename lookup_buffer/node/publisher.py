@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lookup_buffer.counters import Counters
-from lookup_buffer.inventory import Address, Item
+from lookup_buffer.item import Address, Item
 from lookup_buffer.key import is_handoff
 from lookup_buffer.node.backlog import Backlog, Change
 from lookup_buffer.node.directory import Directory

@@ -1,10 +1,10 @@
 """The registrar: the node's one ordered writer to the store.
 
 It keeps Redis true to the shelf: changes go into a backlog, which its publisher writes in batches.
-It also beats, refreshes the directory, strikes off nodes that are long dead, flushes counters, and
-writes all items and namespaces again every third of a record's life, and at once when Redis lost
-its data. What fails is said in the log and tried again, bugs too: a registrar that ended would
-leave a node that others take for dead and that never says why.
+It also beats, refreshes the directory, looks for pools, strikes off nodes that are long dead,
+flushes counters, and writes all items and namespaces again every third of a record's life, and at
+once when Redis lost its data. What fails is said in the log and tried again, bugs too: a registrar
+that ended would leave a node that others take for dead and that never says why.
 """
 
 import random
@@ -12,13 +12,15 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from lookup_buffer.counters import REMOVAL_REASONS, Counters
 from lookup_buffer.errors import ConfigError
-from lookup_buffer.inventory import Address, Item
+from lookup_buffer.item import Address, Item
 from lookup_buffer.node.backlog import AGAIN_PER_SECOND_MAX, Backlog, Change
 from lookup_buffer.node.breaker import Breaker
 from lookup_buffer.node.directory import Directory
+from lookup_buffer.node.errands import Errands
 from lookup_buffer.node.failed_fetches import FailedFetches
 from lookup_buffer.node.heartbeat import Heartbeat, Pulse
 from lookup_buffer.node.identity import Identity
@@ -32,9 +34,9 @@ from store import (
     Failure,
     Location,
     MetadataStore,
+    PoolEndpoint,
     StoreCorrupt,
     StoreError,
-    StoreFull,
 )
 
 AGAIN_PER_SECOND_FLEET = 20_000.0
@@ -67,6 +69,10 @@ class Registrar:
     failed_fetches: FailedFetches = field(default_factory=FailedFetches)
     count_claims: Callable[[], int] = lambda: 0
     """How many claims engines of this node have; asked on the registrar's thread."""
+    endpoints: Callable[[], tuple[PoolEndpoint, ...]] = tuple
+    """Where others may take from this node's processes; asked likewise."""
+    look_for_pools: Callable[[MetadataStore], None] = lambda _: None
+    """Called with each beat; see `Sightings.look`."""
     store_up: bool = False
     """Whether the last turn succeeded."""
     failing: bool = False
@@ -76,6 +82,7 @@ class Registrar:
     _heartbeat: Heartbeat = field(init=False)
     _invalidations: Invalidations = field(init=False)
     _troubles: Troubles = field(init=False)
+    _errands: Errands = field(init=False)
     _breaker: Breaker = field(init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _wake: threading.Event = field(default_factory=threading.Event)
@@ -93,6 +100,7 @@ class Registrar:
         self._heartbeat = Heartbeat(self.identity, self.clock)
         self._invalidations = Invalidations(self.shelf, self.clock)
         self._troubles = Troubles(self.clock)
+        self._errands = Errands(self._troubles, self.clock)
         self._breaker = Breaker(self.clock)
         self._publisher = Publisher(
             self.shelf, self.directory, self.identity, self.counters, self._backlog,
@@ -179,10 +187,13 @@ class Registrar:
 
     def _take_turn(self, store: MetadataStore) -> None:
         if self.clock() >= self._beat_at:
-            self._beat(store)
-            self._beat_at = self.clock() + self._heartbeat.pause_seconds()
+            began = self.clock()
+            self._beat(store, began)
+            self._beat_at = began + self._heartbeat.pause_seconds()
         if self._heartbeat.established:
-            self._describe(store)
+            for namespace in list(self._undescribed):
+                trouble = f"namespace {namespace} is not described"
+                self._errands.run(trouble, partial(self._describe, store, namespace))
             self._publisher.write(store, until=self._beat_at)
 
     def _failed(self) -> None:
@@ -208,30 +219,41 @@ class Registrar:
             wake.wait(seconds)
         self._wake.clear()
 
-    def _beat(self, store: MetadataStore) -> None:
+    def _beat(self, store: MetadataStore, began: float) -> None:
         self.shelf.remove_expired()
         was_established = self._heartbeat.established
         pulse = self._heartbeat.beat(store)
+        if pulse is Pulse.NEW:
+            self._errands.wake()
         if pulse is Pulse.NEW and was_established:
             self.directory.store_lost_data()
-        if pulse is not Pulse.WATCHING:
-            # It costs what people like to see, and no node.
-            with self._troubles.told("this node is not described", StoreFull, StoreCorrupt):
-                store.describe_node(self.identity.info(self.shelf.gauges(), self.count_claims()))
         self.directory.refresh(store)
         if pulse is Pulse.WATCHING:
             return  # others' tensors may be had meanwhile
-        self._invalidations.heed(store)
+        with self._troubles.told("what was invalidated is not heard of", StoreError):
+            # It never rests: who invalidates takes two beats of a node as a sign that it has heard.
+            self._invalidations.heed(store)
         if pulse is Pulse.NEW or self.clock() - self._walked_at > self.record_ttl_seconds / 3:
             self._repeat_all()
         self._repeat_after_failover(store)
+        errands = (
+            ("this node is not described", self._describe_node),
+            ("pools of other nodes are not looked for", self.look_for_pools),
+            ("the dead are not struck off", self._strike_off),
+            ("copies of the dead are not withdrawn", self._publisher.withdraw_void),
+            ("failed fetches are not told", self._note_failures),
+            ("counters wait", self._flush),
+        )
+        due = began + self._heartbeat.pause_seconds()
+        self._errands.run_until(due, [(trouble, partial(do, store)) for trouble, do in errands])
+
+    def _describe_node(self, store: MetadataStore) -> None:
+        gauges, claims = self.shelf.gauges(), self.count_claims()
+        store.describe_node(self.identity.info(gauges, claims, self.endpoints()))
+
+    def _strike_off(self, store: MetadataStore) -> None:
         for node, boot in self.directory.long_dead()[:STRUCK_OFF_MAX]:
             store.leave(node, boot, reason="died")
-        self._publisher.withdraw_void(store)
-        with self._troubles.told("failed fetches are not told", StoreFull):
-            self._note_failures(store)
-        with self._troubles.told("counters wait", StoreFull):
-            self._flush(store)
 
     def _repeat_all(self) -> None:
         """Items and namespaces: both end where nobody renews them."""
@@ -255,18 +277,15 @@ class Registrar:
             self._walk_due = False
             self._repeat_all()
 
-    def _describe(self, store: MetadataStore) -> None:
-        for fingerprint in list(self._undescribed):
-            parts = self._namespaces[fingerprint]
-            try:
-                store.describe_namespace(fingerprint, parts)
-            except StoreFull:
-                continue  # tried again
-            except StoreCorrupt as error:  # something foreign stands there, and is left alone
-                self._troubles.tell("a namespace is not described", error)
-            with self._lock:
-                if self._namespaces[fingerprint] is parts:  # else there is something newer to say
-                    self._undescribed.discard(fingerprint)
+    def _describe(self, store: MetadataStore, fingerprint: str) -> None:
+        parts = self._namespaces[fingerprint]
+        try:
+            store.describe_namespace(fingerprint, parts)
+        except StoreCorrupt as error:  # something foreign stands there, and is left alone
+            self._troubles.tell("a namespace is not described", error)
+        with self._lock:
+            if self._namespaces[fingerprint] is parts:  # else there is something newer to say
+                self._undescribed.discard(fingerprint)
 
     def _note_failures(self, store: MetadataStore) -> None:
         failed = self.failed_fetches.take()
@@ -279,20 +298,26 @@ class Registrar:
         by_namespace: dict[str, dict[str, int]] = {}
         for (namespace, key), count in hits.items():
             by_namespace.setdefault(namespace, {})[key] = count
+        missed: StoreError | None = None
+        left: dict[Address, int] = {}
+        # Where something foreign stands in their place they are lost, and nothing else is.
         try:
-            # Where something foreign stands in their place they are lost, and nothing else is.
             if counters:
                 with self._troubles.told("counters are lost", StoreCorrupt):
                     store.add_stats(self.identity.node, counters)
                 counters = {}
-            for namespace in list(by_namespace):
+        except StoreError as error:
+            missed = error
+        for namespace, keys in by_namespace.items():
+            try:
                 with self._troubles.told("hits are lost", StoreCorrupt):
-                    store.add_hits(namespace, by_namespace[namespace])
-                del by_namespace[namespace]
-        except StoreError:
-            left = {(ns, key): n for ns, keys in by_namespace.items() for key, n in keys.items()}
+                    store.add_hits(namespace, keys)
+            except StoreError as error:
+                missed = error
+                left |= {(namespace, key): count for key, count in keys.items()}
+        if missed is not None:
             self.counters.put_back(counters, left)
-            raise
+            raise missed
 
     def _leave(self) -> None:
         if not self._heartbeat.established:

@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from lookup_buffer.inventory import Address
+from lookup_buffer.item import Address
 from lookup_buffer.messages import CALL_SECONDS, NODE_SHARE
 from lookup_buffer.node.loans import Loans
 from lookup_buffer.node.locator import STORE_DOWN

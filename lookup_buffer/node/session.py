@@ -14,6 +14,9 @@ from lookup_buffer.node.connection import Connection
 QUARANTINE_SECONDS = 120.0
 """Longer than any engine step: how long the pins of a lost session outlive its anchor."""
 
+Owner = str | int
+"""An engine's id, or the number of a session that is no engine's."""
+
 
 @dataclass(frozen=True, slots=True)
 class Seat:
@@ -37,6 +40,11 @@ class Session:
     """Tells when the client's process has ended, where its number says nothing here: engines in
     containers have pid namespaces of their own. Taken at the start, while it surely lives."""
     over: bool = False
+
+    @property
+    def owner(self) -> Owner:
+        """Whose its claims are: all clients of an engine share them."""
+        return self.id if self.seat is None else self.seat.engine_id
 
     @property
     def encodes(self) -> bool:

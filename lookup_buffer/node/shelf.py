@@ -16,7 +16,8 @@ from lookup_buffer.arena import Arena, Mapping, copy_bytes
 from lookup_buffer.board import Board
 from lookup_buffer.errors import BufferFull
 from lookup_buffer.header import TensorHeader
-from lookup_buffer.inventory import Address, Gauges, Inventory, Item
+from lookup_buffer.inventory import Gauges, Inventory
+from lookup_buffer.item import Address, Item
 
 
 @dataclass(frozen=True, slots=True)

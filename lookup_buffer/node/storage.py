@@ -10,7 +10,7 @@ from concurrent.futures import Executor
 from typing import TYPE_CHECKING
 
 from lookup_buffer.config import BufferConfig
-from lookup_buffer.inventory import Address
+from lookup_buffer.item import Address
 from store import EmbeddedServer, EmbeddedServerError, MetadataStore, StoreUnavailable
 
 if TYPE_CHECKING:

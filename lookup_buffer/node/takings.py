@@ -13,7 +13,7 @@ from functools import partial
 from typing import Final
 
 from lookup_buffer.errors import ProtocolError
-from lookup_buffer.inventory import Address
+from lookup_buffer.item import Address
 from lookup_buffer.key import is_handoff
 from lookup_buffer.messages import CALL_SECONDS, NODE_SHARE, Leave, Take
 from lookup_buffer.node.connection import Connection

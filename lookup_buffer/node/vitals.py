@@ -5,9 +5,9 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 from lookup_buffer.counters import Counters
-from lookup_buffer.node.claims import Claims
 from lookup_buffer.node.control import Control
 from lookup_buffer.node.directory import Directory
+from lookup_buffer.node.holdings import Holdings
 from lookup_buffer.node.identity import Identity
 from lookup_buffer.node.registrar import Registrar
 from lookup_buffer.node.shelf import Shelf
@@ -23,7 +23,7 @@ class Vitals:
     shelf: Shelf
     registrar: Registrar
     directory: Directory
-    claims: Claims
+    holdings: Holdings
     control: Control
     clock: Callable[[], float] = time.monotonic
     _ticked_at: float = 0.0
@@ -40,7 +40,7 @@ class Vitals:
             "store_up": int(self.registrar.store_up),
             "store_breaker_open": int(self.registrar.breaker_open),
             "nodes_alive": self.directory.count_alive(),
-            "claims": self.claims.count_held(),
+            "claims": len(self.holdings),
             "sessions": self.control.count_sessions(),
         }
 

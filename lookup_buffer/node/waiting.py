@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from lookup_buffer.inventory import Address
+from lookup_buffer.item import Address
 from lookup_buffer.node.locator import Locator
 
 LOOK_AGAIN_SECONDS = 1.0

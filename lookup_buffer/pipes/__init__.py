@@ -1,7 +1,7 @@
 """Pipes: tensors from one end to the other, in order or by key.
 
     with open_pipe("tcp://10.0.0.1:5600") as pipe:
-        pipe.send_tensor(tensor)               # the seeds' FIFO
+        pipe.send_tensor(tensor)               # received in the order of sending
         pipe.send_tensor(other, "layer-7")     # or under a key, received in any order
 
 The scheme picks the pipe, and is imported on its first use. `pipe.KVPipe` is the contract.

@@ -7,17 +7,21 @@ but those of the pair's connection, which is bound to the addresses of the contr
 
 import atexit
 import math
+import socket
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
+from string import digits
 from typing import Any, Final
 from weakref import WeakSet
 
 import torch.distributed as dist
 
 from lookup_buffer.codec import Value, tensor_over, torch_version
-from lookup_buffer.errors import ConfigError, PipeBroken, PipeError, PipeTimeout
+from lookup_buffer.errors import ConfigError, PipeBroken, PipeClosed, PipeError, PipeTimeout
 from lookup_buffer.header import TensorHeader
 from lookup_buffer.link import Link
 from lookup_buffer.pipes.communicator import Communicator, Exchange
@@ -26,6 +30,7 @@ from lookup_buffer.pipes.pair import PairLink, agree
 from lookup_buffer.pipes.pipe import KVPipe, PipeLimits
 
 _AT_ONCE: Final = timedelta(milliseconds=1)
+_LENGTH_BYTES, _FAMILY_BYTES = 8, 2
 _DATA, _OVER, _RECEIVED, _ABORT = range(4)
 """Tags. One byte follows the payload, and one answers it: see `GlooCommunicator`."""
 
@@ -50,14 +55,47 @@ class _ExchangeStore(_dist.Store):  # type: ignore[misc]
     def get(self, key: str) -> bytes:
         if key in self._ours:
             return self._ours[key]
-        return self._exchange.get(key, self._deadline)
+        theirs = self._exchange.get(key, self._deadline)
+        if not any(_are_alike(theirs, ours) for ours in self._ours_like(key)):
+            raise PipeBroken("the other end named something that is not where it can be reached")
+        return theirs
+
+    def _ours_like(self, key: str) -> list[bytes]:
+        """Under names that differ by their rank, with which they end."""
+        kind = key.rstrip(digits)
+        return [value for name, value in self._ours.items() if name.rstrip(digits) == kind]
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         for key in keys:
             self.get(key)
 
 
+def _are_alike(theirs: bytes, ours: bytes) -> bool:
+    """Gloo believes the lengths in such a value, and reads past its end where they lie.
+
+    It is `host bytes | host | address bytes | address | numbers`; an older one names the host by
+    itself, and an address that is as long as ours.
+    """
+    return _form(theirs) == _form(ours) or ours == socket.gethostname().encode()
+
+
+def _form(value: bytes) -> tuple[int, bytes, int]:
+    """How long the address is and of which family, and what follows; or how long all of it is."""
+    at = _LENGTH_BYTES + _length_at(value, 0)
+    nbytes = _length_at(value, at)
+    at += _LENGTH_BYTES
+    if at + nbytes > len(value):
+        return len(value), b"", 0
+    return nbytes, value[at : at + _FAMILY_BYTES], len(value) - at - nbytes
+
+
+def _length_at(value: bytes, at: int) -> int:
+    return int.from_bytes(value[at : at + _LENGTH_BYTES], sys.byteorder)
+
+
 ABORT_SECONDS: Final = 4.0
+STAY_SECONDS: Final = 10.0
+"""Longer than an interpreter takes to end; a bound for who waits for such a thread even then."""
 
 
 class GlooCommunicator:
@@ -82,12 +120,13 @@ class GlooCommunicator:
         options = Gloo._Options()
         options._timeout = until(deadline)
         options._threads = 1  # of collectives, which are not used
-        try:
-            options._devices = [Gloo.create_device(hostname=host)]
-            self._group = Gloo(_ExchangeStore(exchange, deadline), rank, 2, options)
-        except RuntimeError as error:
-            raise _failure([deadline]) from error
-        _alive.add(self)
+        with _all.being_made(exchange, deadline):
+            try:
+                options._devices = [Gloo.create_device(hostname=host)]
+                self._group = Gloo(_ExchangeStore(exchange, deadline), rank, 2, options)
+            except RuntimeError as error:
+                raise _failure([deadline]) from error
+            _all.made.add(self)
 
     def send(self, memory: memoryview, timeout: float) -> None:
         self._use(self._send, memory, timeout)
@@ -111,6 +150,12 @@ class GlooCommunicator:
         self._answer = group.send([_byte()], self._other, _RECEIVED)
 
     def _use(self, move: Callable[..., None], memory: memoryview, timeout: float) -> None:
+        try:
+            self._move(move, memory, timeout)
+        finally:
+            _all.stay_at_the_end()
+
+    def _move(self, move: Callable[..., None], memory: memoryview, timeout: float) -> None:
         deadline = time.monotonic() + timeout
         with self._changed:
             if self._group is None:
@@ -144,14 +189,53 @@ class GlooCommunicator:
             self._group = self._answer = None
 
 
-_alive: "WeakSet[GlooCommunicator]" = WeakSet()
+class _All:
+    """Communicators of this process. A daemon thread that is in torch when the interpreter ends
+    terminates the process, so the end wakes those that are, and waits for them, which is bounded.
+
+    To free a tensor is enough: torch gives the interpreter's lock away for it. So whoever comes out
+    of Gloo then goes no further, with all that it holds, and wakes nobody who holds something.
+    """
+
+    def __init__(self) -> None:
+        self.made: WeakSet[GlooCommunicator] = WeakSet()
+        self._changed = threading.Condition()
+        self._making: dict[Exchange, float] = {}
+        """Until when."""
+        self._ended = False
+        atexit.register(self._end)
+
+    @contextmanager
+    def being_made(self, exchange: Exchange, deadline: float) -> Iterator[None]:
+        with self._changed:
+            if self._ended:
+                raise PipeClosed("this process ends")
+            self._making[exchange] = deadline
+        try:
+            yield
+        finally:
+            with self._changed:
+                del self._making[exchange]
+                self._changed.notify_all()
+            self.stay_at_the_end()
+
+    def stay_at_the_end(self) -> None:
+        """Where the process ends: until it is gone."""
+        if self._ended and threading.current_thread().daemon:
+            time.sleep(STAY_SECONDS)
+
+    def _end(self) -> None:
+        with self._changed:
+            self._ended = True
+            for exchange in self._making:
+                exchange.end()
+            longest = max(self._making.values(), default=0.0) + ABORT_SECONDS
+            self._changed.wait_for(lambda: not self._making, longest - time.monotonic())
+        for communicator in list(self.made):
+            communicator.abort()
 
 
-@atexit.register
-def _abort_all() -> None:
-    """A thread that is in torch when the interpreter ends would terminate the process."""
-    for communicator in list(_alive):
-        communicator.abort()
+_all = _All()
 
 
 def _byte() -> Value:

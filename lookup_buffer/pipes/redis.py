@@ -23,7 +23,8 @@ from lookup_buffer.errors import (
 from lookup_buffer.greeting import HANDSHAKE_SECONDS, Greetings
 from lookup_buffer.handshake import HELLO_BYTES, admit, introduce
 from lookup_buffer.pipes.pipe import KVPipe, PipeLimits
-from lookup_buffer.pipes.redis_link import LOOK_SECONDS, RedisLink, Session
+from lookup_buffer.pipes.redis_layout import Session
+from lookup_buffer.pipes.redis_link import LOOK_SECONDS, RedisLink
 from lookup_buffer.pipes.resp import RespLane
 from lookup_buffer.pipes.stream import StreamPipe
 from store import StoreUnavailable, StoreUrlError, redact

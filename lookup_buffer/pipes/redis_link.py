@@ -1,30 +1,33 @@
 """RedisLink: frames between two ends that both reach one database server, and not each other.
 
-A list for each direction holds the frames, numbered, so that a lost one is noticed. The bytes of a
-large one lie beside it, in chunks of a mebibyte under names of their own, a few batches at a time:
-the writer waits until the reader has taken them, which is also when its message counts as received.
-
-    <session>:up               LIST    frames to the end that listens; `down`: to the other one
-    <session>:up:<frame>:<i>   STRING  a chunk of a frame's bytes
-    <session>:up:had           LIST    which batches of them were taken, or missing
+What is written, and under which names: `redis_layout`. The bytes of a large frame are written a few
+batches at a time: the writer waits until the reader has taken them, which is also when its message
+counts as received.
 
 Who reads a list has subscribed to the channel of the same name, by the connection that reads: with
 its process the connection ends, and the other end sees that nobody is subscribed any more. Nobody
 ever publishes anything there. A process that is only stopped keeps its connection, and is silent.
-
-All that is written expires.
 """
 
-import struct
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, Final
 
 from lookup_buffer.errors import PipeBroken, PipeTimeout, ProtocolError
 from lookup_buffer.pipes.outbox import INLINE_BYTES
+from lookup_buffer.pipes.redis_layout import (
+    ABORTED,
+    Session,
+    batches_of,
+    chunks_of,
+    element_of,
+    had,
+    had_list,
+    numbered,
+    read_had,
+    read_numbered,
+)
 from lookup_buffer.pipes.resp import Command, RespLane
 from lookup_buffer.wire import (
     MAX_HEADER_BYTES,
@@ -36,9 +39,6 @@ from lookup_buffer.wire import (
     encode_frame,
 )
 
-CHUNK_BYTES: Final = 1 << 20
-BATCH_CHUNKS: Final = 4
-BATCH_BYTES: Final = BATCH_CHUNKS * CHUNK_BYTES
 BATCHES_AHEAD: Final = 4
 """So much of a frame lies in the server at the most: 16 MiB."""
 TRIES: Final = 3
@@ -51,28 +51,13 @@ MINIMUM_BYTES_PER_SECOND: Final = 16e6
 MAX_PAYLOAD_BYTES: Final = 1 << 40
 
 _BYE: Final[list[Any]] = ["bye"]
-_NUMBER: Final = struct.Struct(">Q")
-_ABORTED: Final = (1 << 64) - 1
-"""In the place of a frame's number, and of the frame."""
-_HAD: Final = struct.Struct(">QQ?")
-"""The frame's number, the batch's, and whether all of it was there."""
-
-
-@dataclass(frozen=True, slots=True)
-class Session:
-    """The names that belong to two ends which have met."""
-
-    prefix: str
-
-    def list_to(self, listener: bool) -> bytes:
-        return f"{self.prefix}:{'up' if listener else 'down'}".encode()
 
 
 class RedisLink:
     """See `Frames`; the errors are those of `Link`.
 
     Args:
-        reader: has subscribed to the channel of the list that this end reads; see `subscribed`.
+        reader: has subscribed to the channel of the list that this end reads; see the module.
         silence_seconds: how long the server may take for an answer.
     """
 
@@ -115,7 +100,7 @@ class RedisLink:
     def close(self) -> None:
         # The writing thread has ended by now, or is stuck: then the lists are left to expire.
         if self._sending.acquire(blocking=False):
-            unlink = (b"UNLINK", self._in, self._in + b":had")
+            unlink = (b"UNLINK", self._in, had_list(self._in))
             # No end of a stream tells the other end that this one has gone, only a word does.
             last = [] if self._said_bye else self._push(encode_frame(_BYE))
             self._writer.part([*last, unlink])
@@ -126,7 +111,7 @@ class RedisLink:
     def abort(self) -> None:
         # Where that is possible at once; else the other end finds out when it looks.
         if self._sending.acquire(blocking=False):
-            word = (b"RPUSH", self._out, _NUMBER.pack(_ABORTED))
+            word = (b"RPUSH", self._out, ABORTED)
             self._writer.part([word, (b"PEXPIRE", self._out, self._expiry)])
             self._sending.release()
         self._writer.close(reset=True)
@@ -159,12 +144,12 @@ class RedisLink:
 
     def _push(self, frame: bytes) -> list[Command]:
         self._sent += 1
-        element = _NUMBER.pack(self._sent) + frame
+        element = numbered(self._sent, frame)
         return [(b"RPUSH", self._out, element), (b"PEXPIRE", self._out, self._expiry)]
 
     def _send_large(self, payload: memoryview, deadline: float) -> None:
         number = self._sent
-        batches = range(_batches_of(payload.nbytes))
+        batches = range(batches_of(payload.nbytes))
         waiting = iter(batches)
         under_way: set[int] = set()
         tries: Counter[int] = Counter()
@@ -174,9 +159,9 @@ class RedisLink:
                 under_way.add(batch)
             if not under_way:
                 return
-            batch, had = self._next_had(number, deadline)
+            batch, all_of_it = self._next_had(number, deadline)
             tries[batch] += 1
-            if had:
+            if all_of_it:
                 under_way.discard(batch)
             elif tries[batch] < TRIES:
                 self._send_batch(number, batch, payload, deadline)
@@ -185,7 +170,7 @@ class RedisLink:
 
     def _send_batch(self, number: int, batch: int, payload: memoryview, deadline: float) -> None:
         commands: list[Command] = []
-        for name, start, end in _chunks(self._out, number, batch, payload.nbytes):
+        for name, start, end in chunks_of(self._out, number, batch, payload.nbytes):
             commands.append((b"SET", name, payload[start:end], b"PX", self._expiry))
         announced = self._push(encode_frame(["batch", number, batch]))
         self._writer.say([*commands, *announced], deadline)
@@ -195,11 +180,11 @@ class RedisLink:
         while True:
             left = max(min(LOOK_SECONDS, deadline - time.monotonic()), 0.001)
             reply_by = time.monotonic() + left + self._patience
-            reply = self._writer.ask((b"BLPOP", self._out + b":had", b"%.3f" % left), reply_by)
+            reply = self._writer.ask((b"BLPOP", had_list(self._out), b"%.3f" % left), reply_by)
             if reply is not None:
-                of, batch, had = _unpacked(reply)
+                of, batch, all_of_it = read_had(element_of(reply))
                 if of == number:
-                    return batch, had
+                    return batch, all_of_it
             elif time.monotonic() >= deadline:
                 raise _too_slow()
 
@@ -230,7 +215,7 @@ class RedisLink:
         if payload.nbytes != (0 if self._large_nbytes else frame.payload_nbytes):
             raise ProtocolError("a frame with other bytes than it says")
         if frame.header == _BYE:  # nobody will read or write anything any more
-            lists = (self._in, self._in + b":had", self._out, self._out + b":had")
+            lists = (self._in, had_list(self._in), self._out, had_list(self._out))
             self._reader.ask((b"UNLINK", *lists), time.monotonic() + self._patience)
         return frame
 
@@ -247,7 +232,7 @@ class RedisLink:
             self._receive_large(self._received, buffer, deadline)
 
     def _receive_large(self, number: int, buffer: memoryview, deadline: float) -> None:
-        missing = set(range(_batches_of(buffer.nbytes)))
+        missing = set(range(batches_of(buffer.nbytes)))
         while missing:
             element = self._next_element(deadline)
             if element is None:
@@ -258,36 +243,32 @@ class RedisLink:
                     pass
                 case _:
                     raise ProtocolError("no batch of the bytes that are to come")
-            chunks = list(_chunks(self._in, number, batch, buffer.nbytes))
+            chunks = list(chunks_of(self._in, number, batch, buffer.nbytes))
             places = [buffer[start:end] for _, start, end in chunks]
             found = all(self._reader.fetch([name for name, *_ in chunks], places, deadline))
             if found:
                 missing.discard(batch)
-            had = self._in + b":had"
-            said = _HAD.pack(number, batch, found)
-            answer = [(b"RPUSH", had, said), (b"PEXPIRE", had, self._expiry)]
+            said, names = had(number, batch, all_of_it=found), had_list(self._in)
+            answer = [(b"RPUSH", names, said), (b"PEXPIRE", names, self._expiry)]
             self._reader.say(answer, deadline)
         self._reader.settle(deadline)
 
     def _opened(self, element: bytes) -> tuple[Frame, memoryview]:
         """The frame, and what comes with it."""
-        view = memoryview(element)
-        start = _NUMBER.size + PROLOGUE_BYTES
-        if element == _NUMBER.pack(_ABORTED):
-            raise PipeBroken("the other end was aborted")
-        if view.nbytes < start:
+        number, frame = read_numbered(element)
+        if frame.nbytes < PROLOGUE_BYTES:
             raise ProtocolError("no frame")
-        (number,) = _NUMBER.unpack(view[: _NUMBER.size])
         if number != self._received + 1:
             raise PipeBroken(f"the database lost what came before frame {number}")
         header_nbytes, payload_nbytes = decode_prologue(
-            view[_NUMBER.size : start],
+            frame[:PROLOGUE_BYTES],
             max_header_bytes=self._most_header_bytes,
             max_payload_bytes=self._most_payload_bytes,
         )
-        header = decode_header(view[start : start + header_nbytes])
+        end = PROLOGUE_BYTES + header_nbytes
+        header = decode_header(frame[PROLOGUE_BYTES:end])
         self._received = number
-        return Frame(header, payload_nbytes), view[start + header_nbytes :]
+        return Frame(header, payload_nbytes), frame[end:]
 
     def _next_element(self, deadline: float) -> bytes | None:
         """None if there is none by then.
@@ -300,42 +281,15 @@ class RedisLink:
             reply_by = time.monotonic() + left + self._patience
             reply = self._reader.ask((b"BLPOP", self._in, b"%.3f" % left), reply_by)
             if reply is not None:
-                return _element_of(reply)
+                return element_of(reply)
             # Before its first word it may not have come to subscribing.
             if self._received and not self.is_awaited(reply_by):
                 last = self._reader.ask((b"LPOP", self._in), reply_by)
                 if last is None:
                     raise PipeBroken("the other end of the pipe ended without a word")
-                return _element_of([self._in, last])
+                return element_of([self._in, last])
             if time.monotonic() >= deadline:
                 return None
-
-
-def _batches_of(nbytes: int) -> int:
-    return -(-nbytes // BATCH_BYTES)
-
-
-def _chunks(names: bytes, number: int, batch: int, nbytes: int) -> Iterator[tuple[bytes, int, int]]:
-    """Name, start and end of each chunk of a batch."""
-    for index in range(batch * BATCH_CHUNKS, (batch + 1) * BATCH_CHUNKS):
-        start = index * CHUNK_BYTES
-        if start < nbytes:
-            yield b"%b:%d:%d" % (names, number, index), start, min(start + CHUNK_BYTES, nbytes)
-
-
-def _element_of(reply: Any) -> bytes:
-    match reply:
-        case [_, bytes(element)]:
-            return element
-    raise ProtocolError("no element of a list")
-
-
-def _unpacked(reply: Any) -> tuple[int, int, bool]:
-    element = _element_of(reply)
-    if len(element) != _HAD.size:
-        raise ProtocolError("no word of a batch")
-    number, batch, had = _HAD.unpack(element)
-    return number, batch, had
 
 
 def _too_slow() -> PipeTimeout:

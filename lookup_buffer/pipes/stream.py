@@ -145,6 +145,11 @@ class StreamPipe(KVPipe):
         with self._changed:
             return sum(peer.outbox.used_bytes for peer in self._peers)
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether the other end has gone, so that no call will succeed any more."""
+        return self._lost is not None
+
     def close(self) -> None:
         ending = Closed("this end of the pipe was closed")
         if not self._end_here(ending):

@@ -2,7 +2,7 @@
 // strangers.
 
 const whole = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
-const short = new Intl.NumberFormat("en", { maximumFractionDigits: 1 });
+const short = new Intl.NumberFormat("en", { minimumFractionDigits: 1, maximumFractionDigits: 1 });
 
 export const count = (number) => whole.format(number);
 
@@ -27,7 +27,7 @@ export function size(bytes) {
 
 export function age(seconds) {
   for (const [length, unit] of [[86400, "d"], [3600, "h"], [60, "min"]]) {
-    if (seconds >= length) return `${Math.floor(seconds / length)} ${unit}`;
+    if (seconds >= 2 * length) return `${Math.floor(seconds / length)} ${unit}`;
   }
   return `${Math.floor(seconds)} s`;
 }

@@ -178,7 +178,7 @@ function showHottest(hottest, ask) {
       const button = make("button", "plain", make("bdi", "mono", one.key));
       button.type = "button";
       button.addEventListener("click", () => ask(one.key));
-      const cells = ["Namespace", "Hits a minute", "Hits in all"].map((label, place) => {
+      const cells = ["Namespace", "Hits/s", "Hits in all"].map((label, place) => {
         const cell = make("td", place ? "n" : "");
         cell.dataset.label = label;
         return cell;
@@ -187,7 +187,7 @@ function showHottest(hottest, ask) {
       return make("tr", "", make("td", "", button), ...cells);
     },
     (row, one) => {
-      put(row.children[2], rate(60 * one.hits_per_second));
+      put(row.children[2], rate(one.hits_per_second));
       put(row.children[3], count(one.hits));
     });
 }

@@ -1,0 +1,1 @@
+"""`LookupBufferECConnector`: engines share encoder outputs. vLLM calls `connector`."""

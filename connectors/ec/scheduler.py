@@ -1,0 +1,248 @@
+"""The scheduler side: what vLLM is promised in a pass, and what the workers are told at its end.
+
+Runs in vLLM's scheduler thread. Knows the buffer's client and the attributes of vLLM's requests;
+imports neither vLLM nor torch.
+
+The rule that everything here serves: vLLM is told that an item can be loaded only while its bytes
+are pinned on this host. A promise that does not load kills the engine.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from connectors.adapters import Adapters
+from connectors.counters import Counters, logger
+from connectors.ec.answers import Answers
+from connectors.ec.claims import EcClaims
+from connectors.ec.engine_cache import EngineCache
+from connectors.ec.fetching import EcFetching
+from connectors.ec.gate import EcGate
+from connectors.ec.located import Located
+from connectors.ec.locating import EcLocating
+from connectors.ec.meanings import Meanings
+from connectors.ec.metadata import ItemLoad, StepMetadata
+from connectors.ec.pins import Pin, PinTable
+from connectors.ec.shape import EngineShape
+from connectors.ec.watch import embeds_of
+from connectors.identifiers import NotShareable, shared_key
+from connectors.media import Carried, carried_by
+from connectors.pass_time import IdleTime, PassTime, PassTimes
+from connectors.settings import ConnectorSettings
+
+if TYPE_CHECKING:
+    from connectors.ec.supply import ItemSupply
+    from lookup_buffer.client import LookupBuffer
+
+RECORDS_KEPT = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class ItemRecord:
+    """What became of one item that vLLM made room for."""
+
+    request_id: str
+    identifier: str
+    source: str
+    """`encoded`, or from where the bytes came: `local` or the id of a node."""
+    nbytes: int
+
+
+class EcScheduler:
+    """See the module. Every method is called by vLLM's scheduler thread only; none raises for a
+    fault of the node, of Redis or of a peer."""
+
+    def __init__(
+        self,
+        buffer: "LookupBuffer",
+        settings: ConnectorSettings,
+        shape: EngineShape,
+        *,
+        metadata_fields: Callable[[str], set[str]],
+        counters: Counters | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._buffer = buffer
+        self._shape = shape
+        self._metadata_fields = metadata_fields
+        self.counters = counters or Counters()
+        self.records: deque[ItemRecord] = deque(maxlen=RECORDS_KEPT)
+        """The last items, newest at the end: for demos, tests and debugging."""
+        self.pins = PinTable(
+            buffer, settings.pin_budget_bytes, shape.steps_in_flight, shape.embed_bytes
+        )
+        self.located = Located()
+        self._engine_cache = EngineCache()
+        self._adapters = Adapters()
+        self.claims = EcClaims(
+            buffer,
+            settings,
+            shape,
+            engine_cache=self._engine_cache,
+            counters=self.counters,
+            clock=clock,
+        )
+        self._step = 0
+        self.meanings = Meanings()
+        """What the requests that vLLM has now mean by the names of items; kept by the gate."""
+        self._answers = Answers(self.meanings)
+        self._loads: dict[str, tuple[ItemLoad, Pin | None]] = {}
+        self._allocated: dict[str, str] = {}
+        """Items that vLLM made room for in this pass, and for which request it last did."""
+        self._saves: dict[str, str] = {}
+        self._encodes: list[tuple[str, str, int]] = []
+        """Of this pass: identifier, request, and position in it."""
+        times = PassTimes(
+            PassTime(settings.first_sight_seconds, clock),
+            IdleTime(settings.idle_wait_seconds, clock),
+        )
+        self._supply = self._make_supply(settings, times, clock)
+        self.gate = EcGate(
+            self._supply,
+            self.claims,
+            pins=self.pins,
+            engine_cache=self._engine_cache,
+            meanings=self.meanings,
+            answers=self._answers,
+            times=times,
+            settings=settings,
+            shape=shape,
+            metadata_fields=metadata_fields,
+            adapters=self._adapters,
+            counters=self.counters,
+            clock=clock,
+        )
+
+    def _make_supply(
+        self, settings: ConnectorSettings, times: PassTimes, clock: Callable[[], float]
+    ) -> "ItemSupply":
+        wait_seconds = settings.fetch_wait_seconds
+        if not self._shape.is_consumer:
+            return EcLocating(self._buffer, self.located, times.first_sights, wait_seconds, clock)
+        return EcFetching(
+            self.pins,
+            self.claims,
+            self._answers,
+            times=times,
+            wait_seconds=wait_seconds,
+            counters=self.counters,
+            clock=clock,
+        )
+
+    @property
+    def engine_cache(self) -> EngineCache:
+        """What vLLM itself holds, as far as it has told us."""
+        return self._engine_cache
+
+    def has_cache_item(self, identifier: str) -> bool:
+        """Whether the item can be loaded (on a pure producer: need not be encoded).
+
+        The answer holds for the rest of the pass, whatever happens to the item meanwhile.
+        """
+        self._engine_cache.discard(identifier)  # vLLM asks only for what its own cache lacks
+        asked = identifier, self.meanings.of(identifier)
+        answer = self._answers.get(asked)
+        if answer is None:
+            answer = self._answers[asked] = self._supply.promise(*asked)
+        return answer
+
+    def item_allocated(self, request: Any, index: int, *, is_hit: bool) -> None:
+        """vLLM made room for an item in its own cache, to load it or to encode it."""
+        feature = request.mm_features[index]
+        identifier: str = feature.identifier
+        self._engine_cache.add(identifier)
+        self._allocated[identifier] = request.request_id
+        position = feature.mm_position
+        self.gate.allocated(request.request_id, identifier, position.offset + position.length)
+        if not is_hit:
+            self.pins.discard(identifier)
+            self._encodes.append((identifier, request.request_id, index))
+            self._encode(request, feature)
+        elif not self._shape.is_consumer:
+            self.counters.add("encode_skipped")
+        elif identifier not in self._loads:
+            self._load(request, feature)
+
+    def _load(self, request: Any, feature: Any) -> None:
+        pin = self.pins.take(feature.identifier)
+        order = None if pin is None else pin.order
+        key = None if pin is None else pin.handle.key.text
+        load = ItemLoad(feature.identifier, embeds_of(feature), order, key)
+        self._loads[feature.identifier] = (load, pin)
+        if pin is None or order is None:
+            return
+        self.pins.saw_size(load.num_token, order.nbytes)
+        source = pin.handle.source
+        where = "lane" if order.lane else "local" if source == "local" else "remote"
+        self.counters.add(f"load_{where}")
+        self.counters.add(f"loaded_{where}_bytes", order.nbytes)
+        self._record(request.request_id, feature.identifier, source, order.nbytes)
+
+    def _encode(self, request: Any, feature: Any) -> None:
+        self._record(request.request_id, feature.identifier, "encoded", 0)
+        if not self._shape.is_producer:
+            return
+        try:
+            key = shared_key(feature.identifier, request, self._adapters)
+        except NotShareable:
+            return  # counted when the request was first seen
+        if carried_by(feature, self._metadata_fields) is Carried.MEDIA:
+            self._saves[feature.identifier] = key.text
+            others = self.claims.encodes(request.request_id, feature.identifier, key)
+            self.gate.found(feature.identifier, others)
+
+    def _record(self, request_id: str, identifier: str, source: str, nbytes: int) -> None:
+        self.records.append(ItemRecord(request_id, identifier, source, nbytes))
+        logger.debug("request %s: item %s %s, %d bytes", request_id, identifier, source, nbytes)
+
+    # -- the end of a pass ---------------------------------------------------------------------
+
+    def build_metadata(self, scheduler_output: Any) -> StepMetadata:
+        """Close the pass: what the workers have to load and may store in this step."""
+        self._step += 1
+        self.pins.land(self._step)
+        for identifier in scheduler_output.free_encoder_mm_hashes:
+            # Some hosts also name what was driven out and then came back in the same pass.
+            if self._allocated.get(identifier) in scheduler_output.num_scheduled_tokens:
+                continue
+            self._engine_cache.discard(identifier)
+            _, pin = self._loads.pop(identifier, (None, None))
+            if pin is not None:
+                self.pins.release(pin)
+        if scheduler_output.free_encoder_mm_hashes:
+            self._engine_cache.evictions += 1
+        for request_id in scheduler_output.finished_req_ids:
+            self.gate.forget(request_id)
+        metadata = StepMetadata()
+        # V1 workers skip a step without tokens before they come to us (encode-only ones do not).
+        runs = scheduler_output.total_num_scheduled_tokens > 0 or not self._shape.is_consumer
+        if runs:
+            self._see_what_runs(scheduler_output.scheduled_encoder_inputs)
+            metadata.mm_datas = [load for load, _ in self._loads.values()]
+            metadata.saves = self._saves
+            self.pins.fly(self._step, [pin for _, pin in self._loads.values() if pin is not None])
+            self._loads = {}
+            self._saves = {}
+        self.claims.end_pass(self._step, dispatched=runs)
+        self.pins.end_pass()
+        self._answers.clear()
+        self._allocated.clear()
+        self.gate.end_pass(is_idle=not scheduler_output.total_num_scheduled_tokens)
+        return metadata
+
+    def _see_what_runs(self, scheduled: Mapping[str, Sequence[int]]) -> None:
+        for identifier, request_id, index in self._encodes:
+            if index not in scheduled.get(request_id, ()):
+                self.claims.not_run(identifier)
+        self._encodes.clear()
+
+    def close(self) -> None:
+        """The engine ends: nothing is held any more, and the client with it. Idempotent."""
+        for _, pin in self._loads.values():
+            if pin is not None:
+                self.pins.release(pin)
+        self._loads.clear()
+        self.pins.release_all()
+        self._buffer.close()

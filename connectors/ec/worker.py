@@ -1,0 +1,240 @@
+"""The worker side: puts promised items into vLLM's encoder cache, and stores fresh ones.
+
+Runs in the thread of vLLM's model runner, one instance per rank. Loading is a copy out of the
+mapped arena and needs no socket; storing is one reference into a queue. How to copy: `ec.copies`.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from connectors.counters import Counters, RateLimitedLog, logger
+from connectors.ec.copies import Copies, DeviceCopies, HostCopies
+from connectors.ec.metadata import ItemLoad, StepMetadata
+from connectors.save_queue import SaveQueue
+from connectors.settings import ConnectorSettings
+from lookup_buffer.client import InsertOutcome
+from lookup_buffer.errors import LookupBufferError, NodeUnavailable
+from lookup_buffer.key import TensorKey
+
+if TYPE_CHECKING:
+    import torch
+
+    from connectors.ec.lane import WorkerLane
+    from connectors.live_weights import WeightsWatch
+    from lookup_buffer.client import LookupBuffer
+    from lookup_buffer.prefetched import LoadOrder
+
+LAST_RESORT_SECONDS = 5.0
+RETRY_SECONDS = 0.02
+SELECT_SECONDS = 0.5
+INSERT_SECONDS = 5.0
+COPIES_SECONDS = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSeat:
+    """Which of the engine's workers this is."""
+
+    rank: int
+    """Among the ranks that load, counted from 0. Rank 0 stores: all hold the same outputs."""
+    is_producer: bool
+    device: str = "cpu"
+    """Where the model expects its tensors, as torch names it."""
+
+    @property
+    def stores(self) -> bool:
+        return self.is_producer and self.rank == 0
+
+
+class EcWorker:
+    """See the module. `load` and `save` never raise.
+
+    Args:
+        open_buffer: connects to the node; called once, by `start`.
+        weights: on the rank that says when they change.
+        make_lane: makes this worker's pool, where the configuration wants one; called by `start`.
+    """
+
+    def __init__(
+        self,
+        open_buffer: Callable[[], "LookupBuffer"],
+        settings: ConnectorSettings,
+        seat: WorkerSeat,
+        *,
+        weights: "WeightsWatch | None" = None,
+        make_lane: "Callable[[], WorkerLane | None]" = lambda: None,
+        counters: Counters | None = None,
+        log: RateLimitedLog | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._weights = weights
+        self._make_lane = make_lane
+        self._lane: WorkerLane | None = None
+        self._open_buffer = open_buffer
+        self._settings = settings
+        self._seat = seat
+        self._buffer: LookupBuffer | None = None
+        self._copies: Copies | None = None
+        self.saves: SaveQueue | None = None
+        self.counters = counters or Counters()
+        self._log = log or RateLimitedLog()
+        self._clock = clock
+
+    def start(self) -> None:
+        """Connect and map the arena. Idempotent.
+
+        Raises:
+            LookupBufferError: the configuration is refused, or the node is required and absent.
+        """
+        if self._buffer is not None:
+            return
+        if self._weights is not None:
+            self._weights.start()
+        lane = self._make_lane()
+        self._buffer = self._open_buffer()
+        if lane is not None:
+            self._lane = lane
+            lane.join(self._buffer)
+        self._copies = self._make_copies(self._buffer)
+        if self._seat.stores:
+            self.saves = SaveQueue(
+                self._insert,
+                self._give_up,
+                bytes_max=self._settings.save_queue_bytes,
+                items_max=self._settings.save_queue_items,
+                counters=self.counters,
+                log=self._log,
+            )
+
+    def model_loaded(self) -> None:
+        """What is written into the model from now on changes it."""
+        if self._weights is not None:
+            self._weights.begin()
+
+    def _make_copies(self, buffer: "LookupBuffer") -> Copies:
+        if not self._seat.device.startswith("cuda"):
+            return HostCopies(buffer, self._seat.device)
+        from connectors.cuda_device import CudaDevice
+
+        return DeviceCopies(buffer, CudaDevice(self._seat.device), self.counters, self._log)
+
+    def load(self, encoder_cache: "dict[str, torch.Tensor]", metadata: StepMetadata) -> None:
+        """Make every item of the step's loads present, and give their pins back."""
+        if not metadata.mm_datas:
+            return
+        self._weights_changed()  # what was promised is loaded all the same
+        orders: list[LoadOrder] = []
+        for item in metadata.mm_datas:
+            if item.mm_hash not in encoder_cache:
+                tensor = self._load(item)
+                if tensor is not None:
+                    encoder_cache[item.mm_hash] = tensor
+            if item.order is not None:
+                orders.append(item.order)
+        if self._copies is not None:
+            self._copies.done(orders)
+
+    def _load(self, item: ItemLoad) -> "torch.Tensor | None":
+        try:
+            tensor = self._copy(item)
+        except LookupBufferError as error:
+            self._log.report("load", "item %s did not load as promised: %s", item.mm_hash, error)
+            tensor = self._copy_at_last(item)
+        if tensor is None or tensor.shape[0] >= item.num_token:
+            return tensor
+        # Hosts before 0.23 do not say for whom they ask. Whoever calls content by the hash of other
+        # content has a wrong answer, but not the engine's end: a host takes what rows it wants.
+        self._log.report("misfit", "item %s has fewer rows than its name stands for", item.mm_hash)
+        self.counters.add("load_misfit")
+        return tensor.new_zeros(item.num_token, *tensor.shape[1:])
+
+    def _copy(self, item: ItemLoad) -> "torch.Tensor | None":
+        if self._buffer is None or self._copies is None:
+            raise NodeUnavailable("the worker was never started")
+        if item.order is not None and item.order.lane:
+            return self._buffer.load(item.order)  # it is on the device already
+        if item.order is not None:
+            return self._copies.load(item.order)
+        key = TensorKey(item.mm_hash) if item.key is None else TensorKey.parse(item.key)
+        tensor = self._buffer.select(key, timeout=SELECT_SECONDS)
+        if tensor is None or tensor.shape[0] != item.num_token:
+            return None
+        return self._copies.place(tensor)
+
+    def _copy_at_last(self, item: ItemLoad) -> "torch.Tensor | None":
+        """The promise did not hold at once: perhaps the node restarted and this rank attaches
+        later than the scheduler did. Whatever the wait costs is less than the engine's end."""
+        self.counters.add("load_late")
+        deadline = self._clock() + LAST_RESORT_SECONDS
+        by_key = replace(item, order=None)
+        while self._clock() < deadline:
+            time.sleep(RETRY_SECONDS)
+            for way in (item, by_key):
+                try:
+                    tensor = self._copy(way)
+                except LookupBufferError:
+                    continue
+                if tensor is not None:
+                    return tensor
+        self.counters.add("load_lost")
+        logger.error("lookup buffer: item %s is lost, and vLLM stops without it", item.mm_hash)
+        return None
+
+    def save(
+        self, encoder_cache: "dict[str, torch.Tensor]", identifier: str, metadata: StepMetadata
+    ) -> None:
+        """Queue a fresh output, if the scheduler said that it may be stored."""
+        if self.saves is None or self._copies is None:
+            return
+        key = metadata.saves.get(identifier)
+        if key is None:
+            return
+        if self._weights_changed():
+            self.counters.add("save_skipped:weights_changed")
+            self._give_up(key)
+            return
+        # Each call into torch costs this thread up to 40 µs when its caches are cold.
+        self.saves.offer(key, self._copies.keep(encoder_cache[identifier]))
+
+    def _weights_changed(self) -> bool:
+        return self._weights is not None and self._weights.changed()
+
+    def _insert(self, key: str, output: Any) -> bool:
+        assert self._buffer is not None, "the queue starts after the buffer"
+        assert self._copies is not None
+        on_host = self._copies.to_host(output)
+        if self._lane is None:
+            return self._insert_from_host(key, on_host)
+        with self._lane.keeping(key, self._copies.on_device(output)) as on_stored:
+            return self._insert_from_host(key, on_host, on_stored=on_stored)
+
+    def _insert_from_host(self, key: str, on_host: "torch.Tensor", **told: Any) -> bool:
+        assert self._buffer is not None, "the queue starts after the buffer"
+        outcome = self._buffer.insert(
+            TensorKey.parse(key),
+            on_host,
+            ttl_seconds=self._settings.ttl_seconds,
+            timeout=INSERT_SECONDS,
+            **told,
+        )
+        return outcome is InsertOutcome.STORED
+
+    def _give_up(self, key: str) -> None:
+        """Nobody need wait for what will not be stored."""
+        assert self._buffer is not None, "the queue starts after the buffer"
+        self._buffer.unclaim([TensorKey.parse(key)])
+
+    def close(self) -> None:
+        """Store what waits, within `drain_seconds`, and disconnect. Idempotent."""
+        if self.saves is not None:
+            self.saves.close(self._settings.drain_seconds)
+        if self._copies is not None:
+            self._copies.close(COPIES_SECONDS)
+        if self._buffer is not None:
+            self._buffer.close()
+        if self._lane is not None:
+            self._lane.close()
+        if self._weights is not None:
+            self._weights.close()

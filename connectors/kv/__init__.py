@@ -1,0 +1,1 @@
+"""`LookupBufferKVConnector`: engines share KV. vLLM calls `connector`, older hosts `first`."""

@@ -1,0 +1,65 @@
+"""Where an engine's scheduler and workers sit, as far as its KV cache is concerned, read from
+vLLM's configuration. Called at start."""
+
+from typing import Any
+
+from connectors import seat
+from connectors.kv.namespace import chunk_blocks, kv_namespace_parts
+from connectors.kv.settings import KvSettings
+from connectors.kv.shape import KvShape
+from connectors.plugin import KV_CONNECTOR_NAME
+from lookup_buffer.client import EngineSeat, LookupBuffer
+from lookup_buffer.namespace import Namespace
+
+_PARTS = "_lookup_buffer_kv_namespace"
+
+
+def kv_shape(vllm_config: Any, kv_cache_config: Any, settings: KvSettings) -> KvShape:
+    transfer, ranks = vllm_config.kv_transfer_config, ranks_of(vllm_config)
+    (group,) = kv_cache_config.kv_cache_groups
+    spec = group.kv_cache_spec
+    blocks = chunk_blocks(settings.chunk_tokens, spec.block_size)
+    return KvShape(
+        is_producer=bool(transfer.is_kv_producer),
+        is_consumer=bool(transfer.is_kv_consumer),
+        block_size=spec.block_size,
+        chunk_tokens=blocks * spec.block_size,
+        chunk_bytes=blocks * spec.page_size_bytes * len(group.layer_names) * ranks,
+        ranks=ranks,
+        stores_generated=settings.store_generated and vllm_config.speculative_config is None,
+    )
+
+
+def ranks_of(vllm_config: Any) -> int:
+    """Workers with a part of the cache."""
+    return int(vllm_config.parallel_config.tensor_parallel_size)
+
+
+def rank_of(vllm_config: Any) -> int:
+    return int(vllm_config.parallel_config.rank) % ranks_of(vllm_config)
+
+
+def engine_id(vllm_config: Any) -> str:
+    transfer = vllm_config.kv_transfer_config
+    # Beside our other connector in one engine: each has weights to watch by a flag of its own.
+    return seat.engine_id(f"{transfer.engine_id}-kv", vllm_config.parallel_config)
+
+
+def open_buffer(
+    vllm_config: Any, kv_cache_config: Any, settings: KvSettings, rank: int | None
+) -> LookupBuffer:
+    """The client of the scheduler (`rank` None) or of one worker. Raises as `seat.open_client`."""
+    place = EngineSeat(engine_id(vllm_config), rank, ranks_of(vllm_config))
+    namespace = engine_namespace(vllm_config, kv_cache_config, settings)
+    return seat.open_client(settings, place, namespace, KV_CONNECTOR_NAME)
+
+
+def engine_namespace(vllm_config: Any, kv_cache_config: Any, settings: KvSettings) -> Namespace:
+    """One namespace per engine."""
+    block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+    owner = vllm_config.kv_transfer_config
+    return Namespace(
+        seat.remembered(
+            owner, _PARTS, lambda: kv_namespace_parts(vllm_config, settings, block_size)
+        )
+    )

@@ -1,0 +1,75 @@
+"""Sightings: which pools the processes of other nodes have, before any record names one.
+
+So that a reader's pool can begin its pair with another when that is first seen, and not when
+somebody wants something of it (see `device.pairs`). Read with the beat, a few nodes at a time in
+turn, and only by a node that has a reader's pool. On the registrar's thread.
+"""
+
+import asyncio
+import random
+from dataclasses import dataclass, field
+from typing import Final
+
+from lookup_buffer.config import parse_tcp
+from lookup_buffer.node.directory import Directory
+from lookup_buffer.node.loop import call_from_thread
+from lookup_buffer.node.pools import Pools
+from lookup_buffer.pool_messages import SeenPool
+from store import MetadataStore, NodeInfo
+
+NODES_A_BEAT: Final = 16
+"""Descriptions that are read with one beat: what a large fleet asks of the store stays small."""
+SEEN_MAX: Final = 256
+"""Bound on the pools that are known; of more a reader hears by the records that name them."""
+
+Boot = tuple[str, str]
+"""A node, and which start of it."""
+
+
+@dataclass(slots=True)
+class Sightings:
+    loop: asyncio.AbstractEventLoop
+    directory: Directory
+    pools: Pools
+    _turn: list[Boot] = field(default_factory=list)
+    """Whose descriptions are still to be read in this round, the next one last."""
+    _found: dict[Boot, tuple[SeenPool, ...]] = field(default_factory=dict)
+    _seen: dict[str, SeenPool] = field(default_factory=dict)
+
+    def look(self, store: MetadataStore) -> None:
+        """Read some descriptions, and tell the readers what came and went.
+
+        Raises:
+            StoreError: the store did not answer.
+        """
+        if not self.pools.has_readers:
+            self._turn, self._found, self._seen = [], {}, {}
+            return
+        others = self.directory.others()
+        self._read(store, others)
+        self._found = {boot: pools for boot, pools in self._found.items() if boot in others}
+        found = {pool.pool: pool for pools in self._found.values() for pool in pools}
+        seen = {name: found.pop(name) for name in self._seen if name in found}
+        self._seen = dict([*seen.items(), *found.items()][:SEEN_MAX])
+        call_from_thread(self.loop, self.pools.tell_readers, self._seen)
+
+    def _read(self, store: MetadataStore, others: set[Boot]) -> None:
+        if not self._turn:  # in another order on each node: not all shall begin with the same ones
+            self._turn = random.sample(sorted(others), len(others))
+        due, self._turn = self._turn[-NODES_A_BEAT:], self._turn[:-NODES_A_BEAT]
+        infos = store.node_infos([node for node, _ in due])
+        for node, boot in due:
+            info = infos.get(node)
+            # A description that is missing, or another boot's, says nothing: a store that lost its
+            # data has it again in a second.
+            if info is not None and info.boot == boot:
+                self._found[node, boot] = _pools_of(info)
+
+
+def _pools_of(info: NodeInfo) -> tuple[SeenPool, ...]:
+    """How they are reached: on the host where the node is."""
+    try:
+        host, _ = parse_tcp(info.endpoint)
+    except ValueError:
+        return ()
+    return tuple(SeenPool(host, *pool) for pool in info.pools)

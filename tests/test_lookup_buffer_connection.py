@@ -1,0 +1,68 @@
+"""A node's end of a client's socket, with a client that goes in the middle of things."""
+
+import asyncio
+import socket
+from typing import Any
+
+import pytest
+
+from lookup_buffer.errors import LookupBufferError
+from lookup_buffer.node.connection import Connection
+from lookup_buffer.wire import encode_frame
+
+SECONDS = 5.0
+WORDS = [["release", 1], ["goodbye", 2]]
+
+
+class Met:
+    """A connection of the node, what it was told, and the client's end of it."""
+
+    def __init__(self, *, answers: int) -> None:
+        self.told: list[Any] = []
+        self.open: list[bool] = []
+        self.ended: asyncio.Future[LookupBufferError | None] = asyncio.Future()
+        self._answers = answers
+        self.client, node = socket.socketpair()
+        self.connection = Connection(asyncio.get_running_loop(), node, self._hear, self._end)
+
+    def _hear(self, connection: Connection, message: Any) -> None:
+        self.told.append(message)
+        for _ in range(self._answers):
+            connection.send(["answer"])
+        self.open.append(connection.open)
+
+    def _end(self, _: Connection, error: LookupBufferError | None) -> None:
+        self.ended.set_result(error)
+
+
+@pytest.mark.parametrize("answers", [0, 1, 3])
+def test_what_a_client_said_before_it_closed_is_heard_though_it_hears_nothing(answers: int) -> None:
+    """Else its goodbye is lost where the node was about to tell it something: its pins would stay
+    as long as those of a client that was lost, which may be in the middle of a copy."""
+
+    async def meet() -> Met:
+        met = Met(answers=answers)
+        met.client.sendall(b"".join(map(encode_frame, WORDS)))
+        met.client.close()
+        met.connection.send(["an event"])
+        assert not met.connection.open
+        assert await asyncio.wait_for(met.ended, SECONDS) is None
+        return met
+
+    met = asyncio.run(meet())
+    assert met.told == WORDS
+    assert met.open == [False, False]
+
+
+def test_a_client_that_closes_while_much_waits_for_it_ends_the_connection() -> None:
+    async def meet() -> None:
+        met = Met(answers=0)
+        for _ in range(100):
+            met.connection.send(["event", b"x" * 50_000])
+        assert met.connection.open
+        await asyncio.sleep(0)
+        met.client.close()
+        assert await asyncio.wait_for(met.ended, SECONDS) is None
+        assert not met.connection.open
+
+    asyncio.run(meet())

@@ -1,0 +1,104 @@
+"""A process that is killed or stopped when some of a payload has come, and the rest has not.
+
+The reader's process itself sees its memory change, and strikes; afterwards the rest of that memory
+is seen to be untouched. Over Gloo, between processes on hosts of their own.
+"""
+
+import os
+import signal
+import time
+from itertools import count
+
+import pytest
+
+from device_ends import DeviceEnd, StartEnd, facts, put, start_end, warm
+from nodes import MIB, StartNode, at_rest, start_node, tensor_of, wait_until
+
+__all__ = ["start_end", "start_node"]
+NBYTES = 48 * MIB
+BOUND_SECONDS = 10 * (1.0 + NBYTES / 100e6)
+"""Several times the deadline of the lane, and the way over the hosts behind it."""
+_numbers = count()
+
+
+def some(first: DeviceEnd) -> tuple[str, object]:
+    """A key that the first one has just offered, and what has to be read under it."""
+    key = f"some-{next(_numbers)}"
+    put(first, key, f"tensor_of({key!r}, {NBYTES})")
+    return f"read(TensorKey({key!r}))", facts(tensor_of(key, NBYTES))
+
+
+@pytest.fixture
+def pair(start_node: StartNode, start_end: StartEnd) -> tuple[DeviceEnd, DeviceEnd]:
+    nodes = [start_node(capacity_bytes=256 * MIB) for _ in range(2)]
+    first = start_end(nodes[0], receives=False)
+    second = start_end(nodes[1], device="watched")
+    warm(first, second)
+    return first, second
+
+
+def reads_all_the_same(second: DeviceEnd, read: str, expected: object) -> None:
+    """In the same call, in time, by another way; and nothing of what had come is kept."""
+    before = second.do("lane.gauges().used_bytes"), second.counted("lane_received_gloo")
+    started = time.monotonic()
+    assert second.do(read) == expected
+    assert time.monotonic() - started < BOUND_SECONDS
+    assert 0 < second.do("place.came_bytes()") < NBYTES, "it was not struck in the middle"
+    assert second.counted("lane_received_gloo") == before[1]
+    failed = second.counted("lane_fallbacks_timeout") + second.counted("lane_fallbacks_peer_failed")
+    assert failed >= 1, second.node.stats()
+    wait_until(lambda: second.do("lane.gauges().used_bytes") == before[0], BOUND_SECONDS)
+    at_rest(second.node)
+
+
+def test_a_sender_that_is_killed_when_some_has_come(
+    pair: tuple[DeviceEnd, DeviceEnd], start_end: StartEnd
+) -> None:
+    first, second = pair
+    read, expected = some(first)
+    second.do(f"place.strike({first.pid}, {int(signal.SIGKILL)})")
+    reads_all_the_same(second, read, expected)
+    first.kill()  # it is dead already
+    wait_until(lambda: second.do("lane.pairs()") == 0, 20.0)
+    warm(start_end(first.node), second)
+
+
+def test_a_sender_that_is_stopped_when_some_has_come(pair: tuple[DeviceEnd, DeviceEnd]) -> None:
+    first, second = pair
+    for _ in range(2):
+        read, expected = some(first)
+        second.do(f"place.strike({first.pid}, {int(signal.SIGSTOP)})")
+        try:
+            reads_all_the_same(second, read, expected)
+        finally:
+            os.kill(first.pid, signal.SIGCONT)
+        assert second.do("place.came_bytes()") < NBYTES, "it was not given up"
+        warm(first, second)
+
+
+def test_a_reader_that_is_killed_when_some_has_come(
+    pair: tuple[DeviceEnd, DeviceEnd], start_end: StartEnd
+) -> None:
+    first, second = pair
+    third = start_end()
+    warm(first, third)
+    before = first.do("(threads(), files())")
+    read, _ = some(first)
+    second.do(f"place.strike({second.pid}, {int(signal.SIGKILL)})")
+    second.begin(read)
+    wait_until(second.has_said, 20.0)
+    with pytest.raises(EOFError):
+        second.hear()  # what it read; but it has ended
+    second.kill()
+    at_rest(second.node, seconds=20.0)
+    wait_until(lambda: first.do("lane.gauges().pinned_bytes") == 0, 20.0)
+    again, expected = some(first)
+    received = third.counted("lane_received_gloo")
+    assert third.do(again) == expected
+    assert third.counted("lane_received_gloo") == received + 1
+
+    def has_let_go() -> bool:
+        threads, files = first.do("(threads(), files())")
+        return len(threads) < len(before[0]) and files < before[1]
+
+    wait_until(has_let_go, 20.0, f"{before}")

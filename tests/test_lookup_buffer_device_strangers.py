@@ -1,0 +1,271 @@
+"""Whoever connects to a pool's port and says what he likes: the pool's process goes on, serves its
+readers meanwhile, and keeps nothing of him.
+
+The pool is a process's of its own, which is the same one at the end; a reader's is another.
+"""
+
+import socket
+import struct
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from itertools import count
+from typing import Any
+
+import pytest
+import torch
+
+from device_ends import LARGE, DeviceEnd, facts, put, warm
+from hostile_files import hostile
+from lookup_buffer.codec import writable_bytes
+from lookup_buffer.device import asking
+from lookup_buffer.device.serving import PEERS_MAX
+from lookup_buffer.errors import PipeError
+from lookup_buffer.greeting import HANDSHAKE_SECONDS
+from lookup_buffer.header import TensorHeader
+from lookup_buffer.pipes import gloo
+from lookup_buffer.plain import unpack
+from nodes import Nodes, at_rest, tensor_of, wait_until, with_store
+from raw_pipe import RawEnd, offer
+from store import EmbeddedServer
+
+AT_ONCE = 16
+NOTHING = {"pool": "0" * 12, "namespace": "n", "key": "k", "mark": 1}
+"""A question for what is not there."""
+_numbers = count()
+
+
+class Stranger(RawEnd):
+    """One who has shaken hands with a pool, and agreed on what moves the payload."""
+
+    def __init__(self, pool: DeviceEnd) -> None:
+        super().__init__(_address_of(pool), ["pair", "gloo", gloo.dialect()])
+        self._last = 0
+
+    def ask(self, fields: Any) -> None:
+        self.offer(asking.message(fields))
+
+    def offer(self, value: torch.Tensor, key: bytes | None = None) -> None:
+        self._last += 1
+        name = str(value.dtype).removeprefix("torch.")
+        header = TensorHeader.for_tensor(name, tuple(value.shape)).to_fields()
+        raw = bytes(writable_bytes(value)) if value.nbytes else None
+        self.say(["offer", self._last, key, header], raw)
+
+    def verdict(self) -> Any:
+        """What he is told of what he asked."""
+        frame = self.link.recv_header(5.0)
+        while frame.header[0] != "offer":
+            frame = self.link.recv_header(5.0)
+        raw = bytearray(frame.payload_nbytes)
+        self.link.recv_into(memoryview(raw), timeout=5.0)
+        return unpack(raw)
+
+
+def _address_of(pool: DeviceEnd) -> str:
+    return f"tcp://127.0.0.1:{pool.do('lane.port')}"
+
+
+class Ends:
+    def __init__(self, stack: ExitStack, nodes: Nodes) -> None:
+        both = [nodes(), nodes()]
+        with_store(*both)
+        self.pool = DeviceEnd(both[0], "strangers", receives=False)
+        self.reader = DeviceEnd(both[1], "strangers")
+        for end in (self.pool, self.reader):
+            stack.callback(end.end)
+        self.pool.do("insert(TensorKey('one'), torch.zeros(3))")  # and has a connection for it
+        self._files = self.pool.do("files()")
+        warm(self.pool, self.reader)
+        self.reads()
+
+    def reads(self) -> None:
+        """The reader gets what the pool has by the lane."""
+        key = f"some-{next(_numbers)}"
+        put(self.pool, key, f"tensor_of({key!r}, {LARGE})")
+        before = self.reader.counted("hits_lane")
+        assert self.reader.do(f"read(TensorKey({key!r}))") == facts(tensor_of(key, LARGE))
+        assert self.reader.counted("hits_lane") == before + 1, self.reader.node.stats()
+
+    def at_rest(self) -> None:
+        """Without its reader the pool has nothing of those who came."""
+        self.reader.do("leave()")
+
+        def is_alone() -> bool:
+            threads, files = self.pool.do("(threads(), files())")
+            pairs = [name for name in threads if name.startswith(("lb-pipe", "lb-lane-peer"))]
+            return not pairs and bool(files <= self._files + 1)
+
+        wait_until(is_alone, 30.0, f"{self._files}: {self.pool.do('(threads(), files())')}")
+        assert self.pool.do("lane.gauges().pinned_bytes") == 0
+
+
+@pytest.fixture(scope="module")
+def ends(valkey_server: EmbeddedServer) -> Iterator[Ends]:
+    nodes = Nodes(valkey_server.url)
+    with ExitStack() as stack:
+        stack.callback(nodes.end)
+        made = Ends(stack, nodes)
+        yield made
+        made.at_rest()
+        for end in (made.pool, made.reader):
+            at_rest(end.node)
+
+
+def test_what_is_no_frame_and_what_is_no_pipes_ends_its_connection(ends: Ends) -> None:
+    def told_at_once(data: bytes) -> bool:
+        with socket.create_connection(("127.0.0.1", port), 5.0) as stream:
+            stream.settimeout(3 * HANDSHAKE_SECONDS)
+            try:
+                stream.sendall(data)
+                stream.shutdown(socket.SHUT_WR)
+                while stream.recv(4096):
+                    pass
+            except TimeoutError:
+                return False
+            except OSError:
+                pass  # the pool was faster
+            return True
+
+    def told_after_a_handshake(data: bytes) -> bool:
+        with Stranger(ends.pool) as stranger:
+            stranger.say_bytes(data)
+            return stranger.hung_up()
+
+    port = ends.pool.do("lane.port")
+    said = hostile("frames", "node", "pipe")
+    with ThreadPoolExecutor(AT_ONCE) as many:
+        assert all(many.map(told_at_once, said.values()))
+    left = dict(zip(said, map(told_after_a_handshake, said.values()), strict=True))
+    assert all(left.values()), [name for name, ended in left.items() if not ended]
+    ends.reads()
+
+
+def test_whoever_says_nothing_holds_up_others_no_longer_than_a_handshake(ends: Ends) -> None:
+    port = ends.pool.do("lane.port")
+    with ExitStack() as silent:
+        for _ in range(3 * PEERS_MAX):
+            stream = silent.enter_context(socket.create_connection(("127.0.0.1", port), 5.0))
+            stream.sendall(b"LB01")  # half of a handshake
+        ends.reads()
+
+        def is_heard() -> bool:
+            try:
+                with Stranger(ends.pool) as stranger:
+                    stranger.ask({"ask": 1, **NOTHING})
+                    return bool(stranger.verdict() == {"status": "stale"})
+            except PipeError:  # it waited for its turn for as long as a handshake may take
+                return False
+
+        wait_until(is_heard, 5 * HANDSHAKE_SECONDS)
+
+
+QUESTIONS: dict[str, Any] = {
+    "no fields": {},
+    "no number": {"mark": 0},
+    "a number that is none": {"ask": "1", "mark": 0},
+    "a list": [1, 2],
+    "a mark that is none": {"ask": 1, "pool": "p", "namespace": "n", "key": "k", "mark": "1"},
+    "a key that is none": {"ask": 1, "pool": "p", "namespace": "n", "key": 7, "mark": 1},
+    "a float": torch.zeros(3),
+    "of no bytes": torch.zeros(0, dtype=torch.uint8),
+    "in two dimensions": torch.zeros(2, 2, dtype=torch.uint8),
+    "that is no msgpack": torch.full((9,), 0xC1, dtype=torch.uint8),
+}
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_what_is_no_question_ends_its_pair(ends: Ends, name: str) -> None:
+    question = QUESTIONS[name]
+    with Stranger(ends.pool) as stranger:
+        stranger.offer(question if torch.is_tensor(question) else asking.message(question))
+        assert stranger.hung_up()
+
+
+def test_a_question_that_is_larger_than_any_ends_its_pair(ends: Ends) -> None:
+    for nbytes in (asking.QUESTION_BYTES_MAX + 1, 1 << 39):
+        with Stranger(ends.pool) as stranger:
+            stranger.say(offer(1, None, nbytes))
+            assert stranger.hung_up()
+
+
+def test_what_is_asked_of_another_pool_or_of_what_is_not_there_is_stale(ends: Ends) -> None:
+    put(ends.pool, "there", f"torch.zeros({LARGE}, dtype=torch.uint8)")
+    newest = "[(*entry.address, entry.mark) for entry in lane.pool.own()][-1]"
+    namespace, _, mark = ends.pool.do(newest)
+    there = {"pool": ends.pool.do("lane.id"), "namespace": namespace, "key": "there", "mark": mark}
+    others = ({"pool": "0" * 12}, {"namespace": "0" * 64}, {"key": "no"}, {"mark": mark + 1})
+    with Stranger(ends.pool) as stranger:
+        for number, other in enumerate(others, start=1):
+            stranger.ask({"ask": number, **there, **other})
+            assert stranger.verdict() == {"status": "stale"}
+        stranger.ask({"ask": 9, **there})
+        assert stranger.verdict() == {"status": "ok"}
+
+
+def test_what_nobody_asked_for_does_not_fill_the_memory(ends: Ends) -> None:
+    few, room = torch.zeros(60_000, dtype=torch.uint8), 2 * asking.INBOX_BYTES
+    with Stranger(ends.pool) as stranger:
+        is_over = False
+        try:
+            for number in range(room // few.nbytes):
+                stranger.offer(few, b"k%d" % number)
+        except PipeError:
+            is_over = True
+        assert is_over or stranger.hung_up()
+
+
+TORN = [
+    "nothing", "half", "a longer name", "a longer address", "of another family", "more", "zeros",
+]  # fmt: skip
+
+
+def _torn(name: str, value: bytes) -> bytes:
+    host_bytes = struct.unpack_from("=Q", value)[0]
+    at = 8 + host_bytes
+    match name:
+        case "nothing":
+            return b""
+        case "half":
+            return value[: len(value) // 2]
+        case "a longer name":
+            return struct.pack("=Q", 1 << 40) + value[8:]
+        case "a longer address":
+            return value[:at] + struct.pack("=Q", 1 << 20) + value[at + 8 :]
+        case "of another family":
+            return value[: at + 8] + b"\xff\xff" + value[at + 10 :]
+        case "more":
+            return value + bytes(3000)
+        case _:
+            return bytes(len(value))
+
+
+@pytest.mark.parametrize("name", TORN)
+def test_an_address_for_the_communicator_that_is_none_ends_its_pair(ends: Ends, name: str) -> None:
+    """Gloo reads as far as such a value says, and ended the process."""
+    with Stranger(ends.pool) as stranger:
+        stranger.ask({"ask": 0, "mark": 0})
+        number = stranger.heard()[1]
+        stranger.say(["pull", number])
+        while (heard := stranger.heard())[0] != "pair":
+            pass
+        _, theirs, value = heard
+        rank = theirs.removesuffix("0") + "1"
+        stranger.say(["pair", rank, _torn(name, value)])
+        assert stranger.hung_up()
+    ends.reads()
+
+
+def test_the_one_who_asked_nothing_for_longest_makes_place(ends: Ends) -> None:
+    with ExitStack() as crowd:
+        strangers = [crowd.enter_context(Stranger(ends.pool)) for _ in range(PEERS_MAX)]
+        for stranger in (*strangers, strangers[0]):
+            stranger.ask({"ask": 1, **NOTHING})
+            assert stranger.verdict() == {"status": "stale"}
+        with Stranger(ends.pool) as newest:
+            newest.ask({"ask": 1, **NOTHING})
+            assert newest.verdict() == {"status": "stale"}
+            assert strangers[1].hung_up()
+            strangers[0].ask({"ask": 2, **NOTHING})
+            assert strangers[0].verdict() == {"status": "stale"}
+    warm(ends.pool, ends.reader)  # which may have been pushed out as well

@@ -1,0 +1,79 @@
+"""What a beat does besides: each alone, in turn, and none for longer than until the next beat."""
+
+from collections.abc import Callable
+
+import pytest
+
+from lookup_buffer.errors import ConfigError
+from lookup_buffer.node.errands import REST_SECONDS_MAX, Errands
+from lookup_buffer.node.troubles import Troubles
+from store import StoreFull, StoreUnavailable
+
+
+class Beats:
+    """Errands by name, on a clock that they move, and which were done."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.done: list[str] = []
+        self.errands = Errands(Troubles(lambda: self.now), lambda: self.now)
+
+    def errand(
+        self, name: str, error: Exception | None = None, seconds: float = 0.0
+    ) -> tuple[str, Callable[[], object]]:
+        def do() -> None:
+            self.done.append(name)
+            self.now += seconds
+            if error is not None:
+                raise error
+
+        return name, do
+
+    def told(self) -> list[str]:
+        done, self.done = self.done, []
+        return done
+
+
+def test_one_that_fails_rests_and_the_others_do_not() -> None:
+    beats = Beats()
+    errands = [beats.errand("a"), beats.errand("b", StoreUnavailable("gone")), beats.errand("c")]
+    beats.errands.run_until(beats.now + 1.0, errands)
+    assert beats.told() == ["a", "b", "c"]
+    beats.now += 1.0
+    beats.errands.run_until(beats.now + 1.0, errands)
+    assert beats.told() == ["a", "c"]
+    beats.now += REST_SECONDS_MAX
+    beats.errands.run_until(beats.now + 1.0, errands)
+    assert beats.told() == ["a", "b", "c"]
+
+
+def test_what_takes_long_leaves_the_rest_to_the_next_beat() -> None:
+    beats = Beats()
+    errands = [beats.errand("a"), beats.errand("b", StoreUnavailable("gone"), 2.0)]
+    errands += [beats.errand("c", StoreUnavailable("gone"), 2.0), beats.errand("d")]
+    for expected in (["a", "b"], ["c"], ["d", "a"]):
+        due = beats.now + 1.0
+        beats.errands.run_until(due, errands)
+        assert beats.told()[: len(expected)] == expected
+
+
+@pytest.mark.parametrize("error", [StoreFull("full"), ValueError("a bug")])
+def test_no_errand_ends_what_the_others_do(error: Exception) -> None:
+    beats = Beats()
+    beats.errands.run_until(beats.now + 1.0, [beats.errand("a", error), beats.errand("b")])
+    assert beats.told() == ["a", "b"]
+
+
+def test_a_node_that_has_to_end_is_not_kept() -> None:
+    beats = Beats()
+    with pytest.raises(ConfigError):
+        beats.errands.run(*beats.errand("a", ConfigError("another has the name")))
+
+
+def test_a_store_that_is_new_wakes_all() -> None:
+    beats = Beats()
+    failing = beats.errand("a", StoreUnavailable("gone"))
+    for _ in range(2):
+        beats.errands.run(*failing)
+        beats.errands.wake()
+    assert beats.told() == ["a", "a"]

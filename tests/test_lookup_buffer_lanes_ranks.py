@@ -1,0 +1,133 @@
+"""Lanes of an engine with several ranks, of which one goes in the moment in which it is told.
+
+Connections are real, and the loop is run only where a test says so: so what is done at once is done
+at once. Who knows where the key is is a stand-in, for it has to answer there and then.
+"""
+
+import asyncio
+import socket
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from contract_store import BOOT, a_record
+from lookup_buffer.counters import Counters
+from lookup_buffer.device.lane import DeviceLane
+from lookup_buffer.item import Address
+from lookup_buffer.node.connection import Connection
+from lookup_buffer.node.lanes import Lanes
+from lookup_buffer.node.locator import Answer, Located
+from lookup_buffer.node.pools import Pools
+from lookup_buffer.node.session import Seat, Session
+from lookup_buffer.node.shelf import Shelf
+from lookup_buffer.wire import FrameDecoder
+from store import DeviceLocation, Location
+
+if TYPE_CHECKING:
+    from lookup_buffer.request import Request
+
+RANKS = 2
+ADDRESS = ("f" * 64, "k")
+
+
+class Knows:
+    """A locator that has the answer."""
+
+    def ask(self, addresses: Sequence[Address], answer: Answer) -> None:
+        at = Location("elsewhere", BOOT, 1, 7)
+        device = DeviceLocation("elsewhere", 1, "gloo", "0" * 8, 4321, "f" * 12)
+        record = a_record(*ADDRESS, dtype="uint8", shape=(3,), nbytes=3)
+        record = record._replace(locations=(at,), devices=(device,))
+        answer([Located(record, ((at, "tcp://127.0.0.1:1"),)) for _ in addresses])
+
+
+class Engine:
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        knows: Any = Knows()
+        self.pools = Pools(Shelf(1 << 20, lambda _address, _reason: None), lambda _address: None)
+        self.lanes = Lanes(self.loop, BOOT, knows, Counters(), self.pools)
+        self.ends: list[socket.socket] = []
+        self.workers = [self._session(rank) for rank in range(RANKS)]
+        self.scheduler = self._session(None)
+        for worker in self.workers:
+            self.lanes.open(worker, self._pool())
+
+    def _session(self, rank: int | None) -> Session:
+        ours, theirs = socket.socketpair()
+        self.ends.append(theirs)
+
+        def ended(_connection: Connection, _error: object) -> None:
+            session.over = True
+            self.lanes.close(session)
+            self.lanes.release_all(session)
+
+        anchor = Connection(self.loop, ours, lambda *_: None, ended)
+        session = Session(len(self.ends), anchor, Seat("engine", rank, RANKS, encodes=False))
+        return session
+
+    def _pool(self) -> Any:
+        said: list[Request] = []
+        lane = DeviceLane("gloo", pool_bytes=1 << 20)
+        lane.attached(lambda request: said.append(request))
+        lane.close()
+        return said[0]
+
+    def turn(self) -> None:
+        """One of the loop: it reads what is there to be read, be it the end of a connection."""
+        self.loop.run_until_complete(asyncio.sleep(0))
+
+    def wants(self, rank: int) -> list[int]:
+        """The tickets that this worker brings, as it was told."""
+        wanted: dict[int, None] = {}
+        self.ends[rank].setblocking(False)
+        try:
+            told = FrameDecoder().feed(self.ends[rank].recv(1 << 16))
+        except BlockingIOError:
+            return []
+        for message, _ in told:
+            if message["event"] == "receive":
+                wanted[message["id"]] = None
+            elif message["event"] == "let_go":
+                for ticket in message["tickets"]:
+                    wanted.pop(ticket, None)
+        return list(wanted)
+
+    def end(self) -> None:
+        for session in (*self.workers, self.scheduler):
+            session.anchor.end(None)
+        for end in self.ends:
+            end.close()
+        self.loop.close()
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    made = Engine()
+    yield made
+    made.end()
+
+
+@pytest.mark.parametrize("gone", [0, 1])
+def test_a_rank_that_goes_as_it_is_told_leaves_no_other_with_a_ticket(
+    engine: Engine, gone: int
+) -> None:
+    engine.ends[gone].close()
+    rest: list[list[Address]] = []
+    engine.lanes.bring(engine.scheduler, [ADDRESS], lambda *_: None, rest.append)
+    engine.turn()
+    assert rest == [[ADDRESS]]
+    assert engine.wants(1 - gone) == []
+    assert engine.lanes.count_tickets() == 0
+    left = engine.pools.of(engine.workers[1 - gone])
+    assert left is not None
+    assert left.under_way == 0
+
+
+def test_all_ranks_are_told(engine: Engine) -> None:
+    engine.lanes.bring(engine.scheduler, [ADDRESS], lambda *_: None, lambda _: None)
+    (ticket,) = engine.wants(0)
+    assert engine.wants(1) == [ticket]
+    engine.lanes.release_all(engine.scheduler)
+    assert engine.lanes.count_tickets() == 0

@@ -1,0 +1,203 @@
+"""Pools that are seen before a record names them: read with the beat, told to readers."""
+
+import asyncio
+import secrets
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import pytest
+
+from contract_store import BOOT
+from lookup_buffer.node.directory import Directory
+from lookup_buffer.node.pools import Pools
+from lookup_buffer.node.sightings import NODES_A_BEAT, SEEN_MAX, Sightings
+from lookup_buffer.pool_messages import SeenPool
+from nodes import NodeProcess, node_pair, wait_until, with_store
+from store import POOLS_MAX, EmbeddedServer, MemoryStore, NodeInfo, PoolEndpoint, open_store
+from told_pools import LIBRARY, PORT, Told
+
+__all__ = ["node_pair"]
+FIRST, SECOND, THIRD = "01" * 6, "02" * 6, "03" * 6
+SECONDS = 20.0
+
+
+def endpoint(name: str) -> PoolEndpoint:
+    return PoolEndpoint("nccl", LIBRARY, PORT, name)
+
+
+class Readers(Pools):
+    """The pools of a node, as far as sightings know them."""
+
+    def __init__(self) -> None:
+        self.has_readers = True
+        self.seen: dict[str, SeenPool] = {}
+
+    def tell_readers(self, seen: Mapping[str, SeenPool]) -> None:
+        self.seen = dict(seen)
+
+
+class Counting(MemoryStore):
+    """One that knows what it was asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read: list[str] = []
+
+    def node_infos(self, nodes: Sequence[str]) -> dict[str, NodeInfo]:
+        self.read += nodes
+        return super().node_infos(nodes)
+
+
+class Fleet:
+    """A node that looks, once a second by a clock of its own, and others that live."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.store = Counting()
+        self.directory = Directory("us", lambda: self.now)
+        self.readers = Readers()
+        self.loop = asyncio.new_event_loop()
+        self.sightings = Sightings(self.loop, self.directory, self.readers)
+        self.lives: dict[str, NodeInfo] = {}
+
+    def join(self, node: str, *pools: str) -> None:
+        info = NodeInfo(node, BOOT, f"tcp://{node}.example:1", node, "0", 1, 0, 0)
+        self.lives[node] = replace(info, pools=tuple(map(endpoint, pools)))
+
+    def pass_seconds(self, seconds: int = 1, *, described: bool = True) -> dict[str, str]:
+        """The pools that are told in the end, and where."""
+        for _ in range(seconds):
+            self.now += 1.0
+            for node, info in self.lives.items():
+                self.store.beat(node, BOOT, int(self.now))
+                if described:
+                    self.store.describe_node(info)
+            self.directory.refresh(self.store)
+            self.store.read.clear()
+            self.sightings.look(self.store)
+            self.loop.run_until_complete(asyncio.sleep(0))
+        return {name: at.host for name, at in self.readers.seen.items()}
+
+
+@pytest.fixture
+def fleet() -> Iterator[Fleet]:
+    fleet = Fleet()
+    fleet.join("us", THIRD)
+    yield fleet
+    fleet.loop.close()
+
+
+def test_pools_of_others_are_seen_and_lost_sight_of(fleet: Fleet) -> None:
+    fleet.join("a")
+    fleet.join("b", FIRST)
+    assert fleet.pass_seconds() == {FIRST: "b.example"}
+    fleet.join("a", SECOND)
+    assert fleet.pass_seconds() == {FIRST: "b.example", SECOND: "a.example"}
+    fleet.join("b")
+    assert fleet.pass_seconds() == {SECOND: "a.example"}
+    fleet.store.leave("a", BOOT)
+    del fleet.lives["a"]
+    assert fleet.pass_seconds() == {}
+
+
+def test_a_node_that_dies_has_no_pools_and_one_that_is_only_late_has(fleet: Fleet) -> None:
+    fleet.join("a", FIRST)
+    fleet.pass_seconds(3)
+    del fleet.lives["a"]
+    assert fleet.pass_seconds(3) == {FIRST: "a.example"}
+    assert fleet.pass_seconds(5) == {}
+
+
+def test_a_store_that_lost_its_data_takes_no_pool_away(fleet: Fleet) -> None:
+    fleet.join("a", FIRST)
+    fleet.pass_seconds(3)
+    for node in ("us", "a"):
+        fleet.store.leave(node, BOOT)  # and with it its description
+    fleet.directory.refresh(fleet.store)
+    assert fleet.pass_seconds(described=False) == {FIRST: "a.example"}
+    assert fleet.pass_seconds(3) == {FIRST: "a.example"}
+
+
+def test_a_node_without_a_reader_reads_nothing_and_one_that_gets_one_reads_anew(
+    fleet: Fleet,
+) -> None:
+    fleet.join("a", FIRST)
+    fleet.pass_seconds(2)
+    fleet.readers.has_readers, fleet.readers.seen = False, {}
+    assert fleet.pass_seconds(2) == {}
+    assert fleet.store.read == []
+    fleet.join("a", SECOND)
+    fleet.pass_seconds()
+    fleet.readers.has_readers = True
+    assert fleet.pass_seconds() == {SECOND: "a.example"}
+
+
+def test_of_a_large_fleet_a_few_are_read_with_each_beat_and_all_in_turn(fleet: Fleet) -> None:
+    for number in range(2 * NODES_A_BEAT + 1):
+        fleet.join(f"n{number}", f"{number:012x}")
+    read = []
+    for _ in range(3):
+        fleet.pass_seconds()
+        assert len(fleet.store.read) <= NODES_A_BEAT
+        read += fleet.store.read
+    assert sorted(read) == sorted(fleet.lives.keys() - {"us"})
+    assert len(fleet.readers.seen) == len(read)
+
+
+def test_what_is_known_is_bounded_and_keeps_its_place(fleet: Fleet) -> None:
+    pools = iter(range(1, 10 * SEEN_MAX))
+    for number in range(NODES_A_BEAT):
+        fleet.join(f"n{number}", *(f"{next(pools):012x}" for _ in range(POOLS_MAX)))
+    first = fleet.pass_seconds(2)
+    assert len(first) == SEEN_MAX
+    fleet.join("z", FIRST)
+    assert fleet.pass_seconds(3) == first
+    fleet.join("n0")
+    kept = {name: host for name, host in first.items() if host != "n0.example"}
+    assert fleet.pass_seconds(3) == kept | {FIRST: "z.example"}
+
+
+def test_readers_hear_of_pools_that_offer_and_of_their_end(
+    node_pair: tuple[NodeProcess, NodeProcess],
+) -> None:
+    """Through Redis, between two nodes; there may be pools of others."""
+    with_store(*node_pair)
+    first, second = node_pair
+    names = [secrets.token_hex(6) for _ in range(4)]
+    with first.client() as producing, first.client() as both, second.client() as reading:
+        producer = Told(producing, name=names[0], receives=False)
+        other = Told(both, name=names[1])
+        reader = Told(reading, name=names[2], offers=False)
+        wait_until(lambda: {*names[:2]} <= reader.sees.keys(), SECONDS)
+        assert reader.sees[names[0]] == SeenPool("127.0.0.1", "nccl", LIBRARY, PORT, names[0])
+        with second.client() as late:  # one that comes when all is known
+            newcomer = Told(late, name=names[3])
+            wait_until(lambda: {*names[:2]} <= newcomer.sees.keys(), SECONDS)
+        producing.close()
+        wait_until(lambda: names[0] in reader.lost_sight, SECONDS)
+        assert names[1] in reader.sees
+        assert producer.sees == {}, "it reads nothing"
+        assert names[2] not in other.sees, "it offers nothing"
+
+
+def test_pools_of_another_lane_are_not_told_of(
+    node_pair: tuple[NodeProcess, NodeProcess], valkey_server: EmbeddedServer
+) -> None:
+    node, _ = node_pair
+    with_store(node)
+    alike, lane, library, own = (endpoint(secrets.token_hex(6)) for _ in range(4))
+    pools = alike, lane._replace(kind="gloo"), library._replace(library="0" * 8)
+    with open_store(valkey_server.url, call_timeout_seconds=2.0) as store:
+        info = NodeInfo("elsewhere", BOOT, "tcp://10.0.0.1:1", "h", "0", 1, 0, 0)
+        store.describe_node(replace(info, pools=pools))
+        with node.client() as reading:
+            reader = Told(reading, name=own.pool)
+
+            def sees_it() -> bool:
+                store.beat("elsewhere", BOOT, time.monotonic_ns())
+                return alike.pool in reader.sees
+
+            wait_until(sees_it, SECONDS)
+            assert not {lane.pool, library.pool} & reader.sees.keys()
+        store.leave("elsewhere", BOOT)
