@@ -1,6 +1,7 @@
 """Shared by all tests: the fixtures of tests/servers.py and nodes.py, and a guard against leaks.
 
-It also keeps Python's collector from walking over all that the modules hold.
+It also keeps Python's collector from walking over all that the modules hold, and has a test that
+failed while the machine stood still run again.
 
 The guard: when a test ends, no process it started is left (also none that was detached from us),
 and no thread. A test that leaks fails, with what is needed to find the leak in the message; leaked
@@ -12,14 +13,18 @@ import gc
 import importlib.util
 import os
 import signal
+import tempfile
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from leaks import LeakGuard
+from standstills import STANDSTILL_SECONDS, Standstills
 
 # How long an example takes depends on who else uses the machine. Hypothesis drops both by itself
 # only where CI is set.
@@ -58,6 +63,8 @@ pytest.register_assert_rewrite(
     "dashboards", "deployment",
 )  # fmt: skip
 
+_standstills = pytest.StashKey[Standstills]()
+_began = pytest.StashKey[float]()
 _guard = pytest.StashKey[LeakGuard]()
 _of_workers = pytest.StashKey[list[str]]()
 _LEFT_BEHIND = "left behind"
@@ -75,12 +82,50 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_standstills] = _watched_standstills(config)  # before the guard: it is no leak
     config.stash[_guard] = LeakGuard.install()
     config.stash[_of_workers] = []
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         # So a shell starts what it puts into the background, and so would every command that a test
         # interrupts, as its child.
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _watched_standstills(config: pytest.Config) -> Standstills:
+    if (workerinput := getattr(config, "workerinput", None)) is not None:
+        return Standstills(Path(workerinput["standstills"]))
+    until_the_end = ExitStack()
+    config.add_cleanup(until_the_end.close)
+    folder = until_the_end.enter_context(tempfile.TemporaryDirectory())
+    standstills = Standstills(Path(folder, "standstills"))
+    until_the_end.enter_context(standstills.watched())
+    return standstills
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """pytest-xdist is about to start a worker."""
+    node.workerinput["standstills"] = str(node.config.stash[_standstills].path)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """A test that failed while the machine stood still is judged again; CONTRIBUTING.md says why.
+
+    Not those on real vLLM: in minutes of two engines on two cores something always stands still.
+    """
+
+    def stood_still() -> bool:
+        took = config.stash[_standstills].longest(since=config.stash[_began])
+        return took >= STANDSTILL_SECONDS
+
+    for item in items:
+        if item.get_closest_marker("vllm") is None:
+            item.add_marker(pytest.mark.flaky(reruns=2, condition=stood_still))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    item.config.stash[_began] = time.monotonic()
 
 
 @pytest.hookimpl(trylast=True)

@@ -15,7 +15,10 @@ from store.mirror import Mirror
 from store.redis_store import RedisStore
 from store.topology import Standalone
 
-CALL_SECONDS = 0.25
+CALL_SECONDS = 5.0
+"""Of who wants an answer: as long as a machine that does other things too may need for it."""
+HASTY_SECONDS = 0.5
+"""Of who wants to see what happens when there is none, and what it costs."""
 MARGIN_SECONDS = 0.2
 
 
@@ -42,8 +45,12 @@ class Mirroring:
         self.mirror: Mirror = self.do(lambda: Mirror(self._loop, topology, self._dialler, **limits))
 
         if not isinstance(topology, Standalone):
-            self.wait_to_know("nobodys", "k", there=False, seconds=2.0)
+            wait_until(self._knows_all_servers, 10.0, "each server that holds keys has answered")
             self.slowest = 0.0
+
+    def _knows_all_servers(self) -> bool:
+        found = self.ask("nobodys", [f"k{n}" for n in range(64)])
+        return found == [None] * len(found)
 
     def do(self, call: Callable[[], Any]) -> Any:
         """What `call` returns on the loop's thread."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from contract_store import a_location, a_record
-from mirrors import CALL_SECONDS, Mirroring, kill_lanes
+from mirrors import HASTY_SECONDS, Mirroring, kill_lanes
 from nodes import wait_until
 from relay import Relay
 from servers import StartServer, command, frozen
@@ -47,7 +47,7 @@ def test_a_server_that_hangs_costs_one_time_out(start_server: StartServer, names
 def test_who_was_cut_off_asks_again_after_the_pause(
     valkey_server: EmbeddedServer, namespace: str
 ) -> None:
-    with Mirroring(valkey_server.url, call_seconds=5.0) as mirroring:
+    with Mirroring(valkey_server.url) as mirroring:
         for _ in range(3):
             assert mirroring.has(namespace, "k") is False
             kill_lanes(valkey_server.url)
@@ -58,7 +58,7 @@ def test_who_was_cut_off_asks_again_after_the_pause(
 def test_it_is_tried_without_being_asked_one_try_at_a_time(
     valkey_server: EmbeddedServer, relay: Relay, namespace: str
 ) -> None:
-    with Mirroring(f"redis://127.0.0.1:{relay.port}") as mirroring:
+    with Mirroring(f"redis://127.0.0.1:{relay.port}", call_seconds=HASTY_SECONDS) as mirroring:
         assert mirroring.has(namespace, "k") is False
         relay.hold_after(0)
         assert mirroring.has(namespace, "other") is None
@@ -69,7 +69,7 @@ def test_it_is_tried_without_being_asked_one_try_at_a_time(
         assert relay.connections - before >= 3
         assert most == 1
         relay.let_go()
-        time.sleep(lane.PAUSE_SECONDS_MAX + CALL_SECONDS)
+        time.sleep(lane.PAUSE_SECONDS_MAX + HASTY_SECONDS)
         assert mirroring.has(namespace, "other") is False, "the question found it well"
 
 
@@ -82,16 +82,16 @@ def test_nobody_is_tried_for_whom_nobody_asks(
     monkeypatch: pytest.MonkeyPatch, relay: Relay, namespace: str, watched: bool
 ) -> None:
     monkeypatch.setattr(lane, "WANTED_SECONDS", 0.5)
-    with Mirroring(f"redis://127.0.0.1:{relay.port}") as mirroring:
+    with Mirroring(f"redis://127.0.0.1:{relay.port}", call_seconds=HASTY_SECONDS) as mirroring:
         watching = mirroring.watch(namespace, "k")
         watching.wait(there=False)
         if not watched:
             watching.cancel()
         relay.hold_after(0)
         assert mirroring.has(namespace, "other") is None
-        time.sleep(0.5 + lane.PAUSE_SECONDS_MAX + 2 * CALL_SECONDS)
+        time.sleep(0.5 + lane.PAUSE_SECONDS_MAX + 2 * HASTY_SECONDS)
         before = relay.connections
-        time.sleep(2 * (lane.PAUSE_SECONDS_MAX + CALL_SECONDS))
+        time.sleep(2 * (lane.PAUSE_SECONDS_MAX + HASTY_SECONDS))
         assert (relay.connections > before) is watched
         relay.cut()
         relay.let_go()

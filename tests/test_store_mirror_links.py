@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from contract_store import a_location, a_record
-from mirrors import CALL_SECONDS, Mirroring
+from mirrors import HASTY_SECONDS, Mirroring
 from nodes import wait_until
 from relay import Relay
 from servers import flush
@@ -14,7 +14,7 @@ from store import EmbeddedServer, MetadataStore, StoreUnavailable, open_store
 from tls_server import TlsServer
 
 RECOVERED_SECONDS = 2.0
-NOTICED_SECONDS = 1.0 + CALL_SECONDS + RECOVERED_SECONDS
+NOTICED_SECONDS = 1.0 + HASTY_SECONDS + RECOVERED_SECONDS
 """A probe each second, its time, and the pause before the server is dialled again."""
 KEYS = [f"{n:064x}" for n in range(500)]
 
@@ -36,7 +36,7 @@ def relay(valkey_server: EmbeddedServer) -> Iterator[Relay]:
 
 @pytest.fixture
 def mirroring(relay: Relay) -> Iterator[Mirroring]:
-    with Mirroring(f"redis://127.0.0.1:{relay.port}") as mirroring:
+    with Mirroring(f"redis://127.0.0.1:{relay.port}", call_seconds=HASTY_SECONDS) as mirroring:
         yield mirroring
 
 
@@ -72,7 +72,7 @@ def test_pushes_that_are_swallowed_are_missed(
     publish(store, namespace, "absent")
     publish(store, namespace, "watched")
     started = time.monotonic()
-    wait_until(lambda: not mirroring.knows(namespace, "absent"), 1.0 + 2 * CALL_SECONDS)
+    wait_until(lambda: not mirroring.knows(namespace, "absent"), 1.0 + 2 * HASTY_SECONDS)
     print(f"noticed after {time.monotonic() - started:.2f} s")
     relay.cut()
     relay.let_go()
@@ -93,7 +93,7 @@ def test_late_replies_reach_nobody(
     assert mirroring.has(namespace, "k") is True
 
 
-@pytest.mark.parametrize(("delay_seconds", "answers"), [(0.05, True), (0.5, False)])
+@pytest.mark.parametrize(("delay_seconds", "answers"), [(0.05, True), (1.0, False)])
 def test_delays(
     mirroring: Mirroring,
     relay: Relay,
@@ -116,7 +116,7 @@ def test_delays(
 def test_over_tls(tls_server: TlsServer, namespace: str) -> None:
     with (
         open_store(tls_server.url, call_timeout_seconds=5.0, connect_timeout_seconds=5.0) as store,
-        Mirroring(tls_server.url, call_seconds=2.0) as mirroring,
+        Mirroring(tls_server.url) as mirroring,
     ):
         assert mirroring.has(namespace, "k") is False
         watching = mirroring.watch(namespace, "k")

@@ -35,7 +35,7 @@ STEPS = st.lists(
 def racing(valkey_server: EmbeddedServer) -> Iterator[tuple[MetadataStore, Mirroring, str]]:
     with (
         open_store(valkey_server.url, call_timeout_seconds=5.0) as store,
-        Mirroring(valkey_server.url, call_seconds=2.0, age_seconds_max=1e9) as mirroring,
+        Mirroring(valkey_server.url, age_seconds_max=1e9) as mirroring,
     ):
         yield store, mirroring, valkey_server.url
 

@@ -1,0 +1,57 @@
+"""Who says that the machine stood still: seen by making the sleepers stand still themselves."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from nodes import wait_until
+from servers import alive
+from standstills import STANDSTILL_SECONDS, Standstills
+
+STOPPED_SECONDS = 0.5
+
+
+@pytest.fixture
+def standstills(tmp_path: Path) -> Standstills:
+    return Standstills(tmp_path / "standstills")
+
+
+def test_a_standstill_is_told_to_who_was_there(standstills: Standstills) -> None:
+    with standstills.watched() as sleepers:
+        assert len(sleepers) == len(os.sched_getaffinity(0))
+        time.sleep(0.5)  # until they sleep
+        before = time.monotonic()
+        for sleeper in sleepers:
+            os.kill(sleeper, signal.SIGSTOP)
+        time.sleep(STOPPED_SECONDS)
+        for sleeper in sleepers:
+            os.kill(sleeper, signal.SIGCONT)
+        wait_until(lambda: standstills.longest(since=before) >= STANDSTILL_SECONDS, 2.0)
+        assert standstills.longest(since=before) > STOPPED_SECONDS - STANDSTILL_SECONDS
+        assert standstills.longest(since=time.monotonic() + 3600) == 0
+    assert not any(alive(sleeper) for sleeper in sleepers)
+
+
+def test_the_sleepers_end_with_who_started_them(standstills: Standstills) -> None:
+    program = (
+        "import os, pathlib, sys, standstills\n"
+        "with standstills.Standstills(pathlib.Path(sys.argv[1])).watched() as sleepers:\n"
+        "    print(*sleepers, flush=True)\n"
+        "    os._exit(0)\n"
+    )
+    started = subprocess.run(
+        [sys.executable, "-c", program, str(standstills.path)],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=30,
+    )
+    sleepers = [int(pid) for pid in started.stdout.split()]
+    assert sleepers
+    wait_until(lambda: not any(alive(sleeper) for sleeper in sleepers), 5.0)
