@@ -36,7 +36,7 @@ def test_a_new_item_is_one_question_to_the_server(
     node_pair: Pair, valkey_server: EmbeddedServer
 ) -> None:
     """What the script said of the record is known, and answers the prefetch."""
-    names = [key() for _ in range(20)]
+    names = [key() for _ in range(100)]
     with node_pair[0].client() as buffer:
         ask(buffer, keys(1))  # the node is connected, the script known
         before = calls(valkey_server)
@@ -49,8 +49,8 @@ def test_a_new_item_is_one_question_to_the_server(
     asked = {name: after[name] - before.get(name, 0) for name in after}
     assert asked["set"] == len(names)
     # Beats, by scripts as well, go on meanwhile; and each script that claims reads the record once.
-    assert len(names) <= asked["evalsha"] < len(names) + 10
-    assert len(names) <= asked["hgetall"] < len(names) + 10
+    assert len(names) <= asked["evalsha"] < 1.5 * len(names)
+    assert len(names) <= asked["hgetall"] < 1.5 * len(names)
 
 
 def test_a_server_that_forgot_its_scripts_is_given_them_again(
