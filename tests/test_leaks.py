@@ -2,6 +2,7 @@
 
 import os
 import select
+import shutil
 import subprocess
 import sys
 import threading
@@ -107,6 +108,7 @@ def run_of(directory: Path, *tests: str, options: Sequence[str] = ()) -> Run:
     conftest = (here / "conftest.py").read_text()
     conftest = conftest.replace("timeout_seconds=10.0", "timeout_seconds=0.2")
     (directory / "conftest.py").write_text(conftest)
+    shutil.copy(here / "standstills.py", directory)
     leaks = (here / "leaks.py").read_text()
     (directory / "leaks.py").write_text(leaks.replace("LOOKUP_BUFFER_TEST_RUN", "INNER_TEST_RUN"))
     for number, source in enumerate(tests):

@@ -290,6 +290,7 @@ TestAllocatorMachine = AllocatorMachine.TestCase
 TestAllocatorMachine.settings = settings(max_examples=80, stateful_step_count=60, deadline=None)
 
 
+@pytest.mark.alone  # lists of that length move at the memory's pace, which others share
 def test_a_hundred_thousand_blocks_do_not_slow_it_down() -> None:
     """Growth with the number of blocks, not a time: machines differ."""
 
