@@ -42,6 +42,8 @@ STORE_CONNECTIONS = 2
 """Three threads of a node use the store: its pool grows when they do so at once."""
 GAUGES_AT_REST = ("pinned_bytes", "reserved_bytes", "pins", "lane_tickets")
 
+STORE_SECONDS = 2.0
+"""Of nodes in tests that are not about a store that hangs: it answers others' tests as well."""
 StartNode = Callable[..., "NodeProcess"]
 
 
@@ -54,7 +56,7 @@ class NodeProcess:
 
     def __init__(self, directory: Path, *, prelude: str = "", **settings: Any) -> None:
         self._prelude = prelude
-        settings = {"capacity_bytes": 64 * MIB, "store_timeout_seconds": 0.25, **settings}
+        settings = {"capacity_bytes": 64 * MIB, "store_timeout_seconds": STORE_SECONDS, **settings}
         self.settings = BufferConfig.of({"directory": directory, **settings})
         self.config = BufferConfig.of(
             {"directory": directory, "node_socket": directory / "node.sock", **settings}

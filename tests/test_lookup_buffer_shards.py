@@ -118,7 +118,10 @@ def test_claims_on_other_shards_are_decided_and_at_once(
 def test_where_asking_does_not_reach_is_down_and_not_absent(
     own_cluster: ValkeyCluster, shard: Shard, start_node: StartNode
 ) -> None:
-    there, here = (start(start_node, own_cluster, mirror=mirror) for mirror in (True, False))
+    there, here = (
+        start(start_node, own_cluster, mirror=mirror, store_timeout_seconds=0.5)
+        for mirror in (True, False)
+    )
     lost, others = shard.keys(8, here=True), shard.keys(8, here=False)
     with there.client() as writer, here.client() as reader:
         for name in [*lost, *others[:4]]:
