@@ -13,6 +13,7 @@ import torch
 from lookup_buffer.client import InsertOutcome, LookupBuffer
 from lookup_buffer.errors import LookupTimeout, MissingTensor
 from lookup_buffer.key import TensorKey
+from lookup_buffer.store_access import TIMEOUT_SECONDS
 from nodes import MIB, NodeProcess, StartNode, at_rest, key, tensor_of, wait_until
 from servers import StartServer, command, flush, frozen
 from store import EmbeddedServer
@@ -28,11 +29,14 @@ def seconds_of(use: Callable[[], object]) -> float:
 
 
 class Pair:
-    """Two nodes on a store of their own, and a client of each."""
+    """Two nodes on a store of their own, as hasty with it as by default, and a client of each."""
 
     def __init__(self, server: EmbeddedServer, start_node: StartNode) -> None:
         self.server = server
-        self.nodes: list[NodeProcess] = [start_node(store_url=server.url) for _ in range(2)]
+        self.nodes: list[NodeProcess] = [
+            start_node(store_url=server.url, store_timeout_seconds=TIMEOUT_SECONDS)
+            for _ in range(2)
+        ]
         self.here, self.there = (node.client() for node in self.nodes)
         for node in self.nodes:
             wait_until(lambda n=node: n.stats()["store_up"], 5.0)  # type: ignore[misc]
