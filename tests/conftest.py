@@ -1,7 +1,7 @@
 """Shared by all tests: the fixtures of tests/servers.py and nodes.py, and a guard against leaks.
 
-It also keeps Python's collector from walking over all that the modules hold, and has a test that
-failed while the machine stood still run again.
+It also keeps Python's collector from walking over all that the modules hold, and adds to a failure
+whether the machine stood still meanwhile.
 
 The guard: when a test ends, no process it started is left (also none that was detached from us),
 and no thread. A test that leaks fails, with what is needed to find the leak in the message; leaked
@@ -15,7 +15,7 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from leaks import LeakGuard
-from standstills import STANDSTILL_SECONDS, Standstills
+from standstills import Standstills
 
 # How long an example takes depends on who else uses the machine. Hypothesis drops both by itself
 # only where CI is set.
@@ -64,7 +64,6 @@ pytest.register_assert_rewrite(
 )  # fmt: skip
 
 _standstills = pytest.StashKey[Standstills]()
-_began = pytest.StashKey[float]()
 _guard = pytest.StashKey[LeakGuard]()
 _of_workers = pytest.StashKey[list[str]]()
 _LEFT_BEHIND = "left behind"
@@ -108,24 +107,18 @@ def pytest_configure_node(node: Any) -> None:
     node.workerinput["standstills"] = str(node.config.stash[_standstills].path)
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """A test that failed while the machine stood still is judged again; CONTRIBUTING.md says why.
-
-    Not those on real vLLM: in minutes of two engines on two cores something always stands still.
-    """
-
-    def stood_still() -> bool:
-        took = config.stash[_standstills].longest(since=config.stash[_began])
-        return took >= STANDSTILL_SECONDS
-
-    for item in items:
-        if item.get_closest_marker("vllm") is None:
-            item.add_marker(pytest.mark.flaky(reruns=2, condition=stood_still))
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    item.config.stash[_began] = time.monotonic()
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A failure comes with what the machine did meanwhile: no excuse, perhaps an explanation."""
+    report = yield
+    if report.failed:
+        began = time.monotonic() - call.duration
+        if took := item.config.stash[_standstills].longest(since=began):
+            said = f"A core stood still for {took:.2f} s meanwhile."
+            report.sections.append(("The machine", said))
+    return report
 
 
 @pytest.hookimpl(trylast=True)

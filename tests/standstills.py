@@ -1,8 +1,7 @@
 """When the machine stood still: processes that only sleep, one on each core, tell by oversleeping.
 
 A test that counts on time counts on a machine that gives it some. Where another guest of the same
-hardware, or too much at once, takes that away for longer than what a test allows for, the test says
-nothing about what it tests. This is how it is told from a test that fails for a reason of its own.
+hardware, or too much at once, takes that away, whoever reads of the failure wants to know.
 """
 
 import os
@@ -30,7 +29,8 @@ class Standstills:
         self.path.touch()
         sleepers = [
             subprocess.Popen(
-                [sys.executable, "-ISs", __file__, str(self.path), str(core), str(os.getpid())]
+                [sys.executable, "-ISs", __file__, str(self.path), str(core), str(os.getpid())],
+                start_new_session=True,  # Ctrl-C is for who waits for the tests
             )
             for core in os.sched_getaffinity(0)
         ]

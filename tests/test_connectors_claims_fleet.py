@@ -19,6 +19,7 @@ from connectors.settings import ConnectorSettings
 from lookup_buffer.client import EngineSeat
 from lookup_buffer.key import TensorKey
 from lookup_buffer.launch import to_json
+from lookup_buffer.store_access import TIMEOUT_SECONDS
 from nodes import ClientProcess, NodeProcess, StartNode, key, wait_until
 from servers import StartServer, frozen
 
@@ -297,7 +298,8 @@ def test_a_frozen_server_costs_an_encode_and_a_frozen_node_a_bounded_wait(
     start_server: StartServer, start_node: StartNode, make_engine: MakeEngine
 ) -> None:
     server = start_server()
-    nodes = [start_node(store_url=server.url) for _ in range(2)]
+    hasty = {"store_url": server.url, "store_timeout_seconds": TIMEOUT_SECONDS}
+    nodes = [start_node(**hasty) for _ in range(2)]
     for node in nodes:
         wait_until(lambda node=node: node.stats()["store_up"], 15.0)  # type: ignore[misc]
     engines = [make_engine(node, fetch_wait_seconds=1.0) for node in nodes]

@@ -2,18 +2,16 @@
 
 import os
 import select
-import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from inner_run import run_of
 from leaks import LeakGuard
 
-Run = subprocess.CompletedProcess[str]
 SLEEPER = "import time; time.sleep(60)"
 # Detaches as a node does, so that it is no descendant of the test process any more.
 DETACHER = f"""
@@ -100,25 +98,6 @@ def test_what_was_there_before_is_not_counted(guard: LeakGuard) -> None:
         baseline = guard.baseline()
         assert guard.leaked_since(baseline, threads=True, timeout_seconds=0.1) == ""
         child.kill()
-
-
-def run_of(directory: Path, *tests: str, options: Sequence[str] = ()) -> Run:
-    """The fixtures themselves, in a run with a mark of its own; each of `tests` is a file."""
-    here = Path(__file__).parent
-    conftest = (here / "conftest.py").read_text()
-    conftest = conftest.replace("timeout_seconds=10.0", "timeout_seconds=0.2")
-    (directory / "conftest.py").write_text(conftest)
-    shutil.copy(here / "standstills.py", directory)
-    leaks = (here / "leaks.py").read_text()
-    (directory / "leaks.py").write_text(leaks.replace("LOOKUP_BUFFER_TEST_RUN", "INNER_TEST_RUN"))
-    for number, source in enumerate(tests):
-        path = directory / f"test_inner_{number}.py"
-        path.write_text(f"import pytest, subprocess, sys\n{source}")
-    (directory / "pytest.ini").write_text("[pytest]\nmarkers = vllm\n")
-    return subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options, str(directory)],
-        capture_output=True, text=True, timeout=60, cwd=directory, check=False,
-    )  # fmt: skip
 
 
 def test_a_leaking_test_fails_and_says_what_it_left(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from lookup_buffer.node.holdings import Holdings
 from lookup_buffer.node.session import Session
 from lookup_buffer.node.waiting import Waiting
 from lookup_buffer.prefetched import PrefetchState
+from lookup_buffer.store_access import TIMEOUT_SECONDS
 from nodes import ClientProcess, NodeProcess, StartNode, wait_until, with_store
 from servers import StartServer, frozen
 from store import ClaimState, EmbeddedServer
@@ -155,7 +156,8 @@ def test_a_store_that_freezes_grants_those_who_wait(
     start_server: StartServer, start_node: StartNode
 ) -> None:
     server = start_server()
-    nodes, names = [start_node(store_url=server.url) for _ in range(2)], keys(2)
+    hasty = {"store_url": server.url, "store_timeout_seconds": TIMEOUT_SECONDS}
+    nodes, names = [start_node(**hasty) for _ in range(2)], keys(2)
     for node in nodes:
         wait_until(lambda node=node: node.stats()["store_up"], 15.0)  # type: ignore[misc]
     with nodes[0].client() as holder, nodes[1].client() as other:

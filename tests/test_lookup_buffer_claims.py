@@ -12,6 +12,7 @@ from lookup_buffer.claimed import ClaimAnswer, ClaimOutcome
 from lookup_buffer.client import EngineSeat, InsertOutcome, LookupBuffer
 from lookup_buffer.key import TensorKey
 from lookup_buffer.namespace import Namespace
+from lookup_buffer.store_access import TIMEOUT_SECONDS
 from nodes import ClientProcess, NodeProcess, StartNode, key, wait_until, with_store
 from servers import StartServer, command, frozen
 from store import ClaimState, EmbeddedServer
@@ -297,7 +298,8 @@ def test_a_store_that_freezes_grants_those_who_wait(
     start_server: StartServer, start_node: StartNode
 ) -> None:
     server = start_server()
-    nodes, name = [start_node(store_url=server.url) for _ in range(2)], key()
+    hasty = {"store_url": server.url, "store_timeout_seconds": TIMEOUT_SECONDS}
+    nodes, name = [start_node(**hasty) for _ in range(2)], key()
     with_store(*nodes)
     with (
         nodes[0].client() as holder,

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from inner_run import run_of
 from nodes import wait_until
 from servers import alive
 from standstills import STANDSTILL_SECONDS, Standstills
@@ -55,3 +56,17 @@ def test_the_sleepers_end_with_who_started_them(standstills: Standstills) -> Non
     sleepers = [int(pid) for pid in started.stdout.split()]
     assert sleepers
     wait_until(lambda: not any(alive(sleeper) for sleeper in sleepers), 5.0)
+
+
+@pytest.mark.parametrize(("seconds", "told"), [(0.25, True), (0.0, False)])
+def test_a_failure_says_so_and_counts(tmp_path: Path, seconds: float, told: bool) -> None:
+    run = run_of(
+        tmp_path,
+        "import standstills\n"
+        f"standstills.Standstills.longest = lambda self, since: {seconds}\n"
+        "def test_fails(): assert 1 == 2\n"
+        "def test_passes(): pass\n",
+    )
+    assert run.returncode == pytest.ExitCode.TESTS_FAILED, run.stdout
+    assert "1 failed, 1 passed" in run.stdout
+    assert (run.stdout.count("A core stood still for 0.25 s meanwhile.") == 1) is told
