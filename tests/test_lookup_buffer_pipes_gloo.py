@@ -161,13 +161,29 @@ def test_gloo_is_given_whole_milliseconds_and_never_less_than_is_left() -> None:
         assert time.monotonic() + given.total_seconds() >= deadline
 
 
+@pytest.mark.parametrize("later_seconds", [0.0, 0.5])
 def test_a_deadline_is_told_in_both_directions(
-    communicators: list[GlooCommunicator], threads: Threads
+    communicators: list[GlooCommunicator],
+    threads: Threads,
+    monkeypatch: pytest.MonkeyPatch,
+    later_seconds: float,
 ) -> None:
-    """Gloo ends the connection with it, so who sends meanwhile has the same reason."""
-    sending = threads.call(communicators[0].send, writable_bytes(block(HUGE)), 60.0)
+    """Gloo ends the connection with it, so who sends meanwhile has the same reason, however much
+    later its thread comes to run."""
+    one = communicators[0]
+    send = one._send
+
+    def send_and_hear_later(*call: Any) -> None:
+        try:
+            send(*call)
+        except RuntimeError:
+            time.sleep(later_seconds)
+            raise
+
+    monkeypatch.setattr(one, "_send", send_and_hear_later)
+    sending = threads.call(one.send, writable_bytes(block(HUGE)), 60.0)
     with pytest.raises(PipeTimeout):
-        communicators[0].recv(writable_bytes(block(LARGE)), 0.3)
+        one.recv(writable_bytes(block(LARGE)), 0.3)
     with pytest.raises(PipeTimeout):
         sending.result(SOON_SECONDS)
 

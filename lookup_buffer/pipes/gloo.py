@@ -11,8 +11,9 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from string import digits
 from typing import Any, Final
@@ -98,6 +99,17 @@ STAY_SECONDS: Final = 10.0
 """Longer than an interpreter takes to end; a bound for who waits for such a thread even then."""
 
 
+@dataclass(eq=False, slots=True)
+class _Use:
+    """Of a communicator, by a thread that sends or receives."""
+
+    deadline: float
+    ended_late: bool = False
+
+    def is_over(self) -> bool:
+        return time.monotonic() >= self.deadline
+
+
 class GlooCommunicator:
     """See `Communicator`. Its directions are apart: Gloo matches by the sender's rank, on one
     full-duplex connection that a thread of its own serves.
@@ -113,7 +125,7 @@ class GlooCommunicator:
         self._answer: Any = None
         """Kept until it has gone out: the sender says nothing more before."""
         self._changed = threading.Condition()
-        self._deadlines: list[float] = []
+        self._uses: list[_Use] = []
         """Of those who use it now."""
         self._group: Any = None
         # The options have an underscore, and are the only way to bind a group to an address.
@@ -125,7 +137,7 @@ class GlooCommunicator:
                 options._devices = [Gloo.create_device(hostname=host)]
                 self._group = Gloo(_ExchangeStore(exchange, deadline), rank, 2, options)
             except RuntimeError as error:
-                raise _failure([deadline]) from error
+                raise _failure(late=_Use(deadline).is_over()) from error
             _all.made.add(self)
 
     def send(self, memory: memoryview, timeout: float) -> None:
@@ -156,24 +168,31 @@ class GlooCommunicator:
             _all.stay_at_the_end()
 
     def _move(self, move: Callable[..., None], memory: memoryview, timeout: float) -> None:
-        deadline = time.monotonic() + timeout
+        use = _Use(time.monotonic() + timeout)
         with self._changed:
             if self._group is None:
                 raise PipeBroken("this end of the pipe was aborted")
-            self._deadlines.append(deadline)
+            self._uses.append(use)
         failure = None
         try:
-            move(self._group, memory, deadline)
+            move(self._group, memory, use.deadline)
         except RuntimeError:
-            # When the time of one passes Gloo ends the connection, and the other one hears of that.
             with self._changed:
-                failure = _failure(self._deadlines)
+                self._tell_who_was_late()
+                failure = _failure(late=use.ended_late)
         finally:
             with self._changed:
-                self._deadlines.remove(deadline)
+                self._uses.remove(use)
                 self._changed.notify_all()
         if failure is not None:
             raise failure  # here, so that it keeps no frame, and so no group
+
+    def _tell_who_was_late(self) -> None:
+        """When the time of one passes Gloo ends the connection, and the other one hears of that,
+        perhaps when the first has gone already."""
+        if any(use.is_over() for use in self._uses):
+            for use in self._uses:
+                use.ended_late = True
 
     def abort(self) -> None:
         with self._changed:
@@ -185,7 +204,7 @@ class GlooCommunicator:
                 self._group.recv([_byte()], self._other, _ABORT).wait(_AT_ONCE)
             except RuntimeError:
                 pass  # as it is to be
-            self._changed.wait_for(lambda: not self._deadlines, ABORT_SECONDS)
+            self._changed.wait_for(lambda: not self._uses, ABORT_SECONDS)
             self._group = self._answer = None
 
 
@@ -252,8 +271,8 @@ def until(deadline: float) -> timedelta:
     return max(_AT_ONCE, timedelta(milliseconds=left))
 
 
-def _failure(deadlines: Iterable[float]) -> PipeError:
-    if any(time.monotonic() >= deadline for deadline in deadlines):
+def _failure(*, late: bool) -> PipeError:
+    if late:
         return PipeTimeout("the other end did not move its bytes in time")
     return PipeBroken("the connection of the communicator ended")
 
