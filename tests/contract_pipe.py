@@ -23,6 +23,8 @@ from lookup_buffer.header import DTYPES
 from lookup_buffer.key import TensorKey
 from lookup_buffer.pipes import ANY_KEY, KVPipe
 
+TOKEN = "that of both ends, and of no other"
+
 SMALL, LARGE = 1000, 1 << 20
 """Bytes: with their offer, and asked for, where a pipe makes that difference."""
 SOON_SECONDS = 5.0

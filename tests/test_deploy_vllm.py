@@ -53,7 +53,7 @@ def test_vllm_and_the_connector_take_it(name: str, tmp_path: Path) -> None:
     connector = transfer if isinstance(transfer, dict) else vars(transfer)
     assert connector["ec_connector"] == "LookupBufferECConnector"
     assert connector["ec_role"] == ROLES.get(name, "ec_both")
-    (tmp_path / "token").write_text("secret")
+    (tmp_path / "token").write_text("as-make-secrets-writes-it")
     settings = connector["ec_connector_extra_config"] | {"token_file": str(tmp_path / "token")}
     if name == "kubernetes":
         settings["capacity_bytes"] = "1GiB"  # this machine may have less than its hosts

@@ -205,6 +205,9 @@ def _rewrite(stack: Stack, secret: str, text: str) -> None:
     path.write_text(text)
 
 
+ANOTHER_TOKEN = "that of another fleet"
+
+
 def _a_wrong_token(stack: Stack, pair: Pair) -> None:
     """Node b has it from then on."""
     here, there = pair
@@ -212,10 +215,10 @@ def _a_wrong_token(stack: Stack, pair: Pair) -> None:
     here.insert(name, tensor_of("guarded", MIB))
     _known(there, name)
     with pytest.raises(NodeRefused, match=_quoted("the node that runs here has another token")):
-        _client(stack, "node-b", token="another")
+        _client(stack, "node-b", token=ANOTHER_TOKEN)
     there.close()
     assert stack.stop("node-b") == 0
-    _rewrite(stack, "token", "another")
+    _rewrite(stack, "token", ANOTHER_TOKEN)
     _start(stack, "node-b")
     with _client(stack, "node-b") as there:
         _known(there, name)

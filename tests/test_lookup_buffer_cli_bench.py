@@ -70,5 +70,5 @@ def test_without_torch(tmp_path: Path) -> None:
         [sys.executable, "-c", hide, "bench"],
         capture_output=True, text=True, timeout=60, check=False, env=environment({}),
     )  # fmt: skip
-    assert_refused(done, 2, "torch is not installed", "pip install 'lookup-buffer[torch]'")
+    assert_refused(done, 2, "torch is not installed", "pip install torch")
     assert Path(PROGRAM).exists()

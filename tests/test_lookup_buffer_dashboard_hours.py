@@ -13,7 +13,7 @@ from lookup_buffer.node.observer import HISTORY_SECONDS, Observer
 from nodes import StartNode
 from ports import free_port
 
-TOKEN = "nur-fuer-uns"
+TOKEN = "nur-fuer-uns-und-niemanden"
 HOUR_SECONDS = 3600
 SAMPLE_PAUSE_SECONDS = 0.006
 HEAP_GROWTH_BYTES = 1_000_000

@@ -25,7 +25,7 @@ from observing import get
 from ports import free_port
 from servers import alive
 
-TOKEN = "nur-fuer-uns"
+TOKEN = "nur-fuer-uns-und-niemanden"
 TALKER = """
 import json, sys, time
 name, interval, length = json.loads(sys.stdin.readline())

@@ -20,7 +20,7 @@ from observing import ANSWER_SECONDS, address_of, get
 from ports import free_port
 from store import EmbeddedServer
 
-TOKEN = "nur-fuer-uns"
+TOKEN = "nur-fuer-uns-und-niemanden"
 
 
 @pytest.fixture(scope="module")

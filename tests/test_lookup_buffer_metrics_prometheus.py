@@ -92,12 +92,12 @@ def prometheus(
     """It scrapes two nodes, which were used, each second; one of them wants a token."""
     program = _program("prometheus")
     directory = tmp_path_factory.mktemp("prometheus")
-    (directory / "token").write_text("for-prometheus")
+    (directory / "token").write_text("for-prometheus-alone")
     nodes = Nodes(valkey_server.url)
     try:
         pair = [
             nodes(http_listen=f"http://127.0.0.1:{free_port()}"),
-            nodes(http_listen=f"http://127.0.0.1:{free_port()}", http_token="for-prometheus"),
+            nodes(http_listen=f"http://127.0.0.1:{free_port()}", http_token="for-prometheus-alone"),
         ]
         (directory / "prometheus.yml").write_text(_configuration(pair, directory))
         port = free_port()

@@ -235,7 +235,8 @@ def test_without_the_token_nothing_is_learnt(
 def test_a_node_with_another_token_gets_nothing(
     guarded: NodeProcess, start_node: StartNode
 ) -> None:
-    outsider, insider, name = start_node(token="other"), start_node(token=TOKEN), key()
+    outsider = start_node(token="that of another fleet")
+    insider, name = start_node(token=TOKEN), key()
     with guarded.client() as holder, outsider.client() as reader, insider.client() as friend:
         holder.insert(name, torch.ones(3))
         found = friend.select(name, timeout=5.0)

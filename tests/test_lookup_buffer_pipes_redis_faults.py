@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
-from contract_pipe import LARGE, SMALL, SOON_SECONDS, Threads, block, closing, same, threads
+from contract_pipe import LARGE, SMALL, SOON_SECONDS, TOKEN, Threads, block, closing, same, threads
 from lookup_buffer.errors import ConfigError, NodeRefused, PipeBroken, PipeError, PipeTimeout
 from lookup_buffer.pipes import PipeLimits, open_pipe
 from lookup_buffer.pipes.redis_layout import CHUNK_BYTES, Session
@@ -279,11 +279,11 @@ def test_an_end_with_another_token_is_refused(
     valkey_server: EmbeddedServer, closing: ExitStack
 ) -> None:
     uri = URI.format(valkey_server.url)
-    a = closing.enter_context(open_pipe(uri, listen=True, token="one"))
-    for token in (None, "two"):
+    a = closing.enter_context(open_pipe(uri, listen=True, token=TOKEN))
+    for token in (None, TOKEN[::-1]):
         with pytest.raises(NodeRefused):
             open_pipe(uri, token=token)
-    b = closing.enter_context(open_pipe(uri, token="one"))
+    b = closing.enter_context(open_pipe(uri, token=TOKEN))
     b.send_tensor(None)
     assert a.recv_tensor(timeout=5.0) is None
 

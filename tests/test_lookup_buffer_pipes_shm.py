@@ -15,6 +15,7 @@ import pytest
 from contract_pipe import (
     LARGE,
     SOON_SECONDS,
+    TOKEN,
     Ends,
     MakeEnds,
     PipeContract,
@@ -158,11 +159,11 @@ def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_an_end_with_another_token_is_refused(closing: ExitStack, uri: str) -> None:
-    a = closing.enter_context(open_pipe(uri, listen=True, token="one"))
-    for token in (None, "two"):
+    a = closing.enter_context(open_pipe(uri, listen=True, token=TOKEN))
+    for token in (None, TOKEN[::-1]):
         with pytest.raises(NodeRefused):
             open_pipe(uri, token=token)
-    b = closing.enter_context(open_pipe(uri, token="one"))
+    b = closing.enter_context(open_pipe(uri, token=TOKEN))
     b.send_tensor(block(LARGE))
     assert same(a.recv_tensor(timeout=SOON_SECONDS), block(LARGE))
 

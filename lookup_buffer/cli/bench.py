@@ -56,8 +56,7 @@ def bench(sizes: tuple[str, ...], seconds: float, redis: str | None, json: bool)
     nbytes = sorted({_checked(size) for size in sizes})
     if importlib.util.find_spec("torch") is None:
         raise CommandError(
-            "pipes carry torch's tensors, and torch is not installed: "
-            "pip install 'lookup-buffer[torch]'",
+            "pipes carry torch's tensors, and torch is not installed: pip install torch",
             ExitCode.USAGE,
         )
     _check_memory(nbytes[-1])

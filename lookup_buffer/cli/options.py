@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from lookup_buffer.cli.exits import CommandError, ExitCode
+from lookup_buffer.environment import read_secret
 from lookup_buffer.sizes import parse_bytes
 from lookup_buffer.store_access import StoreAccess
 
@@ -63,13 +64,13 @@ def store_access(
     """The way to the store, which is all that most commands are configured with.
 
     Raises:
-        ConfigError: a setting is wrong.
-        CommandError: the file cannot be read, or a password stands on the command line.
+        ConfigError: a setting is wrong, or the file cannot be read.
+        CommandError: a password stands on the command line.
     """
     refuse_password("--store-url", store_url)
     password = None
     if store_password_file is not None:
-        password = _read(store_password_file, "--store-password-file").strip()
+        password = read_secret(store_password_file, "the file of --store-password-file")
     return StoreAccess.from_environment(
         store_url=store_url,
         store_password=password,
@@ -89,8 +90,8 @@ def configure(
     """The configuration; `settings` that are None are not said.
 
     Raises:
-        ConfigError: a setting is wrong.
-        CommandError: a file cannot be read, or a secret stands on the command line.
+        ConfigError: a setting is wrong, or a file of a secret cannot be read.
+        CommandError: `config_file` cannot be read, or a secret stands on the command line.
     """
     from lookup_buffer.config import BufferConfig
 
@@ -102,7 +103,8 @@ def configure(
         ("store_sentinel_password", store_sentinel_password_file),
     ):
         if file is not None:
-            settings[name] = _read(file, f"--{name.replace('_', '-')}-file").strip()
+            option = f"--{name.replace('_', '-')}-file"
+            settings[name] = read_secret(file, f"the file of {option}")
     said = {name: value for name, value in settings.items() if value is not None}
     merged = (_read_settings(config_file) if config_file is not None else {}) | said
     for name in ("directory", "node_socket"):
@@ -135,7 +137,10 @@ def refuse_password(option: str, url: str | None) -> None:
 
 def _read_settings(path: Path) -> dict[str, Any]:
     try:
-        settings = json.loads(_read(path, "--config"))
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        why = f"--config {path} cannot be read: {error.strerror}"
+        raise CommandError(why, ExitCode.USAGE) from error
     except ValueError as error:
         raise CommandError(f"--config {path} is not JSON: {error}", ExitCode.USAGE) from error
     if not isinstance(settings, dict):
@@ -144,14 +149,6 @@ def _read_settings(path: Path) -> dict[str, Any]:
             ExitCode.USAGE,
         )
     return settings
-
-
-def _read(path: Path, option: str) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or "it is not text"
-        raise CommandError(f"{option} {path} cannot be read: {why}", ExitCode.USAGE) from error
 
 
 _AGE = re.compile(r"(\d{1,9}(?:\.\d+)?)\s*(s|m|min|h|d)?")

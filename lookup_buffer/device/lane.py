@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from lookup_buffer.channel import next_request_id
 from lookup_buffer.codec import header_of
+from lookup_buffer.config import is_loopback
 from lookup_buffer.device import asking
 from lookup_buffer.device.crew import Crew
 from lookup_buffer.device.dialect import Dialect, dialect_of
@@ -31,6 +32,7 @@ from lookup_buffer.device.serving import Serving
 from lookup_buffer.errors import (
     BufferFull,
     CodecError,
+    ConfigError,
     LookupBufferError,
     NodeUnavailable,
     TensorTooLarge,
@@ -72,7 +74,8 @@ class DeviceLane:
         place: where the tensors lie; none means `device`.
 
     Raises:
-        ConfigError: this process cannot speak that lane, or not listen at `host`.
+        ConfigError: this process cannot speak that lane, or not listen at `host`: beyond loopback
+            only with a token.
     """
 
     def __init__(
@@ -89,6 +92,10 @@ class DeviceLane:
         dialect: Dialect | None = None,
         place: Place | None = None,
     ) -> None:
+        if token is None and not is_loopback(host):
+            raise ConfigError(
+                f"a device lane that listens at {host!r}, beyond loopback, needs a token"
+            )
         self._place: Place = place or place_of(device)
         self.dialect = dialect or dialect_of(lane, self._place)
         self.id = secrets.token_hex(6)

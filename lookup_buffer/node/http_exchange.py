@@ -16,7 +16,7 @@ from collections.abc import Mapping
 
 import h11
 
-from lookup_buffer.config import LOOPBACK
+from lookup_buffer.config import is_loopback
 from lookup_buffer.node.http_page import Answer, File, Maker, Page, Request, Stream
 
 REQUEST_BYTES_MAX = 8 << 10
@@ -129,7 +129,7 @@ class Exchange:
             return Page.line(403, "pages of other sites are not answered")
         if self._token is None:
             host = request.headers.get("host", "localhost").lower()
-            if _name(host) in LOOPBACK:
+            if is_loopback(_name(host)):
                 return None
             return Page.line(421, "set http_token to be asked under another name than localhost")
         said = request.headers.get("authorization", "")

@@ -4,6 +4,7 @@ import importlib
 from collections.abc import Mapping
 from typing import Final
 
+from lookup_buffer.config import check_token
 from lookup_buffer.errors import ConfigError
 from lookup_buffer.pipes.pipe import KVPipe, PipeLimits
 from store import redact
@@ -39,10 +40,11 @@ def open_pipe(
     connecting end waits up to `timeout` seconds for the other one to listen.
 
     Args:
-        token: both ends must know the same; see `link.connect`. Not for `inproc`.
+        token: both ends must know the same; see `link.connect`. At least 16 characters; needed to
+            listen beyond loopback. Not for `inproc`.
 
     Raises:
-        ConfigError: the address is not one of `SCHEMES`.
+        ConfigError: the address is not one of `SCHEMES`, or it needs another token.
         PipeTimeout: nobody listens there within the time.
         PipeError: see `KVPipe`.
         NodeRefused: the other end has another token or version.
@@ -52,6 +54,11 @@ def open_pipe(
         allowed = "; ".join(SCHEMES.values())
         shown = redact(uri) if "@" in uri else uri
         raise ConfigError(f"{shown!r} is no address of a pipe; allowed are {allowed}")
+    if token is not None:
+        try:
+            check_token(token)
+        except ValueError as error:
+            raise ConfigError(f"the token of a pipe needs {error}") from None
     module = importlib.import_module(f"lookup_buffer.pipes.{_MODULES.get(scheme, scheme)}")
     pipe: KVPipe = module.open_end(
         uri, listen=listen, timeout=timeout, token=token, limits=limits or PipeLimits()

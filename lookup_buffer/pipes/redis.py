@@ -60,7 +60,7 @@ class _Address:
                 f"{redact(url)!r} is to name its pipe once, by ?pipe=NAME of A-Za-z0-9._-"
             )
         try:
-            if parse(url).topology != "standalone":
+            if parse(url).with_passwords(None, None).topology != "standalone":
                 raise ConfigError(f"{redact(url)!r}: a pipe goes by way of one server")
         except StoreUrlError as error:
             raise ConfigError(str(error)) from None
