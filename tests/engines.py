@@ -21,10 +21,11 @@ from connectors.demo.model import ensure_model
 from connectors.demo.model_size import ModelSize, TextSize, VisionSize
 from connectors.plugin import CONNECTOR_NAME
 from nodes import ROOT, NodeProcess
+from patience import scaled
 from two_hosts import OUTCOME_SECONDS, TwoHosts
 from workers import worker_number
 
-START_SECONDS = 240.0
+START_SECONDS = scaled(240.0)
 PICTURES = 40
 TELLING_MIN = 24
 IMAGES_PER_PROMPT = 3

@@ -6,7 +6,9 @@ from typing import Any
 
 import hiredis
 
-TIMEOUT_SECONDS = 5.0
+from patience import scaled
+
+TIMEOUT_SECONDS = scaled(5.0)
 _MORE = object()
 
 

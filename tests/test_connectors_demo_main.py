@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from patience import scaled
+
 ROOT = Path(__file__).parent.parent
 # Two engines of three processes each start at once, on as few as two cores.
-DEMO_SECONDS = 500
+DEMO_SECONDS = scaled(500)
 
 
 def _start(directory: Path) -> "subprocess.Popen[str]":
