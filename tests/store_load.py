@@ -24,8 +24,8 @@ from store import (
     Withdrawing,
 )
 
-CALL_SECONDS = 0.3
-MARGIN_SECONDS = 0.2
+CALL_SECONDS = 0.5
+MARGIN_SECONDS = 0.4
 """For a machine with two cores that others use. Two timeouts in a row would not fit."""
 LIMIT_SECONDS = CALL_SECONDS + MARGIN_SECONDS
 BATCH = 8

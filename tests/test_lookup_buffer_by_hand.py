@@ -11,7 +11,6 @@ from lookup_buffer.claimed import ClaimOutcome
 from lookup_buffer.errors import MissingTensor
 from lookup_buffer.namespace import Namespace
 from nodes import NodeProcess, StartNode, key, wait_until
-from patience import scaled
 from servers import StartServer, command
 from store import EmbeddedServer, Location, open_store
 

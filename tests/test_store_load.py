@@ -10,7 +10,7 @@ from stalls import Stalls
 from store import MemoryStore
 from store_load import CALL_SECONDS, LIMIT_SECONDS, Caller
 
-STALL_SECONDS = 0.4
+STALL_SECONDS = 0.8
 
 
 class Sleeper(Caller):

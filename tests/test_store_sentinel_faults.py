@@ -111,7 +111,7 @@ def test_sentinels_are_needed_only_to_find_a_master(
         sentinel.kill() if fault == "killed" else sentinel.stop()
     assert store.publish(record, a_location(generation=2)) is Publication.ADDED
     # Also after a failure, when it would have asked them.
-    own_sentinels.ask(own_sentinels.servers[0], "CLIENT", "PAUSE", 400, "ALL")
+    own_sentinels.ask(own_sentinels.servers[0], "CLIENT", "PAUSE", 700, "ALL")
     with pytest.raises(StoreUnavailable):
         store.publish(record, a_location(generation=3))
     time.sleep(0.2)
