@@ -26,6 +26,9 @@ from two_hosts import OUTCOME_SECONDS, TwoHosts
 from workers import worker_number
 
 START_SECONDS = scaled(240.0)
+FETCH_WAIT_SECONDS = 15.0
+"""Of the engines of a pair: bytes that are on their way come sooner, also on a busy machine, and
+who waits so long in vain is told from who does not wait."""
 PICTURES = 40
 TELLING_MIN = 24
 IMAGES_PER_PROMPT = 3
@@ -183,7 +186,8 @@ class EnginePair:
         return self._reference.tokens(question)
 
     def ask(self, engine: DemoEngine, question: Question, *, within_seconds: float) -> Answer:
-        """The answer, which is right and in time."""
+        """The answer, which is right and in time: `within_seconds` on an idle machine."""
+        within_seconds = scaled(within_seconds)
         started = time.monotonic()
         answer = engine.generate(question, timeout_seconds=within_seconds + OUTCOME_SECONDS)
         seconds = time.monotonic() - started
@@ -217,7 +221,7 @@ def engine_pair(
             work,
             core=core,
             placement=placement,
-            ec_transfer_config=connector(node),
+            ec_transfer_config=connector(node, fetch_wait_seconds=FETCH_WAIT_SECONDS),
         )
         for core, (node, placement) in enumerate(zip(places.nodes, placements, strict=True))
     ]

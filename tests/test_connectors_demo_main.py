@@ -68,7 +68,7 @@ def test_ctrl_c_stops_everything(tmp_path: Path) -> None:
         while "vLLM engines" not in demo.stdout.readline():
             assert demo.poll() is None
         demo.send_signal(signal.SIGINT)
-        output, _ = demo.communicate(timeout=60)
+        output, _ = demo.communicate(timeout=scaled(60))
     # That no process is left is checked for every test (tests/conftest.py).
     assert demo.returncode == 130, output
     assert "Interrupted" in output
@@ -81,7 +81,7 @@ def test_without_vllm_it_says_so(tmp_path: Path) -> None:
     )
     done = subprocess.run(
         [sys.executable, "-c", without, "--directory", str(tmp_path / "build")],
-        cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
+        cwd=ROOT, capture_output=True, text=True, timeout=scaled(60), check=False,
     )  # fmt: skip
     assert done.returncode == 2, done.stderr
     assert "vLLM is not installed here" in done.stdout

@@ -34,10 +34,8 @@ def test_two_time_outs_in_a_row_are_late() -> None:
     caller = Sleeper(2 * CALL_SECONDS)
     with Stalls() as stalls:
         caller.start()
-        wait_until(lambda: caller.calls, 5.0)
+        wait_until(lambda: caller.late(stalls), 5.0)
         caller.end()
-        late, *_ = caller.late(stalls)
-        assert late > LIMIT_SECONDS
         caller.measure_anew()
         assert caller.late(stalls) == []
 
