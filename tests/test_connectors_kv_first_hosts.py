@@ -175,12 +175,13 @@ def test_defect_a_node_that_does_not_answer_costs_its_time_for_each_sequence(
 ) -> None:
     node = start_node()
     connector = LookupBufferKVConnectorV0(0, 0, config_of(node, Namespace.named("frozen")))
-    prompts = [prompt(3, seed) for seed in range(100)]
+    prompts = [prompt(3, seed) for seed in range(20)]
     with node.frozen():
         started = time.monotonic()
-        logits, computed = run(connector, *prompts)
+        for _ in range(5):
+            logits, computed = run(connector, *prompts)
         assert time.monotonic() - started < 50.0, "100 sequences, of a second each at least"
-    assert computed == 300
+    assert computed == 60
     assert torch.equal(logits, alone(*prompts))
     connector.close()
 

@@ -84,7 +84,7 @@ def goes_on_locally(pair: Pair, name: object, tensor: torch.Tensor) -> None:
     pair.here.insert(fresh, tensor)
     assert quickest(lambda: pair.expect(pair.here, fresh, tensor), 0.3) < 0.3
     assert pair.here.insert(fresh, tensor) is InsertOutcome.EXISTS
-    handle = pair.here.prefetch([fresh], timeout=1.0)[0]
+    handle = pair.here.prefetch([fresh], timeout=scaled(1.0))[0]
     assert handle.state.value == "resident"
     pair.here.release(handle)
 
@@ -106,7 +106,7 @@ def misses_in_time(pair: Pair, remote: object) -> None:
         assert quickest(ask_for_many, 0.4) < 0.4
     assert pair.here.has_caches([remote], timeout=0.05) == [False]  # type: ignore[list-item]
     assert quickest(wait, 2.0) < 2.0
-    handle = pair.here.prefetch([remote], timeout=3.0)[0]  # type: ignore[list-item]
+    handle = pair.here.prefetch([remote], timeout=scaled(3.0))[0]  # type: ignore[list-item]
     assert (handle.state.value, handle.reason) == ("missing", "store_down")
     assert pair.here.stats()["misses_store_down"] > 0
 
