@@ -115,12 +115,15 @@ def test_the_claims_of_a_killed_client_are_released(node_pair: Pair) -> None:
 
 
 def test_an_intent_becomes_encoding_and_others_see_it(node_pair: Pair) -> None:
-    name = key()
     with node_pair[0].client() as holder, node_pair[1].client() as other:
-        meant = holder.claim(name, lease_seconds=60.0, state=ClaimState.INTENT)
-        assert (meant.outcome, meant.state) == (ClaimOutcome.GRANTED, ClaimState.INTENT)
-        assert meant.remaining_seconds <= 1.0, "an intent may not hold others for long"
-        seen = other.claim(name, lease_seconds=1.0, state=ClaimState.INTENT)
+        for _ in range(5):  # on a busy machine it may lapse before the other one asks
+            name = key()
+            meant = holder.claim(name, lease_seconds=60.0, state=ClaimState.INTENT)
+            assert (meant.outcome, meant.state) == (ClaimOutcome.GRANTED, ClaimState.INTENT)
+            assert meant.remaining_seconds <= 1.0, "an intent may not hold others for long"
+            seen = other.claim(name, lease_seconds=1.0, state=ClaimState.INTENT)
+            if not seen.granted:
+                break
         assert (seen.outcome, seen.state) == (ClaimOutcome.HELD, ClaimState.INTENT)
         assert seen.remaining_seconds <= 1.0
         assert holder.claim(name, lease_seconds=30.0).granted
