@@ -27,8 +27,8 @@ from workers import worker_number
 
 START_SECONDS = scaled(240.0)
 FETCH_WAIT_SECONDS = 15.0
-"""Of the engines of a pair: bytes that are on their way come sooner, also on a busy machine, and
-who waits so long in vain is told from who does not wait."""
+"""Bytes that are on their way come sooner, also on a busy machine, and who waits so long in vain is
+told from who does not wait."""
 PICTURES = 40
 TELLING_MIN = 24
 IMAGES_PER_PROMPT = 3
@@ -159,6 +159,7 @@ def connector(node: NodeProcess, **extra: Any) -> dict[str, Any]:
             "store_url": config.store_url,
             "node_socket": str(config.socket_path()),
             "capacity_bytes": config.capacity_bytes,
+            "fetch_wait_seconds": FETCH_WAIT_SECONDS,
             **extra,
         },
     }
@@ -221,7 +222,7 @@ def engine_pair(
             work,
             core=core,
             placement=placement,
-            ec_transfer_config=connector(node, fetch_wait_seconds=FETCH_WAIT_SECONDS),
+            ec_transfer_config=connector(node),
         )
         for core, (node, placement) in enumerate(zip(places.nodes, placements, strict=True))
     ]
