@@ -17,8 +17,10 @@ from typing import Any
 
 import pytest
 
-CALL_SECONDS = 30.0
-END_SECONDS = 15.0
+from patience import scaled
+
+CALL_SECONDS = scaled(30.0)
+END_SECONDS = scaled(15.0)
 FLAGS = (
     "--headless=new", "--remote-debugging-pipe", "--no-first-run", "--disable-gpu",
     "--disable-breakpad", "--disable-extensions", "--disable-background-networking",

@@ -7,13 +7,14 @@ from lookup_buffer.client import LookupBuffer
 from lookup_buffer.key import TensorKey
 from lookup_buffer.namespace import Namespace
 from nodes import key, wait_until
+from patience import scaled
 from servers import command
 from store import EmbeddedServer
 
 NAMESPACE = Namespace.named("tests").fingerprint
-WAIT_SECONDS = 10.0
-SOON_SECONDS = 0.8
-"""In truth some milliseconds, and less than an intent lasts."""
+WAIT_SECONDS = 120.0
+SOON_SECONDS = 1.0
+"""In truth some milliseconds."""
 
 
 def claim_in(server: EmbeddedServer, name: TensorKey) -> bytes:
@@ -29,7 +30,7 @@ def ask(
     buffer: LookupBuffer, names: Sequence[TensorKey], wait_seconds: float = WAIT_SECONDS
 ) -> ClaimSet:
     """A set that is settled, or known to wait for another."""
-    one = buffer.claim_all(names, wait_seconds=wait_seconds, timeout=5.0)
+    one = buffer.claim_all(names, wait_seconds=wait_seconds, timeout=scaled(5.0))
     assert one.holder or one.state is not ClaimSetState.PENDING, "the node did not answer"
     return one
 

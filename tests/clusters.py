@@ -22,7 +22,7 @@ from servers import redis_executable, valkey_executable
 
 SLOTS = 16384
 MASTERS = 3
-NODE_TIMEOUT_MS = 1000
+NODE_TIMEOUT_MS = 2000
 WHOLE_SECONDS = 30.0
 """Members elect and replicate in seconds; on a machine with two busy cores in more of them."""
 

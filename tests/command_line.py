@@ -15,10 +15,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from patience import scaled
 from store import Location, MetadataStore, Record
 
 PROGRAM = str(Path(sys.executable).with_name("lookup-buffer"))
-RUN_SECONDS = 60.0
+RUN_SECONDS = scaled(60.0)
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 
 

@@ -24,6 +24,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from leaks import LeakGuard
+from patience import scaled, slowness
 from standstills import Standstills
 
 # How long an example takes depends on who else uses the machine. Hypothesis drops both by itself
@@ -81,6 +82,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    slowness()  # measured before anything of the run is a load, and handed on to all its processes
     config.stash[_standstills] = _watched_standstills(config)  # before the guard: it is no leak
     config.stash[_guard] = LeakGuard.install()
     config.stash[_of_workers] = []
@@ -166,7 +168,7 @@ def leak_guard(request: pytest.FixtureRequest) -> Iterator[None]:
     # An engine inside the test's process leaves threads of vLLM and torch behind; those are not
     # ours to end. Its processes are.
     threads = request.node.get_closest_marker("vllm") is None
-    report = guard.leaked_since(baseline, threads=threads, timeout_seconds=10.0)
+    report = guard.leaked_since(baseline, threads=threads, timeout_seconds=scaled(10.0))
     if report:
         pytest.fail(f"{request.node.nodeid} left something behind:\n{report}", pytrace=False)
 
@@ -177,7 +179,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     gc.unfreeze()  # libraries report at the exit what was not collected
     guard = session.config.stash[_guard]
     reports = session.config.stash[_of_workers]
-    if report := guard.leaked_since(guard.at_start, threads=False, timeout_seconds=10.0):
+    if report := guard.leaked_since(guard.at_start, threads=False, timeout_seconds=scaled(10.0)):
         reports.append(report)
     to_the_controller = getattr(session.config, "workeroutput", None)
     if to_the_controller is not None:

@@ -22,12 +22,13 @@ from lookup_buffer.errors import (
 from lookup_buffer.header import DTYPES
 from lookup_buffer.key import TensorKey
 from lookup_buffer.pipes import ANY_KEY, KVPipe
+from patience import scaled
 
 TOKEN = "that of both ends, and of no other"
 
 SMALL, LARGE = 1000, 1 << 20
 """Bytes: with their offer, and asked for, where a pipe makes that difference."""
-SOON_SECONDS = 5.0
+SOON_SECONDS = scaled(5.0)
 """Bound on what takes milliseconds on a machine that is not busy."""
 SHORT_SECONDS = 0.05
 

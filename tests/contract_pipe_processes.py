@@ -17,10 +17,11 @@ import pytest
 from contract_pipe import LARGE, SMALL, SOON_SECONDS, Threads, block, same
 from lookup_buffer.errors import ConfigError, LookupTimeout, PipeBroken, PipeTimeout
 from lookup_buffer.pipes import KVPipe, PipeLimits
+from patience import scaled
 
-START_SECONDS = 30.0
+START_SECONDS = scaled(30.0)
 """A child imports torch."""
-PATIENT_SECONDS = 30.0
+PATIENT_SECONDS = scaled(30.0)
 """Where the time is not the point: 64 MiB there and back take two seconds on a machine whose cores
 four others want."""
 SILENCE_SECONDS = 3.0

@@ -174,12 +174,12 @@ class StoreContract:
         assert len(found.locations) == LOCATIONS_MAX
 
     def test_a_record_ends_with_its_ttl(self, store: MetadataStore, namespace: str) -> None:
-        store.publish(a_record(namespace, "short"), a_location(), ttl_seconds=0.3)
+        store.publish(a_record(namespace, "short"), a_location(), ttl_seconds=1.5)
         store.publish(a_record(namespace, "long"), a_location(), ttl_seconds=60)
         # A copy with little time left does not shorten the life of the others.
         store.publish(a_record(namespace, "long"), a_location("node-2"), ttl_seconds=0.1)
         assert None not in store.locate(namespace, ["short", "long"])
-        time.sleep(0.35)
+        time.sleep(1.6)
         short, long = store.locate(namespace, ["short", "long"])
         assert short is None
         assert long is not None
@@ -229,10 +229,10 @@ class StoreContract:
 
     def test_a_full_record_is_not_renewed(self, store: MetadataStore, namespace: str) -> None:
         for n in range(LOCATIONS_MAX):
-            store.publish(a_record(namespace, "k"), a_location(f"n{n}"), ttl_seconds=0.3)
+            store.publish(a_record(namespace, "k"), a_location(f"n{n}"), ttl_seconds=1.5)
         more = a_location("one-more")
         assert store.publish(a_record(namespace, "k"), more, ttl_seconds=60) is Publication.FULL
-        time.sleep(0.35)
+        time.sleep(1.6)
         assert store.locate(namespace, ["k"]) == [None]
 
     # ---- withdraw

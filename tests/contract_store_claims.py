@@ -49,7 +49,7 @@ class ClaimContract:
         assert (first.granted, first.holder, first.state) == (True, "a:1", ENCODING)
         second = ask(store, namespace, "b")
         assert (second.granted, second.holder, second.state) == (False, "a:1", ENCODING)
-        assert 25 < second.remaining_seconds <= 30
+        assert 0 < second.remaining_seconds <= 30
         assert not store.release_claim(namespace, "k", token="token-of-b")
         assert store.release_claim(namespace, "k", token="token-of-a")
         assert not store.release_claim(namespace, "k", token="token-of-a")
@@ -70,39 +70,39 @@ class ClaimContract:
         self, store: MetadataStore, namespace: str
     ) -> None:
         for key in ("left", "renewed"):
-            ask(store, namespace, "a", 0.3, key=key)
-        assert ask(store, namespace, "a", 30, key="renewed").remaining_seconds > 25
+            ask(store, namespace, "a", 1.5, key=key)
+        assert ask(store, namespace, "a", 30, key="renewed").remaining_seconds > 2
         assert not ask(store, namespace, "b", key="left").granted
-        time.sleep(0.35)
+        time.sleep(1.6)
         assert ask(store, namespace, "b", key="left").granted
         late = ask(store, namespace, "a", key="left")
         assert (late.granted, late.holder) == (False, "b:1")
         assert not ask(store, namespace, "b", key="renewed").granted
 
     def test_an_intent_becomes_encoding(self, store: MetadataStore, namespace: str) -> None:
-        meant = ask(store, namespace, "a", 1, state=INTENT)
+        meant = ask(store, namespace, "a", 2, state=INTENT)
         assert (meant.granted, meant.state) == (True, INTENT)
         assert ask(store, namespace, "b").state is INTENT, "others see how far it has come"
         at_work = ask(store, namespace, "a", 30)
         assert (at_work.granted, at_work.state) == (True, ENCODING)
         seen = ask(store, namespace, "b")
         assert (seen.granted, seen.state) == (False, ENCODING)
-        assert seen.remaining_seconds > 25
+        assert seen.remaining_seconds > 2
 
     def test_an_intent_is_not_renewed(self, store: MetadataStore, namespace: str) -> None:
-        ask(store, namespace, "a", 0.3, state=INTENT)
+        ask(store, namespace, "a", 1.5, state=INTENT)
         again = ask(store, namespace, "a", 30, state=INTENT)
         assert (again.granted, again.state) == (True, INTENT)
-        assert again.remaining_seconds <= 0.3
-        time.sleep(0.35)
+        assert again.remaining_seconds <= 1.5
+        time.sleep(1.6)
         assert ask(store, namespace, "b").granted
 
     def test_an_encoding_claim_stays_one(self, store: MetadataStore, namespace: str) -> None:
         ask(store, namespace, "a", 30)
         again = ask(store, namespace, "a", 1, state=INTENT)
         assert (again.granted, again.state) == (True, ENCODING)
-        assert again.remaining_seconds > 25, "to mean it again takes nothing back"
-        assert ask(store, namespace, "b").remaining_seconds > 25
+        assert again.remaining_seconds > 2, "to mean it again takes nothing back"
+        assert ask(store, namespace, "b").remaining_seconds > 2
 
     def test_an_intent_after_its_end_is_a_new_one(
         self, store: MetadataStore, namespace: str

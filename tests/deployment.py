@@ -27,11 +27,12 @@ import yaml
 
 from lookup_buffer.config import BufferConfig
 from nodes import ROOT, wait_until
+from patience import scaled
 from servers import valkey_executable
 
 COMPOSE = ROOT / "docker-compose.yml"
-HEALTHY_SECONDS = 120.0
-STOP_SECONDS = 60.0
+HEALTHY_SECONDS = scaled(120.0)
+STOP_SECONDS = scaled(60.0)
 SECRETS = "/run/secrets"
 HERE = str(Path(sys.executable).parent)
 

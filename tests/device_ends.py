@@ -31,12 +31,13 @@ from lookup_buffer.key import TensorKey
 from lookup_buffer.launch import to_json
 from lookup_buffer.namespace import Namespace
 from nodes import MIB, NodeProcess, StartNode, tensor_of, wait_until, with_store
+from patience import scaled
 from store import MetadataStore, open_store
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
-ANSWER_SECONDS = 60.0
+ANSWER_SECONDS = scaled(60.0)
 POOL_BYTES = 64 * MIB
 LARGE = 2 * MIB
 """More than what comes with its offer, so that it takes the communicator."""

@@ -21,9 +21,10 @@ from lookup_buffer.client import LookupBuffer
 from lookup_buffer.errors import BufferFull, NodeUnavailable
 from lookup_buffer.key import TensorKey
 from nodes import ClientProcess, NodeProcess
+from patience import scaled
 
 CONSUMERS_PER_PROCESS = 8
-TIMEOUT_SECONDS = 10.0
+TIMEOUT_SECONDS = scaled(10.0)
 HANG_SECONDS = TIMEOUT_SECONDS + 15.0
 """A take that says nothing for so long hangs: its time, a lease, a transfer, and then some."""
 AWAY_SECONDS = 0.3

@@ -6,6 +6,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from patience import scaled
+
 Run = subprocess.CompletedProcess[str]
 
 
@@ -13,9 +15,10 @@ def run_of(directory: Path, *tests: str, options: Sequence[str] = ()) -> Run:
     """The fixtures themselves, in a run with a mark of its own; each of `tests` is a file."""
     here = Path(__file__).parent
     conftest = (here / "conftest.py").read_text()
-    conftest = conftest.replace("timeout_seconds=10.0", "timeout_seconds=0.2")
+    conftest = conftest.replace("timeout_seconds=scaled(10.0)", "timeout_seconds=0.2")
     (directory / "conftest.py").write_text(conftest)
-    shutil.copy(here / "standstills.py", directory)
+    for name in ("standstills.py", "patience.py"):
+        shutil.copy(here / name, directory)
     leaks = (here / "leaks.py").read_text()
     (directory / "leaks.py").write_text(leaks.replace("LOOKUP_BUFFER_TEST_RUN", "INNER_TEST_RUN"))
     for number, source in enumerate(tests):
@@ -24,5 +27,5 @@ def run_of(directory: Path, *tests: str, options: Sequence[str] = ()) -> Run:
     (directory / "pytest.ini").write_text("[pytest]\nmarkers = vllm\n")
     return subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options, str(directory)],
-        capture_output=True, text=True, timeout=60, cwd=directory, check=False,
+        capture_output=True, text=True, timeout=scaled(60), cwd=directory, check=False,
     )  # fmt: skip

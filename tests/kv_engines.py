@@ -19,6 +19,7 @@ from connectors.demo.schedule_log import Step
 from connectors.plugin import KV_CONNECTOR_NAME
 from engines import START_SECONDS, connector, engine_settings
 from nodes import ROOT, NodeProcess, wait_until
+from patience import scaled
 from two_hosts import TwoHosts
 
 BLOCK, CHUNK = 32, 64
@@ -26,10 +27,12 @@ BLOCKS_OF_A = 70
 BLOCK_BYTES = 64 << 10
 """Two layers, keys and values of two heads of 64 floats for 32 tokens."""
 SAVE_SECONDS = 10.0
-HANDOFF_SECONDS = 1.0
+HANDOFF_SECONDS = 8.0
+FETCH_WAIT_SECONDS = 8.0
+"""Both longer than what comes is on its way, also on a busy machine."""
 FAULT_VARIABLE = "LOOKUP_BUFFER_TEST_KV_FAULT"
 """Names the file of `faulty_kv_connector`."""
-ANSWER_SECONDS = 20.0
+ANSWER_SECONDS = scaled(20.0)
 _LETTERS = range(7, 263)
 """Tokens of single bytes."""
 
@@ -55,6 +58,7 @@ def kv_connector(node: NodeProcess, role: str = "kv_both", **extra: Any) -> dict
             "capacity_bytes": config.capacity_bytes,
             "chunk_tokens": CHUNK,
             "handoff_wait_seconds": HANDOFF_SECONDS,
+            "fetch_wait_seconds": FETCH_WAIT_SECONDS,
             **extra,
         },
     }

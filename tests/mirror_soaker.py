@@ -14,6 +14,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
+from patience import scaled
 from store import Location, Publishing, Record, StoreError, Withdrawing, open_store
 from store.base import Found
 from store.redis_store import RedisStore
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 KEYS = [f"{n:064x}" for n in range(2000)]
 BOOT = "b" * 16
 BATCH = 10
-AGREE_SECONDS = 5.0
+AGREE_SECONDS = scaled(5.0)
 """A push may still be on its way, and what has expired is removed by the server in its own time."""
 
 

@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from nodes import wait_until
+from patience import scaled
 from servers import command
 from store import Record, StoreUnavailable, open_store
 from store.base import Found
@@ -17,9 +18,10 @@ from store.topology import Standalone
 
 CALL_SECONDS = 5.0
 """Of who wants an answer: as long as a machine that does other things too may need for it."""
-HASTY_SECONDS = 0.5
+HASTY_SECONDS = 1.0
 """Of who wants to see what happens when there is none, and what it costs."""
-MARGIN_SECONDS = 0.2
+MARGIN_SECONDS = 0.9
+"""Two time-outs in a row would not fit."""
 
 
 class Mirroring:
@@ -63,7 +65,7 @@ class Mirroring:
                 done.set_exception(error)
 
         self._loop.call_soon_threadsafe(run)
-        return done.result(10.0)
+        return done.result(scaled(10.0))
 
     def ask(self, namespace: str, keys: Sequence[str]) -> list[Found]:
         """The answers, which have to come within the budget."""
@@ -72,7 +74,7 @@ class Mirroring:
         self._loop.call_soon_threadsafe(
             self.mirror.ask, namespace, keys, lambda found: answered.set_result(list(found))
         )
-        found = answered.result(10.0)
+        found = answered.result(scaled(10.0))
         took = time.monotonic() - started
         self.slowest = max(self.slowest, took)
         assert took < self.call_seconds + MARGIN_SECONDS, f"asking took {took:.3f} s"

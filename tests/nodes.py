@@ -30,6 +30,7 @@ from lookup_buffer.errors import MissingTensor
 from lookup_buffer.key import TensorKey
 from lookup_buffer.launch import to_json
 from lookup_buffer.namespace import Namespace
+from patience import scaled
 from store import EmbeddedServer
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ STORE_CONNECTIONS = 2
 """Three threads of a node use the store: its pool grows when they do so at once."""
 GAUGES_AT_REST = ("pinned_bytes", "reserved_bytes", "pins", "lane_tickets")
 
-STORE_SECONDS = 2.0
+STORE_SECONDS = 5.0
 """Of nodes in tests that are not about a store that hangs: it answers others' tests as well."""
 StartNode = Callable[..., "NodeProcess"]
 
@@ -111,15 +112,15 @@ class NodeProcess:
         self._process.kill()
         self._process.wait()
 
-    def terminate(self, timeout: float = 10.0) -> int:
+    def terminate(self) -> int:
         assert self._process is not None
         self._process.terminate()
-        return self._process.wait(timeout)
+        return self.wait()
 
-    def wait(self, timeout: float = 10.0) -> int:
+    def wait(self) -> int:
         """Its exit code, once it has ended by itself."""
         assert self._process is not None
-        return self._process.wait(timeout)
+        return self._process.wait(scaled(10.0))
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
@@ -142,7 +143,7 @@ class NodeProcess:
             os.kill(self.pid, signal.SIGCONT)
             self._process.terminate()
         try:
-            self._process.wait(10.0)
+            self._process.wait(scaled(10.0))
         except subprocess.TimeoutExpired:
             self.kill()
             pytest.fail(f"node {self.node_id} does not end on SIGTERM")
@@ -204,13 +205,23 @@ def with_store(*nodes: NodeProcess) -> None:
 
 
 def wait_until(condition: Callable[[], object], seconds: float, what: str = "") -> float:
-    """Poll until `condition()`; the answer is the seconds it took. Fails when time is up."""
+    """Poll until `condition()`, which on an idle machine holds within `seconds`; the answer is the
+    seconds it took. Fails when it still does not after what this machine may need."""
     started = time.monotonic()
+    deadline_seconds = scaled(seconds)
     while not condition():
-        if time.monotonic() - started > seconds:
-            pytest.fail(f"not within {seconds} s: {what or condition}")
+        if time.monotonic() - started > deadline_seconds:
+            pytest.fail(f"not within {deadline_seconds:.0f} s: {what or condition}")
         time.sleep(0.01)
     return time.monotonic() - started
+
+
+def holds_within(condition: Callable[[], object], seconds: float) -> bool:
+    """Whether `condition()` comes true within exactly `seconds`: for what must not come."""
+    deadline = time.monotonic() + seconds
+    while not (holds := bool(condition())) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return holds
 
 
 def at_rest(node: NodeProcess, *, open_files: int | None = None, seconds: float = 5.0) -> None:
@@ -280,16 +291,16 @@ class ClientProcess:
         self.pipe.send(value)
 
     def hear(self, timeout: float = 30.0) -> Any:
-        """The next value."""
-        if not self.pipe.poll(timeout):
-            pytest.fail(f"the client process said nothing for {timeout} s")
+        """The next value, which on an idle machine comes within `timeout`."""
+        if not self.pipe.poll(scaled(timeout)):
+            pytest.fail(f"the client process said nothing for {scaled(timeout):.0f} s")
         try:
             return self.pipe.recv()
         except EOFError:
             pytest.fail(f"the client process ended with {self.wait()}")
 
-    def wait(self, timeout: float = 10.0) -> int | None:
-        self._process.join(timeout)
+    def wait(self) -> int | None:
+        self._process.join(scaled(10.0))
         return self._process.exitcode
 
     def kill(self) -> None:

@@ -8,8 +8,9 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from nodes import NodeProcess
+from patience import scaled
 
-ANSWER_SECONDS = 10.0
+ANSWER_SECONDS = scaled(10.0)
 
 
 def address_of(node: NodeProcess) -> tuple[str, int]:

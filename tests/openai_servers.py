@@ -30,6 +30,7 @@ from connectors.demo.engine_settings import (
 )
 from connectors.demo.schedule_log import ScheduleLog
 from nodes import ROOT
+from patience import scaled
 from ports import free_port
 
 Part = dict[str, Any]
@@ -45,8 +46,8 @@ CHAT_TEMPLATE = (
 MODEL_NAME = "model"
 CHAT = "chatcmpl-"
 COMPLETIONS = "/v1/chat/completions"
-END_SECONDS = 20.0
-ASK_SECONDS = 60.0
+END_SECONDS = scaled(20.0)
+ASK_SECONDS = scaled(60.0)
 _LOG_TAIL_LINES = 60
 # vLLM's own choice on GPUs. On CPU its steps do not overlap all the same: `overlapping_scheduler`.
 _SCHEDULER = "connectors.demo.counting_scheduler.CountingAsyncScheduler"

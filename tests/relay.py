@@ -8,8 +8,10 @@ import threading
 import time
 from contextlib import suppress
 
+from patience import scaled
+
 PIECE_BYTES = 16 << 10
-CONNECT_SECONDS = 2.0
+CONNECT_SECONDS = scaled(2.0)
 ANYWHERE = ("127.0.0.1", 0)
 
 

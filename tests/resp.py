@@ -6,7 +6,9 @@ from typing import Any
 
 import hiredis
 
-TIMEOUT_SECONDS = 5.0
+from patience import scaled
+
+TIMEOUT_SECONDS = scaled(5.0)
 _MORE = object()
 
 
@@ -48,7 +50,7 @@ class RespConnection:
         while (reply := self._reader.gets()) is _MORE:
             received = self._socket.recv(1 << 16)
             if not received:
-                raise ConnectionError("the server closed the connection")
+                raise ConnectionResetError("the server closed the connection")
             self._reader.feed(received)
         if isinstance(reply, RespError):
             raise reply

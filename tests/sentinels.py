@@ -18,9 +18,11 @@ from server_process import QUIET, ServerProcess
 from servers import valkey_executable
 
 SERVICE = "lookup.buffer-1"
-DOWN_AFTER_MS = 1000
+DOWN_AFTER_MS = 2000
 SENTINELS = 3
 READY_SECONDS = 20.0
+CUT_OFF_MAX = 10
+"""How often in succession a server may cut off who asks it."""
 
 
 class Sentinels:
@@ -90,13 +92,24 @@ class Sentinels:
         wait_until(guarded, seconds, "the sentinels know all")
 
     def is_master(self, server: ServerProcess) -> bool:
-        """By its own word. A sentinel that makes it one cuts the connections of its clients."""
+        """By its own word."""
         with suppress(OSError, RespError):
             return b"role:master" in self.ask(server, "INFO", "replication")
         return False
 
     def ask(self, server: ServerProcess, *parts: str | bytes | int) -> Any:
-        """The reply to one command, logged in as it is needed."""
+        """The reply to one command, logged in as it is needed; it may be carried out twice.
+
+        A sentinel that makes a server a master or a replica cuts the connections of its clients,
+        whether their command was carried out or not, so who is cut off asks again. A server that
+        refuses connections, or does not answer, raises OSError as ever.
+        """
+        for _ in range(CUT_OFF_MAX):
+            with suppress(ConnectionResetError, BrokenPipeError):
+                return self._ask(server, *parts)
+        return self._ask(server, *parts)
+
+    def _ask(self, server: ServerProcess, *parts: str | bytes | int) -> Any:
         secret = self._sentinel_password if server in self.sentinels else self._password
         with RespConnection(server.port) as connection:
             if secret:

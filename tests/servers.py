@@ -19,6 +19,7 @@ from urllib.parse import unquote
 
 import pytest
 
+from patience import scaled
 from store import EmbeddedServer, MetadataStore, open_store
 
 StartServer = Callable[..., EmbeddedServer]
@@ -29,7 +30,9 @@ PATIENT_SECONDS = 5.0
 def valkey_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedServer]:
     """One server for the session; `.url` is for open_store and BufferConfig."""
     with EmbeddedServer.start(
-        tmp_path_factory.mktemp("valkey"), timeout_seconds=10.0, executable=valkey_executable()
+        tmp_path_factory.mktemp("valkey"),
+        timeout_seconds=scaled(10.0),
+        executable=valkey_executable(),
     ) as server:
         yield server
 
@@ -38,7 +41,9 @@ def valkey_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Embedded
 def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedServer]:
     """The oldest server that is supported, where the machine has one: Redis 7.0 of Debian 12."""
     with EmbeddedServer.start(
-        tmp_path_factory.mktemp("redis"), timeout_seconds=10.0, executable=redis_executable()
+        tmp_path_factory.mktemp("redis"),
+        timeout_seconds=scaled(10.0),
+        executable=redis_executable(),
     ) as server:
         yield server
 
@@ -66,7 +71,7 @@ def start_server(tmp_path: Path) -> Iterator[StartServer]:
     def start(**options: object) -> EmbeddedServer:
         directory = tmp_path / f"server{len(servers)}"
         options = {"executable": valkey_executable(), **options}
-        server = EmbeddedServer.start(directory, timeout_seconds=10.0, **options)  # type: ignore[arg-type]
+        server = EmbeddedServer.start(directory, timeout_seconds=scaled(10.0), **options)  # type: ignore[arg-type]
         servers.append(server)
         return server
 
@@ -109,7 +114,7 @@ def command(url: str, *parts: str | bytes | int) -> bytes:
     encoded = [part if isinstance(part, bytes) else str(part).encode() for part in parts]
     packed = b"".join(b"$%d\r\n%b\r\n" % (len(part), part) for part in encoded)
     with socket.socket(socket.AF_UNIX) as connection:
-        connection.settimeout(5.0)
+        connection.settimeout(scaled(5.0))
         connection.connect(unquote(url.removeprefix("unix://")))
         connection.sendall(b"*%d\r\n%b" % (len(encoded), packed))
         with connection.makefile("rb") as replies:

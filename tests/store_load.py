@@ -24,13 +24,15 @@ from store import (
     Withdrawing,
 )
 
-CALL_SECONDS = 0.3
-MARGIN_SECONDS = 0.2
+CALL_SECONDS = 0.5
+MARGIN_SECONDS = 0.4
 """For a machine with two cores that others use. Two timeouts in a row would not fit."""
 LIMIT_SECONDS = CALL_SECONDS + MARGIN_SECONDS
 BATCH = 8
 PAUSE_SECONDS = 0.002
 TTL_SECONDS = 600.0
+MANY_KEYS = 10_000
+"""Of each writer: so many that some are not changed again while a server is replaced."""
 
 T = TypeVar("T")
 
@@ -223,6 +225,11 @@ class Load:
             )
 
         return wait_until(gets_through, seconds, "the load goes on")
+
+    def write(self, calls: int) -> None:
+        """Wait until the writers have called so many times more."""
+        due = sum(writer.calls for writer in self.writers) + calls
+        wait_until(lambda: sum(w.calls for w in self.writers) >= due, 5.0, "the load goes on")
 
     def settle(self, seconds: float = 15.0) -> None:
         """No more changes; wait until nothing is due, and look whether all is as acknowledged."""

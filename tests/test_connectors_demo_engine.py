@@ -20,6 +20,7 @@ from connectors.demo.engine_settings import (
 from connectors.demo.model import ensure_model
 from connectors.demo.model_size import TINY
 from connectors.demo.story import question
+from patience import scaled
 
 ROOT = Path(__file__).parent.parent
 
@@ -29,7 +30,7 @@ def _settings(directory: Path, model: Path, placement: Placement) -> EngineSetti
 
 
 def _group_is_gone(group: int, timeout_seconds: float) -> bool:
-    deadline = time.monotonic() + timeout_seconds
+    deadline = time.monotonic() + scaled(timeout_seconds)
     while time.monotonic() < deadline:
         try:
             os.killpg(group, 0)
@@ -131,7 +132,7 @@ def test_questions_asked_together_are_answered_in_their_order(engine: DemoEngine
 def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:
     settings = _settings(tmp_path, tmp_path / "no-such-model", Placement.ONE_PROCESS)
     with DemoEngine(settings) as engine, pytest.raises(EngineFailure, match="no-such-model"):
-        engine.wait_ready(timeout_seconds=120)
+        engine.wait_ready()
     assert _group_is_gone(engine.pid, 5.0)
 
 

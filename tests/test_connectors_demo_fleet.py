@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from connectors.demo.fleet import Fleet, NodeFailure, start_node
+from patience import scaled
 from store import MetadataStore
 
 ROOT = Path(__file__).parent.parent
@@ -17,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 
 def _wait_for_nodes(store: MetadataStore, names: set[str]) -> None:
     """Until they beat and, a moment later, have described themselves."""
-    deadline = time.monotonic() + 5.0
+    deadline = time.monotonic() + scaled(5.0)
     while set(store.node_infos(sorted(names))) != names and time.monotonic() < deadline:
         time.sleep(0.05)
     assert set(store.beats()) == set(store.node_infos(sorted(names))) == names
@@ -53,7 +54,7 @@ def test_the_fleet_ends_with_its_process(tmp_path: Path) -> None:
         assert owner.stdout is not None
         node = int(owner.stdout.readline())
         owner.send_signal(signal.SIGKILL)
-    deadline = time.monotonic() + 5.0
+    deadline = time.monotonic() + scaled(5.0)
     while Path(f"/proc/{node}").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     with pytest.raises(ProcessLookupError):

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from patience import scaled
+
 ROOT = Path(__file__).parent.parent
 # Two engines of three processes each start at once, on as few as two cores.
-DEMO_SECONDS = 500
+DEMO_SECONDS = scaled(500)
 
 
 def _start(directory: Path) -> "subprocess.Popen[str]":
@@ -50,14 +52,13 @@ def test_two_engines_share_what_one_of_them_encoded(tmp_path: Path) -> None:
     assert by_purpose["other engine"]["source"] == "host-a over TCP"
     assert by_purpose["after another image"]["origin"] == "loaded"
     assert by_purpose["after another image"]["source"] == "arena of host-a"
-    # The first photograph once on the first engine; the second once or, asked of both at the same
-    # moment, twice.
-    assert figures["encoder_runs"]["host-a"] + figures["encoder_runs"]["host-b"] in (2, 3)
+    # Each photograph once, also the one that both were asked for at the same moment.
+    assert figures["encoder_runs"]["host-a"] + figures["encoder_runs"]["host-b"] == 2
     assert {record["nbytes"] for record in figures["records"]} == {figures["nbytes_per_image"]}
     assert {tuple(record["nodes"]) for record in figures["records"]} == {("host-a", "host-b")}
     photographs = {record["photograph"] for record in figures["records"]}
     assert photographs == {"rocket", "cat", "coffee"}
-    assert figures["hits_in_redis"] >= 2
+    assert figures["hits_in_redis"] == figures["hits"] == 3
 
 
 @pytest.mark.vllm
@@ -67,7 +68,7 @@ def test_ctrl_c_stops_everything(tmp_path: Path) -> None:
         while "vLLM engines" not in demo.stdout.readline():
             assert demo.poll() is None
         demo.send_signal(signal.SIGINT)
-        output, _ = demo.communicate(timeout=60)
+        output, _ = demo.communicate(timeout=scaled(60))
     # That no process is left is checked for every test (tests/conftest.py).
     assert demo.returncode == 130, output
     assert "Interrupted" in output
@@ -80,7 +81,7 @@ def test_without_vllm_it_says_so(tmp_path: Path) -> None:
     )
     done = subprocess.run(
         [sys.executable, "-c", without, "--directory", str(tmp_path / "build")],
-        cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
+        cwd=ROOT, capture_output=True, text=True, timeout=scaled(60), check=False,
     )  # fmt: skip
     assert done.returncode == 2, done.stderr
     assert "vLLM is not installed here" in done.stdout

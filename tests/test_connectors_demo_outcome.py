@@ -3,7 +3,18 @@
 import json
 from dataclasses import replace
 
-from connectors.demo.outcome import KeyFacts, Origin, Outcome, Promise, Purpose, Result, judge
+import pytest
+
+from connectors.demo.outcome import (
+    KeyFacts,
+    Origin,
+    Outcome,
+    Promise,
+    Purpose,
+    Result,
+    exit_code,
+    judge,
+)
 
 TOKENS = {"cat": (1, 2, 3), "coffee": (4, 5, 6), "rocket": (7, 8, 9)}
 CAT = TOKENS["cat"]
@@ -42,6 +53,7 @@ GOOD = Result(
     records=(
         KeyFacts("rocket", "n", "j", "float32", (1, 2), 8, ("a", "b"), 1),
         KeyFacts("cat", "n", "k", "float32", (1, 2), 8, ("a", "b"), 2),
+        KeyFacts("coffee", "n", "l", "float32", (1, 2), 8, ("a", "b"), 1),
     ),
     seconds=1.0,
 )
@@ -79,8 +91,8 @@ def test_equal_tokens_for_both_photographs_prove_nothing() -> None:
 
 def test_a_single_photograph_proves_nothing() -> None:
     only_cat = tuple(o for o in GOOD.outcomes if o.photograph == "cat")
-    (broken,) = _broken(replace(GOOD, outcomes=only_cat))
-    assert "differ between" in broken.text
+    texts = [promise.text for promise in _broken(replace(GOOD, outcomes=only_cat))]
+    assert any("differ between" in text for text in texts)
 
 
 def test_an_encode_on_the_second_engine_is_named() -> None:
@@ -91,8 +103,29 @@ def test_an_encode_on_the_second_engine_is_named() -> None:
 
 
 def test_an_encode_after_another_image_is_named() -> None:
-    (broken,) = _broken(_with(7, _outcome(Purpose.AGAIN, "a", Origin.ENCODED, 4.0)))
+    encoded = _with(7, _outcome(Purpose.AGAIN, "a", Origin.ENCODED, 4.0))
+    (broken,) = _broken(encoded)
     assert "encoded" in broken.found
+
+
+def test_an_image_that_both_engines_encode_at_once_breaks_a_promise() -> None:
+    both = _with(6, _outcome(Purpose.AT_ONCE, "b", Origin.ENCODED, 4.0, "coffee"))
+    (broken,) = _broken(replace(both, encoder_runs={"a": 2, "b": 0}))
+    assert "both at once" in broken.text
+    assert broken.found == "2 × encoded"
+
+
+def test_an_image_is_encoded_once_in_the_fleet() -> None:
+    (broken,) = _broken(replace(GOOD, encoder_runs={"a": 2, "b": 1}))
+    assert "once in the whole fleet" in broken.text
+    assert broken.found == "3 encodes of 2 images"
+    assert not broken.is_time
+
+
+def test_hits_that_redis_does_not_count_break_a_promise() -> None:
+    (broken,) = _broken(replace(GOOD, records=GOOD.records[:2]))
+    assert broken.text == "Redis counts every hit"
+    assert broken.found == "2 of 3"
 
 
 def test_a_missing_request_breaks_its_promise() -> None:
@@ -105,12 +138,34 @@ def test_a_hit_may_cost_thirty_milliseconds_over_the_median_repeat() -> None:
     slow = _with(4, _outcome(Purpose.OTHER, "b", Origin.LOADED, 0.0411))
     (broken,) = _broken(slow)
     assert "30 ms above" in broken.text
+    assert "41 ms against 11 ms" in broken.found
+    assert broken.is_time
     assert _broken(slow, times_count=False) == []
 
 
 def test_a_hit_may_cost_a_tenth_of_an_encode() -> None:
     slow = _with(4, _outcome(Purpose.OTHER, "b", Origin.LOADED, 0.5))
     assert any("tenth" in promise.text for promise in _broken(slow))
+    assert all(promise.is_time for promise in _broken(slow))
+
+
+def test_a_missed_time_is_named_and_fails_nothing() -> None:
+    slow = _with(4, _outcome(Purpose.OTHER, "b", Origin.LOADED, 0.0411))
+    promises = judge(slow, times_count=True)
+    assert exit_code(promises) == 0
+    figures = slow.to_json(promises)
+    (missed,) = figures["times_missed"]
+    assert "30 ms above" in missed
+    assert GOOD.to_json(judge(GOOD, times_count=True))["times_missed"] == []
+
+
+@pytest.mark.parametrize("times_count", [True, False])
+def test_every_other_broken_promise_fails_the_command(times_count: bool) -> None:
+    assert exit_code(judge(GOOD, times_count=times_count)) == 0
+    wrong_token = _with(4, replace(GOOD.outcomes[4], tokens=(1, 2, 9)))
+    assert exit_code(judge(wrong_token, times_count=times_count)) == 1
+    encoded_twice = replace(GOOD, encoder_runs={"a": 2, "b": 1})
+    assert exit_code(judge(encoded_twice, times_count=times_count)) == 1
 
 
 def test_the_figures_hold_what_a_reader_looks_for() -> None:
@@ -119,7 +174,7 @@ def test_the_figures_hold_what_a_reader_looks_for() -> None:
     assert figures["tokens_equal"] is True
     assert figures["tokens_differ_between_images"] is True
     assert figures["hits"] == 3
-    assert figures["hits_in_redis"] == 2
+    assert figures["hits_in_redis"] == 3
     assert figures["encoder_runs_of_warm_up"] == {"a": 1, "b": 0}
     assert figures["hits_of_warm_up"] == 1
     assert figures["ttft_seconds"]["warm_up_hit"] == 50.0

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from connectors.demo.outcome import Origin, Outcome, Promise, Purpose, Result
-from connectors.demo.report import describe, summary
+from connectors.demo.report import describe, summary, verdict
 
 
 def _outcome(purpose: Purpose, engine: str, origin: Origin, source: str = "") -> Outcome:
@@ -60,7 +60,18 @@ def test_tokens_that_differ_are_seen() -> None:
 
 def test_a_broken_promise_is_seen() -> None:
     assert "NO" not in _shown(RESULT, Promise("it is fast", True, "1 ms"))
-    assert "NO" in _shown(RESULT, Promise("it is fast", False, "9 s"))
+    assert "NO" in _shown(RESULT, Promise("it is true", False, "it is not"))
+
+
+def test_a_missed_time_is_named_and_is_no_broken_promise() -> None:
+    missed = Promise("it is fast", False, "9 s", is_time=True)
+    shown = _shown(RESULT, missed)
+    assert "missed" in shown
+    assert "9 s" in shown
+    assert "NO" not in shown
+    (line,) = verdict([missed, Promise("it is faster", True, "1 s", is_time=True)])
+    assert "Time missed" in line
+    assert "it is fast (9 s)" in line
 
 
 def test_that_both_encode_is_explained_only_where_both_did() -> None:

@@ -17,8 +17,9 @@ import pytest
 
 from connectors.demo.engine import DemoEngine, Question
 from connectors.demo.engine_settings import Placement
-from engines import NONE_KNOWN, SIZE, Album, EnginePair
+from engines import FETCH_WAIT_SECONDS, NONE_KNOWN, SIZE, Album, EnginePair
 from nodes import ROOT, NodeProcess, at_rest, wait_until
+from patience import scaled
 from servers import frozen
 from store.lane import PAUSE_SECONDS_MAX
 from two_hosts import TwoHosts
@@ -32,14 +33,14 @@ AT_ONCE_SECONDS = 2.0
 """Nothing is waited for: the fault is known, or does not concern the request."""
 STORE_PAUSE_SECONDS = PAUSE_SECONDS_MAX + 0.5
 """A node that found the store silent asks it again after a pause, of a second at most."""
-AFTER_WAIT_SECONDS = AT_ONCE_SECONDS + 2.0
+AFTER_WAIT_SECONDS = AT_ONCE_SECONDS + FETCH_WAIT_SECONDS
 """The request waits as long as it may for bytes on their way (`fetch_wait_seconds`)."""
 RECOVERY_SECONDS = 8.0
 """Until a new Redis knows again what the nodes hold."""
 PINS_SECONDS = 2.0
 """Until the pins of an engine that was killed are given back."""
 HALF_BYTES = SIZE.nbytes_per_image // 2
-STORE_SECONDS = 0.25
+STORE_SECONDS = 1.0
 
 
 @pytest.fixture
@@ -81,6 +82,7 @@ def begin_transfer(hosts: TwoHosts, pair: EnginePair, question: Question) -> Non
 
 def end_without_it(pair: EnginePair, question: Question, within_seconds: float) -> None:
     """The answer to `begin_transfer`, which did without the transfer, from now on in time."""
+    within_seconds = scaled(within_seconds)
     started = time.monotonic()
     (answer,) = pair.b.collect(timeout_seconds=2 * within_seconds)
     seconds = time.monotonic() - started
@@ -119,7 +121,9 @@ def test_redis_stopped(hosts: TwoHosts, engine_pair: EnginePair) -> None:
     *under_way, first, second, _ = known_to_a(hosts, pair, 6)
     pair.b.submit(under_way)  # of these, some are asked for before and some after
     with frozen(hosts.server):
-        for question, answer in zip(under_way, pair.b.collect(timeout_seconds=10.0), strict=True):
+        for question, answer in zip(
+            under_way, pair.b.collect(timeout_seconds=scaled(AFTER_WAIT_SECONDS)), strict=True
+        ):
             assert answer.tokens == pair.tokens(question)
         encoded(pair.b, pair, first, AT_ONCE_SECONDS)
         loaded(pair.a, pair, first, AT_ONCE_SECONDS)
@@ -257,7 +261,7 @@ def test_a_client_that_truncates_and_writes_the_arena(
         try:
             for question in [*questions, *questions]:  # from node a, then from node b's arena
                 loaded(pair.b, pair, question, AT_ONCE_SECONDS)
-            refused, done = json.loads(attacker.communicate("end", timeout=10.0)[0])
+            refused, done = json.loads(attacker.communicate("end", timeout=scaled(10.0))[0])
         finally:
             attacker.kill()
     assert done == [0] * len(done)

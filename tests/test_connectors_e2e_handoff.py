@@ -23,10 +23,11 @@ from connectors.demo.engine_settings import EngineSettings
 from engines import START_SECONDS, connector, engine_settings
 from nodes import ROOT, at_rest
 from openai_servers import OpenAIServer, Part, Reply, text
+from patience import scaled
 from two_hosts import TwoHosts
 
 pytestmark = pytest.mark.vllm
-AT_ONCE_SECONDS = 5.0
+AT_ONCE_SECONDS = scaled(5.0)
 WAIT_SECONDS = 2.0
 """`fetch_wait_seconds` of the consumer."""
 CLIPS = 10

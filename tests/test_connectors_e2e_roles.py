@@ -16,10 +16,11 @@ from lookup_buffer.key import TensorKey
 from lora_adapters import RANK, write_adapter
 from nodes import NodeProcess, at_rest, wait_until
 from openai_servers import MODEL_NAME, OpenAIServer
+from patience import scaled
 from two_hosts import OUTCOME_SECONDS, TwoHosts
 
 pytestmark = pytest.mark.vllm
-ANSWER_SECONDS = 20.0
+ANSWER_SECONDS = scaled(20.0)
 FETCH_SECONDS = 10.0
 """`fetch_wait_seconds` of server b, whose workers leave others little of the machine."""
 PICTURES = 12

@@ -42,11 +42,12 @@ from openai_servers import (
     text,
 )
 from overlapping_scheduler import FLAGS, OVERLAPS
+from patience import scaled
 from two_hosts import OUTCOME_SECONDS, TwoHosts
 
 pytestmark = pytest.mark.vllm
-AT_ONCE_SECONDS = 5.0
-WAIT_SECONDS = 3.0
+AT_ONCE_SECONDS = scaled(5.0)
+WAIT_SECONDS = 8.0
 """`fetch_wait_seconds` of both replicas."""
 ABORTED = "aborted"
 """Name of the request that is."""

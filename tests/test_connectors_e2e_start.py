@@ -22,11 +22,12 @@ from connectors.plugin import CONNECTOR_NAME
 from engines import SIZE, START_SECONDS, Album, Reference, connector, engine_settings
 from misfit_models import Misfit, encoder_decoder, text_only
 from nodes import ROOT, StartNode, at_rest, wait_until
+from patience import scaled
 from servers import valkey_executable
 from store import EmbeddedServer, open_store
 
 pytestmark = pytest.mark.vllm
-REFUSED_SECONDS = 120.0
+REFUSED_SECONDS = scaled(120.0)
 """Nearly all of it for importing vLLM on a busy machine; a wrong setting is refused before the
 weights are loaded."""
 ANSWER_SECONDS = 5.0
@@ -210,7 +211,7 @@ def ask(engine: DemoEngine, reference: Reference, *questions: Question) -> list[
     """Where the images came from, after a look at the tokens."""
     origins = []
     for question in questions:
-        answer = engine.generate(question, timeout_seconds=ANSWER_SECONDS)
+        answer = engine.generate(question)
         assert answer.tokens == reference.tokens(question)
         origins.append(answer.origins)
     return origins
@@ -237,7 +238,7 @@ def test_redis_that_cannot_be_reached_is_a_warning_and_misses(
         assert origins == [("encoded",), ("encoded",), ("loaded",)]
         with (
             EmbeddedServer.start(
-                absent_server, timeout_seconds=10.0, executable=valkey_executable()
+                absent_server, timeout_seconds=scaled(10.0), executable=valkey_executable()
             ) as server,
             open_store(server.url, call_timeout_seconds=2.0) as store,
         ):

@@ -17,9 +17,19 @@ from functools import partial
 import pytest
 
 from connectors.demo.engine import DemoEngine, Question
-from engines import CROSSED, PICTURES, PROMPT, TELLING_MIN, TWICE, Album, EnginePair
+from engines import (
+    CROSSED,
+    FETCH_WAIT_SECONDS,
+    PICTURES,
+    PROMPT,
+    TELLING_MIN,
+    TWICE,
+    Album,
+    EnginePair,
+)
 from gauges import Gauges, gauged
 from nodes import NodeProcess, at_rest, wait_until
+from patience import scaled
 from servers import command
 from storm import Storm
 from two_hosts import TwoHosts
@@ -30,21 +40,20 @@ PREPARE = gauged
 POOL = 20
 POOL_REQUESTS = 100
 CROSSED_TIMES = 4
-POOL_SECONDS = 120.0
+POOL_SECONDS = scaled(120.0)
 
 BATCH_MAX = 4
 """vLLM runs so many at once in these engines: none of a batch waits for a seat."""
 PAUSE_SECONDS_MAX = 0.8
 """Between two batches, for each request of the last."""
-FETCH_WAIT_SECONDS = 2.0
 CLAIM_WAIT_SECONDS = 10.0
-STORE_SECONDS = 0.25
+STORE_SECONDS = 1.0
 
 
 """The connector's own defaults for an encode as quick as theirs."""
 ANSWER_SECONDS = 2.0
 """A batch whose images are encoded or loaded at once, on a busy machine."""
-HELD_SECONDS_MAX = FETCH_WAIT_SECONDS + CLAIM_WAIT_SECONDS + ANSWER_SECONDS
+HELD_SECONDS_MAX = scaled(FETCH_WAIT_SECONDS + CLAIM_WAIT_SECONDS + ANSWER_SECONDS)
 LEASE_SECONDS = 20.0
 """A node that was killed cannot give back what its engine claimed."""
 RECOVERY_SECONDS = 8.0

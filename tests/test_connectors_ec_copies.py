@@ -21,6 +21,7 @@ from connectors.settings import ConnectorSettings
 from lookup_buffer.client import EngineSeat, LookupBuffer
 from lookup_buffer.prefetched import LoadOrder
 from nodes import NodeProcess, StartNode, at_rest, key, wait_until
+from patience import scaled
 
 ROWS = 4
 SHORT_SECONDS = 0.2
@@ -250,7 +251,7 @@ def test_an_output_is_stored_as_it_is_once_the_model_has_come_so_far(
     cache = {"A": output}
     started = time.monotonic()
     worker.save(cache, "A", StepMetadata(saves={"A": name.text}))
-    assert time.monotonic() - started < SHORT_SECONDS
+    assert time.monotonic() - started < scaled(SHORT_SECONDS)
     cache.clear()  # vLLM lets go of it
     time.sleep(SHORT_SECONDS)
     assert scheduler.has_caches([name]) == [False]
@@ -269,7 +270,7 @@ def test_close_waits_for_the_device_within_its_bound(
     copies.done([order])
     started = time.monotonic()
     copies.close(SHORT_SECONDS)
-    assert SHORT_SECONDS <= time.monotonic() - started < SHORT_SECONDS + 1.0
+    assert SHORT_SECONDS <= time.monotonic() - started < scaled(SHORT_SECONDS)
     assert node.stats()["pins"] == 1, "it may still be copied"
     assert len(device.pinned) == 1, "and out of this memory"
     device.loads.run()

@@ -19,6 +19,7 @@ from lookup_buffer.errors import BufferFull, MissingTensor, NodeUnavailable, Ten
 from lookup_buffer.header import TensorHeader
 from lookup_buffer.key import TensorKey
 from lookup_buffer.prefetched import LoadOrder
+from patience import scaled
 
 ROWS = 4
 
@@ -59,7 +60,7 @@ class MemoryBuffer:
     def insert(
         self, key: TensorKey, tensor: torch.Tensor, *, ttl_seconds: float | None, timeout: float
     ) -> InsertOutcome:
-        self.gate.wait(10)
+        self.gate.wait(60)
         self.inserting_on.add(len(os.sched_getaffinity(0)))
         if self.faults:
             raise self.faults.pop(0)
@@ -213,7 +214,7 @@ def test_save_does_not_wait_for_the_buffer_and_a_full_queue_is_a_counted_skip(
     started = time.monotonic()
     for name in saves:
         worker.save(cache, name, StepMetadata(saves=saves))
-    assert time.monotonic() - started < 0.5
+    assert time.monotonic() - started < scaled(0.5)
     buffer.gate.set()
     drained(worker)
     assert buffer.tensors.keys() == {"A", "B"}
@@ -291,7 +292,7 @@ def test_close_is_bounded_when_the_node_hangs(
     worker.save({"A": torch.ones(ROWS, 8)}, "A", StepMetadata(saves={"A": "A"}))
     started = time.monotonic()
     worker.close()
-    assert time.monotonic() - started < 1
+    assert time.monotonic() - started < scaled(0.1)
 
 
 def test_queue_keeps_no_reference_once_stored() -> None:

@@ -178,8 +178,9 @@ def test_defect_a_node_that_does_not_answer_costs_its_time_for_each_sequence(
     prompts = [prompt(3, seed) for seed in range(20)]
     with node.frozen():
         started = time.monotonic()
-        logits, computed = run(connector, *prompts)
-        assert time.monotonic() - started < 15.0, "20 sequences, of a second each at least"
+        for _ in range(5):
+            logits, computed = run(connector, *prompts)
+        assert time.monotonic() - started < 50.0, "100 sequences, of a second each at least"
     assert computed == 60
     assert torch.equal(logits, alone(*prompts))
     connector.close()

@@ -239,8 +239,8 @@ def test_a_step_that_runs_no_model_waits_for_a_load_and_another_does_not(rank: R
 
     rank.worker.loads._copy = held_up
     started = time.monotonic()
-    assert not rank.worker.loads.take(SECONDS).loaded
-    assert time.monotonic() - started < SECONDS / 2, "nothing loads"
+    assert not rank.worker.loads.take(60.0).loaded
+    assert time.monotonic() - started < 30.0, "nothing loads"
     chunk = rank.chunk("chunk", (5, 6))
     rank.step(KvStepMetadata(loads=[RequestLoad("r", (chunk,))]))
     assert not rank.worker.results(is_idle=True).loaded

@@ -15,11 +15,12 @@ from connector_standins import EMBED_BYTES, EMBEDS
 from connectors.ec import seat as ec_seat
 from ledger_fleet import LedgerFleet
 from lookup_buffer.prefetched import PrefetchState
+from patience import scaled
 from scheduler_drive import DrivenEngine, Room, content
 
 NAMES = "ABCDEFGH"
 TURNS = 1000
-REST_SECONDS = 10.0
+REST_SECONDS = scaled(10.0)
 FETCH_WAIT_SECONDS = 0.005
 STATES = [PrefetchState.RESIDENT] * 3 + [PrefetchState.MISSING, PrefetchState.FAILED]
 ROOMS = {

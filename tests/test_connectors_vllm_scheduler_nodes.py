@@ -19,6 +19,7 @@ from lookup_buffer.client import LookupBuffer
 from lookup_buffer.errors import LookupBufferError
 from lookup_buffer.key import TensorKey
 from nodes import NodeProcess, StartNode, at_rest, wait_until
+from patience import scaled
 from scheduler_drive import HOOKS, DrivenEngine, Room, content, output_of
 
 MIB = 1 << 20
@@ -26,7 +27,7 @@ WIDTH = 8192
 """An item has 128 KiB: the arena holds 16."""
 NAMES = "ABCDEF"
 TURNS = 150
-REST_SECONDS = 20.0
+REST_SECONDS = scaled(20.0)
 
 
 class Host:

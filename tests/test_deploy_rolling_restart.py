@@ -12,11 +12,12 @@ from lookup_buffer.errors import LookupTimeout, MissingTensor, NodeUnavailable
 from lookup_buffer.key import TensorKey
 from lookup_buffer.namespace import Namespace
 from nodes import tensor_of, wait_until
+from patience import scaled
 
 ITEMS = 16
 ITEM_BYTES = 256 << 10
 PAUSE_SECONDS = 0.01
-PATIENCE_SECONDS = 120.0
+PATIENCE_SECONDS = scaled(120.0)
 
 
 @pytest.fixture

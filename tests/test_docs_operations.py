@@ -18,10 +18,11 @@ from lookup_buffer.errors import LookupTimeout, MissingTensor, NodeRefused
 from lookup_buffer.key import TensorKey
 from lookup_buffer.namespace import Namespace
 from nodes import MIB, ROOT, key, tensor_of, wait_until
+from patience import scaled
 
 DOCUMENT = (ROOT / "docs/operations.md").read_text(encoding="utf-8")
 RULES = ROOT / "deploy/prometheus/rules.yml"
-PATIENCE_SECONDS = 120.0
+PATIENCE_SECONDS = scaled(120.0)
 
 Pair = tuple[LookupBuffer, LookupBuffer]
 """A client on each host."""

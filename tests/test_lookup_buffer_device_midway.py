@@ -13,10 +13,11 @@ import pytest
 
 from device_ends import DeviceEnd, StartEnd, facts, put, start_end, warm
 from nodes import MIB, StartNode, at_rest, start_node, tensor_of, wait_until
+from patience import scaled
 
 __all__ = ["start_end", "start_node"]
 NBYTES = 48 * MIB
-BOUND_SECONDS = 10 * (1.0 + NBYTES / 100e6)
+BOUND_SECONDS = scaled(10 * (1.0 + NBYTES / 100e6))
 """Several times the deadline of the lane, and the way over the hosts behind it."""
 _numbers = count()
 

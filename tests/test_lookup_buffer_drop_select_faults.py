@@ -24,6 +24,7 @@ from nodes import (
     tensor_of,
     wait_until,
 )
+from patience import scaled
 from peer_proxy import PeerProxy, behind
 from servers import StartServer, flush, frozen
 
@@ -166,8 +167,8 @@ def test_a_stopped_taker_loses_it_to_the_next(
         os.kill(taker.pid, signal.SIGSTOP)
         try:
             started = time.monotonic()
-            assert producer.drop_select(name, timeout=10.0) is not None
-            assert time.monotonic() - started < 3.0
+            assert producer.drop_select(name, timeout=60.0) is not None
+            assert time.monotonic() - started < 30.0
             taker.say("go on")
         finally:
             os.kill(taker.pid, signal.SIGCONT)
@@ -311,7 +312,7 @@ def test_a_stopped_store_is_nothing_to_who_needs_none(
             started = time.monotonic()
             with pytest.raises(LookupTimeout):
                 taker.drop_select(name, timeout=0.5)
-            assert time.monotonic() - started < 2.0
+            assert time.monotonic() - started < scaled(0.5)
         assert taker.drop_select(name, timeout=20.0) is not None
     nothing_held(owner, node)
 

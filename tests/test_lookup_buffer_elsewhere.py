@@ -178,8 +178,7 @@ def test_what_a_dead_node_held_is_not_seen_any_more(pair: Pair) -> None:
     name = key()
     pair.hold(name)
     pair.holder.kill()
-    gone = wait_until(lambda: not pair.sees(name), 10.0)
-    assert gone < 6.5, f"{gone} s: noticed within six"
+    wait_until(lambda: not pair.sees(name), 6.0, "it is noticed")
     until = time.monotonic() + 2.0
     while time.monotonic() < until:
         assert not pair.sees(name)

@@ -8,10 +8,11 @@ import pytest
 
 from handoff_storm import KILLED, HandoffStorm, Producer
 from nodes import MIB, StartNode, at_rest, wait_until
+from patience import scaled
 
 NODES = 4
 PRODUCERS = 8
-PUBLISHED_SECONDS = 1.0
+PUBLISHED_SECONDS = scaled(1.0)
 """What was inserted longer ago is known to the store, busy as the machine may be. Of what is not,
 nobody can tell who waits for it that it was lost."""
 REJOINED_SECONDS = 6.0

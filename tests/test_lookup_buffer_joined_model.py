@@ -15,11 +15,12 @@ from lookup_buffer.codec import Value, packed
 from lookup_buffer.errors import BufferFull, LookupTimeout, PipeBroken, TensorTooLarge
 from lookup_buffer.joined import JoinedBuffer
 from lookup_buffer.pipes import PipeLimits, open_pipe
+from patience import scaled
 
 BUDGET = 300_000
 TOKENS = ((1,), (1, 2), (2, 1), (1, 2, 3), (100_000,), (100_001,))
 SIZES = (None, 0, 1000, 70_000, 120_000)
-SOON_SECONDS = 10.0
+SOON_SECONDS = scaled(10.0)
 
 
 class Items(RuleBasedStateMachine):

@@ -48,11 +48,11 @@ def test_what_is_wrong_with_one_piece_does_not_stop_the_line(
 def test_the_end_is_bounded_and_drops_what_is_left() -> None:
     lines, hold = Lines("test"), threading.Event()
     done: list[object] = []
-    lines.submit("frozen", lambda _: hold.wait(10.0))
+    lines.submit("frozen", lambda _: hold.wait(60.0))
     lines.submit("frozen", done.append)
     started = time.monotonic()
     lines.close(0.2)
-    assert 0.2 <= time.monotonic() - started < 3.0, "the line is held for ten seconds"
+    assert 0.2 <= time.monotonic() - started < 30.0, "the line is held for a minute"
     hold.set()
     lines.submit("frozen", done.append)
     time.sleep(0.1)
@@ -67,12 +67,12 @@ def test_a_node_ends_in_time_whatever_is_still_to_be_given_back(
     node = start_node(store_url=f"redis://127.0.0.1:{relay.port}", store_timeout_seconds=2.0)
     wait_until(lambda: node.stats()["store_up"], 5.0)
     with ExitStack() as stack:
-        for _ in range(20):
+        for _ in range(100):
             assert stack.enter_context(node.client()).claim(key(), lease_seconds=60.0).granted
         relay.delay(0.4)
         started = time.monotonic()
-        assert node.terminate(20.0) == 0
+        assert node.terminate() == 0
         print(f"ended after {time.monotonic() - started:.2f} s")
-        # One round trip for each session would take 8 s; the registrar leaves within a few.
-        assert time.monotonic() - started < 6.0
+        # One round trip for each session would take 40 s; the registrar leaves within a few.
+        assert time.monotonic() - started < 30.0
     relay.close()

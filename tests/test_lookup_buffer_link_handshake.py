@@ -16,6 +16,7 @@ from lookup_buffer.errors import LookupBufferError, NodeRefused, PipeError, Prot
 from lookup_buffer.handshake import PROTOCOL_VERSION, accept_handshake, connect
 from lookup_buffer.link import Link
 from lookup_buffer.wire import FrameDecoder
+from patience import scaled
 
 TOKEN = "correct horse battery staple"
 TIMEOUT = 10.0
@@ -249,7 +250,7 @@ def test_a_silent_client_is_dropped_in_time() -> None:
         with socket.create_connection(("127.0.0.1", server.port), timeout=TIMEOUT) as silent:
             with pytest.raises(PipeError):
                 server.outcome.result(TIMEOUT)
-            assert time.monotonic() - started < 3
+            assert time.monotonic() - started < scaled(0.3)
             with pytest.raises(ConnectionResetError):
                 silent.recv(1)
 
@@ -259,10 +260,10 @@ def test_a_client_that_trickles_is_dropped_in_time() -> None:
         started = time.monotonic()
         slow = socket.create_connection(("127.0.0.1", server.port), timeout=TIMEOUT)
         with slow, pytest.raises(ConnectionError):
-            for byte in b"LB01" + bytes(2000):
+            for byte in b"LB01" + bytes(20_000):
                 slow.sendall(bytes([byte]))
                 time.sleep(0.02)
-        assert time.monotonic() - started < 3
+        assert time.monotonic() - started < scaled(0.3)
         with pytest.raises(LookupBufferError):
             server.outcome.result(TIMEOUT)
 
@@ -280,7 +281,7 @@ def test_a_server_that_says_nothing_costs_the_client_its_timeout() -> None:
         started = time.monotonic()
         with pytest.raises(PipeError):
             connect("127.0.0.1", listener.getsockname()[1], token=None, timeout=0.2)
-        assert time.monotonic() - started < 3
+        assert time.monotonic() - started < scaled(0.3)
 
 
 def test_nobody_there() -> None:

@@ -10,6 +10,7 @@ import torch
 from lookup_buffer.errors import MissingTensor
 from lookup_buffer.namespace import Namespace
 from nodes import StartNode, key, wait_until
+from patience import scaled
 from servers import StartServer, command, flush
 from store import EmbeddedServer, open_store
 
@@ -68,15 +69,15 @@ def test_a_waiting_select_is_woken_by_a_publication_elsewhere(pair: Pair) -> Non
         name, tensor = key(), torch.randn(100)
         found: list[torch.Tensor | None] = []
         waiter = threading.Thread(
-            target=lambda name=name, found=found: found.append(pair.here.select(name, timeout=5.0))
+            target=lambda name=name, found=found: found.append(
+                pair.here.select(name, timeout=120.0)
+            )
         )
         waiter.start()
         time.sleep(0.1)
-        inserted_at = time.monotonic()
         pair.there.insert(name, tensor)
-        waiter.join(SOON_SECONDS)
+        waiter.join(scaled(SOON_SECONDS))
         assert not waiter.is_alive()
-        assert time.monotonic() - inserted_at < 1.0
         assert found[0] is not None
         assert torch.equal(found[0], tensor)
 
@@ -86,7 +87,7 @@ def test_many_who_wait_for_one_key_all_get_it(pair: Pair) -> None:
     found: list[torch.Tensor | None] = []
     clients = [pair.node_here.client() for _ in range(10)]
     waiters = [
-        threading.Thread(target=lambda c=c: found.append(c.select(name, timeout=5.0)))
+        threading.Thread(target=lambda c=c: found.append(c.select(name, timeout=120.0)))
         for c in clients
     ]
     for waiter in waiters:
@@ -94,7 +95,7 @@ def test_many_who_wait_for_one_key_all_get_it(pair: Pair) -> None:
     time.sleep(0.2)
     pair.there.insert(name, tensor)
     for waiter in waiters:
-        waiter.join(SOON_SECONDS)
+        waiter.join(scaled(SOON_SECONDS))
     for client in clients:
         client.close()
     assert len(found) == 10

@@ -107,7 +107,7 @@ def test_what_happens_is_counted_where_it_happens(pair: Pair) -> None:
     assert number(first, "transfer_bytes_total", direction="sent", pipe="tcp") == MIB
     assert number(second, "transfer_bytes_total", direction="received", pipe="tcp") == MIB
     assert number(second, "fetch_seconds_count") == 1
-    assert 0 < number(second, "fetch_seconds_sum") < 5
+    assert number(second, "fetch_seconds_sum") > 0
     assert number(second, "misses_total", reason="absent") == 1
     assert number(first, "publications_total", outcome="written") >= 1
     wait_until(lambda: number(first, "sessions") == 0, 5.0)

@@ -17,13 +17,14 @@ import yaml
 
 from nodes import MIB, NodeProcess, Nodes, key, tensor_of, wait_until
 from observing import get, samples
+from patience import scaled
 from ports import free_port
 from store import EmbeddedServer
 
 ROOT = Path(__file__).resolve().parent.parent
 RULES = ROOT / "deploy/prometheus/rules.yml"
 DASHBOARD = ROOT / "deploy/grafana/lookup-buffer.json"
-START_SECONDS = 30.0
+START_SECONDS = scaled(30.0)
 OF_PROMETHEUS = {"up"}
 
 

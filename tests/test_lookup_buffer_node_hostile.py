@@ -21,7 +21,8 @@ from lookup_buffer.header import TensorHeader
 from lookup_buffer.namespace import Namespace
 from lookup_buffer.request import Request
 from lookup_buffer.wire import FrameDecoder, encode_frame
-from nodes import MIB, NodeProcess, at_rest, key
+from nodes import MIB, NodeProcess, at_rest, key, wait_until
+from patience import scaled
 
 NAMESPACE = Namespace.named("tests").fingerprint
 Pair = tuple[NodeProcess, NodeProcess]
@@ -271,7 +272,7 @@ def test_three_hundred_connections_at_once(node: NodeProcess) -> None:
     with node.client() as bystander:
         started = time.monotonic()
         bystander.stats()
-        assert time.monotonic() - started < 1.0
+        assert time.monotonic() - started < scaled(1.0)
         assert bystander.stats()["open_files"] > 300
         for client in crowd:
             client.socket.close()  # without a goodbye
@@ -291,8 +292,7 @@ def test_a_select_that_its_client_gave_up_leaves_no_pin(node: NodeProcess) -> No
             with node.frozen():
                 late.send(messages.Select(4, NAMESPACE, name.text, 0.0))
                 late.socket.close()
-        time.sleep(0.2)
-        assert writer.stats()["pins"] == 0
+        wait_until(lambda: writer.stats()["pins"] == 0, 2.0)
         # The control: a client that is there has its pin.
         answer = anchor.ask(messages.Select(5, NAMESPACE, name.text, 0.0))
         assert writer.stats()["pins"] == 1

@@ -33,12 +33,13 @@ from lookup_buffer.errors import (
     TensorTooLarge,
 )
 from lookup_buffer.pipes import ANY_KEY, PipeLimits, open_pipe
+from patience import scaled
 from store import EmbeddedServer
 
 BUDGET = 300_000
 SIZES = (None, 0, 1, 5000, 65_536, 65_537, 150_000, BUDGET)
 KEYS = (None, "a", "b")
-SOON_SECONDS = 10.0
+SOON_SECONDS = scaled(10.0)
 _names = count()
 
 

@@ -141,7 +141,7 @@ def test_while_a_slot_moves_its_publications_wait_and_the_others_do_not(
         started = time.monotonic()
         with pytest.raises(StoreUnavailable):
             bench.write()
-        assert time.monotonic() - started < CALL_SECONDS + 0.2
+        assert time.monotonic() - started < 2 * CALL_SECONDS, "it waited twice"
         assert [bool(bench.held_by(name)) for name in names] == [n != 3 for n in range(8)]
         assert len(bench.backlog) == 1
 

@@ -17,10 +17,11 @@ from lookup_buffer.key import TensorKey
 from lookup_buffer.namespace import Namespace
 from lookup_buffer.prefetched import PrefetchState
 from nodes import NodeProcess, StartNode, key, wait_until
+from patience import scaled
 from store import layout
 
 NAMESPACE = Namespace.named("tests").fingerprint
-SLOW_SECONDS = 1.0
+SLOW_SECONDS = 5.0
 """The store's time-out here: well above what a claim waits for before it is granted unasked."""
 
 
@@ -107,10 +108,10 @@ def test_claims_on_other_shards_are_decided_and_at_once(
                 slowest = max(slowest, seconds)
                 time.sleep(0.05)  # through the pauses of the frozen shard's breaker
             for waiter in waiters:
-                waiter.join(15.0)
+                waiter.join(scaled(15.0))
             assert [answer.granted for answer in granted] == [True] * len(lost)
             print(f"the slowest of the others took {slowest:.3f} s")
-            assert slowest < 0.3
+            assert slowest < SLOW_SECONDS / 2
             for client in clients:
                 client.close()
 

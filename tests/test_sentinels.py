@@ -1,5 +1,7 @@
 """The sentinels of tests/sentinels.py themselves."""
 
+import threading
+
 import pytest
 
 from resp import RespError
@@ -11,6 +13,27 @@ def test_a_master_and_its_replica(sentinels: Sentinels) -> None:
     assert sentinels.ask(sentinels.master(), "SET", "k", "v") == b"OK"
     with pytest.raises(RespError, match="READONLY"):
         sentinels.ask(sentinels.replica(), "SET", "k", "v")
+
+
+def test_who_is_cut_off_asks_again(own_sentinels: Sentinels) -> None:
+    """As a sentinel cuts off the clients of a server that it makes a master or a replica."""
+    server, over = own_sentinels.master(), threading.Event()
+
+    def cut_off() -> None:
+        with server.connect() as connection:
+            connection("AUTH", "of-servers")
+            while not over.wait(0.01):
+                connection("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+
+    cutting = threading.Thread(target=cut_off)
+    cutting.start()
+    try:
+        for number in range(300):
+            assert own_sentinels.ask(server, "SET", "k", number) == b"OK"
+    finally:
+        over.set()
+        cutting.join()
+    assert own_sentinels.ask(server, "GET", "k") == b"299"
 
 
 def test_a_dead_master_is_replaced(own_sentinels: Sentinels) -> None:

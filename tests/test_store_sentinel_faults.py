@@ -11,7 +11,7 @@ from sentinels import Sentinels
 from server_process import ServerProcess
 from servers import redis_executable, valkey_executable
 from store import MetadataStore, Publication, StoreUnavailable, open_store
-from store_load import CALL_SECONDS, LIMIT_SECONDS, MARGIN_SECONDS, under_load
+from store_load import CALL_SECONDS, LIMIT_SECONDS, MANY_KEYS, MARGIN_SECONDS, under_load
 
 FAILOVER_SECONDS = 15.0
 
@@ -40,14 +40,14 @@ def test_the_master_goes_in_the_middle_of_a_write_load(
 ) -> None:
     old, new = own_sentinels.master(), own_sentinels.replica()
     frozen = own_sentinels.sentinels[0]  # it would be the first to be asked
-    with under_load(store, namespace) as load:
+    with under_load(store, namespace, keys=MANY_KEYS) as load:
         load.moves(5.0)
         load.within_budget()
         before = store.failovers()
         # What is acknowledged from now on is lost with the master.
         own_sentinels.ask(new, "CONFIG", "SET", "masterauth", "a wrong one")
         own_sentinels.ask(new, "CLIENT", "KILL", "TYPE", "master")
-        time.sleep(0.3)
+        load.write(100)
         started = time.monotonic()
         old.kill() if fault == "killed" else old.stop()
         own_sentinels.wait_for_master(new, FAILOVER_SECONDS)
@@ -111,7 +111,7 @@ def test_sentinels_are_needed_only_to_find_a_master(
         sentinel.kill() if fault == "killed" else sentinel.stop()
     assert store.publish(record, a_location(generation=2)) is Publication.ADDED
     # Also after a failure, when it would have asked them.
-    own_sentinels.ask(own_sentinels.servers[0], "CLIENT", "PAUSE", 400, "ALL")
+    own_sentinels.ask(own_sentinels.servers[0], "CLIENT", "PAUSE", 700, "ALL")
     with pytest.raises(StoreUnavailable):
         store.publish(record, a_location(generation=3))
     time.sleep(0.2)

@@ -40,18 +40,18 @@ class TraceContract:
                 holder="n:b:17",
                 token="t",
                 state=ClaimState.INTENT,
-                lease_seconds=9.0,
+                lease_seconds=90.0,
             )
             failure = Failure(namespace, key, "checksum", "node-1", "node-2")
             store.note_failures([failure])
             found, _ = traces_of(store).of([(namespace, key), (namespace, "other")])
             assert found.record == a_record(namespace, key, locations=(a_location(),))
-            assert 1790 < found.record_remaining_seconds <= 1800
+            assert 1700 < found.record_remaining_seconds <= 1800
             assert found.claim is not None
             assert found.claim[:2] == Claim("n:b:17", ClaimState.INTENT, 0)[:2]
-            assert 8 < found.claim.remaining_seconds <= 9
+            assert 80 < found.claim.remaining_seconds <= 90
             assert (found.failure, found.hits, found.gone) == (failure, 5, None)
-            assert 0 <= found.failed_seconds_ago < 10
+            assert 0 <= found.failed_seconds_ago < 60
             store.withdraw(namespace, key, "node-1", reason="evicted")
             (found,) = traces_of(store).of([(namespace, key)])
             assert (found.record, found.unreadable) == (None, "")
@@ -93,7 +93,7 @@ class TraceContract:
         found = traces_of(store).departures([unknown, left])
         assert found[unknown][:2] == ("", "")
         assert found[left][:2] == ("stopped", BOOT)
-        assert 0 <= found[left].seconds_ago < 10
+        assert 0 <= found[left].seconds_ago < 60
         assert found[left].silent_seconds is None
         assert traces_of(store).departures([]) == {}
 
@@ -158,4 +158,4 @@ def test_a_note_that_was_just_written_is_no_seconds_old(url: str, namespace: str
     with patient(url) as store:
         store.note_failures([Failure(namespace, "k", "checksum", "a", "b")])
         time.sleep(0.2)
-    assert 0.15 < the_trace(url, namespace).failed_seconds_ago < 10
+    assert 0.15 < the_trace(url, namespace).failed_seconds_ago < 60

@@ -12,6 +12,7 @@ from lookup_buffer.client import LookupBuffer
 from lookup_buffer.key import TensorKey
 from lookup_buffer.namespace import Namespace
 from nodes import NodeProcess, wait_until
+from patience import scaled
 from ports import free_port
 from relay import Relay
 from servers import valkey_executable
@@ -104,15 +105,15 @@ class TwoHosts:
         (record,) = [record for record in self.store.scan() if record.key == identifier]
         namespace = Namespace(self.store.namespaces()[record.namespace])
         with LookupBuffer(node.config, namespace) as client:
-            return client.has_caches([TensorKey(identifier)]) == [True]
+            return client.has_caches([TensorKey(identifier)], timeout=STORE_SECONDS) == [True]
 
     def _server(self) -> EmbeddedServer:
         return EmbeddedServer.start(
-            self.directory / "valkey", timeout_seconds=10.0, executable=valkey_executable()
+            self.directory / "valkey", timeout_seconds=scaled(10.0), executable=valkey_executable()
         )
 
     def _open_store(self) -> MetadataStore:
-        return open_store(self.server.url, call_timeout_seconds=2.0)
+        return open_store(self.server.url, call_timeout_seconds=STORE_SECONDS)
 
     def _close_server(self) -> None:
         self.store.close()

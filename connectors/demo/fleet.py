@@ -22,9 +22,13 @@ from lookup_buffer.launch import to_json
 from store import EmbeddedServer, MetadataStore, open_store, run_with_owner
 
 ARENA_BYTES = 256 << 20
-_NODE_READY_SECONDS = 15.0
-_NODE_END_SECONDS = 5.0
+_NODE_READY_SECONDS = 60.0
+_NODE_END_SECONDS = 15.0
 _POLL_SECONDS = 0.02
+_STORE_SECONDS = 5.0
+# An engine that waits too long encodes by itself, which the demo would show as a broken promise. So
+# on a busy machine its engines wait longer than by default; on an idle one nothing waits so long.
+_PATIENCE = {"fetch_wait_seconds": 60.0, "claim_wait_seconds": 100.0}
 
 
 class NodeFailure(Exception):
@@ -52,6 +56,7 @@ class DemoNode:
                 "node_socket": str(self.config.socket_path()),
                 "capacity_bytes": self.config.capacity_bytes,
                 "required": True,
+                **_PATIENCE,
             },
         }
 
@@ -75,6 +80,7 @@ def start_node(name: str, directory: Path, store_url: str, log_path: Path) -> De
         store_url=store_url,
         capacity_bytes=ARENA_BYTES,
         listen="tcp://127.0.0.1:0",
+        store_timeout_seconds=_STORE_SECONDS,
     )
     directory.mkdir(mode=0o700)
     command = [
@@ -126,10 +132,14 @@ class Fleet:
         with contextlib.ExitStack() as stack:
             # Short, for Unix sockets allow 107 bytes: a checkout may lie deep.
             root = stack.enter_context(tempfile.TemporaryDirectory(prefix="lb-demo-"))
-            server = EmbeddedServer.start(Path(root) / "valkey", timeout_seconds=10.0)
+            server = EmbeddedServer.start(
+                Path(root) / "valkey", timeout_seconds=_NODE_READY_SECONDS
+            )
             stack.callback(server.close)
             self.store_url = server.url
-            self._store = stack.enter_context(open_store(server.url, call_timeout_seconds=2.0))
+            self._store = stack.enter_context(
+                open_store(server.url, call_timeout_seconds=_STORE_SECONDS)
+            )
             for name in self._node_names:
                 log_path = self._log_directory / f"{name}.log"
                 node = start_node(name, Path(root) / name, server.url, log_path)

@@ -136,6 +136,21 @@ def _promise_table(promises: Sequence[Promise]) -> Table:
     table.add_column("found")
     table.add_column("kept")
     for promise in promises:
-        kept = "yes" if promise.kept else "[red]NO[/red]"
-        table.add_row(promise.text, promise.found, kept)
+        table.add_row(promise.text, promise.found, _kept(promise))
     return table
+
+
+def _kept(promise: Promise) -> str:
+    if promise.kept:
+        return "yes"
+    return "[yellow]missed[/yellow]" if promise.is_time else "[red]NO[/red]"
+
+
+def verdict(promises: Sequence[Promise]) -> list[str]:
+    """One line for each promise that was not kept, with rich's markup."""
+    return [
+        f"{'[yellow]Time missed' if promise.is_time else '[red]Not kept'}:[/] "
+        f"{promise.text} ({promise.found})"
+        for promise in promises
+        if not promise.kept
+    ]

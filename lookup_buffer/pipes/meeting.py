@@ -94,16 +94,19 @@ def meet(
             raise ConfigError(f"{uri!r} is beyond loopback: a pipe listens there with a token only")
         return _Listening(scheme, host, port, token, limits, joined, memory)
     deadline = time.monotonic() + timeout
+    refused: PipeBroken | None = None
     while True:
         try:
             link = connect(host, port, token=token, timeout=deadline - time.monotonic())
             break
         except PipeTimeout:
-            raise
+            if refused is None:
+                raise
         except PipeBroken as error:
-            if time.monotonic() + TRY_AGAIN_SECONDS > deadline:
-                raise PipeTimeout(f"nobody listens at {uri}: {error}") from error
-            time.sleep(TRY_AGAIN_SECONDS)
+            refused = error
+        if time.monotonic() + TRY_AGAIN_SECONDS > deadline:
+            raise PipeTimeout(f"nobody listens at {uri}: {refused}") from refused
+        time.sleep(TRY_AGAIN_SECONDS)
     pipe = StreamPipe(uri, limits, memory)
     pipe.meet(_join(link, joined, deadline))
     return pipe
