@@ -157,7 +157,7 @@ class Stack:
     def _make_secrets(self) -> None:
         (self.base / "deploy").mkdir()
         script = shutil.copy(ROOT / "deploy/make-secrets", self.base / "deploy")
-        subprocess.run([script], check=True, timeout=30)
+        subprocess.run([script], check=True, timeout=scaled(30))
         # A container sees only the files, not the folder that keeps others out here.
         (self.base / "deploy/secrets").chmod(0o755)
 
@@ -235,7 +235,11 @@ class Stack:
         command = [self.translated(service, word) for word in service.health_command]
         try:
             done = subprocess.run(
-                command, env=self.environment(service), capture_output=True, timeout=20, check=False
+                command,
+                env=self.environment(service),
+                capture_output=True,
+                timeout=scaled(20),
+                check=False,
             )
         except subprocess.TimeoutExpired:  # counts as ill, as with an engine of containers
             return False
@@ -256,8 +260,8 @@ class Stack:
         if why_not_contained() is None:
             command = containing(command, service.user, self.prepare(service))
         return subprocess.run(
-            command, env=self.environment(service), capture_output=True, text=True, timeout=60,
-            check=False,
+            command, env=self.environment(service), capture_output=True, text=True,
+            timeout=scaled(60), check=False,
         )  # fmt: skip
 
     def pid(self, name: str) -> int:
@@ -318,7 +322,7 @@ def why_not_contained() -> str | None:
     try:
         done = subprocess.run(
             containing([sys.executable, "-P", "-c", "import lookup_buffer"], (10001, 10001), []),
-            capture_output=True, text=True, timeout=60, check=False,
+            capture_output=True, text=True, timeout=scaled(60), check=False,
         )  # fmt: skip
     except OSError as error:
         return str(error)

@@ -13,6 +13,7 @@ from connectors.plugin import (
     KV_CONNECTOR_NAME,
     register,
 )
+from patience import scaled
 
 FACTORY = "vllm.distributed.ec_transfer.ec_connector.factory"
 KV_FACTORY = "vllm.distributed.kv_transfer.kv_connector.factory"
@@ -76,7 +77,7 @@ def test_no_vllm_at_all_and_nothing_heavy_is_imported() -> None:
         "heavy = {'torch', 'numpy', 'pydantic', 'redis'} & sys.modules.keys()\n"
         "assert not heavy, heavy"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=scaled(60))
 
 
 def test_scheduler_side_needs_neither_vllm_nor_torch() -> None:
@@ -85,4 +86,4 @@ def test_scheduler_side_needs_neither_vllm_nor_torch() -> None:
         "import connectors.ec.scheduler, connectors.namespace, connectors.settings\n"
         "import connectors.kv.scheduler, connectors.kv.namespace, connectors.kv.settings"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=scaled(60))

@@ -30,6 +30,7 @@ from lookup_buffer.errors import NodeRefused
 from lookup_buffer.namespace import Namespace
 from lookup_buffer.sizes import parse_bytes
 from nodes import MIB, ROOT, ClientProcess, key, tensor_of, wait_until
+from patience import scaled
 
 SERVICES = sorted(document()["services"])
 SCRAPED_SECONDS = 60.0
@@ -82,7 +83,7 @@ def test_the_command_of_docker_finds_nothing_wrong(tmp_path: Path) -> None:
         pytest.skip("no docker-compose on the PATH")
     done = subprocess.run(
         [program, "--file", str(ROOT / "docker-compose.yml"), "config", "--services"],
-        capture_output=True, text=True, timeout=60, check=False,
+        capture_output=True, text=True, timeout=scaled(60), check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     core = {name for name in SERVICES if "profiles" not in document()["services"][name]}
@@ -118,7 +119,7 @@ def test_an_engine_may_write_where_libraries_keep_what_they_compile(name: str) -
 def test_what_is_mounted_exists_and_every_secret_is_made(tmp_path: Path) -> None:
     shutil.copy(ROOT / "deploy/make-secrets", tmp_path)
     for _ in range(2):  # the second time it changes nothing
-        subprocess.run([tmp_path / "make-secrets"], check=True, timeout=30)
+        subprocess.run([tmp_path / "make-secrets"], check=True, timeout=scaled(30))
         made = {path.name: path.read_text() for path in (tmp_path / "secrets").iterdir()}
         assert len(set(made.values())) == len(made)
     assert {Path(each["file"]).name for each in document()["secrets"].values()} == set(made)
@@ -160,8 +161,8 @@ def test_the_store_wants_its_password(stack: Stack) -> None:
     host = stack.translated(service, "127.0.0.1")
     said = [
         subprocess.run(
-            ["valkey-cli", "-h", host, "dbsize"], capture_output=True, text=True, timeout=30,
-            env=stack.environment(service) | password, check=False,
+            ["valkey-cli", "-h", host, "dbsize"], capture_output=True, text=True,
+            timeout=scaled(30), env=stack.environment(service) | password, check=False,
         ).stdout
         for password in ({}, {"REDISCLI_AUTH": stack.secret("store_password")})
     ]  # fmt: skip

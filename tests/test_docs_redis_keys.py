@@ -19,6 +19,7 @@ import torch
 from contract_store import BOOT, a_location, a_record
 from lookup_buffer.pipes import open_pipe
 from lookup_buffer.pipes.resp import RespLane
+from patience import scaled
 from servers import command, flush
 from store import LOCATIONS_MAX, ClaimState, EmbeddedServer, NodeInfo, layout, open_store
 from store.dialling import dial
@@ -93,7 +94,7 @@ def test_each_recipe_is_known() -> None:
 def test_a_recipe(title: str, shell: dict[str, str], namespace: str) -> None:
     done = subprocess.run(
         ["/bin/sh", "-euc", RECIPES[title]],
-        env=shell, capture_output=True, text=True, timeout=30, check=False,
+        env=shell, capture_output=True, text=True, timeout=scaled(30), check=False,
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
     wanted = PRINTED[title].format(ns=namespace, boot=BOOT, key=KEY)

@@ -14,6 +14,7 @@ from connectors.settings import ConnectorSettings, parse_settings
 from lookup_buffer.cli.findings import Code
 from lookup_buffer.config import SECRETS
 from lookup_buffer.sizes import parse_bytes
+from patience import scaled
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = (
@@ -59,7 +60,7 @@ def test_the_commands_of_the_readme_exist() -> None:
     assert len(named) >= 7
     run = subprocess.run(
         [Path(sys.executable).with_name("lookup-buffer"), "--help"],
-        capture_output=True, text=True, timeout=60, check=False,
+        capture_output=True, text=True, timeout=scaled(60), check=False,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
     missing = {name for name in named if not re.search(rf"\b{name}\b", run.stdout)}

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from patience import scaled
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("connectors", "lookup_buffer", "store")
 HEAVY = ("torch", "numpy", "vllm", "redis", "pydantic")
@@ -20,7 +22,7 @@ HEAVY = ("torch", "numpy", "vllm", "redis", "pydantic")
 def _lint_imports(folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [Path(sys.executable).with_name("lint-imports"), "--no-logo", "--no-cache"],
-        cwd=folder, capture_output=True, text=True, timeout=60, check=False,
+        cwd=folder, capture_output=True, text=True, timeout=scaled(60), check=False,
     )  # fmt: skip
 
 
@@ -35,7 +37,7 @@ def _loaded_by(module: str) -> set[str]:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=scaled(60),
         check=False,
     )
     assert run.returncode == 0, run.stderr
@@ -99,7 +101,7 @@ def test_a_store_that_hides_ours_is_named(tmp_path: Path, file: str) -> None:
     installed = f"import sys; sys.path.append({str(ROOT)!r}); import lookup_buffer"
     run = subprocess.run(
         [sys.executable, "-c", installed],
-        cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False,
+        cwd=tmp_path, capture_output=True, text=True, timeout=scaled(60), check=False,
     )  # fmt: skip
     last = run.stderr.splitlines()[-1]
     assert last.startswith("ImportError: another package named 'store' shadows"), run.stderr
@@ -113,7 +115,7 @@ def test_an_installation_of_links_is_ours(tmp_path: Path) -> None:
         for path in (ROOT / name).iterdir():
             (tmp_path / name / path.name).symlink_to(path)
     subprocess.run(
-        [sys.executable, "-c", "import lookup_buffer"], cwd=tmp_path, timeout=60, check=True
+        [sys.executable, "-c", "import lookup_buffer"], cwd=tmp_path, timeout=scaled(60), check=True
     )
 
 

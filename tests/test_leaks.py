@@ -11,6 +11,7 @@ import pytest
 
 from inner_run import run_of
 from leaks import LeakGuard
+from patience import scaled
 
 SLEEPER = "import time; time.sleep(60)"
 # Detaches as a node does, so that it is no descendant of the test process any more.
@@ -53,7 +54,11 @@ def test_a_child_is_found_and_killed(guard: LeakGuard) -> None:
 def test_a_detached_process_is_found_and_killed(guard: LeakGuard) -> None:
     baseline = guard.baseline()
     out = subprocess.run(
-        [sys.executable, "-c", DETACHER], capture_output=True, text=True, timeout=30, check=True
+        [sys.executable, "-c", DETACHER],
+        capture_output=True,
+        text=True,
+        timeout=scaled(30),
+        check=True,
     )
     pid = int(out.stdout)
     report = guard.leaked_since(baseline, threads=True, timeout_seconds=0.1)

@@ -27,6 +27,7 @@ from lookup_buffer.board import (
 from lookup_buffer.digest_table import BUCKET_ENTRIES, HEADER_BYTES, IS_ORDERED, digest_of
 from lookup_buffer.header import DTYPES, TensorHeader
 from lookup_buffer.item import Address
+from patience import scaled
 
 pytestmark = pytest.mark.skipif(not IS_ORDERED, reason="the board stays empty on this machine")
 ROOT = Path(__file__).resolve().parent.parent
@@ -253,7 +254,7 @@ def test_a_reader_of_another_process_never_sees_halves() -> None:
             both.board.list(CROWD[index], headers[index], index)
             both.board.strike(CROWD[(turn - 4) * 7 % len(CROWD)])
             turn += 1
-        output, _ = reader.communicate(timeout=5.0)
+        output, _ = reader.communicate(timeout=scaled(5.0))
         found, missed, wrong = map(int, output.split())
     assert wrong == 0, f"{wrong} of {found + wrong}"
     assert min(found, missed) > 100, "it must have happened at once"

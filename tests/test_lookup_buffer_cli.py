@@ -31,7 +31,7 @@ def loaded_after(*arguments: str, **settings: str) -> set[str]:
     )
     done = subprocess.run(
         [sys.executable, "-c", code, *arguments],
-        capture_output=True, text=True, timeout=60, check=False, env=environment(settings),
+        capture_output=True, text=True, timeout=scaled(60), check=False, env=environment(settings),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return set(json.loads(done.stdout.splitlines()[-1]))
@@ -61,7 +61,7 @@ def test_ctrl_c_while_modules_are_imported(before: str, code: int) -> None:
     )
     done = subprocess.run(
         [sys.executable, "-c", program],
-        capture_output=True, text=True, timeout=60, check=False, env=environment({}),
+        capture_output=True, text=True, timeout=scaled(60), check=False, env=environment({}),
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (code, "")
     assert bool(done.stdout) == (code == 0)

@@ -8,6 +8,7 @@ import pytest
 
 from command_line import PROGRAM, assert_refused, environment, run, run_at_terminal, run_json
 from lookup_buffer.cli.speeds import Speed
+from patience import scaled
 from store import EmbeddedServer
 
 
@@ -69,7 +70,7 @@ def test_without_torch(tmp_path: Path) -> None:
     )
     done = subprocess.run(
         [sys.executable, "-c", hide, "bench"],
-        capture_output=True, text=True, timeout=60, check=False, env=environment({}),
+        capture_output=True, text=True, timeout=scaled(60), check=False, env=environment({}),
     )  # fmt: skip
     assert_refused(done, 2, "torch is not installed", "pip install torch")
     assert Path(PROGRAM).exists()

@@ -11,6 +11,7 @@ from click.testing import CliRunner
 
 from command_line import PROGRAM, assert_refused, environment, run
 from lookup_buffer.cli.commands import app
+from patience import scaled
 
 BASH = shutil.which("bash")
 
@@ -34,7 +35,7 @@ def offered(line: str, home: Path) -> set[str]:
     )
     done = subprocess.run(
         [BASH, "--norc", "--noprofile", "-c", ask],
-        capture_output=True, text=True, timeout=60, check=False,
+        capture_output=True, text=True, timeout=scaled(60), check=False,
         env=environment({"PATH": f"{Path(PROGRAM).parent}:{os.environ['PATH']}"}),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -68,7 +69,7 @@ def test_the_scripts(tmp_path: Path, shell: str) -> None:
     (script,) = (path for path in tmp_path.rglob("*") if path.is_file())
     assert script.read_text() == shown.stdout
     if (found := shutil.which(shell)) is not None:  # the CI has bash alone
-        subprocess.run([found, "-n", str(script)], check=True, timeout=60)
+        subprocess.run([found, "-n", str(script)], check=True, timeout=scaled(60))
 
 
 def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from command_line import environment, run, run_at_terminal, run_json
 from nodes import NodeProcess, StartNode, wait_until
+from patience import scaled
 from servers import StartServer, command, frozen
 from store import EmbeddedServer, open_store
 
@@ -127,7 +128,7 @@ def test_nothing_could_be_started_as_no_server_is_installed(tmp_path: Path) -> N
     )
     done = subprocess.run(
         [sys.executable, "-c", without, "doctor", "--json", "--directory", str(tmp_path / "d")],
-        capture_output=True, text=True, timeout=60, check=False,
+        capture_output=True, text=True, timeout=scaled(60), check=False,
         env=environment({"PATH": str(tmp_path)}),
     )  # fmt: skip
     assert done.returncode == 1, done.stderr

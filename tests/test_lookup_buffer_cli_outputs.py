@@ -10,6 +10,7 @@ import pytest
 
 from command_line import PROGRAM, environment, publish, run, run_at_terminal
 from nodes import wait_until
+from patience import scaled
 from servers import StartServer, frozen, patient
 from store import EmbeddedServer
 
@@ -38,7 +39,7 @@ def test_output_closed_early(full_url: str, arguments: tuple[str, ...]) -> None:
     for reader in ("head -n 1", "true"):
         line = f'set -o pipefail; "{PROGRAM}" {" ".join(arguments)} | {reader}; echo "=$?"'
         done = subprocess.run(
-            ["bash", "-c", line], capture_output=True, text=True, timeout=60, check=False,
+            ["bash", "-c", line], capture_output=True, text=True, timeout=scaled(60), check=False,
             env=environment({"LOOKUP_BUFFER_STORE_URL": full_url}),
         )  # fmt: skip
         assert done.stderr == ""
@@ -54,7 +55,7 @@ def test_output_that_cannot_be_written(full_url: str, sink: str, name: str) -> N
     to = ">&-" if sink == "closed" else f"> {sink}"
     done = subprocess.run(
         ["bash", "-c", f'"{PROGRAM}" {" ".join(COMMANDS[name])} {to}'],
-        capture_output=True, text=True, timeout=60, check=False,
+        capture_output=True, text=True, timeout=scaled(60), check=False,
         env=environment({"LOOKUP_BUFFER_STORE_URL": full_url}),
     )  # fmt: skip
     assert done.returncode in (1, 141)
@@ -67,7 +68,7 @@ def test_output_that_cannot_be_written(full_url: str, sink: str, name: str) -> N
 def test_options_that_print_to_a_full_device(option: str) -> None:
     done = subprocess.run(
         ["bash", "-c", f'"{PROGRAM}" {option} > /dev/full'],
-        capture_output=True, text=True, timeout=60, check=False, env=environment({}),
+        capture_output=True, text=True, timeout=scaled(60), check=False, env=environment({}),
     )  # fmt: skip
     assert done.returncode == 1
     assert done.stderr.startswith("lookup-buffer: the output ")
@@ -121,5 +122,5 @@ def test_ctrl_c(valkey_server: EmbeddedServer, start_server: StartServer) -> Non
     ) as process:  # fmt: skip
         wait_until(lambda: has_socket(process.pid), 10.0)
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=20.0)
+        out, err = process.communicate(timeout=scaled(20.0))
     assert (process.returncode, out, err) == (130, "", "lookup-buffer: interrupted\n")

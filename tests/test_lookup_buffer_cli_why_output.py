@@ -16,6 +16,7 @@ from command_line import (
     run_at_terminal,
     run_json,
 )
+from patience import scaled
 from servers import StartServer, command, patient
 from store import MetadataStore, layout
 
@@ -69,7 +70,7 @@ def test_a_pipe_that_closes_early(store: MetadataStore, url: str) -> None:
         line = f'"$0" why photo --store-url "$1" | {reader}'
         done = subprocess.run(
             ["/bin/sh", "-c", line, PROGRAM, url],
-            capture_output=True, text=True, timeout=60, check=False, env=environment({}),
+            capture_output=True, text=True, timeout=scaled(60), check=False, env=environment({}),
         )  # fmt: skip
         assert (done.returncode, done.stderr) == (0, ""), "of the reader, and nothing said"
 

@@ -25,6 +25,7 @@ from lookup_buffer.codec import (
 )
 from lookup_buffer.errors import CodecError
 from lookup_buffer.header import DTYPES, TensorHeader
+from patience import scaled
 
 HERE = [name for name in DTYPES if hasattr(torch, name)]
 
@@ -314,7 +315,10 @@ def test_the_header_needs_no_torch() -> None:
         "import sys, lookup_buffer.header, lookup_buffer.link;"
         "sys.exit(bool({'torch', 'numpy'} & sys.modules.keys()))"
     )
-    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+    assert (
+        subprocess.run([sys.executable, "-c", code], timeout=scaled(60), check=False).returncode
+        == 0
+    )
 
 
 @settings(max_examples=60, deadline=None)

@@ -32,6 +32,7 @@ from contract_pipe import SHORT_SECONDS, SOON_SECONDS, Threads, block, same, thr
 from lookup_buffer.errors import BufferFull, ConfigError, LookupTimeout, PipeBroken, TensorTooLarge
 from lookup_buffer.joined import JoinedBuffer
 from lookup_buffer.pipes import KVPipe, PipeLimits, open_pipe
+from patience import scaled
 from raw_pipe import RawEnd
 
 __all__ = ["threads"]
@@ -254,7 +255,7 @@ assert consumer.drop_select(tokens, roi)[4] is not None
 
 def test_a_process_ends_whose_buffer_is_left_open() -> None:
     command = [sys.executable, "-c", LEFT_OPEN]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    run = subprocess.run(command, capture_output=True, text=True, timeout=scaled(100), check=False)
     assert run.returncode == 0, run.stderr
 
 

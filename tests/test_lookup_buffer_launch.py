@@ -20,7 +20,7 @@ from lookup_buffer.client import LookupBuffer
 from lookup_buffer.config import BufferConfig
 from lookup_buffer.errors import LookupBufferError, NodeRefused, NodeUnavailable
 from nodes import MIB, ClientProcess, key, wait_until
-from patience import quickest
+from patience import quickest, scaled
 from servers import alive
 from store import EmbeddedServer
 
@@ -126,7 +126,11 @@ def test_the_examples_of_the_readme_run_one_after_the_other(
 def test_without_torch_the_library_says_what_to_install() -> None:
     without = "import sys; sys.modules['torch'] = None; from lookup_buffer import LookupBuffer"
     done = subprocess.run(
-        [sys.executable, "-c", without], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", without],
+        capture_output=True,
+        text=True,
+        timeout=scaled(60),
+        check=False,
     )
     assert done.stderr.splitlines()[-1] == (
         "ImportError: LookupBuffer needs torch, which is not installed: pip install torch"

@@ -217,7 +217,7 @@ def test_promtool_finds_nothing_wrong(prometheus: Prometheus) -> None:
         (["test", "rules", str(ROOT / "tests/prometheus_rules.yml")], None),
     ):
         done = subprocess.run(
-            [promtool, *arguments], input=text, capture_output=True, text=True, timeout=60,
+            [promtool, *arguments], input=text, capture_output=True, text=True, timeout=scaled(60),
             check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr

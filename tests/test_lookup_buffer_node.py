@@ -83,7 +83,7 @@ def test_a_second_node_in_a_directory_gives_up(start_node: StartNode) -> None:
             input=to_json(node.settings).encode(),
             stderr=subprocess.PIPE,
             cwd=ROOT,
-            timeout=20.0,
+            timeout=scaled(20.0),
             check=False,
         )
         assert second.returncode != 0
@@ -100,7 +100,7 @@ def test_a_wrong_configuration_ends_it_with_one_line(text: str) -> None:
         input=text.encode(),
         stderr=subprocess.PIPE,
         cwd=ROOT,
-        timeout=20.0,
+        timeout=scaled(20.0),
         check=False,
     )
     assert found.returncode == 2

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 from nodes import StartNode, key, wait_until
+from patience import scaled
 
 NO_DESCRIPTOR_LEFT = """
 import resource, socket, time
@@ -39,7 +40,7 @@ server.close()
 
 def test_for_another_node() -> None:
     command = [sys.executable, "-c", NO_DESCRIPTOR_LEFT]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    run = subprocess.run(command, capture_output=True, text=True, timeout=scaled(100), check=False)
     assert run.returncode == 0, run.stderr
 
 

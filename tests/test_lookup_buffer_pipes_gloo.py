@@ -53,6 +53,7 @@ from lookup_buffer.pipes import KVPipe, PipeLimits, open_pipe
 from lookup_buffer.pipes.communicator import Exchange
 from lookup_buffer.pipes.gloo import GlooCommunicator, until
 from lookup_buffer.pipes.pair import agree
+from patience import scaled
 
 __all__ = ["closing", "listening", "start_child", "threads"]
 
@@ -254,7 +255,7 @@ moved.wait(60.0)
 def test_a_process_that_ends_in_the_middle_of_a_transfer_ends_in_order() -> None:
     """Else torch's threads would terminate it: -SIGABRT."""
     command = [sys.executable, "-c", ENDS_IN_THE_MIDDLE]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    run = subprocess.run(command, capture_output=True, text=True, timeout=scaled(100), check=False)
     assert run.returncode == 0, run.stderr
 
 
@@ -347,5 +348,7 @@ time.sleep(max(0.0, soon - time.monotonic()))
 
 def test_a_process_that_ends_while_communicators_are_made_ends_in_order() -> None:
     """Their threads come back from torch, one after the other, while the interpreter ends."""
-    ended = subprocess.run([sys.executable, "-c", IN_THE_MAKING], capture_output=True, timeout=60.0)
+    ended = subprocess.run(
+        [sys.executable, "-c", IN_THE_MAKING], capture_output=True, timeout=scaled(60.0)
+    )
     assert ended.returncode == 0, ended.stderr

@@ -40,6 +40,7 @@ from lookup_buffer.pipes.redis_link import RedisLink
 from lookup_buffer.pipes.resp import RespLane
 from lookup_buffer.pipes.socket_file import connect_to
 from lookup_buffer.wire import encode_frame
+from patience import scaled
 from raw_pipe import RawEnd, offer
 from store import EmbeddedServer
 from store.dialling import dial
@@ -278,7 +279,7 @@ with open_pipe(pipe.uri, timeout=20.0) as other:
 
 def test_an_end_without_a_descriptor_left_accepts_again_once_there_is_one() -> None:
     command = [sys.executable, "-c", NO_DESCRIPTOR_LEFT]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    run = subprocess.run(command, capture_output=True, text=True, timeout=scaled(100), check=False)
     assert run.returncode == 0, run.stderr
 
 

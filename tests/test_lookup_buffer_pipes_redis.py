@@ -17,6 +17,7 @@ from contract_pipe_processes import (
     start_child,
 )
 from lookup_buffer.pipes import PipeLimits, open_pipe
+from patience import scaled
 from store import EmbeddedServer
 
 __all__ = ["closing", "listening", "start_child", "threads"]
@@ -66,7 +67,7 @@ def test_the_example_runs_as_it_is(valkey_server: EmbeddedServer) -> None:
     with subprocess.Popen([sys.executable, example, "send", uri]) as sending:
         run = subprocess.run(
             [sys.executable, example, "receive", uri],
-            capture_output=True, text=True, timeout=100, check=False,
+            capture_output=True, text=True, timeout=scaled(100), check=False,
         )  # fmt: skip
         assert run.returncode == 0, run.stderr
         assert sending.wait(30.0) == 0

@@ -45,6 +45,7 @@ from lookup_buffer.errors import (
 from lookup_buffer.handshake import connect, request_handshake
 from lookup_buffer.pipes import KVPipe, PipeLimits, open_pipe
 from lookup_buffer.pipes.carrier import SharedMemory
+from patience import scaled
 
 __all__ = ["closing", "listening", "start_child", "threads"]
 
@@ -209,7 +210,7 @@ NAMESPACES = [
 
 def test_an_end_in_a_container_that_shares_only_the_directory(closing: ExitStack, uri: str) -> None:
     try:
-        subprocess.run([*NAMESPACES, "true"], check=True, capture_output=True, timeout=60)
+        subprocess.run([*NAMESPACES, "true"], check=True, capture_output=True, timeout=scaled(60))
     except (OSError, subprocess.CalledProcessError) as error:
         pytest.skip(f"this machine lets nobody make namespaces: {error}")
     a = open_pipe(uri, listen=True)

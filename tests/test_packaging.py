@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from patience import scaled
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("connectors", "lookup_buffer", "store")
 DOCUMENTS = ("README.md", "LICENSE")
@@ -28,7 +30,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     target = tmp_path_factory.mktemp("wheel")
     run = subprocess.run(
         [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(target)],
-        cwd=source, capture_output=True, text=True, timeout=60, check=False,
+        cwd=source, capture_output=True, text=True, timeout=scaled(60), check=False,
     )  # fmt: skip
     assert run.returncode == 0, run.stdout + run.stderr
     (path,) = target.glob("*.whl")

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from patience import scaled
 from scripts import fetch_host
 from scripts.fetch_host import FetchError, Wheel, fetch
 
@@ -217,7 +218,8 @@ def test_pip_says_where_the_wheel_lies(tmp_path: Path) -> None:
         for version, status in (("9.9.9", 0), ("1.2.3", 1)):
             run = subprocess.run(
                 [sys.executable, "scripts/fetch_host.py", version, "--into", str(tmp_path)],
-                cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100, check=False,
+                cwd=ROOT, env=environment, capture_output=True, text=True, timeout=scaled(100),
+                check=False,
             )  # fmt: skip
             assert run.returncode == status, run.stderr
             if status == 0:

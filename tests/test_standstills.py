@@ -11,6 +11,7 @@ import pytest
 
 from inner_run import run_of
 from nodes import wait_until
+from patience import scaled
 from servers import alive
 from standstills import STANDSTILL_SECONDS, Standstills
 
@@ -51,7 +52,7 @@ def test_the_sleepers_end_with_who_started_them(standstills: Standstills) -> Non
         capture_output=True,
         text=True,
         check=True,
-        timeout=30,
+        timeout=scaled(30),
     )
     sleepers = [int(pid) for pid in started.stdout.split()]
     assert sleepers

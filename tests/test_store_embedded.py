@@ -163,7 +163,7 @@ def test_a_server_whose_owner_is_already_gone_does_not_start() -> None:
         [sys.executable, "-I", "-S", run_with_owner.__file__, str(ended.pid), "/bin/echo", "ran"],
         capture_output=True,
         text=True,
-        timeout=10,
+        timeout=scaled(10),
         check=False,
     )
     assert shim.returncode != 0

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
 from contract_store import a_location, a_record
+from patience import scaled
 from servers import command, flush, python
 from store import (
     LOCATIONS_MAX,
@@ -67,7 +68,7 @@ def test_processes_publish_and_claim_the_same_keys_at_once(
             assert process.stdout is not None
             assert process.stdout.readline() == "ready\n"
         command(valkey_server.url, "SET", layout.gone(namespace, "start"), "now")
-        answers = [process.communicate(timeout=60)[0].split() for process in processes]
+        answers = [process.communicate(timeout=scaled(60))[0].split() for process in processes]
     finally:
         for process in processes:
             process.kill()

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from patience import scaled
 from store import MemoryStore, StoreUrlError, open_store, redact
 from store.url import SCHEMES, StoreUrl, parse
 
@@ -265,7 +266,7 @@ assert "hiredis" not in sys.modules and "asyncio" not in sys.modules
 store.open_store("redis://192.0.2.1")
 assert "hiredis" in sys.modules and "redis" not in sys.modules
 """
-    subprocess.run([sys.executable, "-c", source], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", source], check=True, timeout=scaled(60))
 
 
 def test_dialling_reads_no_file() -> None:
@@ -288,4 +289,4 @@ with store.open_store("redis://127.0.0.1:1") as to_nobody:
     open("/dev/null").close()
     assert opened
 """
-    subprocess.run([sys.executable, "-c", source], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", source], check=True, timeout=scaled(60))
