@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from connector_standins import EMBED_BYTES, EMBEDS, LedgerBuffer, Stored, make_request, step_output
 from lookup_buffer.errors import ConfigError
@@ -36,8 +37,8 @@ def vllm_config(role: str = "ec_both", **extra: Any) -> Any:
         ),
         model_config=SimpleNamespace(
             multimodal_config=SimpleNamespace(mm_processor_cache_gb=4),
-            dtype=SimpleNamespace(itemsize=2),
-            get_hidden_size=lambda: 64,
+            dtype=torch.float32,
+            get_hidden_size=lambda: EMBED_BYTES // 4,
         ),
         cache_config=SimpleNamespace(enable_prefix_caching=False),
         parallel_config=SimpleNamespace(

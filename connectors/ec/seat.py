@@ -6,6 +6,7 @@ The one place that knows vLLM's configuration classes apart from `namespace`; ca
 from typing import Any
 
 from connectors import seat
+from connectors.ec.outputs import EncoderOutputs
 from connectors.ec.shape import EngineShape
 from connectors.ec.worker import WorkerSeat
 from connectors.namespace import namespace_parts
@@ -42,6 +43,44 @@ def engine_shape(vllm_config: Any) -> EngineShape:
         is_consumer=is_consumer,
         steps_in_flight=_steps_in_flight(vllm_config),
         embed_bytes=int(model.get_hidden_size()) * itemsize,
+        outputs=_encoder_outputs(vllm_config),
+    )
+
+
+def _encoder_outputs(vllm_config: Any) -> EncoderOutputs:
+    """What the encoder gives, as far as it is known before it has run for a request."""
+    model = vllm_config.model_config
+    # Hosts before 0.30 do not pass on what workers report, so a dtype of the encoder's own would be
+    # refused for ever: there it is not compared.
+    dtype = str(model.dtype).removeprefix("torch.") if _workers_report() else ""
+    width = getattr(model, "get_inputs_embeds_size", None) or model.get_hidden_size
+    multimodal = getattr(model, "multimodal_config", None)
+    is_pruned = getattr(multimodal, "is_multimodal_pruning_enabled", lambda: False)
+    read = getattr(getattr(model, "hf_config", None), "to_dict", dict)
+    return EncoderOutputs(
+        dtype=dtype,
+        width=int(width()),
+        may_be_wider=is_pruned() or _packs_layers(read()),
+        # Of engines that produce, since 0.30.
+        measured=getattr(vllm_config.ec_transfer_config, "mm_encoder_output_widths", None) or {},
+    )
+
+
+def _workers_report() -> bool:
+    from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase
+
+    return hasattr(ECConnectorBase, "start_worker_services")
+
+
+def _packs_layers(config: Any) -> bool:
+    """Whether the model's configuration speaks of DeepStack, at any depth."""
+    if isinstance(config, list):
+        return any(_packs_layers(value) for value in config)
+    if not isinstance(config, dict):
+        return False
+    return any(
+        value and ("deepstack" in str(name) or _packs_layers(value))
+        for name, value in config.items()
     )
 
 

@@ -30,6 +30,7 @@ class WatchedItem:
     """First token behind the item (of its last occurrence); computed tokens beyond need it not."""
     num_embeds: int
     carried: Carried
+    modality: str
 
 
 class Phase(enum.Enum):
@@ -127,7 +128,7 @@ class RequestWatch:
                 continue
             meant.add((key, rows))
             by_identifier[feature.identifier] = WatchedItem(
-                feature.identifier, key, end, rows, carried
+                feature.identifier, key, end, rows, carried, feature.modality
             )
         self.items = list(by_identifier.values())
         self.metadata_only = any(item.carried is Carried.METADATA for item in self.items)

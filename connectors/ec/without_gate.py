@@ -178,8 +178,8 @@ class EcWithoutGate:
             return handle.reason or "absent"
         nbytes = handle.order.nbytes
         pin = Pin(identifier, handle, nbytes, {_ASKER})
-        if not pins.fits(pin, pin.rows if rows is None else rows):
-            return "shape"
+        if reason := pins.why_unfit(pin, rows):
+            return reason
         if not pins.has_room(nbytes):
             return "over_budget"
         pins.add(pin)

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from connectors.counters import Counters, RateLimitedLog, logger
 from connectors.ec.copies import Copies, DeviceCopies, HostCopies
-from connectors.ec.metadata import ItemLoad, StepMetadata
+from connectors.ec.metadata import ItemLoad, StepMetadata, WorkerCounts
+from connectors.ec.outputs import Form
 from connectors.save_queue import SaveQueue
 from connectors.settings import ConnectorSettings
 from lookup_buffer.client import InsertOutcome
@@ -78,6 +79,10 @@ class EcWorker:
         self._buffer: LookupBuffer | None = None
         self._copies: Copies | None = None
         self.saves: SaveQueue | None = None
+        self._encoding: set[str] = set()
+        """Items that the step before encoded."""
+        self._encoded: set[Form] = set()
+        self._told: set[Form] = set()
         self.counters = counters or Counters()
         self._log = log or RateLimitedLog()
         self._clock = clock
@@ -122,6 +127,8 @@ class EcWorker:
 
     def load(self, encoder_cache: "dict[str, torch.Tensor]", metadata: StepMetadata) -> None:
         """Make every item of the step's loads present, and give their pins back."""
+        self._see_encoded(encoder_cache)
+        self._encoding = metadata.encodes
         if not metadata.mm_datas:
             return
         self._weights_changed()  # what was promised is loaded all the same
@@ -198,6 +205,17 @@ class EcWorker:
         # Each call into torch costs this thread up to 40 µs when its caches are cold.
         self.saves.offer(key, self._copies.keep(encoder_cache[identifier]))
 
+    def _see_encoded(self, encoder_cache: "dict[str, torch.Tensor]") -> None:
+        """What the outputs of the step before look like; not all hosts offer them all to `save`."""
+        for identifier in self._encoding & encoder_cache.keys():
+            self._encoded.add(_form_of(encoder_cache[identifier]))
+
+    def report(self) -> WorkerCounts | None:
+        """What the scheduler side is to know, since the last time."""
+        counts, encoded = self.counters.take(), self._encoded - self._told
+        self._told |= encoded
+        return WorkerCounts(counts, encoded) if counts or encoded else None
+
     def _weights_changed(self) -> bool:
         return self._weights is not None and self._weights.changed()
 
@@ -238,3 +256,7 @@ class EcWorker:
             self._lane.close()
         if self._weights is not None:
             self._weights.close()
+
+
+def _form_of(output: "torch.Tensor") -> Form:
+    return str(output.dtype).removeprefix("torch."), int(output.shape[-1])
