@@ -35,6 +35,7 @@ class Copies(ABC):
 
         Raises:
             LookupBufferError: the bytes are not to be had here.
+            RuntimeError: the device has no memory for them, or does not copy.
         """
 
     @abstractmethod
@@ -178,9 +179,10 @@ class DeviceCopies(Copies):
             return self._device.upload(tensor)
 
     def done(self, orders: "Sequence[LoadOrder]") -> None:
-        sources, self._sources = self._sources, []
-        if sources:
-            self._jobs.put(partial(self._give_back, self._device.uploaded(), sources, orders))
+        if self._sources:
+            copied = self._device.uploaded()
+            sources, self._sources = self._sources, []
+            self._jobs.put(partial(self._give_back, copied, sources, orders))
         elif orders:  # vLLM had them all
             self._buffer.done(orders)
 
