@@ -101,6 +101,26 @@ def test_a_request_from_gate_to_metadata(
     assert buffer.is_closed
 
 
+def test_an_item_that_does_not_name_the_adapter_that_encodes_it_is_not_shared(
+    buffer: LedgerBuffer,
+) -> None:
+    """As vLLM's Rust front end names it, where adapters have a part in encoder outputs."""
+    config = vllm_config()
+    config.lora_config = SimpleNamespace(enable_tower_connector_lora=True)
+    scheduler = LookupBufferECConnector(config, ECConnectorRole.SCHEDULER)
+    buffer.stored["A"] = Stored()
+    request = make_request("r", "A")
+    request.lora_request = SimpleNamespace(lora_name="cats", lora_int_id=1, lora_path="/nowhere")
+    assert scheduler.ensure_cache_available(request, num_computed_tokens=0)
+    assert not scheduler.has_cache_item("A")
+    scheduler.update_state_after_alloc(request, 0)
+    metadata = scheduler.build_connector_meta(step_output())
+    assert not metadata.mm_datas
+    assert not metadata.saves
+    assert not buffer.calls
+    assert scheduler.get_ec_connector_stats().reduce() == {"skipped:lora": 1}
+
+
 def test_an_encode_only_engine_reports_its_items_as_vllms_own_connectors_do(
     buffer: LedgerBuffer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

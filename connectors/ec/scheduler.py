@@ -79,7 +79,7 @@ class EcScheduler:
         )
         self.located = Located()
         self._engine_cache = EngineCache()
-        self._adapters = Adapters()
+        self._adapters = Adapters(encode=shape.adapters_encode)
         self.claims = EcClaims(
             buffer,
             settings,
@@ -201,7 +201,8 @@ class EcScheduler:
         if not self._shape.is_producer:
             return
         try:
-            key = shared_key(feature.identifier, request, self._adapters)
+            mm_hash = getattr(feature, "mm_hash", None)
+            key = shared_key(feature.identifier, request, self._adapters, mm_hash)
         except NotShareable:
             return  # counted when the request was first seen
         self._saves[feature.identifier] = key.text

@@ -6,6 +6,7 @@ The one place that knows vLLM's configuration classes apart from `namespace`; ca
 from typing import Any
 
 from connectors import seat
+from connectors.adapters import reach_encoder
 from connectors.ec.outputs import EncoderOutputs
 from connectors.ec.shape import EngineShape
 from connectors.ec.worker import WorkerSeat
@@ -43,6 +44,7 @@ def engine_shape(vllm_config: Any) -> EngineShape:
         is_consumer=is_consumer,
         steps_in_flight=_steps_in_flight(vllm_config),
         embed_bytes=int(model.get_hidden_size()) * itemsize,
+        adapters_encode=reach_encoder(vllm_config),
         outputs=_encoder_outputs(vllm_config),
     )
 

@@ -117,7 +117,8 @@ class RequestWatch:
             carried, rows = carried_by(feature, metadata_fields), embeds_of(feature)
             meant = self.meant.setdefault(feature.identifier, set())
             try:
-                key = shared_key(feature.identifier, request, adapters)
+                mm_hash = getattr(feature, "mm_hash", None)
+                key = shared_key(feature.identifier, request, adapters, mm_hash)
                 if carried is Carried.EMBEDDINGS:
                     raise NotShareable("client_embeddings")
             except NotShareable as reason:

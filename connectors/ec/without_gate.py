@@ -81,7 +81,7 @@ class EcWithoutGate:
         self._buffer = buffer
         self._is_consumer = shape.is_consumer
         self._metadata_fields = metadata_fields
-        self._adapters = Adapters()
+        self._adapters = Adapters(encode=shape.adapters_encode)
         self._clock = clock
         self._pass_time = PassTime(
             max(settings.first_sight_seconds, settings.sync_fetch_seconds), clock

@@ -58,7 +58,7 @@ class KvScheduler:
         self.counters = counters or Counters()
         self._clock = clock
         self._log = RateLimitedLog()
-        self._adapters = Adapters()
+        self._adapters = Adapters(encode=shape.adapters_encode)
         self._requests: dict[str, KvRequest] = {}
         self._ended: dict[str, KvRequest] = {}
         """Requests aborted while they loaded: their pins are held until that has ended."""
