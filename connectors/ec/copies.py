@@ -174,9 +174,10 @@ class DeviceCopies(Copies):
         return self.place(codec.tensor_over(window, order.header))
 
     def place(self, tensor: "torch.Tensor") -> "torch.Tensor":
-        self._sources.append(tensor)
         with self._uploading:
-            return self._device.upload(tensor)
+            placed = self._device.upload(tensor)
+        self._sources.append(tensor)
+        return placed
 
     def done(self, orders: "Sequence[LoadOrder]") -> None:
         if self._sources:

@@ -2,10 +2,10 @@
 
 Owned by the scheduler's thread. Pure data: knows neither vLLM nor torch.
 
-An output is `[num_embeds, width]`. The width is that of the model's input embeddings, or more where
-an encoder packs several layers side by side (DeepStack) or adds positions (pruning of video). vLLM
-0.30 and newer measure it by a dummy encode on engines that produce. Elsewhere it is told by the
-model's configuration, and by what this engine has encoded itself.
+An output is `[num_embeds, width]`. The width is that of the model's input embeddings, or a multiple
+where an encoder packs several layers side by side (DeepStack), and some numbers more where it adds
+positions (pruning of video). vLLM 0.30 and newer measure it by a dummy encode on engines that
+produce. Elsewhere it is told by the model's configuration, and by what this engine has encoded.
 """
 
 from collections.abc import Collection, Mapping
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 Form = tuple[str, int]
 """Dtype, as headers name it, and width of an output."""
+POSITIONS_MAX = 16
+"""Numbers that stand behind an embedding for its position; vLLM's models have four or five."""
 
 
 @dataclass(slots=True)
@@ -27,8 +29,10 @@ class EncoderOutputs:
     """The model's; \"\" where it is not to be compared."""
     width: int = 0
     """Of the model's input embeddings; 0 where it is not known."""
-    may_be_wider: bool = False
-    """Whether the configuration says that outputs may be wider than that."""
+    levels: frozenset[int] = frozenset({1})
+    """How many times as wide outputs may be, as far as the configuration tells."""
+    has_positions: bool = False
+    """Whether positions may stand behind that."""
     measured: Mapping[str, int] = field(default_factory=dict)
     """Widths by modality, as vLLM measured them."""
     encoded: set[Form] = field(default_factory=set)
@@ -48,11 +52,9 @@ class EncoderOutputs:
         if header.kind != "tensor" or len(header.shape) != 2:
             return "shape"
         width = header.shape[1]
-        if (header.dtype, width) in self.encoded:
-            return ""
         if not self._may_have(width, modalities):
             return "shape"
-        if not self.dtype or header.dtype == self.dtype:
+        if not self.dtype or header.dtype in {self.dtype, *(dtype for dtype, _ in self.encoded)}:
             return ""
         return "" if any_float and not self.encoded and "float" in header.dtype else "dtype"
 
@@ -60,4 +62,7 @@ class EncoderOutputs:
         if self.measured:
             widths = [self.measured[name] for name in modalities if name in self.measured]
             return set(widths) == {width} if widths else width in self.measured.values()
-        return width == self.width or (self.may_be_wider and width > self.width) or not self.width
+        if not self.width or width in (own for _, own in self.encoded):
+            return True
+        beyond = POSITIONS_MAX if self.has_positions else 0
+        return any(0 <= width - level * self.width <= beyond for level in self.levels)

@@ -3,6 +3,7 @@
 The one place that knows vLLM's configuration classes apart from `namespace`; called at start.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 from connectors import seat
@@ -62,7 +63,8 @@ def _encoder_outputs(vllm_config: Any) -> EncoderOutputs:
     return EncoderOutputs(
         dtype=dtype,
         width=int(width()),
-        may_be_wider=is_pruned() or _packs_layers(read()),
+        levels=frozenset({1, *_levels(read())}),
+        has_positions=is_pruned(),
         # Of engines that produce, since 0.30.
         measured=getattr(vllm_config.ec_transfer_config, "mm_encoder_output_widths", None) or {},
     )
@@ -74,16 +76,20 @@ def _workers_report() -> bool:
     return hasattr(ECConnectorBase, "start_worker_services")
 
 
-def _packs_layers(config: Any) -> bool:
-    """Whether the model's configuration speaks of DeepStack, at any depth."""
+def _levels(config: Any) -> Iterator[int]:
+    """How many layers side by side the model's configuration may mean by DeepStack, at any depth:
+    so many as it names, with that of the encoder's own output or without."""
     if isinstance(config, list):
-        return any(_packs_layers(value) for value in config)
+        for value in config:
+            yield from _levels(value)
     if not isinstance(config, dict):
-        return False
-    return any(
-        value and ("deepstack" in str(name) or _packs_layers(value))
-        for name, value in config.items()
-    )
+        return
+    for name, value in config.items():
+        yield from _levels(value)
+        if value and "deepstack" in str(name):
+            count = len(value) if isinstance(value, list | tuple | dict) else value
+            if isinstance(count, int) and count is not True:
+                yield from (count, count + 1)
 
 
 def _steps_in_flight(vllm_config: Any) -> int:
