@@ -15,16 +15,30 @@ from typing import Any, Final
 SUFFIXES: Final = (".safetensors", ".bin", ".pt", ".json")
 """Files that make an adapter: its weights, its configuration, its embeddings."""
 ADAPTERS_MAX: Final = 4096
+UNNAMED_MAX: Final = 1 << 16
+"""Of items that adapters encoded under names without the adapter's; beyond, no item is shared."""
 _CHUNK_BYTES: Final = 1 << 20
 
 _Adapter = tuple[str, int, str]
 """Name, vLLM's number and path: a new one where an adapter is loaded again under its name."""
 
 
-class Adapters:
-    """Digests of adapters, each read once: as vLLM loads it, what lies there later is no matter."""
+def reach_encoder(vllm_config: Any) -> bool:
+    """Whether a request's adapter has a part in what its media are encoded to."""
+    lora = getattr(vllm_config, "lora_config", None)
+    return bool(getattr(lora, "enable_tower_connector_lora", False))
 
-    def __init__(self) -> None:
+
+class Adapters:
+    """Digests of adapters, each read once: as vLLM loads it, what lies there later is no matter.
+
+    Args:
+        encode: whether they have a part in encoder outputs.
+    """
+
+    def __init__(self, *, encode: bool = False) -> None:
+        self.encode = encode
+        self._unnamed: set[str] = set()
         self._lock = threading.Lock()
         self._digests: dict[_Adapter, str] = {}
         """Empty while it is being read, and for ever where that did not succeed."""
@@ -51,6 +65,16 @@ class Adapters:
                 self._reader = threading.Thread(target=self._read, name="lb-adapter", daemon=True)
                 self._reader.start()
         return ""
+
+    def encoded_unnamed(self, identifier: str) -> None:
+        """A request with an adapter calls an item by a name without it, as vLLM's Rust front end
+        does: from now on vLLM's own caches may have outputs of any adapter under it."""
+        if len(self._unnamed) < UNNAMED_MAX:
+            self._unnamed.add(identifier)
+
+    def is_ambiguous(self, identifier: str) -> bool:
+        """Whether vLLM may mean the output of some adapter by this name."""
+        return identifier in self._unnamed or len(self._unnamed) >= UNNAMED_MAX
 
     def _read(self) -> None:
         """Until nothing is left to be read."""

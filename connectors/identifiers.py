@@ -21,8 +21,13 @@ class NotShareable(Exception):
     """This item must stay on this instance. The text is a counter's name."""
 
 
-def shared_key(identifier: str, request: Any, adapters: Adapters) -> TensorKey:
+def shared_key(
+    identifier: str, request: Any, adapters: Adapters, mm_hash: str | None = None
+) -> TensorKey:
     """The key under which all instances know what `identifier` names on this one.
+
+    Args:
+        mm_hash: the item's name without an adapter's, where the host says it.
 
     Raises:
         NotShareable: it may name something else on another instance.
@@ -36,15 +41,38 @@ def shared_key(identifier: str, request: Any, adapters: Adapters) -> TensorKey:
     request_id: str = request.request_id
     if counted and (request_id == counted[1] or request_id.startswith(counted[1] + "-")):
         raise NotShareable("identifier_counted")
-    lora = getattr(request, "lora_request", None)
-    if lora is None or not identifier.startswith(lora.lora_name + ":"):
+    lora: Any = getattr(request, "lora_request", None)
+    if not _is_prefixed(identifier, lora, mm_hash):
+        if adapters.encode:
+            _refuse_unnamed(identifier, lora, adapters, mm_hash)
         return _key(identifier)
     # The prefix is the adapter's name, and two instances may load different adapters under one.
     digest = adapters.digest_of(lora)
     if not digest:
         raise NotShareable("lora")
     # A part, which nobody can write into an identifier of his own.
-    return _key(identifier.removeprefix(lora.lora_name + ":"), part=f"lora-{digest}")
+    return _key(identifier.removeprefix(f"{lora.lora_name}:"), part=f"lora-{digest}")
+
+
+def _is_prefixed(identifier: str, lora: Any, mm_hash: str | None) -> bool:
+    """Whether the adapter of the request stands in front of the item's name."""
+    if lora is None:
+        return False
+    prefix: str = lora.lora_name + ":"
+    return identifier == prefix + mm_hash if mm_hash else identifier.startswith(prefix)
+
+
+def _refuse_unnamed(identifier: str, lora: Any, adapters: Adapters, mm_hash: str | None) -> None:
+    """Adapters have a part in outputs, and this name says of none that it had.
+
+    Raises:
+        NotShareable: one may have had it all the same.
+    """
+    if lora is not None:
+        adapters.encoded_unnamed(identifier)
+    is_of_another = lora is None and bool(mm_hash) and identifier != mm_hash
+    if is_of_another or adapters.is_ambiguous(identifier):
+        raise NotShareable("lora")
 
 
 def _key(identifier: str, part: str = "") -> TensorKey:

@@ -42,6 +42,8 @@ class Stored:
     outcome: PrefetchState = PrefetchState.RESIDENT
     needs_fetch: bool = False
     rows: int = EMBEDS
+    width: int = EMBED_BYTES // 4
+    dtype: str = "float32"
 
 
 @dataclass(slots=True)
@@ -86,7 +88,7 @@ class LedgerBuffer:
                 handle.state, handle.reason = PrefetchState.PENDING, "fetching"
                 self.pending.append(handle)
             elif stored is not None:
-                self._settle(handle, stored.outcome, stored.rows)
+                self._settle(handle, stored.outcome, stored)
             handles.append(handle)
         return handles
 
@@ -97,10 +99,13 @@ class LedgerBuffer:
         claims = self.claim_all(ordered, wait_seconds=wait_seconds)
         return self.prefetch(keys, timeout=timeout), claims
 
-    def _settle(self, handle: LedgerHandle, state: PrefetchState, rows: int = EMBEDS) -> None:
+    def _settle(
+        self, handle: LedgerHandle, state: PrefetchState, stored: Stored | None = None
+    ) -> None:
         if state is PrefetchState.RESIDENT:
             self._ticket += 1
-            header = TensorHeader("float32", (rows, EMBED_BYTES // 4), rows * EMBED_BYTES)
+            what = stored or Stored()
+            header = TensorHeader.for_tensor(what.dtype, (what.rows, what.width))
             handle.order = LoadOrder(self.boot, self._ticket, 0, header.nbytes, 1, header)
             self.pinned[self._ticket] = handle
         handle.state = state

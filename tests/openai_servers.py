@@ -141,13 +141,17 @@ class OpenAIServer:
             _send(connection, path, body, **headers)
             response = connection.getresponse()
             text = response.read()
-        return Reply(response.status, json.loads(text), time.monotonic() - started)
+        return Reply(response.status, json.loads(text or "{}"), time.monotonic() - started)
+
+    def metrics(self) -> str:
+        """vLLM's own /metrics."""
+        with self._connection(ASK_SECONDS) as connection:
+            connection.request("GET", "/metrics")
+            return connection.getresponse().read().decode()
 
     def metric(self, name: str) -> float:
         """A counter or gauge of vLLM's own /metrics."""
-        with self._connection(ASK_SECONDS) as connection:
-            connection.request("GET", "/metrics")
-            lines = connection.getresponse().read().decode().splitlines()
+        lines = self.metrics().splitlines()
         values = [float(line.split()[-1]) for line in lines if line.startswith(name)]
         assert values, name
         return sum(values)

@@ -93,6 +93,7 @@ class DrivenEngine:
             caching={"block_size": BLOCK_TOKENS, "enable_prefix_caching": room.prefix_caching},
             **extra,
         )
+        self.config.model_config.get_hidden_size = lambda: width
         # Set late: vLLM decides against it where no executor is named that can do it.
         self.config.scheduler_config.async_scheduling = room.is_async
         self.scheduler = host_engine.host_scheduler(

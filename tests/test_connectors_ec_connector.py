@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from connector_standins import EMBED_BYTES, EMBEDS, LedgerBuffer, Stored, make_request, step_output
 from lookup_buffer.errors import ConfigError
@@ -36,8 +37,8 @@ def vllm_config(role: str = "ec_both", **extra: Any) -> Any:
         ),
         model_config=SimpleNamespace(
             multimodal_config=SimpleNamespace(mm_processor_cache_gb=4),
-            dtype=SimpleNamespace(itemsize=2),
-            get_hidden_size=lambda: 64,
+            dtype=torch.float32,
+            get_hidden_size=lambda: EMBED_BYTES // 4,
         ),
         cache_config=SimpleNamespace(enable_prefix_caching=False),
         parallel_config=SimpleNamespace(
@@ -98,6 +99,26 @@ def test_a_request_from_gate_to_metadata(
     assert scheduler.get_ec_connector_stats() is None
     scheduler.shutdown()
     assert buffer.is_closed
+
+
+def test_an_item_that_does_not_name_the_adapter_that_encodes_it_is_not_shared(
+    buffer: LedgerBuffer,
+) -> None:
+    """As vLLM's Rust front end names it, where adapters have a part in encoder outputs."""
+    config = vllm_config()
+    config.lora_config = SimpleNamespace(enable_tower_connector_lora=True)
+    scheduler = LookupBufferECConnector(config, ECConnectorRole.SCHEDULER)
+    buffer.stored["A"] = Stored()
+    request = make_request("r", "A")
+    request.lora_request = SimpleNamespace(lora_name="cats", lora_int_id=1, lora_path="/nowhere")
+    assert scheduler.ensure_cache_available(request, num_computed_tokens=0)
+    assert not scheduler.has_cache_item("A")
+    scheduler.update_state_after_alloc(request, 0)
+    metadata = scheduler.build_connector_meta(step_output())
+    assert not metadata.mm_datas
+    assert not metadata.saves
+    assert not buffer.calls
+    assert scheduler.get_ec_connector_stats().reduce() == {"skipped:lora": 1}
 
 
 def test_an_encode_only_engine_reports_its_items_as_vllms_own_connectors_do(

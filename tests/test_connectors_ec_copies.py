@@ -68,6 +68,8 @@ class LazyDevice(Device):
         self.model, self.loads = LazyStream(), LazyStream()
         self.pinned: list[memoryview] = []
         self.can_pin = True
+        self.refusals = 0
+        """So many uploads more find no memory."""
 
     def pin(self, memory: memoryview) -> bool:
         if self.can_pin:
@@ -78,6 +80,9 @@ class LazyDevice(Device):
         self.pinned.remove(memory)
 
     def upload(self, source: torch.Tensor) -> torch.Tensor:
+        if self.refusals > 0:
+            self.refusals -= 1
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 KiB.")
         tensor = torch.full_like(source, torch.nan)
         self.loads.tell(lambda: tensor.copy_(source))
         return tensor
@@ -169,6 +174,35 @@ def test_a_pin_is_held_until_the_device_has_copied(
     assert torch.equal(cache["0"], first), "vLLM has it"
     at_rest(node)
     del third
+
+
+@pytest.mark.parametrize("refusals", [1, 3, 10**9])
+def test_a_device_without_memory_is_tried_again_and_ends_nothing(
+    refusals: int,
+    node: NodeProcess,
+    scheduler: LookupBuffer,
+    device: LazyDevice,
+    make_worker: MakeWorker,
+) -> None:
+    worker, cache = make_worker(node), dict[str, torch.Tensor]()
+    (first, one), (second, two) = promised(scheduler), promised(scheduler)
+    device.refusals = refusals
+    worker.load(cache, step(one, two))
+    device.loads.run()
+    is_lost = refusals == 10**9
+    assert worker.counters.totals() == (
+        {"load_late": 2, "load_lost": 2} if is_lost else {"load_late": 1}
+    )
+    expected = {} if is_lost else {"0": first, "1": second}  # vLLM says what it lacks
+    assert cache.keys() == expected.keys()
+    assert all(torch.equal(cache[name], tensor) for name, tensor in expected.items())
+    at_rest(node)
+    device.refusals = 0
+    third, three = promised(scheduler)
+    worker.load(cache, StepMetadata([ItemLoad("3", ROWS, three)]))
+    device.loads.run()
+    assert torch.equal(cache["3"], third)
+    at_rest(node)
 
 
 def test_the_arena_of_a_node_that_dies_lasts_until_the_copy(

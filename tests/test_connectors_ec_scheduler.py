@@ -151,10 +151,27 @@ def test_evicted_item_is_asked_for_after_all() -> None:
     bench.store("B")
     later = make_request("later", "B")
     assert bench.ensure(later)
-    assert not bench.scheduler.has_cache_item("B")
-    bench.build(freed=["B"])
-    assert bench.ensure(later)
-    assert bench.allocate(later), "A-B-A: vLLM evicted it, so it is loaded"
+    assert bench.allocate(later), "A-B-A: vLLM evicted it in this pass, so it is loaded"
+    step = bench.build(freed=["B"], scheduled=["later"])
+    assert [load.mm_hash for load in step.mm_datas] == ["B"]
+
+
+def test_after_a_reset_of_vllms_cache_everything_is_asked_for() -> None:
+    bench = Bench()
+    for name in "AB":
+        first = make_request(f"first {name}", name)
+        bench.ensure(first)
+        bench.allocate(first)
+        bench.build()
+        bench.store(name)
+    bench.buffer.calls.clear()
+    assert bench.ensure(make_request("again", "A"))
+    assert not bench.prefetched(), "as far as we know vLLM's own cache has it"
+    assert bench.scheduler.has_cache_item("A"), "it asks, so it was reset"
+    bench.build()
+    assert not bench.buffer.pinned, "what it made no room for is not kept"
+    assert bench.ensure(make_request("after", "B"))
+    assert bench.prefetched() == [["A"], ["B"]]
 
 
 def full_bench() -> tuple[Bench, Any]:

@@ -1,6 +1,9 @@
 """The worker side and its save queue, with tensors of torch and a buffer that lives in memory."""
 
+import json
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +22,7 @@ from lookup_buffer.errors import BufferFull, MissingTensor, NodeUnavailable, Ten
 from lookup_buffer.header import TensorHeader
 from lookup_buffer.key import TensorKey
 from lookup_buffer.prefetched import LoadOrder
+from nodes import ROOT, StartNode, key
 from patience import scaled
 
 ROWS = 4
@@ -163,6 +167,22 @@ def test_broken_promise_is_kept_by_key(
     cache: dict[str, torch.Tensor] = {}
     make_worker(is_producer=False).load(cache, item("A", order))
     assert torch.equal(cache["A"], buffer.tensors["A"])
+
+
+@pytest.mark.parametrize(
+    "other",
+    [torch.zeros(ROWS, 16), torch.zeros(ROWS, 4), torch.zeros(ROWS, 8, dtype=torch.int32)],
+    ids=["wider", "narrower", "another dtype"],
+)
+def test_what_lies_under_the_key_and_was_not_promised_is_not_loaded(
+    buffer: MemoryBuffer, make_worker: Callable[..., EcWorker], other: torch.Tensor
+) -> None:
+    buffer.tensors["A"] = other
+    order = buffer.order(torch.ones(ROWS, 8))
+    buffer.faults = [NodeUnavailable("gone") for _ in range(3)]
+    cache: dict[str, torch.Tensor] = {}
+    make_worker(is_producer=False).load(cache, item("A", order))
+    assert torch.equal(cache["A"], torch.ones(ROWS, 8))
 
 
 def test_lost_item_is_counted_and_does_not_raise(buffer: MemoryBuffer) -> None:
@@ -341,3 +361,32 @@ def test_counters_say_what_is_new() -> None:
     counters.add("a", 2)
     assert counters.take() == {"a": 2}
     assert counters.totals() == {"a": 3}
+
+
+@pytest.mark.parametrize("seconds", [1.0, 3600.0], ids=["for a while", "for good"])
+def test_memory_that_the_system_refuses_is_asked_for_again_and_ends_nothing(
+    seconds: float, start_node: StartNode
+) -> None:
+    """The real failure of an allocation, in a process of its own."""
+    node, rows = start_node(capacity_bytes=256 << 20), 1024
+    name, tensor = key(), torch.ones(rows, 16 << 10)
+    with node.client() as buffer:
+        buffer.insert(name, tensor)
+        config = node.config
+        arguments = [config.store_url, str(config.socket_path()), str(config.capacity_bytes)]
+        arguments += [name.text, str(rows), str(seconds)]
+        finished = subprocess.run(
+            [sys.executable, ROOT / "tests" / "starved_worker.py", *arguments],
+            capture_output=True,
+            text=True,
+            timeout=120.0,
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            check=False,
+        )
+    assert finished.returncode == 0, finished.stderr
+    loaded, counted = json.loads(finished.stdout.splitlines()[-1])
+    if seconds < 60:
+        assert (loaded, counted) == (tensor.sum().item(), {"load_late": 1})
+    else:
+        assert (loaded, counted) == (None, {"load_late": 1, "load_lost": 1})

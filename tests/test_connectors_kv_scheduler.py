@@ -314,14 +314,6 @@ def test_a_consumer_stores_nothing_and_a_producer_loads_nothing() -> None:
         assert len(saves) == (0 if role == "consumer" else 5)
 
 
-def test_after_a_reset_nothing_is_shared() -> None:
-    engine, request = Engine(), Request("r", 40)
-    engine.know(request, range(4))
-    engine.side.stop_sharing()
-    assert engine.side.matched(request, 0) == (0, False)
-    assert not engine.start(request, engine.allocate(request, 0, 40), 40).saves
-
-
 def test_a_prompt_that_wants_its_own_log_probabilities_loads_nothing() -> None:
     engine, request = Engine(), Request("r", 40)
     engine.know(request, range(4))

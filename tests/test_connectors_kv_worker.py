@@ -134,6 +134,27 @@ def test_blocks_that_get_other_content_are_copied_before(rank: Rank) -> None:
     assert rank.worker.counters.totals()["copied_early"] == 1
 
 
+def test_a_chunk_for_whose_copy_there_is_no_memory_is_not_stored(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is what its blocks hold afterwards, and the model goes on."""
+    gate = threading.Event()
+    insert = rank.worker.saves._insert
+    rank.worker.saves._insert = lambda *each: gate.wait(SECONDS) and insert(*each)
+    rank.step(KvStepMetadata(saves=[ChunkSave("freed", (3, 4))]))
+
+    def refused(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 KiB.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("connectors.kv.pages.gather_blocks", refused)
+        rank.step(KvStepMetadata(written=[4]), lambda: None)
+    gate.set()
+    assert rank.worker.saves.drain(SECONDS)
+    assert rank.worker.counters.totals()["save_skipped:buffer_full"] == 1
+    assert rank.buffer.has_caches([key_of("freed", 0)]) == [False]
+
+
 def test_a_block_of_several_chunks_is_copied_for_each(rank: Rank) -> None:
     """Prompts that begin alike share vLLM's blocks, and one may end within a chunk."""
     gate = threading.Event()

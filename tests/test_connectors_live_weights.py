@@ -258,3 +258,61 @@ def test_a_worker_stores_no_output_of_other_weights(watch: WeightsWatch, model: 
     worker.close()
     assert worker.counters.totals() == {"save_skipped:weights_changed": 1}
     assert buffer.fleet.given_back == ["A"]
+
+
+class Experts(Part):
+    """A layer of four experts, of which vLLM may ask for its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.eye(4), requires_grad=False)
+
+    def get_expert_weights(self) -> list[torch.Tensor]:
+        return [self.weight.view(4, -1)]
+
+
+class Mixture(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.language_model = Experts()
+
+
+class Alone:
+    """Looks like a process group of one, and its communicator."""
+
+    needs_profile_buffer_reservation = False
+
+    def size(self) -> int:
+        return 1
+
+    def rank(self) -> int:
+        return 0
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **kwargs: None
+
+
+def balance(experts: Any) -> None:
+    """As vLLM does it, in place."""
+    rebalance = pytest.importorskip("vllm.distributed.eplb.rebalance_execute")
+    weights = experts.get_expert_weights()
+    rebalance.rearrange_expert_weights_inplace(
+        torch.tensor([[0, 1, 2, 3]]),
+        torch.tensor([[1, 0, 3, 2]]),
+        [weights],
+        [torch.empty_like(weight) for weight in weights],
+        Alone(),
+        Alone(),
+    )
+    assert not torch.equal(experts.weight, torch.eye(4))
+
+
+@pytest.mark.parametrize("is_balanced", [True, False], ids=["enable_eplb", "by somebody else"])
+def test_experts_that_vllm_moves_are_no_other_weights(is_balanced: bool, engine_id: str) -> None:
+    watch = WeightsWatch(engine_id, names=(), experts_move=is_balanced)
+    model = Mixture()
+    watch.begin()
+    balance(model.language_model)
+    assert watch.changed() is not is_balanced
+    model.vision_tower.weight.add_(1.0)
+    assert watch.changed()

@@ -313,6 +313,42 @@ def test_which_identifiers_are_shared(
         assert str(refused.value) == reason
 
 
+@pytest.mark.parametrize("mm_hash", ["5f3a", None], ids=["told", "older host"])
+def test_an_item_that_an_unnamed_adapter_may_have_encoded_stays_here(
+    mm_hash: str | None, tmp_path: Path
+) -> None:
+    """vLLM's Rust front end does not put the adapter's name in front of the item's."""
+    (tmp_path / "adapter_model.bin").write_bytes(b"w")
+    cats = SimpleNamespace(lora_name="cats", lora_int_id=1, lora_path=str(tmp_path))
+    adapted = SimpleNamespace(request_id="r-1", lora_request=cats)
+    plain = SimpleNamespace(request_id="r-2", lora_request=None)
+    adapters = Adapters(encode=True)
+    wait_until(lambda: adapters.digest_of(cats), 5.0)
+    named = TensorKey("5f3a", part=f"lora-{adapters.digest_of(cats)}")
+    assert shared_key("cats:5f3a", adapted, adapters, mm_hash) == named
+    assert shared_key("5f3a", plain, adapters, mm_hash) == TensorKey("5f3a")
+    with pytest.raises(NotShareable, match="lora"):
+        shared_key("5f3a", adapted, adapters, mm_hash)
+    with pytest.raises(NotShareable, match="lora"):  # vLLM's own cache has the one for the other
+        shared_key("5f3a", plain, adapters, mm_hash)
+    assert shared_key("cats:5f3a", adapted, adapters, mm_hash) == named
+    assert shared_key("b0b0", plain, adapters) == TensorKey("b0b0")
+
+
+def test_a_prefix_counts_by_the_name_that_the_host_says() -> None:
+    """A client may call an item as if an adapter stood in front."""
+    cats = SimpleNamespace(lora_name="cats", lora_int_id=1, lora_path="/nowhere")
+    adapted = SimpleNamespace(request_id="r-1", lora_request=cats)
+    plain = SimpleNamespace(request_id="r-2", lora_request=None)
+    name = "cats:5f3a"
+    assert shared_key(name, adapted, Adapters(), name) == TensorKey(name)
+    assert shared_key(name, plain, Adapters(encode=True), name) == TensorKey(name)
+    with pytest.raises(NotShareable, match="lora"):  # an adapter's, and the request has none
+        shared_key(name, plain, Adapters(encode=True), "5f3a")
+    with pytest.raises(NotShareable, match="lora"):
+        shared_key(name, adapted, Adapters(encode=True), name)
+
+
 def test_the_longest_identifier_makes_a_key(tmp_path: Path) -> None:
     """Also where each character is escaped, and an adapter's digest stands beside it."""
     (tmp_path / "adapter_model.bin").write_bytes(b"w")

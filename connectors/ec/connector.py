@@ -77,16 +77,14 @@ class LookupBufferECConnector(ECConnectorBase):
 
     def build_connector_worker_meta(self) -> WorkerCounts | None:
         # vLLM 0.32 never asks a worker for its statistics: they go through the scheduler's side.
-        fresh = self.worker.counters.take() if self.worker is not None else {}
-        return WorkerCounts(fresh) if fresh else None
+        return self.worker.report() if self.worker is not None else None
 
     # -- scheduler -----------------------------------------------------------------------------
 
     def update_connector_output(self, connector_output: Any) -> None:
         told = getattr(connector_output, "ec_connector_worker_meta", None)
         if self.scheduler is not None and isinstance(told, WorkerCounts):
-            for name, count in told.counts.items():
-                self.scheduler.counters.add(name, count)
+            self.scheduler.heard(told)
 
     def ensure_cache_available(self, request: Any, num_computed_tokens: int, **kwargs: Any) -> bool:
         assert self.scheduler is not None
@@ -236,6 +234,10 @@ def _make_worker(vllm_config: Any, settings: "ConnectorSettings") -> "EcWorker |
     # Now, as the scheduler does: a model may change its own configuration while it loads.
     engine_namespace(vllm_config, settings)
     rank, device = seat.rank, seat.device
+    experts_move = bool(getattr(vllm_config.parallel_config, "enable_eplb", False))
+    weights = None
+    if rank == 0:
+        weights = WeightsWatch(engine_id(vllm_config), experts_move=experts_move)
 
     def make_lane() -> WorkerLane | None:
         if settings.device_lane == "off":
@@ -248,6 +250,6 @@ def _make_worker(vllm_config: Any, settings: "ConnectorSettings") -> "EcWorker |
         lambda: open_buffer(vllm_config, settings, rank=rank),
         settings,
         seat,
-        weights=WeightsWatch(engine_id(vllm_config)) if rank == 0 else None,
+        weights=weights,
         make_lane=make_lane,
     )

@@ -35,6 +35,7 @@ class Copies(ABC):
 
         Raises:
             LookupBufferError: the bytes are not to be had here.
+            RuntimeError: the device has no memory for them, or does not copy.
         """
 
     @abstractmethod
@@ -173,14 +174,16 @@ class DeviceCopies(Copies):
         return self.place(codec.tensor_over(window, order.header))
 
     def place(self, tensor: "torch.Tensor") -> "torch.Tensor":
-        self._sources.append(tensor)
         with self._uploading:
-            return self._device.upload(tensor)
+            placed = self._device.upload(tensor)
+        self._sources.append(tensor)
+        return placed
 
     def done(self, orders: "Sequence[LoadOrder]") -> None:
-        sources, self._sources = self._sources, []
-        if sources:
-            self._jobs.put(partial(self._give_back, self._device.uploaded(), sources, orders))
+        if self._sources:
+            copied = self._device.uploaded()
+            sources, self._sources = self._sources, []
+            self._jobs.put(partial(self._give_back, copied, sources, orders))
         elif orders:  # vLLM had them all
             self._buffer.done(orders)
 

@@ -1,8 +1,11 @@
 """What vLLM's own encoder cache holds, as far as its allocations and evictions tell us.
 
 Owned by the scheduler's thread. A hint, never a promise: vLLM evicts within a pass and says so at
-its end, and `reset_encoder_cache` has no hook at all.
+its end, and `reset_encoder_cache` (also by `/pause` and `/sleep`) has no hook at all: it shows when
+vLLM asks for what it should hold.
 """
+
+from collections.abc import Container
 
 HELD_MAX = 1 << 16
 """Far above what fits into a cache; bounds what resets, which nobody tells us of, leave behind."""
@@ -25,3 +28,8 @@ class EngineCache:
 
     def discard(self, identifier: str) -> None:
         self._held.pop(identifier, None)
+
+    def was_reset(self, but: Container[str]) -> None:
+        """vLLM holds nothing of this any more but what it made room for since."""
+        self._held = {identifier: None for identifier in self._held if identifier in but}
+        self.evictions += 1

@@ -7,6 +7,7 @@ its way is looked at again in later passes.
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 from connectors.counters import Counters, logger
 from connectors.ec.answers import Answers
@@ -15,8 +16,18 @@ from connectors.ec.meanings import Meaning
 from connectors.ec.pins import Pin, PinTable
 from connectors.ec.supply import Asked, ItemSupply
 from connectors.ec.watch import Phase, RequestWatch, WatchedItem
+from connectors.media import Carried
 from connectors.pass_time import PassTimes
 from lookup_buffer.prefetched import PrefetchState
+
+if TYPE_CHECKING:
+    from lookup_buffer.client import LookupBuffer
+
+LOOK_AGAIN_SECONDS = 0.25
+"""So long a pass may wait for an item that vLLM lost. One on this host takes a thousandth of that,
+an encode from a tenth up to many times as much."""
+LOOK_AGAIN_PAUSE_SECONDS = 10.0
+"""A node that does not answer within that is not waited for again so soon."""
 
 
 class EcFetching(ItemSupply):
@@ -30,6 +41,7 @@ class EcFetching(ItemSupply):
 
     def __init__(
         self,
+        buffer: "LookupBuffer",
         pins: PinTable,
         claims: EcClaims,
         answers: Answers,
@@ -39,6 +51,7 @@ class EcFetching(ItemSupply):
         counters: Counters,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._buffer = buffer
         self._pins = pins
         self._claims = claims
         self._answers = answers
@@ -46,6 +59,7 @@ class EcFetching(ItemSupply):
         self._wait_seconds = wait_seconds
         self._counters = counters
         self._clock = clock
+        self._look_again_at = 0.0
 
     def ask(self, watch: RequestWatch, needed: Sequence[WatchedItem]) -> Asked:
         for item in needed:
@@ -57,6 +71,7 @@ class EcFetching(ItemSupply):
             pin = self._pins.get(item.identifier)
             assert pin is not None, "prefetched above"
             pin.wanted_by.add(watch.request_id)
+            pin.modalities.add(item.modality)
             watch.wanted[item.identifier] = item
         watch.phase = Phase.WAITING
         return Asked.YES
@@ -89,23 +104,24 @@ class EcFetching(ItemSupply):
 
     def settle(self, watch: RequestWatch) -> bool:
         pending: list[str] = []
-        missing: dict[str, Pin] = {}
+        missing: dict[str, tuple[Pin, str]] = {}
         for identifier, item in watch.wanted.items():
             pin = self._pins.get(identifier)
             if pin is None:
                 continue  # it went with another request's step: vLLM's own cache has it
             if not self._times.idle.spend_on(pin.wait):
                 pending.append(identifier)
-            elif self._pins.fits(pin, item.num_embeds):
-                self._answers.retract_no(identifier)
+            elif reason := self._pins.why_unfit(
+                pin, item.num_embeds, any_float=item.carried is Carried.METADATA
+            ):
+                missing[identifier] = pin, reason
             else:
-                missing[identifier] = pin
+                self._answers.retract_no(identifier)
         if pending and watch.hold(self._clock(), self._wait_seconds):
             return False
         for identifier in pending:
             self._missed(watch, identifier, "timeout")
-        for identifier, pin in missing.items():
-            reason = self._pins.why_missing(pin)
+        for identifier, (pin, reason) in missing.items():
             # A store that is down has nothing to say of claims either.
             if pin.handle.state is PrefetchState.MISSING and reason != "store_down":
                 watch.lacks(watch.wanted[identifier])
@@ -126,11 +142,26 @@ class EcFetching(ItemSupply):
 
     def promise(self, identifier: str, meanings: Sequence[Meaning]) -> bool:
         pin = self._pins.get(identifier)
-        if pin is None or not self._pins.is_here(pin):
+        if pin is None or self._pins.why_unfit(pin, None):
             return False
         if any(meaning != (pin.handle.key, pin.rows) for meaning in meanings):
             return False
         self._pins.promise(pin)
+        return True
+
+    def look_again(self, identifier: str, meanings: Sequence[Meaning]) -> bool:
+        (key, rows), *others = set(meanings) or {(None, 0)}
+        now = self._clock()
+        if key is None or others or now < self._look_again_at or self._pins.get(identifier):
+            return False
+        (handle,) = self._buffer.prefetch([key], timeout=LOOK_AGAIN_SECONDS)
+        if handle.state is PrefetchState.PENDING:
+            self._look_again_at = self._clock() + LOOK_AGAIN_PAUSE_SECONDS
+        pin = Pin(identifier, handle, handle.order.nbytes if handle.order is not None else 0)
+        if self._pins.why_unfit(pin, rows) or not self._pins.has_room(pin.nbytes):
+            self._buffer.release(handle)
+            return False
+        self._pins.promise_at_once(pin)
         return True
 
     def drop(self, identifier: str, request_id: str) -> None:

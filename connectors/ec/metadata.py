@@ -7,6 +7,8 @@ own channel (which pickles; we never do), read by `EcWorker`. Plain data without
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from connectors.ec.outputs import Form
+
 if TYPE_CHECKING:
     from lookup_buffer.prefetched import LoadOrder
 
@@ -35,6 +37,8 @@ class StepMetadata:
     """The loads, and nothing but the loads."""
     saves: dict[str, str] = field(default_factory=dict)
     """Items that are encoded in this step and may be stored: identifier -> text of the key."""
+    encodes: set[str] = field(default_factory=set)
+    """Identifiers of all items that are encoded in this step from media of their own."""
 
 
 @dataclass(slots=True)
@@ -42,7 +46,10 @@ class WorkerCounts:
     """What a worker counted since the step before; vLLM adds up those of all ranks."""
 
     counts: dict[str, int]
+    encoded: set[Form] = field(default_factory=set)
+    """What outputs looked like that it encoded, each told once."""
 
     def aggregate(self, other: "WorkerCounts") -> "WorkerCounts":
         names = self.counts.keys() | other.counts.keys()
-        return WorkerCounts({n: self.counts.get(n, 0) + other.counts.get(n, 0) for n in names})
+        counts = {n: self.counts.get(n, 0) + other.counts.get(n, 0) for n in names}
+        return WorkerCounts(counts, self.encoded | other.encoded)

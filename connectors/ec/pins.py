@@ -18,6 +18,7 @@ from lookup_buffer.key import TensorKey
 from lookup_buffer.prefetched import PrefetchState
 
 if TYPE_CHECKING:
+    from connectors.ec.outputs import EncoderOutputs
     from lookup_buffer.client import LookupBuffer
     from lookup_buffer.prefetched import LoadOrder, Prefetched
 
@@ -31,6 +32,8 @@ class Pin:
     nbytes: int
     """What counts against the budget: an estimate, as the true size is only known on arrival."""
     wanted_by: set[str] = field(default_factory=set)
+    modalities: set[str] = field(default_factory=set)
+    """What the requests that asked for it say that it is."""
     order: "LoadOrder | None" = None
     """Where the bytes lie, as it was when vLLM was promised them."""
 
@@ -56,15 +59,22 @@ class PinTable:
         steps_in_flight: how many steps vLLM may have scheduled and not finished. A step has surely
             run when that many more were built.
         row_bytes: of one row of an item, a first guess.
+        outputs: what may be promised; shared with `EcScheduler`.
     """
 
     def __init__(
-        self, buffer: "LookupBuffer", budget_bytes: int, steps_in_flight: int, row_bytes: int
+        self,
+        buffer: "LookupBuffer",
+        budget_bytes: int,
+        steps_in_flight: int,
+        row_bytes: int,
+        outputs: "EncoderOutputs",
     ) -> None:
         self._buffer = buffer
         self._budget_bytes = budget_bytes
         self._steps_in_flight = steps_in_flight
         self._row_bytes = row_bytes
+        self._outputs = outputs
         self._waiting: dict[str, Pin] = {}
         self._promised: dict[str, Pin] = {}
         self._flying: deque[tuple[int, list[Pin]]] = deque()
@@ -105,16 +115,34 @@ class PinTable:
         order = handle.order
         if handle.state is not PrefetchState.RESIDENT or order is None:
             return False
-        return self._is_mapped(order) and order.header.kind == "tensor"
+        return self._is_mapped(order)
 
-    def fits(self, pin: Pin, num_embeds: int) -> bool:
-        """Whether they are here, and are what a request expects: so many rows."""
-        return self.is_here(pin) and pin.rows == num_embeds
+    def why_unfit(self, pin: Pin, num_embeds: int | None, *, any_float: bool = False) -> str:
+        """The reason (a counter's name) why a settled item is not what a request expects, an output
+        of this model's encoder with so many rows; "" if it is.
+
+        Args:
+            num_embeds: None where the host does not say for which request it asks.
+            any_float: see `EncoderOutputs.misfit`.
+        """
+        handle = pin.handle
+        if handle.state is not PrefetchState.RESIDENT or handle.order is None:
+            return handle.reason or "absent"
+        if not self._is_mapped(handle.order):
+            return "node_down"
+        if num_embeds not in (None, pin.rows):
+            return "shape"
+        return self._outputs.misfit(handle.order.header, pin.modalities, any_float=any_float)
 
     def promise_all(self, rows: Mapping[str, int]) -> bool:
-        """Promise these items, if the bytes of all of them wait here and fit; else none."""
+        """Promise these items, which cannot be encoded here, if the bytes of all of them wait here
+        and fit; else none."""
         pins = [(self._waiting.get(identifier), count) for identifier, count in rows.items()]
-        held = [pin for pin, count in pins if pin is not None and self.fits(pin, count)]
+        held = [
+            pin
+            for pin, count in pins
+            if pin is not None and not self.why_unfit(pin, count, any_float=True)
+        ]
         if len(held) < len(pins):
             return False
         for pin in held:
@@ -123,13 +151,6 @@ class PinTable:
 
     def _is_mapped(self, order: "LoadOrder") -> bool:
         return bool(order.boot == getattr(self._buffer, "boot", order.boot))
-
-    def why_missing(self, pin: Pin) -> str:
-        """The reason (a counter's name) why a settled item does not fit."""
-        handle = pin.handle
-        if handle.state is not PrefetchState.RESIDENT or handle.order is None:
-            return handle.reason or "absent"
-        return "shape" if self._is_mapped(handle.order) else "node_down"
 
     def hopeful(self, identifier: str) -> bool:
         """Whether the bytes of this item wait here, or may be on their way: no need to ask."""
@@ -173,6 +194,11 @@ class PinTable:
         if former is not None and former is not pin:  # of a node that was lost in this pass
             self.release(former)
         self._promised[pin.identifier] = pin
+
+    def promise_at_once(self, pin: Pin) -> None:
+        """As `promise`, of a pin that waits for no request: it goes with the pass."""
+        self.held_bytes += pin.nbytes
+        self.promise(pin)
 
     def take(self, identifier: str) -> Pin | None:
         """The promised pin of an item that vLLM made room for; the caller now owns it."""

@@ -23,7 +23,7 @@ from connectors.ec.gate import EcGate
 from connectors.ec.located import Located
 from connectors.ec.locating import EcLocating
 from connectors.ec.meanings import Meanings
-from connectors.ec.metadata import ItemLoad, StepMetadata
+from connectors.ec.metadata import ItemLoad, StepMetadata, WorkerCounts
 from connectors.ec.pins import Pin, PinTable
 from connectors.ec.shape import EngineShape
 from connectors.ec.watch import embeds_of
@@ -71,11 +71,15 @@ class EcScheduler:
         self.records: deque[ItemRecord] = deque(maxlen=RECORDS_KEPT)
         """The last items, newest at the end: for demos, tests and debugging."""
         self.pins = PinTable(
-            buffer, settings.pin_budget_bytes, shape.steps_in_flight, shape.embed_bytes
+            buffer,
+            settings.pin_budget_bytes,
+            shape.steps_in_flight,
+            shape.embed_bytes,
+            shape.outputs,
         )
         self.located = Located()
         self._engine_cache = EngineCache()
-        self._adapters = Adapters()
+        self._adapters = Adapters(encode=shape.adapters_encode)
         self.claims = EcClaims(
             buffer,
             settings,
@@ -91,7 +95,10 @@ class EcScheduler:
         self._loads: dict[str, tuple[ItemLoad, Pin | None]] = {}
         self._allocated: dict[str, str] = {}
         """Items that vLLM made room for in this pass, and for which request it last did."""
+        self._lost: set[str] = set()
+        """Items that vLLM asked for in this pass though its own cache had them."""
         self._saves: dict[str, str] = {}
+        self._from_media: set[str] = set()
         self._encodes: list[tuple[str, str, int]] = []
         """Of this pass: identifier, request, and position in it."""
         times = PassTimes(
@@ -122,6 +129,7 @@ class EcScheduler:
         if not self._shape.is_consumer:
             return EcLocating(self._buffer, self.located, times.first_sights, wait_seconds, clock)
         return EcFetching(
+            self._buffer,
             self.pins,
             self.claims,
             self._answers,
@@ -141,11 +149,16 @@ class EcScheduler:
 
         The answer holds for the rest of the pass, whatever happens to the item meanwhile.
         """
-        self._engine_cache.discard(identifier)  # vLLM asks only for what its own cache lacks
+        if identifier in self._engine_cache:  # vLLM asks only for what its own cache lacks
+            self._engine_cache.discard(identifier)
+            self._lost.add(identifier)
         asked = identifier, self.meanings.of(identifier)
         answer = self._answers.get(asked)
         if answer is None:
-            answer = self._answers[asked] = self._supply.promise(*asked)
+            answer = self._supply.promise(*asked) or (
+                identifier in self._lost and self._supply.look_again(*asked)
+            )
+            self._answers[asked] = answer
         return answer
 
     def item_allocated(self, request: Any, index: int, *, is_hit: bool) -> None:
@@ -182,16 +195,19 @@ class EcScheduler:
 
     def _encode(self, request: Any, feature: Any) -> None:
         self._record(request.request_id, feature.identifier, "encoded", 0)
+        if carried_by(feature, self._metadata_fields) is not Carried.MEDIA:
+            return
+        self._from_media.add(feature.identifier)
         if not self._shape.is_producer:
             return
         try:
-            key = shared_key(feature.identifier, request, self._adapters)
+            mm_hash = getattr(feature, "mm_hash", None)
+            key = shared_key(feature.identifier, request, self._adapters, mm_hash)
         except NotShareable:
             return  # counted when the request was first seen
-        if carried_by(feature, self._metadata_fields) is Carried.MEDIA:
-            self._saves[feature.identifier] = key.text
-            others = self.claims.encodes(request.request_id, feature.identifier, key)
-            self.gate.found(feature.identifier, others)
+        self._saves[feature.identifier] = key.text
+        others = self.claims.encodes(request.request_id, feature.identifier, key)
+        self.gate.found(feature.identifier, others)
 
     def _record(self, request_id: str, identifier: str, source: str, nbytes: int) -> None:
         self.records.append(ItemRecord(request_id, identifier, source, nbytes))
@@ -213,6 +229,9 @@ class EcScheduler:
                 self.pins.release(pin)
         if scheduler_output.free_encoder_mm_hashes:
             self._engine_cache.evictions += 1
+        if self._lost.difference(scheduler_output.free_encoder_mm_hashes):
+            self._engine_cache.was_reset(but=self._allocated)
+        self._lost.clear()
         for request_id in scheduler_output.finished_req_ids:
             self.gate.forget(request_id)
         metadata = StepMetadata()
@@ -222,9 +241,11 @@ class EcScheduler:
             self._see_what_runs(scheduler_output.scheduled_encoder_inputs)
             metadata.mm_datas = [load for load, _ in self._loads.values()]
             metadata.saves = self._saves
+            metadata.encodes = self._from_media
             self.pins.fly(self._step, [pin for _, pin in self._loads.values() if pin is not None])
             self._loads = {}
             self._saves = {}
+            self._from_media = set()
         self.claims.end_pass(self._step, dispatched=runs)
         self.pins.end_pass()
         self._answers.clear()
@@ -237,6 +258,12 @@ class EcScheduler:
             if index not in scheduled.get(request_id, ()):
                 self.claims.not_run(identifier)
         self._encodes.clear()
+
+    def heard(self, report: WorkerCounts) -> None:
+        """What the workers told of a step."""
+        for name, count in report.counts.items():
+            self.counters.add(name, count)
+        self._shape.outputs.encoded |= report.encoded
 
     def close(self) -> None:
         """The engine ends: nothing is held any more, and the client with it. Idempotent."""

@@ -3,9 +3,12 @@
 The one place that knows vLLM's configuration classes apart from `namespace`; called at start.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 from connectors import seat
+from connectors.adapters import reach_encoder
+from connectors.ec.outputs import EncoderOutputs
 from connectors.ec.shape import EngineShape
 from connectors.ec.worker import WorkerSeat
 from connectors.namespace import namespace_parts
@@ -42,7 +45,51 @@ def engine_shape(vllm_config: Any) -> EngineShape:
         is_consumer=is_consumer,
         steps_in_flight=_steps_in_flight(vllm_config),
         embed_bytes=int(model.get_hidden_size()) * itemsize,
+        adapters_encode=reach_encoder(vllm_config),
+        outputs=_encoder_outputs(vllm_config),
     )
+
+
+def _encoder_outputs(vllm_config: Any) -> EncoderOutputs:
+    """What the encoder gives, as far as it is known before it has run for a request."""
+    model = vllm_config.model_config
+    # Hosts before 0.30 do not pass on what workers report, so a dtype of the encoder's own would be
+    # refused for ever: there it is not compared.
+    dtype = str(model.dtype).removeprefix("torch.") if _workers_report() else ""
+    width = getattr(model, "get_inputs_embeds_size", None) or model.get_hidden_size
+    multimodal = getattr(model, "multimodal_config", None)
+    is_pruned = getattr(multimodal, "is_multimodal_pruning_enabled", lambda: False)
+    read = getattr(getattr(model, "hf_config", None), "to_dict", dict)
+    return EncoderOutputs(
+        dtype=dtype,
+        width=int(width()),
+        levels=frozenset({1, *_levels(read())}),
+        has_positions=is_pruned(),
+        # Of engines that produce, since 0.30.
+        measured=getattr(vllm_config.ec_transfer_config, "mm_encoder_output_widths", None) or {},
+    )
+
+
+def _workers_report() -> bool:
+    from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase
+
+    return hasattr(ECConnectorBase, "start_worker_services")
+
+
+def _levels(config: Any) -> Iterator[int]:
+    """How many layers side by side the model's configuration may mean by DeepStack, at any depth:
+    so many as it names, with that of the encoder's own output or without."""
+    if isinstance(config, list):
+        for value in config:
+            yield from _levels(value)
+    if not isinstance(config, dict):
+        return
+    for name, value in config.items():
+        yield from _levels(value)
+        if value and "deepstack" in str(name):
+            count = len(value) if isinstance(value, list | tuple | dict) else value
+            if isinstance(count, int) and count is not True:
+                yield from (count, count + 1)
 
 
 def _steps_in_flight(vllm_config: Any) -> int:

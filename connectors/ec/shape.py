@@ -1,6 +1,8 @@
 """What the scheduler side has to know about its engine."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from connectors.ec.outputs import EncoderOutputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,3 +15,7 @@ class EngineShape:
     """Steps that vLLM may have scheduled and not finished (`max_concurrent_batches`)."""
     embed_bytes: int
     """Size of one row of an encoder output, a first guess; learned from what arrives."""
+    adapters_encode: bool = False
+    """Whether LoRA adapters have a part in encoder outputs."""
+    outputs: EncoderOutputs = field(default_factory=EncoderOutputs)
+    """What encoder outputs of this engine look like."""

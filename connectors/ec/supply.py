@@ -45,6 +45,11 @@ class ItemSupply(ABC):
         """Whether vLLM can load the item in this pass, if that is what all mean by it (where the
         engine only encodes: need not encode it). What was promised stays until the pass ends."""
 
+    def look_again(self, identifier: str, meanings: Sequence[Meaning]) -> bool:
+        """As `promise`, for an item that nobody asked for because vLLM's own cache had it, until it
+        was evicted or reset in this pass. May wait, for much less than an encode takes."""
+        return False
+
     @abstractmethod
     def drop(self, identifier: str, request_id: str) -> None:
         """This request does not want the item any more."""

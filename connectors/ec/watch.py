@@ -30,6 +30,7 @@ class WatchedItem:
     """First token behind the item (of its last occurrence); computed tokens beyond need it not."""
     num_embeds: int
     carried: Carried
+    modality: str
 
 
 class Phase(enum.Enum):
@@ -116,7 +117,8 @@ class RequestWatch:
             carried, rows = carried_by(feature, metadata_fields), embeds_of(feature)
             meant = self.meant.setdefault(feature.identifier, set())
             try:
-                key = shared_key(feature.identifier, request, adapters)
+                mm_hash = getattr(feature, "mm_hash", None)
+                key = shared_key(feature.identifier, request, adapters, mm_hash)
                 if carried is Carried.EMBEDDINGS:
                     raise NotShareable("client_embeddings")
             except NotShareable as reason:
@@ -127,7 +129,7 @@ class RequestWatch:
                 continue
             meant.add((key, rows))
             by_identifier[feature.identifier] = WatchedItem(
-                feature.identifier, key, end, rows, carried
+                feature.identifier, key, end, rows, carried, feature.modality
             )
         self.items = list(by_identifier.values())
         self.metadata_only = any(item.carried is Carried.METADATA for item in self.items)

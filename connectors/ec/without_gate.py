@@ -81,7 +81,7 @@ class EcWithoutGate:
         self._buffer = buffer
         self._is_consumer = shape.is_consumer
         self._metadata_fields = metadata_fields
-        self._adapters = Adapters()
+        self._adapters = Adapters(encode=shape.adapters_encode)
         self._clock = clock
         self._pass_time = PassTime(
             max(settings.first_sight_seconds, settings.sync_fetch_seconds), clock
@@ -178,8 +178,8 @@ class EcWithoutGate:
             return handle.reason or "absent"
         nbytes = handle.order.nbytes
         pin = Pin(identifier, handle, nbytes, {_ASKER})
-        if not pins.fits(pin, pin.rows if rows is None else rows):
-            return "shape"
+        if reason := pins.why_unfit(pin, rows):
+            return reason
         if not pins.has_room(nbytes):
             return "over_budget"
         pins.add(pin)

@@ -6,16 +6,18 @@ mapped arena and needs no socket; storing is one reference into a queue. How to 
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from connectors.counters import Counters, RateLimitedLog, logger
 from connectors.ec.copies import Copies, DeviceCopies, HostCopies
-from connectors.ec.metadata import ItemLoad, StepMetadata
+from connectors.ec.metadata import ItemLoad, StepMetadata, WorkerCounts
+from connectors.ec.outputs import Form
 from connectors.save_queue import SaveQueue
 from connectors.settings import ConnectorSettings
+from lookup_buffer import codec
 from lookup_buffer.client import InsertOutcome
-from lookup_buffer.errors import LookupBufferError, NodeUnavailable
+from lookup_buffer.errors import NodeUnavailable
 from lookup_buffer.key import TensorKey
 
 if TYPE_CHECKING:
@@ -78,6 +80,10 @@ class EcWorker:
         self._buffer: LookupBuffer | None = None
         self._copies: Copies | None = None
         self.saves: SaveQueue | None = None
+        self._encoding: set[str] = set()
+        """Items that the step before encoded."""
+        self._encoded: set[Form] = set()
+        self._told: set[Form] = set()
         self.counters = counters or Counters()
         self._log = log or RateLimitedLog()
         self._clock = clock
@@ -122,6 +128,8 @@ class EcWorker:
 
     def load(self, encoder_cache: "dict[str, torch.Tensor]", metadata: StepMetadata) -> None:
         """Make every item of the step's loads present, and give their pins back."""
+        self._see_encoded(encoder_cache)
+        self._encoding = metadata.encodes
         if not metadata.mm_datas:
             return
         self._weights_changed()  # what was promised is loaded all the same
@@ -133,13 +141,19 @@ class EcWorker:
                     encoder_cache[item.mm_hash] = tensor
             if item.order is not None:
                 orders.append(item.order)
-        if self._copies is not None:
-            self._copies.done(orders)
+        self._done(orders)
+
+    def _done(self, orders: "list[LoadOrder]") -> None:
+        try:
+            if self._copies is not None:
+                self._copies.done(orders)
+        except Exception as error:  # noqa: BLE001 -- the scheduler's side gives them back as well
+            self._log.report("done", "pins are given back later: %s", error)
 
     def _load(self, item: ItemLoad) -> "torch.Tensor | None":
         try:
             tensor = self._copy(item)
-        except LookupBufferError as error:
+        except Exception as error:  # noqa: BLE001 -- a device without memory, for one
             self._log.report("load", "item %s did not load as promised: %s", item.mm_hash, error)
             tensor = self._copy_at_last(item)
         if tensor is None or tensor.shape[0] >= item.num_token:
@@ -157,29 +171,42 @@ class EcWorker:
             return self._buffer.load(item.order)  # it is on the device already
         if item.order is not None:
             return self._copies.load(item.order)
+        return self._copy_by_key(item)
+
+    def _copy_by_key(self, item: ItemLoad) -> "torch.Tensor | None":
+        """What lies under the item's key now; None where that is not what was promised."""
+        if self._buffer is None or self._copies is None:
+            raise NodeUnavailable("the worker was never started")
         key = TensorKey(item.mm_hash) if item.key is None else TensorKey.parse(item.key)
         tensor = self._buffer.select(key, timeout=SELECT_SECONDS)
-        if tensor is None or tensor.shape[0] != item.num_token:
+        if tensor is None or tensor.ndim != 2 or tensor.shape[0] != item.num_token:
+            return None
+        promised = item.order.header if item.order is not None else None
+        if promised is not None and promised.shape and promised != codec.header_of(tensor):
             return None
         return self._copies.place(tensor)
 
     def _copy_at_last(self, item: ItemLoad) -> "torch.Tensor | None":
         """The promise did not hold at once: perhaps the node restarted and this rank attaches
-        later than the scheduler did. Whatever the wait costs is less than the engine's end."""
+        later than the scheduler did, or the device has no memory before others gave theirs back
+        (torch itself has freed what it keeps). The wait costs less than the engine's end."""
         self.counters.add("load_late")
         deadline = self._clock() + LAST_RESORT_SECONDS
-        by_key = replace(item, order=None)
+        why: Exception | None = None
         while self._clock() < deadline:
             time.sleep(RETRY_SECONDS)
-            for way in (item, by_key):
+            for way in (self._copy, self._copy_by_key):
                 try:
-                    tensor = self._copy(way)
-                except LookupBufferError:
+                    tensor = way(item)
+                except Exception as error:  # noqa: BLE001 -- nothing of ours raises into vLLM
+                    why = error
                     continue
                 if tensor is not None:
                     return tensor
         self.counters.add("load_lost")
-        logger.error("lookup buffer: item %s is lost, and vLLM stops without it", item.mm_hash)
+        logger.error(
+            "lookup buffer: item %s is lost (%s), and vLLM stops without it", item.mm_hash, why
+        )
         return None
 
     def save(
@@ -195,8 +222,25 @@ class EcWorker:
             self.counters.add("save_skipped:weights_changed")
             self._give_up(key)
             return
-        # Each call into torch costs this thread up to 40 µs when its caches are cold.
-        self.saves.offer(key, self._copies.keep(encoder_cache[identifier]))
+        try:  # Each call into torch costs this thread up to 40 µs when its caches are cold.
+            kept = self._copies.keep(encoder_cache[identifier])
+        except Exception as error:  # noqa: BLE001 -- a copy for which there is no memory, for one
+            self.counters.add("save_skipped:internal")
+            self._log.report("keep", "item %s is not stored: %s", identifier, error)
+            self._give_up(key)
+            return
+        self.saves.offer(key, kept)
+
+    def _see_encoded(self, encoder_cache: "dict[str, torch.Tensor]") -> None:
+        """What the outputs of the step before look like; not all hosts offer them all to `save`."""
+        for identifier in self._encoding & encoder_cache.keys():
+            self._encoded.add(_form_of(encoder_cache[identifier]))
+
+    def report(self) -> WorkerCounts | None:
+        """What the scheduler side is to know, since the last time."""
+        counts, encoded = self.counters.take(), self._encoded - self._told
+        self._told |= encoded
+        return WorkerCounts(counts, encoded) if counts or encoded else None
 
     def _weights_changed(self) -> bool:
         return self._weights is not None and self._weights.changed()
@@ -238,3 +282,7 @@ class EcWorker:
             self._lane.close()
         if self._weights is not None:
             self._weights.close()
+
+
+def _form_of(output: "torch.Tensor") -> Form:
+    return str(output.dtype).removeprefix("torch."), int(output.shape[-1])

@@ -89,4 +89,5 @@ def _seed(request: Any, adapters: Adapters) -> bytes:
 
 
 def _name(feature: Any, request: Any, adapters: Adapters) -> str:
-    return shared_key(feature.identifier, request, adapters).text
+    mm_hash = getattr(feature, "mm_hash", None)
+    return shared_key(feature.identifier, request, adapters, mm_hash).text

@@ -139,8 +139,9 @@ class LookupBufferKVConnector(KVConnectorBase_V1):
         return False, self.scheduler.finished(request)
 
     def reset_cache(self) -> bool | None:
-        if self.scheduler is not None:
-            self.scheduler.stop_sharing()
+        """vLLM forgets its own prefix cache; `/pause` and `/sleep` do that too. Nothing to forget
+        here: chunks are what these weights compute, and other weights are noticed by the workers.
+        """
         return True
 
     # -- both ----------------------------------------------------------------------------------
@@ -214,10 +215,11 @@ def _make_worker(vllm_config: Any, kv_cache_config: Any, settings: "KvSettings")
     from connectors.live_weights import WeightsWatch
 
     rank = rank_of(vllm_config)
+    experts_move = bool(getattr(vllm_config.parallel_config, "enable_eplb", False))
     return KvWorker(
         lambda: open_buffer(vllm_config, kv_cache_config, settings, rank=rank),
         settings,
         rank=rank,
         num_blocks=kv_cache_config.num_blocks,
-        weights=WeightsWatch(engine_id(vllm_config), names=()),
+        weights=WeightsWatch(engine_id(vllm_config), names=(), experts_move=experts_move),
     )

@@ -6,6 +6,7 @@ Called at start, on the scheduler's side and on the workers'.
 from typing import Any
 
 from connectors.counters import logger
+from connectors.refusals import unfit_ranks
 from lookup_buffer.errors import ConfigError
 
 _WITHOUT_US = "start this engine without LookupBufferKVConnector"
@@ -44,6 +45,8 @@ def _refused_model(kv_cache_config: Any) -> str:
 
 def _refused_engine(vllm_config: Any) -> str:
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
+    if why := unfit_ranks(parallel):
+        return why
     if parallel.pipeline_parallel_size > 1:
         return "pipeline parallel engines are not supported yet"
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):

@@ -8,6 +8,8 @@ import threading
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from lookup_buffer.errors import BufferFull
+
 if TYPE_CHECKING:
     import torch
 
@@ -32,8 +34,14 @@ class PagedChunk:
         return self._done or self._copy is not None
 
     def copy_out(self) -> "torch.Tensor":
-        """Its bytes, copied once, by whoever asks first; not to be asked for after `let_go`."""
+        """Its bytes, copied once, by whoever asks first; not to be asked for after `let_go`.
+
+        Raises:
+            BufferFull: its blocks got other content before there was memory for a copy.
+        """
         with self._lock:
+            if self._done:
+                raise BufferFull("there was no memory for a copy of what its blocks held")
             if self._copy is None:
                 self._copy = self._pages.gather(self.blocks, self._after)
             return self._copy
@@ -64,12 +72,16 @@ class BlocksInUse:
         self._chunks.append(chunk)
 
     def give_way(self, written: Iterable[int]) -> int:
-        """Blocks that get other content now: what is in them is copied first. How many chunks."""
+        """Blocks that get other content now: what is in them is copied first, or given up where
+        there is no memory for that. How many chunks."""
         if not self._chunks:
             return 0
         self._chunks = [chunk for chunk in self._chunks if not chunk.is_out]
         blocks = set(written)
         due = [chunk for chunk in self._chunks if not blocks.isdisjoint(chunk.blocks)]
         for chunk in due:
-            chunk.secure()
+            try:
+                chunk.secure()
+            except Exception:  # noqa: BLE001 -- in the model's thread: vLLM goes on without it
+                chunk.let_go()
         return len(due)

@@ -58,14 +58,13 @@ class KvScheduler:
         self.counters = counters or Counters()
         self._clock = clock
         self._log = RateLimitedLog()
-        self._adapters = Adapters()
+        self._adapters = Adapters(encode=shape.adapters_encode)
         self._requests: dict[str, KvRequest] = {}
         self._ended: dict[str, KvRequest] = {}
         """Requests aborted while they loaded: their pins are held until that has ended."""
         self._loads: list[RequestLoad] = []
         self._fresh: dict[str, list[int]] = {}
         """Blocks that were allocated since the last step, by request."""
-        self._shares = True
         self._times = PassTimes(
             PassTime(settings.first_sight_seconds, clock), IdleTime(IDLE_SECONDS, clock)
         )
@@ -81,7 +80,7 @@ class KvScheduler:
         asked again; and whether loading them takes a while."""
         state = self._known(request)
         state.computed = computed
-        may_load = self._shape.is_consumer and self._shares and not state.failed
+        may_load = self._shape.is_consumer and not state.failed
         if not may_load or state.chain is None or request.skip_reading_prefix_cache:
             return NOTHING
         if state.taken_over:
@@ -195,7 +194,7 @@ class KvScheduler:
         for blocks in self._fresh.values():
             metadata.written.extend(blocks)
         self._fresh = {}
-        if self._shape.is_producer and self._shares:
+        if self._shape.is_producer:
             for request_id, scheduled in output.num_scheduled_tokens.items():
                 self._completes(metadata, request_id, scheduled)
         return metadata
@@ -262,16 +261,6 @@ class KvScheduler:
         else:
             self._pins.forget(state)
         return reply(state.handed_out) if state.is_handed_out else None
-
-    def stop_sharing(self) -> None:
-        """What was computed before counts no more, and nothing tells old from new: stay apart."""
-        if self._shares:
-            self._shares = False
-            for state in self._requests.values():
-                state.failed = True
-            self._log.report(
-                "reset", "the prefix cache was reset: this engine shares no KV any more"
-            )
 
     def close(self) -> None:
         """Idempotent."""

@@ -4,6 +4,7 @@ vLLM's configuration. Called at start."""
 from typing import Any
 
 from connectors import seat
+from connectors.adapters import reach_encoder
 from connectors.kv.namespace import chunk_blocks, kv_namespace_parts
 from connectors.kv.settings import KvSettings
 from connectors.kv.shape import KvShape
@@ -27,6 +28,7 @@ def kv_shape(vllm_config: Any, kv_cache_config: Any, settings: KvSettings) -> Kv
         chunk_bytes=blocks * spec.page_size_bytes * len(group.layer_names) * ranks,
         ranks=ranks,
         stores_generated=settings.store_generated and vllm_config.speculative_config is None,
+        adapters_encode=reach_encoder(vllm_config),
     )
 
 

@@ -19,3 +19,5 @@ class KvShape:
     stores_generated: bool
     """Whether chunks that end in generated tokens are stored: not with speculation, where what was
     computed may be taken back."""
+    adapters_encode: bool = False
+    """Whether LoRA adapters have a part in encoder outputs."""
