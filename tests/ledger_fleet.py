@@ -51,9 +51,11 @@ class LedgerFleet(LedgerBuffer):
         order = load.order
         return order.ticket in (self.pinned if order.boot == self.boot else self._orphans)
 
-    def prefetch(self, keys: Sequence[TensorKey], *, timeout: float = 0.0) -> list[LedgerHandle]:
+    def prefetch(
+        self, keys: Sequence[TensorKey], *, timeout: float = 0.0, wait_seconds: float = 0.0
+    ) -> list[LedgerHandle]:
         if self.boot:
-            return super().prefetch(keys, timeout=timeout)
+            return super().prefetch(keys, timeout=timeout, wait_seconds=wait_seconds)
         return [LedgerHandle(key, PrefetchState.FAILED, "node_down") for key in keys]
 
     def load(self, order: LoadOrder) -> Any:

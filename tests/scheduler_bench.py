@@ -15,6 +15,7 @@ from connectors.settings import ConnectorSettings
 from lookup_buffer.claimed import ClaimSetState
 
 WAIT_SECONDS = 5.0
+METADATA_WAIT_SECONDS = 20.0
 BOUND_SECONDS = 30.0
 LEASE_SECONDS = 12.0
 
@@ -38,6 +39,7 @@ class Bench:
         settings = ConnectorSettings(
             **{
                 "fetch_wait_seconds": WAIT_SECONDS,
+                "metadata_wait_seconds": METADATA_WAIT_SECONDS,
                 "idle_wait_seconds": 0,
                 "capacity_bytes": "64MiB",
                 **raw,
@@ -63,6 +65,7 @@ class Bench:
 
     def store(self, identifier: str, **kwargs: Any) -> None:
         self.buffer.stored[identifier] = Stored(**kwargs)
+        self.buffer.published(identifier)
 
     def prefetched(self) -> list[list[str]]:
         return [keys for name, keys, _ in self.buffer.calls if name == "prefetch"]

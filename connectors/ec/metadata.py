@@ -35,6 +35,8 @@ class StepMetadata:
     """The loads, and nothing but the loads."""
     saves: dict[str, str] = field(default_factory=dict)
     """Items that are encoded in this step and may be stored: identifier -> text of the key."""
+    lost: dict[str, str] = field(default_factory=dict)
+    """Items of vLLM's own encoder cache that are no longer stored, to be stored again; likewise."""
 
 
 @dataclass(slots=True)

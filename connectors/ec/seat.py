@@ -42,6 +42,7 @@ def engine_shape(vllm_config: Any) -> EngineShape:
         is_consumer=is_consumer,
         steps_in_flight=_steps_in_flight(vllm_config),
         embed_bytes=int(model.get_hidden_size()) * itemsize,
+        encode_rows=int(vllm_config.scheduler_config.max_num_encoder_input_tokens),
     )
 
 

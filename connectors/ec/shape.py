@@ -13,3 +13,5 @@ class EngineShape:
     """Steps that vLLM may have scheduled and not finished (`max_concurrent_batches`)."""
     embed_bytes: int
     """Size of one row of an encoder output, a first guess; learned from what arrives."""
+    encode_rows: int = 0
+    """Rows that vLLM encodes in one step at most."""

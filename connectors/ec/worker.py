@@ -49,7 +49,7 @@ class WorkerSeat:
 
 
 class EcWorker:
-    """See the module. `load` and `save` never raise.
+    """See the module. `load`, `save` and `save_again` never raise.
 
     Args:
         open_buffer: connects to the node; called once, by `start`.
@@ -186,17 +186,27 @@ class EcWorker:
         self, encoder_cache: "dict[str, torch.Tensor]", identifier: str, metadata: StepMetadata
     ) -> None:
         """Queue a fresh output, if the scheduler said that it may be stored."""
-        if self.saves is None or self._copies is None:
-            return
         key = metadata.saves.get(identifier)
-        if key is None:
+        if key is not None:
+            self._offer(key, encoder_cache[identifier])
+
+    def save_again(self, encoder_cache: "dict[str, torch.Tensor]", metadata: StepMetadata) -> None:
+        """Queue what vLLM's cache holds and the buffer has lost. What vLLM has dropped meanwhile it
+        encodes, and that is stored like any other."""
+        for identifier, key in metadata.lost.items():
+            output = encoder_cache.get(identifier)
+            if output is not None:
+                self._offer(key, output)
+
+    def _offer(self, key: str, output: "torch.Tensor") -> None:
+        if self.saves is None or self._copies is None:
             return
         if self._weights_changed():
             self.counters.add("save_skipped:weights_changed")
             self._give_up(key)
             return
         # Each call into torch costs this thread up to 40 µs when its caches are cold.
-        self.saves.offer(key, self._copies.keep(encoder_cache[identifier]))
+        self.saves.offer(key, self._copies.keep(output))
 
     def _weights_changed(self) -> bool:
         return self._weights is not None and self._weights.changed()
