@@ -31,15 +31,17 @@ class LedgerFleet(LedgerBuffer):
         needs_fetch: bool = False,
     ) -> None:
         self.stored[content(name)] = Stored(outcome, needs_fetch)
+        self.published(content(name))
 
     def lose_node(self) -> None:
         self.boot = ""
         self._orphans |= self.pinned
         self.pinned.clear()
-        for handle in self.pending:
+        for handle in self.pending + self.awaited:
             if not handle.is_released:
                 handle.reason, handle.state = "node_down", PrefetchState.FAILED
         self.pending.clear()
+        self.awaited.clear()
 
     def find_node(self) -> None:
         if not self.boot:

@@ -32,7 +32,13 @@ class Bench:
     """One scheduler side with its surroundings."""
 
     def __init__(
-        self, *, producer: bool = True, consumer: bool = True, steps_in_flight: int = 2, **raw: Any
+        self,
+        *,
+        producer: bool = True,
+        consumer: bool = True,
+        steps_in_flight: int = 2,
+        encode_rows: int = 1 << 13,
+        **raw: Any,
     ) -> None:
         self.buffer = LedgerBuffer()
         self.clock = Clock()
@@ -45,7 +51,7 @@ class Bench:
                 **raw,
             }
         )
-        shape = EngineShape(producer, consumer, steps_in_flight, EMBED_BYTES)
+        shape = EngineShape(producer, consumer, steps_in_flight, EMBED_BYTES, encode_rows)
         client: Any = self.buffer
         self.scheduler = EcScheduler(
             client, settings, shape, metadata_fields=lambda _: set(), clock=self.clock
