@@ -14,7 +14,7 @@ import pytest
 from audio_model import ensure_audio_model
 from command_line import run
 from engines import START_SECONDS, connector
-from nodes import ROOT, NodeProcess, wait_until
+from nodes import ROOT, wait_until
 from openai_servers import OpenAIServer, Part, Reply, text
 from test_connectors_e2e_handoff import audio_settings, clips, named
 from two_hosts import TwoHosts
@@ -47,35 +47,42 @@ class Fleet:
     def wait_until_gone(self, identifier: str) -> None:
         wait_until(lambda: not self.hosts.holders(identifier), GONE_SECONDS, "the item is lost")
 
-    def restart(self, node: NodeProcess) -> None:
-        node.start()
-        wait_until(lambda: node.node_id in self.hosts.store.beats(), GONE_SECONDS)
+    def start_nodes(self) -> None:
+        for node in self.hosts.nodes:
+            node.start()
+        self.hosts.wait_until_attached()
 
 
 @pytest.fixture(scope="module")
-def fleet(places: TwoHosts, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+def servers(places: TwoHosts, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     work = tmp_path_factory.mktemp("republish")
     model = ensure_audio_model(ROOT / "build" / "models").resolve()
-    places.start()
     to_produce = connector(places.a, ttl_seconds=TTL_SECONDS) | {"ec_role": "ec_producer"}
     to_consume = connector(places.b) | {"ec_role": "ec_consumer"}
+    with (
+        OpenAIServer(
+            audio_settings("producer", model, work, 0, ec_transfer_config=to_produce)
+        ) as producer,
+        OpenAIServer(
+            audio_settings("consumer", model, work, 1, ec_transfer_config=to_consume)
+        ) as consumer,
+    ):
+        for server in (producer, consumer):
+            server.wait_ready(START_SECONDS)
+        yield Fleet(producer, consumer, places)
+        for server in (producer, consumer):
+            assert server.is_healthy(), server.log_tail()
+            assert "EngineDead" not in server.log_text(), server.log_tail()
+
+
+@pytest.fixture
+def fleet(servers: Fleet) -> Iterator[Fleet]:
+    servers.hosts.start()
+    servers.hosts.wait_until_attached()
     try:
-        with (
-            OpenAIServer(
-                audio_settings("producer", model, work, 0, ec_transfer_config=to_produce)
-            ) as producer,
-            OpenAIServer(
-                audio_settings("consumer", model, work, 1, ec_transfer_config=to_consume)
-            ) as consumer,
-        ):
-            for server in (producer, consumer):
-                server.wait_ready(START_SECONDS)
-            yield Fleet(producer, consumer, places)
-            for server in (producer, consumer):
-                assert server.is_healthy(), server.log_tail()
-                assert "EngineDead" not in server.log_text(), server.log_tail()
+        yield servers
     finally:
-        places.stop()
+        servers.hosts.stop()
 
 
 def replace_nodes(fleet: Fleet, identifier: str) -> None:
@@ -83,8 +90,7 @@ def replace_nodes(fleet: Fleet, identifier: str) -> None:
     for node in fleet.hosts.nodes:
         node.terminate()
     fleet.wait_until_gone(identifier)
-    for node in fleet.hosts.nodes:
-        fleet.restart(node)
+    fleet.start_nodes()
 
 
 def kill_nodes(fleet: Fleet, identifier: str) -> None:
@@ -92,8 +98,7 @@ def kill_nodes(fleet: Fleet, identifier: str) -> None:
     for node in fleet.hosts.nodes:
         node.kill()
     assert fleet.hosts.holders(identifier)
-    for node in fleet.hosts.nodes:
-        fleet.restart(node)
+    fleet.start_nodes()
 
 
 def outlive(fleet: Fleet, identifier: str) -> None:

@@ -30,6 +30,10 @@ LAST_RESORT_SECONDS = 5.0
 RETRY_SECONDS = 0.02
 SELECT_SECONDS = 0.5
 INSERT_SECONDS = 5.0
+NODE_BACK_SECONDS = 10.0
+"""A node that was lost is waited for so long, once: another may be starting in its place, and who
+carries no media depends on what this engine stores. Later outputs are dropped until it is back."""
+LOOK_FOR_NODE_SECONDS = 0.05
 COPIES_SECONDS = 2.0
 
 
@@ -78,6 +82,7 @@ class EcWorker:
         self._buffer: LookupBuffer | None = None
         self._copies: Copies | None = None
         self.saves: SaveQueue | None = None
+        self._node_lost_at: float | None = None
         self.counters = counters or Counters()
         self._log = log or RateLimitedLog()
         self._clock = clock
@@ -221,6 +226,18 @@ class EcWorker:
             return self._insert_from_host(key, on_host, on_stored=on_stored)
 
     def _insert_from_host(self, key: str, on_host: "torch.Tensor", **told: Any) -> bool:
+        while True:
+            try:
+                return self._insert_now(key, on_host, **told)
+            except NodeUnavailable:
+                now = self._clock()
+                if self._node_lost_at is None:
+                    self._node_lost_at = now
+                if now - self._node_lost_at >= NODE_BACK_SECONDS:
+                    raise
+            time.sleep(LOOK_FOR_NODE_SECONDS)
+
+    def _insert_now(self, key: str, on_host: "torch.Tensor", **told: Any) -> bool:
         assert self._buffer is not None, "the queue starts after the buffer"
         outcome = self._buffer.insert(
             TensorKey.parse(key),
@@ -229,6 +246,7 @@ class EcWorker:
             timeout=INSERT_SECONDS,
             **told,
         )
+        self._node_lost_at = None
         return outcome is InsertOutcome.STORED
 
     def _give_up(self, key: str) -> None:
