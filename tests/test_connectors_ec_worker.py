@@ -227,7 +227,9 @@ def test_an_output_waits_for_a_node_that_is_being_replaced(
         assert worker.saves is not None
         assert worker.saves.drain(OUTCOME_SECONDS)
         with node.client() as client:
-            assert torch.equal(client.select(TensorKey("A")), output)
+            stored = client.select(TensorKey("A"))
+            assert stored is not None
+            assert torch.equal(stored, output)
         assert worker.counters.totals() == {"saved": 1}
     finally:
         worker.close()

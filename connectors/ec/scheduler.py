@@ -107,25 +107,31 @@ class EcScheduler:
         self._republishing = EcRepublishing(
             buffer, self._engine_cache, times.first_sights, clock=clock
         )
-        self.gate = EcGate(
+        self.gate = self._make_gate(settings, times, clock)
+
+    def _make_gate(
+        self, settings: ConnectorSettings, times: PassTimes, clock: Callable[[], float]
+    ) -> EcGate:
+        deliveries = EcDeliveries(
+            self._buffer,
+            self.pins,
+            self.claims,
+            wait_seconds=settings.metadata_wait_seconds,
+            clock=clock,
+        )
+        return EcGate(
             self._supply,
             self.claims,
-            EcDeliveries(
-                buffer,
-                self.pins,
-                self.claims,
-                wait_seconds=settings.metadata_wait_seconds,
-                clock=clock,
-            ),
-            self._republishing if shape.is_producer else None,
+            deliveries,
+            self._republishing if self._shape.is_producer else None,
             pins=self.pins,
             engine_cache=self._engine_cache,
             meanings=self.meanings,
             answers=self._answers,
             times=times,
             settings=settings,
-            shape=shape,
-            metadata_fields=metadata_fields,
+            shape=self._shape,
+            metadata_fields=self._metadata_fields,
             adapters=self._adapters,
             counters=self.counters,
             clock=clock,
