@@ -209,20 +209,15 @@ class EcGate:
 
     def _ask(self, watch: RequestWatch) -> Asked:
         watch.evictions = self._engine_cache.evictions
-        if not (watch.is_checked or self._check_stored(watch)):
-            return Asked.LATER
+        if not watch.is_checked:
+            watch.is_checked = True
+            if self._republishing is not None:
+                self._republishing.look(watch)
         needed = watch.needed(self._engine_cache)
         if needed:
             return self._supply.ask(watch, needed)
         watch.phase = Phase.ANSWERED
         return Asked.YES
-
-    def _check_stored(self, watch: RequestWatch) -> bool:
-        """See whether others still have what vLLM's cache holds; False: in a later pass."""
-        watch.is_checked = self._republishing is None or self._republishing.look(watch)
-        # Who asks an engine that only encodes has the items fetched next, and carries no media.
-        must_wait = not (watch.is_checked or self._is_consumer)
-        return not (must_wait and watch.hold(self._clock(), self._wait_seconds))
 
     def end_pass(self, *, is_idle: bool) -> None:
         self._meanings.asking = None

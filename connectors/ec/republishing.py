@@ -44,16 +44,14 @@ class EcRepublishing:
         self._given: dict[str, float] = {}
         """Until when an item that was given to the workers is not given again."""
 
-    def look(self, watch: RequestWatch) -> bool:
-        """Ask whether the request's items that vLLM's cache holds are stored. False: this pass has
-        no time left for that."""
+    def look(self, watch: RequestWatch) -> None:
+        """Ask whether the request's items that vLLM's cache holds are stored. Where the pass has no
+        time left, only this host is asked: one copy more does no harm."""
         held = [
             item for item in watch.items if self._engine_cache.key_of(item.identifier) == item.key
         ]
         if not held:
-            return True
-        if self._first_sights.is_over:
-            return False
+            return
         keys = [item.key for item in held]
         found = self._first_sights.spend_on(
             lambda seconds: self._buffer.has_caches(keys, timeout=seconds)
@@ -61,7 +59,6 @@ class EcRepublishing:
         for item, is_stored in zip(held, found, strict=True):
             if not is_stored:
                 self._note(item.identifier, item.key.text)
-        return True
 
     def _note(self, identifier: str, key: str) -> None:
         now = self._clock()
