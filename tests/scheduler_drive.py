@@ -257,7 +257,8 @@ class DrivenEngine:
         sampled = {}
         for name, count in output.num_scheduled_tokens.items():
             end = computed[name] + count
-            for feature in self._features[name]:
+            # An engine that only encodes gathers nothing.
+            for feature in self._features[name] if self.connector.is_consumer else ():
                 start = feature.mm_position.offset
                 if start < end and start + feature.mm_position.length > computed[name]:
                     known = feature.identifier in self.cache.keys() | self._phantoms

@@ -5,7 +5,6 @@ alone, to a consumer on another host. The buffer loses the item in four ways; in
 same request is answered again, with the same tokens.
 """
 
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -145,9 +144,8 @@ def test_what_the_producer_never_encoded_itself_is_encoded_once_it_is_lost(fleet
     (identifier,) = fleet.encode(*clips(4))
     fleet.hosts.wait_for_holder(identifier, fleet.hosts.a)
     encodes = fleet.producer.schedule.encoder_runs()
-    kill_nodes(fleet, identifier)
-    started = time.monotonic()
+    replace_nodes(fleet, identifier)
     again = fleet.serve(*clips(4))
-    assert again.status == 200, (time.monotonic() - started, again, fleet.producer.log_tail())
+    assert again.status == 200, (again, fleet.producer.log_tail())
     assert again.tokens == first.tokens
-    assert fleet.producer.schedule.encoder_runs() <= encodes + 1
+    assert fleet.producer.schedule.encoder_runs() == encodes + 1

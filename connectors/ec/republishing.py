@@ -1,8 +1,10 @@
-"""What vLLM's own encoder cache holds and the buffer has lost, to be published again.
+"""What vLLM's own encoder cache holds and this host's node has lost, to be stored again.
 
 vLLM asks a connector for nothing that its own cache answers, so a request for such an item would
 never bring it back for others: a node was lost, a time to live is over, a namespace was
-invalidated. Asked about once for each request. Owned by vLLM's scheduler thread.
+invalidated. Looked for once for each request, on this host alone: that takes no message, and what
+is said of other hosts may be out of date while a node is not yet known to be dead. Where another
+host does have it, this is one copy more. Owned by vLLM's scheduler thread.
 """
 
 import time
@@ -11,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from connectors.ec.engine_cache import EngineCache
 from connectors.ec.watch import RequestWatch
-from connectors.pass_time import PassTime
 
 if TYPE_CHECKING:
     from lookup_buffer.client import LookupBuffer
@@ -25,40 +26,31 @@ class EcRepublishing:
     """
     Args:
         engine_cache: what vLLM's own cache holds, and under which keys that may be stored.
-        first_sights: what a pass may wait; shared with all who ask for a request's items.
     """
 
     def __init__(
         self,
         buffer: "LookupBuffer",
         engine_cache: EngineCache,
-        first_sights: PassTime,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._buffer = buffer
         self._engine_cache = engine_cache
-        self._first_sights = first_sights
         self._clock = clock
         self._lost: dict[str, str] = {}
         self._given: dict[str, float] = {}
         """Until when an item that was given to the workers is not given again."""
 
     def look(self, watch: RequestWatch) -> None:
-        """Ask whether the request's items that vLLM's cache holds are stored. Where the pass has no
-        time left, only this host is asked: one copy more does no harm."""
-        held = [
-            item for item in watch.items if self._engine_cache.key_of(item.identifier) == item.key
-        ]
-        if not held:
-            return
-        keys = [item.key for item in held]
-        found = self._first_sights.spend_on(
-            lambda seconds: self._buffer.has_caches(keys, timeout=seconds)
-        )
-        for item, is_stored in zip(held, found, strict=True):
-            if not is_stored:
-                self._note(item.identifier, item.key.text)
+        """See whether this host still holds the request's items that vLLM's cache holds."""
+        key_of = self._engine_cache.key_of
+        held = [item for item in watch.items if key_of(item.identifier) == item.key]
+        if held:
+            found = self._buffer.has_caches([item.key for item in held], timeout=0.0)
+            for item, is_stored in zip(held, found, strict=True):
+                if not is_stored:
+                    self._note(item.identifier, item.key.text)
 
     def _note(self, identifier: str, key: str) -> None:
         now = self._clock()

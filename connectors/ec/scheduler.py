@@ -104,9 +104,7 @@ class EcScheduler:
             IdleTime(settings.idle_wait_seconds, clock),
         )
         self._supply = self._make_supply(settings, times, clock)
-        self._republishing = EcRepublishing(
-            buffer, self._engine_cache, times.first_sights, clock=clock
-        )
+        self._republishing = EcRepublishing(buffer, self._engine_cache, clock=clock)
         self.gate = self._make_gate(settings, times, clock)
 
     def _make_gate(
