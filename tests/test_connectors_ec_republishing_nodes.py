@@ -3,6 +3,7 @@
 Over HTTP, with real engines: test_connectors_e2e_republish.
 """
 
+import secrets
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -105,25 +106,27 @@ def test_what_vllm_still_holds_is_stored_again(
 ) -> None:
     settings = {"ttl_seconds": TTL_SECONDS} if lose is outlive else {}
     host = Host(start_node(capacity_bytes=4 * MIB), role, stack, **settings)
-    host.serve("first", "A")
-    host.wait_until_stored("A")
+    name = secrets.token_hex(8)  # the tests share a store
+    host.serve("first", name)
+    host.wait_until_stored(name)
     lose(host)
-    host.wait_until_lost("A")
-    host.serve("again", "A")
-    host.wait_until_stored("A")
-    assert host.engine.encoded == [content("A")], "it was there to be stored"
+    host.wait_until_lost(name)
+    host.serve("again", name)
+    host.wait_until_stored(name)
+    assert host.engine.encoded == [content(name)], "it was there to be stored"
 
 
 def test_what_a_producer_skipped_is_encoded_when_it_is_lost(
     start_node: StartNode, stack: ExitStack
 ) -> None:
     host = Host(start_node(capacity_bytes=4 * MIB), "ec_producer", stack)
-    host.buffer.insert(TensorKey(content("A")), output_of(content("A"), WIDTH))
-    host.serve("first", "A", "B")
-    assert host.engine.encoded == [content("B")]
-    host.wait_until_stored("A", "B")
+    skipped, encoded = secrets.token_hex(8), secrets.token_hex(8)
+    host.buffer.insert(TensorKey(content(skipped)), output_of(content(skipped), WIDTH))
+    host.serve("first", skipped, encoded)
+    assert host.engine.encoded == [content(encoded)]
+    host.wait_until_stored(skipped, encoded)
     replace(host)
-    host.wait_until_lost("A")
-    host.serve("again", "A", "B")
-    host.wait_until_stored("A", "B")
-    assert host.engine.encoded == [content("B"), content("A")]
+    host.wait_until_lost(skipped)
+    host.serve("again", skipped, encoded)
+    host.wait_until_stored(skipped, encoded)
+    assert host.engine.encoded == [content(encoded), content(skipped)]
