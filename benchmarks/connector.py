@@ -6,11 +6,12 @@
 - `ensure_cache_available`: first sight of a request with one resident item, a poll of a request
   that waits for its turn, and a poll of a request that decodes;
 - `queues`: a pass in which 1, 32 or 256 waiting requests are polled, whose items are here, are on
-  their way from another node, or are being encoded by another engine; by request, and the whole
-  pass. `work` is processor time of the thread, the rest is what the machine adds: the clock also
-  counts when other threads and processes have its core. `control` are 40 look-ups in a dictionary
-  for each request, timed in turn with ours: its tail is the machine's;
-  `longest_pass_before` is of those in which the requests were seen first and answers came in;
+  their way from another node, are being encoded by another engine, or came as metadata alone and
+  are published by nobody (these also 500 at a time); by request, and the whole pass. `work` is
+  processor time of the thread, the rest is what the machine adds: the clock also counts when other
+  threads and processes have its core. `control` are 40 look-ups in a dictionary for each request,
+  timed in turn with ours: its tail is the machine's; `longest_pass_before` is of those in which the
+  requests were seen first and answers came in;
 - `has_cache_item`: within a pass (remembered), and the first of a pass.
 
 Prints microseconds as JSON.
@@ -49,6 +50,7 @@ ENCODE_SECONDS = 0.02
 """What an encoder would need for one item; the background thread works meanwhile."""
 POLLS = 2000
 QUEUES = (1, 32, 256)
+AWAITED = (*QUEUES, 500)
 PASSES = 500
 SETTLING_SECONDS = 1.0
 """After the first answers, until the queue stands still: who waits for another engine's encode
@@ -129,11 +131,14 @@ def time_saves(worker: EcWorker, nbytes: int, count: int) -> dict[str, float]:
     return {**percentiles(times), "memcpy_us": round(memcpy * 1e6, 2)}
 
 
-def request(request_id: str, identifier: str) -> Any:
-    data = {"pixel_values": SimpleNamespace(data=SimpleNamespace(nbytes=1 << 20))}
+def request(request_id: str, identifier: str, *, with_media: bool = True) -> Any:
+    data: Any = {"pixel_values": SimpleNamespace(data=SimpleNamespace(nbytes=1 << 20))}
     position = SimpleNamespace(offset=4, length=ROWS, get_num_embeds=lambda: ROWS)
     feature = SimpleNamespace(
-        identifier=identifier, modality="image", data=data, mm_position=position
+        identifier=identifier,
+        modality="image",
+        data=data if with_media else None,
+        mm_position=position,
     )
     return SimpleNamespace(request_id=request_id, mm_features=[feature], num_preemptions=0)
 
@@ -200,6 +205,10 @@ def time_queues(scheduler: EcScheduler, worker: EcWorker, other: LookupBuffer) -
             "encoded_elsewhere": time_passes(scheduler, away, passes=False),
         }
         other.unclaim([TensorKey(item) for item in away])
+    for count in AWAITED:
+        nowhere = [f"nowhere-{count}-{index}" for index in range(count)]
+        awaited = time_passes(scheduler, nowhere, passes=False, with_media=False)
+        report.setdefault(str(count), {})["awaited"] = awaited
     return report
 
 
@@ -247,10 +256,12 @@ def wait_for(buffer: LookupBuffer, key: TensorKey) -> None:
         time.sleep(0.05)
 
 
-def time_passes(scheduler: EcScheduler, items: list[str], *, passes: bool) -> dict[str, Any]:
+def time_passes(
+    scheduler: EcScheduler, items: list[str], *, passes: bool, with_media: bool = True
+) -> dict[str, Any]:
     """`passes`: what the gate says of each request once all is settled."""
     ensure = scheduler.gate.ensure_cache_available
-    waiting = [request(f"queued-{item}", item) for item in items]
+    waiting = [request(f"queued-{item}", item, with_media=with_media) for item in items]
     settling: list[float] = []
     until, settled_at = time.monotonic() + 10.0, math.inf
     while time.monotonic() < min(until, settled_at + SETTLING_SECONDS):

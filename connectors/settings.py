@@ -81,6 +81,9 @@ class SharedSettings(BufferConfig):
 class ConnectorSettings(SharedSettings):
     """Settings of one engine's encoder-cache connector."""
 
+    metadata_wait_seconds: float = Field(default=30.0, ge=0, le=600)
+    """How long one request may wait, in all, for items of which it carries only metadata; longer,
+    up to 600 seconds in all, while another engine has the claim for one of them. Then it fails."""
     claim_wait_seconds: float | None = Field(default=None, ge=0, le=600)
     """How long one request may wait, in all, while other engines encode its items; none means five
     times what an encode took here, within 10 to 60 seconds. 0: no claims, so nobody waits."""

@@ -176,14 +176,18 @@ class LookupBuffer:
         """
         return self._local_reads.present(keys, timeout)
 
-    def prefetch(self, keys: Sequence[TensorKey], *, timeout: float = 0.0) -> list[Prefetched]:
+    def prefetch(
+        self, keys: Sequence[TensorKey], *, timeout: float = 0.0, wait_seconds: float = 0.0
+    ) -> list[Prefetched]:
         """Bring `keys` to this host and pin them; one handle each, in order.
 
         Returns when all have settled or `timeout` seconds passed; what is PENDING then settles
-        later. Each handle is to be given to `release`, settled or not. Never raises for a fault
-        of the node, of Redis or of a peer: those are MISSING or FAILED with a reason.
+        later. What nobody holds is MISSING at once, or, with `wait_seconds`, PENDING until it is
+        published and here, for so long at most. Each handle is to be given to `release`, settled
+        or not. Never raises for a fault of the node, of Redis or of a peer: those are MISSING or
+        FAILED with a reason.
         """
-        return self._prefetching.prefetch(keys, timeout)
+        return self._prefetching.prefetch(keys, timeout, wait_seconds=waiting(wait_seconds))
 
     def prefetch_and_claim(
         self, keys: Sequence[TensorKey], *, wait_seconds: float, timeout: float = 0.0

@@ -150,7 +150,9 @@ class Prefetch(DeskRequest):
     """One-way. Answered by `settled` events on the anchor: `entries` of [index of the key, entry],
     an entry as for `Select`, with state pending, and then another event, where it goes on.
 
-    Where `claimer` is not 0 it is also a `ClaimAll` of that id, for the same keys, in any order."""
+    What nobody has is waited for, up to `wait_seconds`, until it is published. But where `claimer`
+    is not 0 it is also a `ClaimAll` of that id, for the same keys, in any order, and it is the
+    claims that wait."""
 
     op = "prefetch"
     namespace: str

@@ -18,7 +18,7 @@ class PrefetchState(enum.Enum):
     RESIDENT = "resident"
     """Here and pinned: `order` says where."""
     PENDING = "pending"
-    """Being located or on its way."""
+    """Being located, on its way, or waited for."""
     MISSING = "missing"
     """Nobody alive holds it; `reason` says why."""
     FAILED = "failed"

@@ -31,7 +31,8 @@ class Prefetching:
     def prefetch(
         self, keys: Sequence[TensorKey], timeout: float, claimer: int = 0, wait_seconds: float = 0.0
     ) -> list[Prefetched]:
-        """See `LookupBuffer.prefetch`; `claimer` as in `Prefetch`, for what one message takes."""
+        """See `LookupBuffer.prefetch`; `claimer` as in `Prefetch`, for what one message takes, and
+        then it is the claims that wait for `wait_seconds`."""
         handles = [Prefetched(key, self._settled) for key in keys]
         left = iter(handles)
         for part in split([key.text for key in keys]):

@@ -73,18 +73,25 @@ class LedgerBuffer:
         self.stored: dict[str, Stored] = {}
         self.pinned: dict[int, LedgerHandle] = {}
         self.pending: list[LedgerHandle] = []
+        self.awaited: list[LedgerHandle] = []
+        """What nobody has, and is waited for until `published` or `end_waits`."""
         self.calls: list[tuple[str, list[str], float]] = []
         self.is_closed = False
         self.boot = "b" * 16
         self._ticket = 0
 
-    def prefetch(self, keys: Sequence[TensorKey], *, timeout: float = 0.0) -> list[LedgerHandle]:
+    def prefetch(
+        self, keys: Sequence[TensorKey], *, timeout: float = 0.0, wait_seconds: float = 0.0
+    ) -> list[LedgerHandle]:
         self.calls.append(("prefetch", [key.mm_hash for key in keys], timeout))
         handles = []
         for key in keys:
             stored = self.stored.get(key.mm_hash)
             handle = LedgerHandle(key, PrefetchState.MISSING, "absent")
-            if stored is not None and stored.needs_fetch:
+            if stored is None and wait_seconds:
+                handle.state = PrefetchState.PENDING
+                self.awaited.append(handle)
+            elif stored is not None and stored.needs_fetch:
                 handle.state, handle.reason = PrefetchState.PENDING, "fetching"
                 self.pending.append(handle)
             elif stored is not None:
@@ -116,6 +123,22 @@ class LedgerBuffer:
         handle = self.pending.pop(index)
         if not handle.is_released:
             self._settle(handle, state)
+
+    def published(self, identifier: str) -> None:
+        """Those who wait for the item have it, or it is on its way to them."""
+        stored = self.stored[identifier]
+        for handle in [one for one in self.awaited if one.key.mm_hash == identifier]:
+            self.awaited.remove(handle)
+            if stored.needs_fetch:
+                self.pending.append(handle)
+            elif not handle.is_released:
+                self._settle(handle, stored.outcome, stored)
+
+    def end_waits(self) -> None:
+        """The node has waited for long enough."""
+        for handle in self.awaited:
+            handle.state = PrefetchState.MISSING
+        self.awaited.clear()
 
     def release(self, handle: LedgerHandle) -> None:
         handle.is_released = True

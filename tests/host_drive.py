@@ -171,7 +171,7 @@ def wait_for_a_fetch() -> None:
 
 def without_media() -> None:
     """A request that cannot be encoded here is failed where the host can, else held back."""
-    engine = HostEngine("ec_consumer", fetch_wait_seconds=0)
+    engine = HostEngine("ec_consumer", metadata_wait_seconds=0)
     engine.add("one", "nowhere", metadata_only=True)
     for _ in range(3):
         assert engine.step() == []

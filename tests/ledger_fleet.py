@@ -31,15 +31,17 @@ class LedgerFleet(LedgerBuffer):
         needs_fetch: bool = False,
     ) -> None:
         self.stored[content(name)] = Stored(outcome, needs_fetch)
+        self.published(content(name))
 
     def lose_node(self) -> None:
         self.boot = ""
         self._orphans |= self.pinned
         self.pinned.clear()
-        for handle in self.pending:
+        for handle in self.pending + self.awaited:
             if not handle.is_released:
                 handle.reason, handle.state = "node_down", PrefetchState.FAILED
         self.pending.clear()
+        self.awaited.clear()
 
     def find_node(self) -> None:
         if not self.boot:
@@ -51,9 +53,11 @@ class LedgerFleet(LedgerBuffer):
         order = load.order
         return order.ticket in (self.pinned if order.boot == self.boot else self._orphans)
 
-    def prefetch(self, keys: Sequence[TensorKey], *, timeout: float = 0.0) -> list[LedgerHandle]:
+    def prefetch(
+        self, keys: Sequence[TensorKey], *, timeout: float = 0.0, wait_seconds: float = 0.0
+    ) -> list[LedgerHandle]:
         if self.boot:
-            return super().prefetch(keys, timeout=timeout)
+            return super().prefetch(keys, timeout=timeout, wait_seconds=wait_seconds)
         return [LedgerHandle(key, PrefetchState.FAILED, "node_down") for key in keys]
 
     def load(self, order: LoadOrder) -> Any:

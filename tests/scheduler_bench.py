@@ -15,6 +15,7 @@ from connectors.settings import ConnectorSettings
 from lookup_buffer.claimed import ClaimSetState
 
 WAIT_SECONDS = 5.0
+METADATA_WAIT_SECONDS = 20.0
 BOUND_SECONDS = 30.0
 LEASE_SECONDS = 12.0
 
@@ -31,19 +32,28 @@ class Bench:
     """One scheduler side with its surroundings."""
 
     def __init__(
-        self, *, producer: bool = True, consumer: bool = True, steps_in_flight: int = 2, **raw: Any
+        self,
+        *,
+        producer: bool = True,
+        consumer: bool = True,
+        steps_in_flight: int = 2,
+        encode_rows: int = 1 << 13,
+        **raw: Any,
     ) -> None:
         self.buffer = LedgerBuffer()
         self.clock = Clock()
         settings = ConnectorSettings(
             **{
                 "fetch_wait_seconds": WAIT_SECONDS,
+                "metadata_wait_seconds": METADATA_WAIT_SECONDS,
                 "idle_wait_seconds": 0,
                 "capacity_bytes": "64MiB",
                 **raw,
             }
         )
-        shape = EngineShape(producer, consumer, steps_in_flight, EMBED_BYTES)
+        shape = EngineShape(
+            producer, consumer, steps_in_flight, EMBED_BYTES, encode_rows=encode_rows
+        )
         client: Any = self.buffer
         self.scheduler = EcScheduler(
             client, settings, shape, metadata_fields=lambda _: set(), clock=self.clock
@@ -63,6 +73,7 @@ class Bench:
 
     def store(self, identifier: str, **kwargs: Any) -> None:
         self.buffer.stored[identifier] = Stored(**kwargs)
+        self.buffer.published(identifier)
 
     def prefetched(self) -> list[list[str]]:
         return [keys for name, keys, _ in self.buffer.calls if name == "prefetch"]

@@ -258,7 +258,8 @@ class DrivenEngine:
         sampled = {}
         for name, count in output.num_scheduled_tokens.items():
             end = computed[name] + count
-            for feature in self._features[name]:
+            # An engine that only encodes gathers nothing.
+            for feature in self._features[name] if self.connector.is_consumer else ():
                 start = feature.mm_position.offset
                 if start < end and start + feature.mm_position.length > computed[name]:
                     known = feature.identifier in self.cache.keys() | self._phantoms
@@ -282,7 +283,7 @@ class DrivenEngine:
         held = {"pins": len(side.pins), "gate": len(side.gate), "claims": len(side.claims)}
         assert held == {"pins": 0, "gate": 0, "claims": 0}
         assert side.pins.held_bytes == 0
-        assert side.gate.take_unavailable_requests() == set()
+        assert not side.gate.take_unavailable_requests()
 
     def close(self) -> None:
         self.connector.shutdown()

@@ -28,8 +28,11 @@ from two_hosts import TwoHosts
 
 pytestmark = pytest.mark.vllm
 AT_ONCE_SECONDS = scaled(5.0)
-WAIT_SECONDS = 2.0
-"""`fetch_wait_seconds` of the consumer."""
+FETCH_SECONDS = 2.0
+"""`fetch_wait_seconds` of the consumers."""
+WAIT_SECONDS = 10.0
+"""`metadata_wait_seconds` of the consumers."""
+WAITS = {"fetch_wait_seconds": FETCH_SECONDS, "metadata_wait_seconds": WAIT_SECONDS}
 CLIPS = 10
 QUESTION = text("What do you hear?")
 STEP_TOKENS = 64
@@ -105,7 +108,7 @@ def pair(
     """Two servers at a time: the one without a connector has ended when the consumer starts."""
     work = tmp_path_factory.mktemp("pair")
     to_produce = connector(hosts.a) | {"ec_role": "ec_producer"}
-    to_consume = connector(hosts.b, fetch_wait_seconds=WAIT_SECONDS) | {"ec_role": "ec_consumer"}
+    to_consume = connector(hosts.b, **WAITS) | {"ec_role": "ec_consumer"}
     producer = OpenAIServer(
         audio_settings("producer", audio_model, work, 0, ec_transfer_config=to_produce)
     )
@@ -170,13 +173,17 @@ def test_requests_with_metadata_alone(pair: Pair, number: int) -> None:
 
 
 def test_the_consumer_is_asked_before_the_producer_has_encoded(pair: Pair) -> None:
+    """And waits for longer than for bytes on their way; for how long depends on the claim, which
+    the producer has as soon as it comes to the item."""
     count = pair.encode(*clips(6)).popitem()[1]["metadata"]["audio_num_tokens"][0]
     with ThreadPoolExecutor(max_workers=1) as client:
         early = client.submit(pair.consumer.ask, of_tokens("early", count), QUESTION)
-        time.sleep(WAIT_SECONDS / 4)
+        time.sleep(2 * FETCH_SECONDS)
         assert not early.done()
         assert set(pair.encode(clips(6)[0] | {"uuid": "early"})) == {"early"}
-        pair.loaded(early.result(), 6)
+        reply = early.result()
+    assert reply.tokens == pair.answers[6,]
+    assert pair.consumer.origins(reply) == ("loaded",)
 
 
 HOSTILE: dict[str, tuple[list[Part], dict[str, Any] | None]] = {
@@ -291,7 +298,7 @@ def neighbour(
 ) -> Iterator[OpenAIServer]:
     """A second consumer, on the producer's host; for the last tests only, so it starts late."""
     work = tmp_path_factory.mktemp("neighbour")
-    to_consume = connector(pair.hosts.a, fetch_wait_seconds=WAIT_SECONDS)
+    to_consume = connector(pair.hosts.a, **WAITS)
     settings = audio_settings(
         "neighbour",
         audio_model,

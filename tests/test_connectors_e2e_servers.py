@@ -48,7 +48,7 @@ from two_hosts import OUTCOME_SECONDS, TwoHosts
 pytestmark = pytest.mark.vllm
 AT_ONCE_SECONDS = scaled(5.0)
 WAIT_SECONDS = 8.0
-"""`fetch_wait_seconds` of both replicas."""
+"""`fetch_wait_seconds` and `metadata_wait_seconds` of both replicas."""
 ABORTED = "aborted"
 """Name of the request that is."""
 WAITING = "vllm:num_requests_waiting{"
@@ -124,7 +124,9 @@ def replicas(
             model,
             work,
             core=core,
-            ec_transfer_config=connector(node, fetch_wait_seconds=WAIT_SECONDS),
+            ec_transfer_config=connector(
+                node, fetch_wait_seconds=WAIT_SECONDS, metadata_wait_seconds=WAIT_SECONDS
+            ),
             extra_arguments=extra,
         )
         for core, (node, extra) in enumerate(((hosts.a, {}), (hosts.b, scarce)))

@@ -41,6 +41,7 @@ def vllm_config(role: str = "ec_both", **extra: Any) -> Any:
             get_hidden_size=lambda: EMBED_BYTES // 4,
         ),
         cache_config=SimpleNamespace(enable_prefix_caching=False),
+        scheduler_config=SimpleNamespace(max_num_encoder_input_tokens=8192),
         parallel_config=SimpleNamespace(
             rank=0,
             tensor_parallel_size=1,
@@ -210,14 +211,14 @@ def test_a_request_that_nobody_can_serve_fails_with_one_line(
     buffer: LedgerBuffer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-    config = vllm_config("ec_consumer", fetch_wait_seconds=0)
+    config = vllm_config("ec_consumer", metadata_wait_seconds=0)
     connector = LookupBufferECConnector(config, ECConnectorRole.SCHEDULER)
     for name in ("first", "second"):
         request = make_request(name, "A", metadata_only=True)
         assert not connector.ensure_cache_available(request, num_computed_tokens=0)
     assert connector.take_unavailable_requests() == {"first", "second"}
-    (line,) = [r.getMessage() for r in caplog.records if "nobody delivered" in r.getMessage()]
-    assert "request first" in line or "request second" in line
+    (line,) = [r.getMessage() for r in caplog.records if "request first fails" in r.getMessage()]
+    assert "no node has A, and no engine has claimed it" in line
 
 
 @pytest.mark.parametrize("role", list(ECConnectorRole))

@@ -103,10 +103,12 @@ def test_who_carries_no_media_is_not_held_up_by_who_uses_its_name_for_something_
     assert bench.ensure(bare)
     assert bench.allocate(bare)
     assert len(bench.build().mm_datas) == 1
+    bench.buffer.settle(0, PrefetchState.RESIDENT)  # it was asked for once more
     for _ in range(2):
         bench.clock.now += WAIT_SECONDS / 2
         assert not bench.ensure(misfit)
-    assert bench.scheduler.gate.take_unavailable_requests() == {"misfit"}
+    unavailable = bench.scheduler.gate.take_unavailable_requests()
+    assert {name: why.reason for name, why in unavailable.items()} == {"misfit": "shape"}
     for request_id in ("bare", "misfit"):
         bench.scheduler.gate.forget(request_id)
     assert len(bench.scheduler.meanings) == 0
@@ -121,7 +123,7 @@ def test_one_request_without_media_that_names_two_contents_alike_fails() -> None
     for _ in range(3):
         assert not bench.ensure(request)
         bench.clock.now += WAIT_SECONDS / 2
-    assert bench.scheduler.gate.take_unavailable_requests() == {"r"}
+    assert bench.scheduler.gate.take_unavailable_requests()["r"].reason == "shape"
 
 
 def test_one_request_that_names_two_contents_alike_gets_neither() -> None:

@@ -45,18 +45,20 @@ def test_what_was_counted_is_added_to_its_engine() -> None:
     metrics = Metrics()
     metrics.metrics.observe({"load_remote": 2, "loaded_remote_bytes": 1 << 20, "miss:absent": 3}, 1)
     metrics.metrics.observe({"load_remote": 1, "over_budget": 4, "saved": 5}, 1)
+    metrics.metrics.observe({"unavailable:claimed": 6}, 1)
     assert metrics.value("loads", "1", source="remote") == 3
     assert metrics.value("loaded_bytes", "1", source="remote") == 1 << 20
     assert metrics.value("misses", "1", reason="absent") == 3
     assert metrics.value("prefetches_over_budget", "1") == 4
     assert metrics.value("saves", "1", outcome="stored") == 5
+    assert metrics.value("unavailable_requests", "1", reason="claimed") == 6
     assert metrics.value("loads", "0", source="remote") == 0
 
 
 def test_what_is_known_to_come_begins_at_zero() -> None:
     metrics = Metrics()
     assert metrics.value("loads", source="local") == 0
-    assert metrics.value("unavailable_requests") == 0
+    assert metrics.value("encodes_skipped") == 0
     assert metrics.value("broken_promises", outcome="lost") == 0
     assert metrics.value("misses", reason="absent") is None, "reasons are not known before"
 

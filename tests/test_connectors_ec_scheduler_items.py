@@ -12,9 +12,10 @@ from connector_standins import (
     pixels,
 )
 from connectors.settings import parse_settings
+from lookup_buffer.claimed import ClaimSetState
 from lookup_buffer.prefetched import PrefetchState
 from nodes import wait_until
-from scheduler_bench import WAIT_SECONDS, Bench
+from scheduler_bench import METADATA_WAIT_SECONDS, Bench
 
 
 @pytest.mark.parametrize(
@@ -106,24 +107,99 @@ def test_request_with_metadata_alone_waits_then_fails_alone() -> None:
     request = make_request("r", "A", metadata_only=True)
     for _ in range(2):
         assert not bench.ensure(request)
-        assert bench.scheduler.gate.take_unavailable_requests() == set()
-        bench.clock.now += WAIT_SECONDS / 2
+        assert not bench.scheduler.gate.take_unavailable_requests()
+        bench.clock.now += METADATA_WAIT_SECONDS / 2
     assert not bench.ensure(request)
-    assert bench.scheduler.gate.take_unavailable_requests() == {"r"}
-    assert bench.scheduler.gate.take_unavailable_requests() == set()
+    (why,) = bench.scheduler.gate.take_unavailable_requests().values()
+    assert why.reason == "absent"
+    assert bench.scheduler.counters.totals()["unavailable:absent"] == 1
+    assert not bench.scheduler.gate.take_unavailable_requests()
+    assert bench.buffer.fleet.given_back == ["A"], "what was granted to the question"
 
 
 def test_request_with_metadata_alone_passes_once_its_producer_published() -> None:
     bench = Bench()
     request = make_request("r", "A", metadata_only=True)
-    assert not bench.ensure(request)
+    for _ in range(100):
+        assert not bench.ensure(request)
+        bench.clock.now += METADATA_WAIT_SECONDS / 200
+    assert len(bench.prefetched()) == 2, "the node tells, and is not asked at every poll"
     bench.store("A")
-    assert not bench.ensure(request), "it is not asked for at every poll"
-    bench.clock.now += 0.02
     assert bench.ensure(request)
     assert bench.allocate(request)
     bench.build()
     assert bench.ensure(request, EMBEDS - 1), "vLLM's cache holds it for this very request"
+
+
+def test_request_with_metadata_alone_waits_longer_for_who_has_the_claim() -> None:
+    bench = Bench()
+    bench.buffer.fleet.answers = ClaimSetState.PENDING
+    request = make_request("r", "A", metadata_only=True)
+    assert not bench.ensure(request)
+    bench.clock.now += METADATA_WAIT_SECONDS
+    assert not bench.ensure(request)
+    bench.buffer.fleet.settle(ClaimSetState.PENDING)  # another engine has it
+    bench.clock.now += 500 - METADATA_WAIT_SECONDS
+    assert not bench.ensure(request)
+    assert not bench.scheduler.gate.take_unavailable_requests()
+    bench.store("A")
+    assert bench.ensure(request)
+    assert bench.buffer.fleet.cancelled == bench.buffer.fleet.sets
+
+
+@pytest.mark.parametrize(
+    ("end", "reason"),
+    [(ClaimSetState.HELD, "claimed"), (ClaimSetState.GRANTED, "absent")],
+)
+def test_request_with_metadata_alone_fails_when_nobody_is_at_it_any_more(
+    end: ClaimSetState, reason: str
+) -> None:
+    bench = Bench()
+    bench.buffer.fleet.answers = ClaimSetState.PENDING
+    request = make_request("r", "A", metadata_only=True)
+    assert not bench.ensure(request)
+    bench.clock.now += METADATA_WAIT_SECONDS
+    assert not bench.ensure(request)
+    bench.buffer.fleet.settle(ClaimSetState.PENDING)
+    assert not bench.ensure(request)
+    assert not bench.scheduler.gate.take_unavailable_requests()
+    bench.buffer.fleet.settle(end)
+    assert not bench.ensure(request)
+    (why,) = bench.scheduler.gate.take_unavailable_requests().values()
+    assert why.reason == reason
+    assert ("other:1" in why.text) == (reason == "claimed")
+
+
+def test_request_with_metadata_alone_waits_for_600_seconds_at_most() -> None:
+    bench = Bench()
+    bench.buffer.fleet.answers = ClaimSetState.PENDING
+    request = make_request("r", "A", metadata_only=True)
+    assert not bench.ensure(request)
+    bench.clock.now += METADATA_WAIT_SECONDS
+    assert not bench.ensure(request)
+    assert bench.buffer.fleet.waits_seconds == [600 - METADATA_WAIT_SECONDS]
+    bench.buffer.fleet.settle(ClaimSetState.PENDING)
+    bench.clock.now += 600 - METADATA_WAIT_SECONDS
+    assert not bench.ensure(request)
+    assert bench.scheduler.gate.take_unavailable_requests()["r"].reason == "claimed"
+
+
+def test_request_with_metadata_alone_that_was_preempted_waits_as_well() -> None:
+    bench = Bench()
+    bench.store("A")
+    request = make_request("r", "A", metadata_only=True)
+    assert bench.ensure(request)
+    bench.allocate(request)
+    bench.build()
+    del bench.buffer.stored["A"]
+    bench.build(freed=["A"])
+    request.num_preemptions += 1
+    assert not bench.ensure(request)
+    bench.clock.now += METADATA_WAIT_SECONDS / 2
+    assert not bench.ensure(request)
+    assert not bench.scheduler.gate.take_unavailable_requests()
+    bench.store("A")
+    assert bench.ensure(request)
 
 
 def test_request_with_metadata_alone_is_not_failed_for_what_vllm_did_not_look_at() -> None:
@@ -131,12 +207,14 @@ def test_request_with_metadata_alone_is_not_failed_for_what_vllm_did_not_look_at
     bench = Bench()
     request = make_request("r", "A", metadata_only=True)
     assert not bench.ensure(request)
+    bench.buffer.end_waits()
     bench.store("A", needs_fetch=True)
-    bench.clock.now += 3 * WAIT_SECONDS
+    bench.buffer.fleet.answers = ClaimSetState.STORED
+    bench.clock.now += 3 * METADATA_WAIT_SECONDS
     for _ in range(2):
         assert not bench.ensure(request)
         bench.clock.now += 0.02
-    assert bench.scheduler.gate.take_unavailable_requests() == set()
+    assert not bench.scheduler.gate.take_unavailable_requests()
     bench.buffer.settle(0, PrefetchState.RESIDENT)
     assert bench.ensure(request)
 

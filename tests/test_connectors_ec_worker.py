@@ -22,10 +22,11 @@ from lookup_buffer.errors import BufferFull, MissingTensor, NodeUnavailable, Ten
 from lookup_buffer.header import TensorHeader
 from lookup_buffer.key import TensorKey
 from lookup_buffer.prefetched import LoadOrder
-from nodes import ROOT, StartNode, key
+from nodes import ROOT, NodeProcess, StartNode, key
 from patience import scaled
 
 ROWS = 4
+OUTCOME_SECONDS = 60.0
 
 
 class MemoryBuffer:
@@ -214,6 +215,46 @@ def test_save_stores_what_the_scheduler_named_and_nothing_else(
     assert drained(worker).counters.totals() == {"saved": 1, "save_exists": 1}
 
 
+def test_what_was_lost_is_stored_again_if_vllm_still_has_it(
+    buffer: MemoryBuffer, make_worker: Callable[..., EcWorker]
+) -> None:
+    held = torch.rand(ROWS, 8)
+    lost = StepMetadata(lost={"A": "A", "dropped": "dropped"})
+    make_worker(is_producer=False).save_again({"A": held}, lost)
+    assert buffer.tensors == {}
+    worker = make_worker()
+    for _ in range(2):
+        worker.save_again({"A": held, "B": held}, lost)
+    drained(worker)
+    assert buffer.tensors.keys() == {"A"}
+    assert torch.equal(buffer.tensors["A"], held)
+    assert worker.counters.totals() == {"saved": 1, "save_exists": 1}
+
+
+@pytest.mark.parametrize("end", [NodeProcess.kill, NodeProcess.terminate])
+def test_an_output_waits_for_a_node_that_is_being_replaced(
+    start_node: StartNode, end: Callable[[NodeProcess], Any]
+) -> None:
+    node = start_node()
+    seat = WorkerSeat(rank=0, is_producer=True)
+    worker = EcWorker(node.client, ConnectorSettings(capacity_bytes=1 << 24), seat)
+    worker.start()
+    try:
+        end(node)
+        output = torch.rand(ROWS, 8)
+        worker.save({"A": output}, "A", StepMetadata(saves={"A": "A"}))
+        node.start()
+        assert worker.saves is not None
+        assert worker.saves.drain(OUTCOME_SECONDS)
+        with node.client() as client:
+            stored = client.select(TensorKey("A"))
+            assert stored is not None
+            assert torch.equal(stored, output)
+        assert worker.counters.totals() == {"saved": 1}
+    finally:
+        worker.close()
+
+
 @pytest.mark.parametrize(("rank", "is_producer"), [(1, True), (0, False)])
 def test_only_rank_0_of_a_producer_saves(
     buffer: MemoryBuffer, make_worker: Callable[..., EcWorker], rank: int, is_producer: bool
@@ -263,9 +304,11 @@ def test_fault_of_the_buffer_is_a_counted_skip_and_the_next_save_works(
     buffer: MemoryBuffer,
     make_worker: Callable[..., EcWorker],
     caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
     fault: Exception,
     reason: str,
 ) -> None:
+    monkeypatch.setattr("connectors.ec.worker.NODE_BACK_SECONDS", 0.0)
     buffer.faults = [fault, fault]
     worker = make_worker()
     saves = {name: name for name in "ABC"}

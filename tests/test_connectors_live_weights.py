@@ -229,7 +229,8 @@ def test_who_carries_no_media_fails_alone(flag: WeightsFlag) -> None:
     for _ in range(3):
         assert not bench.ensure(request)
         bench.clock.now += WAIT_SECONDS / 2
-    assert bench.scheduler.gate.take_unavailable_requests() == {"r"}
+    (why,) = bench.scheduler.gate.take_unavailable_requests().values()
+    assert why.reason == "weights_changed"
 
 
 def test_a_producer_encodes_what_is_stored_already(flag: WeightsFlag) -> None:

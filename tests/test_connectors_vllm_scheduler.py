@@ -58,6 +58,7 @@ def make_engine(fleet: LedgerFleet) -> Iterator[MakeEngine]:
     def make(room: Room, **values: Any) -> DrivenEngine:
         settings = {
             "fetch_wait_seconds": FETCH_WAIT_SECONDS,
+            "metadata_wait_seconds": FETCH_WAIT_SECONDS,
             "prefetch_bytes": 4 * EMBEDS * EMBED_BYTES,
         }
         engine = DrivenEngine(room, is_held=fleet.is_held, **{**settings, **values})

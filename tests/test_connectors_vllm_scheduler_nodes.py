@@ -45,6 +45,7 @@ class Host:
             node_socket=str(node.config.socket_path()),
             capacity_bytes=node.config.capacity_bytes,
             fetch_wait_seconds=0.2,
+            metadata_wait_seconds=0.2,
             first_sight_seconds=1.0,
         )
         stack.callback(self.engine.close)

@@ -45,7 +45,9 @@ class VirtualBuffer(LedgerBuffer):
 
         self.to_node.send(self.node.handle, request, answer)
 
-    def prefetch(self, keys: Sequence[TensorKey], *, timeout: float = 0.0) -> list[LedgerHandle]:
+    def prefetch(
+        self, keys: Sequence[TensorKey], *, timeout: float = 0.0, wait_seconds: float = 0.0
+    ) -> list[LedgerHandle]:
         for key in keys:  # all takes a while, a miss as well
             self.stored[key.mm_hash] = Stored(needs_fetch=True)
         handles = super().prefetch(keys, timeout=timeout)

@@ -198,6 +198,18 @@ class EcClaims:
             watch.absent.difference_update(claimant.keys)
         return verdict
 
+    def ask_who(self, request_id: str, keys: dict[str, TensorKey], *, until: float) -> Claimant:
+        """Ask who is at work on the items, for a request that cannot encode them: the set of
+        claims waits for whoever has one, and is GRANTED, to be given up at once, where nobody
+        has. To be given to `end_question`."""
+        claimant = Claimant(until, keys)
+        self._intents.want(keys, request_id)
+        self._claim(claimant, self._clock(), 0.0)
+        return claimant
+
+    def end_question(self, request_id: str, claimant: Claimant) -> None:
+        self._give_up(request_id, claimant)
+
     def spare(self, watch: RequestWatch) -> None:
         """The request lacks nothing: what was asked for ahead is not needed."""
         claimant = self._claimants.get(watch.request_id)

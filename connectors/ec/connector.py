@@ -63,6 +63,12 @@ class LookupBufferECConnector(ECConnectorBase):
             self.worker.start()
             self.worker.model_loaded()
 
+    def start_save_caches(self, **kwargs: Any) -> None:
+        # Hosts before 0.30 never call it; it is called in each step of an engine that produces.
+        metadata = self._connector_metadata
+        if self.worker is not None and metadata is not None:
+            self.worker.save_again(kwargs["encoder_cache"], metadata)
+
     def start_load_caches(self, encoder_cache: "dict[str, torch.Tensor]", **kwargs: Any) -> None:
         metadata = self._connector_metadata
         if self.worker is not None and metadata is not None:
@@ -119,10 +125,10 @@ class LookupBufferECConnector(ECConnectorBase):
     def take_unavailable_requests(self) -> set[str]:
         assert self.scheduler is not None
         unavailable = self.scheduler.gate.take_unavailable_requests()
-        for request_id in unavailable:  # its client is told of an error, and not of which
-            message = "request %s fails: it lacks media, and nobody delivered their encoder outputs"
-            self._log.report("unavailable", message, request_id)
-        return unavailable
+        for request_id, why in unavailable.items():  # its client is told of an error, not of which
+            message = "request %s fails: it came without its media, and %s"
+            self._log.report(f"unavailable:{why.reason}", message, request_id, why.text)
+        return set(unavailable)
 
     def request_finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
         # Never True: nothing in vLLM would ever free the request.

@@ -43,9 +43,11 @@ class CurrentBuffer:
             )
         return self._outdated
 
-    def prefetch(self, keys: "Sequence[TensorKey]", *, timeout: float = 0.0) -> list[Prefetched]:
+    def prefetch(
+        self, keys: "Sequence[TensorKey]", *, timeout: float = 0.0, wait_seconds: float = 0.0
+    ) -> list[Prefetched]:
         if not self.outdated:
-            return self._buffer.prefetch(keys, timeout=timeout)
+            return self._buffer.prefetch(keys, timeout=timeout, wait_seconds=wait_seconds)
         return self._in_vain(keys)
 
     def _in_vain(self, keys: "Sequence[TensorKey]") -> list[Prefetched]:

@@ -78,8 +78,6 @@ class EcFetching(ItemSupply):
 
     def _prefetch(self, watch: RequestWatch, items: list[WatchedItem]) -> bool:
         now = self._clock()
-        if now < watch.ask_again_at:
-            return False
         sizes = [self._pins.estimated_bytes(item.num_embeds) for item in items]
         if not self._pins.has_room(sum(sizes)):
             self._lack_room(watch, items, sum(sizes), now)

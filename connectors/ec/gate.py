@@ -15,18 +15,20 @@ from connectors.adapters import Adapters
 from connectors.counters import Counters
 from connectors.ec.answers import Answers
 from connectors.ec.claims import EcClaims, Verdict
+from connectors.ec.deliveries import EcDeliveries, Unavailable
 from connectors.ec.engine_cache import EngineCache
 from connectors.ec.meanings import Meanings
 from connectors.ec.pins import PinTable
+from connectors.ec.republishing import EcRepublishing
 from connectors.ec.shape import EngineShape
 from connectors.ec.supply import Asked, ItemSupply
-from connectors.ec.watch import Phase, RequestWatch
+from connectors.ec.watch import Phase, RequestWatch, WatchedItem
 from connectors.media import Carried
 from connectors.pass_time import PassTimes
 from connectors.settings import ConnectorSettings
 
-# vLLM polls an idle engine's waiting request every 1.4 ms; a node need not be asked as often.
-ASK_AGAIN_SECONDS = 0.01
+NOT_SHAREABLE = Unavailable("not_shareable", "what it names stays on the instance that encoded it")
+AMBIGUOUS = Unavailable("shape", "it gives one name to items of several sizes")
 
 
 class EcGate:
@@ -35,6 +37,9 @@ class EcGate:
     Args:
         supply: has the items that are not encoded here.
         claims: who encodes the rest.
+        deliveries: what requests without media of their own wait for.
+        republishing: what vLLM's own cache holds and nobody else; None on engines that store
+            nothing.
         pins: of what requests without media of their own depend on.
         engine_cache: what vLLM itself holds; kept by `EcScheduler`.
         meanings: of the requests that are watched; kept here.
@@ -48,6 +53,8 @@ class EcGate:
         self,
         supply: ItemSupply,
         claims: EcClaims,
+        deliveries: EcDeliveries,
+        republishing: EcRepublishing | None,
         *,
         pins: PinTable,
         engine_cache: EngineCache,
@@ -63,6 +70,8 @@ class EcGate:
     ) -> None:
         self._supply = supply
         self._claims = claims
+        self._deliveries = deliveries
+        self._republishing = republishing
         self._pins = pins
         self._engine_cache = engine_cache
         self._meanings = meanings
@@ -75,7 +84,7 @@ class EcGate:
         self._counters = counters
         self._clock = clock
         self._watches: dict[str, RequestWatch] = {}
-        self._unavailable: set[str] = set()
+        self._unavailable: dict[str, Unavailable] = {}
 
     def __len__(self) -> int:
         """Requests watched."""
@@ -113,6 +122,10 @@ class EcGate:
         if computed != watch.computed_tokens:
             watch.computed_tokens = computed
             self._drop_passed(watch)
+        if watch.is_dependent:
+            if self._deliveries.still_waits(watch.request_id):
+                return False
+            self._deliveries.take_in(watch)
         if watch.phase is Phase.ANSWERED:
             if not self._is_out_of_date(watch):
                 return True
@@ -168,30 +181,38 @@ class EcGate:
         """A request without media of its own may pass only while everything it needs is pinned."""
         if not watch.is_dependent:
             return True
-        if watch.computed_tokens >= watch.hopeless_end:
-            needed = watch.needed(self._engine_cache, anew=True)
-            rows = {i.identifier: i.num_embeds for i in needed if i.carried is Carried.METADATA}
-            if all(len(watch.meant[name]) == 1 for name in rows) and self._pins.promise_all(rows):
-                # Kept in this pass even if the node dies in it: vLLM would encode what it lacks.
-                for name in rows:
-                    self._answers.promised(name)
+        needed = watch.needed(self._engine_cache, anew=True)
+        items = [item for item in needed if item.carried is Carried.METADATA]
+        why = _hopeless(watch, items)
+        if why is None:
+            if self._promise_all(items):
+                self._deliveries.over(watch.request_id)
                 return True
-            now = self._clock()
-            if watch.hold(now, self._wait_seconds):
-                # Its producer may have answered before the bytes were published.
-                if now >= watch.ask_again_at:
-                    watch.absent.clear()
-                    watch.unclaimed.clear()
-                    watch.phase = Phase.UNASKED
-                    watch.ask_again_at = now + ASK_AGAIN_SECONDS
-                return False
-        if watch.request_id not in self._unavailable:
-            self._unavailable.add(watch.request_id)
-            self._counters.add("unavailable")
+            lacking = [item for item in items if not self._is_here(item)]
+            why = self._deliveries.look(watch, lacking)
+        if why is not None and watch.request_id not in self._unavailable:
+            self._unavailable[watch.request_id] = why
+            self._counters.add(f"unavailable:{why.reason}")
         return False
+
+    def _promise_all(self, items: list[WatchedItem]) -> bool:
+        if not self._pins.promise_all({item.identifier: item.num_embeds for item in items}):
+            return False
+        for item in items:
+            # Kept in this pass even if the node dies in it: vLLM would encode what it lacks.
+            self._answers.promised(item.identifier)
+        return True
+
+    def _is_here(self, item: WatchedItem) -> bool:
+        pin = self._pins.get(item.identifier)
+        return pin is not None and not self._pins.why_unfit(pin, item.num_embeds, any_float=True)
 
     def _ask(self, watch: RequestWatch) -> Asked:
         watch.evictions = self._engine_cache.evictions
+        if not watch.is_checked:
+            watch.is_checked = True
+            if self._republishing is not None:
+                self._republishing.look(watch)
         needed = watch.needed(self._engine_cache)
         if needed:
             return self._supply.ask(watch, needed)
@@ -202,9 +223,9 @@ class EcGate:
         self._meanings.asking = None
         self._times.begin_pass(is_idle=is_idle)
 
-    def take_unavailable_requests(self) -> set[str]:
+    def take_unavailable_requests(self) -> dict[str, Unavailable]:
         """Requests that can get their items neither here nor elsewhere; vLLM fails them."""
-        taken, self._unavailable = self._unavailable, set()
+        taken, self._unavailable = self._unavailable, {}
         return taken
 
     def allocated(self, request_id: str, identifier: str, end: int) -> None:
@@ -213,6 +234,11 @@ class EcGate:
         if watch is not None:
             watch.allocated[identifier] = end
 
+    def lacked(self, request_id: str) -> list[WatchedItem]:
+        """What this request may encode here, for nobody has it."""
+        watch = self._watches.get(request_id)
+        return [i for i in watch.items if i.identifier in watch.absent] if watch else []
+
     def found(self, identifier: str, request_ids: set[str]) -> None:
         """What these requests were told that nobody has will be in vLLM's cache, then stored."""
         for request_id in request_ids & self._watches.keys():
@@ -220,7 +246,8 @@ class EcGate:
 
     def forget(self, request_id: str) -> None:
         """The request finished or was aborted."""
-        self._unavailable.discard(request_id)
+        self._unavailable.pop(request_id, None)
+        self._deliveries.forget(request_id)
         self._claims.forget(request_id)
         watch = self._watches.pop(request_id, None)
         if watch is not None:
@@ -240,3 +267,10 @@ class EcGate:
 
     def _skipped(self, reason: str) -> None:
         self._counters.add(f"skipped:{reason}")
+
+
+def _hopeless(watch: RequestWatch, items: list[WatchedItem]) -> Unavailable | None:
+    """Why it is no use to wait for these items, of which the request has the metadata alone."""
+    if watch.computed_tokens < watch.hopeless_end:
+        return NOT_SHAREABLE
+    return AMBIGUOUS if any(len(watch.meant[item.identifier]) > 1 for item in items) else None

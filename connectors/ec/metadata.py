@@ -39,6 +39,8 @@ class StepMetadata:
     """Items that are encoded in this step and may be stored: identifier -> text of the key."""
     encodes: set[str] = field(default_factory=set)
     """Identifiers of all items that are encoded in this step from media of their own."""
+    lost: dict[str, str] = field(default_factory=dict)
+    """Items of vLLM's own encoder cache that are no longer stored, to be stored again; likewise."""
 
 
 @dataclass(slots=True)

@@ -67,8 +67,9 @@ FAMILIES: Final = (
     ),
     Family(
         "vllm:lookup_buffer_ec_unavailable_requests",
-        "Requests that failed, for they carried no media and nobody delivered the item.",
-        events={"unavailable": ""},
+        "Requests that failed, by why the items that came without media were not to be had.",
+        "reason",
+        {"unavailable": ""},
     ),
     Family(
         "vllm:lookup_buffer_ec_prefetches_over_budget",

@@ -17,6 +17,7 @@ from connectors.adapters import Adapters
 from connectors.counters import Counters, logger
 from connectors.ec.answers import Answers
 from connectors.ec.claims import EcClaims
+from connectors.ec.deliveries import EcDeliveries
 from connectors.ec.engine_cache import EngineCache
 from connectors.ec.fetching import EcFetching
 from connectors.ec.gate import EcGate
@@ -25,12 +26,14 @@ from connectors.ec.locating import EcLocating
 from connectors.ec.meanings import Meanings
 from connectors.ec.metadata import ItemLoad, StepMetadata, WorkerCounts
 from connectors.ec.pins import Pin, PinTable
+from connectors.ec.republishing import EcRepublishing
 from connectors.ec.shape import EngineShape
 from connectors.ec.watch import embeds_of
 from connectors.identifiers import NotShareable, shared_key
 from connectors.media import Carried, carried_by
 from connectors.pass_time import IdleTime, PassTime, PassTimes
 from connectors.settings import ConnectorSettings
+from lookup_buffer.key import TensorKey
 
 if TYPE_CHECKING:
     from connectors.ec.supply import ItemSupply
@@ -101,22 +104,39 @@ class EcScheduler:
         self._from_media: set[str] = set()
         self._encodes: list[tuple[str, str, int]] = []
         """Of this pass: identifier, request, and position in it."""
+        self._encoded_rows = 0
+        """Of these."""
         times = PassTimes(
             PassTime(settings.first_sight_seconds, clock),
             IdleTime(settings.idle_wait_seconds, clock),
         )
         self._supply = self._make_supply(settings, times, clock)
-        self.gate = EcGate(
+        self._republishing = EcRepublishing(buffer, self._engine_cache, clock=clock)
+        self.gate = self._make_gate(settings, times, clock)
+
+    def _make_gate(
+        self, settings: ConnectorSettings, times: PassTimes, clock: Callable[[], float]
+    ) -> EcGate:
+        deliveries = EcDeliveries(
+            self._buffer,
+            self.pins,
+            self.claims,
+            wait_seconds=settings.metadata_wait_seconds,
+            clock=clock,
+        )
+        return EcGate(
             self._supply,
             self.claims,
+            deliveries,
+            self._republishing if self._shape.is_producer else None,
             pins=self.pins,
             engine_cache=self._engine_cache,
             meanings=self.meanings,
             answers=self._answers,
             times=times,
             settings=settings,
-            shape=shape,
-            metadata_fields=metadata_fields,
+            shape=self._shape,
+            metadata_fields=self._metadata_fields,
             adapters=self._adapters,
             counters=self.counters,
             clock=clock,
@@ -149,7 +169,8 @@ class EcScheduler:
 
         The answer holds for the rest of the pass, whatever happens to the item meanwhile.
         """
-        if identifier in self._engine_cache:  # vLLM asks only for what its own cache lacks
+        # vLLM asks only for what its own cache lacks.
+        if identifier in self._engine_cache or self._engine_cache.is_empty(identifier):
             self._engine_cache.discard(identifier)
             self._lost.add(identifier)
         asked = identifier, self.meanings.of(identifier)
@@ -165,18 +186,22 @@ class EcScheduler:
         """vLLM made room for an item in its own cache, to load it or to encode it."""
         feature = request.mm_features[index]
         identifier: str = feature.identifier
-        self._engine_cache.add(identifier)
         self._allocated[identifier] = request.request_id
         position = feature.mm_position
         self.gate.allocated(request.request_id, identifier, position.offset + position.length)
         if not is_hit:
             self.pins.discard(identifier)
             self._encodes.append((identifier, request.request_id, index))
-            self._encode(request, feature)
+            self._encoded_rows += embeds_of(feature)
+            self._engine_cache.add(identifier, self._encode(request, feature))
         elif not self._shape.is_consumer:
+            self._engine_cache.add_empty(identifier)
             self.counters.add("encode_skipped")
-        elif identifier not in self._loads:
-            self._load(request, feature)
+        else:
+            if identifier not in self._loads:
+                self._load(request, feature)
+            _, pin = self._loads[identifier]
+            self._engine_cache.add(identifier, None if pin is None else pin.handle.key)
 
     def _load(self, request: Any, feature: Any) -> None:
         pin = self.pins.take(feature.identifier)
@@ -193,21 +218,26 @@ class EcScheduler:
         self.counters.add(f"loaded_{where}_bytes", order.nbytes)
         self._record(request.request_id, feature.identifier, source, order.nbytes)
 
-    def _encode(self, request: Any, feature: Any) -> None:
+    def _encode(self, request: Any, feature: Any) -> TensorKey | None:
+        """The key under which the output may be stored."""
         self._record(request.request_id, feature.identifier, "encoded", 0)
         if carried_by(feature, self._metadata_fields) is not Carried.MEDIA:
-            return
+            return None
         self._from_media.add(feature.identifier)
         if not self._shape.is_producer:
-            return
+            return None
         try:
             mm_hash = getattr(feature, "mm_hash", None)
             key = shared_key(feature.identifier, request, self._adapters, mm_hash)
         except NotShareable:
-            return  # counted when the request was first seen
-        self._saves[feature.identifier] = key.text
-        others = self.claims.encodes(request.request_id, feature.identifier, key)
-        self.gate.found(feature.identifier, others)
+            return None  # counted when the request was first seen
+        self._save(request.request_id, feature.identifier, key)
+        return key
+
+    def _save(self, request_id: str, identifier: str, key: TensorKey) -> None:
+        """The item is encoded in the step that is being built, and stored after it."""
+        self._saves[identifier] = key.text
+        self.gate.found(identifier, self.claims.encodes(request_id, identifier, key))
 
     def _record(self, request_id: str, identifier: str, source: str, nbytes: int) -> None:
         self.records.append(ItemRecord(request_id, identifier, source, nbytes))
@@ -238,10 +268,13 @@ class EcScheduler:
         # V1 workers skip a step without tokens before they come to us (encode-only ones do not).
         runs = scheduler_output.total_num_scheduled_tokens > 0 or not self._shape.is_consumer
         if runs:
+            if not self._shape.is_consumer:
+                self._encode_what_was_skipped(scheduler_output)
             self._see_what_runs(scheduler_output.scheduled_encoder_inputs)
             metadata.mm_datas = [load for load, _ in self._loads.values()]
             metadata.saves = self._saves
             metadata.encodes = self._from_media
+            metadata.lost = self._republishing.take()
             self.pins.fly(self._step, [pin for _, pin in self._loads.values() if pin is not None])
             self._loads = {}
             self._saves = {}
@@ -253,11 +286,35 @@ class EcScheduler:
         self.gate.end_pass(is_idle=not scheduler_output.total_num_scheduled_tokens)
         return metadata
 
+    def _encode_what_was_skipped(self, scheduler_output: Any) -> None:
+        """Have encoded what an engine that only encodes had skipped, because it was stored, and the
+        buffer has lost since: vLLM takes it for encoded, asks nobody, and would never encode it.
+        Its cache has the room already; the step's encodes stay within vLLM's bound.
+
+        The one place where we write into what vLLM has scheduled.
+        """
+        for request_id in scheduler_output.num_scheduled_tokens:
+            for item in self.gate.lacked(request_id):
+                rows = self._encoded_rows + item.num_embeds
+                if not self._engine_cache.is_empty(item.identifier) or (
+                    self._encodes and rows > self._shape.encode_rows
+                ):
+                    continue
+                scheduled = scheduler_output.scheduled_encoder_inputs
+                scheduled.setdefault(request_id, []).append(item.index)
+                self._encodes.append((item.identifier, request_id, item.index))
+                self._encoded_rows = rows
+                self._record(request_id, item.identifier, "encoded", 0)
+                self._from_media.add(item.identifier)
+                self._engine_cache.add(item.identifier, item.key)
+                self._save(request_id, item.identifier, item.key)
+
     def _see_what_runs(self, scheduled: Mapping[str, Sequence[int]]) -> None:
         for identifier, request_id, index in self._encodes:
             if index not in scheduled.get(request_id, ()):
                 self.claims.not_run(identifier)
         self._encodes.clear()
+        self._encoded_rows = 0
 
     def heard(self, report: WorkerCounts) -> None:
         """What the workers told of a step."""

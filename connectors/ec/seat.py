@@ -47,6 +47,7 @@ def engine_shape(vllm_config: Any) -> EngineShape:
         embed_bytes=int(model.get_hidden_size()) * itemsize,
         adapters_encode=reach_encoder(vllm_config),
         outputs=_encoder_outputs(vllm_config),
+        encode_rows=int(vllm_config.scheduler_config.max_num_encoder_input_tokens),
     )
 
 

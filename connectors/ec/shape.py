@@ -19,3 +19,5 @@ class EngineShape:
     """Whether LoRA adapters have a part in encoder outputs."""
     outputs: EncoderOutputs = field(default_factory=EncoderOutputs)
     """What encoder outputs of this engine look like."""
+    encode_rows: int = 0
+    """Rows that vLLM encodes in one step at most."""

@@ -31,6 +31,8 @@ class WatchedItem:
     num_embeds: int
     carried: Carried
     modality: str
+    index: int
+    """Among the request's features (of its last occurrence)."""
 
 
 class Phase(enum.Enum):
@@ -50,10 +52,10 @@ class RequestWatch:
     """One request. Fields are written by the gate, and by its supply and claims."""
 
     __slots__ = (
-        "absent", "allocated", "ask_again_at", "awaits_room", "computed_tokens", "evictions",
-        "feature_count", "held_at", "held_seconds", "hopeless_end", "is_running", "items",
-        "items_end", "meant", "metadata_only", "over_budget", "phase", "preemptions", "request_id",
-        "room_since", "room_waited_seconds", "unclaimed", "wanted",
+        "absent", "allocated", "awaits_room", "computed_tokens", "evictions", "feature_count",
+        "held_at", "held_seconds", "hopeless_end", "is_checked", "is_running", "items", "items_end",
+        "meant", "metadata_only", "over_budget", "phase", "preemptions", "request_id", "room_since",
+        "room_waited_seconds", "unclaimed", "wanted",
     )  # fmt: skip
 
     def __init__(self, request_id: str) -> None:
@@ -69,6 +71,8 @@ class RequestWatch:
         """Whether an item cannot be encoded here, so that the request depends on its pin."""
         self.hopeless_end = 0
         """End of the last item that can neither be encoded here nor come from elsewhere."""
+        self.is_checked = False
+        """Whether it was looked whether what vLLM's cache holds of its items is still stored."""
         self.computed_tokens = 0
         self.preemptions = 0
         self.is_running = False
@@ -78,7 +82,6 @@ class RequestWatch:
         something else."""
         self.held_seconds = 0.0
         """How long it was held back for bytes, in all; never reset."""
-        self.ask_again_at = 0.0
         self.room_since: float | None = None
         """Since when the pins of other requests leave no room for its own; None while they do."""
         self.room_waited_seconds = 0.0
@@ -110,7 +113,7 @@ class RequestWatch:
         by_identifier: dict[str, WatchedItem] = {}
         self.meant = {}
         self.items_end = self.hopeless_end = 0
-        for feature in features:
+        for index, feature in enumerate(features):
             position = feature.mm_position
             end = position.offset + position.length
             self.items_end = max(self.items_end, end)
@@ -129,11 +132,12 @@ class RequestWatch:
                 continue
             meant.add((key, rows))
             by_identifier[feature.identifier] = WatchedItem(
-                feature.identifier, key, end, rows, carried, feature.modality
+                feature.identifier, key, end, rows, carried, feature.modality, index
             )
         self.items = list(by_identifier.values())
         self.metadata_only = any(item.carried is Carried.METADATA for item in self.items)
         self.feature_count = len(features)
+        self.is_checked = False
         self.phase = Phase.UNASKED
 
     def follow(self, request: Any, computed: int) -> None:

@@ -32,6 +32,10 @@ LAST_RESORT_SECONDS = 5.0
 RETRY_SECONDS = 0.02
 SELECT_SECONDS = 0.5
 INSERT_SECONDS = 5.0
+NODE_BACK_SECONDS = 10.0
+"""A node that was lost is waited for so long, once: another may be starting in its place, and who
+carries no media depends on what this engine stores. Later outputs are dropped until it is back."""
+LOOK_FOR_NODE_SECONDS = 0.05
 COPIES_SECONDS = 2.0
 
 
@@ -51,7 +55,7 @@ class WorkerSeat:
 
 
 class EcWorker:
-    """See the module. `load` and `save` never raise.
+    """See the module. `load`, `save` and `save_again` never raise.
 
     Args:
         open_buffer: connects to the node; called once, by `start`.
@@ -84,6 +88,7 @@ class EcWorker:
         """Items that the step before encoded."""
         self._encoded: set[Form] = set()
         self._told: set[Form] = set()
+        self._node_lost_at: float | None = None
         self.counters = counters or Counters()
         self._log = log or RateLimitedLog()
         self._clock = clock
@@ -213,20 +218,30 @@ class EcWorker:
         self, encoder_cache: "dict[str, torch.Tensor]", identifier: str, metadata: StepMetadata
     ) -> None:
         """Queue a fresh output, if the scheduler said that it may be stored."""
-        if self.saves is None or self._copies is None:
-            return
         key = metadata.saves.get(identifier)
-        if key is None:
+        if key is not None:
+            self._offer(key, encoder_cache[identifier])
+
+    def save_again(self, encoder_cache: "dict[str, torch.Tensor]", metadata: StepMetadata) -> None:
+        """Queue what vLLM's cache holds and the buffer has lost. What vLLM has dropped meanwhile it
+        encodes, and that is stored like any other."""
+        for identifier, key in metadata.lost.items():
+            output = encoder_cache.get(identifier)
+            if output is not None:
+                self._offer(key, output)
+
+    def _offer(self, key: str, output: "torch.Tensor") -> None:
+        if self.saves is None or self._copies is None:
             return
         if self._weights_changed():
             self.counters.add("save_skipped:weights_changed")
             self._give_up(key)
             return
         try:  # Each call into torch costs this thread up to 40 µs when its caches are cold.
-            kept = self._copies.keep(encoder_cache[identifier])
+            kept = self._copies.keep(output)
         except Exception as error:  # noqa: BLE001 -- a copy for which there is no memory, for one
             self.counters.add("save_skipped:internal")
-            self._log.report("keep", "item %s is not stored: %s", identifier, error)
+            self._log.report("keep", "item %s is not stored: %s", key, error)
             self._give_up(key)
             return
         self.saves.offer(key, kept)
@@ -255,6 +270,18 @@ class EcWorker:
             return self._insert_from_host(key, on_host, on_stored=on_stored)
 
     def _insert_from_host(self, key: str, on_host: "torch.Tensor", **told: Any) -> bool:
+        while True:
+            try:
+                return self._insert_now(key, on_host, **told)
+            except NodeUnavailable:
+                now = self._clock()
+                if self._node_lost_at is None:
+                    self._node_lost_at = now
+                if now - self._node_lost_at >= NODE_BACK_SECONDS:
+                    raise
+            time.sleep(LOOK_FOR_NODE_SECONDS)
+
+    def _insert_now(self, key: str, on_host: "torch.Tensor", **told: Any) -> bool:
         assert self._buffer is not None, "the queue starts after the buffer"
         outcome = self._buffer.insert(
             TensorKey.parse(key),
@@ -263,6 +290,7 @@ class EcWorker:
             timeout=INSERT_SECONDS,
             **told,
         )
+        self._node_lost_at = None
         return outcome is InsertOutcome.STORED
 
     def _give_up(self, key: str) -> None:

@@ -78,7 +78,7 @@ class Desk:
     def __post_init__(self) -> None:
         self.prefetches = Prefetches(
             self.loop, self.resolver, self.loans, self.lanes, self.claims, self.claim_sets,
-            self.counters, self._try_hold,
+            self.counters, self.waiting, self._try_hold,
         )  # fmt: skip
 
     # -- sessions

@@ -1,13 +1,15 @@
 """Prefetches: what a session wants brought here and pinned, and how it is told of it.
 
 What is here is answered at once; what comes by a lane, over the hosts or as a loan, when it has
-come. Runs on the loop's thread.
+come; and what is nowhere, where the session waits for it, when it is published. Runs on the loop's
+thread.
 """
 
 import asyncio
 import functools
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from lookup_buffer.counters import Counters
@@ -19,11 +21,15 @@ from lookup_buffer.node.claims import Claims
 from lookup_buffer.node.lanes import Lanes
 from lookup_buffer.node.loans import Loans
 from lookup_buffer.node.resolver import Resolver
+from lookup_buffer.node.selection import Selection
 from lookup_buffer.node.session import Session
+from lookup_buffer.node.waiting import Waiting
 from lookup_buffer.request import Request
 
 ENTRIES_MAX = 1024
 """Entries in one event: at most a kilobyte each, and a frame takes a mebibyte."""
+AWAITED_MAX = 4096
+"""Keys that one session waits for at a time; more are answered as if it did not wait."""
 AHEAD_SECONDS = 0.05
 """No prefetch waits longer for the claims asked for with it, which may be many, one by one."""
 
@@ -37,8 +43,11 @@ class Prefetches:
     claims: Claims
     claim_sets: ClaimSets
     counters: Counters
+    waiting: Waiting
     try_hold: Callable[[Session, Address], dict[str, Any] | None]
     """How an address stands for a session that it is now pinned for; None where it is not here."""
+    _awaited: Counter[int] = field(default_factory=Counter)
+    """By session: how many keys it waits for."""
 
     def prefetch(self, session: Session, request: Prefetch) -> None:
         entries: list[tuple[int, dict[str, Any]]] = []
@@ -66,10 +75,14 @@ class Prefetches:
             if not session.over:
                 _push(session, request, [(index, entry) for index in pending[address]])
 
+        def over_the_hosts(rest: list[Address]) -> None:
+            if not request.claimer and self._may_wait(session, request, len(rest)):
+                self._wait(session, request, {address: pending[address] for address in rest})
+            else:
+                self.resolver.resolve(rest, settle)
+
         def resolve() -> None:
-            self.lanes.bring(
-                session, shared, taken, lambda rest: self.resolver.resolve(rest, settle)
-            )
+            self.lanes.bring(session, shared, taken, over_the_hosts)
 
         if request.claimer:
             self._claim_ahead(session, request, resolve)
@@ -94,6 +107,34 @@ class Prefetches:
             located()
         self.loop.call_later(AHEAD_SECONDS, located)
         self.claim_sets.ask(session, wish, told, located)
+
+    def _may_wait(self, session: Session, request: Prefetch, count: int) -> bool:
+        return bool(request.wait_seconds) and self._awaited[session.id] + count <= AWAITED_MAX
+
+    def _wait(self, session: Session, request: Prefetch, pending: dict[Address, list[int]]) -> None:
+        """Bring these here, and wait for those that nobody has until somebody publishes them."""
+        until = self.loop.time() + request.wait_seconds
+        for address, indexes in pending.items():
+            self._awaited[session.id] += 1
+
+            def look(
+                reason: str, last: bool, address: Address = address, indexes: list[int] = indexes
+            ) -> bool:
+                is_here = self.resolver.shelf.holds(address)
+                is_over = last or is_here or session.over
+                if is_over:
+                    self._forget_awaited(session)
+                    self._settled(session, request, indexes, reason)
+                return is_over
+
+            Selection(
+                self.loop, self.resolver, self.waiting, address, until, look, lambda _: None
+            ).begin()
+
+    def _forget_awaited(self, session: Session) -> None:
+        self._awaited[session.id] -= 1
+        if not self._awaited[session.id]:
+            del self._awaited[session.id]
 
     def _settled(
         self, session: Session, request: Prefetch, indexes: list[int], reason: str
