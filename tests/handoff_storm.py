@@ -23,7 +23,8 @@ from lookup_buffer.key import TensorKey
 from nodes import ClientProcess, NodeProcess
 
 CONSUMERS_PER_PROCESS = 8
-TIMEOUT_SECONDS = 10.0
+TIMEOUT_SECONDS = 20.0
+"""For what may be inserted only meanwhile, and whose owner's death is noticed within 7 s."""
 HANG_SECONDS = TIMEOUT_SECONDS + 15.0
 """A take that says nothing for so long hangs: its time, a lease, a transfer, and then some."""
 AWAY_SECONDS = 0.3
