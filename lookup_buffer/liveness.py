@@ -82,6 +82,11 @@ class Liveness:
         silent = self._observed_at - since
         return silent if silent > self._dead_after_seconds else 0.0
 
+    def sees(self, node: str, boot: str) -> bool:
+        """Whether the last readings had this boot: it may have died since, but was not replaced."""
+        seen = self._sightings.get(node)
+        return seen is not None and seen.boot == boot
+
     def boots(self) -> Iterable[tuple[str, str]]:
         """(node, boot) of all that have not left, alive or not."""
         return [(node, seen.boot) for node, seen in self._sightings.items()]

@@ -24,7 +24,8 @@ from nodes import ClientProcess, NodeProcess
 from patience import scaled
 
 CONSUMERS_PER_PROCESS = 8
-TIMEOUT_SECONDS = scaled(10.0)
+TIMEOUT_SECONDS = scaled(20.0)
+"""For what may be inserted only meanwhile, and whose owner's death is noticed within 7 s."""
 HANG_SECONDS = TIMEOUT_SECONDS + 15.0
 """A take that says nothing for so long hangs: its time, a lease, a transfer, and then some."""
 AWAY_SECONDS = 0.3

@@ -23,13 +23,14 @@ from lookup_buffer.messages import (
     Take,
 )
 from lookup_buffer.namespace import Namespace
-from lookup_buffer.node.owners import IDLE_SECONDS, UNREACHED, Answer, Owner
+from lookup_buffer.node.owners import IDLE_SECONDS, UNREACHED, Answer, Owner, again_seconds
 from lookup_buffer.prefetched import LoadOrder
 from lookup_buffer.request import Request
 from lookup_buffer.wire import encode_frame
 from nodes import NodeProcess, Nodes, at_rest, handoff, wait_until
 from ports import free_port
 from store import EmbeddedServer, Location
+from virtual_nodes import VirtualLoop
 
 NAMESPACE = Namespace.named("tests").fingerprint
 
@@ -208,30 +209,62 @@ def test_what_no_owner_says_is_refused(answer: object) -> None:
         Answer.parse(answer)
 
 
-def test_a_link_is_ended_when_nobody_has_needed_it_for_long() -> None:
-    """Beyond the last lease on it, for with the link ends what was taken by way of it."""
-    loop, now, ended = asyncio.new_event_loop(), [100.0], list[Owner]()
-    owner = Owner(Location("node", "boot", 1, 1), ended.append, lambda: now[0])
+class AheadOfTime(asyncio.SelectorEventLoop):
+    """Its clock can be put forward."""
+
+    ahead_seconds = 0.0
+
+    def time(self) -> float:
+        return super().time() + self.ahead_seconds
+
+    def run_for(self, seconds: float) -> None:
+        self.call_later(seconds, self.stop)
+        self.run_forever()
+
+
+def test_a_link_is_needed_until_the_last_lease_on_it_is_over() -> None:
+    """For with the link ends what was taken by way of it."""
+    loop, connecting = AheadOfTime(), list[Owner]()
+    owner = Owner(Location("node", "boot", 1, 1), "tcp://nowhere:1", loop, connecting.append)
     ours, theirs = socket.socketpair()
     answers = list[Answer]()
     owner.ask(Take(1, NAMESPACE, "k@1", 5.0), answers.append)
-    owner.connected(loop, ours)
-    now[0] += 2 * IDLE_SECONDS
+    loop.run_for(0.1)
+    assert connecting == [owner]
+    owner.connected(ours)
+    loop.ahead_seconds += 2 * IDLE_SECONDS
     idle = [owner.is_idle]  # not while somebody waits for an answer
     theirs.sendall(encode_frame({"id": 1, "state": "leased", "lease_seconds": 200.0}))
-    loop.call_later(0.2, loop.stop)
-    loop.run_forever()
+    loop.run_for(0.2)
     assert [answer.state for answer in answers] == ["leased"]
     for seconds in (200.0 + IDLE_SECONDS - 1.0, 2.0):
-        now[0] += seconds
+        loop.ahead_seconds += seconds
         idle.append(owner.is_idle)
     assert idle == [False, False, True]
     owner.ask(Take(2, NAMESPACE, "k@1", 5.0), answers.append)
     theirs.close()
-    loop.call_later(0.2, loop.stop)
-    loop.run_forever()
-    assert (ended, answers[1]) == ([owner], UNREACHED), "who asked is told that it ended"
+    loop.run_for(0.2)
+    assert answers[1] is UNREACHED, "who asked is told that the link ended"
     loop.close()
+
+
+def test_attempts_to_connect_are_paced_and_end_with_the_questions() -> None:
+    loop, connecting, told = VirtualLoop(), list[Owner](), list[Answer]()
+    parts: Any = loop
+    owner = Owner(Location("node", "boot", 1, 1), "tcp://nowhere:1", parts, connecting.append)
+    for attempt in range(10):
+        owner.ask(Take(attempt, NAMESPACE, "k@1", 5.0), told.append)
+        if attempt:
+            loop.run(again_seconds(attempt) * 0.9)
+            assert len(connecting) == attempt, "not yet"
+        loop.run(again_seconds(10))
+        assert len(connecting) == attempt + 1
+        owner.unreached()
+        assert told == [UNREACHED] * (attempt + 1)
+    owner.ask(Take(20, NAMESPACE, "k@1", 5.0), told.append)
+    owner.withdraw(Leave(21, 20))
+    loop.run(10.0)
+    assert len(connecting) == 10, "nobody asks any more"
 
 
 def test_a_token_is_its_sessions_alone(producer: Producer) -> None:

@@ -164,11 +164,50 @@ def test_locations_of_the_long_dead_are_remembered_when_they_are_found(fleet: Fl
     held = (at("a"), at("b"), at("us"), at("b", "older"), at("us", "older"))
     found = fleet.directory.sources(record._replace(locations=held))
     assert found == ((at("b"), "tcp://b:1"),)
+    assert fleet.directory.take_void(10) == [(("ns", "k"), at("a"))], "others may be too young"
+    fleet.pass_seconds(1, "us", "b")
+    fleet.directory.sources(record._replace(locations=held))
     void = fleet.directory.take_void(10)
     assert void == [
         (("ns", "k"), at("a")), (("ns", "k"), at("b", "older")), (("ns", "k"), at("us", "older"))
     ]  # fmt: skip
     assert fleet.directory.take_void(10) == []
+
+
+def test_a_boot_that_is_too_young_to_be_known_is_not_dead(fleet: Fleet) -> None:
+    """It beats before it publishes, so only a later reading of the beats can tell."""
+    fleet.pass_seconds(10, "us", "a")
+    assert not fleet.directory.is_dead(at("new")), "it may have begun to beat just now"
+    assert not fleet.directory.is_dead(at("a", "next"))
+    away = MemoryStore()
+    away.close()
+    fleet.clock.now += 0.5
+    fleet.directory.meet(away, [a_record("ns", "k")._replace(locations=(at("new"),))])
+    assert not fleet.directory.is_dead(at("new")), "the store did not answer"
+    fleet.pass_seconds(1, "us", "a", "new")
+    assert not fleet.directory.is_dead(at("new"))
+    assert fleet.directory.is_dead(at("a", "next")), "there is no such boot"
+
+
+def test_a_boot_that_was_replaced_is_dead_at_once(fleet: Fleet) -> None:
+    fleet.pass_seconds(10, "us", "a", "b")
+    fleet.clock.now += 1.0
+    (old,) = [beat for node, beat in fleet.store.beats().items() if node == "a"]
+    fleet.store.beat("a", "next", 1, replacing=old)
+    assert not fleet.directory.is_dead(at("a"))
+    fleet.directory.refresh(fleet.store)
+    assert fleet.directory.is_dead(at("a"))
+    assert fleet.directory.is_replaced(at("a"))
+    assert not fleet.directory.is_dead(at("a", "next"))
+
+
+def test_a_boot_that_is_silent_is_dead_but_not_replaced(fleet: Fleet) -> None:
+    fleet.pass_seconds(3, "us", "a")
+    fleet.pass_seconds(4, "us")
+    assert not fleet.directory.is_dead(at("a"))
+    fleet.pass_seconds(3, "us")
+    assert fleet.directory.is_dead(at("a"))
+    assert not fleet.directory.is_replaced(at("a")), "it may thaw"
 
 
 def test_what_it_remembers_is_bounded_and_judged_again(fleet: Fleet) -> None:

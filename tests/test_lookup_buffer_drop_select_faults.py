@@ -28,8 +28,10 @@ from patience import scaled
 from peer_proxy import PeerProxy, behind
 from servers import StartServer, flush, frozen
 
-DEAD_SECONDS = 6.0
-"""Within so long a node that is stopped is taken for dead."""
+DEAD_SECONDS = 7.0
+"""Within so long a node that is killed or stopped is taken for dead, on a machine that is idle."""
+SLACK = 3.0
+"""By so much longer may things take where it is not."""
 TAKER = """
 from lookup_buffer.loading import Loading
 
@@ -183,10 +185,28 @@ def test_a_stopped_taker_loses_it_to_the_next(
     nothing_held(owner, node)
 
 
-def test_a_killed_owner_is_missing_to_all_who_wait(
+def test_who_stands_in_line_in_vain_is_told_that_another_has_it(
     start_node: StartNode, takers: Callable[..., ClientProcess]
 ) -> None:
     owner, node = owner_of(start_node), start_node()
+    name = handoff()
+    with owner.client() as producer, node.client() as buffer:
+        producer.insert(name, tensor_of("line", MIB))
+        taker = takers(owner, name)
+        assert taker.hear() == "taken"
+        with pytest.raises(LookupTimeout, match="taken"):
+            buffer.drop_select(name, timeout=0.5)
+        taker.kill()
+        assert buffer.drop_select(name, timeout=20.0) is not None
+    nothing_held(owner, node)
+
+
+def test_a_killed_owner_is_missing_to_all_who_wait(
+    start_node: StartNode, takers: Callable[..., ClientProcess]
+) -> None:
+    """Both by the failure detector alone, who stands in line and who comes later; who is just
+    acknowledging is told when its lease is surely over."""
+    owner, node = owner_of(start_node, handoff_lease_seconds=10.0), start_node()
     name, untouched, never = handoff(), handoff(), handoff()
     with owner.client() as producer, node.client() as late:
         producer.insert(name, tensor_of("lost", MIB))
@@ -200,10 +220,10 @@ def test_a_killed_owner_is_missing_to_all_who_wait(
         owner.kill()
         killed = time.monotonic()
         assert in_line.end() == {"MissingTensor": 5}
-        assert max(at for _, at in in_line.outcomes) - killed < DEAD_SECONDS
+        assert max(at for _, at in in_line.outcomes) - killed < DEAD_SECONDS * SLACK
         with pytest.raises(MissingTensor):
             late.drop_select(untouched, timeout=60.0)
-        assert time.monotonic() - killed < DEAD_SECONDS + 2.0
+        assert time.monotonic() - killed < DEAD_SECONDS * SLACK
         taker.say("go on")
         assert taker.hear() == "MissingTensor"
         assert elsewhere.end() == {"LookupTimeout": 1}, "what was never there is not lost"
@@ -222,7 +242,7 @@ def test_a_stopped_owner_is_missing_and_gives_nothing_twice(start_node: StartNod
             waiters = Waiters(node, name, 4, timeout=60.0)
             started = time.monotonic()
             assert waiters.end() == {"MissingTensor": 4}
-            assert time.monotonic() - started < DEAD_SECONDS + 4.0
+            assert time.monotonic() - started < DEAD_SECONDS * SLACK
         # It lives again as soon as it is seen to. What they had asked for is taken by nobody.
         wait_until(lambda: taker.has_caches([name], timeout=1.0)[0], 5.0)
         assert taker.drop_select(name, timeout=20.0) is not None

@@ -8,7 +8,12 @@ import pytest
 from lookup_buffer.counters import Counters
 from lookup_buffer.errors import ProtocolError
 from lookup_buffer.header import TensorHeader
-from lookup_buffer.node.handoffs import BYTES_PER_SECOND_MIN, Handoffs, Lease
+from lookup_buffer.node.handoffs import (
+    BYTES_PER_SECOND_MIN,
+    REMEMBERED_SECONDS,
+    Handoffs,
+    Lease,
+)
 from lookup_buffer.node.shelf import Shelf
 from virtual_nodes import VirtualLoop
 
@@ -98,8 +103,10 @@ def test_who_acknowledges_wins_and_may_ask_again(owner: Owner) -> None:
     owner.handoffs.give_back(taker.token)  # too late to think better of it
     assert not owner.is_there()
     assert owner.handoffs.counters.totals()["handoffs_taken"] == 1
-    owner.loop.run(LEASE_SECONDS + 1)
-    assert not owner.handoffs.acknowledge(taker.token), "for one lease, not for ever"
+    owner.loop.run(LEASE_SECONDS + 1.0)
+    assert owner.handoffs.acknowledge(taker.token), "his link may have broken, and he asks again"
+    owner.loop.run(REMEMBERED_SECONDS)
+    assert not owner.handoffs.acknowledge(taker.token), "for so long, not for ever"
 
 
 def test_who_finds_nothing_is_told_so(owner: Owner) -> None:

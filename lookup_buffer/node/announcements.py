@@ -4,8 +4,10 @@ An insert is answered when the store has it: from then on every node finds the h
 that it was lost with this node. The store may say instead that another node has that key. Only that
 node knows whether it still does, so it is asked: if so, ours is dropped, and its producer hears
 that the key exists; if not, or if that node is dead, its location is struck out and ours published.
-Until then nobody takes it here. A store that does not answer is not waited for: it is told when it
-does, and what is on two nodes by then becomes one. Runs on the loop's thread.
+A node that cannot be reached is not dead: it is asked again until the directory says that it is, or
+the producer waits no longer. Until then nobody takes it here. A store that does not answer is not
+waited for: it is told when it does, and what is on two nodes by then becomes one. Runs on the
+loop's thread.
 """
 
 import asyncio
@@ -101,9 +103,10 @@ class Announcements:
         address = one.item.address
         contested, late = address in self._contests, self.loop.time() >= one.until
         if contested and late:
-            del self._contests[address]
             self.shelf.remove(one.item, "elsewhere")
             self._settle(one, NodeUnavailable(f"{address[1]} is on a node that does not answer"))
+            if address not in self._waiting:  # else a newer insert goes on contending
+                self._contests.pop(address, None)
         elif not contested and (late or self.registrar.failing or one.item.gone):
             self._settle(one, InsertOutcome.STORED)
         else:
@@ -130,6 +133,8 @@ class Announcements:
             self._look(contest)
 
     def _look(self, contest: _Contest) -> None:
+        if self._is_over(contest):
+            return
         if self.shelf.peek(contest.address) is None:
             self._contests.pop(contest.address, None)  # nothing to contend for any more
             return
@@ -154,10 +159,12 @@ class Announcements:
         if endpoint is not None:
             owner = self.owners.at(location, endpoint)
             owner.ask(Holds(self.owners.next_number(), *contest.address), answered)
-        else:  # it may also be too young to be known
+        else:
             answered(GONE if self.directory.is_dead(location) else UNREACHED)
 
     def _answered(self, contest: _Contest, location: Location, answer: Answer) -> None:
+        if self._is_over(contest):
+            return
         contest.unanswered -= 1
         if answer.state == "present":
             contest.lost_to = location.node
@@ -173,6 +180,10 @@ class Announcements:
             self.loop.call_later(AGAIN_SECONDS, self._look, contest)
         else:
             self._publish(contest)
+
+    def _is_over(self, contest: _Contest) -> bool:
+        """Its insert waits no longer, or the store has ours by now."""
+        return self._contests.get(contest.address) is not contest
 
     def _publish(self, contest: _Contest) -> None:
         contest.published = True

@@ -5,6 +5,7 @@ not known yet. Any thread may ask. It also remembers locations of the dead that 
 for the registrar to withdraw.
 """
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -23,6 +24,9 @@ LONG_DEAD_SECONDS = 60.0
 frozen then has to publish all it has anew."""
 VOID_MAX = 1000
 """Bound on locations of dead nodes that are remembered; more are found when they are asked for."""
+UNSEEN_MAX = 1000
+"""Bound on boots that do not beat and are remembered; of others it takes one more reading of the
+beats until they count as dead."""
 
 
 class Directory:
@@ -37,6 +41,8 @@ class Directory:
         self._liveness = Liveness()
         self._infos: dict[tuple[str, str], NodeInfo] = {}
         self._void: dict[tuple[Address, Location], None] = {}
+        self._unseen_since: dict[tuple[str, str], float] = {}
+        """Of boots that do not beat: when they were first asked about, by the clock."""
         self._endpoints: dict[tuple[str, str], str] = {}
         self.refreshed_at = -REFRESH_SECONDS_MIN
         """When the last reading of the beats was begun, by the clock: what beat before is in it."""
@@ -68,6 +74,8 @@ class Directory:
             complete = now - self._lost_at >= DEAD_AFTER_SECONDS
             self._liveness.observe(observed, now, complete=complete)
             boots = set(self._liveness.boots())
+            for boot in self._infos.keys() - boots:
+                self._note_unseen(boot, -math.inf)  # it did beat, so it is not too young to
             self._infos = {boot: info for boot, info in self._infos.items() if boot in boots}
             unknown = [node for node, boot in boots if (node, boot) not in self._infos]
         infos: dict[str, NodeInfo] = {}
@@ -118,7 +126,7 @@ class Directory:
             endpoint = self.endpoint(location)
             if endpoint is not None:
                 sources.append((location, endpoint))
-            elif self.dead_seconds(location) >= LONG_DEAD_SECONDS:
+            elif self.is_dead(location) and self.dead_seconds(location) >= LONG_DEAD_SECONDS:
                 self._note_void((record.namespace, record.key), location)
         return tuple(sources)
 
@@ -135,11 +143,25 @@ class Directory:
     # -- the dead
 
     def is_dead(self, location: Location) -> bool:
-        """Whether this boot of another node was seen to be dead, and not only not seen to live.
+        """Whether this boot of another node was seen to be dead, and not only not seen to live:
+        its beat stood still, it left, or another boot took its place.
 
-        See `dead_seconds` for when that is to be believed.
+        A boot that was never seen may be too young. It beats before it publishes, so it is dead
+        when a reading of the beats that began after this was first called does not have it.
         """
-        return self.endpoint(location) is None and self.dead_seconds(location) > 0
+        boot = (location.node, location.boot)
+        if boot in self._endpoints:
+            return False
+        with self._lock:
+            if not self._liveness.dead_seconds(*boot):
+                return False
+            return self._liveness.sees(*boot) or self.refreshed_at > self._note_unseen(
+                boot, self._clock()
+            )
+
+    def is_replaced(self, location: Location) -> bool:
+        """Whether it is dead because another boot took its place, so that it never comes back."""
+        return self.is_dead(location) and math.isinf(self.dead_seconds(location))
 
     def dead_seconds(self, location: Location) -> float:
         """For how long the boot that `location` names has been dead, see `Liveness.dead_seconds`.
@@ -149,6 +171,12 @@ class Directory:
         """
         with self._lock:
             return self._liveness.dead_seconds(location.node, location.boot)
+
+    def _note_unseen(self, boot: tuple[str, str], since: float) -> float:
+        """Since when `boot` is known not to beat."""
+        if len(self._unseen_since) >= UNSEEN_MAX and boot not in self._unseen_since:
+            del self._unseen_since[next(iter(self._unseen_since))]
+        return self._unseen_since.setdefault(boot, since)
 
     def _note_void(self, address: Address, location: Location) -> None:
         with self._lock:

@@ -14,11 +14,10 @@ from typing import Final
 
 from lookup_buffer.messages import Acknowledge, GiveBack
 from lookup_buffer.node.handoffs import Handoffs
-from lookup_buffer.node.owners import UNREACHED, Answer, Owners
+from lookup_buffer.node.owners import UNREACHED, Answer, Owners, again_seconds
 from lookup_buffer.node.session import Session
 from store import Location
 
-AGAIN_SECONDS: Final = 0.1
 ANSWER_SECONDS: Final = 1.0
 """So long after the end of a lease, an acknowledgement that counted has been answered."""
 
@@ -40,6 +39,9 @@ class _Grant:
     won: bool | None = None
     answers: list[Callable[[bool], None]] = field(default_factory=list)
     """Told once it is settled; acknowledged where there are some."""
+    unreached: int = 0
+    """How often the owner was asked in vain."""
+    again: asyncio.TimerHandle | None = None
 
 
 @dataclass(slots=True)
@@ -93,19 +95,24 @@ class Grants:
         leased = grant.leased
         if leased.source is None:
             self._settle(grant, self.handoffs.acknowledge(leased.token))
-        elif grant.won is None:
+        else:
             request = Acknowledge(self.owners.next_number(), leased.token)
             self.owners.at(*leased.source).ask(request, partial(self._answered, grant))
 
     def _answered(self, grant: _Grant, answer: Answer) -> None:
         if answer is UNREACHED:
-            self.loop.call_later(AGAIN_SECONDS, self._acknowledge, grant)
+            if grant.won is None:
+                grant.unreached += 1
+                pause = again_seconds(grant.unreached)
+                grant.again = self.loop.call_later(pause, self._acknowledge, grant)
         else:
             self._settle(grant, answer.state == "won")
 
     def _settle(self, grant: _Grant, won: bool) -> None:
         if grant.won is None:
             grant.won = won
+            if grant.again is not None:
+                grant.again.cancel()
             answers, grant.answers = grant.answers, []
             for answer in answers:
                 answer(won)

@@ -30,6 +30,9 @@ TTL_SECONDS = 300.0
 """How long a hand-off waits for its taker where its producer said nothing."""
 BYTES_PER_SECOND_MIN = 16e6
 """A lease lasts longer by the item's size: as the slowest transfer that a link puts up with."""
+REMEMBERED_SECONDS = 2.0
+"""That an acknowledgement counted is remembered for the lease's time and so long: a taker whose
+link broke asks again for no longer (a second less, see `grants`)."""
 HANDOFF_OWNER = -3
 """Owner of the pins that keep what is leased."""
 
@@ -70,7 +73,7 @@ class Handoffs:
     counters: Counters
     lease_seconds: float
     _leases: dict[int, Lease] = field(default_factory=dict)
-    """By token. What was won is remembered until the lease's end: the winner may ask twice."""
+    """By token. What was won stays for a while: the winner may ask twice."""
     _current: dict[Address, Lease] = field(default_factory=dict)
     """The lease on what can be found under the address."""
     _lines: dict[Address, deque[Bid]] = field(default_factory=dict)
@@ -111,8 +114,8 @@ class Handoffs:
                 del self._lines[bid.address]
 
     def acknowledge(self, token: int) -> bool:
-        """Whether the lease was good: the item is the taker's, and gone. The same answer again as
-        long as the lease would have lasted."""
+        """Whether the lease was good: the item is the taker's, and gone. The same answer again for
+        as long as a lease lasts, and `REMEMBERED_SECONDS`."""
         lease = self._leases.get(token)
         if lease is None:
             return False
@@ -122,6 +125,9 @@ class Handoffs:
             self._give_back(lease)
             return False
         lease.won = True
+        if lease.end is not None:
+            lease.end.cancel()
+        lease.end = self.loop.call_later(lease.seconds + REMEMBERED_SECONDS, self._over, lease)
         item = lease.held.item
         namespace, key = lease.address
         _log.info("taken: %s, generation %d, namespace %s", key, item.generation, namespace)

@@ -4,6 +4,9 @@ One link to each, kept; questions and answers on it cross, because a taker may s
 long. It belongs to the loop, where `Connection` reads and writes it without waiting; only
 connecting has threads. Its end is told to all who wait for an answer on it, and tells the owner
 that what was taken on it is to be had again.
+
+A link that ends, or cannot be made, says nothing of the node: it may be refusing connections for
+a moment. That a node is dead is for the directory to say.
 """
 
 import asyncio
@@ -12,13 +15,13 @@ import socket
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Final, NamedTuple
 
 from lookup_buffer.config import parse_tcp
-from lookup_buffer.errors import LookupBufferError, MissingTensor, ProtocolError
+from lookup_buffer.errors import LookupBufferError, ProtocolError
 from lookup_buffer.fields import is_count, is_seconds
 from lookup_buffer.handshake import connect
+from lookup_buffer.messages import Leave
 from lookup_buffer.node.connection import Connection
 from lookup_buffer.node.directory import Directory
 from lookup_buffer.node.loop import call_from_thread
@@ -31,14 +34,16 @@ ANSWER_SECONDS: Final = 2.0
 IDLE_SECONDS: Final = 60.0
 """A link that nobody uses for so long, beyond its leases, is ended: an owner has few to give."""
 THREADS: Final = 4
+AGAIN_SECONDS: Final = 0.05
+AGAIN_SECONDS_MAX: Final = 0.4
 
 
 class Answer(NamedTuple):
     """What an owner says: `leased` or `absent` to a Take, `won` or `lost` to an Acknowledge,
     `present` or `absent` to a Holds.
 
-    Or what became of the question: `gone`, that boot of the node is no more; `unreached`, it may
-    or may not have been heard.
+    Or what became of the question: `gone`, another boot has taken that one's place, so nobody will
+    ever answer it; `unreached`, it may or may not have been heard.
     """
 
     state: str
@@ -82,77 +87,117 @@ UNREACHED: Final = Answer("unreached")
 Tell = Callable[[Answer], None]
 
 
+def again_seconds(failures: int) -> float:
+    """How long to wait before the next attempt, after so many in succession that failed."""
+    return min(AGAIN_SECONDS_MAX, AGAIN_SECONDS * 2.0 ** min(failures - 1, 10))
+
+
 @dataclass(slots=True, eq=False)
 class Owner:
-    """One boot of another node. Ends with its link, and is then replaced by another."""
+    """One boot of another node. Its link is made when something is asked; after the end of the
+    link, and after an attempt that failed, when something is asked again and a pause is over."""
 
     location: Location
-    on_end: Callable[["Owner"], None]
-    clock: Callable[[], float]
+    endpoint: str
+    loop: asyncio.AbstractEventLoop
+    connect: Callable[["Owner"], None]
+    """Begin to connect in the background: `connected` or `unreached` is then called."""
     over: bool = False
     _used_until: float = 0.0
     """The end of the last lease on it, or when something was last said."""
     _connection: Connection | None = None
-    _unsent: list[dict[str, Any]] = field(default_factory=list)
-    """What was asked before there was a link."""
-    _asked: dict[int, Tell] = field(default_factory=dict)
+    _connecting: bool = False
+    _pause: asyncio.TimerHandle | None = None
+    _failures: int = 0
+    """Links that ended, or were not made, since it last answered."""
+    _not_before: float = 0.0
+    _asked: dict[int, tuple[Request, Tell]] = field(default_factory=dict)
+    """What is not answered; where there is no link, it is asked when there is one."""
 
-    def ask(self, request: Request, tell: Tell) -> None:
-        """`tell` the answer, or how the question ended, once; maybe before this returns."""
-        if self.over:
-            tell(UNREACHED)
-            return
-        self._asked[request.id] = tell
-        self.say(request)
-
-    def say(self, request: Request) -> None:
-        """One-way; lost where the link is."""
-        self._use(0.0)
-        if self._connection is not None:
-            self._connection.send(request.to_wire())
-        elif not self.over:
-            self._unsent.append(request.to_wire())
+    @property
+    def is_linked(self) -> bool:
+        """Whether what was asked has been sent."""
+        return self._connection is not None
 
     @property
     def is_idle(self) -> bool:
         """Whether nobody needs it, and nobody did for long."""
-        rested = self.clock() > self._used_until + IDLE_SECONDS
-        return rested and not self._asked and self._connection is not None
+        return not self._asked and self.loop.time() > self._used_until + IDLE_SECONDS
 
-    def connected(self, loop: asyncio.AbstractEventLoop, stream: socket.socket) -> None:
+    def ask(self, request: Request, tell: Tell) -> None:
+        """`tell` the answer, or how the question ended, once."""
+        self._asked[request.id] = request, tell
+        self._use(0.0)
+        if self._connection is not None:
+            self._connection.send(request.to_wire())
+        elif not self._connecting and self._pause is None:
+            self._pause = self.loop.call_at(self._not_before, self._connect)
+
+    def say(self, request: Request) -> None:
+        """One-way, of something that was had on this link: where that has ended, so has this."""
+        if self._connection is not None:
+            self._use(0.0)
+            self._connection.send(request.to_wire())
+
+    def withdraw(self, leave: Leave) -> None:
+        """Who asked by this `Take` waits no longer. It is answered where it has been sent."""
+        if self._connection is None:
+            self._asked.pop(leave.take, None)
+        self.say(leave)
+
+    def connected(self, stream: socket.socket) -> None:
+        self._connecting = False
         if self.over:
             stream.close()
             return
         watch_over(stream)
         self._connection = connection = Connection(
-            loop, stream, self._on_message, lambda *_: self.end(UNREACHED)
+            self.loop, stream, self._on_message, lambda *_: self.unreached()
         )
-        unsent, self._unsent = self._unsent, []
-        for message in unsent:
-            connection.send(message)
+        for request, _ in list(self._asked.values()):
+            connection.send(request.to_wire())
+
+    def unreached(self) -> None:
+        """There is no link, or none any more."""
+        if self.over:
+            return
+        self._connecting, self._connection = False, None
+        self._failures += 1
+        self._not_before = self.loop.time() + again_seconds(self._failures)
+        self._answer_all(UNREACHED)
 
     def end(self, answer: Answer) -> None:
-        """Answer so what is not answered. Idempotent."""
+        """Answer so what is not answered; nothing is asked from here on. Idempotent."""
         if self.over:
             return
         self.over = True
-        self._unsent.clear()
+        if self._pause is not None:
+            self._pause.cancel()
+        self._answer_all(answer)
         if self._connection is not None:
             self._connection.end(None)
-        self.on_end(self)
-        asked, self._asked = self._asked, {}
-        for tell in asked.values():
-            tell(answer)
+
+    def _connect(self) -> None:
+        self._pause = None
+        if self._asked:
+            self._connecting = True
+            self.connect(self)
 
     def _on_message(self, connection: Connection, message: Any) -> None:
         number, answer = Answer.parse(message)
+        self._failures = 0
         self._use(answer.lease_seconds)
-        tell = self._asked.pop(number, None)
-        if tell is not None:
+        asked = self._asked.pop(number, None)
+        if asked is not None:
+            asked[1](answer)
+
+    def _answer_all(self, answer: Answer) -> None:
+        asked, self._asked = self._asked, {}
+        for _, tell in asked.values():
             tell(answer)
 
     def _use(self, seconds: float) -> None:
-        self._used_until = max(self._used_until, self.clock() + seconds)
+        self._used_until = max(self._used_until, self.loop.time() + seconds)
 
 
 @dataclass(slots=True)
@@ -171,39 +216,41 @@ class Owners:
         return next(self._numbers)
 
     def at(self, location: Location, endpoint: str) -> Owner:
-        """The owner that `location` names; connected to in the background where it was not yet."""
-        owner = self._owners.get((location.node, location.boot))
+        """The owner that `location` names."""
+        boot = (location.node, location.boot)
+        owner = self._owners.get(boot)
         if owner is None:
-            owner = Owner(location, self._ended, self.loop.time)
-            self._owners[location.node, location.boot] = owner
-            self._pool.submit(self._connect, owner, endpoint)
+            owner = self._owners[boot] = Owner(location, endpoint, self.loop, self._connect)
         return owner
 
     def tick(self) -> None:
         """End the links of nodes that have died, and those that nobody uses. To be called a few
         times a second."""
         for owner in list(self._owners.values()):
-            if owner.is_idle or self.directory.is_dead(owner.location):
-                owner.end(UNREACHED)
+            if self.directory.is_replaced(owner.location):
+                self._end(owner, GONE)
+            elif owner.is_idle or self.directory.is_dead(owner.location):
+                self._end(owner, UNREACHED)
 
     def close(self) -> None:
         for owner in list(self._owners.values()):
-            owner.end(UNREACHED)
+            self._end(owner, UNREACHED)
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _ended(self, owner: Owner) -> None:
-        self._owners.pop((owner.location.node, owner.location.boot), None)
+    def _end(self, owner: Owner, answer: Answer) -> None:
+        del self._owners[owner.location.node, owner.location.boot]
+        owner.end(answer)
 
-    def _connect(self, owner: Owner, endpoint: str) -> None:
+    def _connect(self, owner: Owner) -> None:
+        self._pool.submit(self._dial, owner)
+
+    def _dial(self, owner: Owner) -> None:
         try:
-            stream = self._stream(owner.location.boot, endpoint)
-        except MissingTensor:
-            call_from_thread(self.loop, owner.end, GONE)
-        except (LookupBufferError, ValueError) as error:  # the endpoint is no address
-            refused = isinstance(error.__cause__, ConnectionRefusedError)
-            call_from_thread(self.loop, owner.end, GONE if refused else UNREACHED)
+            stream = self._stream(owner.location.boot, owner.endpoint)
+        except (LookupBufferError, ValueError):  # the endpoint is no address
+            call_from_thread(self.loop, owner.unreached)
         else:
-            call_from_thread(self.loop, partial(owner.connected, self.loop, stream))
+            call_from_thread(self.loop, owner.connected, stream)
 
     def _stream(self, boot: str, endpoint: str) -> socket.socket:
         host, port = parse_tcp(endpoint)
@@ -211,9 +258,7 @@ class Owners:
         try:
             link.send({"op": "handoffs", "boot": boot}, timeout=ANSWER_SECONDS)
             answer, _ = link.recv_header(timeout=ANSWER_SECONDS)
-            if answer == {"status": "stale"}:
-                raise MissingTensor(f"boot {boot} is no more")
-            if answer != {"status": "ok"}:
+            if answer != {"status": "ok"}:  # "stale": another boot listens there
                 raise ProtocolError("not an answer to who asks for hand-offs")
             return link.detach()
         except BaseException:

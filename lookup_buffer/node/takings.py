@@ -2,8 +2,9 @@
 
 Each looks here first, then where the store says that the key lies, and waits for it where it is
 nowhere. Where another has it just now, it stands in line at the owner. Bytes of another node come
-as a loan, which is gone with the client's pin. That an owner died with what it held is told at
-once: waiting would be in vain. Runs on the loop's thread.
+as a loan, which is gone with the client's pin. An owner that is not reached is asked again, after
+pauses that grow, until the client waits no longer. That an owner died with what it held is told as
+soon as the directory says so: waiting would be in vain. Runs on the loop's thread.
 """
 
 import asyncio
@@ -24,16 +25,12 @@ from lookup_buffer.node.handoffs import Bid, Handoffs, Lease
 from lookup_buffer.node.identity import Identity
 from lookup_buffer.node.locator import STORE_DOWN, Located, Locator
 from lookup_buffer.node.loop import call_from_thread
-from lookup_buffer.node.owners import Answer, Owner, Owners
+from lookup_buffer.node.owners import Answer, Owner, Owners, again_seconds
 from lookup_buffer.node.session import Session
 from lookup_buffer.node.shelf import Held, Shelf
 from lookup_buffer.node.waiting import Vigil, Waiting
 from store import Location
 
-AGAIN_SECONDS: Final = 0.2
-"""When to look again after what nobody tells the end of: a peer or the store failed, no room."""
-DEAD_SECONDS: Final = 0.15
-"""For so long a death must look like one: a node may have been too young to be known."""
 ABSENT: Final = "absent"
 OWNER_DEAD: Final = "owner_dead"
 TAKEN: Final = "taken"
@@ -102,13 +99,19 @@ class Taking:
     _asked: tuple[Owner, int] | None = None
     _sources: list[Source] = field(default_factory=list)
     """Owners still to be asked in this attempt."""
+    _unreached: bool = False
+    """One of those asked in this attempt did not answer."""
+    _leaving: bool = False
+    """Its time is up, and the owner in whose line it stands was told so."""
     _vigil: Vigil | None = None
     _timers: list[asyncio.TimerHandle] = field(default_factory=list)
     _look_again: asyncio.TimerHandle | None = None
+    _failures: int = 0
+    """Attempts in succession that failed by what nobody tells the end of: a peer or the store
+    failed, no room."""
     _under_way: bool = False
     _again: bool = False
     _is_fetching: bool = False
-    _dead_since: float | None = None
     _over: bool = False
 
     @property
@@ -149,7 +152,7 @@ class Taking:
             self.node.handoffs.cancel(self._bid)
         if self._asked is not None:
             owner, number = self._asked
-            owner.say(Leave(self.node.owners.next_number(), number))
+            owner.withdraw(Leave(self.node.owners.next_number(), number))
         self.node.discard(self)
 
     # -- here
@@ -186,7 +189,7 @@ class Taking:
     def _located(self, found: list[Located]) -> None:
         if self._over:
             return
-        located = found[0]
+        located, self._unreached = found[0], False
         self._sources = [*located.sources, *located.offers]
         if self._sources:
             self._ask()
@@ -226,12 +229,14 @@ class Taking:
             return
         if answer.state == "absent":
             self.node.locator.forget(self.address)
-        if self._sources:
-            self._ask()
-        elif answer.state == "gone":
-            self._finish(OWNER_DEAD)
         else:
-            self._settle(ABSENT if answer.state == "absent" else PEER_FAILED)
+            self._unreached = True
+        if self._leaving:
+            self._finish(PEER_FAILED if self._unreached else TAKEN)
+        elif self._sources:
+            self._ask()
+        else:
+            self._settle(PEER_FAILED if self._unreached else ABSENT)
 
     def _fetch(self, leased: Leased, source: Source, answer: Answer) -> None:
         self._is_fetching = True
@@ -259,28 +264,34 @@ class Taking:
     def _settle(self, reason: str) -> None:
         """It is not to be had now, for `reason`."""
         self._under_way = False
-        loop, now = self.node.loop, self.node.loop.time()
-        if reason != OWNER_DEAD:
-            self._dead_since = None
-        elif self._dead_since is None:
-            self._dead_since = now
-        is_dead = self._dead_since is not None and now - self._dead_since >= DEAD_SECONDS
-        if now >= self.until or is_dead:
+        loop = self.node.loop
+        if loop.time() >= self.until or reason == OWNER_DEAD:
             self._finish(reason)
             return
+        self._failures = 0 if reason == ABSENT else self._failures + 1
         if self._look_again is not None:
             self._look_again.cancel()
-        if reason != ABSENT:
-            self._look_again = loop.call_later(AGAIN_SECONDS, self.attempt)
+        if self._failures:
+            self._look_again = loop.call_later(again_seconds(self._failures), self.attempt)
         if self._vigil is None:
             self._vigil = self.node.waiting.watch(self.address, self.until, self.attempt)
         elif self._again:
             self.attempt()
 
     def _out_of_patience(self) -> None:
-        standing = self._bid is not None or self._asked is not None
-        if standing and self.request.wait_seconds:
-            self._finish(TAKEN)
+        """What it stands in line for is another's; of an owner only the answer shows that it does
+        stand there, and not ask somebody who does not hear it."""
+        if not self.request.wait_seconds:
+            return
+        if self._bid is not None:
+            self._finish(TAKEN if self.node.handoffs.leased(self.address) else ABSENT)
+        elif self._asked is not None:
+            owner, number = self._asked
+            self._leaving = owner.is_linked
+            if self._leaving:
+                owner.withdraw(Leave(self.node.owners.next_number(), number))
+            else:
+                self._finish(PEER_FAILED)
 
     def _too_late(self) -> None:
         if not self._is_fetching:  # which has a bound of its own
