@@ -35,6 +35,8 @@ def test_sizes_as_people_write_them() -> None:
         ({"store_url": "redis:/h"}, ["'store_url'", "'redis:/h'", "redis://"]),
         ({"store_url": "redis://h:port"}, ["'store_url'", "'redis://***'", "port cannot be read"]),
         ({"fetch_wait_seconds": -1}, ["'fetch_wait_seconds'", "-1", "allowed"]),
+        ({"metadata_wait_seconds": 601}, ["'metadata_wait_seconds'", "601", "600"]),
+        ({"metadata_wait_seconds": "long"}, ["'metadata_wait_seconds'", "'long'", "allowed"]),
         ({"claim_wait_seconds": -1}, ["'claim_wait_seconds'", "-1", "allowed"]),
         ({"claim_lease_seconds": 0}, ["'claim_lease_seconds'", "0", "allowed"]),
         ({"ttl_seconds": 0}, ["'ttl_seconds'", "0", "allowed"]),
