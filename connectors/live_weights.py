@@ -30,13 +30,17 @@ class WeightsWatch:
     Args:
         engine_id: names the flag.
         names: parameters with one of these in their name are looked at; where there are none, any.
+        mark: of the weights' files before the model was loaded; see `WeightsSource`.
     """
 
-    def __init__(self, engine_id: str, names: Sequence[str] = ENCODER_NAMES) -> None:
+    def __init__(
+        self, engine_id: str, names: Sequence[str] = ENCODER_NAMES, *, mark: bytes = b""
+    ) -> None:
         from torch.nn.modules.module import register_module_module_registration_hook
 
         self._names = names
         self._engine_id = engine_id
+        self._mark = mark
         self._flag: WeightsFlag | None = None
         self._changed = False
         self._loaders: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
@@ -66,7 +70,7 @@ class WeightsWatch:
     def start(self) -> None:
         """Before there is a scheduler. Never raises."""
         try:
-            self._flag = WeightsFlag.make(self._engine_id)
+            self._flag = WeightsFlag.make(self._engine_id, self._mark)
         except OSError as error:
             message = "lookup buffer: weights that change would not stop this engine's loads: %s"
             logger.warning(message, error)

@@ -18,6 +18,7 @@ from connectors.ec import seat as ec_seat
 from lookup_buffer.client import LookupBuffer
 from lookup_buffer.errors import LookupBufferError
 from lookup_buffer.key import TensorKey
+from namespaces import namespace_of
 from nodes import NodeProcess, StartNode, at_rest, wait_until
 from scheduler_drive import HOOKS, DrivenEngine, Room, content, output_of
 
@@ -49,7 +50,7 @@ class Host:
         stack.callback(self.engine.close)
         settings: Any = None  # the engine has left its namespace there
         self.buffer = LookupBuffer(
-            node.config, ec_seat.engine_namespace(self.engine.config, settings)
+            node.config, namespace_of(ec_seat.identity(self.engine.config, settings))
         )
         stack.callback(self.buffer.close)
         self._junk = (TensorKey(f"junk-{number}") for number in itertools.count())

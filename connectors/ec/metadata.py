@@ -35,6 +35,8 @@ class StepMetadata:
     """The loads, and nothing but the loads."""
     saves: dict[str, str] = field(default_factory=dict)
     """Items that are encoded in this step and may be stored: identifier -> text of the key."""
+    namespace: str = ""
+    """Under which they are; the scheduler side alone knows it. Empty: nothing is shared."""
 
 
 @dataclass(slots=True)

@@ -221,7 +221,9 @@ class EcScheduler:
         if runs:
             self._see_what_runs(scheduler_output.scheduled_encoder_inputs)
             metadata.mm_datas = [load for load, _ in self._loads.values()]
-            metadata.saves = self._saves
+            metadata.namespace = self._buffer.namespace
+            if metadata.namespace:
+                metadata.saves = self._saves
             self.pins.fly(self._step, [pin for _, pin in self._loads.values() if pin is not None])
             self._loads = {}
             self._saves = {}

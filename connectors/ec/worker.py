@@ -125,6 +125,7 @@ class EcWorker:
         if not metadata.mm_datas:
             return
         self._weights_changed()  # what was promised is loaded all the same
+        self._enter(metadata.namespace)
         orders: list[LoadOrder] = []
         for item in metadata.mm_datas:
             if item.mm_hash not in encoder_cache:
@@ -191,12 +192,18 @@ class EcWorker:
         key = metadata.saves.get(identifier)
         if key is None:
             return
+        self._enter(metadata.namespace)
         if self._weights_changed():
             self.counters.add("save_skipped:weights_changed")
             self._give_up(key)
             return
         # Each call into torch costs this thread up to 40 µs when its caches are cold.
         self.saves.offer(key, self._copies.keep(encoder_cache[identifier]))
+
+    def _enter(self, namespace: str) -> None:
+        """An engine has one namespace; it is known only after the workers started."""
+        if self._buffer is not None and namespace and self._buffer.namespace != namespace:
+            self._buffer.enter(namespace)
 
     def _weights_changed(self) -> bool:
         return self._weights is not None and self._weights.changed()
@@ -207,7 +214,8 @@ class EcWorker:
         on_host = self._copies.to_host(output)
         if self._lane is None:
             return self._insert_from_host(key, on_host)
-        with self._lane.keeping(key, self._copies.on_device(output)) as on_stored:
+        on_device = self._copies.on_device(output)
+        with self._lane.keeping(self._buffer.namespace, key, on_device) as on_stored:
             return self._insert_from_host(key, on_host, on_stored=on_stored)
 
     def _insert_from_host(self, key: str, on_host: "torch.Tensor", **told: Any) -> bool:
