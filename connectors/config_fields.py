@@ -123,7 +123,8 @@ def counted(config: Any, ignored: Mapping[str, Ignored], *, for_kv: bool) -> dic
 def _names(config: Any) -> list[str]:
     if is_dataclass(config):
         return [field.name for field in fields(config)]
-    return [name for name in getattr(config, "__dict__", {}) if not name.startswith("_")]
+    members = getattr(config, "__dict__", {})
+    return [n for n, value in members.items() if not n.startswith("_") and not callable(value)]
 
 
 def plain(value: Any, depth: int = _DEPTH_MAX) -> Any:

@@ -21,6 +21,8 @@ NAMESPACE_PENDING: Final = "namespace_pending"
 NAMESPACE_UNKNOWN: Final = "namespace_unknown"
 """Nothing says which weights these are, or they changed while the engine started."""
 CLOSE_SECONDS = 2.0
+AT_ONCE_BYTES = 32 << 20
+"""Hashed before the engine starts, which takes some hundredths of a second."""
 _CHANGED = "the model's files changed while the engine started"
 
 
@@ -73,13 +75,16 @@ class Naming:
             self._begin(cache or DigestCache())
 
     def _begin(self, cache: DigestCache) -> None:
-        """At once where all files are known, else by a thread."""
+        """At once where all files are known or small, else by a thread."""
         files = self._identity.weights.files
         known = cache.known(files)
         if all(file.state in known for file in files):
             self._settle(combined(files, known))
             return
         nbytes = sum(file.state[2] for file in files)
+        if nbytes <= AT_ONCE_BYTES:
+            self._hash(None)
+            return
         message = "lookup buffer: hashing %.1f GB of weights; nothing is shared until that is done"
         logger.info(message, nbytes / 1e9)
         self._thread = threading.Thread(
@@ -87,7 +92,7 @@ class Naming:
         )
         self._thread.start()
 
-    def _hash(self, cache: DigestCache) -> None:
+    def _hash(self, cache: DigestCache | None) -> None:
         files = self._identity.weights.files
         try:
             self._settle(combined(files, hash_files(files, cache, self._stopped)))

@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
@@ -108,23 +108,23 @@ def combined(files: Sequence[WeightFile], digests: dict[FileState, str]) -> str:
 
 
 def hash_files(
-    files: Sequence[WeightFile], cache: DigestCache, is_stopped: threading.Event
+    files: Sequence[WeightFile], cache: DigestCache | None, is_stopped: threading.Event
 ) -> dict[FileState, str]:
-    """The digest of each file by its state; from the cache, where that has it.
+    """The digest of each file by its state; from the cache, where there is one and it has it.
 
     Raises:
         OSError: a file cannot be read.
         Stopped: see `is_stopped`.
     """
-    with cache.lock(is_stopped):
-        digests = cache.known(files)
+    with cache.lock(is_stopped) if cache else nullcontext():
+        digests = cache.known(files) if cache else {}
         left = [file for file in files if file.state not in digests]
         progress = _Progress(sum(file.state[2] for file in left))
         for file in left:
             if file.state in digests:  # two names of one file
                 continue
             digest = _hash(file.path, progress.add, is_stopped)
-            if file.is_current() and _is_settled(file.state):
+            if cache and file.is_current() and _is_settled(file.state):
                 cache.add(file.state, digest)
             digests[file.state] = digest
     return digests

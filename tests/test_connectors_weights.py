@@ -20,6 +20,12 @@ WAIT_SECONDS = 60.0
 BYTES = 1 << 20
 
 
+@pytest.fixture(autouse=True)
+def large_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These count as too large to be hashed at once."""
+    monkeypatch.setattr("connectors.naming.AT_ONCE_BYTES", 0)
+
+
 def checkpoint(folder: Path, *, changed: int | None = None) -> Path:
     """Two files of weights; in one of them the byte at `changed` is another."""
     (folder / "below").mkdir(parents=True)
@@ -164,6 +170,16 @@ def settled(folder: Path) -> Path:
 
     wait_until(is_old, 30.0)
     return folder
+
+
+def test_small_weights_are_hashed_before_the_engine_starts(
+    engines: Namings, cache: DigestCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever another engine reads meanwhile."""
+    monkeypatch.setattr("connectors.naming.AT_ONCE_BYTES", 4 * BYTES)
+    source = weights_source(config(checkpoint(tmp_path / "model")), "")
+    with cache.lock(threading.Event()):
+        assert engines.start(source).namespace is not None
 
 
 def test_a_second_start_reads_no_file(engines: Namings, tmp_path: Path) -> None:
