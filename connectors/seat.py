@@ -1,5 +1,6 @@
 """How the scheduler side and the workers of an engine come by their client of the buffer."""
 
+import re
 import time
 from typing import TYPE_CHECKING, Any, cast
 
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from connectors.settings import SharedSettings
 
 STORE_SECONDS = 5.0
+DEVICE_NAME_MAX = 12
+_MAKER = re.compile(r"^(?:NVIDIA |AMD |Intel |Instinct |GeForce |Tesla )+")
 
 
 def open_client(
@@ -44,6 +47,21 @@ def engine_id(common: object, parallel: Any) -> str:
     index = getattr(parallel, "data_parallel_index", getattr(parallel, "data_parallel_rank", 0))
     suffix = f"_dp{index}"
     return f"{common}{suffix}" if index and not str(common).endswith(suffix) else str(common)
+
+
+def device_name() -> str:
+    """What a worker computes on, as records name it: cpu, or the accelerator without its maker."""
+    from vllm.platforms import current_platform
+
+    kind = str(current_platform.device_type)
+    if kind == "cpu":
+        return kind
+    try:
+        name = _MAKER.sub("", str(current_platform.get_device_name()))
+    except Exception:  # noqa: BLE001 -- not every platform says it
+        name = kind
+    printable = "".join(letter for letter in name if " " <= letter <= "~")
+    return printable[:DEVICE_NAME_MAX].strip()
 
 
 def _current(buffer: LookupBuffer, engine: str, identity: Identity) -> LookupBuffer:

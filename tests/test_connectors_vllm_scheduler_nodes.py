@@ -46,6 +46,7 @@ class Host:
             capacity_bytes=node.config.capacity_bytes,
             fetch_wait_seconds=0.2,
             first_sight_seconds=1.0,
+            weights_version="tests",
         )
         stack.callback(self.engine.close)
         settings: Any = None  # the engine has left its namespace there
@@ -78,11 +79,11 @@ class Host:
 
     def lose_node(self) -> None:
         self.node.kill()
-        wait_until(lambda: not any(client.attached for client in self._clients()), 5.0)
+        wait_until(lambda: not any(client.boot for client in self._clients()), 5.0)
 
     def find_node(self) -> None:
         self.node.start()
-        wait_until(lambda: all(client.attached for client in self._clients()), 10.0)
+        wait_until(lambda: all(client.boot for client in self._clients()), 10.0)
 
     def _clients(self) -> list[LookupBuffer]:
         scheduler, worker = self.engine.connector.scheduler, self.engine.worker.worker

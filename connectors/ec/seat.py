@@ -75,6 +75,7 @@ def open_buffer(vllm_config: Any, settings: ConnectorSettings, rank: int | None)
         rank=rank,
         world_size=loading_ranks(vllm_config),
         encodes=True,
+        device="" if rank is None else seat.device_name(),
     )
     return seat.open_client(settings, place, identity(vllm_config, settings), CONNECTOR_NAME)
 

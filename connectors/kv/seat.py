@@ -49,7 +49,12 @@ def open_buffer(
     vllm_config: Any, kv_cache_config: Any, settings: KvSettings, rank: int | None
 ) -> LookupBuffer:
     """The client of the scheduler (`rank` None) or of one worker. Raises as `seat.open_client`."""
-    place = EngineSeat(engine_id(vllm_config), rank, ranks_of(vllm_config))
+    place = EngineSeat(
+        engine_id(vllm_config),
+        rank,
+        ranks_of(vllm_config),
+        device="" if rank is None else seat.device_name(),
+    )
     known_by = identity(vllm_config, kv_cache_config, settings)
     return seat.open_client(settings, place, known_by, KV_CONNECTOR_NAME)
 
