@@ -8,6 +8,8 @@ With the hub offline vLLM replaces the model's id by the snapshot's path, so bot
 model. Imports neither vLLM nor huggingface_hub until it is asked.
 """
 
+import functools
+import inspect
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +18,7 @@ _SNAPSHOT = re.compile(r"(?:.*/)?models--([^/]+)/snapshots/([0-9a-f]{40})/?\Z")
 _COMMIT = re.compile(r"[0-9a-f]{40}\Z")
 _SEPARATOR = "--"
 """Between organisation and name; no id of a repository contains it."""
+_OURS = "_lookup_buffer_by_repository"
 
 
 class Snapshot(NamedTuple):
@@ -34,6 +37,28 @@ def repository(model: str) -> str:
     """ORG/NAME for the path of a snapshot; any other text as it is."""
     snapshot = snapshot_at(model)
     return snapshot.repository if snapshot else model
+
+
+def hash_by_repository() -> None:
+    """Have vLLM take ORG/NAME into the hash of an item where the model is a snapshot's path, as it
+    does where the model is an id: else engines with the hub offline and online give one image two
+    names. Idempotent; a vLLM that hashes in another way is left alone."""
+    try:
+        from vllm.multimodal.processing.inputs import ProcessorInputs
+
+        original = ProcessorInputs.get_mm_hashes
+    except (ImportError, AttributeError):
+        return
+    if hasattr(original, _OURS) or list(inspect.signature(original).parameters)[1] != "model_id":
+        return
+
+    @functools.wraps(original)
+    def get_mm_hashes(self: Any, model_id: Any, *args: Any, **kwargs: Any) -> Any:
+        named = repository(model_id) if isinstance(model_id, str) else model_id
+        return original(self, named, *args, **kwargs)
+
+    setattr(get_mm_hashes, _OURS, True)
+    ProcessorInputs.get_mm_hashes = get_mm_hashes
 
 
 def commit_of(model_config: Any, load_config: Any) -> str:
