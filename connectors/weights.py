@@ -18,7 +18,9 @@ CHECKPOINT_FORMATS = frozenset(
     {"auto", "hf", "pt", "safetensors", "fastsafetensors", "instanttensor", "npcache", "mistral",
      "runai_streamer", "runai_streamer_sharded", "sharded_state", "tensorizer", "ipc_cache"}
 )  # fmt: skip
-WEIGHT_SUFFIXES: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".tensors")
+_ELSEWHERE: Final = frozenset({"tensorizer", "ipc_cache"})
+"""Of these, the formats whose weights do not come from the model's folder or repository."""
+WEIGHT_SUFFIXES: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 # Names under which checkpoints keep the parts that make encoder outputs.
 ENCODER_NAMES = (
     "vision", "visual", "vit", "image", "audio", "speech", "whisper", "tower", "encoder", "patch",
@@ -75,6 +77,10 @@ def weights_source(vllm_config: Any, weights_version: str) -> WeightsSource:
     if weights_version:
         return WeightsSource(weights_version)
     model, load = vllm_config.model_config, vllm_config.load_config
+    if format_of(load) in _ELSEWHERE:
+        return WeightsSource(
+            unknown=f"--load-format {format_of(load)} reads weights from elsewhere"
+        )
     other = str(getattr(model, "model_weights", None) or "")
     commit = hub.commit_of(model, load)
     if commit and not other:

@@ -136,6 +136,14 @@ def test_weights_that_nothing_names_are_not_shared(
     assert "weights_version" in line
 
 
+@pytest.mark.parametrize("load_format", ["tensorizer", "ipc_cache"])
+def test_weights_that_do_not_come_from_the_models_folder(tmp_path: Path, load_format: str) -> None:
+    made = config(checkpoint(tmp_path / "model"))
+    made.load_config.load_format = load_format
+    assert weights_source(made, "").unknown
+    assert weights_source(made, "v1").version == "v1"
+
+
 def test_weights_that_are_made_up_need_no_file(engines: Namings) -> None:
     made = config("org/model")
     made.load_config.load_format = "dummy"
