@@ -30,6 +30,7 @@ class WeightsWatch:
         names: parameters with one of these in their name are looked at; where there are none, any.
         experts_move: whether vLLM puts experts into each other's places (`enable_eplb`), which
             changes parameters and nothing that is computed with them.
+        mark: of the weights' files before the model was loaded; see `WeightsSource`.
     """
 
     def __init__(
@@ -38,12 +39,14 @@ class WeightsWatch:
         names: Sequence[str] = ENCODER_NAMES,
         *,
         experts_move: bool = False,
+        mark: bytes = b"",
     ) -> None:
         from torch.nn.modules.module import register_module_module_registration_hook
 
         self._names = names
         self._experts_move = experts_move
         self._engine_id = engine_id
+        self._mark = mark
         self._flag: WeightsFlag | None = None
         self._changed = False
         self._loaders: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
@@ -74,7 +77,7 @@ class WeightsWatch:
     def start(self) -> None:
         """Before there is a scheduler. Never raises."""
         try:
-            self._flag = WeightsFlag.make(self._engine_id)
+            self._flag = WeightsFlag.make(self._engine_id, self._mark)
         except OSError as error:
             message = "lookup buffer: weights that change would not stop this engine's loads: %s"
             logger.warning(message, error)

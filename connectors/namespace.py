@@ -1,89 +1,101 @@
 """The namespace of an engine: all that encoder outputs depend on and item hashes do not hold.
 
-Built once per connector from vLLM's configuration; scheduler and workers of one engine build equal
-ones. In doubt a part is in: a part too many costs sharing between engines that could have shared, a
-part too few gives wrong answers. The parts are published in clear text, so they hold no secret and
-no path: see `disclosure`.
+Made once per connector from vLLM's configuration, before the model is loaded; the weights' part
+follows (see `naming`). The device is no part: an encoder on one kind of GPU makes outputs for
+consumers on another. The parts are published in clear text, so they hold no secret and no path: see
+`disclosure`.
 """
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from connectors import hub
+from connectors.adapters import reach_encoder
+from connectors.config_fields import IGNORED_MODEL, IGNORED_MULTIMODAL, counted, plain
 from connectors.disclosure import disclosed
+from connectors.naming import Identity
 from connectors.settings import SharedSettings
-from connectors.weights import weights_digest
-from lookup_buffer.namespace import Namespace
+from connectors.weights import CHECKPOINT_FORMATS, format_of, weights_source
 
 PROTOCOL_VERSION = "1"
-# Formats that put the checkpoint's own values into the model. Any other (dummy, a registered
-# loader) makes weights in a way that only its name, its settings and the seed describe.
-CHECKPOINT_FORMATS = frozenset(
-    {"auto", "hf", "pt", "safetensors", "fastsafetensors", "instanttensor", "npcache", "mistral",
-     "runai_streamer", "runai_streamer_sharded", "sharded_state", "tensorizer", "ipc_cache"}
-)  # fmt: skip
 # Differ between two copies of one model, or between transformers' releases, without a meaning.
 _VOLATILE = frozenset({"_name_or_path", "_commit_hash", "transformers_version"})
 _PROCESSOR_FILES = ("*processor*.json", "*feature_extract*.json", "*.py")
 """In a folder: how media become the encoder's input, and the code that a model brings along."""
-_PROCESSOR_SETTINGS = (
-    "mm_processor_kwargs", "media_io_kwargs", "mm_device_do_normalize", "mm_encoder_attn_dtype",
-    "video_pruning_rate", "video_pruning_method",
-)  # fmt: skip
 # Of vLLM's environment. Videos are named by the file as the client sent it, whatever frames are
-# taken out of it.
-_DECODERS = ("VLLM_VIDEO_LOADER_BACKEND", "VLLM_MEDIA_CONNECTOR")
+# taken out of it; the others change what the encoder's layers compute.
+_VARIABLES = (
+    "VLLM_VIDEO_LOADER_BACKEND", "VLLM_MEDIA_CONNECTOR", "VLLM_FLOAT32_MATMUL_PRECISION",
+    "VLLM_MARLIN_INPUT_DTYPE", "VLLM_HUMMING_ONLINE_QUANT_CONFIG",
+    "VLLM_HUMMING_INPUT_QUANT_CONFIG",
+)  # fmt: skip
 _SUMMARY = ("model_type", "hidden_size", "d_model", "image_size", "patch_size", "num_hidden_layers")
 _TOWERS = ("vision_config", "audio_config", "thinker_config", "vision_encoder", "audio_encoder")
+_DEVICE_BUILD = re.compile(r"(?:cpu|cu\d+|rocm\d*|xpu|tpu|hpu|precompiled)\Z")
+"""What a release's local version says of the device that it was built for."""
 
 
-def engine_namespace(vllm_config: Any, settings: SharedSettings) -> Namespace:
-    """The namespace under which this engine shares."""
-    return Namespace(namespace_parts(vllm_config, settings))
+def engine_identity(vllm_config: Any, settings: SharedSettings) -> Identity:
+    """What this engine shares under. To be called before the model is loaded.
+
+    Raises:
+        OSError: a file of the model cannot be read; the engine could not load it either.
+    """
+    source = weights_source(vllm_config, settings.weights_version)
+    return Identity(namespace_parts(vllm_config, settings), source)
 
 
-def namespace_parts(vllm_config: Any, settings: SharedSettings) -> dict[str, str]:
-    """Name and readable value of each part."""
+def namespace_parts(
+    vllm_config: Any, settings: SharedSettings, *, for_kv: bool = False
+) -> dict[str, str]:
+    """Name and readable value of each part but the weights."""
     model = vllm_config.model_config
     hf_config = _hf_config(model)
+    commit = hub.commit_of(model, vllm_config.load_config)
     return {
         "protocol": PROTOCOL_VERSION,
-        "model": disclosed(str(model.model)),
-        "revision": _revision(model),
+        "vllm": _vllm_version(),
+        "transformers": _transformers_version(),
+        "model": disclosed(hub.repository(str(model.model))),
+        "revision": commit or str(getattr(model, "revision", None) or ""),
         "implementation": _implementation(model),
         "code_revision": str(getattr(model, "code_revision", None) or ""),
         "dtype": str(model.dtype).removeprefix("torch."),
-        "quantization": _quantization(model),
-        "hf_overrides": canonical(disclosed(getattr(model, "hf_overrides", None) or {})),
+        "quantization": _quantization(model, hf_config),
+        "hf_overrides": canonical(getattr(model, "hf_overrides", None) or {}),
+        "settings": canonical(counted(model, IGNORED_MODEL, for_kv=for_kv)),
         "encoder": _summary(hf_config),
         "encoder_config": _digest(hf_config),
-        "processor": _processor(model),
-        "processor_files": _processor_files(model),
+        "processor": _processor(model, for_kv=for_kv),
+        "processor_files": "" if commit else _processor_files(model),
         "load_format": _load_format(vllm_config),
-        "weights": settings.weights_version or _weights(model),
         "lora": _lora(vllm_config),
         "extra": settings.namespace_extra,
     }
 
 
+def _vllm_version() -> str:
+    """Without what the release was built for: the device is no part."""
+    from vllm import __version__
+
+    public, _, local = str(__version__).partition("+")
+    kept = [label for label in local.split(".") if label and not _DEVICE_BUILD.match(label)]
+    return f"{public}+{'.'.join(kept)}" if kept else public
+
+
+def _transformers_version() -> str:
+    from transformers import __version__
+
+    return str(__version__)
+
+
 def canonical(value: object) -> str:
-    """JSON that is equal for equal values, whatever their order.
-
-    Functions are named, not shown: their repr holds an address that no two processes share.
-    """
-    return json.dumps(value, sort_keys=True, default=_plain, separators=(",", ":"))
-
-
-def _plain(value: object) -> object:
-    if isinstance(value, set | frozenset):
-        return sorted(map(str, value))
-    if isinstance(value, Mapping):
-        return dict(value)
-    if callable(value):
-        return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value))}"
-    return str(value)
+    """JSON that is equal for equal values, whatever their order, and that everybody may read."""
+    return json.dumps(disclosed(plain(value)), sort_keys=True, separators=(",", ":"))
 
 
 def _digest(value: object) -> str:
@@ -118,12 +130,6 @@ def _summary(hf_config: Mapping[str, Any]) -> str:
     return canonical(shown)
 
 
-def _revision(model: Any) -> str:
-    """The commit where it is known: a branch name means another commit tomorrow."""
-    commit = getattr(getattr(model, "hf_config", None), "_commit_hash", None)
-    return str(commit or getattr(model, "revision", None) or "")
-
-
 def _implementation(model: Any) -> str:
     """The class that vLLM found for the model: its own or one of transformers', or a plugin's."""
     name = str(getattr(model, "architecture", None) or "")
@@ -131,30 +137,48 @@ def _implementation(model: Any) -> str:
     return canonical({"class": name, "replaced": replaced}) if replaced else name
 
 
-def _quantization(model: Any) -> str:
-    """The method; with options of its own (what it leaves out, say) those as well. What a
-    checkpoint says of its own quantisation is part of the model's configuration."""
-    method = str(getattr(model, "quantization", None) or "")
+def _quantization(model: Any, hf_config: Mapping[str, Any]) -> str:
+    """The method; with options of its own (what it leaves out, say) those as well. A checkpoint
+    that is quantised says its method itself: vLLM puts a kernel's name, which depends on the
+    device, in its place."""
+    own = hf_config.get("quantization_config") or {}
+    method = str(own.get("quant_method") or getattr(model, "quantization", None) or "")
     options = getattr(model, "quantization_config", None)
-    options = disclosed(options)
     return canonical({"method": method, "options": options}) if options else method
 
 
-def _processor(model: Any) -> str:
+def _processor(model: Any, *, for_kv: bool) -> str:
     from vllm import envs
 
     multimodal = getattr(model, "multimodal_config", None)
-    settings = {name: getattr(multimodal, name, None) for name in _PROCESSOR_SETTINGS}
-    settings |= {name: getattr(envs, name, None) for name in _DECODERS}
+    settings = counted(multimodal, IGNORED_MULTIMODAL, for_kv=for_kv)
+    variables = {name: getattr(envs, name, None) for name in _VARIABLES}
+    settings |= {name: value for name, value in variables.items() if value}
+    _without_device(settings)
     scales = getattr(multimodal, "mm_encoder_fp8_scale_path", None)
     if scales:
         settings["mm_encoder_fp8_scales"] = hashlib.sha256(Path(scales).read_bytes()).hexdigest()
-    used = {name: value for name, value in settings.items() if value not in (None, {})}
-    return canonical(disclosed(used))
+    return canonical(settings)
+
+
+def _without_device(settings: dict[str, Any]) -> None:
+    """Take out where media are decoded and processed. On an encode-only engine with a GPU vLLM sets
+    that itself, and a decoder of videos with it."""
+    options = settings.get("mm_processor_kwargs")
+    if isinstance(options, dict):
+        options.pop("device", None)
+    for medium in settings.get("media_io_kwargs", {}).values():
+        if isinstance(medium, dict) and medium.pop("device", None):
+            medium.pop("backend", None)
+    media = settings.get("media_io_kwargs", {})
+    settings["media_io_kwargs"] = {name: options for name, options in media.items() if options}
+    for name in ("mm_processor_kwargs", "media_io_kwargs"):
+        if not settings.get(name):
+            settings.pop(name, None)
 
 
 def _processor_files(model: Any) -> str:
-    """Of a local folder; a name on a hub is told apart by its revision."""
+    """Of a local folder; those of a repository are told apart by its commit."""
     folder = Path(str(model.model))
     paths = {path for pattern in _PROCESSOR_FILES for path in folder.glob(pattern)}
     digests = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
@@ -163,24 +187,16 @@ def _processor_files(model: Any) -> str:
 
 def _load_format(vllm_config: Any) -> str:
     load = vllm_config.load_config
-    name = getattr(load.load_format, "value", str(load.load_format))
+    name = format_of(load)
     if name in CHECKPOINT_FORMATS:
         return "checkpoint"
-    extra = disclosed(getattr(load, "model_loader_extra_config", None) or {})
+    extra = getattr(load, "model_loader_extra_config", None) or {}
     return canonical({"format": name, "seed": vllm_config.model_config.seed, "extra": extra})
-
-
-def _weights(model: Any) -> str:
-    """A local folder's content; a name on a hub is told apart by its revision."""
-    folder = Path(str(getattr(model, "model_weights", "") or model.model))
-    if folder.is_file():
-        folder = folder.parent
-    return weights_digest(folder) if folder.is_dir() else ""
 
 
 def _lora(vllm_config: Any) -> str:
     """Whether adapters reach the encoder. Which adapter is part of an item's identifier."""
-    lora = getattr(vllm_config, "lora_config", None)
-    if lora is None or not getattr(lora, "enable_tower_connector_lora", False):
+    if not reach_encoder(vllm_config):
         return ""
-    return canonical({"tower": True, "dtype": str(getattr(lora, "lora_dtype", ""))})
+    dtype = getattr(vllm_config.lora_config, "lora_dtype", "")
+    return canonical({"tower": True, "dtype": str(dtype)})

@@ -1,7 +1,8 @@
-"""vLLM's entry point `vllm.general_plugins`: makes the connectors' names known, nothing else.
+"""vLLM's entry point `vllm.general_plugins`: makes the connectors' names known, and images of one
+model have one name whether the hub is offline or not.
 
 Runs on the main thread of every vLLM process (API server, engine core, workers), in some of them
-more than once, also for people who merely have this package installed. So it imports nothing but
+more than once, also for people who merely have this package installed. So it imports little but
 vLLM's registry, and never raises: vLLM calls plugins unguarded, and an error here would keep
 engines from starting that have nothing to do with us.
 """
@@ -32,6 +33,17 @@ def register() -> None:
         pass  # likewise
     else:
         _put(KVConnectorFactory, KV_CONNECTOR_NAME, KV_CONNECTOR_MODULE)
+
+    _hash_by_repository()
+
+
+def _hash_by_repository() -> None:
+    from connectors import hub
+
+    try:
+        hub.hash_by_repository()
+    except Exception as error:  # noqa: BLE001 -- an unknown host must not break vLLM's start
+        logger.warning("a snapshot of a hub is named by its path in hashes of images: %r", error)
 
 
 def _put(registry: Any, name: str, module: str) -> None:

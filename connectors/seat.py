@@ -1,43 +1,41 @@
 """How the scheduler side and the workers of an engine come by their client of the buffer."""
 
+import re
 import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 from connectors.counters import logger
 from connectors.ec.current import CurrentBuffer
+from connectors.naming import Identity, Naming
 from connectors.weights_flag import WeightsFlag
 from lookup_buffer.client import EngineSeat, LookupBuffer
 from lookup_buffer.errors import LookupBufferError, NodeUnavailable
-from lookup_buffer.namespace import Namespace
 from store import redact
 
 if TYPE_CHECKING:
     from connectors.settings import SharedSettings
 
 STORE_SECONDS = 5.0
+DEVICE_NAME_MAX = 12
+_MAKER = re.compile(r"^(?:NVIDIA |AMD |Intel |Instinct |GeForce |Tesla )+")
 
 
 def open_client(
-    settings: "SharedSettings", seat: EngineSeat, namespace: Namespace, connector: str
+    settings: "SharedSettings", seat: EngineSeat, identity: Identity, connector: str
 ) -> LookupBuffer:
-    """The client of the scheduler (the seat's rank is None) or of one worker.
+    """The client of the scheduler (the seat's rank is None) or of one worker. A worker's has no
+    namespace: it enters the one that comes with the steps of its scheduler.
 
     Raises:
         LookupBufferError: the configuration is refused, or node or store are required and absent.
     """
-    first = seat.rank in (None, 0)
-    if first:
-        logger.info("lookup buffer: namespace %s", namespace.fingerprint)
     try:
-        buffer = LookupBuffer(
-            settings.buffer_config(), namespace, engine=seat, required=settings.required
-        )
+        buffer = LookupBuffer(settings.buffer_config(), engine=seat, required=settings.required)
         if seat.rank is None:
             _check_reachable(buffer, settings)
-            return _while_current(buffer, seat.engine_id)
+            return _current(buffer, seat.engine_id, identity)
     except LookupBufferError as error:
-        if first:  # the first of them ends the start, so this is said once
+        if seat.rank in (None, 0):  # the first of them ends the start, so this is said once
             logger.error("%s: %s", connector, error)
         raise
     return buffer
@@ -51,27 +49,29 @@ def engine_id(common: object, parallel: Any) -> str:
     return f"{common}{suffix}" if index and not str(common).endswith(suffix) else str(common)
 
 
-def remembered(owner: Any, name: str, make: Callable[[], dict[str, str]]) -> dict[str, str]:
-    """What `make` said the first time for this object of vLLM's configuration.
+def device_name() -> str:
+    """What a worker computes on, as records name it: cpu, or the accelerator without its maker."""
+    from vllm.platforms import current_platform
 
-    Where scheduler and worker share a process they share the configuration's objects too, and a
-    model may change its own configuration while it loads. So the first to ask leaves its answer.
-    """
-    parts: dict[str, str] | None = getattr(owner, name, None)
-    if parts is None:
-        parts = make()
-        object.__setattr__(owner, name, parts)
-    return parts
+    kind = str(current_platform.device_type)
+    if kind == "cpu":
+        return kind
+    try:
+        name = _MAKER.sub("", str(current_platform.get_device_name()))
+    except Exception:  # noqa: BLE001 -- not every platform says it
+        name = kind
+    printable = "".join(letter for letter in name if " " <= letter <= "~")
+    return printable[:DEVICE_NAME_MAX].strip()
 
 
-def _while_current(buffer: LookupBuffer, engine: str) -> LookupBuffer:
+def _current(buffer: LookupBuffer, engine: str, identity: Identity) -> LookupBuffer:
     """The client for as long as this engine has the weights that its namespace names."""
     try:
         flag = WeightsFlag.adopt(engine)
     except OSError:
         logger.warning("lookup buffer: weights that change in this engine would not be noticed")
-        return buffer
-    return cast("LookupBuffer", CurrentBuffer(buffer, flag))
+        return cast("LookupBuffer", CurrentBuffer(buffer, Naming(identity)))
+    return cast("LookupBuffer", CurrentBuffer(buffer, Naming(identity, mark=flag.mark), flag))
 
 
 def _check_reachable(buffer: LookupBuffer, settings: "SharedSettings") -> None:

@@ -1,98 +1,122 @@
-"""Which weights an engine runs: a digest of a checkpoint folder, cheap and equal on every host.
+"""Which weights an engine runs: named by a version or a commit, or by every byte of their files.
 
-Called once per process, before the model is loaded. Reads the header of each safetensors file and
-samples its tensors; every file is read at the same places on every host, so the digest depends on
-content alone (no times, no paths). What it can miss is a change confined to values between the
-samples: whoever changes weights in place sets `weights_version`.
+`weights_source` is asked before the model is loaded and costs a stat of each file. Hashing them is
+`weights_digest`'s, on a thread that may take minutes: see `naming`.
 """
 
 import hashlib
-import json
-import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, Final
 
-SAMPLE_BYTES = 4096
-SAMPLED_ENCODER_TENSORS_MAX = 2048
-SAMPLED_OTHER_TENSORS_MAX = 64
-OPAQUE_SAMPLES = 64
-MAX_HEADER_BYTES = 100 << 20
-WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
-# Names under which checkpoints keep the parts that make encoder outputs. Their tensors are all
-# sampled; of the language model, far larger and rarely different alone, a few.
+from connectors import hub
+
+# Formats that put the checkpoint's own values into the model. Any other (dummy, a registered
+# loader) makes weights in a way that only its name, its settings and the seed describe.
+CHECKPOINT_FORMATS = frozenset(
+    {"auto", "hf", "pt", "safetensors", "fastsafetensors", "instanttensor", "npcache", "mistral",
+     "runai_streamer", "runai_streamer_sharded", "sharded_state", "tensorizer", "ipc_cache"}
+)  # fmt: skip
+_ELSEWHERE: Final = frozenset({"tensorizer", "ipc_cache"})
+"""Of these, the formats whose weights do not come from the model's folder or repository."""
+WEIGHT_SUFFIXES: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+# Names under which checkpoints keep the parts that make encoder outputs.
 ENCODER_NAMES = (
     "vision", "visual", "vit", "image", "audio", "speech", "whisper", "tower", "encoder", "patch",
     "projector", "projection", "connector", "merger", "aligner", "multi_modal", "mm_", "resampler",
 )  # fmt: skip
 
+FileState = tuple[int, int, int, int, int]
+"""Device, inode, bytes, mtime and ctime in ns: no write leaves all of them as they were."""
 
-def weights_digest(folder: Path) -> str:
-    """Hex digest of the weight files in `folder`, or "" when there are none.
+
+@dataclass(frozen=True, slots=True)
+class WeightFile:
+    name: str
+    """Within its folder, the same on every host."""
+    path: Path
+    state: FileState
+
+    def is_current(self) -> bool:
+        """Whether the file is the one that was found, unchanged."""
+        try:
+            return state_of(self.path) == self.state
+        except OSError:
+            return False
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsSource:
+    """What names an engine's weights: one of the three."""
+
+    version: str = ""
+    """Names them without a look at any file; empty for weights that are made, not read."""
+    files: tuple[WeightFile, ...] = ()
+    """To be hashed."""
+    unknown: str = ""
+    """Why nothing names them."""
+
+    @property
+    def mark(self) -> bytes:
+        """16 bytes that differ where another process found something else."""
+        states = [(file.name, file.state) for file in self.files]
+        found = repr((self.version, states, self.unknown))
+        return hashlib.sha256(found.encode("utf-8", "surrogatepass")).digest()[:16]
+
+    def is_current(self) -> bool:
+        return all(file.is_current() for file in self.files)
+
+
+def weights_source(vllm_config: Any, weights_version: str) -> WeightsSource:
+    """What names the weights that vLLM is about to load.
 
     Raises:
-        OSError: a file cannot be read; the engine could not load it either.
+        OSError: a file cannot be looked at; the engine could not load it either.
     """
-    files = sorted(path for path in folder.iterdir() if path.suffix in WEIGHT_SUFFIXES)
-    if not files:
-        return ""
-    digest = hashlib.sha256()
-    for path in files:
-        size = path.stat().st_size
-        digest.update(f"{path.name}:{size}\n".encode())
-        with path.open("rb", buffering=0) as file:
-            for offset, length in _samples(file, path, size):
-                file.seek(offset)
-                digest.update(file.read(length))
-    return digest.hexdigest()
+    if weights_version:
+        return WeightsSource(weights_version)
+    model, load = vllm_config.model_config, vllm_config.load_config
+    if format_of(load) in _ELSEWHERE:
+        return WeightsSource(
+            unknown=f"--load-format {format_of(load)} reads weights from elsewhere"
+        )
+    other = str(getattr(model, "model_weights", None) or "")
+    commit = hub.commit_of(model, load)
+    if commit and not other:
+        return WeightsSource(f"commit {commit}")
+    if other and not Path(other).exists():
+        return WeightsSource(unknown="--model-weights names no folder of this host")
+    files = tuple(_files_of(str(model.model)))
+    if other:  # which of the two is read depends on the loader
+        files += tuple(_files_of(other))
+    if files:
+        return WeightsSource(files=files)
+    if format_of(load) not in CHECKPOINT_FORMATS:
+        return WeightsSource()
+    return WeightsSource(unknown="neither a commit of the model nor a file of weights is found")
 
 
-def _samples(file: BinaryIO, path: Path, size: int) -> list[tuple[int, int]]:
-    """Offset and length of what is read of one file."""
-    if path.suffix == ".safetensors":
-        header = _safetensors_header(file, size)
-        if header is not None:
-            start, tensors = header
-            return [(0, start), *_tensor_samples(start, tensors)]
-    last = max(0, size - SAMPLE_BYTES)
-    offsets = [index * last // (OPAQUE_SAMPLES - 1) for index in range(OPAQUE_SAMPLES)]
-    return [(offset, SAMPLE_BYTES) for offset in offsets]
+def format_of(load_config: Any) -> str:
+    """vLLM's name of how the weights are read or made."""
+    return str(getattr(load_config.load_format, "value", load_config.load_format))
 
 
-def _safetensors_header(file: BinaryIO, size: int) -> tuple[int, dict[str, Any]] | None:
-    """Where the data begins, and the description of the tensors; None when it is malformed."""
-    prologue = file.read(8)
-    if len(prologue) < 8:
-        return None
-    (length,) = struct.unpack("<Q", prologue)
-    if length > min(MAX_HEADER_BYTES, size - 8):
-        return None
-    try:
-        tensors = json.loads(file.read(length))
-    except ValueError:
-        return None
-    return (8 + length, tensors) if isinstance(tensors, dict) else None
+def _files_of(text: str) -> Iterator[WeightFile]:
+    """Of a folder and those below it; of the one that a file lies in, that folder alone."""
+    place = Path(text)
+    if place.is_dir():
+        paths = sorted(place.rglob("*"))
+    elif place.is_file():
+        place = place.parent
+        paths = sorted(place.iterdir())
+    else:
+        return
+    for path in paths:
+        if path.suffix in WEIGHT_SUFFIXES and path.is_file():
+            yield WeightFile(path.relative_to(place).as_posix(), path, state_of(path))
 
 
-def _tensor_samples(start: int, tensors: dict[str, Any]) -> list[tuple[int, int]]:
-    """The first bytes and some from the middle of each tensor that counts."""
-    names = sorted(name for name in tensors if name != "__metadata__")
-    encoder = [name for name in names if any(word in name.lower() for word in ENCODER_NAMES)]
-    encoder_names = set(encoder)
-    others = [name for name in names if name not in encoder_names]
-    chosen = [
-        *_evenly(encoder, SAMPLED_ENCODER_TENSORS_MAX),
-        *_evenly(others, SAMPLED_OTHER_TENSORS_MAX),
-    ]
-    samples: list[tuple[int, int]] = []
-    for name in chosen:
-        begin, end = tensors[name]["data_offsets"]
-        length = min(SAMPLE_BYTES, end - begin)
-        samples.append((start + begin, length))
-        samples.append((start + begin + (end - begin - length) // 2, length))
-    return samples
-
-
-def _evenly(names: list[str], count: int) -> list[str]:
-    if len(names) <= count:
-        return names
-    return [names[index * len(names) // count] for index in range(count)]
+def state_of(path: Path) -> FileState:
+    found = path.stat()
+    return (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)

@@ -1,6 +1,7 @@
 """The flag by which an engine's worker tells its scheduler that its weights have changed.
 
-One byte that two processes of a host map. Nothing else leads from worker to scheduler without a
+One byte that two processes of a host map, and what the worker saw of the weights' files before it
+loaded them. Nothing else leads from worker to scheduler without a
 step of the engine, and the next pass has to know. The worker makes the file; the scheduler, which
 vLLM makes later, takes its name away, so that nothing is left behind, however they end.
 """
@@ -19,20 +20,20 @@ _DIRECTORY = Path("/dev/shm")
 class WeightsFlag:
     """Either side's; see `make` and `adopt`."""
 
-    def __init__(self, path: Path, flags: int) -> None:
+    def __init__(self, path: Path, flags: int, mark: bytes = b"") -> None:
         self._path = path
         descriptor = os.open(path, flags | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             if os.fstat(descriptor).st_uid != os.getuid():
                 raise PermissionError(f"{path} is another user's")
             if flags:
-                os.ftruncate(descriptor, 1)
-            self._byte = mmap.mmap(descriptor, 1)
+                os.write(descriptor, b"\0" + mark)
+            self._byte = mmap.mmap(descriptor, 0)
         finally:
             os.close(descriptor)
 
     @classmethod
-    def make(cls, engine_id: str) -> Self:
+    def make(cls, engine_id: str, mark: bytes = b"") -> Self:
         """The worker's.
 
         Raises:
@@ -41,7 +42,7 @@ class WeightsFlag:
         path = _path(engine_id)
         with suppress(FileNotFoundError):
             path.unlink()  # of an engine that had this id, and ended while it started
-        return cls(path, os.O_CREAT | os.O_EXCL)
+        return cls(path, os.O_CREAT | os.O_EXCL, mark)
 
     @classmethod
     def adopt(cls, engine_id: str) -> Self:
@@ -53,6 +54,11 @@ class WeightsFlag:
         flag = cls(_path(engine_id), 0)
         flag._path.unlink()
         return flag
+
+    @property
+    def mark(self) -> bytes:
+        """What the worker gave; empty where that was nothing."""
+        return self._byte[1:]
 
     def put_up(self) -> None:
         self._byte[0] = 1

@@ -63,6 +63,8 @@ class Attachment:
         self._on_attached = on_attached
         self._on_lost = on_lost
         self._on_tick = on_tick
+        self.namespace = ""
+        """The fingerprint under which this client's keys lie; empty until it has one."""
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._send_lock = threading.Lock()

@@ -28,9 +28,8 @@ from store import ClaimState
 
 
 class Claiming:
-    def __init__(self, attachment: Attachment, namespace: str) -> None:
+    def __init__(self, attachment: Attachment) -> None:
         self._attachment = attachment
-        self._namespace = namespace
         self._settled = threading.Condition()
         self._pending: dict[int, ClaimSet] = {}
 
@@ -39,12 +38,13 @@ class Claiming:
     ) -> ClaimAnswer:
         """See `LookupBuffer.claim`."""
         lease, wait = lasting("lease_seconds", lease_seconds), waiting(timeout)
-        request = Claim(next_request_id(), self._namespace, key.text, lease, state.value, wait)
+        namespace = self._attachment.namespace
+        request = Claim(next_request_id(), namespace, key.text, lease, state.value, wait)
         return ClaimAnswer.of(self._attachment.call(request, wait + CALL_SECONDS))
 
     def release(self, key: TensorKey) -> bool:
         """See `LookupBuffer.release_claim`."""
-        request = ReleaseClaim(next_request_id(), self._namespace, key.text)
+        request = ReleaseClaim(next_request_id(), self._attachment.namespace, key.text)
         return bool(self._attachment.call(request, CALL_SECONDS)["released"])
 
     def claim_all(self, keys: Sequence[TensorKey], wait_seconds: float, timeout: float) -> ClaimSet:
@@ -53,7 +53,7 @@ class Claiming:
         texts, wait = sorted(key.text for key in keys), waiting(wait_seconds)
         if one.state is not ClaimSetState.PENDING:
             return one
-        if self._post(ClaimAll(one.request_id, self._namespace, texts, wait)):
+        if self._post(ClaimAll(one.request_id, self._attachment.namespace, texts, wait)):
             one.hear(timeout)
         else:
             self.fail([one.request_id])
@@ -73,7 +73,7 @@ class Claiming:
         """See `LookupBuffer.encoding`."""
         lease = lasting("lease_seconds", lease_seconds)
         for part in split([key.text for key in keys]):
-            self._post(Encoding(next_request_id(), self._namespace, list(part), lease))
+            self._post(Encoding(next_request_id(), self._attachment.namespace, list(part), lease))
 
     def unclaim(self, keys: Sequence[TensorKey], waiter: ClaimSet | None) -> None:
         """See `LookupBuffer.unclaim`."""
@@ -84,7 +84,7 @@ class Claiming:
                     awaited = waiter.request_id
         parts = list(split([key.text for key in keys])) or ([[]] if awaited else [])
         for part in parts:
-            self._post(Unclaim(next_request_id(), self._namespace, list(part), awaited))
+            self._post(Unclaim(next_request_id(), self._attachment.namespace, list(part), awaited))
 
     def on_event(self, message: dict[str, Any]) -> None:
         """A `claimed` event of the node."""

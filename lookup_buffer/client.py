@@ -9,7 +9,7 @@ by the board, everything else is asked of the node. The ways:
     drop_select: node takes, pins → arena → the caller's tensor → acknowledged, unpinned
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lookup_buffer.attachment import Attachment
@@ -44,6 +44,9 @@ __all__ = ["EngineSeat", "InsertOutcome", "LookupBuffer"]
 class LookupBuffer:
     """A client of this host's node, for one namespace. Thread-safe; not to be used after a fork.
 
+    An engine's client may be opened without one and `enter` it later; until then it may load what
+    an order names, and nothing else.
+
     Keys match exactly and never wait for each other. Faults of Redis or of other nodes are
     misses; a fault of this host's node is `NodeUnavailable` within the call's time, and the
     client attaches again by itself.
@@ -61,27 +64,44 @@ class LookupBuffer:
         engine: EngineSeat | None = None,
         required: bool = True,
     ) -> None:
-        self._namespace = namespace or Namespace.named("default")
+        if namespace is None and engine is None:
+            namespace = Namespace.named("default")
+        self._parts: dict[str, str] | None = None
         self._rank = engine.rank or 0 if engine else 0
         seat = engine.to_wire() if engine else None
         self._attachment = Attachment(
             config or BufferConfig.from_environment(),
             seat,
             on_event=self._on_event,
-            on_attached=self._describe,
+            on_attached=self._on_attached,
             on_lost=self._on_lost,
             on_tick=lambda: self._local_reads.tell(),
         )
-        attachment, fingerprint = self._attachment, self._namespace.fingerprint
-        self._local_reads = LocalReads(attachment, fingerprint)
+        attachment = self._attachment
+        if namespace is not None:
+            attachment.namespace, self._parts = namespace.fingerprint, dict(namespace.parts)
+        self._local_reads = LocalReads(attachment)
         self._pooling = Pooling(attachment)
         self._loading = Loading(attachment, self._pooling)
-        self._selecting = Selecting(attachment, fingerprint, self._loading)
-        self._prefetching = Prefetching(attachment, fingerprint, self._loading)
-        self._inserting = Inserting(attachment, fingerprint)
-        self._taking = Taking(attachment, fingerprint, self._loading)
-        self._claiming = Claiming(attachment, fingerprint)
+        self._selecting = Selecting(attachment, self._loading)
+        self._prefetching = Prefetching(attachment, self._loading)
+        self._inserting = Inserting(attachment)
+        self._taking = Taking(attachment, self._loading)
+        self._claiming = Claiming(attachment)
         self._attachment.open(required=required)
+
+    @property
+    def namespace(self) -> str:
+        """The fingerprint of the namespace; empty until there is one."""
+        return self._attachment.namespace
+
+    def enter(self, fingerprint: str, parts: Mapping[str, str] | None = None) -> None:
+        """Keys lie in this namespace from now on. `parts` is its clear text, to be published; of an
+        engine's clients one gives it. Never raises."""
+        self._attachment.namespace = fingerprint
+        if parts is not None:
+            self._parts = dict(parts)
+            self._describe()
 
     # -- write
 
@@ -311,11 +331,14 @@ class LookupBuffer:
         self._claiming.on_lost()
         self._pooling.on_lost()
 
-    def _describe(self) -> None:
-        namespace = self._namespace
-        request = Describe(next_request_id(), namespace.fingerprint, dict(namespace.parts))
-        try:
-            self._attachment.post(request)
-        except LookupBufferError:
-            pass  # lost again already; the next attachment says it
+    def _on_attached(self) -> None:
+        self._describe()
         self._pooling.on_attached()
+
+    def _describe(self) -> None:
+        if self._parts is not None:
+            request = Describe(next_request_id(), self._attachment.namespace, self._parts)
+            try:
+                self._attachment.post(request)
+            except LookupBufferError:
+                pass  # lost again already; the next attachment says it

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from lookup_buffer.lane import FALLBACKS, LANES
-from store import LOCATIONS_MAX, ClaimState
+from store import DEVICE, LOCATIONS_MAX, ClaimState
 
 KEYS_MAX: Final = 4096
 """Bound on the keys or tickets of one request."""
@@ -59,11 +59,13 @@ def _is_reads(value: object) -> bool:
 def _is_seat(value: object) -> bool:
     if value is None:
         return True
-    if not isinstance(value, list) or len(value) != 4:
+    if not isinstance(value, list) or len(value) != 5:
         return False
-    engine_id, rank, world_size, encodes = value
+    engine_id, rank, world_size, encodes, device = value
     in_world = is_count(world_size) and 0 < world_size <= 4096
     if not _is_text(engine_id) or not in_world or not isinstance(encodes, bool):
+        return False
+    if not isinstance(device, str) or (device and not DEVICE.match(device)):
         return False
     return rank is None or (is_count(rank) and rank < world_size)
 

@@ -19,9 +19,8 @@ from lookup_buffer.messages import CALL_SECONDS, Insert, lasting, waiting
 
 
 class Inserting:
-    def __init__(self, attachment: Attachment, namespace: str) -> None:
+    def __init__(self, attachment: Attachment) -> None:
         self._attachment = attachment
-        self._namespace = namespace
 
     def insert(
         self,
@@ -43,7 +42,7 @@ class Inserting:
             left = deadline - time.monotonic()
             request = Insert(
                 next_request_id(),
-                self._namespace,
+                self._attachment.namespace,
                 key.text,
                 header.to_fields(),
                 ttl_seconds,

@@ -29,6 +29,8 @@ class Item:
     gone: bool = False
     handoff_bytes: int = 0
     """What it takes of the share of hand-offs; 0 where it is none of ours."""
+    device: str = ""
+    """On what the client that inserted it had computed it; empty where nobody said."""
     wanted: bool = False
     """A hand-off that is charged like a pin, because its taker waits: see `reserve_handoff`."""
 

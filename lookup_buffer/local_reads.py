@@ -32,9 +32,8 @@ class NotHere(Exception):
 
 
 class LocalReads:
-    def __init__(self, attachment: Attachment, namespace: str) -> None:
+    def __init__(self, attachment: Attachment) -> None:
         self._attachment = attachment
-        self._namespace = namespace
         self._lock = threading.Lock()
         self._telling = threading.Lock()
         self._read: Counter[str] = Counter()
@@ -48,7 +47,7 @@ class LocalReads:
             NodeUnavailable: there is no node now.
         """
         with self._attachment.memory() as memory:
-            entry = memory.board.find(digest_of(self._namespace, key.text))
+            entry = memory.board.find(digest_of(self._attachment.namespace, key.text))
             if entry is None:
                 raise NotHere
             header = entry.header
@@ -66,7 +65,7 @@ class LocalReads:
     def holds(self, keys: Sequence[TensorKey], *, elsewhere: bool) -> list[bool]:
         """For each key, whether the board lists it, or the table of what lies `elsewhere`; False
         where the node has to be asked."""
-        digests = [digest_of(self._namespace, key.text) for key in keys]
+        digests = [digest_of(self._attachment.namespace, key.text) for key in keys]
         try:
             with self._attachment.memory() as memory:
                 here, there = memory.board.lists, memory.elsewhere.lists
@@ -81,7 +80,7 @@ class LocalReads:
         deadline = time.monotonic() + waiting(timeout)
         present = self.holds(keys, elsewhere=timeout > 0)
         unknown = [index for index, known in enumerate(present) if not known and timeout > 0]
-        left, of = iter(unknown), self._namespace
+        left, of = iter(unknown), self._attachment.namespace
         for part in split([keys[index].text for index in unknown]):
             budget = waiting(deadline - time.monotonic())
             request = Contains(next_request_id(), of, list(part), NODE_SHARE * budget)
@@ -106,7 +105,7 @@ class LocalReads:
             try:
                 for keys in split(list(read), TOLD_BYTES_MAX):
                     reads = {key: min(read[key], COUNT_MAX) for key in keys}
-                    touch = Touch(next_request_id(), self._namespace, reads)
+                    touch = Touch(next_request_id(), self._attachment.namespace, reads)
                     if not self._attachment.mention(touch):
                         break
                     for key in keys:

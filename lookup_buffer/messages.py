@@ -19,7 +19,7 @@ from lookup_buffer.fields import CHECKS, KEYS_BYTES_MAX, KEYS_MAX, SECONDS_MAX, 
 from lookup_buffer.pool_messages import Offer, OpenPool, Prepare, Received, Retract
 from lookup_buffer.request import DeskRequest, Request, names_of
 
-VERSION: Final = 7
+VERSION: Final = 8
 CALL_SECONDS: Final = 1.0
 """How long a client waits for a reply, beyond what it asked the node to wait."""
 NODE_SHARE: Final = 0.9
@@ -32,9 +32,9 @@ class Hello(Request):
     arena, board and what lies elsewhere.
 
     `seat` is [engine id, rank or None for the scheduler, world size, whether what it gets spares it
-    an encode], or None for a client that is no engine. `expects` names what the client's
-    configuration says of the node (capacity, store, digest of the token); a node that differs
-    refuses, naming both.
+    an encode, on what it computes], or None for a client that is no engine. `expects` names what
+    the client's configuration says of the node (capacity, store, digest of the token); a node that
+    differs refuses, naming both.
     """
 
     op = "hello"

@@ -20,9 +20,8 @@ NODE_DOWN: Final = "node_down"
 
 
 class Prefetching:
-    def __init__(self, attachment: Attachment, namespace: str, loading: Loading) -> None:
+    def __init__(self, attachment: Attachment, loading: Loading) -> None:
         self._attachment = attachment
-        self._namespace = namespace
         self._loading = loading
         self._settled = threading.Condition()
         self._waiting: dict[tuple[int, int], Prefetched] = {}
@@ -37,7 +36,7 @@ class Prefetching:
         left = iter(handles)
         for part in split([key.text for key in keys]):
             request = Prefetch(
-                next_request_id(), self._namespace, list(part), claimer, wait_seconds
+                next_request_id(), self._attachment.namespace, list(part), claimer, wait_seconds
             )
             entries = [(request.id, index) for index in range(len(part))]
             with self._settled:

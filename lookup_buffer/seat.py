@@ -14,6 +14,8 @@ class EngineSeat:
     world_size: int
     encodes: bool = False
     """Whether what the engine gets here spares it an encode: outputs of its encoder."""
+    device: str = ""
+    """On what this client's tensors were computed: up to 12 printable ASCII characters."""
 
     def to_wire(self) -> list[Any]:
         return list(astuple(self))

@@ -18,9 +18,8 @@ from lookup_buffer.prefetched import LoadOrder
 
 
 class Selecting:
-    def __init__(self, attachment: Attachment, namespace: str, loading: Loading) -> None:
+    def __init__(self, attachment: Attachment, loading: Loading) -> None:
         self._attachment = attachment
-        self._namespace = namespace
         self._loading = loading
 
     def select(self, key: TensorKey, timeout: float, out: Tensor | None) -> Value:
@@ -43,7 +42,7 @@ class Selecting:
     def _pinned(self, key: TensorKey, timeout: float) -> Iterator[LoadOrder]:
         """Where the bytes of `key` lie on this host, pinned meanwhile."""
         wait = waiting(timeout)
-        request = Select(next_request_id(), self._namespace, key.text, wait)
+        request = Select(next_request_id(), self._attachment.namespace, key.text, wait)
         reply = self._attachment.call(request, wait + CALL_SECONDS)
         if reply["state"] != "resident":
             if timeout:

@@ -28,9 +28,8 @@ OWNER_DEAD = "owner_dead"
 
 
 class Taking:
-    def __init__(self, attachment: Attachment, namespace: str, loading: Loading) -> None:
+    def __init__(self, attachment: Attachment, loading: Loading) -> None:
         self._attachment = attachment
-        self._namespace = namespace
         self._loading = loading
 
     def drop_select(self, key: TensorKey, timeout: float, out: Tensor | None) -> Value:
@@ -47,7 +46,7 @@ class Taking:
             bound = waiting(deadline - time.monotonic()) + CALL_SECONDS
             with self._attachment.channel(bound) as channel:
                 wait = waiting(deadline - time.monotonic())
-                request = Take(next_request_id(), self._namespace, key.text, wait)
+                request = Take(next_request_id(), self._attachment.namespace, key.text, wait)
                 reply = channel.call(request, wait + CALL_SECONDS)
                 if reply["state"] != "resident":
                     raise _miss(key, timeout, reply["reason"])

@@ -32,10 +32,19 @@ from store.errors import (
     StoreUrlError,
 )
 from store.memory import MemoryStore
-from store.record import LOCATIONS_MAX, POOLS_MAX, DeviceLocation, Location, PoolEndpoint, Record
+from store.record import (
+    DEVICE,
+    LOCATIONS_MAX,
+    POOLS_MAX,
+    DeviceLocation,
+    Location,
+    PoolEndpoint,
+    Record,
+)
 from store.url import parse, redact
 
 __all__ = [
+    "DEVICE",
     "GONE_SECONDS",
     "INVALIDATED",
     "LOCATIONS_MAX",

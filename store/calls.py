@@ -35,6 +35,7 @@ def publish_call(publishing: Publishing) -> Call:
             f"{record.created:.3f}",
             "sole" if publishing.sole else "",
             publishing.device.text if publishing.device else "",
+            record.device,
             *record_fields.identity_fields(record),
         ),
     )

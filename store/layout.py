@@ -5,7 +5,8 @@ people with redis-cli, may rely on it:
 
 | key                    | type          | holds                                                  |
 |------------------------|---------------|--------------------------------------------------------|
-| lb:rec:<ns>:{<key>}    | HASH, expires | v, dtype, shape, nbytes, kind, created, sometimes key; |
+| lb:rec:<ns>:{<key>}    | HASH, expires | v, dtype, shape, nbytes, kind, created, sometimes      |
+|                        |               | device and key;                                        |
 |                        |               | per location at:<node> = boot:generation:checksum,     |
 |                        |               | and beside it, where a process of that node has the    |
 |                        |               | bytes on its device,                                   |

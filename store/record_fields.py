@@ -10,13 +10,15 @@ from itertools import filterfalse
 
 from store import layout
 from store.layout import key_field, read_count
-from store.record import SAFE_NAME, DeviceLocation, Location, Record
+from store.record import DEVICE, SAFE_NAME, DeviceLocation, Location, Record
 
 _RECORD_NAME = re.compile(rb"lb:rec:([A-Za-z0-9._-]{1,128}):\{([^{}]+)\}\Z")
 _SHAPE = re.compile(rb"\[(\d+(?:,\d+)*)?\]\Z")
 _DIMENSIONS_MAX = 16
 _CREATED_LIMIT = 1e11  # seconds, the year 5138: what is later no calendar can show
-_DESCRIPTION = frozenset([b"v", b"key", b"dtype", b"shape", b"nbytes", b"kind", b"created"])
+_DESCRIPTION = frozenset(
+    [b"v", b"key", b"dtype", b"shape", b"nbytes", b"kind", b"created", b"device"]
+)
 """The fields of a record beside its locations: passed over without a call for each."""
 _KINDS = {b"tensor": "tensor", b"none": "none"}
 
@@ -49,7 +51,8 @@ def read_record(namespace: str, key: str, fields: Mapping[bytes, bytes]) -> Reco
         created = float(fields[b"created"])
         if not 0 <= created < _CREATED_LIMIT:  # nor is NaN
             return None
-        return Record(namespace, key, *_read_tensor(*tensor), created, locations, devices)
+        device = _read_device(fields.get(b"device", b""))
+        return Record(namespace, key, *_read_tensor(*tensor), created, locations, devices, device)
     except (KeyError, ValueError):
         return None
 
@@ -110,6 +113,13 @@ def _read_tensor(
     dtype: bytes, shape: bytes, nbytes: bytes, kind: bytes
 ) -> tuple[str, tuple[int, ...], int, str]:
     return dtype.decode("ascii"), _read_shape(shape), read_count(nbytes), _KINDS[kind]
+
+
+@lru_cache(maxsize=1024)  # a fleet has few kinds of devices
+def _read_device(value: bytes) -> str:
+    """Empty where it is garbled: nothing depends on it."""
+    text = value.decode("ascii", "replace")
+    return text if DEVICE.match(text) else ""
 
 
 def _read_shape(text: bytes) -> tuple[int, ...]:

@@ -78,6 +78,7 @@ class LedgerBuffer:
         self.calls: list[tuple[str, list[str], float]] = []
         self.is_closed = False
         self.boot = "b" * 16
+        self.namespace = "0" * 64
         self._ticket = 0
 
     def prefetch(
@@ -169,6 +170,9 @@ class LedgerBuffer:
         self.fleet.given_back += [key.mm_hash for key in keys]
         if waiter is not None and waiter.state is ClaimSetState.PENDING:
             self.fleet.cancelled.append(waiter)
+
+    def enter(self, fingerprint: str, parts: Mapping[str, str] | None = None) -> None:
+        self.namespace = fingerprint
 
     def close(self) -> None:
         self.is_closed = True

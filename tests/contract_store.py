@@ -63,6 +63,24 @@ class StoreContract:
         assert store.publish(record, a_location()) is Publication.ADDED
         assert store.locate(namespace, ["k"]) == [record._replace(locations=(a_location(),))]
 
+    def test_the_first_publisher_names_the_device(
+        self, store: MetadataStore, namespace: str
+    ) -> None:
+        record = a_record(namespace, "k", device="H200")
+        store.publish(record, a_location())
+        store.publish(record._replace(device="cpu"), a_location("node-2"))
+        (found,) = store.locate(namespace, ["k"])
+        assert found is not None
+        assert found.device == "H200"
+        assert len(found.locations) == 2
+
+    @pytest.mark.parametrize("device", ["x" * 13, "a\nline", "\N{CAT FACE}"])
+    def test_a_name_of_a_device_is_short(
+        self, store: MetadataStore, namespace: str, device: str
+    ) -> None:
+        with pytest.raises(ValueError, match="device"):
+            store.publish(a_record(namespace, "k", device=device), a_location())
+
     @pytest.mark.parametrize("shape", [(), (0,), (1,), (2, 3, 4), tuple(range(16))])
     def test_any_shape(self, store: MetadataStore, namespace: str, shape: tuple[int, ...]) -> None:
         store.publish(a_record(namespace, "k", shape=shape, nbytes=0, kind="none"), a_location())

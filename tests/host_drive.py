@@ -64,7 +64,7 @@ class HostEngine:
         self.encoded: list[str] = []
 
     def _open(self, config: Any, settings: Any, rank: int | None) -> Any:
-        ec_seat.engine_namespace(config, settings)
+        ec_seat.identity(config, settings)
         return self.buffer
 
     def add(self, request_id: str, *names: str, **kwargs: Any) -> None:

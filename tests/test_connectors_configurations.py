@@ -19,6 +19,7 @@ import torch
 
 from command_line import run, run_json
 from connectors.demo.engine_settings import engine_arguments, engine_environment
+from connectors.plugin import CONNECTOR_NAME
 from engines import START_SECONDS, engine_settings
 from lookup_buffer.client import LookupBuffer
 from lookup_buffer.errors import MissingTensor
@@ -30,6 +31,11 @@ pytestmark = pytest.mark.vllm
 QUANTIZED = {"quantization": "fp8_per_tensor", "dtype": "bfloat16"}
 TOWER_LORA = {"enable_lora": True, "enable_tower_connector_lora": True}
 USUAL: dict[str, Any] = {"dtype": "bfloat16"}
+
+
+def role(name: str) -> dict[str, Any]:
+    return USUAL | {"ec_transfer_config": {"ec_connector": CONNECTOR_NAME, "ec_role": name}}
+
 
 APART: dict[str, tuple[dict[str, Any], dict[str, Any], set[str]]] = {
     "dtype": (USUAL, {"dtype": "float32"}, {"dtype"}),
@@ -66,6 +72,7 @@ APART: dict[str, tuple[dict[str, Any], dict[str, Any], set[str]]] = {
         {"load_format"},
     ),
     "adapters in the encoder": (USUAL, TOWER_LORA, {"lora"}),
+    "code of the model's own": (USUAL, {"trust_remote_code": True}, {"settings"}),
 }
 TOGETHER: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "equal arguments": (USUAL, USUAL),
@@ -77,6 +84,28 @@ TOGETHER: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "tensor parallelism": (USUAL, {"tensor_parallel_size": 2}),
     "a seed for sampling": (USUAL, {"seed": 3}),
     "adapters in the language model": (USUAL, {"enable_lora": True}),
+    "longer prompts": (USUAL, {"max_model_len": 512}),
+    "a name for clients": (USUAL, {"served_model_name": "a-name"}),
+    "another tokenizer mode": (USUAL, {"tokenizer_mode": "hf"}),
+    "CUDA graphs": (USUAL, {"enforce_eager": False}),
+    "a larger processor cache": (USUAL, {"mm_processor_cache_gb": 1}),
+    "another processor cache": (USUAL, {"mm_processor_cache_type": "shm"}),
+    "another memory limit": (USUAL, {"gpu_memory_utilization": 0.3, "max_num_seqs": 2}),
+    "more images in a prompt": (USUAL, {"limit_mm_per_prompt": {"image": 7}}),
+    "media from files": (USUAL, {"allowed_local_media_path": "/tmp"}),
+    "the encoder's data spread over the ranks": (USUAL, {"mm_encoder_tp_mode": "data"}),
+    "sampling": (USUAL, {"logprobs_mode": "processed_logits", "max_logprobs": 3}),
+    "embeddings from clients": (USUAL, {"enable_mm_embeds": True}),
+    "an encode-only producer and its consumer": (role("ec_producer"), role("ec_consumer")),
+    "an encode-only producer and one that does both": (role("ec_producer"), role("ec_both")),
+    "a consumer without an encoder": (
+        role("ec_producer"),
+        role("ec_consumer") | {"limit_mm_per_prompt": {"image": 0}, "enable_mm_embeds": True},
+    ),
+    "a processor on the device of the encoder": (
+        USUAL,
+        {"mm_processor_kwargs": {"device": "cpu"}},
+    ),
     "another reader of the checkpoint": (USUAL, {"load_format": "safetensors"}),
 }
 

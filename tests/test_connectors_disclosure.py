@@ -5,7 +5,8 @@ import json
 import pytest
 
 from connectors.disclosure import disclosed
-from connectors.namespace import engine_namespace
+from connectors.namespace import namespace_parts
+from lookup_buffer.namespace import Namespace
 from test_connectors_namespace import SETTINGS, change, vllm_config
 
 SECRET = "geheim-7f3a"
@@ -37,7 +38,7 @@ def test_neither_secrets_nor_folders_are_published(path: str, value: object) -> 
         else:
             as_json = json.dumps(value).replace(SECRET, secret)
             change(path, json.loads(as_json))(config)
-        namespace = engine_namespace(config, SETTINGS)
+        namespace = Namespace(namespace_parts(config, SETTINGS))
         published = json.dumps(dict(namespace.parts))
         assert SECRET not in published
         assert "siglip" in published

@@ -10,7 +10,6 @@ import torch
 
 from connector_standins import EMBED_BYTES, EMBEDS, LedgerBuffer, Stored, make_request, step_output
 from lookup_buffer.errors import ConfigError
-from lookup_buffer.namespace import Namespace
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -23,8 +22,10 @@ from connectors.ec import connector as ec_connector
 from connectors.ec import seat as ec_seat
 from connectors.ec.connector import LookupBufferECConnector
 from connectors.media import MetadataFields
+from connectors.naming import Identity
 from connectors.plugin import CONNECTOR_MODULE, CONNECTOR_NAME, register
 from connectors.settings import parse_settings
+from connectors.weights import WeightsSource
 
 
 def vllm_config(role: str = "ec_both", **extra: Any) -> Any:
@@ -56,7 +57,8 @@ def vllm_config(role: str = "ec_both", **extra: Any) -> Any:
 def buffer(monkeypatch: pytest.MonkeyPatch) -> LedgerBuffer:
     buffer = LedgerBuffer()
     monkeypatch.setattr(ec_seat, "open_buffer", lambda *_, rank: buffer)
-    monkeypatch.setattr(ec_seat, "engine_namespace", lambda *_: None)
+    identity = Identity({}, WeightsSource("tests"))
+    monkeypatch.setattr(ec_seat, "identity", lambda *_: identity)
     return buffer
 
 
@@ -273,7 +275,8 @@ def test_data_parallel_engines_of_one_command_are_told_apart(
             seats.append(engine)
 
     monkeypatch.setattr(seat, "LookupBuffer", Opened)
-    monkeypatch.setattr(ec_seat, "engine_namespace", lambda *_: Namespace.named("tests"))
+    identity = Identity({}, WeightsSource("tests"))
+    monkeypatch.setattr(ec_seat, "identity", lambda *_: identity)
     config = vllm_config()
     for index in (0, 1, 1):
         config.parallel_config = SimpleNamespace(

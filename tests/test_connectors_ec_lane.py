@@ -17,7 +17,6 @@ from device_ends import DeviceEnd, StartEnd, put, start_end
 from lookup_buffer.client import EngineSeat, LookupBuffer
 from lookup_buffer.errors import ConfigError
 from lookup_buffer.key import TensorKey
-from lookup_buffer.namespace import Namespace
 from lookup_buffer.prefetched import Prefetched
 from nodes import NodeProcess, StartNode, at_rest, start_node, wait_until, with_store
 
@@ -37,7 +36,7 @@ def test_beside_tensor_parallelism_a_lane_is_refused_unless_it_is_forced() -> No
 def test_a_lane_that_the_device_cannot_speak_is_refused() -> None:
     settings = parse_settings({**SETTINGS, "device_lane": "nccl"})
     with pytest.raises(ConfigError, match="an nccl lane joins GPUs, not cpu: choose gloo"):
-        WorkerLane(settings, "cpu", "0" * 64)
+        WorkerLane(settings, "cpu")
 
 
 class Engine:
@@ -46,7 +45,6 @@ class Engine:
     def __init__(self, node: NodeProcess, namespace: str, stack: ExitStack) -> None:
         self.node = node
         settings = parse_settings(SETTINGS)
-        fingerprint = Namespace.named(namespace).fingerprint
 
         def client(rank: int | None) -> LookupBuffer:
             return node.client(namespace, engine=EngineSeat("engine", rank, 2))
@@ -56,7 +54,7 @@ class Engine:
                 lambda rank=rank: client(rank),  # type: ignore[misc]
                 settings,
                 WorkerSeat(rank, is_producer=True),
-                make_lane=lambda: WorkerLane(settings, "cpu", fingerprint),
+                make_lane=lambda: WorkerLane(settings, "cpu"),
             )
             for rank in (0, 1)
         ]

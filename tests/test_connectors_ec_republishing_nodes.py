@@ -17,6 +17,7 @@ from connectors.ec import seat as ec_seat
 from lookup_buffer.client import LookupBuffer
 from lookup_buffer.errors import LookupBufferError, MissingTensor
 from lookup_buffer.key import TensorKey
+from namespaces import namespace_of
 from nodes import NodeProcess, StartNode, wait_until
 from scheduler_drive import DrivenEngine, Room, content, output_of
 
@@ -43,7 +44,7 @@ class Host:
         )
         stack.callback(self.engine.close)
         unused: Any = None  # the engine has left its namespace there
-        self.namespace = ec_seat.engine_namespace(self.engine.config, unused)
+        self.namespace = namespace_of(ec_seat.identity(self.engine.config, unused))
         self.buffer = LookupBuffer(node.config, self.namespace)
         stack.callback(self.buffer.close)
 

@@ -1,6 +1,6 @@
 """The KV connector's scheduler side: what it promises, holds and gives back. No engine, no node."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,7 +41,14 @@ class Clock:
 class Engine:
     """The scheduler side as vLLM drives it; block numbers are made up, and never twice the same."""
 
-    def __init__(self, *, ranks: int = 1, role: str = "both", **settings: Any) -> None:
+    def __init__(
+        self,
+        *,
+        ranks: int = 1,
+        role: str = "both",
+        client_over: Callable[[LedgerBuffer], Any] = lambda buffer: buffer,
+        **settings: Any,
+    ) -> None:
         self.buffer = LedgerBuffer()
         self.clock = Clock()
         self._block = 0
@@ -55,7 +62,7 @@ class Engine:
             stores_generated=True,
         )
         self.side = KvScheduler(
-            self.buffer,  # type: ignore[arg-type]
+            client_over(self.buffer),
             KvSettings(**settings),
             shape,
             clock=self.clock,

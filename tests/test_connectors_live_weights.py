@@ -16,7 +16,9 @@ from connectors.ec.scheduler import EcScheduler
 from connectors.ec.shape import EngineShape
 from connectors.ec.worker import EcWorker, WorkerSeat
 from connectors.live_weights import WeightsWatch
+from connectors.naming import Identity, Naming
 from connectors.settings import ConnectorSettings
+from connectors.weights import WeightsSource
 from connectors.weights_flag import WeightsFlag, _path
 from lookup_buffer.prefetched import PrefetchState
 from nodes import ROOT
@@ -168,7 +170,8 @@ def test_the_flag_leaves_nothing_behind(engine_id: str) -> None:
 
 def bench_with(flag: WeightsFlag, *, consumer: bool = True) -> Bench:
     bench = Bench(consumer=consumer)
-    buffer: Any = CurrentBuffer(bench.buffer, flag)  # type: ignore[arg-type]
+    naming = Naming(Identity({}, WeightsSource("tests")))
+    buffer: Any = CurrentBuffer(bench.buffer, naming, flag)  # type: ignore[arg-type]
     bench.scheduler = EcScheduler(
         buffer,
         ConnectorSettings(

@@ -1,8 +1,7 @@
 """The namespace: each thing that the bytes depend on changes it, and nothing else does."""
 
 import copy
-import json
-import struct
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,11 +11,11 @@ import pytest
 
 from connectors.adapters import Adapters
 from connectors.identifiers import NotShareable, refuse_counted_identifiers, shared_key
-from connectors.namespace import canonical, engine_namespace
+from connectors.namespace import canonical, namespace_parts
 from connectors.settings import ConnectorSettings
-from connectors.weights import SAMPLE_BYTES, weights_digest
 from lookup_buffer.errors import ConfigError
 from lookup_buffer.key import TensorKey
+from lookup_buffer.namespace import Namespace
 from nodes import wait_until
 
 SETTINGS = ConnectorSettings(capacity_bytes=1 << 24)
@@ -64,7 +63,7 @@ def vllm_config() -> Any:
 
 
 def fingerprint(config: Any, settings: ConnectorSettings = SETTINGS) -> str:
-    return engine_namespace(config, settings).fingerprint
+    return Namespace(namespace_parts(config, settings)).fingerprint
 
 
 def change(path: str, value: Any) -> Callable[[Any], None]:
@@ -109,9 +108,8 @@ def test_each_part_changes_the_fingerprint(name: str) -> None:
     assert fingerprint(one) != fingerprint(other)
 
 
-@pytest.mark.parametrize("setting", ["weights_version", "namespace_extra"])
-def test_settings_change_the_fingerprint(setting: str) -> None:
-    other = ConnectorSettings(**{"capacity_bytes": 1 << 24, setting: "x"})
+def test_a_setting_of_ours_changes_the_fingerprint() -> None:
+    other = ConnectorSettings(capacity_bytes=1 << 24, namespace_extra="x")
     assert fingerprint(vllm_config()) != fingerprint(vllm_config(), other)
 
 
@@ -146,6 +144,72 @@ def test_formats_of_one_checkpoint_share() -> None:
     assert fingerprint(vllm_config()) == fingerprint(other)
 
 
+@dataclasses.dataclass
+class Options:
+    """Looks like one of vLLM's dataclasses within a configuration."""
+
+    mode: str = "fast"
+    kernels: frozenset[str] = frozenset({"a", "b"})
+
+
+@pytest.mark.parametrize("owner", ["model_config", "model_config.multimodal_config"])
+@pytest.mark.parametrize("value", [7, "on", ["a"], {"a": {"b": 1}}, Options(), Options("slow")])
+def test_a_setting_that_nobody_knows_counts(owner: str, value: object) -> None:
+    """A later vLLM may have it."""
+    others = [vllm_config() for _ in range(2)]
+    for other in others:
+        change(f"{owner}.of_a_later_release", copy.deepcopy(value))(other)
+    assert fingerprint(others[0]) == fingerprint(others[1]) != fingerprint(vllm_config())
+
+
+def test_values_of_an_unknown_setting_are_told_apart() -> None:
+    seen = set()
+    for value in (7, "7", [7], {"a": 7}, Options(), Options("slow")):
+        config = vllm_config()
+        config.model_config.of_a_later_release = value
+        seen.add(fingerprint(config))
+    assert len(seen) == 6
+
+
+@pytest.mark.parametrize("version", ["0.33.0", "0.32.1+g1a2b3c4"])
+@pytest.mark.parametrize("library", ["vllm", "transformers"])
+def test_versions_count(library: str, version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = fingerprint(vllm_config())
+    monkeypatch.setattr(f"{library}.__version__", version)
+    assert fingerprint(vllm_config()) != before
+
+
+def test_the_device_that_a_release_was_built_for_does_not_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen = set()
+    for version in ("0.32.0", "0.32.0+cpu", "0.32.0+cu129", "0.32.0+rocm700"):
+        monkeypatch.setattr("vllm.__version__", version)
+        seen.add(fingerprint(vllm_config()))
+    assert len(seen) == 1
+
+
+def test_where_media_are_processed_does_not_count() -> None:
+    """As vLLM sets it by itself on an encode-only engine with a GPU."""
+    config = vllm_config()
+    config.model_config.multimodal_config.mm_processor_kwargs = {"device": "cuda"}
+    config.model_config.multimodal_config.media_io_kwargs = {
+        "video": {"backend": "torchcodec", "device": "cuda"}
+    }
+    assert fingerprint(config) == fingerprint(vllm_config())
+
+
+def test_a_kernel_for_a_quantised_checkpoint_does_not_count() -> None:
+    """vLLM puts the name of what suits the device in the place of the checkpoint's method."""
+    seen = set()
+    for method in ("awq", "awq_marlin"):
+        config = vllm_config()
+        config.model_config.hf_config.values["quantization_config"] = {"quant_method": "awq"}
+        config.model_config.quantization = method
+        seen.add(fingerprint(config))
+    assert len(seen) == 1
+
+
 def test_order_does_not_matter() -> None:
     other = vllm_config()
     values = other.model_config.hf_config.values
@@ -154,90 +218,15 @@ def test_order_does_not_matter() -> None:
 
 
 def test_canonical_is_the_same_in_every_process() -> None:
-    assert canonical({"b": {3, 1}, "a": len}) == '{"a":"builtins.len","b":["1","3"]}'
+    assert canonical({"b": {3, 1}, "a": len}) == '{"a":"builtins.len","b":[1,3]}'
     assert "0x" not in canonical({"f": lambda: 0})
 
 
 def test_parts_are_readable() -> None:
-    parts = engine_namespace(vllm_config(), SETTINGS).parts
+    parts = namespace_parts(vllm_config(), SETTINGS)
     assert parts["model"] == "org/model"
     assert parts["dtype"] == "bfloat16"
     assert '"hidden_size":1152' in parts["encoder"]
-
-
-# -- weights
-
-
-def write_safetensors(path: Path, tensors: dict[str, bytes]) -> None:
-    header: dict[str, Any] = {}
-    offset = 0
-    for name, data in tensors.items():
-        header[name] = {
-            "dtype": "U8",
-            "shape": [len(data)],
-            "data_offsets": [offset, offset + len(data)],
-        }
-        offset += len(data)
-    encoded = json.dumps(header).encode()
-    path.write_bytes(struct.pack("<Q", len(encoded)) + encoded + b"".join(tensors.values()))
-
-
-def tensors() -> dict[str, bytes]:
-    names = ["vision_tower.a", "vision_tower.b", "multi_modal_projector.c", "lm_head.d"]
-    return {name: bytes([index]) * 4 * SAMPLE_BYTES for index, name in enumerate(names)}
-
-
-def test_weights_digest_is_about_content(tmp_path: Path) -> None:
-    folders = [tmp_path / name for name in ("one", "two")]
-    for folder in folders:
-        folder.mkdir()
-        write_safetensors(folder / "model.safetensors", tensors())
-        (folder / "README.md").write_text(folder.name)
-    assert weights_digest(folders[0]) == weights_digest(folders[1]) != ""
-
-
-@pytest.mark.parametrize("name", ["vision_tower.b", "multi_modal_projector.c"])
-def test_weights_digest_sees_each_encoder_tensor(tmp_path: Path, name: str) -> None:
-    path = tmp_path / "model.safetensors"
-    write_safetensors(path, tensors())
-    before = weights_digest(tmp_path)
-    write_safetensors(path, tensors() | {name: b"x" * 4 * SAMPLE_BYTES})
-    assert weights_digest(tmp_path) != before
-
-
-@pytest.mark.parametrize("content", [b"", b"1234567", b"\xff" * 100, struct.pack("<Q", 2) + b"[]"])
-def test_malformed_weights_are_the_loaders_business(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "model.safetensors").write_bytes(content)
-    assert weights_digest(tmp_path)
-
-
-def test_other_formats_are_sampled(tmp_path: Path) -> None:
-    path = tmp_path / "pytorch_model.bin"
-    path.write_bytes(bytes(1 << 20))
-    before = weights_digest(tmp_path)
-    path.write_bytes(bytes((1 << 20) - 1) + b"x")
-    assert weights_digest(tmp_path) != before
-
-
-def test_folder_without_weights(tmp_path: Path) -> None:
-    assert weights_digest(tmp_path) == ""
-
-
-def test_local_folder_is_digested(tmp_path: Path) -> None:
-    config = vllm_config()
-    config.model_config.model = str(tmp_path)
-    before = fingerprint(config)
-    write_safetensors(tmp_path / "model.safetensors", tensors())
-    assert fingerprint(config) != before
-
-
-def test_a_model_that_is_one_file_is_digested(tmp_path: Path) -> None:
-    config = vllm_config()
-    config.model_config.model = str(tmp_path / "model.gguf")
-    (tmp_path / "model.gguf").write_bytes(b"w")
-    before = fingerprint(config)
-    (tmp_path / "model.gguf").write_bytes(b"v")
-    assert fingerprint(config) != before
 
 
 FILES = ["preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",
@@ -255,7 +244,7 @@ def test_how_a_local_folder_has_its_media_processed_counts(tmp_path: Path, name:
         (folder / "generation_config.json").write_text(folder.name)
         config = vllm_config()
         config.model_config.model = str(folder)
-        parts.append(dict(engine_namespace(config, SETTINGS).parts, model=""))
+        parts.append(dict(namespace_parts(config, SETTINGS), model=""))
     assert parts[0] == parts[1] != parts[2]
 
 

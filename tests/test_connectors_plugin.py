@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -68,6 +69,42 @@ def test_registry_that_is_quite_different(
     install(monkeypatch, object())
     register()
     assert CONNECTOR_NAME in caplog.text
+
+
+def test_hashes_take_a_snapshot_for_its_repository_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.multimodal.processing import inputs
+
+    def hashes(self: object, model_id: str, algorithm: str) -> str:
+        return f"{model_id} by {algorithm}"
+
+    monkeypatch.setattr(inputs.ProcessorInputs, "get_mm_hashes", hashes)
+    register()
+    patched = inputs.ProcessorInputs.get_mm_hashes
+    register()
+    assert inputs.ProcessorInputs.get_mm_hashes is patched
+    snapshot: Any = f"/cache/models--org--name/snapshots/{'0a' * 20}"
+    made: Any = patched
+    assert made(None, snapshot, "sha256") == "org/name by sha256"
+    assert made(None, model_id="/a/folder", algorithm="blake3") == "/a/folder by blake3"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [None, lambda self, name, algorithm: name, lambda: "", 7],
+    ids=["nothing", "other names", "no parameters", "no function"],
+)
+def test_a_vllm_that_hashes_in_another_way_is_left_alone(
+    other: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.multimodal.processing import inputs
+
+    if other is None:
+        monkeypatch.delattr(inputs, "ProcessorInputs")
+    else:
+        monkeypatch.setattr(inputs.ProcessorInputs, "get_mm_hashes", other)
+    register()
+    if other is not None:
+        assert inputs.ProcessorInputs.get_mm_hashes is other
 
 
 def test_no_vllm_at_all_and_nothing_heavy_is_imported() -> None:

@@ -44,7 +44,7 @@ def fleet(monkeypatch: pytest.MonkeyPatch) -> LedgerFleet:
     fleet = LedgerFleet()
 
     def open_buffer(config: Any, settings: Any, rank: int | None) -> Any:
-        ec_seat.engine_namespace(config, settings)
+        ec_seat.identity(config, settings)
         return fleet
 
     monkeypatch.setattr(ec_seat, "open_buffer", open_buffer)

@@ -18,6 +18,7 @@ from connectors.ec import seat as ec_seat
 from lookup_buffer.client import LookupBuffer
 from lookup_buffer.errors import LookupBufferError
 from lookup_buffer.key import TensorKey
+from namespaces import namespace_of
 from nodes import NodeProcess, StartNode, at_rest, wait_until
 from patience import scaled
 from scheduler_drive import HOOKS, DrivenEngine, Room, content, output_of
@@ -47,11 +48,12 @@ class Host:
             fetch_wait_seconds=0.2,
             metadata_wait_seconds=0.2,
             first_sight_seconds=1.0,
+            weights_version="tests",
         )
         stack.callback(self.engine.close)
         settings: Any = None  # the engine has left its namespace there
         self.buffer = LookupBuffer(
-            node.config, ec_seat.engine_namespace(self.engine.config, settings)
+            node.config, namespace_of(ec_seat.identity(self.engine.config, settings))
         )
         stack.callback(self.buffer.close)
         self._junk = (TensorKey(f"junk-{number}") for number in itertools.count())
@@ -79,11 +81,11 @@ class Host:
 
     def lose_node(self) -> None:
         self.node.kill()
-        wait_until(lambda: not any(client.attached for client in self._clients()), 5.0)
+        wait_until(lambda: not any(client.boot for client in self._clients()), 5.0)
 
     def find_node(self) -> None:
         self.node.start()
-        wait_until(lambda: all(client.attached for client in self._clients()), 10.0)
+        wait_until(lambda: all(client.boot for client in self._clients()), 10.0)
 
     def _clients(self) -> list[LookupBuffer]:
         scheduler, worker = self.engine.connector.scheduler, self.engine.worker.worker

@@ -168,7 +168,8 @@ def _measure(server: EmbeddedServer, namespace: str, *, column: int) -> None:
             node = f"gpu-host-0{copies}-{secrets.token_hex(4)}"
             for n, key in enumerate(keys):
                 place = a_location(node, generation=50_000 + n, checksum=secrets.randbits(64))
-                store.publish(a_record(namespace, key), place, ttl_seconds=1800)
+                record = a_record(namespace, key, device="H200")
+                store.publish(record, place, ttl_seconds=1800)
             names = [layout.record(namespace, key) for key in keys]
             used = [int(command(server.url, "MEMORY", "USAGE", name)[1:]) for name in names]
             least, _, most = row[column].strip().partition(" to ")

@@ -1,9 +1,11 @@
 """`ls`, `show` and `stats`: what is shown of a store, at a terminal, in a pipe and as JSON."""
 
+import re
 import time
 from typing import Any
 
 import pytest
+import torch
 
 from command_line import (
     assert_refused,
@@ -14,6 +16,8 @@ from command_line import (
     run_at_terminal,
     run_json,
 )
+from lookup_buffer.client import EngineSeat
+from nodes import StartNode, key, wait_until
 from servers import command
 from store import DeviceLocation, MetadataStore, Publishing
 
@@ -41,12 +45,39 @@ def test_ls_json(store: MetadataStore, url: str) -> None:
     assert record == {
         "namespace": SPACE, "key": "photo", "kind": "tensor", "dtype": "bfloat16",
         "shape": [729, 1152], "nbytes": 2 * 729 * 1152, "created": 1_700_000_000.0, "hits": 7,
+        "device": None,
     }  # fmt: skip
     common = {"generation": 1, "checksum": "0000000000000abc", "offered": False, "lane": None}
     assert locations == [
         {"node": "alive-node", "boot": boot_of("alive-node"), "alive": True, **common},
         {"node": "dead-node", "boot": boot_of("dead-node"), "alive": False, **common},
     ]
+
+
+def test_the_device_that_a_tensor_was_computed_on_is_named(
+    start_node: StartNode, store: MetadataStore, url: str
+) -> None:
+    """By the engine that stored it first, also where another node has copied it."""
+    nodes = [start_node(store_url=url) for _ in range(2)]
+    image = key()
+    for node in nodes:
+        wait_until(lambda node=node: node.stats()["store_up"], 15.0)  # type: ignore[misc]
+    seat = EngineSeat("engine", 0, 1, device="H200")
+    with nodes[0].client(engine=seat) as producer, nodes[1].client() as consumer:
+        producer.insert(image, torch.ones(3))
+        wait_until(lambda: consumer.has_caches([image]) == [True], 15.0)
+        consumer.select(image)
+
+        def shown() -> list[dict[str, Any]]:
+            found: list[dict[str, Any]] = run_json("ls", "--store-url", url)["records"]
+            return [record for record in found if record["key"] == image.text]
+
+        wait_until(lambda: [len(record["locations"]) for record in shown()] == [2], 15.0)
+        nodes[0].kill()
+        command(url, "FLUSHALL")
+        wait_until(lambda: bool(shown()), 60.0)  # the copy's node publishes it anew
+        text = run("show", image.text, "--store-url", url).stdout
+    assert re.search(r"^device +H200$", text, re.MULTILINE)
 
 
 def test_a_place_on_a_device_is_named_by_its_lane(store: MetadataStore, url: str) -> None:

@@ -64,7 +64,9 @@ class Engine:
             self.lanes.release_all(session)
 
         anchor = Connection(self.loop, ours, lambda *_: None, ended)
-        session = Session(len(self.ends), anchor, Seat("engine", rank, RANKS, encodes=False))
+        session = Session(
+            len(self.ends), anchor, Seat("engine", rank, RANKS, encodes=False, device="")
+        )
         return session
 
     def _pool(self) -> Any:

@@ -36,7 +36,11 @@ texts = st.text(st.characters(codec="utf-8"), min_size=1, max_size=80)
 seconds = st.one_of(st.integers(0, 86_400), st.floats(0, 86_400))
 seats = st.integers(1, 64).flatmap(
     lambda world: st.tuples(
-        texts, st.one_of(st.none(), st.integers(0, world - 1)), st.just(world), st.booleans()
+        texts,
+        st.one_of(st.none(), st.integers(0, world - 1)),
+        st.just(world),
+        st.booleans(),
+        st.sampled_from(["", "cpu", "H200"]),
     ).map(list)
 )
 FIELDS: dict[str, st.SearchStrategy[Any]] = {
@@ -188,21 +192,24 @@ def test_reads_that_no_client_can_have_made_are_refused(reads: object) -> None:
 @pytest.mark.parametrize(
     "seat",
     [
-        ["engine", 2, 2, True],
-        ["engine", 0, 0, True],
-        ["engine", -1, 2, True],
-        ["engine", None, 5000, True],
-        ["", 0, 1, True],
-        ["engine", 0, 1],
-        ["engine", 0, 1, 1],
-        ["engine", 0, 1, True, 1],
-        ["engine", 0.0, 1, True],
+        ["engine", 2, 2, True, ""],
+        ["engine", 0, 0, True, ""],
+        ["engine", -1, 2, True, ""],
+        ["engine", None, 5000, True, ""],
+        ["", 0, 1, True, ""],
+        ["engine", 0, 1, True],
+        ["engine", 0, 1, 1, ""],
+        ["engine", 0, 1, True, "", 1],
+        ["engine", 0.0, 1, True, ""],
+        ["engine", 0, 1, True, 7],
+        ["engine", 0, 1, True, "x" * 13],
+        ["engine", 0, 1, True, "a\nline"],
         "engine",
         {},
     ],
 )
 def test_a_seat_that_no_engine_has_is_refused(seat: object) -> None:
-    hello = messages.Hello(1, messages.VERSION, ["engine", 1, 2, False], {})
+    hello = messages.Hello(1, messages.VERSION, ["engine", 1, 2, False, "cpu"], {})
     assert parse(hello.to_wire()) == hello
     with pytest.raises(ProtocolError):
         parse({**hello.to_wire(), "seat": seat})

@@ -16,7 +16,7 @@ from store import (
     layout,
     record_fields,
 )
-from store.record import SAFE_NAME
+from store.record import DEVICE, SAFE_NAME
 
 COMPACT_BYTES = 64
 """`hash-max-listpack-value` as servers have it: one longer field, and it is another form."""
@@ -56,6 +56,7 @@ RECORDS = st.builds(
     st.integers(0, 2**40).map(lambda milliseconds: milliseconds / 1000),
     st.lists(LOCATIONS, min_size=1, max_size=4, unique_by=lambda at: at.node).map(tuple),
     st.just(()),
+    st.one_of(st.just(""), st.from_regex(DEVICE, fullmatch=True)),
 )
 RECORDS = st.builds(with_devices, RECORDS, st.lists(DEVICES, max_size=4))
 GOOD_TEXT = b"boot:1:" + b"0" * 16
@@ -77,7 +78,7 @@ GARBAGE = st.one_of(
     st.sampled_from([b"[1,2]", b"[1,]", b"[-1]", b"[" + b"1," * 16 + b"1]", b"tensor", b"none"]),
 )
 FIELDS = st.one_of(
-    st.sampled_from([b"v", b"key", b"dtype", b"shape", b"nbytes", b"kind", b"created"]),
+    st.sampled_from([b"v", b"key", b"dtype", b"shape", b"nbytes", b"kind", b"created", b"device"]),
     st.sampled_from([b"at:n", b"on:n", b"on:", b"at:" + b"n" * 128, *BAD_NAMES]),
     st.binary(max_size=8),
 )
@@ -88,6 +89,7 @@ def fields_of(record: Record) -> dict[bytes, bytes]:
     parts = iter([_raw(part) for part in record_fields.identity_fields(record)])
     fields = {b"created": _raw(f"{record.created:.3f}")} | dict(zip(parts, parts, strict=True))
     fields |= {_raw(f"on:{on.node}"): _raw(on.text) for on in record.devices}
+    fields |= {b"device": _raw(record.device)} if record.device else {}
     return fields | {_raw(f"at:{at.node}"): _raw(at.text) for at in record.locations}
 
 

@@ -92,7 +92,7 @@ def test_a_record_of_four_copies_stays_compact(
     used = []
     for n in range(LOCATIONS_MAX):
         largest = a_location(f"host-name-{n}-ab12", generation=2**53 - 1, checksum=2**64 - 1)
-        store.publish(a_record(namespace, key), largest)
+        store.publish(a_record(namespace, key, device="x" * 12), largest)
         assert len(largest.text) <= 64
         used.append(int(command(valkey_server.url, "MEMORY", "USAGE", name)[1:]))
     assert command(valkey_server.url, "OBJECT", "ENCODING", name) == b"listpack"

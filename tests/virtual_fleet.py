@@ -36,8 +36,9 @@ class VirtualBuffer(LedgerBuffer):
         super().__init__()
         self.node = node
         self.to_node, self.from_node = Way(node.loop, chance), Way(node.loop, chance)
+        self.namespace = NAMESPACE
         attachment: Any = self
-        self.claiming = Claiming(attachment, NAMESPACE)
+        self.claiming = Claiming(attachment)
 
     def post(self, request: Any) -> None:
         def answer(event: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ ends with it.
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -21,12 +22,14 @@ from typing import Any, Self
 from connectors.demo.engine_settings import EngineSettings, engine_arguments, engine_environment
 from connectors.demo.interpreter import python_command
 from connectors.demo.schedule_log import ScheduleLog
+from connectors.plugin import CONNECTOR_NAME, KV_CONNECTOR_NAME
 
 _LOG_TAIL_LINES = 40
 _POLL_SECONDS = 0.02
 # For a machine ten times slower than two idle cores, where it is 40 s and 6 s.
 START_SECONDS = 600.0
 ANSWER_SECONDS = 300.0
+_NAMED = re.compile(r"lookup buffer: (namespace [0-9a-f]{64}|.*shares nothing)")
 
 
 class EngineFailure(Exception):
@@ -117,10 +120,24 @@ class DemoEngine:
         return self._process.pid
 
     def wait_ready(self, *, timeout_seconds: float = START_SECONDS) -> StartFacts:
-        """Returns when the engine can answer; raises EngineFailure if it never will."""
+        """Returns when the engine can answer, and shares if it ever will; raises EngineFailure if
+        it never answers."""
         if self.facts is None:
-            self.facts = StartFacts(**self._receive("ready", timeout_seconds))
+            deadline = time.monotonic() + timeout_seconds
+            facts = StartFacts(**self._receive("ready", timeout_seconds))
+            self._wait_named(deadline)
+            self.facts = facts
         return self.facts
+
+    def _wait_named(self, deadline: float) -> None:
+        """Until the connector's log says under which namespace it shares, or that it does not."""
+        arguments = json.dumps(engine_arguments(self.settings), default=str)
+        if CONNECTOR_NAME not in arguments and KV_CONNECTOR_NAME not in arguments:
+            return
+        while not _NAMED.search(self.settings.log_path.read_text(errors="replace")):
+            if time.monotonic() > deadline:
+                raise self._failure("does not say under which namespace it shares")
+            time.sleep(_POLL_SECONDS)
 
     def generate(self, question: Question, *, timeout_seconds: float = ANSWER_SECONDS) -> Answer:
         """The answer to one question."""

@@ -230,27 +230,26 @@ def _make_scheduler(
 
 def _make_worker(vllm_config: Any, settings: "ConnectorSettings") -> "EcWorker | None":
     from connectors.ec.lane import WorkerLane
-    from connectors.ec.seat import engine_id, engine_namespace, open_buffer, roles, worker_seat
+    from connectors.ec.seat import engine_id, identity, open_buffer, roles, worker_seat
     from connectors.ec.worker import EcWorker
     from connectors.live_weights import WeightsWatch
 
     seat = worker_seat(vllm_config)
     if seat is None:
         return None
-    # Now, as the scheduler does: a model may change its own configuration while it loads.
-    engine_namespace(vllm_config, settings)
+    # Now: a model may change its own configuration while it loads, and somebody its files.
+    mark = identity(vllm_config, settings).weights.mark
     rank, device = seat.rank, seat.device
     experts_move = bool(getattr(vllm_config.parallel_config, "enable_eplb", False))
     weights = None
     if rank == 0:
-        weights = WeightsWatch(engine_id(vllm_config), experts_move=experts_move)
+        weights = WeightsWatch(engine_id(vllm_config), experts_move=experts_move, mark=mark)
 
     def make_lane() -> WorkerLane | None:
         if settings.device_lane == "off":
             return None
-        namespace = engine_namespace(vllm_config, settings)
         loads, stores = roles(vllm_config)[1], seat.stores
-        return WorkerLane(settings, device, namespace.fingerprint, loads=loads, stores=stores)
+        return WorkerLane(settings, device, loads=loads, stores=stores)
 
     return EcWorker(
         lambda: open_buffer(vllm_config, settings, rank=rank),

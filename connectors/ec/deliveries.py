@@ -15,6 +15,7 @@ from connectors.ec.claims import EcClaims
 from connectors.ec.current import WEIGHTS_CHANGED
 from connectors.ec.pins import Pin, PinTable
 from connectors.ec.watch import RequestWatch, WatchedItem
+from connectors.naming import NAMESPACE_UNKNOWN
 from lookup_buffer.claimed import ClaimSetState
 from lookup_buffer.prefetched import Prefetched, PrefetchState
 
@@ -34,7 +35,7 @@ STORED_MAX = 3
 """What is said to be stored, and did not come when asked for so often in succession, is lost."""
 NO_ROOM, OVER_BUDGET = "no_room", "over_budget"
 MISFITS = ("shape", "dtype")
-HOPELESS = (OVER_BUDGET, *MISFITS, WEIGHTS_CHANGED)
+HOPELESS = (OVER_BUDGET, *MISFITS, NAMESPACE_UNKNOWN, WEIGHTS_CHANGED)
 """Reasons that no wait will change."""
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class WorkerLane:
-    """See `DeviceLane`; for one namespace. A worker that never loads begins no pair with others,
+    """See `DeviceLane`. A worker that never loads begins no pair with others,
     and one that never stores is named to nobody.
 
     Raises:
@@ -31,7 +31,6 @@ class WorkerLane:
         self,
         settings: ConnectorSettings,
         device: str,
-        namespace: str,
         *,
         loads: bool = True,
         stores: bool = True,
@@ -39,7 +38,6 @@ class WorkerLane:
         from lookup_buffer.device.lane import DeviceLane
 
         config = settings.buffer_config()
-        self._namespace = namespace
         self._lane: DeviceLane = DeviceLane(
             settings.device_lane,
             device=device,
@@ -54,11 +52,13 @@ class WorkerLane:
         buffer.join_lane(self._lane)
 
     @contextmanager
-    def keeping(self, key: str, tensor: "torch.Tensor") -> "Iterator[Callable[[int], None]]":
+    def keeping(
+        self, namespace: str, key: str, tensor: "torch.Tensor"
+    ) -> "Iterator[Callable[[int], None]]":
         """Around the insert of an output that nobody will write to: it is kept, and offered where
         what is yielded was told, with its checksum, that it is stored."""
         stored: list[int] = []
-        entry = self._lane.prepare(self._namespace, key, tensor, immutable=True)
+        entry = self._lane.prepare(namespace, key, tensor, immutable=True)
         try:
             yield stored.append
         finally:

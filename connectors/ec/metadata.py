@@ -41,6 +41,8 @@ class StepMetadata:
     """Identifiers of all items that are encoded in this step from media of their own."""
     lost: dict[str, str] = field(default_factory=dict)
     """Items of vLLM's own encoder cache that are no longer stored, to be stored again; likewise."""
+    namespace: str = ""
+    """Under which they are; the scheduler side alone knows it. Empty: nothing is shared."""
 
 
 @dataclass(slots=True)

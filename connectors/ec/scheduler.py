@@ -272,9 +272,11 @@ class EcScheduler:
                 self._encode_what_was_skipped(scheduler_output)
             self._see_what_runs(scheduler_output.scheduled_encoder_inputs)
             metadata.mm_datas = [load for load, _ in self._loads.values()]
-            metadata.saves = self._saves
             metadata.encodes = self._from_media
-            metadata.lost = self._republishing.take()
+            metadata.namespace = self._buffer.namespace
+            lost = self._republishing.take()
+            if metadata.namespace:
+                metadata.saves, metadata.lost = self._saves, lost
             self.pins.fly(self._step, [pin for _, pin in self._loads.values() if pin is not None])
             self._loads = {}
             self._saves = {}

@@ -11,13 +11,13 @@ from connectors.adapters import reach_encoder
 from connectors.ec.outputs import EncoderOutputs
 from connectors.ec.shape import EngineShape
 from connectors.ec.worker import WorkerSeat
-from connectors.namespace import namespace_parts
+from connectors.namespace import engine_identity
+from connectors.naming import Identity, remembered
 from connectors.plugin import CONNECTOR_NAME
 from connectors.settings import ConnectorSettings
 from lookup_buffer.client import EngineSeat, LookupBuffer
-from lookup_buffer.namespace import Namespace
 
-_PARTS = "_lookup_buffer_namespace"
+_IDENTITY = "_lookup_buffer_identity"
 
 
 def roles(vllm_config: Any) -> tuple[bool, bool]:
@@ -123,16 +123,16 @@ def open_buffer(vllm_config: Any, settings: ConnectorSettings, rank: int | None)
         rank=rank,
         world_size=loading_ranks(vllm_config),
         encodes=True,
+        device="" if rank is None else seat.device_name(),
     )
-    namespace = engine_namespace(vllm_config, settings)
-    return seat.open_client(settings, place, namespace, CONNECTOR_NAME)
+    return seat.open_client(settings, place, identity(vllm_config, settings), CONNECTOR_NAME)
 
 
 def engine_id(vllm_config: Any) -> str:
     return seat.engine_id(vllm_config.ec_transfer_config.engine_id, vllm_config.parallel_config)
 
 
-def engine_namespace(vllm_config: Any, settings: ConnectorSettings) -> Namespace:
-    """One namespace per engine."""
+def identity(vllm_config: Any, settings: ConnectorSettings) -> Identity:
+    """One per engine; to be asked for before the model is loaded."""
     owner = vllm_config.ec_transfer_config
-    return Namespace(seat.remembered(owner, _PARTS, lambda: namespace_parts(vllm_config, settings)))
+    return remembered(owner, _IDENTITY, lambda: engine_identity(vllm_config, settings))

@@ -138,6 +138,7 @@ class EcWorker:
         if not metadata.mm_datas:
             return
         self._weights_changed()  # what was promised is loaded all the same
+        self._enter(metadata.namespace)
         orders: list[LoadOrder] = []
         for item in metadata.mm_datas:
             if item.mm_hash not in encoder_cache:
@@ -220,7 +221,7 @@ class EcWorker:
         """Queue a fresh output, if the scheduler said that it may be stored."""
         key = metadata.saves.get(identifier)
         if key is not None:
-            self._offer(key, encoder_cache[identifier])
+            self._offer(key, encoder_cache[identifier], metadata.namespace)
 
     def save_again(self, encoder_cache: "dict[str, torch.Tensor]", metadata: StepMetadata) -> None:
         """Queue what vLLM's cache holds and the buffer has lost. What vLLM has dropped meanwhile it
@@ -228,11 +229,12 @@ class EcWorker:
         for identifier, key in metadata.lost.items():
             output = encoder_cache.get(identifier)
             if output is not None:
-                self._offer(key, output)
+                self._offer(key, output, metadata.namespace)
 
-    def _offer(self, key: str, output: "torch.Tensor") -> None:
+    def _offer(self, key: str, output: "torch.Tensor", namespace: str) -> None:
         if self.saves is None or self._copies is None:
             return
+        self._enter(namespace)
         if self._weights_changed():
             self.counters.add("save_skipped:weights_changed")
             self._give_up(key)
@@ -257,6 +259,11 @@ class EcWorker:
         self._told |= encoded
         return WorkerCounts(counts, encoded) if counts or encoded else None
 
+    def _enter(self, namespace: str) -> None:
+        """An engine has one namespace; it is known only after the workers started."""
+        if self._buffer is not None and namespace and self._buffer.namespace != namespace:
+            self._buffer.enter(namespace)
+
     def _weights_changed(self) -> bool:
         return self._weights is not None and self._weights.changed()
 
@@ -266,7 +273,8 @@ class EcWorker:
         on_host = self._copies.to_host(output)
         if self._lane is None:
             return self._insert_from_host(key, on_host)
-        with self._lane.keeping(key, self._copies.on_device(output)) as on_stored:
+        on_device = self._copies.on_device(output)
+        with self._lane.keeping(self._buffer.namespace, key, on_device) as on_stored:
             return self._insert_from_host(key, on_host, on_stored=on_stored)
 
     def _insert_from_host(self, key: str, on_host: "torch.Tensor", **told: Any) -> bool:

@@ -210,16 +210,19 @@ def _make_scheduler(
 
 
 def _make_worker(vllm_config: Any, kv_cache_config: Any, settings: "KvSettings") -> "KvWorker":
-    from connectors.kv.seat import engine_id, open_buffer, rank_of
+    from connectors.kv.seat import engine_id, identity, open_buffer, rank_of
     from connectors.kv.worker import KvWorker
     from connectors.live_weights import WeightsWatch
 
     rank = rank_of(vllm_config)
+    mark = identity(vllm_config, kv_cache_config, settings).weights.mark
     experts_move = bool(getattr(vllm_config.parallel_config, "enable_eplb", False))
     return KvWorker(
         lambda: open_buffer(vllm_config, kv_cache_config, settings, rank=rank),
         settings,
         rank=rank,
         num_blocks=kv_cache_config.num_blocks,
-        weights=WeightsWatch(engine_id(vllm_config), names=(), experts_move=experts_move),
+        weights=WeightsWatch(
+            engine_id(vllm_config), names=(), experts_move=experts_move, mark=mark
+        ),
     )

@@ -54,6 +54,8 @@ class KvStepMetadata:
     before."""
     loads: list[RequestLoad] = field(default_factory=list)
     saves: list[ChunkSave] = field(default_factory=list)
+    namespace: str = ""
+    """Of loads and saves; the scheduler side alone knows it. Empty: nothing is shared."""
 
 
 @dataclass(slots=True)

@@ -8,22 +8,28 @@ wrong answers.
 from collections.abc import Mapping
 from typing import Any
 
-from connectors.disclosure import disclosed
 from connectors.kv.settings import KvSettings
 from connectors.namespace import canonical, namespace_parts
+from connectors.naming import Identity
+from connectors.weights import weights_source
 
 _GROWING_ROPES = ("longrope", "dynamic")
 """Position embeddings that depend on how long a prompt may be."""
 
 
+def kv_identity(vllm_config: Any, settings: KvSettings, block_size: int) -> Identity:
+    """See `engine_identity`."""
+    source = weights_source(vllm_config, settings.weights_version)
+    return Identity(kv_namespace_parts(vllm_config, settings, block_size), source)
+
+
 def kv_namespace_parts(vllm_config: Any, settings: KvSettings, block_size: int) -> dict[str, str]:
-    """Name and readable value of each part."""
-    parts = namespace_parts(vllm_config, settings)
+    """Name and readable value of each part but the weights."""
+    parts = namespace_parts(vllm_config, settings, for_kv=True)
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     cache = vllm_config.cache_config
     return parts | {
         "content": "kv_cache",
-        "vllm": _vllm_version(),
         "block_size": str(block_size),
         "chunk_tokens": str(chunk_blocks(settings.chunk_tokens, block_size) * block_size),
         "tensor_parallel_size": str(parallel.tensor_parallel_size),
@@ -40,12 +46,6 @@ def kv_namespace_parts(vllm_config: Any, settings: KvSettings, block_size: int) 
 def chunk_blocks(chunk_tokens: int, block_size: int) -> int:
     """Whole blocks of a chunk."""
     return -(-chunk_tokens // block_size)
-
-
-def _vllm_version() -> str:
-    from vllm import __version__
-
-    return str(__version__)
 
 
 def _layout(vllm_config: Any, block_size: int) -> str:
@@ -88,4 +88,4 @@ def _speculation(vllm_config: Any) -> str:
     if speculation is None:
         return ""
     names = ("method", "model", "num_speculative_tokens")
-    return canonical(disclosed({name: getattr(speculation, name, None) for name in names}))
+    return canonical({name: getattr(speculation, name, None) for name in names})

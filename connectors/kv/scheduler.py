@@ -83,7 +83,7 @@ class KvScheduler:
         may_load = self._shape.is_consumer and not state.failed
         if not may_load or state.chain is None or request.skip_reading_prefix_cache:
             return NOTHING
-        if state.taken_over:
+        if state.taken_over and self._buffer.namespace:
             coming = self._handoffs.awaited(state, computed)
             if coming is not None:
                 return (coming, True) if coming else ASK_AGAIN
@@ -176,7 +176,8 @@ class KvScheduler:
         """What the workers are told with the step that was just planned."""
         is_idle = not output.num_scheduled_tokens
         self._times.begin_pass(is_idle=is_idle)
-        metadata = KvStepMetadata(is_idle=is_idle, loads=self._loads)
+        namespace = self._buffer.namespace
+        metadata = KvStepMetadata(is_idle=is_idle, loads=self._loads, namespace=namespace)
         self._loads = []
         for new in output.scheduled_new_reqs:
             self._starts(metadata, new.req_id, new.block_ids[0], new.num_computed_tokens)
@@ -194,7 +195,7 @@ class KvScheduler:
         for blocks in self._fresh.values():
             metadata.written.extend(blocks)
         self._fresh = {}
-        if self._shape.is_producer:
+        if self._shape.is_producer and namespace:
             for request_id, scheduled in output.num_scheduled_tokens.items():
                 self._completes(metadata, request_id, scheduled)
         return metadata

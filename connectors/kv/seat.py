@@ -5,14 +5,14 @@ from typing import Any
 
 from connectors import seat
 from connectors.adapters import reach_encoder
-from connectors.kv.namespace import chunk_blocks, kv_namespace_parts
+from connectors.kv.namespace import chunk_blocks, kv_identity
 from connectors.kv.settings import KvSettings
 from connectors.kv.shape import KvShape
+from connectors.naming import Identity, remembered
 from connectors.plugin import KV_CONNECTOR_NAME
 from lookup_buffer.client import EngineSeat, LookupBuffer
-from lookup_buffer.namespace import Namespace
 
-_PARTS = "_lookup_buffer_kv_namespace"
+_IDENTITY = "_lookup_buffer_kv_identity"
 
 
 def kv_shape(vllm_config: Any, kv_cache_config: Any, settings: KvSettings) -> KvShape:
@@ -51,17 +51,18 @@ def open_buffer(
     vllm_config: Any, kv_cache_config: Any, settings: KvSettings, rank: int | None
 ) -> LookupBuffer:
     """The client of the scheduler (`rank` None) or of one worker. Raises as `seat.open_client`."""
-    place = EngineSeat(engine_id(vllm_config), rank, ranks_of(vllm_config))
-    namespace = engine_namespace(vllm_config, kv_cache_config, settings)
-    return seat.open_client(settings, place, namespace, KV_CONNECTOR_NAME)
+    place = EngineSeat(
+        engine_id(vllm_config),
+        rank,
+        ranks_of(vllm_config),
+        device="" if rank is None else seat.device_name(),
+    )
+    known_by = identity(vllm_config, kv_cache_config, settings)
+    return seat.open_client(settings, place, known_by, KV_CONNECTOR_NAME)
 
 
-def engine_namespace(vllm_config: Any, kv_cache_config: Any, settings: KvSettings) -> Namespace:
-    """One namespace per engine."""
+def identity(vllm_config: Any, kv_cache_config: Any, settings: KvSettings) -> Identity:
+    """One per engine. vLLM makes KV connectors when the model is loaded already."""
     block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
     owner = vllm_config.kv_transfer_config
-    return Namespace(
-        seat.remembered(
-            owner, _PARTS, lambda: kv_namespace_parts(vllm_config, settings, block_size)
-        )
-    )
+    return remembered(owner, _IDENTITY, lambda: kv_identity(vllm_config, settings, block_size))

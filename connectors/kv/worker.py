@@ -87,6 +87,7 @@ class KvWorker:
         if not metadata.loads:
             return
         self._weights_changed()  # what was promised is loaded all the same
+        self._enter(metadata.namespace)
         assert self._pages is not None
         after = self._pages.mark()
         for load in metadata.loads:
@@ -99,6 +100,7 @@ class KvWorker:
         if self._weights_changed():
             self.counters.add("save_skipped:weights_changed", len(metadata.saves))
             return
+        self._enter(metadata.namespace)
         assert self._pages is not None
         after = self._pages.mark()
         for order in metadata.saves:
@@ -106,6 +108,11 @@ class KvWorker:
             chunk = PagedChunk(self._pages, order.blocks, after)
             if self.saves.offer(key.text, chunk):
                 self._in_use.add(chunk)
+
+    def _enter(self, namespace: str) -> None:
+        """An engine has one namespace; it is known only after the workers started."""
+        if namespace and self._buffer.namespace != namespace:
+            self._buffer.enter(namespace)
 
     def _weights_changed(self) -> bool:
         return self._weights is not None and self._weights.changed()

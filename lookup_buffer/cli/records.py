@@ -37,6 +37,7 @@ def to_json(record: Record, hits: int, watch: BeatWatch) -> dict[str, Any]:
         "namespace": record.namespace,
         "key": record.key,
         "kind": record.kind,
+        "device": record.device or None,
         "dtype": record.dtype,
         "shape": list(record.shape),
         "nbytes": record.nbytes,

@@ -124,6 +124,7 @@ def _print(record: Record, facts: dict[str, Any]) -> None:
         "size": f"{size_text(record.nbytes)} ({record.nbytes} bytes)",
         "hits": str(facts["hits"]),
         "created": f"{created} ({age_text(age_since(record.created))} ago)",
+        **({"device": record.device} if record.device else {}),
         "namespace": record.namespace,
     }
     fields |= {f"  {name}": value for name, value in facts["namespace_parts"].items()}

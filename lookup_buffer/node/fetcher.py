@@ -92,9 +92,10 @@ class Fetcher:
         self, address: Address, located: Located, done: Callable[[Fetched], None], loan: bool
     ) -> None:
         fetched = Fetched(None, located.reason or "absent")
+        device = located.record.device if located.record else ""
         try:
             for location, endpoint in located.sources:
-                fetched = self._try(address, location, endpoint, loan)
+                fetched = self._try(address, location, endpoint, loan, device)
                 if fetched.held is None:
                     self.counters.add(f"fetches_failed_{fetched.reason}")
                 if fetched.reason in _TOLD:
@@ -104,9 +105,11 @@ class Fetcher:
         finally:
             done(fetched)
 
-    def _try(self, address: Address, location: Location, endpoint: str, loan: bool) -> Fetched:
+    def _try(
+        self, address: Address, location: Location, endpoint: str, loan: bool, device: str
+    ) -> Fetched:
         try:
-            return Fetched(self._transfer(address, location, endpoint, loan))
+            return Fetched(self._transfer(address, location, endpoint, loan, device))
         except (BufferFull, TensorTooLarge):
             return Fetched(None, "no_room")
         except MissingTensor:
@@ -116,7 +119,9 @@ class Fetcher:
         except (PipeError, ProtocolError, NodeRefused, ValueError):  # the endpoint is no address
             return Fetched(None, "peer_failed")
 
-    def _transfer(self, address: Address, location: Location, endpoint: str, loan: bool) -> Held:
+    def _transfer(
+        self, address: Address, location: Location, endpoint: str, loan: bool, device: str
+    ) -> Held:
         started = time.monotonic()
         with self._link(endpoint) as link:
             namespace, key = address
@@ -133,6 +138,7 @@ class Fetcher:
                 raise MissingTensor(f"{location.node} no longer holds {key}")
             header = self._checked(answer, nbytes, address, location)
             item = self._reserve(address, header, location.node, loan)
+            item.device = device
             try:
                 hasher = xxh3_64()
                 link.recv_into(self.shelf.bytes_of(item), timeout=ANSWER_SECONDS, hasher=hasher)

@@ -112,6 +112,7 @@ class Intake:
         arrival: Arrival | None = None,
     ) -> None:
         """Copy the bytes into what was reserved for them."""
+        item.device = session.device
         staging = session.stagings.get(connection)
         written = functools.partial(self._written, connection, session, request, item, arrival)
         if staging is None or item.nbytes <= COPY_INLINE_BYTES:

@@ -185,6 +185,7 @@ class Publisher:
             nbytes=header.nbytes,
             kind=header.kind,
             created=time.time(),
+            device=item.device,
         )
         ttl_seconds, sole = self._ttl_seconds(item), is_handoff(key)
         device = self.device_of(item, identity.node)

@@ -27,6 +27,8 @@ class Seat:
     world_size: int
     encodes: bool
     """Whether what it gets spares it an encode."""
+    device: str
+    """On what it computes; empty where it did not say."""
 
 
 @dataclass(slots=True, eq=False)
@@ -49,6 +51,10 @@ class Session:
     @property
     def encodes(self) -> bool:
         return self.seat is not None and self.seat.encodes
+
+    @property
+    def device(self) -> str:
+        return "" if self.seat is None else self.seat.device
 
     def ranks(self) -> range | None:
         """The ranks that must report before a ticket of this session ends; None: it releases."""

@@ -3,6 +3,7 @@
 -- KEYS: record, claim, tombstone.
 -- ARGV: location field, location value, TTL in ms, claim token or "", most locations allowed,
 --       created, "sole" or "", where a process of the node has it on its device or "",
+--       on what it was computed or "",
 --       then the identity of the record as field, value, field, value ...
 -- Returns "added", "present", "full", "owned" or "conflict"; see Publication.
 -- Without allow-oom: when memory is full a new copy is the thing to do without.
@@ -29,7 +30,7 @@ end
 local known = redis.call('EXISTS', record) == 1
 local garbled, differs = false, false
 if known then
-  for i = 9, #ARGV, 2 do
+  for i = 10, #ARGV, 2 do
     local value = redis.call('HGET', record, ARGV[i])
     if not value then
       garbled = true
@@ -66,7 +67,8 @@ elseif known then
 end
 
 if outcome ~= 'full' then
-  if not known then redis.call('HSET', record, 'created', ARGV[6], unpack(ARGV, 9)) end
+  if not known then redis.call('HSET', record, 'created', ARGV[6], unpack(ARGV, 10)) end
+  if not known and ARGV[9] ~= '' then redis.call('HSET', record, 'device', ARGV[9]) end
   if outcome == 'added' then redis.call('HSET', record, at, location) end
   if outcome == 'added' or current == location then
     -- Only what differs is written: each write is told to all who have read the record.

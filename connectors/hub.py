@@ -1,0 +1,105 @@
+"""Which commit of a hub's repository an engine runs, read from vLLM's configuration and from the
+folders in which huggingface_hub keeps what it downloaded:
+
+    <cache>/models--ORG--NAME/refs/<revision>       the commit that a branch or tag stood for
+    <cache>/models--ORG--NAME/snapshots/<commit>/   its files
+
+With the hub offline vLLM replaces the model's id by the snapshot's path, so both forms name one
+model. Imports neither vLLM nor huggingface_hub until it is asked.
+"""
+
+import functools
+import inspect
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+_SNAPSHOT = re.compile(r"(?:.*/)?models--([^/]+)/snapshots/([0-9a-f]{40})/?\Z")
+_COMMIT = re.compile(r"[0-9a-f]{40}\Z")
+_SEPARATOR = "--"
+"""Between organisation and name; no id of a repository contains it."""
+_OURS = "_lookup_buffer_by_repository"
+
+
+class Snapshot(NamedTuple):
+    repository: str
+    """As the hub writes it: ORG/NAME."""
+    commit: str
+
+
+def snapshot_at(path: str) -> Snapshot | None:
+    """What the path of a snapshot in a hub's cache stands for; None for any other text."""
+    match = _SNAPSHOT.match(path)
+    return match and Snapshot(match[1].replace(_SEPARATOR, "/"), match[2])
+
+
+def repository(model: str) -> str:
+    """ORG/NAME for the path of a snapshot; any other text as it is."""
+    snapshot = snapshot_at(model)
+    return snapshot.repository if snapshot else model
+
+
+def hash_by_repository() -> None:
+    """Have vLLM take ORG/NAME into the hash of an item where the model is a snapshot's path, as it
+    does where the model is an id: else engines with the hub offline and online give one image two
+    names. Idempotent; a vLLM that hashes in another way is left alone."""
+    try:
+        from vllm.multimodal.processing.inputs import ProcessorInputs
+
+        original = ProcessorInputs.get_mm_hashes
+    except (ImportError, AttributeError):
+        return
+    if hasattr(original, _OURS) or list(inspect.signature(original).parameters)[1] != "model_id":
+        return
+
+    @functools.wraps(original)
+    def get_mm_hashes(self: Any, model_id: Any, *args: Any, **kwargs: Any) -> Any:
+        named = repository(model_id) if isinstance(model_id, str) else model_id
+        return original(self, named, *args, **kwargs)
+
+    setattr(get_mm_hashes, _OURS, True)
+    ProcessorInputs.get_mm_hashes = get_mm_hashes
+
+
+def commit_of(model_config: Any, load_config: Any) -> str:
+    """The commit of the model that vLLM loads; empty where that cannot be told.
+
+    To be asked before the model is loaded, and again afterwards: a host that does not settle the
+    commit itself may load another one, if a branch moves meanwhile.
+    """
+    name = str(model_config.model)
+    snapshot = snapshot_at(name)
+    if snapshot:
+        return snapshot.commit
+    if Path(name).exists():
+        return ""  # a folder of that name is what vLLM loads
+    revision = getattr(model_config, "revision", None)
+    settled = getattr(revision, "resolved", None)  # by vLLM 0.32 and newer
+    known = settled or getattr(getattr(model_config, "hf_config", None), "_commit_hash", None)
+    if known:
+        return str(known)
+    if revision and _COMMIT.match(revision):
+        return str(revision)
+    return _cached_commit(name, revision or "main", getattr(load_config, "download_dir", None))
+
+
+def _cached_commit(name: str, revision: str, download_dir: str | None) -> str:
+    """The commit that the hub's cache has for a branch or a tag."""
+    from vllm import envs
+
+    if getattr(envs, "VLLM_USE_MODELSCOPE", False):
+        return ""  # another hub, whose repositories may have the same names
+    folder = f"models--{name.replace('/', _SEPARATOR)}"
+    try:
+        root = Path(download_dir) if download_dir else _hub_cache()
+        commit = (root / folder / "refs" / revision).read_text(encoding="ascii").strip()
+        is_there = (root / folder / "snapshots" / commit).is_dir()
+    except (OSError, ValueError):
+        return ""
+    return commit if is_there and _COMMIT.match(commit) else ""
+
+
+def _hub_cache() -> Path:
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE)

@@ -1,0 +1,27 @@
+"""The namespace that an engine with some configuration comes to, for tests that need to know it."""
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from connectors.namespace import engine_identity
+from connectors.naming import Identity, Naming
+from connectors.settings import SharedSettings
+from connectors.weights_digest import DigestCache
+from lookup_buffer.namespace import Namespace
+
+HASHED_SECONDS = 60.0
+
+
+def namespace_of(identity: Identity) -> Namespace:
+    """With the weights hashed anew."""
+    with tempfile.TemporaryDirectory() as directory:
+        naming = Naming(identity, cache=DigestCache(Path(directory)))
+        namespace = naming.wait(HASHED_SECONDS)
+        naming.close()
+    assert namespace is not None, naming.reason
+    return namespace
+
+
+def engine_namespace(vllm_config: Any, settings: SharedSettings) -> Namespace:
+    return namespace_of(engine_identity(vllm_config, settings))

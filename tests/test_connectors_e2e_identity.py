@@ -1,0 +1,118 @@
+"""Real engines that have one model, or nearly: by a hub's commit, and by every byte of its weights.
+
+All are on one node, and are asked about pictures that those before have stored, or have not.
+"""
+
+import dataclasses
+import json
+import shutil
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from connectors.demo.engine import DemoEngine
+from connectors.demo.engine_settings import EngineSettings, Placement
+from engines import START_SECONDS, Album, connector, engine_settings, weights
+from hub_cache import REPOSITORY, add_commit, commit_named, environment, hub_over, point
+from nodes import NodeProcess, StartNode, wait_until
+from two_hosts import OUTCOME_SECONDS
+
+pytestmark = pytest.mark.vllm
+
+FIRST, SECOND = commit_named("first"), commit_named("second")
+
+
+@contextmanager
+def started(settings: EngineSettings) -> Iterator[DemoEngine]:
+    with DemoEngine(settings) as engine:
+        engine.wait_ready(timeout_seconds=START_SECONDS)
+        yield engine
+
+
+def stored(node: NodeProcess) -> int:
+    return node.stats().get("inserts_stored", 0)
+
+
+def origin(engine: DemoEngine, album: Album, picture: int, node: NodeProcess) -> str:
+    """How the engine came by a picture; what it encoded is stored afterwards."""
+    before = stored(node)
+    (where,) = engine.generate(album.about(picture)).origins
+    if where == "encoded":
+        wait_until(lambda: stored(node) > before, OUTCOME_SECONDS)
+    return where
+
+
+def test_a_hubs_model_offline_and_online(
+    start_node: StartNode, album: Album, tmp_path: Path
+) -> None:
+    """Same commit, same identity; another commit shares nothing, although its files are equal."""
+    cache, node = tmp_path / "hub", start_node()
+    for commit in (FIRST, SECOND):
+        add_commit(cache, weights(seed=0), commit)
+    point(cache, "main", FIRST)
+    usual = engine_settings(
+        "offline",
+        Path(REPOSITORY),
+        tmp_path,
+        placement=Placement.TWO_PROCESSES,
+        ec_transfer_config=connector(node),
+    )
+
+    def with_hub(name: str, endpoint: str | None, **arguments: Any) -> EngineSettings:
+        return dataclasses.replace(
+            usual,
+            name=name,
+            environment={**usual.environment, **environment(cache, endpoint)},
+            extra_arguments={**usual.extra_arguments, **arguments},
+        )
+
+    with started(with_hub("offline", None)) as engine:
+        assert origin(engine, album, 0, node) == "encoded"
+    with hub_over(cache) as endpoint, started(with_hub("online", endpoint)) as engine:
+        assert origin(engine, album, 0, node) == "loaded"
+    with started(with_hub("other", None, revision=SECOND)) as engine:
+        assert origin(engine, album, 0, node) == "encoded"
+
+
+def change_byte(path: Path, tensor: str) -> None:
+    """Within one tensor of a checkpoint's file, at a quarter of it."""
+    with path.open("r+b") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        begin, end = json.loads(file.read(length))[tensor]["data_offsets"]
+        position = 8 + length + begin + (end - begin) // 4
+        file.seek(position)
+        (value,) = file.read(1)
+        file.seek(position)
+        file.write(bytes([value ^ 1]))
+
+
+def test_a_byte_of_a_matrix_in_the_encoder_counts(
+    start_node: StartNode, album: Album, tmp_path: Path
+) -> None:
+    """One `--model` path, under which equal copies lie one after the other, and then another."""
+    node, link = start_node(), tmp_path / "model"
+    folders = [tmp_path / name for name in ("one", "copy", "other")]
+    for folder in folders:
+        shutil.copytree(weights(seed=0), folder)
+    (file,) = folders[2].glob("*.safetensors")
+    change_byte(file, a_matrix_of(file, "vision_model.encoder.layers.1.mlp.fc1.weight"))
+    origins = []
+    for folder in folders:
+        link.unlink(missing_ok=True)
+        link.symlink_to(folder)
+        settings = engine_settings(folder.name, link, tmp_path, ec_transfer_config=connector(node))
+        with started(settings) as engine:
+            origins.append(origin(engine, album, 1, node))
+    assert origins == ["encoded", "loaded", "encoded"]
+
+
+def a_matrix_of(file: Path, name: str) -> str:
+    """The tensor whose name ends so."""
+    with file.open("rb") as opened:
+        (length,) = struct.unpack("<Q", opened.read(8))
+        (found,) = [key for key in json.loads(opened.read(length)) if key.endswith(name)]
+    return str(found)
