@@ -12,12 +12,11 @@ from lookup_buffer.client import InsertOutcome, LookupBuffer
 from lookup_buffer.errors import LookupBufferError, LookupTimeout, MissingTensor, NodeUnavailable
 from lookup_buffer.key import TensorKey
 from nodes import STORE_SECONDS, NodeProcess, StartNode, at_rest, handoff, wait_until
-from patience import scaled
 from servers import StartServer, frozen
 
 DEAD_SECONDS = 7.0
 """Within so long a node that is killed or stopped is taken for dead, on a machine that is idle."""
-SLACK = scaled(3.0)
+SLACK = 3.0
 """By so much longer may things take where it is not."""
 SOON_SECONDS = 10.0
 STORED, EXISTS = InsertOutcome.STORED, InsertOutcome.EXISTS
