@@ -2,7 +2,8 @@
 
 As behind a proxy of vLLM's kind: each request goes to the producer first, and then, as metadata
 alone, to a consumer on another host. The buffer loses the item in four ways; in each of them the
-same request is answered again, with the same tokens.
+same request is answered again, with the same tokens. What the producer itself had skipped:
+test_connectors_ec_republishing_nodes.py.
 """
 
 from collections.abc import Iterator
@@ -22,8 +23,6 @@ pytestmark = pytest.mark.vllm
 QUESTION = text("What do you hear?")
 TTL_SECONDS = 40.0
 GONE_SECONDS = 120.0
-OTHERS = (7, 8, 9)
-"""Clips that together drive all others out of a server's own encoder cache."""
 
 
 class Fleet:
@@ -133,19 +132,3 @@ def test_what_the_producer_still_holds_is_published_again(
     assert again.status == 200, (loss, again, fleet.producer.log_tail())
     assert again.tokens == first.tokens
     assert fleet.producer.schedule.encoder_runs() == encodes, "it was there to be published"
-
-
-def test_what_the_producer_never_encoded_itself_is_encoded_once_it_is_lost(fleet: Fleet) -> None:
-    """vLLM counts an item as its own that was stored when it asked, and never encodes it again."""
-    first = fleet.serve(*clips(4))
-    assert first.status == 200, first
-    for number in OTHERS:
-        fleet.encode(*clips(number))
-    (identifier,) = fleet.encode(*clips(4))
-    fleet.hosts.wait_for_holder(identifier, fleet.hosts.a)
-    encodes = fleet.producer.schedule.encoder_runs()
-    replace_nodes(fleet, identifier)
-    again = fleet.serve(*clips(4))
-    assert again.status == 200, (again, fleet.producer.log_tail())
-    assert again.tokens == first.tokens
-    assert fleet.producer.schedule.encoder_runs() == encodes + 1

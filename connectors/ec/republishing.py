@@ -4,7 +4,9 @@ vLLM asks a connector for nothing that its own cache answers, so a request for s
 never bring it back for others: a node was lost, a time to live is over, a namespace was
 invalidated. Looked for once for each request, on this host alone: that takes no message, and what
 is said of other hosts may be out of date while a node is not yet known to be dead. Where another
-host does have it, this is one copy more. Owned by vLLM's scheduler thread.
+host does have it, this is one copy more. (Of items with a time to live this look-up knows nothing:
+they are offered again, once a second at most, and the node says that they exist.) Owned by vLLM's
+scheduler thread.
 """
 
 import time
