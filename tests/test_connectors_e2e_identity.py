@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 
-from connectors.demo.engine import DemoEngine
+from connectors.demo.engine import DemoEngine, Question
 from connectors.demo.engine_settings import EngineSettings, Placement
 from engines import START_SECONDS, Album, connector, engine_settings, weights
 from hub_cache import REPOSITORY, add_commit, commit_named, environment, hub_over, point
+from kv_engines import CHUNK, ask_for, kv_connector, kv_engine_settings, prompt
 from nodes import NodeProcess, StartNode, wait_until
 from two_hosts import OUTCOME_SECONDS
 
@@ -37,10 +38,10 @@ def stored(node: NodeProcess) -> int:
     return node.stats().get("inserts_stored", 0)
 
 
-def origin(engine: DemoEngine, album: Album, picture: int, node: NodeProcess) -> str:
+def origin(engine: DemoEngine, question: Question, node: NodeProcess) -> str:
     """How the engine came by a picture; what it encoded is stored afterwards."""
     before = stored(node)
-    (where,) = engine.generate(album.about(picture)).origins
+    (where,) = engine.generate(question).origins
     if where == "encoded":
         wait_until(lambda: stored(node) > before, OUTCOME_SECONDS)
     return where
@@ -71,11 +72,11 @@ def test_a_hubs_model_offline_and_online(
         )
 
     with started(with_hub("offline", None)) as engine:
-        assert origin(engine, album, 0, node) == "encoded"
+        assert origin(engine, album.about(0), node) == "encoded"
     with hub_over(cache) as endpoint, started(with_hub("online", endpoint)) as engine:
-        assert origin(engine, album, 0, node) == "loaded"
+        assert origin(engine, album.about(0), node) == "loaded"
     with started(with_hub("other", None, revision=SECOND)) as engine:
-        assert origin(engine, album, 0, node) == "encoded"
+        assert origin(engine, album.about(0), node) == "encoded"
 
 
 def change_byte(path: Path, tensor: str) -> None:
@@ -90,24 +91,56 @@ def change_byte(path: Path, tensor: str) -> None:
         file.write(bytes([value ^ 1]))
 
 
-def test_a_byte_of_a_matrix_in_the_encoder_counts(
-    start_node: StartNode, album: Album, tmp_path: Path
-) -> None:
-    """One `--model` path, under which equal copies lie one after the other, and then another."""
+MATRICES = {
+    "one": "",
+    "copy": "",
+    "encoder": "vision_model.encoder.layers.1.mlp.fc1.weight",
+    "language": "text_model.layers.1.self_attn.k_proj.weight",
+}
+"""Folders of weights, and the matrix of which one byte is another one's."""
+PROMPT_TOKENS = 2 * CHUNK + 8
+
+
+def test_a_byte_of_any_matrix_counts(start_node: StartNode, album: Album, tmp_path: Path) -> None:
+    """One `--model` path, under which the folders lie one after the other."""
     node, link = start_node(), tmp_path / "model"
-    folders = [tmp_path / name for name in ("one", "copy", "other")]
-    for folder in folders:
-        shutil.copytree(weights(seed=0), folder)
-    (file,) = folders[2].glob("*.safetensors")
-    change_byte(file, a_matrix_of(file, "vision_model.encoder.layers.1.mlp.fc1.weight"))
-    origins = []
-    for folder in folders:
+    origins, computed = {}, {}
+    for name, matrix in MATRICES.items():
+        shutil.copytree(weights(seed=0), tmp_path / name)
+        if matrix:
+            (file,) = (tmp_path / name).glob("*.safetensors")
+            change_byte(file, a_matrix_of(file, matrix))
         link.unlink(missing_ok=True)
-        link.symlink_to(folder)
-        settings = engine_settings(folder.name, link, tmp_path, ec_transfer_config=connector(node))
+        link.symlink_to(tmp_path / name)
+        settings = kv_engine_settings(
+            name,
+            link,
+            tmp_path,
+            0,
+            Placement.ONE_PROCESS,
+            ec_transfer_config=connector(node),
+            kv_transfer_config=kv_connector(node),
+        )
         with started(settings) as engine:
-            origins.append(origin(engine, album, 1, node))
-    assert origins == ["encoded", "loaded", "encoded"]
+            # Behind a text of its own: with the KV of the picture nobody would ask for its output.
+            question = album.about(1)
+            question = dataclasses.replace(question, prompt=f"{name}: {question.prompt}")
+            origins[name] = origin(engine, question, node)
+            computed[name] = computed_of_prompt(engine, node)
+    alone = {"encoder": "encoded", "language": "encoded"}
+    assert origins == {"one": "encoded", "copy": "loaded", **alone}
+    assert computed["copy"] == PROMPT_TOKENS - 2 * CHUNK
+    assert {computed[name] for name in ("one", *alone)} == {PROMPT_TOKENS}
+
+
+def computed_of_prompt(engine: DemoEngine, node: NodeProcess) -> int:
+    """How many tokens of one prompt the engine computed; their KV is stored afterwards."""
+    before, steps = stored(node), len(engine.schedule.steps())
+    answer = engine.generate(ask_for(prompt(PROMPT_TOKENS, seed=1), 1))
+    count = sum(step.tokens for step in engine.schedule.steps()[steps:]) - (len(answer.tokens) - 1)
+    if count == PROMPT_TOKENS:
+        wait_until(lambda: stored(node) >= before + 2, OUTCOME_SECONDS)
+    return count
 
 
 def a_matrix_of(file: Path, name: str) -> str:
