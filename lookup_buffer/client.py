@@ -216,7 +216,9 @@ class LookupBuffer:
         produce one round trip earlier. Returns as `prefetch`; the set may settle later."""
         claims = self._claiming.begin(keys)
         wait = waiting(wait_seconds)
-        handles = self._prefetching.prefetch(keys, timeout, claims.request_id, wait)
+        claimer = claims.request_id
+        # Where the claims cannot be had nobody waits for them, nor for the bytes.
+        handles = self._prefetching.prefetch(keys, timeout, claimer, wait if claimer else 0.0)
         if any(handle.reason == NODE_DOWN for handle in handles):
             self._claiming.fail([claims.request_id])
         return handles, claims

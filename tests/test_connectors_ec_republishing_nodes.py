@@ -40,6 +40,7 @@ class Host:
             store_url=node.config.store_url,
             node_socket=str(node.config.socket_path()),
             capacity_bytes=node.config.capacity_bytes,
+            weights_version="made up",
             **settings,
         )
         stack.callback(self.engine.close)

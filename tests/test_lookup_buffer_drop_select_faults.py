@@ -319,7 +319,8 @@ def test_a_stopped_store_is_nothing_to_who_needs_none(
     start_node: StartNode, start_server: StartServer
 ) -> None:
     server = start_server()
-    owner, node = (owner_of(start_node, store_url=server.url) for _ in range(2))
+    settings = {"store_url": server.url, "store_timeout_seconds": 0.5}
+    owner, node = (owner_of(start_node, **settings) for _ in range(2))
     before, name = handoff(), handoff()
     with owner.client() as producer, node.client() as taker:
         producer.insert(before, torch.ones(3))
