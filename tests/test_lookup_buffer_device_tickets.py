@@ -221,7 +221,7 @@ def test_a_storm_of_joins_and_leaves_leaves_nothing_behind(ends: Ends) -> None:
 def test_a_place_to_listen_at_that_is_not_ours_is_refused_and_leaves_no_thread() -> None:
     before = threads()
     with pytest.raises(ConfigError, match=r"cannot listen at 192\.0\.2\.1"):
-        DeviceLane("gloo", pool_bytes=POOL_BYTES, host="192.0.2.1")
+        DeviceLane("gloo", pool_bytes=POOL_BYTES, host="192.0.2.1", token="t" * 16)
     assert threads() == before
 
 
