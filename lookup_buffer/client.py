@@ -203,9 +203,9 @@ class LookupBuffer:
 
         Returns when all have settled or `timeout` seconds passed; what is PENDING then settles
         later. What nobody holds is MISSING at once, or, with `wait_seconds`, PENDING until it is
-        published and here, for so long at most. Each handle is to be given to `release`, settled
-        or not. Never raises for a fault of the node, of Redis or of a peer: those are MISSING or
-        FAILED with a reason.
+        published and here, for so long at most; hand-offs are not waited for. Each handle is to be
+        given to `release`, settled or not. Never raises for a fault of the node, of Redis or of a
+        peer: those are MISSING or FAILED with a reason.
         """
         return self._prefetching.prefetch(keys, timeout, wait_seconds=waiting(wait_seconds))
 

@@ -239,6 +239,15 @@ def check_token(token: str) -> None:
         )
 
 
+def check_token_of(what: str, token: str | None) -> None:
+    """Raises ConfigError: `what` was given a token that anybody could guess."""
+    if token is not None:
+        try:
+            check_token(token)
+        except ValueError as error:
+            raise ConfigError(f"the token of {what} needs {error}") from None
+
+
 def is_loopback(host: str) -> bool:
     """Whether only this host's processes reach what listens at `host`."""
     try:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from lookup_buffer.errors import ConfigError, ProtocolError
-from lookup_buffer.fields import CHECKS, KEYS_BYTES_MAX, KEYS_MAX, SECONDS_MAX, is_seconds
+from lookup_buffer.fields import CHECKS, KEYS_BYTES_MAX, KEYS_MAX, SECONDS_MAX, is_count, is_seconds
 from lookup_buffer.pool_messages import Offer, OpenPool, Prepare, Received, Retract
 from lookup_buffer.request import DeskRequest, Request, names_of
 
@@ -150,9 +150,9 @@ class Prefetch(DeskRequest):
     """One-way. Answered by `settled` events on the anchor: `entries` of [index of the key, entry],
     an entry as for `Select`, with state pending, and then another event, where it goes on.
 
-    What nobody has is waited for, up to `wait_seconds`, until it is published. But where `claimer`
-    is not 0 it is also a `ClaimAll` of that id, for the same keys, in any order, and it is the
-    claims that wait."""
+    What is shared and nobody has is waited for, up to `wait_seconds`, until it is published. But
+    where `claimer` is not 0 it is also a `ClaimAll` of that id, for the same keys, in any order,
+    and it is the claims that wait."""
 
     op = "prefetch"
     namespace: str
@@ -290,6 +290,15 @@ def parse(message: object) -> Request:
             raise ProtocolError(f"bad request: {op} with a bad {name}")
         values.append(value)
     return kind(*values)
+
+
+def strange_hello(message: object) -> tuple[int, int] | None:
+    """(id, version) of a `Hello` of another version, whose other fields may be any; else None."""
+    if isinstance(message, dict) and message.get("op") == Hello.op:
+        number, version = message.get("id"), message.get("version")
+        if is_count(number) and is_count(version) and version != VERSION:
+            return number, version  # type: ignore[return-value]
+    return None
 
 
 def split(keys: Sequence[str], nbytes_max: int = KEYS_BYTES_MAX) -> Iterator[Sequence[str]]:

@@ -11,10 +11,13 @@ import pytest
 import torch
 
 from connectors.settings import ConnectorSettings, parse_settings
+from lookup_buffer import messages
 from lookup_buffer.cli.findings import Code
 from lookup_buffer.config import SECRETS
+from lookup_buffer.handshake import PROTOCOL_VERSION
 from lookup_buffer.sizes import parse_bytes
 from patience import scaled
+from store import layout
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = (
@@ -111,6 +114,12 @@ def test_every_setting_of_the_connector_is_explained_with_its_default() -> None:
         if "iB" not in shown:
             plain = str(field.default).lower() if isinstance(field.default, bool) else field.default
             assert shown in (str(plain), f"{plain:g}" if isinstance(plain, float) else ""), name
+
+
+def test_the_numbers_that_an_upgrade_may_change_are_those_of_the_code() -> None:
+    section = (ROOT / "docs/operations.md").read_text(encoding="utf-8").partition("## Upgrade")[2]
+    numbers = re.findall(r"^\| [^|]+ \| [^|]+, now (\d+) \|", section, re.MULTILINE)
+    assert numbers == [str(PROTOCOL_VERSION), str(messages.VERSION), layout.VERSION]
 
 
 def test_every_code_of_why_is_explained() -> None:

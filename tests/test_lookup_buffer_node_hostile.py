@@ -193,6 +193,20 @@ def test_another_version_or_configuration_is_refused_by_name(node: NodeProcess) 
             assert client.hello()["node"] == node.node_id  # the control
 
 
+@pytest.mark.parametrize("version", [messages.VERSION - 1, messages.VERSION + 1])
+def test_an_engine_of_another_version_is_told_so(node: NodeProcess, version: int) -> None:
+    """Whatever its version puts into a hello."""
+    before = node.stats().get("protocol_errors", 0)
+    hello = {"op": "hello", "id": 3, "version": version, "seat": ["engine", 0, 1], "more": "yes"}
+    with raw(node, session=False) as client:
+        client.socket.sendall(encode_frame(hello))
+        answer = client._one(client.socket.recv(65536))
+        assert (answer["id"], answer["error"]) == (3, "NodeRefused")
+        assert f"version {messages.VERSION}, the client {version}" in answer["message"]
+        assert client.hello()["node"] == node.node_id  # the control
+    assert node.stats().get("protocol_errors", 0) == before
+
+
 def test_joining_a_session_that_is_not_there(node: NodeProcess) -> None:
     with raw(node, session=False) as hostile:
         assert hostile.ask(messages.Join(3, 12345))["error"] == "NodeRefused"

@@ -54,6 +54,10 @@ def by_pipe(token: str, folder: Path) -> str:
     return error_of(lambda: open_pipe("tcp://127.0.0.1:0", listen=True, token=token))
 
 
+def by_device_lane(token: str, folder: Path) -> str:
+    return error_of(lambda: DeviceLane("gloo", pool_bytes=1 << 20, host="0.0.0.0", token=token))
+
+
 def written(text: str, folder: Path) -> str:
     path = folder / "written"
     path.write_text(text)
@@ -75,6 +79,7 @@ def error_of(act: Callable[[], Any]) -> str:
 
 SOURCES = [
     by_option, by_variable, by_file, by_configuration_file, by_library, by_connector, by_pipe,
+    by_device_lane,
 ]  # fmt: skip
 
 
@@ -135,7 +140,10 @@ def test_a_user_without_a_password_is_no_default_user(tmp_path: Path) -> None:
         assert done.returncode == 2, done.stdout + done.stderr
         assert "'store_password_file'" in done.stderr
     assert "'store_password_file'" in error_of(lambda: parse_settings({"store_url": NAMED}))
-    assert "no password" in error_of(lambda: open_pipe(f"{NAMED}?pipe=p", listen=True))
+    said = error_of(lambda: open_pipe(f"{NAMED}?pipe=p", listen=True))
+    assert "no password" in said
+    assert "store_password" not in said, "a pipe has no such setting"
+    assert "alice" not in said, "it may be a password, with its colon forgotten"
     with pytest.raises(StoreUrlError, match="'store_password'"):
         open_store(NAMED)
     sentinel = "redis-sentinel://127.0.0.1:1/service?sentinel_username=alice"

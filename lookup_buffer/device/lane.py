@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from lookup_buffer.channel import next_request_id
 from lookup_buffer.codec import header_of
-from lookup_buffer.config import is_loopback
+from lookup_buffer.config import check_token_of, is_loopback
 from lookup_buffer.device import asking
 from lookup_buffer.device.crew import Crew
 from lookup_buffer.device.dialect import Dialect, dialect_of
@@ -69,13 +69,13 @@ class DeviceLane:
         receives: whether this process ever reads; one that does not begins no pair.
         offers: whether it ever keeps what others may want; one that does not is named to nobody.
         host: address to listen at, which other hosts reach as they reach the node.
-        token: of the fleet.
+        token: of the fleet; at least 16 characters.
         dialect: to announce another version than this process has; none means what it has.
         place: where the tensors lie; none means `device`.
 
     Raises:
         ConfigError: this process cannot speak that lane, or not listen at `host`: beyond loopback
-            only with a token.
+            only with a token. Or anybody could guess that token.
     """
 
     def __init__(
@@ -92,6 +92,7 @@ class DeviceLane:
         dialect: Dialect | None = None,
         place: Place | None = None,
     ) -> None:
+        check_token_of("a device lane", token)
         if token is None and not is_loopback(host):
             raise ConfigError(
                 f"a device lane that listens at {host!r}, beyond loopback, needs a token"

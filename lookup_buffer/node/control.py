@@ -25,6 +25,7 @@ from lookup_buffer.messages import (
     Stage,
     failure,
     parse,
+    strange_hello,
 )
 from lookup_buffer.node.connection import Connection
 from lookup_buffer.node.desk import Desk
@@ -113,8 +114,11 @@ class Control:
             connection.end(None)
 
     def _on_message(self, connection: Connection, message: Any) -> None:
-        request = parse(message)
         session = self._of[connection]
+        if session is None and (strange := strange_hello(message)) is not None:
+            connection.send(_refusal(*strange))
+            return
+        request = parse(message)
         try:
             match request:
                 case DeskRequest() if session is not None and not session.over:
@@ -135,11 +139,6 @@ class Control:
             connection.send(failure(request.id, error))
 
     def _hello(self, connection: Connection, request: Hello) -> None:
-        if request.version != VERSION:
-            raise NodeRefused(
-                f"this node speaks version {VERSION}, the client {request.version}; "
-                "install the same lookup-buffer on both, or end the node"
-            )
         for name, wanted in request.expects.items():
             if self.expects.get(name) == wanted:
                 continue
@@ -254,3 +253,12 @@ def _pidfd(pid: int) -> int | None:
         raise
     except OSError:
         return None
+
+
+def _refusal(number: int, version: int) -> dict[str, Any]:
+    """The answer to a hello of another version."""
+    why = (
+        f"this node speaks version {VERSION}, the client {version}; "
+        "install the same lookup-buffer on both, or end the node"
+    )
+    return failure(number, NodeRefused(why))

@@ -4,7 +4,7 @@ import importlib
 from collections.abc import Mapping
 from typing import Final
 
-from lookup_buffer.config import check_token
+from lookup_buffer.config import check_token_of
 from lookup_buffer.errors import ConfigError
 from lookup_buffer.pipes.pipe import KVPipe, PipeLimits
 from store import redact
@@ -54,11 +54,7 @@ def open_pipe(
         allowed = "; ".join(SCHEMES.values())
         shown = redact(uri) if "@" in uri else uri
         raise ConfigError(f"{shown!r} is no address of a pipe; allowed are {allowed}")
-    if token is not None:
-        try:
-            check_token(token)
-        except ValueError as error:
-            raise ConfigError(f"the token of a pipe needs {error}") from None
+    check_token_of("a pipe", token)
     module = importlib.import_module(f"lookup_buffer.pipes.{_MODULES.get(scheme, scheme)}")
     pipe: KVPipe = module.open_end(
         uri, listen=listen, timeout=timeout, token=token, limits=limits or PipeLimits()

@@ -60,10 +60,16 @@ class _Address:
                 f"{redact(url)!r} is to name its pipe once, by ?pipe=NAME of A-Za-z0-9._-"
             )
         try:
-            if parse(url).with_passwords(None, None).topology != "standalone":
-                raise ConfigError(f"{redact(url)!r}: a pipe goes by way of one server")
+            server = parse(url)
         except StoreUrlError as error:
             raise ConfigError(str(error)) from None
+        if server.topology != "standalone":
+            raise ConfigError(f"{redact(url)!r}: a pipe goes by way of one server")
+        if server.username is not None and server.password is None:
+            raise ConfigError(
+                f"{redact(url)!r} names a user and no password; write redis://USER:PASSWORD@host, "
+                "or redis://:PASSWORD@host for the default user"
+            )
         return cls(uri, url, names[0])
 
     @property
