@@ -219,6 +219,36 @@ def test_request_with_metadata_alone_is_not_failed_for_what_vllm_did_not_look_at
     assert bench.ensure(request)
 
 
+def test_of_several_items_one_is_lost_again_when_the_other_comes() -> None:
+    """The node was replaced: what was here is asked for anew, and so is what was waited for."""
+    bench = Bench()
+    bench.store("A")
+    request = make_request("r", "A", "B", metadata_only=True)
+    assert not bench.ensure(request)
+    bench.buffer.boot = "c" * 16
+    bench.buffer.end_waits()
+    bench.store("A", needs_fetch=True)
+    assert not bench.ensure(request)
+    bench.store("B")
+    bench.buffer.settle(0, PrefetchState.RESIDENT)
+    for _ in range(2):
+        bench.clock.now += 0.2
+        passes = bench.ensure(request)
+    assert passes, "not only when its time is over"
+
+
+def test_of_several_items_one_is_no_output_of_the_encoder() -> None:
+    bench = Bench()
+    request = make_request("r", "A", "B", metadata_only=True)
+    assert not bench.ensure(request)
+    bench.store("A", rows=EMBEDS + 1)
+    bench.store("B")
+    assert not bench.ensure(request)
+    why = bench.scheduler.gate.take_unavailable_requests()["r"]
+    assert why.reason == "shape"
+    assert why.text.startswith("A is stored")
+
+
 def test_request_with_metadata_alone_does_not_rely_on_vllms_cache() -> None:
     bench = Bench()
     first = make_request("first", "A")
