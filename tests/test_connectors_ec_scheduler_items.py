@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from connector_standins import (
+    EMBED_BYTES,
     EMBEDS,
     Request,
     make_request,
@@ -235,6 +236,21 @@ def test_of_several_items_one_is_lost_again_when_the_other_comes() -> None:
         bench.clock.now += 0.2
         passes = bench.ensure(request)
     assert passes, "not only when its time is over"
+
+
+def test_requests_that_each_hold_a_part_leave_room_for_each_other() -> None:
+    bench = Bench(prefetch_bytes=4 * EMBEDS * EMBED_BYTES)
+    left = [make_request(names, *names, metadata_only=True) for names in ("ABC", "DEF")]
+    for published in ["AD", "BE", "CF", *[""] * 20]:
+        for name in published:
+            bench.store(name)
+        for request in list(left):
+            if bench.ensure(request):
+                assert all(bench.allocate(request, index) for index in range(3))
+                left.remove(request)
+        bench.build()
+        bench.clock.now += 0.05
+    assert not left, "not only when their time is over"
 
 
 def test_of_several_items_one_is_no_output_of_the_encoder() -> None:

@@ -15,6 +15,7 @@ from connectors.ec.claims import EcClaims
 from connectors.ec.current import WEIGHTS_CHANGED
 from connectors.ec.pins import Pin, PinTable
 from connectors.ec.watch import RequestWatch, WatchedItem
+from connectors.media import Carried
 from connectors.naming import NAMESPACE_UNKNOWN
 from lookup_buffer.claimed import ClaimSetState
 from lookup_buffer.prefetched import Prefetched, PrefetchState
@@ -121,6 +122,8 @@ class EcDeliveries:
             wait.reason = self._pin(watch, item, handle)
             if wait.reason in HOPELESS:
                 wait.failed = _unavailable([item], wait.reason)
+            if wait.reason == NO_ROOM:
+                self._let_go(watch)
             if not wait.reason:
                 wait.stored = 0
 
@@ -190,6 +193,14 @@ class EcDeliveries:
         watch.wanted[name] = item
         watch.absent.discard(name)
         return ""
+
+    def _let_go(self, watch: RequestWatch) -> None:
+        """Requests that each hold a part of what they need would leave no room for any of them."""
+        bare = [name for name, item in watch.wanted.items() if item.carried is Carried.METADATA]
+        for name in bare:
+            watch.absent.add(name)  # asked for here, with what else is lacking
+            del watch.wanted[name]
+            self._pins.drop(name, watch.request_id)
 
     # -- the claims
 
