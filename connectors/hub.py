@@ -75,12 +75,19 @@ def commit_of(model_config: Any, load_config: Any) -> str:
         return ""  # a folder of that name is what vLLM loads
     revision = getattr(model_config, "revision", None)
     settled = getattr(revision, "resolved", None)  # by vLLM 0.32 and newer
-    known = settled or getattr(getattr(model_config, "hf_config", None), "_commit_hash", None)
+    known = settled or _commit_of_config(model_config, name)
     if known:
         return str(known)
     if revision and _COMMIT.match(revision):
         return str(revision)
     return _cached_commit(name, revision or "main", getattr(load_config, "download_dir", None))
+
+
+def _commit_of_config(model_config: Any, name: str) -> str | None:
+    """What transformers before 5 writes into a configuration, if it comes with the model."""
+    if (getattr(model_config, "hf_config_path", None) or name) != name:
+        return None
+    return getattr(getattr(model_config, "hf_config", None), "_commit_hash", None)
 
 
 def _cached_commit(name: str, revision: str, download_dir: str | None) -> str:

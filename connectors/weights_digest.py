@@ -160,11 +160,14 @@ class _Progress:
 def _take(descriptor: int, is_stopped: threading.Event) -> None:
     deadline = time.monotonic() + LOCK_SECONDS
     while time.monotonic() < deadline:
-        with suppress(OSError):
+        try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
-        if is_stopped.wait(LOCK_POLL_SECONDS):
-            raise Stopped
+        except BlockingIOError:
+            if is_stopped.wait(LOCK_POLL_SECONDS):
+                raise Stopped from None
+        except OSError:
+            return  # a file system without locks
 
 
 def _is_settled(state: FileState) -> bool:

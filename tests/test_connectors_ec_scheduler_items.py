@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from connector_standins import (
+    EMBED_BYTES,
     EMBEDS,
     Request,
     make_request,
@@ -217,6 +218,51 @@ def test_request_with_metadata_alone_is_not_failed_for_what_vllm_did_not_look_at
     assert not bench.scheduler.gate.take_unavailable_requests()
     bench.buffer.settle(0, PrefetchState.RESIDENT)
     assert bench.ensure(request)
+
+
+def test_of_several_items_one_is_lost_again_when_the_other_comes() -> None:
+    """The node was replaced: what was here is asked for anew, and so is what was waited for."""
+    bench = Bench()
+    bench.store("A")
+    request = make_request("r", "A", "B", metadata_only=True)
+    assert not bench.ensure(request)
+    bench.buffer.boot = "c" * 16
+    bench.buffer.end_waits()
+    bench.store("A", needs_fetch=True)
+    assert not bench.ensure(request)
+    bench.store("B")
+    bench.buffer.settle(0, PrefetchState.RESIDENT)
+    for _ in range(2):
+        bench.clock.now += 0.2
+        passes = bench.ensure(request)
+    assert passes, "not only when its time is over"
+
+
+def test_requests_that_each_hold_a_part_leave_room_for_each_other() -> None:
+    bench = Bench(prefetch_bytes=4 * EMBEDS * EMBED_BYTES)
+    left = [make_request(names, *names, metadata_only=True) for names in ("ABC", "DEF")]
+    for published in ["AD", "BE", "CF", *[""] * 20]:
+        for name in published:
+            bench.store(name)
+        for request in list(left):
+            if bench.ensure(request):
+                assert all(bench.allocate(request, index) for index in range(3))
+                left.remove(request)
+        bench.build()
+        bench.clock.now += 0.05
+    assert not left, "not only when their time is over"
+
+
+def test_of_several_items_one_is_no_output_of_the_encoder() -> None:
+    bench = Bench()
+    request = make_request("r", "A", "B", metadata_only=True)
+    assert not bench.ensure(request)
+    bench.store("A", rows=EMBEDS + 1)
+    bench.store("B")
+    assert not bench.ensure(request)
+    why = bench.scheduler.gate.take_unavailable_requests()["r"]
+    assert why.reason == "shape"
+    assert why.text.startswith("A is stored")
 
 
 def test_request_with_metadata_alone_does_not_rely_on_vllms_cache() -> None:

@@ -112,6 +112,19 @@ def test_a_cache_folder_of_its_own_and_a_hub_that_is_not_reached(
     assert hub.commit_of(made.model_config, made.load_config) == ""
 
 
+@pytest.mark.vllm
+def test_a_configuration_of_another_repository_says_no_commit_of_the_model(cache: Path) -> None:
+    """With `--hf-config-path`; transformers before 5 writes a commit into what it reads."""
+    made = vllm_config()
+    made.model_config.model = REPOSITORY
+    made.load_config.download_dir = str(cache)
+    made.model_config.hf_config._commit_hash = SECOND
+    made.model_config.hf_config_path = REPOSITORY
+    assert hub.commit_of(made.model_config, made.load_config) == SECOND
+    made.model_config.hf_config_path = "org/configuration"
+    assert hub.commit_of(made.model_config, made.load_config) == FIRST
+
+
 def test_a_repository_that_another_hub_has(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = vllm_config()
     made.model_config.model = REPOSITORY

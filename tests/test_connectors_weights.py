@@ -1,5 +1,6 @@
 """Which weights an engine runs: by every byte of their files, a commit, or a name that is given."""
 
+import errno
 import fcntl
 import os
 import shutil
@@ -236,6 +237,18 @@ def test_a_lock_that_its_holder_keeps_is_given_up(
     with (tmp_path / "cache/weights.lock").open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         assert engines.weights(checkpoint(tmp_path / "model"))
+
+
+def test_a_file_system_without_locks(
+    engines: Namings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sharing begins at once all the same, and not when the wait for a lock is over."""
+
+    def refused(*_: int) -> None:
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    monkeypatch.setattr("connectors.weights_digest.fcntl.flock", refused)
+    assert engines.weights(checkpoint(tmp_path / "model"))
 
 
 @pytest.mark.parametrize("change", ["written", "replaced", "removed", "folder replaced"])

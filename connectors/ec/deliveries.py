@@ -6,7 +6,7 @@ somebody has the claim for the item. Owned by vLLM's scheduler thread, which nev
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,7 @@ from connectors.ec.claims import EcClaims
 from connectors.ec.current import WEIGHTS_CHANGED
 from connectors.ec.pins import Pin, PinTable
 from connectors.ec.watch import RequestWatch, WatchedItem
+from connectors.media import Carried
 from connectors.naming import NAMESPACE_UNKNOWN
 from lookup_buffer.claimed import ClaimSetState
 from lookup_buffer.prefetched import Prefetched, PrefetchState
@@ -68,7 +69,6 @@ class _Wait:
     """What was asked for, of `items`."""
     reason: str = ""
     """Why the last of them did not come."""
-    is_hopeless: bool = False
     claimant: Claimant | None = None
     """Since the deadline: who is at work on the items."""
     answer_by: float = 0.0
@@ -114,12 +114,16 @@ class EcDeliveries:
             return
         settled = [n for n, one in wait.handles.items() if one.state is not PrefetchState.PENDING]
         for identifier in settled:
+            wait.look_at = 0.0  # the gate may hold the request back before it comes to `look`
             handle, item = wait.handles.pop(identifier), wait.items.get(identifier)
             if item is None:  # it came by another way meanwhile
                 self._buffer.release(handle)
                 continue
             wait.reason = self._pin(watch, item, handle)
-            wait.is_hopeless = wait.is_hopeless or wait.reason in HOPELESS
+            if wait.reason in HOPELESS:
+                wait.failed = _unavailable([item], wait.reason)
+            if wait.reason == NO_ROOM:
+                self._let_go(watch)
             if not wait.reason:
                 wait.stored = 0
 
@@ -131,11 +135,7 @@ class EcDeliveries:
             wait.since, wait.deadline = now, now + left
             wait.limit = max(wait.deadline, now + WAIT_SECONDS_MAX - wait.waited_seconds)
         wait.items = {item.identifier: item for item in lacking}
-        if wait.failed is not None:
-            return wait.failed
-        if wait.is_hopeless:
-            wait.failed = _unavailable(wait, wait.reason)
-        else:
+        if wait.failed is None:
             wait.look_at = wait.deadline
             if now >= wait.deadline:
                 self._see_who_is_at_it(watch.request_id, wait, now)
@@ -194,6 +194,14 @@ class EcDeliveries:
         watch.absent.discard(name)
         return ""
 
+    def _let_go(self, watch: RequestWatch) -> None:
+        """Requests that each hold a part of what they need would leave no room for any of them."""
+        bare = [name for name, item in watch.wanted.items() if item.carried is Carried.METADATA]
+        for name in bare:
+            watch.absent.add(name)  # asked for here, with what else is lacking
+            del watch.wanted[name]
+            self._pins.drop(name, watch.request_id)
+
     # -- the claims
 
     def _see_who_is_at_it(self, request_id: str, wait: _Wait, now: float) -> None:
@@ -210,15 +218,15 @@ class EcDeliveries:
                 if now < wait.look_at:
                     return
                 reason = "claimed" if asked.holder else "no_answer"
-                wait.failed = _unavailable(wait, reason, asked.holder)
+                wait.failed = _unavailable(wait.items.values(), reason, asked.holder)
             case ClaimSetState.STORED if wait.stored < STORED_MAX:
                 wait.stored += 1
                 wait.look_at = wait.deadline = now + ANSWER_SECONDS
                 self._end_question(request_id, wait)
             case ClaimSetState.HELD:
-                wait.failed = _unavailable(wait, "claimed", asked.holder)
+                wait.failed = _unavailable(wait.items.values(), "claimed", asked.holder)
             case _:
-                wait.failed = _unavailable(wait, wait.reason or "absent")
+                wait.failed = _unavailable(wait.items.values(), wait.reason or "absent")
 
     def _end_question(self, request_id: str, wait: _Wait) -> None:
         claimant, wait.claimant = wait.claimant, None
@@ -232,8 +240,8 @@ class EcDeliveries:
         self._end_question(request_id, wait)
 
 
-def _unavailable(wait: _Wait, reason: str, holder: str = "") -> Unavailable:
-    names = ", ".join(item.key.text for item in wait.items.values())
+def _unavailable(items: Iterable[WatchedItem], reason: str, holder: str = "") -> Unavailable:
+    names = ", ".join(item.key.text for item in items)
     match reason:
         case "absent":
             text = f"no node has {names}, and no engine has claimed it"
