@@ -232,9 +232,10 @@ class BufferConfig(BaseModel):
 
 def check_token(token: str) -> None:
     """Raises ValueError: anybody could guess this token. The message does not show it."""
-    if len(token.strip()) < TOKEN_CHARACTERS_MIN or _PLACEHOLDER.search(token):
+    is_text = token.isprintable() and len(token.strip()) >= TOKEN_CHARACTERS_MIN
+    if not is_text or _PLACEHOLDER.search(token):
         raise ValueError(
-            f"at least {TOKEN_CHARACTERS_MIN} characters and no placeholder; "
+            f"at least {TOKEN_CHARACTERS_MIN} characters that can be printed, and no placeholder; "
             "`openssl rand -hex 32` makes a good one"
         )
 

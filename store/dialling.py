@@ -13,11 +13,12 @@ def dial(url: str, seconds: float) -> socket.socket:
     Takes at most `seconds` twice: for the connection, and for logging in.
 
     Raises:
-        StoreUrlError: the URL names no server; deployments of several are not for this.
+        StoreUrlError: the URL names no server, or a user without a password; deployments of
+            several are not for this.
         Lost: nobody listens there.
         StoreUnavailable: too slow, or it refuses us.
     """
-    address = parse(url)
+    address = parse(url).with_passwords(None, None)
     if address.topology != "standalone":
         raise StoreUrlError(f"{redact(url)!r} is not the URL of one server")
     topology = open_topology(address, seconds, seconds)

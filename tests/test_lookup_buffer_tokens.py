@@ -100,6 +100,10 @@ def test_an_empty_token_is_refused(source: Callable[[str, Path], str], tmp_path:
     assert "token" in source("", tmp_path)
 
 
+def test_a_token_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    assert "can be printed" in by_variable("\udcff" * 32, tmp_path)
+
+
 @pytest.mark.parametrize("name", ["token", "http_token"])
 def test_the_token_for_the_metrics_has_the_same_rule(name: str) -> None:
     assert "16 characters" in error_of(lambda: BufferConfig.of({name: "replace-me-2"}))

@@ -17,15 +17,15 @@ from connectors.ec.pins import Pin, PinTable
 from connectors.ec.supply import Asked, ItemSupply
 from connectors.ec.watch import Phase, RequestWatch, WatchedItem
 from connectors.media import Carried
-from connectors.pass_time import PassTimes
+from connectors.pass_time import PassTime, PassTimes
 from lookup_buffer.prefetched import PrefetchState
 
 if TYPE_CHECKING:
     from lookup_buffer.client import LookupBuffer
 
 LOOK_AGAIN_SECONDS = 0.25
-"""So long a pass may wait for an item that vLLM lost. One on this host takes a thousandth of that,
-an encode from a tenth up to many times as much."""
+"""So long a pass may wait, in all, for items that vLLM lost. One on this host takes a thousandth of
+that, an encode from a tenth up to many times as much."""
 LOOK_AGAIN_PAUSE_SECONDS = 10.0
 """A node that does not answer within that is not waited for again so soon."""
 
@@ -59,6 +59,7 @@ class EcFetching(ItemSupply):
         self._wait_seconds = wait_seconds
         self._counters = counters
         self._clock = clock
+        self._look_again = PassTime(LOOK_AGAIN_SECONDS, clock)
         self._look_again_at = 0.0
 
     def ask(self, watch: RequestWatch, needed: Sequence[WatchedItem]) -> Asked:
@@ -152,7 +153,9 @@ class EcFetching(ItemSupply):
         now = self._clock()
         if key is None or others or now < self._look_again_at or self._pins.get(identifier):
             return False
-        (handle,) = self._buffer.prefetch([key], timeout=LOOK_AGAIN_SECONDS)
+        (handle,) = self._look_again.spend_on(
+            lambda seconds: self._buffer.prefetch([key], timeout=seconds)
+        )
         if handle.state is PrefetchState.PENDING:
             self._look_again_at = self._clock() + LOOK_AGAIN_PAUSE_SECONDS
         pin = Pin(identifier, handle, handle.order.nbytes if handle.order is not None else 0)
@@ -161,6 +164,9 @@ class EcFetching(ItemSupply):
             return False
         self._pins.promise_at_once(pin)
         return True
+
+    def end_pass(self) -> None:
+        self._look_again.begin_pass()
 
     def drop(self, identifier: str, request_id: str) -> None:
         self._pins.drop(identifier, request_id)

@@ -262,6 +262,7 @@ class EcScheduler:
         if self._lost.difference(scheduler_output.free_encoder_mm_hashes):
             self._engine_cache.was_reset(but=self._allocated)
         self._lost.clear()
+        self._supply.end_pass()
         for request_id in scheduler_output.finished_req_ids:
             self.gate.forget(request_id)
         metadata = StepMetadata()

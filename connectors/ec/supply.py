@@ -50,6 +50,9 @@ class ItemSupply(ABC):
         was evicted or reset in this pass. May wait, for much less than an encode takes."""
         return False
 
+    def end_pass(self) -> None:  # noqa: B027 -- a supply that never looks again has none to begin
+        """vLLM has made its choice; what `promise` and `look_again` may spend begins anew."""
+
     @abstractmethod
     def drop(self, identifier: str, request_id: str) -> None:
         """This request does not want the item any more."""
