@@ -7,6 +7,7 @@ import pytest
 from connector_standins import (
     EMBED_BYTES,
     EMBEDS,
+    LedgerBuffer,
     make_request,
 )
 from lookup_buffer.prefetched import PrefetchState
@@ -172,6 +173,31 @@ def test_after_a_reset_of_vllms_cache_everything_is_asked_for() -> None:
     assert not bench.buffer.pinned, "what it made no room for is not kept"
     assert bench.ensure(make_request("after", "B"))
     assert bench.prefetched() == [["A"], ["B"]]
+
+
+def test_what_vllm_lost_holds_up_a_pass_for_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, names = Bench(), "ABCDE"
+    for name in names:
+        first = make_request(f"first {name}", name)
+        bench.ensure(first)
+        bench.allocate(first)
+        bench.build()
+        bench.store(name)
+    again = make_request("again", *names)
+    assert bench.ensure(again)
+    waited: list[float] = []
+
+    def slow(keys: Any, *, timeout: float = 0.0, wait_seconds: float = 0.0) -> Any:
+        """Answers a moment before the time is over."""
+        waited.append(0.8 * timeout)
+        bench.clock.now += waited[-1]
+        return LedgerBuffer.prefetch(bench.buffer, keys, timeout=timeout)
+
+    monkeypatch.setattr(bench.buffer, "prefetch", slow)
+    for name in names:
+        bench.scheduler.has_cache_item(name)
+    assert 0 < sum(waited) <= 0.25
+    bench.build()
 
 
 def full_bench() -> tuple[Bench, Any]:
