@@ -319,6 +319,20 @@ def test_fault_of_the_buffer_is_a_counted_skip_and_the_next_save_works(
     assert buffer.given_back == ["A", "B"]
 
 
+def test_what_the_arena_is_too_small_for_is_not_offered_again(
+    buffer: MemoryBuffer, make_worker: Callable[..., EcWorker]
+) -> None:
+    buffer.faults = [TensorTooLarge("64 MiB into 1")]
+    worker = make_worker()
+    cache = {"large": torch.ones(2 * ROWS, 8), "small": torch.ones(ROWS, 8)}
+    worker.save(cache, "large", StepMetadata(saves={"large": "large"}))
+    drained(worker)
+    worker.save_again(cache, StepMetadata(lost={name: name for name in cache}))
+    drained(worker)
+    assert worker.counters.totals() == {"save_skipped:too_large": 1, "saved": 1}
+    assert buffer.tensors.keys() == {"small"}
+
+
 def test_background_thread_is_not_bound_to_the_models_core(
     buffer: MemoryBuffer, make_worker: Callable[..., EcWorker]
 ) -> None:

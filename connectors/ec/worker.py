@@ -4,6 +4,7 @@ Runs in the thread of vLLM's model runner, one instance per rank. Loading is a c
 mapped arena and needs no socket; storing is one reference into a queue. How to copy: `ec.copies`.
 """
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from connectors.save_queue import SaveQueue
 from connectors.settings import ConnectorSettings
 from lookup_buffer import codec
 from lookup_buffer.client import InsertOutcome
-from lookup_buffer.errors import NodeUnavailable
+from lookup_buffer.errors import NodeUnavailable, TensorTooLarge
 from lookup_buffer.key import TensorKey
 
 if TYPE_CHECKING:
@@ -89,6 +90,8 @@ class EcWorker:
         self._encoded: set[Form] = set()
         self._told: set[Form] = set()
         self._node_lost_at: float | None = None
+        self._too_large_bytes = math.inf
+        """The smallest output that did not fit into the whole arena."""
         self.counters = counters or Counters()
         self._log = log or RateLimitedLog()
         self._clock = clock
@@ -228,7 +231,7 @@ class EcWorker:
         encodes, and that is stored like any other."""
         for identifier, key in metadata.lost.items():
             output = encoder_cache.get(identifier)
-            if output is not None:
+            if output is not None and output.nbytes < self._too_large_bytes:
                 self._offer(key, output, metadata.namespace)
 
     def _offer(self, key: str, output: "torch.Tensor", namespace: str) -> None:
@@ -281,6 +284,9 @@ class EcWorker:
         while True:
             try:
                 return self._insert_now(key, on_host, **told)
+            except TensorTooLarge:
+                self._too_large_bytes = min(self._too_large_bytes, on_host.nbytes)
+                raise
             except NodeUnavailable:
                 now = self._clock()
                 if self._node_lost_at is None:
