@@ -104,7 +104,7 @@ def test_another_version_is_not_even_asked(start_end: StartEnd) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"host": "127.0.0.2"}, {"token": "another"}],  # its node says 127.0.0.1
+    [{"host": "127.0.0.2"}, {"token": "that of another fleet"}],  # its node says 127.0.0.1
     ids=["nobody is there", "another token"],
 )
 def test_a_pool_that_cannot_be_reached_is_left_alone(
