@@ -12,12 +12,16 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from connectors.counters import logger
-from connectors.weights import ENCODER_NAMES
 from connectors.weights_flag import WeightsFlag
 
 if TYPE_CHECKING:
     import torch
 
+# Names under which checkpoints keep the parts that make encoder outputs.
+ENCODER_NAMES = (
+    "vision", "visual", "vit", "image", "audio", "speech", "whisper", "tower", "encoder", "patch",
+    "projector", "projection", "connector", "merger", "aligner", "multi_modal", "mm_", "resampler",
+)  # fmt: skip
 _ENCODES = "embed_multimodal"
 """What vLLM calls to have media encoded, since 0.12."""
 

@@ -21,11 +21,6 @@ CHECKPOINT_FORMATS = frozenset(
 _ELSEWHERE: Final = frozenset({"tensorizer", "ipc_cache"})
 """Of these, the formats whose weights do not come from the model's folder or repository."""
 WEIGHT_SUFFIXES: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
-# Names under which checkpoints keep the parts that make encoder outputs.
-ENCODER_NAMES = (
-    "vision", "visual", "vit", "image", "audio", "speech", "whisper", "tower", "encoder", "patch",
-    "projector", "projection", "connector", "merger", "aligner", "multi_modal", "mm_", "resampler",
-)  # fmt: skip
 
 FileState = tuple[int, int, int, int, int]
 """Device, inode, bytes, mtime and ctime in ns: no write leaves all of them as they were."""
