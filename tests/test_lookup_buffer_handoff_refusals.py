@@ -255,6 +255,42 @@ def test_an_acknowledgement_whose_answer_is_lost_counts_once(
     at_rest(node)
 
 
+def test_an_acknowledgement_is_settled_with_an_owner_that_refuses_in_a_rhythm(
+    pair: Pair, proxy: RefusingProxy
+) -> None:
+    """It listens for 0.2 s of every 1.2: retries every 0.4 s may miss each of those windows."""
+    owner, node = pair
+    name = handoff()
+    with (
+        owner.client() as producer,
+        node.client() as taker,
+        ThreadPoolExecutor(1) as refusing,
+    ):
+        producer.insert(name, torch.full((9,), 4))
+        proxy.seconds = 0.9
+        proxy.arm("won")
+        settled = threading.Event()
+        rhythm = refusing.submit(_refuse_in_a_rhythm, proxy, settled)
+        try:
+            taken = taker.drop_select(name, timeout=PATIENCE_SECONDS)
+        finally:
+            settled.set()
+            rhythm.result()
+        assert taken is not None
+        assert int(taken[0]) == 4
+        assert proxy.struck["won"] == 1
+    at_rest(node)
+
+
+def _refuse_in_a_rhythm(proxy: RefusingProxy, settled: threading.Event) -> None:
+    wait_until(lambda: proxy.struck["won"] == 1, PATIENCE_SECONDS)
+    proxy.seconds = 1.0
+    while not settled.wait(0.005):
+        if proxy.is_ready:
+            settled.wait(0.2)
+            proxy.refuse()
+
+
 def test_an_owner_that_was_replaced_is_dead(pair: Pair) -> None:
     """Though it listens where the old one did, and whoever waits is told before his time is up."""
     owner, node = pair

@@ -11,6 +11,7 @@ a moment. That a node is dead is for the directory to say.
 
 import asyncio
 import itertools
+import random
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -88,8 +89,13 @@ Tell = Callable[[Answer], None]
 
 
 def again_seconds(failures: int) -> float:
-    """How long to wait before the next attempt, after so many in succession that failed."""
-    return min(AGAIN_SECONDS_MAX, AGAIN_SECONDS * 2.0 ** min(failures - 1, 10))
+    """How long to wait before the next attempt, after so many in succession that failed.
+
+    With jitter: attempts at even intervals may fall, each one, into the refusals of an owner that
+    comes and goes in the same rhythm, until nobody remembers an acknowledgement any more.
+    """
+    longest = min(AGAIN_SECONDS_MAX, AGAIN_SECONDS * 2.0 ** min(failures - 1, 10))
+    return longest * random.uniform(0.25, 1.0)
 
 
 @dataclass(slots=True, eq=False)
