@@ -20,11 +20,6 @@ class Ignored:
     kv_counts: bool = False
     """Whether it counts for KV all the same: it reaches the language model, not the encoder."""
 
-    @property
-    def has_part(self) -> bool:
-        """Whether it counts, but by a part of its own."""
-        return self.reason.startswith(_OWN)
-
 
 _OWN = "counts by a part of its own"
 _TEXT = "makes tokens of text; items and chunks of KV are named by what comes out"

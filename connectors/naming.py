@@ -121,12 +121,6 @@ class Naming:
             why,
         )
 
-    def wait(self, timeout: float) -> Namespace | None:
-        """The namespace, if it is known within `timeout` seconds."""
-        if self._thread is not None:
-            self._thread.join(timeout)
-        return self.namespace
-
     def close(self) -> None:
         """Idempotent."""
         self._stopped.set()

@@ -107,7 +107,7 @@ class ConnectorSettings(SharedSettings):
     @model_validator(mode="after")
     def _guarded_lane(self) -> "ConnectorSettings":
         if self.device_lane != "off" and self.device_lane_host is not None:
-            guard_listener("device_lane_host", self.device_lane_host, "token", self.token)
+            guard_listener("'device_lane_host'", self.device_lane_host, "token", self.token)
         return self
 
 

@@ -158,9 +158,9 @@ class BufferConfig(BaseModel):
     def _guarded(self) -> "BufferConfig":
         if self.http_listen is not None:
             host, _ = parse_http(self.http_listen)
-            guard_listener("http_listen", host, "http_token", self.http_token)
+            guard_listener("'http_listen'", host, "http_token", self.http_token)
         host, _ = parse_tcp(self.listen)
-        guard_listener("listen", host, "token", self.token)
+        guard_listener("'listen'", host, "token", self.token)
         if host in WILDCARDS and self.advertise is None:
             raise ValueError(
                 f"the settings need 'advertise', because 'listen' is {self.listen!r}: no peer "
@@ -257,12 +257,16 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def guard_listener(setting: str, host: str, secret: str, token: object) -> None:
-    """Raises ValueError: `host` is beyond loopback, and the setting `secret` has no token."""
+def guard_listener(what: str, host: str, needed: str, token: object) -> None:
+    """Refuse to listen where other hosts reach us, unless they need a token.
+
+    Raises:
+        ConfigError: `what` listens at `host`, which is not loopback, and `token` is None.
+    """
     if token is None and not is_loopback(host):
-        raise ValueError(
-            f"the settings need {secret!r} (or '{secret}_file'), because {setting!r} is at "
-            f"{host!r}, which is not loopback"
+        raise ConfigError(
+            f"{what} is at {host!r}, which is not loopback, and needs {needed!r} "
+            f"(or, among settings, '{needed}_file')"
         )
 
 

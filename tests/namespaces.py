@@ -5,10 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from connectors.namespace import engine_identity
-from connectors.naming import Identity, Naming
+from connectors.naming import NAMESPACE_PENDING, Identity, Naming
 from connectors.settings import SharedSettings
 from connectors.weights_digest import DigestCache
 from lookup_buffer.namespace import Namespace
+from nodes import wait_until
 
 HASHED_SECONDS = 60.0
 
@@ -17,10 +18,16 @@ def namespace_of(identity: Identity) -> Namespace:
     """With the weights hashed anew."""
     with tempfile.TemporaryDirectory() as directory:
         naming = Naming(identity, cache=DigestCache(Path(directory)))
-        namespace = naming.wait(HASHED_SECONDS)
+        namespace = when_settled(naming)
         naming.close()
     assert namespace is not None, naming.reason
     return namespace
+
+
+def when_settled(naming: Naming) -> Namespace | None:
+    """The namespace, once it is known; None where it cannot be told."""
+    wait_until(lambda: naming.namespace or naming.reason != NAMESPACE_PENDING, HASHED_SECONDS)
+    return naming.namespace
 
 
 def engine_namespace(vllm_config: Any, settings: SharedSettings) -> Namespace:

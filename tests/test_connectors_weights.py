@@ -14,10 +14,10 @@ import pytest
 from connectors.naming import NAMESPACE_PENDING, NAMESPACE_UNKNOWN, Identity, Naming
 from connectors.weights import WeightsSource, weights_source
 from connectors.weights_digest import SETTLED_NS, DigestCache
+from namespaces import when_settled
 from nodes import wait_until
 from test_connectors_namespace import vllm_config
 
-WAIT_SECONDS = 60.0
 BYTES = 1 << 20
 
 
@@ -63,7 +63,7 @@ class Namings:
         return self.made[-1]
 
     def weights(self, folder: Path) -> str:
-        namespace = self.start(weights_source(config(folder), "")).wait(WAIT_SECONDS)
+        namespace = when_settled(self.start(weights_source(config(folder), "")))
         assert namespace is not None
         return namespace.parts["weights"]
 
@@ -130,7 +130,7 @@ def test_weights_that_nothing_names_are_not_shared(
     (tmp_path / "empty").mkdir()
     named = str(tmp_path / "empty") if model == "empty" else model
     naming = engines.start(weights_source(config(named), ""))
-    assert naming.wait(WAIT_SECONDS) is None
+    assert when_settled(naming) is None
     assert naming.reason == NAMESPACE_UNKNOWN
     (line,) = [record.getMessage() for record in caplog.records]
     assert "shares nothing" in line
@@ -163,8 +163,8 @@ def test_nothing_waits_for_the_hash(engines: Namings, cache: DigestCache, tmp_pa
         assert first.namespace is None
         assert first.reason == NAMESPACE_PENDING
         second.close()
-        assert second.wait(0.0) is None
-    assert first.wait(WAIT_SECONDS) is not None
+        assert second.namespace is None
+    assert when_settled(first) is not None
 
 
 def settled(folder: Path) -> Path:
@@ -195,7 +195,7 @@ def test_a_second_start_reads_no_file(engines: Namings, tmp_path: Path) -> None:
     folder = settled(checkpoint(tmp_path / "model"))
     source = weights_source(config(folder), "")
     first = engines.start(source)
-    namespace = first.wait(WAIT_SECONDS)
+    namespace = when_settled(first)
     assert namespace is not None
     assert engines.start(source).namespace == namespace, "known at once"
 
@@ -272,7 +272,7 @@ def test_files_that_change_after_the_worker_looked(
         link.unlink()
         link.symlink_to(checkpoint(tmp_path / "another"))
     naming = engines.start(source)
-    assert naming.wait(WAIT_SECONDS) is None
+    assert when_settled(naming) is None
     assert naming.reason == NAMESPACE_UNKNOWN
     assert "shares nothing" in caplog.text
 
@@ -283,8 +283,8 @@ def test_files_that_worker_and_scheduler_see_differently(
     """In two processes: the scheduler's looks when the worker's has loaded the model."""
     folder = checkpoint(tmp_path / "model")
     before = weights_source(config(folder), "")
-    assert engines.start(before, mark=before.mark).wait(WAIT_SECONDS) is not None
+    assert when_settled(engines.start(before, mark=before.mark)) is not None
     shutil.copy(folder / "model.safetensors", folder / "model-2.safetensors")
     after = weights_source(config(folder), "")
-    assert engines.start(after, mark=before.mark).wait(WAIT_SECONDS) is None
+    assert when_settled(engines.start(after, mark=before.mark)) is None
     assert "changed while the engine started" in caplog.text

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from lookup_buffer.channel import next_request_id
 from lookup_buffer.codec import header_of
-from lookup_buffer.config import check_token_of, is_loopback
+from lookup_buffer.config import check_token_of, guard_listener
 from lookup_buffer.device import asking
 from lookup_buffer.device.crew import Crew
 from lookup_buffer.device.dialect import Dialect, dialect_of
@@ -32,7 +32,6 @@ from lookup_buffer.device.serving import Serving
 from lookup_buffer.errors import (
     BufferFull,
     CodecError,
-    ConfigError,
     LookupBufferError,
     NodeUnavailable,
     TensorTooLarge,
@@ -93,10 +92,7 @@ class DeviceLane:
         place: Place | None = None,
     ) -> None:
         check_token_of("a device lane", token)
-        if token is None and not is_loopback(host):
-            raise ConfigError(
-                f"a device lane that listens at {host!r}, beyond loopback, needs a token"
-            )
+        guard_listener("a device lane", host, "token", token)
         self._place: Place = place or place_of(device)
         self.dialect = dialect or dialect_of(lane, self._place)
         self.id = secrets.token_hex(6)

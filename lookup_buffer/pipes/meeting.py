@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
 
-from lookup_buffer.config import is_loopback, parse_tcp
+from lookup_buffer.config import guard_listener, parse_tcp
 from lookup_buffer.errors import ConfigError, LookupBufferError, PipeBroken, PipeTimeout
 from lookup_buffer.frames import Frames
 from lookup_buffer.greeting import HANDSHAKE_SECONDS, Greetings, listening
@@ -90,8 +90,7 @@ def meet(
     except ValueError as error:
         raise ConfigError(f"{uri!r} is not an address of the form {scheme}://host:port") from error
     if listen:
-        if token is None and not is_loopback(host):
-            raise ConfigError(f"{uri!r} is beyond loopback: a pipe listens there with a token only")
+        guard_listener(f"a pipe of {scheme}", host, "token", token)
         return _Listening(scheme, host, port, token, limits, joined, memory)
     deadline = time.monotonic() + timeout
     refused: PipeBroken | None = None
