@@ -23,7 +23,15 @@ from lookup_buffer.messages import (
     Take,
 )
 from lookup_buffer.namespace import Namespace
-from lookup_buffer.node.owners import IDLE_SECONDS, UNREACHED, Answer, Owner, again_seconds
+from lookup_buffer.node.owners import (
+    AGAIN_PART_MIN,
+    AGAIN_SECONDS,
+    AGAIN_SECONDS_MAX,
+    IDLE_SECONDS,
+    UNREACHED,
+    Answer,
+    Owner,
+)
 from lookup_buffer.prefetched import LoadOrder
 from lookup_buffer.request import Request
 from lookup_buffer.wire import encode_frame
@@ -255,9 +263,10 @@ def test_attempts_to_connect_are_paced_and_end_with_the_questions() -> None:
     for attempt in range(10):
         owner.ask(Take(attempt, NAMESPACE, "k@1", 5.0), told.append)
         if attempt:
-            loop.run(again_seconds(attempt) * 0.9)
+            longest = min(AGAIN_SECONDS_MAX, AGAIN_SECONDS * 2.0 ** (attempt - 1))
+            loop.run(longest * AGAIN_PART_MIN * 0.9)
             assert len(connecting) == attempt, "not yet"
-        loop.run(again_seconds(10))
+        loop.run(AGAIN_SECONDS_MAX)
         assert len(connecting) == attempt + 1
         owner.unreached()
         assert told == [UNREACHED] * (attempt + 1)

@@ -37,6 +37,8 @@ IDLE_SECONDS: Final = 60.0
 THREADS: Final = 4
 AGAIN_SECONDS: Final = 0.05
 AGAIN_SECONDS_MAX: Final = 0.4
+AGAIN_PART_MIN: Final = 0.25
+"""Jitter: the pause before an attempt is at least this part of its longest."""
 
 
 class Answer(NamedTuple):
@@ -95,7 +97,7 @@ def again_seconds(failures: int) -> float:
     comes and goes in the same rhythm, until nobody remembers an acknowledgement any more.
     """
     longest = min(AGAIN_SECONDS_MAX, AGAIN_SECONDS * 2.0 ** min(failures - 1, 10))
-    return longest * random.uniform(0.25, 1.0)
+    return longest * random.uniform(AGAIN_PART_MIN, 1.0)
 
 
 @dataclass(slots=True, eq=False)
