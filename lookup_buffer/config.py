@@ -29,13 +29,13 @@ from lookup_buffer.runtime_directory import runtime_directory
 from lookup_buffer.sizes import parse_bytes
 from lookup_buffer.store_access import (
     EMBEDDED,
-    STORE_SCHEMES,
     TIMEOUT_SECONDS,
     TIMEOUT_SECONDS_MAX,
     StoreAccess,
     check_store_url,
 )
 from store import redact
+from store.url import SCHEMES
 
 GIB = 1 << 30
 YEAR_SECONDS = 366 * 86_400.0
@@ -318,5 +318,5 @@ def _shown(value: object) -> object:
     if not isinstance(value, str):
         return value
     # Also without '@': redis://:password, which lacks its host.
-    of_store = value.partition("://")[0].lower() in STORE_SCHEMES
+    of_store = value.partition("://")[0].lower() in SCHEMES
     return redact(value) if of_store or "@" in value or ("?" in value and "://" in value) else value

@@ -16,7 +16,6 @@ from store import MetadataStore, StoreUrlError, open_store, redact
 from store.url import SCHEMES, parse
 
 EMBEDDED: Final = "embedded"
-STORE_SCHEMES: Final = tuple(scheme for scheme in SCHEMES if scheme != "memory")
 TIMEOUT_SECONDS: Final = 0.25
 TIMEOUT_SECONDS_MAX: Final = 30.0
 _SETTINGS: Final = (
@@ -98,10 +97,10 @@ def check_store_url(value: str) -> str:
     """`value`, if it can be the URL of a store; ValueError says what is allowed."""
     if value == EMBEDDED:
         return value
-    if value.partition("://")[0].lower() not in STORE_SCHEMES:
+    if value.partition("://")[0].lower() not in SCHEMES:
         raise ValueError(
             "'embedded' or a URL that begins with one of "
-            + ", ".join(f"{scheme}://" for scheme in STORE_SCHEMES)
+            + ", ".join(f"{scheme}://" for scheme in SCHEMES)
         )
     parse(value)
     return value

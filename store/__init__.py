@@ -1,4 +1,4 @@
-"""Who holds which tensor: records, claims, beats and counters, in Redis, Valkey or memory.
+"""Who holds which tensor: records, claims, beats and counters, in Redis or Valkey.
 
 Metadata only, never tensor bytes. Imports nothing of the other packages, reads no environment and
 no logger. `open_store` is the door.
@@ -31,7 +31,6 @@ from store.errors import (
     StoreUnavailable,
     StoreUrlError,
 )
-from store.memory import MemoryStore
 from store.record import (
     DEVICE,
     LOCATIONS_MAX,
@@ -60,7 +59,6 @@ __all__ = [
     "Failure",
     "Found",
     "Location",
-    "MemoryStore",
     "MetadataStore",
     "NodeInfo",
     "NodeTaken",
@@ -96,9 +94,7 @@ def open_store(
     Raises StoreUrlError.
     """
     address = parse(url)
-    if address.scheme == "memory":
-        return MemoryStore()
-    from store.redis_store import RedisStore
+    from store.redis_store import RedisStore  # loads hiredis, which a check of a URL does not need
 
     return RedisStore(
         address.with_passwords(password, sentinel_password),

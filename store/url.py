@@ -10,12 +10,11 @@ from urllib.parse import unquote
 
 from store.errors import StoreUrlError
 
-Topology = Literal["standalone", "sentinel", "cluster", "memory"]
+Topology = Literal["standalone", "sentinel", "cluster"]
 
 _TLS_PRODUCTS = ("rediss", "valkeys")
 _PRODUCTS = ("redis", "rediss", "valkey", "valkeys")
 _TOPOLOGIES: dict[str, Topology] = {
-    "memory": "memory",
     "unix": "standalone",
     **dict.fromkeys(_PRODUCTS, "standalone"),
     **dict.fromkeys((f"{product}-sentinel" for product in _PRODUCTS), "sentinel"),
@@ -30,8 +29,7 @@ _CLUSTER_FORM = f"://{_HOSTS}"
 _UNIX_FORM = "unix:///absolute/path[?db=N]"
 _ALL_FORMS = (
     f"redis{_STANDALONE_FORM}, redis-sentinel{_SENTINEL_FORM}, redis-cluster{_CLUSTER_FORM}, each "
-    f"also with rediss (TLS), valkey or valkeys (TLS) in the place of redis, {_UNIX_FORM} and "
-    "memory://"
+    f"also with rediss (TLS), valkey or valkeys (TLS) in the place of redis, and {_UNIX_FORM}"
 )
 
 _TLS_OPTIONS = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
@@ -48,7 +46,7 @@ _SERVICE = re.compile(r"[A-Za-z0-9._-]{1,128}")  # Sentinel allows no other char
 
 @dataclass(frozen=True, slots=True)
 class StoreUrl:
-    """A URL taken apart. `hosts` is empty exactly where `path` is set, and for memory://.
+    """A URL taken apart. `hosts` is empty exactly where `path` is set.
 
     Standalone has one host; the hosts of the others are where to ask first: sentinels that know
     the master of `service`, or some of a cluster's servers. User, password and TLS files are for
@@ -109,10 +107,6 @@ def parse(url: str) -> StoreUrl:
     topology = _TOPOLOGIES.get(scheme)
     if not separator or topology is None:
         raise _refusal(url, "unknown scheme")
-    if topology == "memory":
-        if rest.strip("/"):
-            raise _refusal(url, "nothing follows memory://")
-        return StoreUrl(scheme)
     if "#" in rest:
         raise _refusal(url, "write '#' as %23")
     address, _, query = rest.partition("?")

@@ -6,7 +6,8 @@ import pytest
 
 from contract_store import a_record
 from lookup_buffer.node.directory import LONG_DEAD_SECONDS, VOID_MAX, Directory
-from store import Beat, Location, MemoryStore, NodeInfo
+from memory_store import MemoryStore
+from store import Beat, Location, NodeInfo
 
 
 class Clock:

@@ -5,7 +5,8 @@ import pytest
 from lookup_buffer.errors import ConfigError
 from lookup_buffer.node.heartbeat import WATCH_SECONDS, Heartbeat, Pulse
 from lookup_buffer.node.identity import Identity
-from store import Beat, MemoryStore, NodeInfo, StoreUnavailable
+from memory_store import MemoryStore
+from store import Beat, NodeInfo, StoreUnavailable
 
 
 class Clock:

@@ -16,9 +16,10 @@ from lookup_buffer.key import TensorKey
 from lookup_buffer.namespace import Namespace
 from lookup_buffer.node.invalidations import LATE_SECONDS, Invalidations
 from lookup_buffer.node.shelf import Shelf
+from memory_store import MemoryStore
 from nodes import StartNode, handoff, key, wait_until
 from servers import StartServer, patient
-from store import MemoryStore, MetadataStore
+from store import MetadataStore
 
 
 @pytest.fixture

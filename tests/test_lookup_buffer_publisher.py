@@ -16,12 +16,12 @@ from lookup_buffer.node.directory import LONG_DEAD_SECONDS, Directory
 from lookup_buffer.node.identity import Identity
 from lookup_buffer.node.publisher import Publisher, Report
 from lookup_buffer.node.shelf import Shelf
+from memory_store import MemoryStore
 from servers import command, flush
 from store import (
     LOCATIONS_MAX,
     EmbeddedServer,
     Location,
-    MemoryStore,
     MetadataStore,
     Publication,
     Record,

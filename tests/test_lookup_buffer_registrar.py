@@ -18,8 +18,9 @@ from lookup_buffer.node.identity import Identity
 from lookup_buffer.node.registrar import WALK_PAUSE_SECONDS, Registrar
 from lookup_buffer.node.shelf import Shelf
 from lookup_buffer.node.storage import Storage
+from memory_store import MemoryStore
 from nodes import holds_within, wait_until
-from store import Beat, Location, MemoryStore, MetadataStore, StoreUnavailable
+from store import Beat, Location, MetadataStore, StoreUnavailable
 
 NAMESPACE = "ns"
 

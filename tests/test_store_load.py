@@ -5,9 +5,9 @@ import time
 
 import pytest
 
+from memory_store import MemoryStore
 from nodes import wait_until
 from stalls import Stalls
-from store import MemoryStore
 from store_load import CALL_SECONDS, LIMIT_SECONDS, Caller
 
 STALL_SECONDS = 0.8

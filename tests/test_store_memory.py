@@ -10,7 +10,8 @@ from contract_store_devices import DeviceContract
 from contract_store_nodes import NodeContract
 from contract_store_reasons import ReasonContract
 from contract_store_sole import SoleContract
-from store import MemoryStore, MetadataStore, Publication, Publishing, StoreFull, open_store
+from memory_store import MemoryStore
+from store import MetadataStore, Publication, Publishing, StoreFull
 
 
 class TestMemoryStore(
@@ -18,7 +19,7 @@ class TestMemoryStore(
 ):
     @pytest.fixture
     def store(self) -> Iterator[MetadataStore]:
-        with open_store("memory://") as store:
+        with MemoryStore() as store:
             yield store
 
 

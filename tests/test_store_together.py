@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
 from contract_store import a_location, a_record
+from memory_store import MemoryStore
 from patience import scaled
 from servers import command, flush, python
 from store import (
@@ -18,7 +19,6 @@ from store import (
     Beat,
     ClaimState,
     EmbeddedServer,
-    MemoryStore,
     MetadataStore,
     NodeTaken,
     Record,

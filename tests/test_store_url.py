@@ -10,12 +10,11 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from patience import scaled
-from store import MemoryStore, StoreUrlError, open_store, redact
+from store import StoreUrlError, open_store, redact
 from store.url import SCHEMES, StoreUrl, parse
 
 ONE = (("host", 6379),)
 UNDERSTOOD = {
-    "memory://": StoreUrl("memory"),
     "redis://host": StoreUrl("redis", ONE),
     "REDIS://Host/": StoreUrl("redis", ONE),
     "redis://10.0.0.1:7000/2": StoreUrl("redis", (("10.0.0.1", 7000),), database=2),
@@ -72,7 +71,7 @@ def test_understood(url: str) -> None:
         ("localhost:6379", "unknown scheme"),
         ("http://host", "unknown scheme"),
         ("embedded", "unknown scheme"),
-        ("memory://shared", "nothing follows"),
+        ("memory://", "unknown scheme"),
         ("redis://", "host is missing"),
         ("redis:///0", "host is missing"),
         ("redis://host:port", "cannot be read"),
@@ -110,7 +109,6 @@ def test_understood(url: str) -> None:
         ("redis-cluster://u:p@a,u:p@b", "stand once, before the first host"),
         ("valkeys-cluster://a?db=0", "allowed are ssl_ca_certs"),
         ("redis-ring://a,b", "unknown scheme"),
-        ("memory-cluster://a,b", "unknown scheme"),
     ],
 )
 def test_refused(url: str, words: str) -> None:
@@ -122,7 +120,7 @@ def test_refused(url: str, words: str) -> None:
 def test_an_unknown_scheme_is_told_what_is_allowed() -> None:
     with pytest.raises(StoreUrlError) as caught:
         open_store("http://host")
-    for scheme in ("redis", "redis-sentinel", "redis-cluster", "unix", "memory"):
+    for scheme in ("redis", "redis-sentinel", "redis-cluster", "unix"):
         assert f"{scheme}://" in str(caught.value)
     for product in ("rediss", "valkey", "valkeys"):
         assert product in str(caught.value)
@@ -131,7 +129,6 @@ def test_an_unknown_scheme_is_told_what_is_allowed() -> None:
 @pytest.mark.parametrize(
     ("scheme", "topology", "tls"),
     [
-        ("memory", "memory", False),
         ("unix", "standalone", False),
         ("redis", "standalone", False),
         ("valkey", "standalone", False),
@@ -252,16 +249,12 @@ def test_no_password_is_ever_shown(password: str, form: str) -> None:
         assert piece not in shown
 
 
-def test_memory() -> None:
-    assert isinstance(open_store("memory://"), MemoryStore)
-
-
 def test_a_store_imports_what_it_needs() -> None:
     """redis-py, which takes longer to import than a command takes, no store needs."""
     source = """
 import sys
 import store
-store.open_store("memory://")
+store.redact("redis://192.0.2.1")
 assert "hiredis" not in sys.modules and "asyncio" not in sys.modules
 store.open_store("redis://192.0.2.1")
 assert "hiredis" in sys.modules and "redis" not in sys.modules

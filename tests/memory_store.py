@@ -1,7 +1,8 @@
-"""MemoryStore: the whole contract in one process, without a server.
+"""MemoryStore: the contract of `MetadataStore` in one process, without a server.
 
-The reference that other stores are compared with, and what a node uses that shares with nobody.
-One lock around plain dictionaries; no call ever waits for anything else.
+The model that the contract suites run against, and that `RedisStore` is compared with. Thread-safe:
+one lock around plain dictionaries; no call waits for anything else. The scripts `publish.lua` and
+`withdraw.lua` keep on a server the rules that the functions at the end of this file keep here.
 """
 
 import threading
@@ -9,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from store.answers import (
     GONE_SECONDS,
@@ -25,9 +27,7 @@ from store.answers import (
     Withdrawing,
 )
 from store.base import Found, MetadataStore
-from store.copies import agree, with_copy, without_copy
 from store.errors import NodeTaken, StoreUnavailable
-from store.expiring import Expiring
 from store.layout import (
     FAIL_SECONDS,
     HITS_MAX,
@@ -37,9 +37,65 @@ from store.layout import (
     NODE_SECONDS,
     STATS_SECONDS,
 )
-from store.record import Record, check_namespace, check_node, check_token
+from store.record import (
+    LOCATIONS_MAX,
+    DeviceLocation,
+    Location,
+    Record,
+    check_namespace,
+    check_node,
+    check_token,
+)
 
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
 _Item = tuple[str, str]  # namespace and key
+
+
+class _Expiring(Generic[_Key, _Value]):
+    """A dictionary whose entries expire. Sweeps keep the expired ones from being the majority."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._entries: dict[_Key, tuple[_Value, float]] = {}
+        self._sweep_at = 1024
+        self._swept_at_seconds = clock()
+
+    def get(self, key: _Key) -> _Value | None:
+        entry = self._entries.get(key)
+        if entry is None or entry[1] <= self._clock():
+            return None
+        return entry[0]
+
+    def remaining_seconds(self, key: _Key) -> float:
+        entry = self._entries.get(key)
+        return max(0.0, entry[1] - self._clock()) if entry else 0.0
+
+    def put(self, key: _Key, value: _Value, seconds: float) -> None:
+        self._entries[key] = (value, self._clock() + seconds)
+        if len(self._entries) >= self._sweep_at:
+            self._sweep()
+
+    def has_room(self, entries_max: int) -> bool:
+        """Whether one more fits. Sweeps once a second at most, since a sweep reads every entry."""
+        if len(self._entries) >= entries_max and self._clock() >= self._swept_at_seconds + 1:
+            self._sweep()
+        return len(self._entries) < entries_max
+
+    def replace(self, key: _Key, value: _Value) -> None:
+        self._entries[key] = (value, self._entries[key][1])
+
+    def drop(self, key: _Key) -> None:
+        self._entries.pop(key, None)
+
+    def items(self) -> list[tuple[_Key, _Value]]:
+        now = self._clock()
+        return [(key, value) for key, (value, end) in self._entries.items() if end > now]
+
+    def _sweep(self) -> None:
+        self._entries = {name: self._entries[name] for name, _ in self.items()}
+        self._sweep_at = max(1024, 2 * len(self._entries))
+        self._swept_at_seconds = self._clock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +106,7 @@ class _Claim:
 
 
 class MemoryStore(MetadataStore):
-    """`records_max` bounds it: a new record beyond is REFUSED.
-
-    `clock` counts seconds and never goes back; tests bring their own.
-    """
+    """At `records_max` records a new one is REFUSED. `clock` counts seconds and never goes back."""
 
     def __init__(
         self, *, clock: Callable[[], float] = time.monotonic, records_max: int = 1_000_000
@@ -61,16 +114,16 @@ class MemoryStore(MetadataStore):
         self._lock = threading.Lock()
         self._closed = False
         self._records_max = records_max
-        self._records: Expiring[_Item, Record] = Expiring(clock)
-        self._claims: Expiring[_Item, _Claim] = Expiring(clock)
-        self._gone: Expiring[_Item, str] = Expiring(clock)
-        self._invalid: Expiring[str, float] = Expiring(clock)
-        self._failures: Expiring[_Item, Failure] = Expiring(clock)
+        self._records: _Expiring[_Item, Record] = _Expiring(clock)
+        self._claims: _Expiring[_Item, _Claim] = _Expiring(clock)
+        self._gone: _Expiring[_Item, str] = _Expiring(clock)
+        self._invalid: _Expiring[str, float] = _Expiring(clock)
+        self._failures: _Expiring[_Item, Failure] = _Expiring(clock)
         self._beats: dict[str, Beat] = {}
-        self._infos: Expiring[str, NodeInfo] = Expiring(clock)
-        self._namespaces: Expiring[str, dict[str, str]] = Expiring(clock)
-        self._hits: Expiring[str, dict[str, int]] = Expiring(clock)
-        self._stats: Expiring[str, dict[str, int]] = Expiring(clock)
+        self._infos: _Expiring[str, NodeInfo] = _Expiring(clock)
+        self._namespaces: _Expiring[str, dict[str, str]] = _Expiring(clock)
+        self._hits: _Expiring[str, dict[str, int]] = _Expiring(clock)
+        self._stats: _Expiring[str, dict[str, int]] = _Expiring(clock)
 
     def publish_many(self, publishings: Sequence[Publishing]) -> list[Publication]:
         for publishing in publishings:
@@ -267,13 +320,13 @@ class MemoryStore(MetadataStore):
             mine = publishing.location.node
             if any(at.node != mine and not at.is_offer for at in known.locations):
                 return Publication.OWNED
-            known = known if agree(known, record) else None
-        if known and not agree(known, record):
+            known = known if _agree(known, record) else None
+        if known and not _agree(known, record):
             return Publication.CONFLICT
         if not known and not self._records.has_room(self._records_max):
             return Publication.REFUSED
         base = known or record._replace(locations=())
-        outcome, changed = with_copy(base, publishing)
+        outcome, changed = _with_copy(base, publishing)
         if outcome is not Publication.FULL:
             left = self._records.remaining_seconds(item) if known else 0.0
             life = max(publishing.ttl_seconds, left)
@@ -291,7 +344,7 @@ class MemoryStore(MetadataStore):
             self._gone.put(item, withdrawing.reason, withdrawing.gone_seconds)
         if not record or not mine or withdrawing.exactly not in (None, mine[0]):
             return False
-        left = without_copy(record, node)
+        left = _without_copy(record, node)
         if left.locations:
             self._records.replace(item, left)
         else:
@@ -305,3 +358,48 @@ class MemoryStore(MetadataStore):
             return False
         self._claims.drop(item)
         return True
+
+
+def _agree(known: Record, record: Record) -> bool:
+    """Whether two records of one key describe the same bytes."""
+    ours, theirs = (record.dtype, record.shape), (known.dtype, known.shape)
+    return (*ours, record.nbytes, record.kind) == (*theirs, known.nbytes, known.kind)
+
+
+def _with_copy(record: Record, publishing: Publishing) -> tuple[Publication, Record]:
+    """ADDED, PRESENT or FULL, and the record after the publication."""
+    outcome, locations = _with_location(record.locations, publishing.location)
+    devices = _with_device(record.devices, publishing, locations)
+    return outcome, record._replace(locations=locations, devices=devices)
+
+
+def _without_copy(record: Record, node: str) -> Record:
+    """The record without the locations of `node`; perhaps without any location then."""
+    return record._replace(
+        locations=tuple(at for at in record.locations if at.node != node),
+        devices=tuple(on for on in record.devices if on.node != node),
+    )
+
+
+def _with_location(
+    known: tuple[Location, ...], location: Location
+) -> tuple[Publication, tuple[Location, ...]]:
+    others = tuple(at for at in known if at.node != location.node)
+    if len(others) == len(known):
+        if len(known) >= LOCATIONS_MAX:
+            return Publication.FULL, known
+    else:
+        mine = next(at for at in known if at.node == location.node)
+        if mine.boot == location.boot and mine.generation >= location.generation:
+            return Publication.PRESENT, known
+    return Publication.ADDED, (*others, location)
+
+
+def _with_device(
+    known: tuple[DeviceLocation, ...], publishing: Publishing, locations: tuple[Location, ...]
+) -> tuple[DeviceLocation, ...]:
+    """The devices; with the published one, if the published location is in the record now."""
+    if publishing.location not in locations:  # an older generation
+        return known
+    others = tuple(on for on in known if on.node != publishing.location.node)
+    return others if publishing.device is None else (*others, publishing.device)
