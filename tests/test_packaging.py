@@ -49,7 +49,7 @@ def test_it_holds_three_packages_and_nothing_else(wheel: zipfile.ZipFile) -> Non
 
 
 def test_every_file_of_the_packages_is_in_it(wheel: zipfile.ZipFile) -> None:
-    """Lua scripts and photographs above all: a program that works in the checkout needs them."""
+    """Lua scripts above all: a program that works in the checkout needs them."""
     in_checkout = {
         str(path.relative_to(ROOT))
         for package in PACKAGES
@@ -57,7 +57,7 @@ def test_every_file_of_the_packages_is_in_it(wheel: zipfile.ZipFile) -> None:
         if path.is_file() and "__pycache__" not in path.parts
     }
     suffixes = {Path(name).suffix for name in in_checkout}
-    assert {".py", ".lua", ".jpg", ".typed"} <= suffixes
+    assert {".py", ".lua", ".typed"} <= suffixes
     assert in_checkout <= set(wheel.namelist())
 
 

@@ -1,4 +1,4 @@
-"""`lookup-buffer demo`: becomes `python -m connectors.demo`, which nothing here may import."""
+"""`lookup-buffer demo`: becomes `python -m examples.demo`, which nothing here may import."""
 
 import os
 import sys
@@ -18,5 +18,5 @@ def demo(context: click.Context) -> None:
     """
     # -P: a folder named `store` in the working directory must not shadow ours. This process is
     # replaced, so Ctrl-C, signals and exit codes are the demo's own.
-    command = [sys.executable, "-P", "-m", "connectors.demo", *context.args]
+    command = [sys.executable, "-P", "-m", "examples.demo", *context.args]
     os.execv(command[0], command)
