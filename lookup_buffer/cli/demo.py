@@ -1,9 +1,15 @@
-"""`lookup-buffer demo`: becomes `python -m examples.demo`, which nothing here may import."""
+"""`lookup-buffer demo`: becomes `python -m examples.demo`, which only a checkout holds."""
 
 import os
 import sys
+from pathlib import Path
 
 import click
+
+from lookup_buffer.cli.exits import CommandError, ExitCode
+
+_PACKAGES = Path(__file__).resolve().parent.parent.parent
+_FILES_OF_A_CHECKOUT = ("pyproject.toml", "lookup_buffer/cli/demo.py", "examples/demo/__main__.py")
 
 
 @click.command(
@@ -12,11 +18,31 @@ import click
 )
 @click.pass_context
 def demo(context: click.Context) -> None:
-    """Two real vLLM engines share encoder outputs.
+    """Two real vLLM engines share encoder outputs (from a checkout).
 
     `demo --help` lists its options.
     """
-    # -P: a folder named `store` in the working directory must not shadow ours. This process is
-    # replaced, so Ctrl-C, signals and exit codes are the demo's own.
+    from lookup_buffer.environment import environment_importing_from
+
+    # -P: no other folder named `store` in the working directory must shadow ours. This process is
+    # replaced, so Ctrl-C, signals and exit codes are the demo's own. The environment passes the
+    # checkout's root on to every process of the demo, those that vLLM starts too.
     command = [sys.executable, "-P", "-m", "examples.demo", *context.args]
-    os.execv(command[0], command)
+    os.execve(command[0], command, environment_importing_from(_checkout()))
+
+
+def _checkout() -> Path:
+    """The root of the checkout that this package lies in, as it does when run or installed in
+    place, or else of the one that is the working directory.
+
+    Raises:
+        CommandError: neither is a checkout.
+    """
+    for folder in (_PACKAGES, Path()):
+        if all((folder / name).is_file() for name in _FILES_OF_A_CHECKOUT):
+            return folder.resolve()
+    raise CommandError(
+        "the demonstration is not in the installed package: clone the repository of Lookup Buffer "
+        "and run `make demo` in its root",
+        ExitCode.USAGE,
+    )
