@@ -47,8 +47,8 @@ def misspelt_variables(names: Iterable[str]) -> dict[str, str]:
 
 
 def environment_importing_from(folder: Path) -> dict[str, str]:
-    """The environment for a Python process which, like all that it starts, looks for modules in
-    `folder` first."""
+    """This process's environment with `folder` first in PYTHONPATH, for a Python process and all
+    that it starts."""
     paths = [str(folder), os.environ.get("PYTHONPATH", "")]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 

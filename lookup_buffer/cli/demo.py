@@ -24,19 +24,19 @@ def demo(context: click.Context) -> None:
     """
     from lookup_buffer.environment import environment_importing_from
 
-    # -P: no other folder named `store` in the working directory must shadow ours. This process is
-    # replaced, so Ctrl-C, signals and exit codes are the demo's own. The environment passes the
-    # checkout's root on to every process of the demo, those that vLLM starts too.
+    # -P: a folder named `store` in the working directory must not shadow ours. This process is
+    # replaced, so Ctrl-C, signals and exit codes are the demo's own. Every process of the demo gets
+    # the checkout's root by the environment, also those that vLLM starts.
     command = [sys.executable, "-P", "-m", "examples.demo", *context.args]
     os.execve(command[0], command, environment_importing_from(_checkout()))
 
 
 def _checkout() -> Path:
-    """The root of the checkout that this package lies in, as it does when run or installed in
-    place, or else of the one that is the working directory.
+    """The root of the checkout that holds this package, as after `pip install -e`, else the working
+    directory.
 
     Raises:
-        CommandError: neither is a checkout.
+        CommandError: neither is the root of a checkout.
     """
     for folder in (_PACKAGES, Path()):
         if all((folder / name).is_file() for name in _FILES_OF_A_CHECKOUT):
