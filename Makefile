@@ -52,7 +52,7 @@ system-packages:  ## as root on Debian: Redis, Prometheus, Chromium, which a few
 
 clean:  ## remove build products and caches, keep .venv
 	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
-	find store lookup_buffer connectors tests benchmarks scripts -name __pycache__ -type d \
+	find store lookup_buffer connectors tests benchmarks scripts examples -name __pycache__ -type d \
 	    -exec rm -rf {} + 2>/dev/null || true
 
 distclean: clean  ## clean, and .venv too

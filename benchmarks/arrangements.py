@@ -29,11 +29,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gauge import emit, machine
-from connectors.demo.engine import Answer, DemoEngine, Question
-from connectors.demo.engine_settings import EngineSettings, Placement
-from connectors.demo.fleet import Fleet
-from connectors.demo.model import ensure_model
-from connectors.demo.model_size import TINY, ModelSize, TextSize, VisionSize
+from examples.demo.engine import Answer, DemoEngine, Question
+from examples.demo.engine_settings import EngineSettings, Placement
+from examples.demo.fleet import Fleet
+from examples.demo.model import ensure_model
+from examples.demo.model_size import TINY, ModelSize, TextSize, VisionSize
 
 ENGINES = 2
 REUSES = (0.0, 0.5, 0.8)

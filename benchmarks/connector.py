@@ -35,12 +35,12 @@ from typing import Any
 
 import torch
 
-from connectors.demo.fleet import DemoNode, Fleet
 from connectors.ec.metadata import StepMetadata
 from connectors.ec.scheduler import EcScheduler
 from connectors.ec.shape import EngineShape
 from connectors.ec.worker import EcWorker, WorkerSeat
 from connectors.settings import ConnectorSettings
+from examples.demo.fleet import DemoNode, Fleet
 from lookup_buffer.client import EngineSeat, LookupBuffer
 from lookup_buffer.key import TensorKey
 from lookup_buffer.namespace import Namespace

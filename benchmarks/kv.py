@@ -24,12 +24,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gauge import emit, machine
-from connectors.demo.engine import DemoEngine, Question
-from connectors.demo.engine_settings import EngineSettings, Placement
-from connectors.demo.fleet import Fleet
-from connectors.demo.model import ensure_model
-from connectors.demo.model_size import ModelSize, TextSize, VisionSize
 from connectors.plugin import KV_CONNECTOR_NAME
+from examples.demo.engine import DemoEngine, Question
+from examples.demo.engine_settings import EngineSettings, Placement
+from examples.demo.fleet import Fleet
+from examples.demo.model import ensure_model
+from examples.demo.model_size import ModelSize, TextSize, VisionSize
 
 WITHOUT, FILES, OURS = "no connector", "files on tmpfs", "lookup buffer"
 START_SECONDS = 300.0

@@ -46,6 +46,13 @@ def misspelt_variables(names: Iterable[str]) -> dict[str, str]:
     return misspelt
 
 
+def environment_importing_from(folder: Path) -> dict[str, str]:
+    """This process's environment with `folder` first in PYTHONPATH, for a Python process and all
+    that it starts."""
+    paths = [str(folder), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
 def read_secret(path: Path, what: str) -> str:
     """The text of a file, without white space around it.
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from connectors.demo.weights import WeightPlan, make_tensor
+from examples.demo.weights import WeightPlan, make_tensor
 
 AUDIO_TOKENS = ("<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>")
 SAMPLE_RATE = 16_000
@@ -141,7 +141,7 @@ def _write_tokenizer(directory: Path) -> None:
 
 
 def _plans() -> Iterator[WeightPlan]:
-    """Scales as in `connectors.demo.weights`: the tokens then depend on the clip."""
+    """Scales as in `examples.demo.weights`: the tokens then depend on the clip."""
     tower, language = "audio_tower", "language_model.model"
     yield from _linear(f"{tower}.conv1", _TOWER, _MEL_BINS, 3, gain=2.0)
     yield from _linear(f"{tower}.conv2", _TOWER, _TOWER, 3)

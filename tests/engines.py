@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from connectors.demo.engine import Answer, DemoEngine, Question
-from connectors.demo.engine_settings import EngineSettings, Placement
-from connectors.demo.model import ensure_model
-from connectors.demo.model_size import ModelSize, TextSize, VisionSize
 from connectors.plugin import CONNECTOR_NAME
+from examples.demo.engine import Answer, DemoEngine, Question
+from examples.demo.engine_settings import EngineSettings, Placement
+from examples.demo.model import ensure_model
+from examples.demo.model_size import ModelSize, TextSize, VisionSize
 from nodes import ROOT, NodeProcess
 from patience import scaled
 from two_hosts import OUTCOME_SECONDS, TwoHosts
@@ -86,7 +86,7 @@ def album(tmp_path_factory: pytest.TempPathFactory) -> Album:
 
     folder = tmp_path_factory.mktemp("album")
     # Not the rocket: most of its pieces are the same sky.
-    sources = [ROOT / f"connectors/demo/photographs/{name}.jpg" for name in ("cat", "coffee")]
+    sources = [ROOT / f"examples/demo/photographs/{name}.jpg" for name in ("cat", "coffee")]
     paths = []
     for number in range(PICTURES):
         with Image.open(sources[number % len(sources)]) as photograph:

@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from connectors.demo.engine_settings import EngineSettings
+from examples.demo.engine_settings import EngineSettings
 
 PATH_VARIABLE = "GAUGED_CONNECTOR_PATH"
 GAUGED = {"ec_connector": "GaugedConnector", "ec_connector_module_path": "gauged_connector"}

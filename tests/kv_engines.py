@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from connectors.demo.engine import Answer, DemoEngine, Question
-from connectors.demo.engine_settings import EngineSettings, Placement
-from connectors.demo.schedule_log import Step
 from connectors.plugin import KV_CONNECTOR_NAME
 from engines import START_SECONDS, connector, engine_settings
+from examples.demo.engine import Answer, DemoEngine, Question
+from examples.demo.engine_settings import EngineSettings, Placement
+from examples.demo.schedule_log import Step
 from nodes import ROOT, NodeProcess, wait_until
 from patience import scaled
 from two_hosts import TwoHosts

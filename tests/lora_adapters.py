@@ -10,8 +10,8 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 
-from connectors.demo.weights import WeightPlan, make_tensor
 from engines import SIZE
+from examples.demo.weights import WeightPlan, make_tensor
 
 RANK = 8
 _MODULES = ("fc1", "fc2")

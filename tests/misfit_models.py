@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from connectors.demo.model import model_config
 from engines import SIZE
+from examples.demo.model import model_config
 
 
 def text_only(folder: Path, tokenizer: Path) -> None:

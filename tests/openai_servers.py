@@ -20,15 +20,15 @@ from typing import Any
 
 import pytest
 
-from connectors.demo.counting_scheduler import LOG_SETTING
-from connectors.demo.engine import Question
-from connectors.demo.engine_settings import (
+from examples.demo.counting_scheduler import LOG_SETTING
+from examples.demo.engine import Question
+from examples.demo.engine_settings import (
     EngineSettings,
     Placement,
     engine_arguments,
     engine_environment,
 )
-from connectors.demo.schedule_log import ScheduleLog
+from examples.demo.schedule_log import ScheduleLog
 from nodes import ROOT
 from patience import scaled
 from ports import free_port
@@ -50,7 +50,7 @@ END_SECONDS = scaled(20.0)
 ASK_SECONDS = scaled(60.0)
 _LOG_TAIL_LINES = 60
 # vLLM's own choice on GPUs. On CPU its steps do not overlap all the same: `overlapping_scheduler`.
-_SCHEDULER = "connectors.demo.counting_scheduler.CountingAsyncScheduler"
+_SCHEDULER = "examples.demo.counting_scheduler.CountingAsyncScheduler"
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ it computes one step after the other and puts in by itself the tokens that were 
 
 from typing import Any
 
-from connectors.demo.counting_scheduler import CountingAsyncScheduler
+from examples.demo.counting_scheduler import CountingAsyncScheduler
 
 
 class OverlappingScheduler(CountingAsyncScheduler):

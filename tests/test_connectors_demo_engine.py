@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from connectors.demo.engine import DemoEngine, EngineFailure, Question
-from connectors.demo.engine_settings import (
+from examples.demo.engine import DemoEngine, EngineFailure, Question
+from examples.demo.engine_settings import (
     EngineSettings,
     Placement,
     engine_arguments,
     engine_environment,
 )
-from connectors.demo.model import ensure_model
-from connectors.demo.model_size import TINY
-from connectors.demo.story import question
+from examples.demo.model import ensure_model
+from examples.demo.model_size import TINY
+from examples.demo.story import question
 from patience import scaled
 
 ROOT = Path(__file__).parent.parent
@@ -66,9 +66,9 @@ def test_an_engine_ends_with_the_process_that_commands_it(tmp_path: Path) -> Non
     program = (
         "import sys, time\n"
         "from pathlib import Path\n"
-        "from connectors.demo.engine import DemoEngine\n"
-        "from connectors.demo.engine_settings import EngineSettings\n"
-        "from connectors.demo.model_size import TINY\n"
+        "from examples.demo.engine import DemoEngine\n"
+        "from examples.demo.engine_settings import EngineSettings\n"
+        "from examples.demo.model_size import TINY\n"
         f"directory = Path({str(tmp_path)!r})\n"
         "engine = DemoEngine(EngineSettings('engine', TINY, directory, directory))\n"
         "print(engine.pid, flush=True)\n"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from connectors.demo.fleet import Fleet, NodeFailure, start_node
+from examples.demo.fleet import Fleet, NodeFailure, start_node
 from patience import scaled
 from store import MetadataStore
 
@@ -44,7 +44,7 @@ def test_the_fleet_ends_with_its_process(tmp_path: Path) -> None:
     program = (
         "import time\n"
         "from pathlib import Path\n"
-        "from connectors.demo.fleet import Fleet\n"
+        "from examples.demo.fleet import Fleet\n"
         f"with Fleet(('host-a',), Path({str(tmp_path)!r})) as fleet:\n"
         "    print(fleet.nodes['host-a'].process.pid, flush=True)\n"
         "    time.sleep(60)\n"

@@ -17,7 +17,7 @@ DEMO_SECONDS = scaled(500)
 
 
 def _start(directory: Path) -> "subprocess.Popen[str]":
-    command = [sys.executable, "-m", "connectors.demo", "--model", "tiny"]
+    command = [sys.executable, "-m", "examples.demo", "--model", "tiny"]
     command += ["--directory", str(directory), "--json", str(directory / "demo.json")]
     return subprocess.Popen(
         command,
@@ -77,7 +77,7 @@ def test_ctrl_c_stops_everything(tmp_path: Path) -> None:
 def test_without_vllm_it_says_so(tmp_path: Path) -> None:
     without = (
         "import runpy, sys; sys.modules['vllm'] = None; "
-        "runpy.run_module('connectors.demo', run_name='__main__')"
+        "runpy.run_module('examples.demo', run_name='__main__')"
     )
     done = subprocess.run(
         [sys.executable, "-c", without, "--directory", str(tmp_path / "build")],

@@ -11,11 +11,11 @@ from PIL import Image
 from safetensors import safe_open
 from tokenizers import Tokenizer
 
-from connectors.demo.model import IMAGE_TOKEN, VOCABULARY, ensure_model, model_config
-from connectors.demo.model_size import HEAVY, TINY, ModelSize
-from connectors.demo.weights import make_tensor, plan_weights
+from examples.demo.model import IMAGE_TOKEN, VOCABULARY, ensure_model, model_config
+from examples.demo.model_size import HEAVY, TINY, ModelSize
+from examples.demo.weights import make_tensor, plan_weights
 
-PHOTOGRAPHS = Path(__file__).parent.parent / "connectors" / "demo" / "photographs"
+PHOTOGRAPHS = Path(__file__).parent.parent / "examples" / "demo" / "photographs"
 
 
 def _digest_of(directory: Path) -> str:

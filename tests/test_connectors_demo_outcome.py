@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from connectors.demo.outcome import (
+from examples.demo.outcome import (
     KeyFacts,
     Origin,
     Outcome,

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from connectors.demo.outcome import Origin, Outcome, Promise, Purpose, Result
-from connectors.demo.report import describe, summary, verdict
+from examples.demo.outcome import Origin, Outcome, Promise, Purpose, Result
+from examples.demo.report import describe, summary, verdict
 
 
 def _outcome(purpose: Purpose, engine: str, origin: Origin, source: str = "") -> Outcome:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from connectors.demo.schedule_log import Item, ScheduleLog, Step
+from examples.demo.schedule_log import Item, ScheduleLog, Step
 
 FIRST = Step(1, 300, ("0-abcd", "1-ef01"), (Item("0-abcd", "cat"),), (Item("1-ef01", "coffee"),))
 SECOND = Step(2, 1, ("0-abcd",), (), ())

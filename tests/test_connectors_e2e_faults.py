@@ -15,9 +15,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from connectors.demo.engine import DemoEngine, Question
-from connectors.demo.engine_settings import Placement
 from engines import FETCH_WAIT_SECONDS, NONE_KNOWN, SIZE, Album, EnginePair
+from examples.demo.engine import DemoEngine, Question
+from examples.demo.engine_settings import Placement
 from nodes import ROOT, NodeProcess, at_rest, wait_until
 from patience import scaled
 from servers import frozen

@@ -19,8 +19,8 @@ import pytest
 import torch
 
 from audio_model import CLIP_TOKENS_MAX, EMBEDDING_WIDTH, MODEL_TOKENS_MAX, clip, ensure_audio_model
-from connectors.demo.engine_settings import EngineSettings
 from engines import START_SECONDS, connector, engine_settings
+from examples.demo.engine_settings import EngineSettings
 from nodes import ROOT, at_rest
 from openai_servers import OpenAIServer, Part, Reply, text
 from patience import scaled

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from connectors.demo.engine import DemoEngine, Question
-from connectors.demo.engine_settings import EngineSettings, Placement
 from engines import START_SECONDS, Album, connector, engine_settings, weights
+from examples.demo.engine import DemoEngine, Question
+from examples.demo.engine_settings import EngineSettings, Placement
 from hub_cache import REPOSITORY, add_commit, commit_named, environment, hub_over, point
 from kv_engines import CHUNK, ask_for, kv_connector, kv_engine_settings, prompt
 from nodes import NodeProcess, StartNode, wait_until

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from connectors.demo.engine import Question
 from engines import Album
+from examples.demo.engine import Question
 from kv_engines import (
     BLOCK,
     BLOCK_BYTES,

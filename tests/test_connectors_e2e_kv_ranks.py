@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from connectors.demo.engine import DemoEngine
-from connectors.demo.engine_settings import Placement
 from engines import START_SECONDS
+from examples.demo.engine import DemoEngine
+from examples.demo.engine_settings import Placement
 from kv_engines import (
     CHUNK,
     SAVE_SECONDS,

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from connectors.demo.engine import DemoEngine, Question
-from connectors.demo.engine_settings import Placement
 from engines import START_SECONDS
+from examples.demo.engine import DemoEngine, Question
+from examples.demo.engine_settings import Placement
 from kv_engines import (
     BLOCK_BYTES,
     BLOCKS_OF_A,

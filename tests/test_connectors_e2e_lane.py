@@ -12,9 +12,9 @@ from dataclasses import replace
 
 import pytest
 
-from connectors.demo.engine import DemoEngine
-from connectors.demo.engine_settings import EngineSettings
 from engines import EnginePair
+from examples.demo.engine import DemoEngine
+from examples.demo.engine_settings import EngineSettings
 from nodes import NodeProcess, at_rest, wait_until
 from two_hosts import TwoHosts
 

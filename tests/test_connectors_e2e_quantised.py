@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from connectors.demo.engine import DemoEngine
 from engines import START_SECONDS, Album, connector, engine_settings, weights
+from examples.demo.engine import DemoEngine
 from lookup_buffer.client import LookupBuffer
 from lookup_buffer.key import TensorKey
 from lookup_buffer.namespace import Namespace

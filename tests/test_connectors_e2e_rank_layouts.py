@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from connectors.demo.engine import Question
-from connectors.demo.engine_settings import Placement, engine_arguments, engine_environment
 from engines import START_SECONDS, Album, connector, engine_settings
+from examples.demo.engine import Question
+from examples.demo.engine_settings import Placement, engine_arguments, engine_environment
 from kv_engines import BLOCK, kv_connector, prompt
 from nodes import ROOT, StartNode, wait_until
 from openai_servers import (

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from connectors.demo.engine_settings import Placement, engine_arguments, engine_environment
 from engines import START_SECONDS, Album, connector, engine_settings, weights
+from examples.demo.engine_settings import Placement, engine_arguments, engine_environment
 from nodes import ROOT, StartNode, wait_until
 from two_hosts import OUTCOME_SECONDS
 

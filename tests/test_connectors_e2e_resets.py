@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from connectors.demo.engine_settings import Placement
 from engines import SIZE, START_SECONDS, Album, Reference, connector, engine_settings
+from examples.demo.engine_settings import Placement
 from kv_engines import CHUNK, kv_connector, kv_engine_settings, prompt
 from lookup_buffer.client import LookupBuffer
 from lookup_buffer.key import TensorKey

@@ -16,8 +16,6 @@ from typing import Any
 import pytest
 
 from command_line import run_json
-from connectors.demo.engine import Question
-from connectors.demo.model import model_config
 from engines import (
     NONE_KNOWN,
     ONE_KNOWN,
@@ -29,6 +27,8 @@ from engines import (
     connector,
     engine_settings,
 )
+from examples.demo.engine import Question
+from examples.demo.model import model_config
 from nodes import at_rest, wait_until
 from openai_servers import (
     CHAT,

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from command_line import run_json
-from connectors.demo.engine import Answer, DemoEngine, Question
 from engines import (
     NONE_KNOWN,
     ONE_KNOWN,
@@ -26,6 +25,7 @@ from engines import (
     engine_settings,
     weights,
 )
+from examples.demo.engine import Answer, DemoEngine, Question
 from lookup_buffer.client import LookupBuffer
 from lookup_buffer.key import TensorKey
 from lookup_buffer.namespace import Namespace

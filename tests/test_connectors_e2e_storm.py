@@ -16,7 +16,6 @@ from functools import partial
 
 import pytest
 
-from connectors.demo.engine import DemoEngine, Question
 from engines import (
     CROSSED,
     FETCH_WAIT_SECONDS,
@@ -27,6 +26,7 @@ from engines import (
     Album,
     EnginePair,
 )
+from examples.demo.engine import DemoEngine, Question
 from gauges import Gauges, gauged
 from nodes import NodeProcess, at_rest, wait_until
 from patience import scaled

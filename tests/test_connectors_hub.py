@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from connectors import hub
-from connectors.demo.engine_settings import engine_arguments, engine_environment
 from engines import START_SECONDS, engine_settings, weights
+from examples.demo.engine_settings import engine_arguments, engine_environment
 from hub_cache import REPOSITORY, add_commit, commit_named, environment, hub_over, point
 from nodes import ROOT
 from test_connectors_namespace import vllm_config

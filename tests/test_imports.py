@@ -1,4 +1,4 @@
-"""The arrow connectors -> lookup_buffer -> store, and what may be loaded when.
+"""The arrow examples -> connectors -> lookup_buffer -> store, and what may be loaded when.
 
 The contracts live in pyproject.toml. Here they are run, and shown to be able to fail: each planted
 import must be caught and named.
@@ -15,7 +15,7 @@ import pytest
 from patience import scaled
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("connectors", "lookup_buffer", "store")
+PACKAGES = ("connectors", "examples", "lookup_buffer", "store")
 HEAVY = ("torch", "numpy", "vllm", "redis", "pydantic")
 
 
@@ -66,6 +66,8 @@ def test_the_contracts_hold() -> None:
     [
         ("store/planted.py", "lookup_buffer.errors"),
         ("lookup_buffer/planted.py", "connectors"),
+        ("lookup_buffer/planted.py", "examples.demo.model"),
+        ("connectors/planted.py", "examples.demo.engine"),
         ("lookup_buffer/planted.py", "vllm.config"),
         ("store/planted.py", "vllm"),
         ("lookup_buffer/planted.py", "torch"),
@@ -75,6 +77,7 @@ def test_the_contracts_hold() -> None:
         ("lookup_buffer/planted.py", "redis"),
         ("connectors/planted.py", "redis.client"),
         ("connectors/planted.py", "pickle"),
+        ("examples/planted.py", "pickle"),
     ],
 )
 def test_a_planted_import_is_caught(copy: Path, module: str, imported: str) -> None:

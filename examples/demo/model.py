@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from connectors.demo.model_size import ModelSize
+from examples.demo.model_size import ModelSize
 
 VOCABULARY = 512
 IMAGE_TOKEN = "<image>"
@@ -176,7 +176,7 @@ def _write_weights(
     # torch takes seconds to import; `--help` and the tests of the configuration do without.
     from safetensors.torch import save_file
 
-    from connectors.demo.weights import make_tensor, plan_weights
+    from examples.demo.weights import make_tensor, plan_weights
 
     plans = plan_weights(size, VOCABULARY)
     total = sum(plan.numel for plan in plans)

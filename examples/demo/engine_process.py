@@ -21,7 +21,7 @@ _SHUTDOWN_SECONDS = 10.0
 
 
 def main() -> None:
-    """Entry point of `python -m connectors.demo.engine_process FD`."""
+    """Entry point of `python -m examples.demo.engine_process FD`."""
     connection = socket.socket(fileno=int(sys.argv[1]))
     # vLLM's children must not keep the socket open.
     os.set_inheritable(connection.fileno(), False)
@@ -58,7 +58,7 @@ class _Engine:
         from PIL import Image
         from vllm import LLM, SamplingParams
 
-        from connectors.demo.counting_scheduler import LOG_SETTING, CountingScheduler
+        from examples.demo.counting_scheduler import LOG_SETTING, CountingScheduler
 
         imported = time.monotonic()
         self._open_image = Image.open

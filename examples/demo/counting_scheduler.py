@@ -12,7 +12,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
-from connectors.demo.schedule_log import Item, Step
+from examples.demo.schedule_log import Item, Step
 
 LOG_SETTING = "demo_schedule_log"
 """Key in vLLM's `additional_config` that holds the path of the log."""

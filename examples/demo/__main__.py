@@ -1,4 +1,4 @@
-"""`python -m connectors.demo`, also behind `lookup-buffer demo`: the whole story on one machine.
+"""`python -m examples.demo`, also behind `lookup-buffer demo`: the whole story on one machine.
 
 Exit codes: 0 every promise kept but perhaps times, 1 another one broken (both are named in the
 output), 2 something did not start or answer, 130 interrupted. Whatever the end, every process that
@@ -18,14 +18,14 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress
 
-from connectors.demo.engine import DemoEngine, EngineFailure
-from connectors.demo.engine_settings import EngineSettings, Placement
-from connectors.demo.fleet import Fleet, NodeFailure
-from connectors.demo.model import ensure_model
-from connectors.demo.model_size import HEAVY, SIZES, ModelSize
-from connectors.demo.outcome import Result, exit_code, judge
-from connectors.demo.report import describe, summary, verdict
-from connectors.demo.story import Story, reference_tokens, warm_up_text
+from examples.demo.engine import DemoEngine, EngineFailure
+from examples.demo.engine_settings import EngineSettings, Placement
+from examples.demo.fleet import Fleet, NodeFailure
+from examples.demo.model import ensure_model
+from examples.demo.model_size import HEAVY, SIZES, ModelSize
+from examples.demo.outcome import Result, exit_code, judge
+from examples.demo.report import describe, summary, verdict
+from examples.demo.story import Story, reference_tokens, warm_up_text
 from store import StoreError
 
 _ENGINES = ("host-a", "host-b")

@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from connectors.demo.engine import Answer, DemoEngine, Question
-from connectors.demo.model_size import ModelSize
-from connectors.demo.outcome import KeyFacts, Origin, Outcome, Purpose
+from examples.demo.engine import Answer, DemoEngine, Question
+from examples.demo.model_size import ModelSize
+from examples.demo.outcome import KeyFacts, Origin, Outcome, Purpose
 from store import MetadataStore
 
 PROMPT = "What is in this picture?"

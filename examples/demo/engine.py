@@ -19,10 +19,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from connectors.demo.engine_settings import EngineSettings, engine_arguments, engine_environment
-from connectors.demo.interpreter import python_command
-from connectors.demo.schedule_log import ScheduleLog
 from connectors.plugin import CONNECTOR_NAME, KV_CONNECTOR_NAME
+from examples.demo.engine_settings import EngineSettings, engine_arguments, engine_environment
+from examples.demo.interpreter import python_command
+from examples.demo.schedule_log import ScheduleLog
 
 _LOG_TAIL_LINES = 40
 _POLL_SECONDS = 0.02
@@ -96,7 +96,7 @@ class DemoEngine:
         self._received = b""
         with theirs, settings.log_path.open("wb") as log:
             self._process = subprocess.Popen(
-                python_command("connectors.demo.engine_process", str(theirs.fileno())),
+                python_command("examples.demo.engine_process", str(theirs.fileno())),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from connectors.demo.interpreter import python_command
 from connectors.plugin import CONNECTOR_NAME
+from examples.demo.interpreter import python_command
 from lookup_buffer.config import BufferConfig
 from lookup_buffer.launch import to_json
 from store import EmbeddedServer, MetadataStore, open_store, run_with_owner

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from connectors.demo.model_size import ModelSize, TextSize, VisionSize
+from examples.demo.model_size import ModelSize, TextSize, VisionSize
 
 # The text model. Attention writes into the residual stream as strongly as the token's own embedding
 # does, and its scores are sharp enough that another token looks at other parts of the photograph;

@@ -7,7 +7,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from connectors.demo.outcome import KeyFacts, Origin, Outcome, Promise, Purpose, Result
+from examples.demo.outcome import KeyFacts, Origin, Outcome, Promise, Purpose, Result
 
 _TOKENS_SHOWN = 3
 _HEX_SHOWN = 12

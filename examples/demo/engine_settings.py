@@ -5,7 +5,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from connectors.demo.model_size import ModelSize
+from examples.demo.model_size import ModelSize
 
 # Longest prompt text that the demo and the tests use, in tokens (the tokenizer has one a byte).
 _PROMPT_TOKENS_MAX = 128

@@ -1,0 +1,1 @@
+"""Programs to read and run from a checkout; no part of the installed package."""
