@@ -25,21 +25,29 @@ DOCUMENTS = (
     "ARCHITECTURE.md",
     "CONTRIBUTING.md",
     "CHANGELOG.md",
+    "benchmarks/README.md",
     "docs/cli.md",
+    "docs/compatibility.md",
     "docs/dashboard.md",
+    "docs/gpu.md",
+    "docs/library.md",
     "docs/metrics.md",
     "docs/operations.md",
     "docs/pipes.md",
     "docs/redis-keys.md",
+    "docs/scale.md",
     "docs/tour.md",
     "docs/vllm.md",
     "docs/why.md",
 )
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+LIBRARY = "".join(
+    (ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/library.md")
+)
+COMMANDS = (ROOT / "docs/cli.md").read_text(encoding="utf-8")
 
 
 def _blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", README, flags=re.DOTALL | re.MULTILINE)
+    return re.findall(rf"^```{language}\n(.*?)^```", LIBRARY, flags=re.DOTALL | re.MULTILINE)
 
 
 def test_the_library_examples_import_only_what_there_is() -> None:
@@ -55,11 +63,11 @@ def test_the_library_examples_import_only_what_there_is() -> None:
 
 def test_the_example_of_a_pipe_runs() -> None:
     (example,) = [block for block in _blocks("python") if "open_pipe" in block]
-    exec(compile(example, "README.md", "exec"), {"torch": torch})
+    exec(compile(example, "docs/library.md", "exec"), {"torch": torch})
 
 
-def test_the_commands_of_the_readme_exist() -> None:
-    named = set(re.findall(r"^lookup-buffer ([a-z]+) ", README, flags=re.MULTILINE))
+def test_the_commands_that_are_listed_exist() -> None:
+    named = set(re.findall(r"^lookup-buffer ([a-z]+) ", COMMANDS, flags=re.MULTILINE))
     assert len(named) >= 7
     run = subprocess.run(
         [Path(sys.executable).with_name("lookup-buffer"), "--help"],

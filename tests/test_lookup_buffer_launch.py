@@ -24,7 +24,7 @@ from patience import quickest, scaled
 from servers import alive
 from store import EmbeddedServer
 
-README = Path(__file__).resolve().parent.parent / "README.md"
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def node_pids(directory: Path) -> list[int]:
@@ -109,18 +109,19 @@ def test_no_node_where_one_is_named_is_said_at_once(tmp_path: Path) -> None:
             buffer.insert(key(), torch.ones(1))
 
 
-def test_the_examples_of_the_readme_run_one_after_the_other(
+def test_the_examples_of_the_library_run_one_after_the_other(
     automatic: BufferConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On the node that the first of them starts, and which is still there for the second."""
     place = {"directory": automatic.directory, "store_url": automatic.store_url}
     here = partial(BufferConfig, **place, idle_exit_seconds=2.0)
     monkeypatch.setattr(lookup_buffer, "BufferConfig", here, raising=False)
-    examples = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.DOTALL | re.MULTILINE)
+    text = "".join((ROOT / name).read_text() for name in ("README.md", "docs/library.md"))
+    examples = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     of_the_library = [example for example in examples if "LookupBuffer(" in example]
     assert len(of_the_library) == 2
     for example in of_the_library:
-        exec(compile(example, "README.md", "exec"), {"torch": torch})
+        exec(compile(example, "the documents", "exec"), {"torch": torch})
 
 
 def test_without_torch_the_library_says_what_to_install() -> None:

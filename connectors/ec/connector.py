@@ -5,7 +5,7 @@ here forwards to the delegate of its side and does nothing on the other. vLLM's 
 this module only for the class methods, so it imports no delegate until an instance is made.
 
 Parameter names are vLLM's: it passes some by keyword. Newer hosts may pass more, older ones call
-fewer methods (see README for what each host version gets).
+fewer methods (see docs/compatibility.md for what each host version gets).
 """
 
 from typing import TYPE_CHECKING, Any
