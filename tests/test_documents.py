@@ -27,6 +27,7 @@ DOCUMENTS = (
     "CHANGELOG.md",
     "docs/cli.md",
     "docs/dashboard.md",
+    "docs/decisions.md",
     "docs/metrics.md",
     "docs/operations.md",
     "docs/pipes.md",
