@@ -210,7 +210,7 @@ class Attachment:
         with self._lock:
             self._live = _Live(welcome["session"], welcome["node"], boot, anchor)
         if self._seat is None:
-            memory.arena.populate_in_background()  # not in engines: see ARCHITECTURE
+            memory.arena.populate_in_background()  # not in engines: docs/decisions.md
         self._on_attached()
 
     def _listen(self) -> None:

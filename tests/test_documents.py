@@ -29,6 +29,7 @@ DOCUMENTS = (
     "docs/cli.md",
     "docs/compatibility.md",
     "docs/dashboard.md",
+    "docs/decisions.md",
     "docs/gpu.md",
     "docs/library.md",
     "docs/metrics.md",
