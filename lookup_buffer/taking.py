@@ -14,6 +14,7 @@ from lookup_buffer.errors import (
     LookupBufferError,
     LookupTimeout,
     MissingTensor,
+    MissReason,
     NodeUnavailable,
 )
 from lookup_buffer.key import TensorKey
@@ -23,8 +24,6 @@ from lookup_buffer.prefetched import LoadOrder
 
 ANSWER_SECONDS = 1.0
 """So long after the end of a lease the node knows whether an acknowledgement counted."""
-NO_ROOM = "no_room"
-OWNER_DEAD = "owner_dead"
 
 
 class Taking:
@@ -80,8 +79,8 @@ class Taking:
 
 
 def _miss(key: TensorKey, timeout: float, reason: str) -> LookupBufferError:
-    if reason == NO_ROOM:
+    if reason == MissReason.NO_ROOM:
         return BufferFull(f"{key}: no room on this host for what lies on another")
-    if timeout and reason != OWNER_DEAD:
+    if timeout and reason != MissReason.OWNER_DEAD:
         return LookupTimeout(f"{key} was not to be had within {timeout} s ({reason})")
     return MissingTensor(f"{key}: {reason}")

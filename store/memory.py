@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 from store.answers import (
     GONE_SECONDS,
-    INVALIDATED,
     Beat,
     ClaimAnswer,
     ClaimState,
     Failure,
+    GoneReason,
     NodeInfo,
     Publication,
     Publishing,
@@ -233,7 +233,7 @@ class MemoryStore(MetadataStore):
             items = [item for item, _ in self._records.items() if item[0] == namespace]
             for item in items:
                 self._records.drop(item)
-                self._gone.put(item, INVALIDATED, GONE_SECONDS)
+                self._gone.put(item, GoneReason.INVALIDATED, GONE_SECONDS)
             return len(items)
 
     def server_info(self) -> ServerInfo:

@@ -30,7 +30,7 @@ from lookup_buffer.node.owners import GONE, UNREACHED, Answer, Owners
 from lookup_buffer.node.publisher import Report
 from lookup_buffer.node.registrar import Registrar
 from lookup_buffer.node.shelf import Shelf
-from store import Location, Publication
+from store import GoneReason, Location, Publication
 
 LEAST_SECONDS: Final = 0.5
 """An insert waits so long also where its client does not: for the store, never for room."""
@@ -199,6 +199,6 @@ class Announcements:
                 "dropped: %s, generation %d, namespace %s: node %s has that key",
                 address[1], item.generation, address[0], contest.lost_to,
             )  # fmt: skip
-            self.shelf.remove(item, "elsewhere")
+            self.shelf.remove(item, GoneReason.ELSEWHERE)
         for one in list(self._waiting.get(address, ())):
             self._settle(one, InsertOutcome.EXISTS)

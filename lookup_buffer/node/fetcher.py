@@ -20,7 +20,9 @@ from lookup_buffer.counters import Counters
 from lookup_buffer.errors import (
     BufferFull,
     CorruptTensor,
+    MaybeMissed,
     MissingTensor,
+    MissReason,
     NodeRefused,
     PipeError,
     ProtocolError,
@@ -41,7 +43,7 @@ CONNECT_SECONDS = 1.0
 ANSWER_SECONDS = 2.0
 """Bound on the wait for a peer's answer; the payload has its own, by its size."""
 
-_TOLD = ("checksum", "peer_failed")
+_TOLD = (MissReason.CHECKSUM, MissReason.PEER_FAILED)
 """Failures that the store is told of: of others the record says enough."""
 FETCH_OWNER = -1
 """Owner of the pin that holds a fetched item until its readers have theirs."""
@@ -52,7 +54,7 @@ class Fetched:
     """What became of a fetch: `held` for the caller to release, or the reason it failed."""
 
     held: Held | None
-    reason: str = ""
+    reason: MaybeMissed = ""
 
 
 @dataclass(slots=True)
@@ -91,7 +93,7 @@ class Fetcher:
     def _fetch(
         self, address: Address, located: Located, done: Callable[[Fetched], None], loan: bool
     ) -> None:
-        fetched = Fetched(None, located.reason or "absent")
+        fetched = Fetched(None, located.reason or MissReason.ABSENT)
         device = located.record.device if located.record else ""
         try:
             for location, endpoint in located.sources:
@@ -100,7 +102,7 @@ class Fetcher:
                     self.counters.add(f"fetches_failed_{fetched.reason}")
                 if fetched.reason in _TOLD:
                     self.failed.note(address, fetched.reason, location.node)
-                if fetched.held is not None or fetched.reason == "no_room":
+                if fetched.held is not None or fetched.reason == MissReason.NO_ROOM:
                     break
         finally:
             done(fetched)
@@ -111,13 +113,13 @@ class Fetcher:
         try:
             return Fetched(self._transfer(address, location, endpoint, loan, device))
         except (BufferFull, TensorTooLarge):
-            return Fetched(None, "no_room")
+            return Fetched(None, MissReason.NO_ROOM)
         except MissingTensor:
-            return Fetched(None, "stale")
+            return Fetched(None, MissReason.STALE)
         except CorruptTensor:
-            return Fetched(None, "checksum")
+            return Fetched(None, MissReason.CHECKSUM)
         except (PipeError, ProtocolError, NodeRefused, ValueError):  # the endpoint is no address
-            return Fetched(None, "peer_failed")
+            return Fetched(None, MissReason.PEER_FAILED)
 
     def _transfer(
         self, address: Address, location: Location, endpoint: str, loan: bool, device: str

@@ -25,6 +25,7 @@ from lookup_buffer.header import TensorHeader
 from lookup_buffer.item import Address
 from lookup_buffer.key import is_handoff
 from lookup_buffer.node.shelf import Held, Shelf
+from store import GoneReason
 
 TTL_SECONDS = 300.0
 """How long a hand-off waits for its taker where its producer said nothing."""
@@ -132,7 +133,7 @@ class Handoffs:
         namespace, key = lease.address
         _log.info("taken: %s, generation %d, namespace %s", key, item.generation, namespace)
         self.counters.add("handoffs_taken")
-        self.shelf.remove(item, "taken")
+        self.shelf.remove(item, GoneReason.TAKEN)
         self._let_go(lease)
         return True
 

@@ -18,6 +18,7 @@ from lookup_buffer.node.shelf import Shelf
 from store import (
     GONE_SECONDS,
     DeviceLocation,
+    GoneReason,
     Location,
     MetadataStore,
     Publication,
@@ -31,8 +32,6 @@ from store import (
 
 HANDOFF_GONE_SECONDS = 60
 """Why a hand-off went is told for so long: they are many, and each is taken soon."""
-STALE = "stale"
-"""Why a copy is withdrawn that the store named and that is not here."""
 VOID_MAX = 64
 """Locations of dead nodes that are withdrawn with one beat."""
 
@@ -102,11 +101,11 @@ class Publisher:
                 Withdrawing(
                     *change.address,
                     node,
-                    change.reason or "gone",
+                    change.reason or GoneReason.GONE,
                     gone_seconds=_gone_seconds(change.address),
                     # What the store was never told of, or has let end, went for a reason, too. But
                     # that somebody asked for what is not here is nothing to be told.
-                    may_have_ended=change.reason != STALE,
+                    may_have_ended=change.reason != GoneReason.STALE,
                 )
                 for change in changes
             ]
@@ -208,7 +207,7 @@ def _void(namespace: str, key: str, location: Location) -> Withdrawing:
         namespace,
         key,
         location.node,
-        "owner dead",
+        GoneReason.OWNER_DEAD,
         exactly=location,
         gone_seconds=_gone_seconds((namespace, key)),
     )
