@@ -10,6 +10,7 @@ from typing import Final
 
 from lookup_buffer.errors import MissReason
 from lookup_buffer.histogram import Histogram
+from lookup_buffer.inserted import ClaimOutcome
 from lookup_buffer.item import Address, Item
 from lookup_buffer.lane import LANES, Fallback
 from store import GoneReason
@@ -35,6 +36,17 @@ FETCH_FAILURES: Final = (
 """Why one source was passed over, whether or not another had the tensor."""
 REMOVAL_REASONS: Final = (GoneReason.EVICTED, GoneReason.EXPIRED, GoneReason.INVALIDATED)
 """Why what may be had from here is here no more, but by its taker."""
+RENEWED: Final = "renewed"
+"""A claim that its engine had already was granted again."""
+UNASKED: Final = "unasked"
+"""A claim was granted because the store did not answer."""
+CLAIM_ANSWERS: Final = (
+    ClaimOutcome.GRANTED,
+    RENEWED,
+    ClaimOutcome.HELD,
+    ClaimOutcome.STORED,
+    UNASKED,
+)
 COUNTERS: Final = frozenset(
     {
         "hits_local",
@@ -57,11 +69,7 @@ COUNTERS: Final = frozenset(
         *(f"lane_received_{lane}" for lane in LANES),
         *(f"bytes_lane_{lane}" for lane in LANES),
         *(f"lane_fallbacks_{reason}" for reason in Fallback),
-        "claims_granted",
-        "claims_renewed",
-        "claims_held",
-        "claims_stored",
-        "claims_unasked",
+        *(f"claims_{answer}" for answer in CLAIM_ANSWERS),
         "publish_written",
         "publish_refused",
         "publish_conflict",

@@ -189,8 +189,8 @@ class Done(DeskRequest):
 
 @dataclass(frozen=True, slots=True)
 class Claim(DeskRequest):
-    """→ outcome: granted, held (by another: holder, state, remaining_seconds) or stored (a live
-    node holds the key), after `wait_seconds` at most where it is held.
+    """→ outcome (a `ClaimOutcome`): granted, held (by another: holder, state, remaining_seconds)
+    or stored (a live node holds the key), after `wait_seconds` at most where it is held.
 
     `state` is how far the client has come: intent or encoding. The claim ends with the session at
     the latest.

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from lookup_buffer.errors import MissReason
+from lookup_buffer.inserted import ClaimOutcome
 from lookup_buffer.key import TensorKey
 from lookup_buffer.lane import Fallback
 from lookup_buffer.plain import pack, unpack
@@ -14,7 +15,7 @@ from lookup_buffer.prefetching import Prefetching
 from store import GoneReason
 
 
-@pytest.mark.parametrize("kind", [MissReason, Fallback, GoneReason])
+@pytest.mark.parametrize("kind", [MissReason, Fallback, GoneReason, ClaimOutcome])
 def test_a_reason_is_its_text_on_the_wire(kind: type[StrEnum]) -> None:
     for reason in kind:
         assert pack(reason) == pack(reason.value)

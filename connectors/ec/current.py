@@ -9,8 +9,9 @@ import threading
 from typing import TYPE_CHECKING
 
 from connectors.counters import logger
-from lookup_buffer.claimed import ClaimSet, ClaimSetState
+from lookup_buffer.claimed import ClaimSet
 from lookup_buffer.errors import MaybeMissed, MissReason
+from lookup_buffer.inserted import ClaimOutcome
 from lookup_buffer.prefetched import LoadOrder, Prefetched, PrefetchState
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ class CurrentBuffer:
         return self._in_vain(keys, reason), self._unclaimed(keys)
 
     def _unclaimed(self, keys: "Sequence[TensorKey]") -> ClaimSet:
-        return ClaimSet(keys, self._settled, ClaimSetState.FAILED)
+        return ClaimSet(keys, self._settled, ClaimOutcome.FAILED)
 
     def has_caches(self, keys: "Sequence[TensorKey]", *, timeout: float = 0.05) -> list[bool]:
         if self.unshared:

@@ -15,8 +15,8 @@ from connectors.ec.claims import EcClaims
 from connectors.ec.pins import Pin, PinTable
 from connectors.ec.watch import RequestWatch, WatchedItem
 from connectors.media import Carried
-from lookup_buffer.claimed import ClaimSetState
 from lookup_buffer.errors import MaybeMissed, MissReason
+from lookup_buffer.inserted import ClaimOutcome
 from lookup_buffer.prefetched import Prefetched, PrefetchState
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class EcDeliveries:
         if wait is None or wait.since is None or self._clock() >= wait.look_at:
             return False
         asked = wait.claimant.asked if wait.claimant is not None else None
-        if asked is not None and asked.state is not ClaimSetState.PENDING:
+        if asked is not None and asked.state is not ClaimOutcome.PENDING:
             return False
         return all(one.state is PrefetchState.PENDING for one in wait.handles.values())
 
@@ -217,17 +217,17 @@ class EcDeliveries:
         asked = wait.claimant.asked
         assert asked is not None, "kept until it is given up"
         match asked.state:
-            case ClaimSetState.PENDING:
+            case ClaimOutcome.PENDING:
                 wait.look_at = wait.limit if asked.holder else wait.answer_by
                 if now < wait.look_at:
                     return
                 reason = MissReason.CLAIMED if asked.holder else MissReason.NO_ANSWER
                 wait.failed = _unavailable(wait.items.values(), reason, asked.holder)
-            case ClaimSetState.STORED if wait.stored < STORED_MAX:
+            case ClaimOutcome.STORED if wait.stored < STORED_MAX:
                 wait.stored += 1
                 wait.look_at = wait.deadline = now + ANSWER_SECONDS
                 self._end_question(request_id, wait)
-            case ClaimSetState.HELD:
+            case ClaimOutcome.HELD:
                 wait.failed = _unavailable(wait.items.values(), MissReason.CLAIMED, asked.holder)
             case _:
                 wait.failed = _unavailable(wait.items.values(), wait.reason or MissReason.ABSENT)

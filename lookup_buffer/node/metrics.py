@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
-from lookup_buffer.counters import FETCH_FAILURES, MISS_REASONS, REMOVAL_REASONS
+from lookup_buffer.counters import CLAIM_ANSWERS, FETCH_FAILURES, MISS_REASONS, REMOVAL_REASONS
 from lookup_buffer.lane import LANES, Fallback
 
 PREFIX: Final = "lookup_buffer_"
@@ -90,7 +90,7 @@ FAMILIES: Final = (
     ),
     Family(
         "counter", "claims", "Answers to engines that wanted to encode, by outcome.",
-        _by("claims_", ("granted", "renewed", "held", "stored", "unasked")), ("outcome",),
+        _by("claims_", CLAIM_ANSWERS), ("outcome",),
     ),
     Family(
         "counter", "publications", "Records written to the store, by outcome.",
