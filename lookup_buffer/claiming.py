@@ -14,7 +14,6 @@ from lookup_buffer.errors import LookupBufferError
 from lookup_buffer.inserted import ClaimOutcome
 from lookup_buffer.key import TensorKey
 from lookup_buffer.messages import (
-    CALL_SECONDS,
     Claim,
     ClaimAll,
     Encoding,
@@ -25,6 +24,7 @@ from lookup_buffer.messages import (
     waiting,
 )
 from lookup_buffer.request import Request
+from lookup_buffer.times import CALL_SECONDS
 from store import ClaimState
 
 

@@ -23,7 +23,7 @@ from lookup_buffer.inserting import Inserting
 from lookup_buffer.key import TensorKey
 from lookup_buffer.loading import Loading
 from lookup_buffer.local_reads import LocalReads, NotHere
-from lookup_buffer.messages import CALL_SECONDS, Describe, Stats, waiting
+from lookup_buffer.messages import Describe, Stats, waiting
 from lookup_buffer.namespace import Namespace
 from lookup_buffer.pooling import JoinedPool, Pooling
 from lookup_buffer.prefetched import LoadOrder, Prefetched
@@ -31,6 +31,7 @@ from lookup_buffer.prefetching import Prefetching
 from lookup_buffer.seat import EngineSeat
 from lookup_buffer.selecting import Selecting
 from lookup_buffer.taking import Taking
+from lookup_buffer.times import CALL_SECONDS
 from store import ClaimState
 
 if TYPE_CHECKING:

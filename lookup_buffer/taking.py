@@ -19,11 +19,9 @@ from lookup_buffer.errors import (
 )
 from lookup_buffer.key import TensorKey
 from lookup_buffer.loading import Loading
-from lookup_buffer.messages import CALL_SECONDS, Acknowledge, GiveBack, Take, waiting
+from lookup_buffer.messages import Acknowledge, GiveBack, Take, waiting
 from lookup_buffer.prefetched import LoadOrder
-
-ANSWER_SECONDS = 1.0
-"""So long after the end of a lease the node knows whether an acknowledgement counted."""
+from lookup_buffer.times import CALL_SECONDS, LEASE_ANSWER_SECONDS
 
 
 class Taking:
@@ -71,7 +69,7 @@ class Taking:
     def _won(self, channel: Channel, token: int, lease_seconds: float) -> bool:
         request = Acknowledge(next_request_id(), token)
         try:
-            bound = lease_seconds + ANSWER_SECONDS + CALL_SECONDS
+            bound = lease_seconds + LEASE_ANSWER_SECONDS + CALL_SECONDS
             return bool(channel.call(request, bound)["won"])
         except NodeUnavailable:
             # That connection broke, perhaps not the session: the answer is the same as it was.

@@ -23,14 +23,12 @@ from connectors.media import Carried
 from connectors.settings import ConnectorSettings
 from lookup_buffer.inserted import ClaimOutcome
 from lookup_buffer.key import TensorKey
+from lookup_buffer.times import INTENT_SECONDS
 
 if TYPE_CHECKING:
     from lookup_buffer.client import LookupBuffer
     from lookup_buffer.prefetched import Prefetched
 
-INTENT_SECONDS = 0.6
-"""How long an intent is relied on. The node lets it live for a second, and has to hear before that
-is over that the encode has begun, also on a host that is short of processors."""
 WAIT_PER_ENCODE = 5.0
 """Whoever waits for another's encode waits so many times as long as one took here."""
 WAIT_SECONDS_MIN = 10.0

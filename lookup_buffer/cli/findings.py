@@ -12,13 +12,11 @@ from lookup_buffer.cli.beat_watch import BeatWatch
 from lookup_buffer.cli.output import age_since, age_text, size_text
 from lookup_buffer.errors import MissReason
 from lookup_buffer.key import is_handoff
+from lookup_buffer.times import HANDOFF_GONE_SECONDS
 from store import GONE_SECONDS, ClaimState, GoneReason, Location
 
 if TYPE_CHECKING:
     from store.trace import Claim, Departure, Gone, Trace
-
-HANDOFF_GONE_SECONDS = 60.0
-"""As `node.publisher` has it, which is slow to import."""
 
 
 class Code(StrEnum):

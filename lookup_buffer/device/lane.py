@@ -42,6 +42,7 @@ from lookup_buffer.messages import split
 from lookup_buffer.pipes.pipe import PipeLimits
 from lookup_buffer.pool_messages import Offer, OpenPool, Prepare, Received, Retract, SeenPool
 from lookup_buffer.request import Request
+from lookup_buffer.times import ORPHANED_SECONDS
 
 if TYPE_CHECKING:
     import torch
@@ -50,8 +51,6 @@ RECEIVERS: Final = 4
 """How many are received at a time."""
 SILENCE_SECONDS: Final = 5.0
 CLOSE_SECONDS: Final = 10.0
-ORPHANED_SECONDS: Final = 120.0
-"""How long a ticket outlives the node that it came from: longer than any engine step."""
 
 
 class ToNode(Protocol):

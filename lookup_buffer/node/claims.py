@@ -28,14 +28,11 @@ from lookup_buffer.node.resolver import Resolver
 from lookup_buffer.node.session import Session
 from lookup_buffer.node.shelf import Shelf
 from lookup_buffer.node.waiting import Vigil, Waiting
+from lookup_buffer.times import CLAIM_ANSWER_SECONDS, INTENT_SECONDS_MAX
 from store import ClaimAnswer, Claiming, ClaimState, Releasing
 
 Answer = Callable[[dict[str, Any]], None]
 
-ANSWER_SECONDS = 0.4
-"""Well within what a client waits for an answer, however many claims wait for a slow store."""
-INTENT_SECONDS_MAX = 1.0
-"""Who only means to produce a key may not keep others waiting for longer."""
 CLOSE_SECONDS = 1.0
 """For what is still to be given back when the node ends; leases end the rest."""
 STORED = {"outcome": ClaimOutcome.STORED, "holder": "", "state": "", "remaining_seconds": 0.0}
@@ -143,7 +140,7 @@ class Claims:
             self._settle(question, STORED, ClaimOutcome.STORED)
         else:
             question.asking, question.look_again = True, False
-            bound = self.loop.call_later(ANSWER_SECONDS, self._granted_unasked, question)
+            bound = self.loop.call_later(CLAIM_ANSWER_SECONDS, self._granted_unasked, question)
             holder = f"{self.holder}:{int(time.time())}"  # since when, for people
             claiming = Claiming(
                 *question.address, holder, question.token, question.state, question.lease_seconds

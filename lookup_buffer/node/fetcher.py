@@ -35,13 +35,11 @@ from lookup_buffer.link import Link
 from lookup_buffer.node.failed_fetches import FailedFetches
 from lookup_buffer.node.locator import Located
 from lookup_buffer.node.shelf import Held, Shelf
+from lookup_buffer.times import PEER_ANSWER_SECONDS, PEER_CONNECT_SECONDS
 from store import Location
 
 THREADS = 4
 IDLE_LINKS_MAX = 4
-CONNECT_SECONDS = 1.0
-ANSWER_SECONDS = 2.0
-"""Bound on the wait for a peer's answer; the payload has its own, by its size."""
 
 _TOLD = (MissReason.CHECKSUM, MissReason.PEER_FAILED)
 """Failures that the store is told of: of others the record says enough."""
@@ -134,8 +132,8 @@ class Fetcher:
                 "boot": location.boot,
                 "generation": location.generation,
             }
-            link.send(request, timeout=ANSWER_SECONDS)
-            answer, nbytes = link.recv_header(timeout=ANSWER_SECONDS)
+            link.send(request, timeout=PEER_ANSWER_SECONDS)
+            answer, nbytes = link.recv_header(timeout=PEER_ANSWER_SECONDS)
             if isinstance(answer, dict) and answer.get("status") == "stale":
                 raise MissingTensor(f"{location.node} no longer holds {key}")
             header = self._checked(answer, nbytes, address, location)
@@ -143,7 +141,9 @@ class Fetcher:
             item.device = device
             try:
                 hasher = xxh3_64()
-                link.recv_into(self.shelf.bytes_of(item), timeout=ANSWER_SECONDS, hasher=hasher)
+                link.recv_into(
+                    self.shelf.bytes_of(item), timeout=PEER_ANSWER_SECONDS, hasher=hasher
+                )
                 _check(hasher.intdigest(), header, location)
             except BaseException:
                 self.shelf.abandon(item)
@@ -183,7 +183,7 @@ class Fetcher:
         link = self._idle_link(endpoint)
         if link is None:
             host, port = parse_tcp(endpoint)
-            link = connect(host, port, token=self.token, timeout=CONNECT_SECONDS)
+            link = connect(host, port, token=self.token, timeout=PEER_CONNECT_SECONDS)
         try:
             yield link
         except MissingTensor:

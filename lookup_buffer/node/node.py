@@ -68,6 +68,7 @@ from lookup_buffer.node.storage import Storage
 from lookup_buffer.node.takings import Takings
 from lookup_buffer.node.vitals import Vitals
 from lookup_buffer.node.waiting import Waiting
+from lookup_buffer.times import DEATH_CHECK_SECONDS
 from store import GoneReason
 
 SWITCH_SECONDS = 0.0005
@@ -76,8 +77,6 @@ GARBAGE_THRESHOLDS = (2_000, 10, 1_000)
 """A full collection walks over all that the mirror knows, 0.3 s at 200,000 keys, and nobody is
 answered meanwhile: CPython's own thresholds made eight of them while it filled, these make none."""
 IDLE_CHECK_SECONDS = 1.0
-DEATH_CHECK_SECONDS = 0.25
-"""How often it is looked for who has died: by the clock, also while the store is away."""
 LOG_FORMAT = "%(asctime)s lookup-buffer %(levelname)s: %(message)s"
 FIRST_BYTES = 64 << 20
 """Faulted in before the node says it is ready; the rest follows in the background."""

@@ -15,6 +15,7 @@ from lookup_buffer.node.backlog import Backlog, Change
 from lookup_buffer.node.directory import Directory
 from lookup_buffer.node.identity import Identity
 from lookup_buffer.node.shelf import Shelf
+from lookup_buffer.times import HANDOFF_GONE_SECONDS
 from store import (
     GONE_SECONDS,
     DeviceLocation,
@@ -30,8 +31,6 @@ from store import (
     Withdrawing,
 )
 
-HANDOFF_GONE_SECONDS = 60
-"""Why a hand-off went is told for so long: they are many, and each is taken soon."""
 VOID_MAX = 64
 """Locations of dead nodes that are withdrawn with one beat."""
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 from lookup_buffer.errors import MaybeMissed, MissReason
 from lookup_buffer.item import Address
-from lookup_buffer.messages import CALL_SECONDS, NODE_SHARE
 from lookup_buffer.node.loans import Loans
 from lookup_buffer.node.resolver import Resolver
 from lookup_buffer.node.waiting import Vigil, Waiting
+from lookup_buffer.times import CALL_SECONDS, NODE_SHARE
 
 
 @dataclass(slots=True, eq=False)
