@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.gauge import BOOT, NAMESPACE, key_of, publishing_of, sampled_keys
 from lookup_buffer.node.directory import Directory
 from lookup_buffer.node.node import SWITCH_SECONDS
+from lookup_buffer.times import BEAT_SECONDS
 from store import NodeInfo, StoreError, open_store
 from store.redis_store import RedisStore
 
@@ -33,7 +34,6 @@ QUESTION_KEYS = 32
 QUESTIONS_PER_SECOND = 2.0
 """64 keys a second: an engine that sees so many images."""
 BATCH = 64
-BEAT_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)

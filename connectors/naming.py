@@ -9,17 +9,14 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 from connectors.counters import logger
 from connectors.weights import WeightsSource
 from connectors.weights_digest import DigestCache, Stopped, combined, hash_files
+from lookup_buffer.errors import MissReason
 from lookup_buffer.namespace import Namespace
 
-NAMESPACE_PENDING: Final = "namespace_pending"
-"""The weights are being hashed."""
-NAMESPACE_UNKNOWN: Final = "namespace_unknown"
-"""Nothing says which weights these are, or they changed while the engine started."""
 CLOSE_SECONDS = 2.0
 AT_ONCE_BYTES = 32 << 20
 """Hashed before the engine starts, which takes some hundredths of a second."""
@@ -62,7 +59,7 @@ class Naming:
         self._thread: threading.Thread | None = None
         self.namespace: Namespace | None = None
         """Once it is known."""
-        self.reason = NAMESPACE_PENDING
+        self.reason = MissReason.NAMESPACE_PENDING
         """Why it is not known."""
         weights = identity.weights
         if mark not in (b"", weights.mark):
@@ -114,7 +111,7 @@ class Naming:
         self.namespace = namespace
 
     def _fail(self, why: str) -> None:
-        self.reason = NAMESPACE_UNKNOWN
+        self.reason = MissReason.NAMESPACE_UNKNOWN
         logger.error(
             "lookup buffer: %s; this engine shares nothing. Setting 'weights_version' names the "
             "weights where nothing else does",

@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from typing import Any
 
     from lookup_buffer.claimed import ClaimAnswer as ClaimAnswer
-    from lookup_buffer.claimed import ClaimOutcome as ClaimOutcome
     from lookup_buffer.client import EngineSeat as EngineSeat
     from lookup_buffer.client import InsertOutcome as InsertOutcome
     from lookup_buffer.client import LookupBuffer as LookupBuffer
@@ -49,6 +48,7 @@ if TYPE_CHECKING:
     from lookup_buffer.errors import LookupTimeout as LookupTimeout
     from lookup_buffer.errors import MissingTensor as MissingTensor
     from lookup_buffer.errors import NodeUnavailable as NodeUnavailable
+    from lookup_buffer.inserted import ClaimOutcome as ClaimOutcome
     from lookup_buffer.key import TensorKey as TensorKey
     from lookup_buffer.namespace import Namespace as Namespace
     from lookup_buffer.prefetched import LoadOrder as LoadOrder
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "store": ("ClaimState", "MetadataStore"),
-    "lookup_buffer.claimed": ("ClaimAnswer", "ClaimOutcome"),
+    "lookup_buffer.claimed": ("ClaimAnswer",),
     "lookup_buffer.client": ("EngineSeat", "InsertOutcome", "LookupBuffer"),
     "lookup_buffer.config": ("BufferConfig",),
     "lookup_buffer.errors": (
@@ -69,6 +69,7 @@ _HOMES = {
         "MissingTensor",
         "NodeUnavailable",
     ),
+    "lookup_buffer.inserted": ("ClaimOutcome",),
     "lookup_buffer.key": ("TensorKey",),
     "lookup_buffer.namespace": ("Namespace",),
     "lookup_buffer.prefetched": ("LoadOrder", "PrefetchState", "Prefetched"),

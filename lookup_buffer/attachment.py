@@ -17,9 +17,10 @@ from lookup_buffer.channel import Channel, next_request_id
 from lookup_buffer.config import BufferConfig
 from lookup_buffer.errors import Closed, LookupBufferError, NodeRefused, NodeUnavailable
 from lookup_buffer.launch import node_socket
-from lookup_buffer.messages import CALL_SECONDS, VERSION, Goodbye, Hello, Join
+from lookup_buffer.messages import VERSION, Goodbye, Hello, Join
 from lookup_buffer.node_memory import NodeMemories, NodeMemory
 from lookup_buffer.request import Request
+from lookup_buffer.times import CALL_SECONDS
 
 ATTACH_SECONDS = 10.0
 CHANNELS_MAX = 16

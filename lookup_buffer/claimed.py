@@ -3,20 +3,11 @@
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any
 
+from lookup_buffer.inserted import ClaimOutcome
 from lookup_buffer.key import TensorKey
 from store import ClaimState
-
-
-class ClaimOutcome(Enum):
-    GRANTED = "granted"
-    """The right to produce the key is ours, until the lease ends."""
-    HELD = "held"
-    """Another engine has it: `holder`, for `remaining_seconds` at most unless it is renewed."""
-    STORED = "stored"
-    """Nobody needs to produce it: a live node holds a complete copy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,19 +34,6 @@ class ClaimAnswer:
         return self.outcome is ClaimOutcome.GRANTED
 
 
-class ClaimSetState(Enum):
-    PENDING = "pending"
-    """Not answered yet, or waiting for what others hold."""
-    GRANTED = "granted"
-    """All are ours, as intents of a second at most."""
-    STORED = "stored"
-    """None is ours, for a live node holds `key`: look for the keys again."""
-    HELD = "held"
-    """None is ours, for `holder` had `key` until the end of the wait."""
-    FAILED = "failed"
-    """The node did not say."""
-
-
 @dataclass(slots=True, eq=False)
 class ClaimSet:
     """How a set of claims stands. Settles on the client's listening thread, as `Prefetched`; not
@@ -64,7 +42,7 @@ class ClaimSet:
     keys: Sequence[TensorKey]
     settled: threading.Condition = field(repr=False)
     """Notified when any set of the client settles, or begins to wait."""
-    state: ClaimSetState = ClaimSetState.PENDING
+    state: ClaimOutcome = ClaimOutcome.PENDING
     key: str = ""
     """Text of the key that decided, or that is waited for."""
     holder: str = ""
@@ -76,11 +54,11 @@ class ClaimSet:
         if timeout > 0:
             with self.settled:
                 self.settled.wait_for(
-                    lambda: self.holder or self.state is not ClaimSetState.PENDING, timeout
+                    lambda: self.holder or self.state is not ClaimOutcome.PENDING, timeout
                 )
 
-    def wait(self, timeout: float) -> ClaimSetState:
+    def wait(self, timeout: float) -> ClaimOutcome:
         """The state once it is settled, or PENDING after `timeout` seconds."""
         with self.settled:
-            self.settled.wait_for(lambda: self.state is not ClaimSetState.PENDING, timeout)
+            self.settled.wait_for(lambda: self.state is not ClaimOutcome.PENDING, timeout)
         return self.state

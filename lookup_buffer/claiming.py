@@ -9,11 +9,11 @@ from typing import Any
 
 from lookup_buffer.attachment import Attachment
 from lookup_buffer.channel import next_request_id
-from lookup_buffer.claimed import ClaimAnswer, ClaimSet, ClaimSetState
+from lookup_buffer.claimed import ClaimAnswer, ClaimSet
 from lookup_buffer.errors import LookupBufferError
+from lookup_buffer.inserted import ClaimOutcome
 from lookup_buffer.key import TensorKey
 from lookup_buffer.messages import (
-    CALL_SECONDS,
     Claim,
     ClaimAll,
     Encoding,
@@ -24,6 +24,7 @@ from lookup_buffer.messages import (
     waiting,
 )
 from lookup_buffer.request import Request
+from lookup_buffer.times import CALL_SECONDS
 from store import ClaimState
 
 
@@ -51,7 +52,7 @@ class Claiming:
         """See `LookupBuffer.claim_all`."""
         one = self.begin(keys)
         texts, wait = sorted(key.text for key in keys), waiting(wait_seconds)
-        if one.state is not ClaimSetState.PENDING:
+        if one.state is not ClaimOutcome.PENDING:
             return one
         if self._post(ClaimAll(one.request_id, self._attachment.namespace, texts, wait)):
             one.hear(timeout)
@@ -63,7 +64,7 @@ class Claiming:
         """A set that waits for its events. FAILED where there are more keys than one message takes,
         which cannot be had all or not at all."""
         if len(list(split([key.text for key in keys]))) > 1:
-            return ClaimSet(keys, self._settled, ClaimSetState.FAILED)
+            return ClaimSet(keys, self._settled, ClaimOutcome.FAILED)
         one = ClaimSet(keys, self._settled, request_id=next_request_id())
         with self._settled:
             self._pending[one.request_id] = one
@@ -94,10 +95,9 @@ class Claiming:
                 return  # given up; its `unclaim` says so
             one.key = message["key"]
             one.holder = message["holder"]
-            if message["outcome"] != "waiting":
+            one.state = ClaimOutcome(message["outcome"])
+            if one.state is not ClaimOutcome.PENDING:
                 del self._pending[one.request_id]
-                refused = message["outcome"] == "refused"
-                one.state = ClaimSetState("failed" if refused else message["outcome"])
             self._settled.notify_all()
 
     def on_lost(self) -> None:
@@ -112,7 +112,7 @@ class Claiming:
             for request_id in request_ids:
                 one = self._pending.pop(request_id, None)
                 if one is not None:
-                    one.state = ClaimSetState.FAILED
+                    one.state = ClaimOutcome.FAILED
             self._settled.notify_all()
 
     def _post(self, request: Request) -> bool:

@@ -17,20 +17,21 @@ from lookup_buffer.channel import next_request_id
 from lookup_buffer.claimed import ClaimAnswer, ClaimSet
 from lookup_buffer.claiming import Claiming
 from lookup_buffer.config import BufferConfig
-from lookup_buffer.errors import LookupBufferError
+from lookup_buffer.errors import LookupBufferError, MissReason
 from lookup_buffer.inserted import InsertOutcome
 from lookup_buffer.inserting import Inserting
 from lookup_buffer.key import TensorKey
 from lookup_buffer.loading import Loading
 from lookup_buffer.local_reads import LocalReads, NotHere
-from lookup_buffer.messages import CALL_SECONDS, Describe, Stats, waiting
+from lookup_buffer.messages import Describe, Stats, waiting
 from lookup_buffer.namespace import Namespace
 from lookup_buffer.pooling import JoinedPool, Pooling
 from lookup_buffer.prefetched import LoadOrder, Prefetched
-from lookup_buffer.prefetching import NODE_DOWN, Prefetching
+from lookup_buffer.prefetching import Prefetching
 from lookup_buffer.seat import EngineSeat
 from lookup_buffer.selecting import Selecting
 from lookup_buffer.taking import Taking
+from lookup_buffer.times import CALL_SECONDS
 from store import ClaimState
 
 if TYPE_CHECKING:
@@ -219,7 +220,7 @@ class LookupBuffer:
         claimer = claims.request_id
         # Where the claims cannot be had nobody waits for them, nor for the bytes.
         handles = self._prefetching.prefetch(keys, timeout, claimer, wait if claimer else 0.0)
-        if any(handle.reason == NODE_DOWN for handle in handles):
+        if any(handle.reason == MissReason.NODE_DOWN for handle in handles):
             self._claiming.fail([claims.request_id])
         return handles, claims
 

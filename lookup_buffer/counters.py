@@ -8,25 +8,45 @@ import threading
 from collections import Counter
 from typing import Final
 
+from lookup_buffer.errors import MissReason
 from lookup_buffer.histogram import Histogram
+from lookup_buffer.inserted import ClaimOutcome
 from lookup_buffer.item import Address, Item
-from lookup_buffer.lane import FALLBACKS, LANES
+from lookup_buffer.lane import LANES, Fallback
+from store import GoneReason
 
 MISS_REASONS: Final = (
-    "absent",
-    "owner_dead",
-    "stale",
-    "checksum",
-    "peer_failed",
-    "store_down",
-    "timeout",
-    "no_room",
-    "taken",
+    MissReason.ABSENT,
+    MissReason.OWNER_DEAD,
+    MissReason.STALE,
+    MissReason.CHECKSUM,
+    MissReason.PEER_FAILED,
+    MissReason.STORE_DOWN,
+    MissReason.TIMEOUT,
+    MissReason.NO_ROOM,
+    MissReason.TAKEN,
 )
-FETCH_FAILURES: Final = ("stale", "checksum", "peer_failed", "no_room")
+"""Those that a node counts."""
+FETCH_FAILURES: Final = (
+    MissReason.STALE,
+    MissReason.CHECKSUM,
+    MissReason.PEER_FAILED,
+    MissReason.NO_ROOM,
+)
 """Why one source was passed over, whether or not another had the tensor."""
-REMOVAL_REASONS: Final = ("evicted", "expired", "invalidated")
+REMOVAL_REASONS: Final = (GoneReason.EVICTED, GoneReason.EXPIRED, GoneReason.INVALIDATED)
 """Why what may be had from here is here no more, but by its taker."""
+RENEWED: Final = "renewed"
+"""A claim that its engine had already was granted again."""
+UNASKED: Final = "unasked"
+"""A claim was granted because the store did not answer."""
+CLAIM_ANSWERS: Final = (
+    ClaimOutcome.GRANTED,
+    RENEWED,
+    ClaimOutcome.HELD,
+    ClaimOutcome.STORED,
+    UNASKED,
+)
 COUNTERS: Final = frozenset(
     {
         "hits_local",
@@ -48,12 +68,8 @@ COUNTERS: Final = frozenset(
         "bytes_hit_lane",
         *(f"lane_received_{lane}" for lane in LANES),
         *(f"bytes_lane_{lane}" for lane in LANES),
-        *(f"lane_fallbacks_{reason}" for reason in FALLBACKS),
-        "claims_granted",
-        "claims_renewed",
-        "claims_held",
-        "claims_stored",
-        "claims_unasked",
+        *(f"lane_fallbacks_{reason}" for reason in Fallback),
+        *(f"claims_{answer}" for answer in CLAIM_ANSWERS),
         "publish_written",
         "publish_refused",
         "publish_conflict",

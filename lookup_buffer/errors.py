@@ -9,6 +9,53 @@ no room (`BufferFull`, `TensorTooLarge`), or is something broken (the rest)? Mes
 a token, a password or tensor bytes.
 """
 
+from enum import StrEnum
+from typing import Literal
+
+
+class MissReason(StrEnum):
+    """Why a look-up returned no tensor. The values are labels of metrics and part of messages."""
+
+    # Of a node, which counts them: docs/metrics.md.
+    ABSENT = "absent"
+    OWNER_DEAD = "owner_dead"
+    STALE = "stale"
+    CHECKSUM = "checksum"
+    PEER_FAILED = "peer_failed"
+    STORE_DOWN = "store_down"
+    TIMEOUT = "timeout"
+    NO_ROOM = "no_room"
+    TAKEN = "taken"
+    # Of a node to an engine, or of a client that no node answers.
+    RANKS_NOT_ATTACHED = "ranks_not_attached"
+    NODE_DOWN = "node_down"
+    # Of an engine: docs/vllm.md.
+    NAMESPACE_PENDING = "namespace_pending"
+    """The weights are being hashed."""
+    NAMESPACE_UNKNOWN = "namespace_unknown"
+    """Nothing says which weights these are, or they changed while the engine started."""
+    WEIGHTS_CHANGED = "weights_changed"
+    SHAPE = "shape"
+    DTYPE = "dtype"
+    OVER_BUDGET = "over_budget"
+    CLAIMED = "claimed"
+    NO_ANSWER = "no_answer"
+    NOT_SHAREABLE = "not_shareable"
+    OTHER = "other"
+    """A reason that this version does not know."""
+
+    @classmethod
+    def of(cls, text: str) -> "MissReason":
+        """The reason that a message carries; OTHER for one of another version."""
+        try:
+            return cls(text)
+        except ValueError:
+            return cls.OTHER
+
+
+MaybeMissed = MissReason | Literal[""]
+"""Empty: not a miss."""
+
 
 class LookupBufferError(Exception):
     """The base of every error this package raises on purpose."""

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from lookup_buffer.lane import FALLBACKS, LANES
+from lookup_buffer.lane import LANES, Fallback
 from store import DEVICE, LOCATIONS_MAX, ClaimState
 
 KEYS_MAX: Final = 4096
@@ -111,6 +111,6 @@ CHECKS: Final[Mapping[str, Callable[[Any], bool]]] = {
     "checksum": lambda value: type(value) is int and 0 <= value < 1 << 64,
     "mark": lambda value: is_count(value) and 0 < value < 1 << 53,
     "ticket": is_count,
-    "reason": ("", *FALLBACKS).__contains__,
+    "reason": ("", *Fallback).__contains__,
     "source": lambda value: is_count(value) and value <= LOCATIONS_MAX,
 }

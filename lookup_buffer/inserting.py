@@ -15,7 +15,8 @@ from lookup_buffer.errors import TensorTooLarge
 from lookup_buffer.header import TensorHeader
 from lookup_buffer.inserted import InsertOutcome
 from lookup_buffer.key import TensorKey
-from lookup_buffer.messages import CALL_SECONDS, Insert, lasting, waiting
+from lookup_buffer.messages import Insert, lasting, waiting
+from lookup_buffer.times import CALL_SECONDS
 
 
 class Inserting:

@@ -17,6 +17,7 @@ from lookup_buffer.header import TensorHeader
 from lookup_buffer.item import Address, Item
 from lookup_buffer.room import Room
 from lookup_buffer.shares import Shares
+from store import GoneReason
 
 
 @dataclass(slots=True)
@@ -73,7 +74,7 @@ class Inventory:
             return None
         now = self.clock()
         if item.expires_at is not None and item.expires_at <= now:
-            self.remove(item, "expired")
+            self.remove(item, GoneReason.EXPIRED)
             return None
         item.last_used = now
         if not item.is_handoff:
@@ -211,7 +212,7 @@ class Inventory:
         now = self.clock()
         for item in list(self._mortal.values()):
             if item.expires_at is not None and item.expires_at <= now:
-                self.remove(item, "expired")
+                self.remove(item, GoneReason.EXPIRED)
 
     @property
     def anything_removed(self) -> bool:
@@ -302,7 +303,7 @@ class Inventory:
         if in_the_way is None:
             raise BufferFull(f"no room for {nbytes} bytes: what is left is pinned or being written")
         for item in in_the_way:
-            self.remove(item, "evicted")
+            self.remove(item, GoneReason.EVICTED)
         offset = self._room.find(nbytes)
         assert offset is not None, "they made the room"
         return offset

@@ -9,12 +9,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-DEAD_AFTER_SECONDS = 4.5
-"""With a beat each second, read each second, and a look at the clock four times a second, a death
-is noticed within six."""
-BLIND_SECONDS = 3.0
-"""Readings come each second. After a longer pause nobody's silence before it counts: the store may
-have been away for all of us."""
+from lookup_buffer.times import BLIND_SECONDS, DEAD_AFTER_SECONDS
 
 
 @dataclass(slots=True)

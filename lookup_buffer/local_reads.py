@@ -18,7 +18,8 @@ from lookup_buffer.digest_table import digest_of
 from lookup_buffer.errors import LookupBufferError, NodeUnavailable
 from lookup_buffer.fields import COUNT_MAX
 from lookup_buffer.key import TensorKey
-from lookup_buffer.messages import NODE_SHARE, Contains, Touch, split, waiting
+from lookup_buffer.messages import Contains, Touch, split, waiting
+from lookup_buffer.times import NODE_SHARE
 
 if TYPE_CHECKING:
     import torch

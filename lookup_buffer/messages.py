@@ -20,10 +20,6 @@ from lookup_buffer.pool_messages import Offer, OpenPool, Prepare, Received, Retr
 from lookup_buffer.request import DeskRequest, Request, names_of
 
 VERSION: Final = 8
-CALL_SECONDS: Final = 1.0
-"""How long a client waits for a reply, beyond what it asked the node to wait."""
-NODE_SHARE: Final = 0.9
-"""The part of a caller's time that the node may use up: its answer takes its own to come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,8 +185,8 @@ class Done(DeskRequest):
 
 @dataclass(frozen=True, slots=True)
 class Claim(DeskRequest):
-    """→ outcome: granted, held (by another: holder, state, remaining_seconds) or stored (a live
-    node holds the key), after `wait_seconds` at most where it is held.
+    """→ outcome (a `ClaimOutcome`): granted, held (by another: holder, state, remaining_seconds)
+    or stored (a live node holds the key), after `wait_seconds` at most where it is held.
 
     `state` is how far the client has come: intent or encoding. The claim ends with the session at
     the latest.

@@ -81,7 +81,7 @@ class Retract(DeskRequest):
 
 @dataclass(frozen=True, slots=True)
 class Received(DeskRequest):
-    """What the node asked for by `ticket` is held by the pool, or why not (see `lane.FALLBACKS`).
+    """What the node asked for by `ticket` is held by the pool, or why not (see `lane.Fallback`).
     `source` says which one of the sources it came from, counted from 1; 0: the pool had it."""
 
     op = "received"

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from lookup_buffer.errors import MaybeMissed
 from lookup_buffer.header import TensorHeader
 from lookup_buffer.key import TensorKey
 
@@ -65,7 +66,7 @@ class Prefetched:
     settled: threading.Condition = field(repr=False)
     """Notified when any handle of the client settles."""
     state: PrefetchState = PrefetchState.PENDING
-    reason: str = ""
+    reason: MaybeMissed = ""
     source: str = ""
     """'local', or the node it was fetched from."""
     order: LoadOrder | None = None

@@ -5,18 +5,15 @@ Any thread may prefetch and release; events come on the attachment's listening t
 
 import threading
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any
 
 from lookup_buffer.attachment import Attachment
 from lookup_buffer.channel import next_request_id
-from lookup_buffer.errors import LookupBufferError
+from lookup_buffer.errors import LookupBufferError, MissReason
 from lookup_buffer.key import TensorKey
 from lookup_buffer.loading import Loading
 from lookup_buffer.messages import Prefetch, split
 from lookup_buffer.prefetched import LoadOrder, Prefetched, PrefetchState
-
-NODE_DOWN: Final = "node_down"
-"""Reason of a handle that no node answers."""
 
 
 class Prefetching:
@@ -86,7 +83,7 @@ class Prefetching:
             for entry in entries:
                 handle = self._waiting.pop(entry, None)
                 if handle is not None:
-                    handle.reason = NODE_DOWN
+                    handle.reason = MissReason.NODE_DOWN
                     handle.state = PrefetchState.FAILED
             self._settled.notify_all()
 
@@ -97,6 +94,6 @@ def _all_settled(handles: Sequence[Prefetched]) -> bool:
 
 def _settle(handle: Prefetched, entry: dict[str, Any], order: LoadOrder | None) -> None:
     handle.order = order
-    handle.reason = entry.get("reason", "")
+    handle.reason = MissReason.of(entry["reason"]) if "reason" in entry else ""
     handle.source = entry.get("source", "")
     handle.state = PrefetchState(entry["state"])  # last: readers look at it first

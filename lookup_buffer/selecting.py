@@ -13,8 +13,9 @@ from lookup_buffer.codec import Tensor, Value
 from lookup_buffer.errors import LookupTimeout, MissingTensor
 from lookup_buffer.key import TensorKey
 from lookup_buffer.loading import Loading
-from lookup_buffer.messages import CALL_SECONDS, Select, waiting
+from lookup_buffer.messages import Select, waiting
 from lookup_buffer.prefetched import LoadOrder
+from lookup_buffer.times import CALL_SECONDS
 
 
 class Selecting:

@@ -14,17 +14,14 @@ from lookup_buffer.errors import (
     LookupBufferError,
     LookupTimeout,
     MissingTensor,
+    MissReason,
     NodeUnavailable,
 )
 from lookup_buffer.key import TensorKey
 from lookup_buffer.loading import Loading
-from lookup_buffer.messages import CALL_SECONDS, Acknowledge, GiveBack, Take, waiting
+from lookup_buffer.messages import Acknowledge, GiveBack, Take, waiting
 from lookup_buffer.prefetched import LoadOrder
-
-ANSWER_SECONDS = 1.0
-"""So long after the end of a lease the node knows whether an acknowledgement counted."""
-NO_ROOM = "no_room"
-OWNER_DEAD = "owner_dead"
+from lookup_buffer.times import CALL_SECONDS, LEASE_ANSWER_SECONDS
 
 
 class Taking:
@@ -72,7 +69,7 @@ class Taking:
     def _won(self, channel: Channel, token: int, lease_seconds: float) -> bool:
         request = Acknowledge(next_request_id(), token)
         try:
-            bound = lease_seconds + ANSWER_SECONDS + CALL_SECONDS
+            bound = lease_seconds + LEASE_ANSWER_SECONDS + CALL_SECONDS
             return bool(channel.call(request, bound)["won"])
         except NodeUnavailable:
             # That connection broke, perhaps not the session: the answer is the same as it was.
@@ -80,8 +77,8 @@ class Taking:
 
 
 def _miss(key: TensorKey, timeout: float, reason: str) -> LookupBufferError:
-    if reason == NO_ROOM:
+    if reason == MissReason.NO_ROOM:
         return BufferFull(f"{key}: no room on this host for what lies on another")
-    if timeout and reason != OWNER_DEAD:
+    if timeout and reason != MissReason.OWNER_DEAD:
         return LookupTimeout(f"{key} was not to be had within {timeout} s ({reason})")
     return MissingTensor(f"{key}: {reason}")

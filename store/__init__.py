@@ -6,12 +6,12 @@ no logger. `open_store` is the door.
 
 from store.answers import (
     GONE_SECONDS,
-    INVALIDATED,
     Beat,
     ClaimAnswer,
     Claiming,
     ClaimState,
     Failure,
+    GoneReason,
     NodeInfo,
     Publication,
     Publishing,
@@ -45,7 +45,6 @@ from store.url import parse, redact
 __all__ = [
     "DEVICE",
     "GONE_SECONDS",
-    "INVALIDATED",
     "LOCATIONS_MAX",
     "POOLS_MAX",
     "TTL_SECONDS",
@@ -58,6 +57,7 @@ __all__ = [
     "EmbeddedServerError",
     "Failure",
     "Found",
+    "GoneReason",
     "Location",
     "MetadataStore",
     "NodeInfo",

@@ -1,7 +1,7 @@
 """What the operations of a store answer with, apart from records."""
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, StrEnum
 
 from store.record import POOLS_MAX, DeviceLocation, Location, PoolEndpoint, Record, check_node
 
@@ -83,8 +83,24 @@ class Publishing:
             self.device.check()
 
 
-INVALIDATED = "invalidated"
-"""The reason of what went because its whole namespace was given up."""
+class GoneReason(StrEnum):
+    """Why a copy went, as docs/redis-keys.md has it. Other versions may have more."""
+
+    EVICTED = "evicted"
+    EXPIRED = "expired"
+    TAKEN = "taken"
+    RETRACTED = "retracted"
+    """A hand-off whose producer gave up waiting for room."""
+    STALE = "stale"
+    """The store named a copy that was not there."""
+    OWNER_DEAD = "owner dead"
+    INVALIDATED = "invalidated"
+    """Its whole namespace was given up."""
+    ELSEWHERE = "elsewhere"
+    """A hand-off that another node has under the same key."""
+    GONE = "gone"
+    """For none of these reasons."""
+
 
 GONE_SECONDS = 3600
 """How long it is told why the last copy of a key went, unless it is said otherwise."""

@@ -274,7 +274,7 @@ class MetadataStore(ABC):
 
     @abstractmethod
     def clear(self, namespace: str) -> int:
-        """Remove all records of a namespace, with INVALIDATED as reason; how many there were.
+        """Remove all records of a namespace, with `GoneReason.INVALIDATED`; how many there were.
 
         In pages, as `scan`. Whoever holds a copy may publish it anew: see `mark_invalid`. Works
         when memory is full.

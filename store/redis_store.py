@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING
 from store import calls, layout, record_fields
 from store.answers import (
     GONE_SECONDS,
-    INVALIDATED,
     Beat,
     ClaimAnswer,
     Claiming,
     ClaimState,
     Failure,
+    GoneReason,
     NodeInfo,
     Publication,
     Publishing,
@@ -252,7 +252,8 @@ class RedisStore(MetadataStore):
             records = [name.decode("ascii", "ignore") for name in names]
             pairs = [(record, layout.gone_beside(record)) for record in records]
             cleared = self._link.run_many(
-                self._clear, [(pair, (f"{INVALIDATED}:", GONE_SECONDS)) for pair in pairs]
+                self._clear,
+                [(pair, (f"{GoneReason.INVALIDATED}:", GONE_SECONDS)) for pair in pairs],
             )
             count += sum(map(bool, map(calls.done, cleared)))
         return count

@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 
-from lookup_buffer.claimed import ClaimSet, ClaimSetState
+from lookup_buffer.claimed import ClaimSet
 from lookup_buffer.client import LookupBuffer
+from lookup_buffer.inserted import ClaimOutcome
 from lookup_buffer.key import TensorKey
 from lookup_buffer.namespace import Namespace
 from nodes import key, wait_until
@@ -31,10 +32,10 @@ def ask(
 ) -> ClaimSet:
     """A set that is settled, or known to wait for another."""
     one = buffer.claim_all(names, wait_seconds=wait_seconds, timeout=scaled(5.0))
-    assert one.holder or one.state is not ClaimSetState.PENDING, "the node did not answer"
+    assert one.holder or one.state is not ClaimOutcome.PENDING, "the node did not answer"
     return one
 
 
-def settled(one: ClaimSet, seconds: float = SOON_SECONDS) -> ClaimSetState:
-    wait_until(lambda: one.state is not ClaimSetState.PENDING, seconds)
+def settled(one: ClaimSet, seconds: float = SOON_SECONDS) -> ClaimOutcome:
+    wait_until(lambda: one.state is not ClaimOutcome.PENDING, seconds)
     return one.state

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from lookup_buffer.claimed import ClaimSet, ClaimSetState
+from lookup_buffer.claimed import ClaimSet
 from lookup_buffer.header import TensorHeader
+from lookup_buffer.inserted import ClaimOutcome
 from lookup_buffer.key import TensorKey
 from lookup_buffer.prefetched import LoadOrder, PrefetchState
 
@@ -50,7 +51,7 @@ class Stored:
 class Fleet:
     """What the node answers to claims, and what it was told of them."""
 
-    answers: ClaimSetState = ClaimSetState.GRANTED
+    answers: ClaimOutcome = ClaimOutcome.GRANTED
     """Of a set that is asked for now."""
     sets: list[ClaimSet] = field(default_factory=list)
     waits_seconds: list[float] = field(default_factory=list)
@@ -58,10 +59,10 @@ class Fleet:
     given_back: list[str] = field(default_factory=list)
     cancelled: list[ClaimSet] = field(default_factory=list)
 
-    def settle(self, state: ClaimSetState, index: int = -1) -> None:
+    def settle(self, state: ClaimOutcome, index: int = -1) -> None:
         """An answer arrives; a set that is PENDING again waits for another engine."""
         one = self.sets[index]
-        one.key, one.holder = one.keys[0].text, "" if state is ClaimSetState.GRANTED else "other:1"
+        one.key, one.holder = one.keys[0].text, "" if state is ClaimOutcome.GRANTED else "other:1"
         one.state = state
 
 
@@ -168,7 +169,7 @@ class LedgerBuffer:
 
     def unclaim(self, keys: Sequence[TensorKey], waiter: ClaimSet | None = None) -> None:
         self.fleet.given_back += [key.mm_hash for key in keys]
-        if waiter is not None and waiter.state is ClaimSetState.PENDING:
+        if waiter is not None and waiter.state is ClaimOutcome.PENDING:
             self.fleet.cancelled.append(waiter)
 
     def enter(self, fingerprint: str, parts: Mapping[str, str] | None = None) -> None:

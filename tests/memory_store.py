@@ -14,11 +14,11 @@ from typing import Generic, TypeVar
 
 from store.answers import (
     GONE_SECONDS,
-    INVALIDATED,
     Beat,
     ClaimAnswer,
     ClaimState,
     Failure,
+    GoneReason,
     NodeInfo,
     Publication,
     Publishing,
@@ -286,7 +286,7 @@ class MemoryStore(MetadataStore):
             items = [item for item, _ in self._records.items() if item[0] == namespace]
             for item in items:
                 self._records.drop(item)
-                self._gone.put(item, INVALIDATED, GONE_SECONDS)
+                self._gone.put(item, GoneReason.INVALIDATED, GONE_SECONDS)
             return len(items)
 
     def server_info(self) -> ServerInfo:

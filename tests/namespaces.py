@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from connectors.namespace import engine_identity
-from connectors.naming import NAMESPACE_PENDING, Identity, Naming
+from connectors.naming import Identity, Naming
 from connectors.settings import SharedSettings
 from connectors.weights_digest import DigestCache
+from lookup_buffer.errors import MissReason
 from lookup_buffer.namespace import Namespace
 from nodes import wait_until
 
@@ -26,7 +27,9 @@ def namespace_of(identity: Identity) -> Namespace:
 
 def when_settled(naming: Naming) -> Namespace | None:
     """The namespace, once it is known; None where it cannot be told."""
-    wait_until(lambda: naming.namespace or naming.reason != NAMESPACE_PENDING, HASHED_SECONDS)
+    wait_until(
+        lambda: naming.namespace or naming.reason != MissReason.NAMESPACE_PENDING, HASHED_SECONDS
+    )
     return naming.namespace
 
 

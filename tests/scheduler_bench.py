@@ -12,7 +12,7 @@ from connectors.ec.metadata import StepMetadata
 from connectors.ec.scheduler import EcScheduler
 from connectors.ec.shape import EngineShape
 from connectors.settings import ConnectorSettings
-from lookup_buffer.claimed import ClaimSetState
+from lookup_buffer.inserted import ClaimOutcome
 
 WAIT_SECONDS = 5.0
 METADATA_WAIT_SECONDS = 20.0
@@ -79,7 +79,7 @@ class Bench:
         return [keys for name, keys, _ in self.buffer.calls if name == "prefetch"]
 
 
-def make_bench(answers: ClaimSetState = ClaimSetState.PENDING, **raw: object) -> Bench:
+def make_bench(answers: ClaimOutcome = ClaimOutcome.PENDING, **raw: object) -> Bench:
     """The node answers a set of claims when the test says so."""
     raw = {"claim_wait_seconds": BOUND_SECONDS, "claim_lease_seconds": LEASE_SECONDS, **raw}
     bench = Bench(**raw)  # type: ignore[arg-type]

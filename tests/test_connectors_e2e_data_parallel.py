@@ -13,7 +13,7 @@ import pytest
 
 from engines import START_SECONDS, Album, Reference, connector, engine_settings
 from examples.demo.engine import Question
-from lookup_buffer.node.claims import INTENT_SECONDS_MAX
+from lookup_buffer.times import INTENT_SECONDS_MAX
 from nodes import NodeProcess, StartNode, wait_until
 from openai_servers import COMPLETIONS, OpenAIServer, Reply, chat_of, parts_of
 from pulse import Pulse

@@ -3,7 +3,7 @@
 import pytest
 
 from connector_standins import make_request
-from lookup_buffer.claimed import ClaimSetState
+from lookup_buffer.inserted import ClaimOutcome
 from lookup_buffer.key import TensorKey
 from lookup_buffer.prefetched import PrefetchState
 from scheduler_bench import (
@@ -21,7 +21,7 @@ def test_what_nobody_has_is_claimed_in_sorted_order_before_it_is_encoded() -> No
     bench.store("B")
     request = make_request("r", "C", "B", "A", "C")
     assert not bench.ensure(request), "nobody may encode before it is known who does"
-    bench.buffer.fleet.settle(ClaimSetState.GRANTED)
+    bench.buffer.fleet.settle(ClaimOutcome.GRANTED)
     assert bench.ensure(request)
     assert claimed(bench) == [["A", "C"]]
     assert bench.buffer.fleet.waits_seconds == [BOUND_SECONDS]
@@ -35,16 +35,16 @@ def test_who_waited_loads_what_was_published() -> None:
     bench = make_bench()
     request = make_request("r", "A", "B")
     assert not bench.ensure(request)
-    bench.buffer.fleet.settle(ClaimSetState.PENDING)
+    bench.buffer.fleet.settle(ClaimOutcome.PENDING)
     bench.clock.now += BOUND_SECONDS / 2
     bench.build(0)
     assert not bench.ensure(request)
     bench.store("A")
-    bench.buffer.fleet.settle(ClaimSetState.STORED)
+    bench.buffer.fleet.settle(ClaimOutcome.STORED)
     assert not bench.ensure(request), "B has to be claimed anew, for nothing was kept"
     assert claimed(bench) == [["A", "B"], ["B"]]
     assert bench.buffer.fleet.waits_seconds == [BOUND_SECONDS, BOUND_SECONDS / 2]
-    bench.buffer.fleet.settle(ClaimSetState.GRANTED)
+    bench.buffer.fleet.settle(ClaimOutcome.GRANTED)
     assert bench.ensure(request)
     assert bench.allocate(request, 0)
     assert not bench.allocate(request, 1)
@@ -55,7 +55,7 @@ def test_the_wait_ends_with_its_bound_and_the_item_is_encoded_and_stored_all_the
     bench = make_bench()
     request = make_request("r", "A")
     bench.ensure(request)
-    bench.buffer.fleet.settle(ClaimSetState.PENDING)
+    bench.buffer.fleet.settle(ClaimOutcome.PENDING)
     bench.clock.now += BOUND_SECONDS - 0.01
     assert not bench.ensure(request)
     bench.clock.now += 0.01
@@ -75,10 +75,10 @@ def test_a_fault_is_an_encode_here(way: str) -> None:
     if way == "silent":  # not even that another has it
         bench.clock.now += WAIT_SECONDS
     elif way == "failed":
-        bench.buffer.fleet.settle(ClaimSetState.FAILED)
+        bench.buffer.fleet.settle(ClaimOutcome.FAILED)
     else:
         for _ in range(3):  # the store has it, and it cannot be fetched
-            bench.buffer.fleet.settle(ClaimSetState.STORED)
+            bench.buffer.fleet.settle(ClaimOutcome.STORED)
             bench.ensure(request)
     assert bench.ensure(request)
     assert not bench.allocate(request)
@@ -89,7 +89,7 @@ def test_a_fault_is_an_encode_here(way: str) -> None:
 
 def test_an_answer_from_before_the_publication_is_not_taken_for_one_after_it() -> None:
     """Also where another request that waited for the same bytes has not looked at it yet."""
-    bench = make_bench(ClaimSetState.STORED)
+    bench = make_bench(ClaimOutcome.STORED)
     requests = [make_request("r1", "A"), make_request("r2", "A")]
     bench.store("A", needs_fetch=True)
     assert [bench.ensure(request) for request in requests] == [False, False]
@@ -105,7 +105,7 @@ def test_the_budget_is_one_for_the_life_of_a_request() -> None:
     bench = make_bench()
     request = make_request("r", "A", "B")
     bench.ensure(request)
-    bench.buffer.fleet.settle(ClaimSetState.PENDING)
+    bench.buffer.fleet.settle(ClaimOutcome.PENDING)
     bench.clock.now += BOUND_SECONDS
     assert bench.ensure(request)
     bench.allocate(request, 0)
@@ -123,10 +123,10 @@ def test_waiting_for_an_encode_does_not_use_up_the_time_to_fetch_it() -> None:
     assert not bench.ensure(request)
     bench.buffer.settle(0, PrefetchState.RESIDENT)
     assert not bench.ensure(request)
-    bench.buffer.fleet.settle(ClaimSetState.PENDING)
+    bench.buffer.fleet.settle(ClaimOutcome.PENDING)
     bench.clock.now += WAIT_SECONDS + 1
     bench.store("A", needs_fetch=True)
-    bench.buffer.fleet.settle(ClaimSetState.STORED)
+    bench.buffer.fleet.settle(ClaimOutcome.STORED)
     assert not bench.ensure(request)
     bench.clock.now += WAIT_SECONDS - 1
     assert not bench.ensure(request)
@@ -138,7 +138,7 @@ def test_waiting_for_an_encode_does_not_use_up_the_time_to_fetch_it() -> None:
 @pytest.mark.parametrize("why", ["computed", "allocated", "waiting"])
 def test_a_running_request_never_waits(why: str) -> None:
     """It gets one more item while it runs, as a session with streaming input does."""
-    bench = make_bench(ClaimSetState.GRANTED)
+    bench = make_bench(ClaimOutcome.GRANTED)
     request = make_request("r", "A")
     assert bench.ensure(request)
     if why == "computed":
@@ -147,7 +147,7 @@ def test_a_running_request_never_waits(why: str) -> None:
         bench.allocate(request)
         bench.build()
     request.mm_features += make_request("r", "A", "B").mm_features[1:]
-    bench.buffer.fleet.answers = ClaimSetState.PENDING
+    bench.buffer.fleet.answers = ClaimOutcome.PENDING
     assert bench.ensure(request) == (why != "waiting")
     assert len(claimed(bench)) == (2 if why == "waiting" else 1)
     bench.allocate(request, 1)
@@ -156,7 +156,7 @@ def test_a_running_request_never_waits(why: str) -> None:
 
 
 def test_what_another_request_encoded_is_loaded_by_who_was_granted_it_and_had_no_room() -> None:
-    bench = make_bench(ClaimSetState.GRANTED)
+    bench = make_bench(ClaimOutcome.GRANTED)
     one, two = make_request("one", "A"), make_request("two", "A")
     assert bench.ensure(one)
     assert bench.ensure(two)
@@ -198,13 +198,13 @@ def test_a_pure_producer_claims_and_skips_what_another_published() -> None:
     request = make_request("r", "A")
     assert not bench.ensure(request)
     bench.store("A")
-    bench.buffer.fleet.settle(ClaimSetState.STORED)
+    bench.buffer.fleet.settle(ClaimOutcome.STORED)
     assert bench.ensure(request)
     assert bench.allocate(request), "stored already: no second encode"
 
 
 def test_what_was_granted_and_not_used_is_given_back_unless_another_request_wants_it() -> None:
-    bench = make_bench(ClaimSetState.GRANTED)
+    bench = make_bench(ClaimOutcome.GRANTED)
     one, two = make_request("one", "A", "B"), make_request("two", "B")
     assert bench.ensure(one)
     assert bench.ensure(two)
@@ -229,7 +229,7 @@ def test_who_is_aborted_while_it_waits_takes_its_question_back() -> None:
 
 
 def test_an_encode_is_renewed_by_passes_until_its_step_has_surely_run() -> None:
-    bench = make_bench(ClaimSetState.GRANTED, steps_in_flight=2)
+    bench = make_bench(ClaimOutcome.GRANTED, steps_in_flight=2)
     request = make_request("r", "A")
     bench.ensure(request)
     bench.allocate(request)
@@ -251,7 +251,7 @@ def test_an_encode_is_renewed_by_passes_until_its_step_has_surely_run() -> None:
 
 
 def test_the_bound_follows_what_encodes_take_here() -> None:
-    bench = make_bench(ClaimSetState.GRANTED, claim_wait_seconds=None, steps_in_flight=1)
+    bench = make_bench(ClaimOutcome.GRANTED, claim_wait_seconds=None, steps_in_flight=1)
     claims = bench.scheduler.claims
     assert claims.wait_seconds == 10.0
 
@@ -280,16 +280,16 @@ def test_what_another_request_came_to_encode_meanwhile_is_no_reason_to_encode_it
     one, two = make_request("one", "A"), make_request("two", "A", "B")
     bench.ensure(one)
     bench.ensure(two)
-    bench.buffer.fleet.settle(ClaimSetState.GRANTED, 0)
+    bench.buffer.fleet.settle(ClaimOutcome.GRANTED, 0)
     assert bench.ensure(one)
     bench.allocate(one)
     bench.build()
-    bench.buffer.fleet.settle(ClaimSetState.GRANTED, 1)
+    bench.buffer.fleet.settle(ClaimOutcome.GRANTED, 1)
     assert not bench.ensure(two)
     assert claimed(bench) == [["A"], ["A", "B"], ["B"]]
     bench.store("A")
     bench.build(freed=["A"])
-    bench.buffer.fleet.settle(ClaimSetState.GRANTED)
+    bench.buffer.fleet.settle(ClaimOutcome.GRANTED)
     assert bench.ensure(two)
     assert bench.allocate(two, 0), "vLLM evicted it, but it is stored"
     assert not bench.allocate(two, 1)
@@ -305,7 +305,7 @@ def test_what_another_request_comes_to_encode_is_not_waited_for_any_longer() -> 
     bench = make_bench()
     first, second = make_request("first", "A"), make_request("second", "A")
     bench.ensure(first)
-    bench.buffer.fleet.settle(ClaimSetState.GRANTED)
+    bench.buffer.fleet.settle(ClaimOutcome.GRANTED)
     assert not bench.ensure(second)
     assert bench.ensure(first)
     assert not bench.allocate(first)
@@ -315,7 +315,7 @@ def test_what_another_request_comes_to_encode_is_not_waited_for_any_longer() -> 
 
 
 def test_an_encode_that_vllm_took_back_in_the_same_pass_holds_up_nobody() -> None:
-    bench = make_bench(ClaimSetState.GRANTED)
+    bench = make_bench(ClaimOutcome.GRANTED)
     request = make_request("r", "A", "B")
     assert bench.ensure(request)
     bench.allocate(request, 0)

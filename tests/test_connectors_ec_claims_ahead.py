@@ -1,7 +1,7 @@
 """What a request that is seen for the first time claims beside asking whether anybody has it."""
 
 from connector_standins import Feature, Position, make_request
-from lookup_buffer.claimed import ClaimSetState
+from lookup_buffer.inserted import ClaimOutcome
 from lookup_buffer.prefetched import PrefetchState
 from scheduler_bench import claimed, counted, make_bench
 
@@ -12,7 +12,7 @@ def test_one_wait_where_nobody_has_it() -> None:
     request = make_request("r", "A")
     assert not bench.ensure(request)
     assert claimed(bench) == [["A"]], "while it is not known yet whether anybody has it"
-    bench.buffer.fleet.settle(ClaimSetState.GRANTED)
+    bench.buffer.fleet.settle(ClaimOutcome.GRANTED)
     assert not bench.ensure(request)
     bench.buffer.settle(0, PrefetchState.MISSING)
     assert bench.ensure(request), "the answer that is there is used"
@@ -29,7 +29,7 @@ def test_what_came_after_all_is_not_kept_from_others() -> None:
         request = make_request("r", "A")
         bench.ensure(request)
         if granted:
-            bench.buffer.fleet.settle(ClaimSetState.GRANTED)
+            bench.buffer.fleet.settle(ClaimOutcome.GRANTED)
         bench.buffer.settle(0, PrefetchState.RESIDENT)
         assert bench.ensure(request)
         assert bench.buffer.fleet.given_back == ["A"]
@@ -46,7 +46,7 @@ def test_of_two_that_one_of_came_the_other_is_claimed_alone() -> None:
         bench.store(name, needs_fetch=True)
     request = make_request("r", "A", "B")
     bench.ensure(request)
-    bench.buffer.fleet.settle(ClaimSetState.STORED)
+    bench.buffer.fleet.settle(ClaimOutcome.STORED)
     bench.buffer.settle(0, PrefetchState.RESIDENT)
     bench.buffer.settle(0, PrefetchState.MISSING)
     assert not bench.ensure(request)
@@ -70,7 +70,7 @@ def test_who_is_aborted_takes_it_back() -> None:
     bench = make_bench()
     bench.store("A", needs_fetch=True)
     bench.ensure(make_request("r", "A"))
-    bench.buffer.fleet.settle(ClaimSetState.GRANTED)
+    bench.buffer.fleet.settle(ClaimOutcome.GRANTED)
     bench.build(finished=["r"])
     assert bench.buffer.fleet.given_back == ["A"]
     assert len(bench.scheduler.claims) == 0
@@ -80,7 +80,7 @@ def test_one_request_gives_nothing_back_that_another_asked_for() -> None:
     bench = make_bench()
     bench.store("A", needs_fetch=True)
     bench.ensure(make_request("first", "A"))
-    bench.buffer.fleet.settle(ClaimSetState.GRANTED)
+    bench.buffer.fleet.settle(ClaimOutcome.GRANTED)
     second = make_request("second", "A")
     bench.ensure(second)
     bench.buffer.settle(0, PrefetchState.MISSING)

@@ -5,14 +5,15 @@ from typing import Any
 import pytest
 
 from connector_standins import make_request
-from connectors.ec.claims import INTENT_SECONDS, LATE_MAX, LATE_SECONDS
-from lookup_buffer.claimed import ClaimSetState
+from connectors.ec.claims import LATE_MAX, LATE_SECONDS
+from lookup_buffer.inserted import ClaimOutcome
 from lookup_buffer.prefetched import PrefetchState
+from lookup_buffer.times import INTENT_SECONDS
 from scheduler_bench import LEASE_SECONDS, WAIT_SECONDS, Bench, claimed, counted, make_bench
 
 
 def test_waiting_for_a_seat_in_vllm_does_not_use_up_the_time_to_fetch() -> None:
-    bench = make_bench(ClaimSetState.STORED)
+    bench = make_bench(ClaimOutcome.STORED)
     bench.store("A", needs_fetch=True)
     request = make_request("r", "A")
     assert not bench.ensure(request), "from now on it has its time for bytes"
@@ -26,7 +27,7 @@ def test_waiting_for_a_seat_in_vllm_does_not_use_up_the_time_to_fetch() -> None:
 
 
 def test_an_intent_that_lapsed_before_vllm_had_room_is_asked_for_again() -> None:
-    bench = make_bench(ClaimSetState.GRANTED)
+    bench = make_bench(ClaimOutcome.GRANTED)
     request = make_request("r", "A")
     assert bench.ensure(request)
     bench.clock.now += 0.9 * INTENT_SECONDS
@@ -44,12 +45,12 @@ def test_a_grant_that_vllm_looked_at_too_late_is_asked_for_again() -> None:
     bench = make_bench()
     request = make_request("r", "A")
     assert not bench.ensure(request)
-    bench.buffer.fleet.settle(ClaimSetState.GRANTED)
+    bench.buffer.fleet.settle(ClaimOutcome.GRANTED)
     bench.clock.now += 1.0
     assert not bench.ensure(request)
     assert claimed(bench) == [["A"], ["A"]]
     bench.store("A")
-    bench.buffer.fleet.settle(ClaimSetState.STORED)
+    bench.buffer.fleet.settle(ClaimOutcome.STORED)
     assert bench.ensure(request)
     assert bench.allocate(request)
     assert counted(bench)["claim:late"] == 1
@@ -61,7 +62,7 @@ def test_grants_that_vllm_always_looks_at_too_late_do_not_keep_a_request_back() 
     request = make_request("r", "A")
     for _ in range(LATE_MAX + 1):
         assert not bench.ensure(request)
-        bench.buffer.fleet.settle(ClaimSetState.GRANTED)
+        bench.buffer.fleet.settle(ClaimOutcome.GRANTED)
         bench.clock.now += 1.0
     assert bench.ensure(request)
     assert not bench.allocate(request)
@@ -74,10 +75,10 @@ def test_a_grant_that_was_seen_in_time_begins_the_count_anew() -> None:
     request = make_request("r", "A")
     for _ in range(LATE_MAX + 1):
         assert not bench.ensure(request)
-        bench.buffer.fleet.settle(ClaimSetState.GRANTED)
+        bench.buffer.fleet.settle(ClaimOutcome.GRANTED)
         bench.clock.now += 1.0
         assert not bench.ensure(request), "it never goes on without a claim"
-        bench.buffer.fleet.settle(ClaimSetState.GRANTED)
+        bench.buffer.fleet.settle(ClaimOutcome.GRANTED)
         assert bench.ensure(request)
         bench.build(0)
         bench.clock.now += 1.0
@@ -91,14 +92,14 @@ def test_answers_to_late_questions_are_waited_for_within_a_bound_for_each_pass(
     requests = [make_request(name, name) for name in "abc"]
     for request in requests:
         assert not bench.ensure(request)
-        bench.buffer.fleet.settle(ClaimSetState.GRANTED)
+        bench.buffer.fleet.settle(ClaimOutcome.GRANTED)
     ask, timeouts = bench.buffer.claim_all, []
 
     def answered_after_a_while(keys: Any, *, wait_seconds: float, timeout: float) -> Any:
         timeouts.append(timeout)
         bench.clock.now += min(timeout, LATE_SECONDS * 0.7)
         one = ask(keys, wait_seconds=wait_seconds, timeout=timeout)
-        one.state = ClaimSetState.GRANTED
+        one.state = ClaimOutcome.GRANTED
         return one
 
     monkeypatch.setattr(bench.buffer, "claim_all", answered_after_a_while)
@@ -111,7 +112,7 @@ def test_answers_to_late_questions_are_waited_for_within_a_bound_for_each_pass(
 
 
 def test_waiting_for_vllms_room_does_not_use_up_the_time_to_fetch_what_another_encoded() -> None:
-    bench = make_bench(ClaimSetState.GRANTED)
+    bench = make_bench(ClaimOutcome.GRANTED)
     bench.store("A", needs_fetch=True)
     request = make_request("r", "A")
     assert not bench.ensure(request), "from now on it has its time for bytes"
@@ -129,7 +130,7 @@ def test_waiting_for_vllms_room_does_not_use_up_the_time_to_fetch_what_another_e
 
 def running_bench() -> tuple[Bench, Any]:
     """A request that encodes one of its two items and has the other still ahead."""
-    bench = make_bench(ClaimSetState.GRANTED)
+    bench = make_bench(ClaimOutcome.GRANTED)
     request = make_request("r", "A", "B")
     assert bench.ensure(request)
     assert not bench.allocate(request, 0)

@@ -13,7 +13,7 @@ from connector_standins import (
     pixels,
 )
 from connectors.settings import parse_settings
-from lookup_buffer.claimed import ClaimSetState
+from lookup_buffer.inserted import ClaimOutcome
 from lookup_buffer.prefetched import PrefetchState
 from nodes import wait_until
 from scheduler_bench import METADATA_WAIT_SECONDS, Bench
@@ -134,12 +134,12 @@ def test_request_with_metadata_alone_passes_once_its_producer_published() -> Non
 
 def test_request_with_metadata_alone_waits_longer_for_who_has_the_claim() -> None:
     bench = Bench()
-    bench.buffer.fleet.answers = ClaimSetState.PENDING
+    bench.buffer.fleet.answers = ClaimOutcome.PENDING
     request = make_request("r", "A", metadata_only=True)
     assert not bench.ensure(request)
     bench.clock.now += METADATA_WAIT_SECONDS
     assert not bench.ensure(request)
-    bench.buffer.fleet.settle(ClaimSetState.PENDING)  # another engine has it
+    bench.buffer.fleet.settle(ClaimOutcome.PENDING)  # another engine has it
     bench.clock.now += 500 - METADATA_WAIT_SECONDS
     assert not bench.ensure(request)
     assert not bench.scheduler.gate.take_unavailable_requests()
@@ -150,18 +150,18 @@ def test_request_with_metadata_alone_waits_longer_for_who_has_the_claim() -> Non
 
 @pytest.mark.parametrize(
     ("end", "reason"),
-    [(ClaimSetState.HELD, "claimed"), (ClaimSetState.GRANTED, "absent")],
+    [(ClaimOutcome.HELD, "claimed"), (ClaimOutcome.GRANTED, "absent")],
 )
 def test_request_with_metadata_alone_fails_when_nobody_is_at_it_any_more(
-    end: ClaimSetState, reason: str
+    end: ClaimOutcome, reason: str
 ) -> None:
     bench = Bench()
-    bench.buffer.fleet.answers = ClaimSetState.PENDING
+    bench.buffer.fleet.answers = ClaimOutcome.PENDING
     request = make_request("r", "A", metadata_only=True)
     assert not bench.ensure(request)
     bench.clock.now += METADATA_WAIT_SECONDS
     assert not bench.ensure(request)
-    bench.buffer.fleet.settle(ClaimSetState.PENDING)
+    bench.buffer.fleet.settle(ClaimOutcome.PENDING)
     assert not bench.ensure(request)
     assert not bench.scheduler.gate.take_unavailable_requests()
     bench.buffer.fleet.settle(end)
@@ -173,13 +173,13 @@ def test_request_with_metadata_alone_fails_when_nobody_is_at_it_any_more(
 
 def test_request_with_metadata_alone_waits_for_600_seconds_at_most() -> None:
     bench = Bench()
-    bench.buffer.fleet.answers = ClaimSetState.PENDING
+    bench.buffer.fleet.answers = ClaimOutcome.PENDING
     request = make_request("r", "A", metadata_only=True)
     assert not bench.ensure(request)
     bench.clock.now += METADATA_WAIT_SECONDS
     assert not bench.ensure(request)
     assert bench.buffer.fleet.waits_seconds == [600 - METADATA_WAIT_SECONDS]
-    bench.buffer.fleet.settle(ClaimSetState.PENDING)
+    bench.buffer.fleet.settle(ClaimOutcome.PENDING)
     bench.clock.now += 600 - METADATA_WAIT_SECONDS
     assert not bench.ensure(request)
     assert bench.scheduler.gate.take_unavailable_requests()["r"].reason == "claimed"
@@ -210,7 +210,7 @@ def test_request_with_metadata_alone_is_not_failed_for_what_vllm_did_not_look_at
     assert not bench.ensure(request)
     bench.buffer.end_waits()
     bench.store("A", needs_fetch=True)
-    bench.buffer.fleet.answers = ClaimSetState.STORED
+    bench.buffer.fleet.answers = ClaimOutcome.STORED
     bench.clock.now += 3 * METADATA_WAIT_SECONDS
     for _ in range(2):
         assert not bench.ensure(request)

@@ -7,7 +7,7 @@ import pytest
 
 from connector_standins import make_request
 from connectors.pass_time import IdleTime
-from lookup_buffer.claimed import ClaimSetState
+from lookup_buffer.inserted import ClaimOutcome
 from scheduler_bench import Bench, Clock
 
 IDLE_SECONDS = 5.0
@@ -16,7 +16,7 @@ SOON_SECONDS = 0.5
 
 def make_bench() -> Bench:
     bench = Bench(idle_wait_seconds=1.0, claim_wait_seconds=30.0)
-    bench.buffer.fleet.answers = ClaimSetState.PENDING
+    bench.buffer.fleet.answers = ClaimOutcome.PENDING
     return bench
 
 
@@ -24,7 +24,7 @@ def granted(bench: Bench) -> None:
     time.sleep(0.05)
     one = bench.buffer.fleet.sets[-1]
     with one.settled:
-        bench.buffer.fleet.settle(ClaimSetState.GRANTED)
+        bench.buffer.fleet.settle(ClaimOutcome.GRANTED)
         one.settled.notify_all()
 
 

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from connectors.naming import NAMESPACE_PENDING, NAMESPACE_UNKNOWN, Identity, Naming
+from connectors.naming import Identity, Naming
 from connectors.weights import WeightsSource, weights_source
 from connectors.weights_digest import SETTLED_NS, DigestCache
+from lookup_buffer.errors import MissReason
 from namespaces import when_settled
 from nodes import wait_until
 from test_connectors_namespace import vllm_config
@@ -131,7 +132,7 @@ def test_weights_that_nothing_names_are_not_shared(
     named = str(tmp_path / "empty") if model == "empty" else model
     naming = engines.start(weights_source(config(named), ""))
     assert when_settled(naming) is None
-    assert naming.reason == NAMESPACE_UNKNOWN
+    assert naming.reason == MissReason.NAMESPACE_UNKNOWN
     (line,) = [record.getMessage() for record in caplog.records]
     assert "shares nothing" in line
     assert "weights_version" in line
@@ -161,7 +162,7 @@ def test_nothing_waits_for_the_hash(engines: Namings, cache: DigestCache, tmp_pa
     with cache.lock(threading.Event()):
         first, second = engines.start(source), engines.start(source)
         assert first.namespace is None
-        assert first.reason == NAMESPACE_PENDING
+        assert first.reason == MissReason.NAMESPACE_PENDING
         second.close()
         assert second.namespace is None
     assert when_settled(first) is not None
@@ -273,7 +274,7 @@ def test_files_that_change_after_the_worker_looked(
         link.symlink_to(checkpoint(tmp_path / "another"))
     naming = engines.start(source)
     assert when_settled(naming) is None
-    assert naming.reason == NAMESPACE_UNKNOWN
+    assert naming.reason == MissReason.NAMESPACE_UNKNOWN
     assert "shares nothing" in caplog.text
 
 

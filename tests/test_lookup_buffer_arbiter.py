@@ -8,8 +8,8 @@ import torch
 
 from claiming import NAMESPACE, ask, claim_in, keys, settled
 from clusters import ValkeyCluster, slot_of
-from lookup_buffer.claimed import ClaimOutcome, ClaimSetState
 from lookup_buffer.client import EngineSeat
+from lookup_buffer.inserted import ClaimOutcome
 from lookup_buffer.prefetched import PrefetchState
 from mirrors import kill_lanes
 from nodes import NodeProcess, StartNode, key, wait_until, with_store
@@ -43,7 +43,7 @@ def test_a_new_item_is_one_question_to_the_server(
         for name in names:
             (handle,), claims = buffer.prefetch_and_claim([name], wait_seconds=5.0, timeout=5.0)
             assert handle.wait(5.0) is PrefetchState.MISSING
-            assert settled(claims) is ClaimSetState.GRANTED
+            assert settled(claims) is ClaimOutcome.GRANTED
         after = calls(valkey_server)
         buffer.unclaim(names)
     asked = {name: after[name] - before.get(name, 0) for name in after}
@@ -125,4 +125,4 @@ def test_engines_that_wait_for_the_same_keys_leave_the_server_alone(
         # Each looks once a second by itself; thousands where they wake each other.
         assert calls(valkey_server)["evalsha"] - before < 1000
         holder.insert(second, torch.ones(3))
-        assert [settled(one, 5.0) for one in waits] == [ClaimSetState.STORED] * len(waits)
+        assert [settled(one, 5.0) for one in waits] == [ClaimOutcome.STORED] * len(waits)

@@ -27,13 +27,13 @@ from lookup_buffer.node.owners import (
     AGAIN_PART_MIN,
     AGAIN_SECONDS,
     AGAIN_SECONDS_MAX,
-    IDLE_SECONDS,
     UNREACHED,
     Answer,
     Owner,
 )
 from lookup_buffer.prefetched import LoadOrder
 from lookup_buffer.request import Request
+from lookup_buffer.times import OWNER_IDLE_SECONDS
 from lookup_buffer.wire import encode_frame
 from nodes import NodeProcess, Nodes, at_rest, handoff, wait_until
 from ports import free_port
@@ -240,12 +240,12 @@ def test_a_link_is_needed_until_the_last_lease_on_it_is_over() -> None:
     loop.run_for(0.1)
     assert connecting == [owner]
     owner.connected(ours)
-    loop.ahead_seconds += 2 * IDLE_SECONDS
+    loop.ahead_seconds += 2 * OWNER_IDLE_SECONDS
     idle = [owner.is_idle]  # not while somebody waits for an answer
     theirs.sendall(encode_frame({"id": 1, "state": "leased", "lease_seconds": 200.0}))
     loop.run_for(0.2)
     assert [answer.state for answer in answers] == ["leased"]
-    for seconds in (200.0 + IDLE_SECONDS - 1.0, 2.0):
+    for seconds in (200.0 + OWNER_IDLE_SECONDS - 1.0, 2.0):
         loop.ahead_seconds += seconds
         idle.append(owner.is_idle)
     assert idle == [False, False, True]

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from contract_store import a_record
-from lookup_buffer.claimed import ClaimOutcome
 from lookup_buffer.errors import MissingTensor
+from lookup_buffer.inserted import ClaimOutcome
 from lookup_buffer.namespace import Namespace
 from nodes import NodeProcess, StartNode, key, wait_until
 from servers import StartServer, command

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from claiming import NAMESPACE, SOON_SECONDS, WAIT_SECONDS, ask, claim_in, keys, settled
-from lookup_buffer.claimed import ClaimOutcome, ClaimSetState
+from lookup_buffer.inserted import ClaimOutcome
 from lookup_buffer.key import TensorKey
 from lookup_buffer.messages import ClaimAll
 from lookup_buffer.node.claim_sets import ClaimSets
@@ -37,14 +37,14 @@ def test_what_nobody_has_is_granted_as_intents(
 ) -> None:
     names = keys(3)
     with node_pair[0].client() as buffer:
-        assert ask(buffer, names).state is ClaimSetState.GRANTED
+        assert ask(buffer, names).state is ClaimOutcome.GRANTED
         assert [b":intent:" in claim_in(valkey_server, name) for name in names] == [True] * 3
         buffer.encoding(names, lease_seconds=20.0)
         wait_until(lambda: b":encoding:" in claim_in(valkey_server, names[2]), 2.0)
         buffer.unclaim(names)
         for name in names:
             wait_until(lambda name=name: claim_in(valkey_server, name) == b"$-1", 2.0)  # type: ignore[misc]
-        assert ask(buffer, []).state is ClaimSetState.GRANTED
+        assert ask(buffer, []).state is ClaimOutcome.GRANTED
 
 
 def test_who_waits_holds_nothing_of_its_set(node_pair: Pair, valkey_server: EmbeddedServer) -> None:
@@ -54,17 +54,17 @@ def test_who_waits_holds_nothing_of_its_set(node_pair: Pair, valkey_server: Embe
             first, second = keys(2)
             assert holder.claim(second, lease_seconds=600.0).granted
             waits = ask(other, [second, first])
-            assert (waits.state, waits.key) == (ClaimSetState.PENDING, second.text)
+            assert (waits.state, waits.key) == (ClaimOutcome.PENDING, second.text)
             assert waits.holder.startswith(node_pair[0].node_id)
             if holds_within(lambda: claim_in(valkey_server, first) == b"$-1", 0.5):  # noqa: B023
                 break
         else:
             pytest.fail("it is kept until its intent lapses")
         # Late news of the second makes the waiter look again, for which it takes the first briefly.
-        assert settled(ask(holder, [first])) is ClaimSetState.GRANTED
+        assert settled(ask(holder, [first])) is ClaimOutcome.GRANTED
         holder.unclaim([first])
         holder.insert(second, torch.ones(3))
-        assert settled(waits) is ClaimSetState.STORED
+        assert settled(waits) is ClaimOutcome.STORED
         assert waits.key == second.text
 
 
@@ -86,13 +86,13 @@ hear()
         holder.say(1.0 if way == "lease" else 600.0)
         assert holder.hear() is True
         waits = ask(other, names)
-        assert waits.state is ClaimSetState.PENDING
+        assert waits.state is ClaimOutcome.PENDING
         if way == "kill":
             holder.kill()
         elif way != "lease":
             holder.say(way)
             holder.say(names[1])
-        assert settled(waits) is ClaimSetState.GRANTED
+        assert settled(waits) is ClaimOutcome.GRANTED
         with node_pair[0].client() as third:
             assert not third.claim(names[0], lease_seconds=1.0).granted
 
@@ -100,8 +100,8 @@ hear()
 def test_an_intent_that_came_to_nothing_holds_others_for_a_second(node_pair: Pair) -> None:
     (name,) = keys(1)
     with node_pair[0].client() as holder, node_pair[1].client() as other:
-        assert ask(holder, [name]).state is ClaimSetState.GRANTED
-        assert settled(ask(other, [name])) is ClaimSetState.GRANTED
+        assert ask(holder, [name]).state is ClaimOutcome.GRANTED
+        assert settled(ask(other, [name])) is ClaimOutcome.GRANTED
 
 
 def test_a_wait_in_vain_says_who_has_it(node_pair: Pair) -> None:
@@ -110,7 +110,7 @@ def test_a_wait_in_vain_says_who_has_it(node_pair: Pair) -> None:
         assert holder.claim(names[1], lease_seconds=30.0).granted
         started = time.monotonic()
         waits = ask(other, names, wait_seconds=0.5)
-        assert settled(waits) is ClaimSetState.HELD
+        assert settled(waits) is ClaimOutcome.HELD
         assert 0.4 < time.monotonic() - started < scaled(0.5)
         assert waits.holder.startswith(node_pair[0].node_id)
 
@@ -129,7 +129,7 @@ def test_who_gave_up_gets_nothing(node_pair: Pair, valkey_server: EmbeddedServer
         assert holder.release_claim(names[1])
         time.sleep(0.3)
         assert [claim_in(valkey_server, name) for name in names] == [b"$-1"] * 2
-        assert waits.state is not ClaimSetState.GRANTED
+        assert waits.state is not ClaimOutcome.GRANTED
         other.unclaim(names, waits)  # once more changes nothing
 
 
@@ -144,10 +144,8 @@ def test_crossing_pairs_of_many_engines_all_get_their_turn(node_pair: Pair) -> N
         deadline = time.monotonic() + scaled(60.0)
         while min(rounds.values()) < 3:
             assert time.monotonic() < deadline, f"somebody never has a turn: {rounds}"
-            granted = [n for n, one in sets.items() if one.state is ClaimSetState.GRANTED]
-            assert all(
-                sets[n].state in (ClaimSetState.GRANTED, ClaimSetState.PENDING) for n in sets
-            )
+            granted = [n for n, one in sets.items() if one.state is ClaimOutcome.GRANTED]
+            assert all(sets[n].state in (ClaimOutcome.GRANTED, ClaimOutcome.PENDING) for n in sets)
             for n in granted:
                 rounds[n] += 1
                 buffers[n].unclaim(pairs[n])
@@ -166,9 +164,9 @@ def test_a_store_that_freezes_grants_those_who_wait(
     with nodes[0].client() as holder, nodes[1].client() as other:
         assert holder.claim(names[1], lease_seconds=30.0).granted
         waits = ask(other, names)
-        assert waits.state is ClaimSetState.PENDING
+        assert waits.state is ClaimOutcome.PENDING
         with frozen(server):
-            assert settled(waits, 3.0) is ClaimSetState.GRANTED
+            assert settled(waits, 3.0) is ClaimOutcome.GRANTED
 
 
 def test_a_node_that_dies_fails_those_who_wait(start_node: StartNode, node_pair: Pair) -> None:
@@ -178,8 +176,8 @@ def test_a_node_that_dies_fails_those_who_wait(start_node: StartNode, node_pair:
         assert holder.claim(names[1], lease_seconds=30.0).granted
         waits = ask(other, names)
         node.kill()
-        assert settled(waits, 2.0) is ClaimSetState.FAILED
-        assert ask(other, names).state is ClaimSetState.FAILED
+        assert settled(waits, 2.0) is ClaimOutcome.FAILED
+        assert ask(other, names).state is ClaimOutcome.FAILED
         other.encoding(names, lease_seconds=1.0)
         other.unclaim(names)
 
@@ -191,7 +189,7 @@ def test_what_is_stored_here_or_elsewhere_is_not_granted(node_pair: Pair) -> Non
         wait_until(lambda: there.has_caches([names[1]], timeout=1.0)[0], 10.0)
         for buffer in (here, there):
             one = ask(buffer, names)
-            assert (one.state, one.key) == (ClaimSetState.STORED, names[1].text)
+            assert (one.state, one.key) == (ClaimOutcome.STORED, names[1].text)
         free = here.claim(
             names[0], lease_seconds=1.0, state=ClaimState.INTENT, timeout=SOON_SECONDS
         )
@@ -203,16 +201,16 @@ def test_prefetched_and_claimed_in_one_message(node_pair: Pair) -> None:
     with node_pair[0].client() as mine, node_pair[1].client() as other:
         handles, claims = mine.prefetch_and_claim([nowhere], wait_seconds=5.0, timeout=5.0)
         assert handles[0].state is PrefetchState.MISSING
-        assert settled(claims) is ClaimSetState.GRANTED
+        assert settled(claims) is ClaimOutcome.GRANTED
         _, held = other.prefetch_and_claim([nowhere], wait_seconds=0.0, timeout=5.0)
-        assert settled(held) is ClaimSetState.HELD
+        assert settled(held) is ClaimOutcome.HELD
         mine.insert(here, torch.ones(3))
         other.insert(there, torch.ones(3))
         wait_until(lambda: mine.has_caches([there], timeout=1.0)[0], 10.0)
         for name in (here, there):
             (handle,), claims = mine.prefetch_and_claim([name], wait_seconds=5.0, timeout=5.0)
             assert handle.state is PrefetchState.RESIDENT
-            assert settled(claims) is ClaimSetState.STORED
+            assert settled(claims) is ClaimOutcome.STORED
             mine.release(handle)
 
 
@@ -221,13 +219,13 @@ def test_prefetched_and_claimed_where_neither_can_be(start_node: StartNode) -> N
     with node.client() as buffer:
         many = [TensorKey(f"{number}-{'k' * 200}") for number in range(2000)]
         handles, claims = buffer.prefetch_and_claim(many, wait_seconds=5.0, timeout=5.0)
-        assert claims.state is ClaimSetState.FAILED, "more than one message takes"
+        assert claims.state is ClaimOutcome.FAILED, "more than one message takes"
         assert {handle.state for handle in handles} == {PrefetchState.MISSING}
         node.kill()
         wait_until(lambda: not buffer.boot, 10.0)
         handles, claims = buffer.prefetch_and_claim(keys(2), wait_seconds=5.0, timeout=5.0)
         assert {handle.state for handle in handles} == {PrefetchState.FAILED}
-        assert claims.state is ClaimSetState.FAILED
+        assert claims.state is ClaimOutcome.FAILED
 
 
 class _Watched:

@@ -8,8 +8,9 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from lookup_buffer.claimed import ClaimAnswer, ClaimOutcome
+from lookup_buffer.claimed import ClaimAnswer
 from lookup_buffer.client import EngineSeat, InsertOutcome, LookupBuffer
+from lookup_buffer.inserted import ClaimOutcome
 from lookup_buffer.key import TensorKey
 from lookup_buffer.namespace import Namespace
 from lookup_buffer.store_access import TIMEOUT_SECONDS
@@ -335,7 +336,7 @@ def test_of_many_contenders_one_produces(node_pair: Pair) -> None:
     """Two processes on each of two nodes want the same keys; each key is produced once."""
     source = """
 import time
-from lookup_buffer.claimed import ClaimOutcome
+from lookup_buffer.inserted import ClaimOutcome
 produced, wrong = [], []
 for name in hear():
     answer = buffer.claim(TensorKey(name), lease_seconds=20.0, timeout=20.0)

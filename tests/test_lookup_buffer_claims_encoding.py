@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from claiming import ask, claim_in, keys, settled
-from lookup_buffer.claimed import ClaimSetState
 from lookup_buffer.client import EngineSeat
+from lookup_buffer.inserted import ClaimOutcome
 from lookup_buffer.key import TensorKey
 from nodes import NodeProcess, holds_within, wait_until, with_store
 from store import ClaimState, EmbeddedServer
@@ -26,17 +26,17 @@ def test_an_encode_is_told_before_its_intent_lapses(
     with node_pair[0].client() as holder, node_pair[1].client() as other:
 
         def is_told_in_time(name: TensorKey) -> bool:
-            assert ask(holder, [name]).state is ClaimSetState.GRANTED
+            assert ask(holder, [name]).state is ClaimOutcome.GRANTED
             holder.encoding([name], lease_seconds=600.0)
             waits = ask(other, [name])
             # For an intent and a half.
             if holds_within(lambda: claim_in(valkey_server, name) == b"$-1", 1.5):
                 other.unclaim([name], waits)
                 return False
-            assert (waits.state, waits.holder != "") == (ClaimSetState.PENDING, True)
+            assert (waits.state, waits.holder != "") == (ClaimOutcome.PENDING, True)
             assert b":encoding:" in claim_in(valkey_server, name)
             holder.insert(name, torch.ones(3))
-            assert settled(waits) is ClaimSetState.STORED
+            assert settled(waits) is ClaimOutcome.STORED
             return True
 
         # A node that gets no processor for half a second is late.
@@ -50,7 +50,7 @@ def test_an_encode_that_is_over_before_it_had_to_be_told_never_is(
     with node_pair[0].client() as holder:
 
         def ends_before_its_intent_lapses(name: TensorKey) -> bool:
-            assert ask(holder, [name]).state is ClaimSetState.GRANTED
+            assert ask(holder, [name]).state is ClaimOutcome.GRANTED
             holder.encoding([name], lease_seconds=600.0)
             if way == "insert":
                 holder.insert(name, torch.ones(3))
@@ -69,11 +69,11 @@ def test_what_the_engine_itself_is_encoding_is_waited_for(node_pair: Pair) -> No
     with node_pair[0].client(engine=seat) as buffer:
         buffer.encoding([first, second], lease_seconds=20.0)
         waits, given_back = ask(buffer, [first]), ask(buffer, [second])
-        assert (waits.state, given_back.state) == (ClaimSetState.PENDING, ClaimSetState.PENDING)
+        assert (waits.state, given_back.state) == (ClaimOutcome.PENDING, ClaimOutcome.PENDING)
         buffer.insert(first, torch.ones(3))
-        assert settled(waits) is ClaimSetState.STORED
+        assert settled(waits) is ClaimOutcome.STORED
         buffer.unclaim([second])
-        assert settled(given_back, 2.0) is ClaimSetState.GRANTED
+        assert settled(given_back, 2.0) is ClaimOutcome.GRANTED
 
 
 def test_what_the_engine_held_before_is_not_given_back(
@@ -83,10 +83,10 @@ def test_what_the_engine_held_before_is_not_given_back(
     seat = EngineSeat("claims-a-set", None, 1)
     with node_pair[0].client() as holder, node_pair[1].client(engine=seat) as other:
         assert holder.claim(second, lease_seconds=30.0).granted
-        assert ask(other, [first]).state is ClaimSetState.GRANTED
+        assert ask(other, [first]).state is ClaimOutcome.GRANTED
         other.encoding([first], lease_seconds=30.0)
         waits = ask(other, [first, second], wait_seconds=0.5)
-        assert settled(waits, 2.0) is ClaimSetState.HELD
+        assert settled(waits, 2.0) is ClaimOutcome.HELD
         assert claim_in(valkey_server, first) != b"$-1"
         wait_until(lambda: b":encoding:" in claim_in(valkey_server, first), 2.0)
 
@@ -99,7 +99,7 @@ def test_an_encode_belongs_to_the_session_that_told_of_it(
     seat = EngineSeat("attaches-again", None, 1)
     with node_pair[0].client(engine=seat) as buffer:
         with node_pair[0].client(engine=seat) as last:
-            assert ask(last, [name]).state is ClaimSetState.GRANTED
+            assert ask(last, [name]).state is ClaimOutcome.GRANTED
             buffer.encoding([name], lease_seconds=20.0)
             ask(buffer, keys(1))  # the node has heard it
         wait_until(lambda: b":encoding:" in claim_in(valkey_server, name), 2.0)
@@ -113,7 +113,7 @@ def test_an_encode_is_told_for_the_session_that_goes_on_with_it(
     seat = EngineSeat("goes-on", None, 1)
     with node_pair[0].client(engine=seat) as buffer:
         with node_pair[0].client(engine=seat) as last:
-            assert ask(last, [name]).state is ClaimSetState.GRANTED
+            assert ask(last, [name]).state is ClaimOutcome.GRANTED
             last.encoding([name], lease_seconds=20.0)
             ask(last, keys(1))  # the node has heard it
             assert buffer.claim(name, lease_seconds=20.0, state=ClaimState.INTENT).granted

@@ -5,8 +5,8 @@ from contextlib import closing
 import pytest
 
 from claiming import WAIT_SECONDS, ask, claim_in, keys
-from lookup_buffer.claimed import ClaimSetState
 from lookup_buffer.client import EngineSeat
+from lookup_buffer.inserted import ClaimOutcome
 from lookup_buffer.prefetched import PrefetchState
 from nodes import NodeProcess, StartNode, wait_until
 from relay import Relay
@@ -34,11 +34,11 @@ def test_what_was_given_back_before_the_store_granted_it_is_not_held(
         with frozen(valkey_server):
             buffer.encoding([name], lease_seconds=60.0)
             # Behind that: answered when the encode was granted unasked.
-            assert ask(buffer, keys(1)).state is ClaimSetState.GRANTED
+            assert ask(buffer, keys(1)).state is ClaimOutcome.GRANTED
             buffer.unclaim([name])
-            assert ask(buffer, keys(1)).state is ClaimSetState.GRANTED
+            assert ask(buffer, keys(1)).state is ClaimOutcome.GRANTED
         wait_until(lambda: claim_in(valkey_server, name) == b"$-1", 5.0)
-        assert ask(buffer, [name]).state is ClaimSetState.GRANTED
+        assert ask(buffer, [name]).state is ClaimOutcome.GRANTED
 
 
 def test_a_prefetch_does_not_wait_for_the_claims_of_many_keys(
@@ -56,5 +56,5 @@ def test_a_prefetch_does_not_wait_for_the_claims_of_many_keys(
             relay.delay(0.1)
             handles, claims = buffer.prefetch_and_claim(names, wait_seconds=WAIT_SECONDS)
             wait_until(lambda: all(h.state is PrefetchState.MISSING for h in handles), 2.5)
-            assert claims.state is ClaimSetState.PENDING
+            assert claims.state is ClaimOutcome.PENDING
             relay.delay(0.0)

@@ -8,13 +8,9 @@ import pytest
 from lookup_buffer.counters import Counters
 from lookup_buffer.errors import ProtocolError
 from lookup_buffer.header import TensorHeader
-from lookup_buffer.node.handoffs import (
-    BYTES_PER_SECOND_MIN,
-    REMEMBERED_SECONDS,
-    Handoffs,
-    Lease,
-)
+from lookup_buffer.node.handoffs import BYTES_PER_SECOND_MIN, Handoffs, Lease
 from lookup_buffer.node.shelf import Shelf
+from lookup_buffer.times import REMEMBERED_SECONDS
 from virtual_nodes import VirtualLoop
 
 NAME = ("f" * 64, "k@r")

@@ -3,8 +3,9 @@
 import pytest
 
 from lookup_buffer.errors import ConfigError
-from lookup_buffer.node.heartbeat import WATCH_SECONDS, Heartbeat, Pulse
+from lookup_buffer.node.heartbeat import Heartbeat, Pulse
 from lookup_buffer.node.identity import Identity
+from lookup_buffer.times import WATCH_SECONDS
 from memory_store import MemoryStore
 from store import Beat, NodeInfo, StoreUnavailable
 

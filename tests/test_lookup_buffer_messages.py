@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from lookup_buffer import errors, messages
 from lookup_buffer.errors import LookupBufferError, ProtocolError
 from lookup_buffer.fields import COUNT_MAX, is_fingerprint
-from lookup_buffer.lane import FALLBACKS, LANES
+from lookup_buffer.lane import LANES, Fallback
 from lookup_buffer.messages import (
     failure,
     parse,
@@ -76,7 +76,7 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "checksum": st.integers(0, 2**64 - 1),
     "mark": st.integers(1, 2**53 - 1),
     "ticket": counts,
-    "reason": st.sampled_from(["", *FALLBACKS]),
+    "reason": st.sampled_from(["", *Fallback]),
     "source": st.integers(0, LOCATIONS_MAX),
 }
 requests = st.sampled_from(KINDS).flatmap(

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from lookup_buffer.errors import MissReason
 from lookup_buffer.item import Address
 from lookup_buffer.node.locator import Answer, Located, Locator
 from lookup_buffer.node.resolver import Resolver
@@ -13,7 +14,7 @@ from store import Location, Record
 
 ADDRESS = ("namespace", "key")
 RECORD = Record(*ADDRESS, "uint8", (1,), 1, "tensor", 1.0)
-ABSENT = Located(None, (), "absent")
+ABSENT = Located(None, (), MissReason.ABSENT)
 FOUND = Located(RECORD, ((Location("node", "boot", 1, 1), "tcp://127.0.0.1:1"),), "")
 
 

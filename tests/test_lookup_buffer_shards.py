@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from clusters import ValkeyCluster
-from lookup_buffer.claimed import ClaimAnswer, ClaimOutcome
+from lookup_buffer.claimed import ClaimAnswer
 from lookup_buffer.client import LookupBuffer
 from lookup_buffer.errors import MissingTensor
+from lookup_buffer.inserted import ClaimOutcome
 from lookup_buffer.key import TensorKey
 from lookup_buffer.namespace import Namespace
 from lookup_buffer.prefetched import PrefetchState

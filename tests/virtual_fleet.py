@@ -14,8 +14,9 @@ from connector_standins import EMBED_BYTES, LedgerBuffer, LedgerHandle, Request,
 from connectors.ec.scheduler import EcScheduler
 from connectors.ec.shape import EngineShape
 from connectors.settings import ConnectorSettings
-from lookup_buffer.claimed import ClaimSet, ClaimSetState
+from lookup_buffer.claimed import ClaimSet
 from lookup_buffer.claiming import Claiming
+from lookup_buffer.inserted import ClaimOutcome
 from lookup_buffer.key import TensorKey
 from lookup_buffer.prefetched import PrefetchState
 from virtual_nodes import NAMESPACE, Store, VirtualLoop, VirtualNode, Way
@@ -120,7 +121,7 @@ class VirtualEngine:
         granted = (
             one.asked.keys
             for one in claims._claimants.values()
-            if one.asked is not None and one.asked.state is ClaimSetState.GRANTED
+            if one.asked is not None and one.asked.state is ClaimOutcome.GRANTED
         )
         unseen = {key.text for keys in granted for key in keys}
         # What was encoded is on its way to be published.

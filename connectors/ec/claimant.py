@@ -3,7 +3,8 @@
 import math
 from dataclasses import dataclass, field
 
-from lookup_buffer.claimed import ClaimSet, ClaimSetState
+from lookup_buffer.claimed import ClaimSet
+from lookup_buffer.inserted import ClaimOutcome
 from lookup_buffer.key import TensorKey
 
 
@@ -34,7 +35,7 @@ class Claimant:
     def still_waits(self, now: float, encodes_begun: int) -> bool:
         """Whether another is at it, as was seen before, and nothing has happened since."""
         asked = self.asked
-        if asked is None or asked.state is not ClaimSetState.PENDING or not asked.holder:
+        if asked is None or asked.state is not ClaimOutcome.PENDING or not asked.holder:
             return False
         if now >= self.until or not self.waited or self.encodes_seen != encodes_begun:
             return False

@@ -21,16 +21,14 @@ from connectors.ec.shape import EngineShape
 from connectors.ec.watch import RequestWatch, WatchedItem
 from connectors.media import Carried
 from connectors.settings import ConnectorSettings
-from lookup_buffer.claimed import ClaimSetState
+from lookup_buffer.inserted import ClaimOutcome
 from lookup_buffer.key import TensorKey
+from lookup_buffer.times import INTENT_SECONDS
 
 if TYPE_CHECKING:
     from lookup_buffer.client import LookupBuffer
     from lookup_buffer.prefetched import Prefetched
 
-INTENT_SECONDS = 0.6
-"""How long an intent is relied on. The node lets it live for a second, and has to hear before that
-is over that the encode has begun, also on a host that is short of processors."""
 WAIT_PER_ENCODE = 5.0
 """Whoever waits for another's encode waits so many times as long as one took here."""
 WAIT_SECONDS_MIN = 10.0
@@ -171,9 +169,9 @@ class EcClaims:
     def wait(self, watch: RequestWatch, timeout: float) -> bool:
         """Whether the answer for a request that asked is there, at the latest after `timeout`."""
         asked = self._claimants[watch.request_id].asked
-        if asked is not None and asked.state is ClaimSetState.PENDING and timeout > 0:
+        if asked is not None and asked.state is ClaimOutcome.PENDING and timeout > 0:
             asked.wait(timeout)
-        return asked is None or asked.state is not ClaimSetState.PENDING
+        return asked is None or asked.state is not ClaimOutcome.PENDING
 
     def still_waits(self, watch: RequestWatch) -> bool:
         """Whether `look` would only say WAIT; a fraction of its cost, for every pass."""
@@ -185,7 +183,7 @@ class EcClaims:
         granted is no longer sure, because vLLM was long busy with others, and is asked for anew."""
         claimant = self._claimants[watch.request_id]
         now = self._clock()
-        if claimant.asked is not None and claimant.asked.state is ClaimSetState.GRANTED:
+        if claimant.asked is not None and claimant.asked.state is ClaimOutcome.GRANTED:
             is_late = now >= claimant.ungranted_at + INTENT_SECONDS
             if is_late and claimant.late < LATE_MAX and now < claimant.until:
                 claimant.late += 1
@@ -240,30 +238,32 @@ class EcClaims:
             self._counters.add("claim:waited")
         if claimant.encodes_seen != self._encodes_begun:
             claimant.encodes_seen = self._encodes_begun
-            if asked.state in (ClaimSetState.PENDING, ClaimSetState.GRANTED):
+            if asked.state in (ClaimOutcome.PENDING, ClaimOutcome.GRANTED):
                 for identifier, key in claimant.keys.items():
                     if not self._intents.is_wanted(identifier, request_id):
                         # Another request of this engine has come to encode it meanwhile.
                         return self._stored(request_id, claimant, key.text)
         match asked.state:
-            case ClaimSetState.PENDING:
+            case ClaimOutcome.PENDING:
                 bound = claimant.until if asked.holder else claimant.answer_by
                 now = self._clock()
                 if now < min(bound, claimant.until):
                     claimant.ungranted_at = now
                     return Verdict.WAIT
-                return self._refused(request_id, claimant, "held" if asked.holder else "no_answer")
-            case ClaimSetState.GRANTED:
+                return self._refused(
+                    request_id, claimant, ClaimOutcome.HELD if asked.holder else "no_answer"
+                )
+            case ClaimOutcome.GRANTED:
                 return self._granted(request_id, claimant)
-            case ClaimSetState.STORED:
+            case ClaimOutcome.STORED:
                 return self._stored(request_id, claimant, asked.key)
-            case ClaimSetState.HELD:
-                return self._refused(request_id, claimant, "held")
-            case ClaimSetState.FAILED:
+            case ClaimOutcome.HELD:
+                return self._refused(request_id, claimant, ClaimOutcome.HELD)
+            case ClaimOutcome.FAILED:
                 return self._refused(request_id, claimant, "failed")
 
     def _granted(self, request_id: str, claimant: Claimant) -> Verdict:
-        self._counters.add("claim:granted")
+        self._counters.add(f"claim:{ClaimOutcome.GRANTED}")
         if self._clock() < claimant.ungranted_at + INTENT_SECONDS:
             claimant.late = 0
         claimant.asked = None
@@ -282,7 +282,7 @@ class EcClaims:
     def _refused(self, request_id: str, claimant: Claimant, reason: str) -> Verdict:
         """Encode all the same, without the claims."""
         self._counters.add(f"claim:{reason}")
-        if reason == "held":
+        if reason == ClaimOutcome.HELD:
             claimant.despite.update(claimant.keys)
         self._give_up(request_id, claimant)
         return Verdict.ENCODE
@@ -298,7 +298,7 @@ class EcClaims:
         asked, claimant.asked = claimant.asked, None
         claimant.lapses_at = math.inf
         # What was granted a moment ago may not have been looked at yet.
-        unseen = asked is not None and asked.state in (ClaimSetState.PENDING, ClaimSetState.GRANTED)
+        unseen = asked is not None and asked.state in (ClaimOutcome.PENDING, ClaimOutcome.GRANTED)
         if unseen:
             self._intents.may_be_granted(claimant.keys)
         free = []

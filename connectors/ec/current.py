@@ -6,11 +6,12 @@ nothing is stored. Owned by the scheduler's thread.
 """
 
 import threading
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from connectors.counters import logger
-from connectors.naming import NAMESPACE_PENDING, NAMESPACE_UNKNOWN
-from lookup_buffer.claimed import ClaimSet, ClaimSetState
+from lookup_buffer.claimed import ClaimSet
+from lookup_buffer.errors import MaybeMissed, MissReason
+from lookup_buffer.inserted import ClaimOutcome
 from lookup_buffer.prefetched import LoadOrder, Prefetched, PrefetchState
 
 if TYPE_CHECKING:
@@ -22,8 +23,9 @@ if TYPE_CHECKING:
     from lookup_buffer.key import TensorKey
 
 
-WEIGHTS_CHANGED: Final = "weights_changed"
-_REASONS = frozenset({NAMESPACE_PENDING, NAMESPACE_UNKNOWN, WEIGHTS_CHANGED})
+_REASONS = frozenset(
+    {MissReason.NAMESPACE_PENDING, MissReason.NAMESPACE_UNKNOWN, MissReason.WEIGHTS_CHANGED}
+)
 
 
 class CurrentBuffer:
@@ -53,7 +55,7 @@ class CurrentBuffer:
             self._namespace = namespace.fingerprint
 
     @property
-    def unshared(self) -> str:
+    def unshared(self) -> MaybeMissed:
         """Why nothing is shared now; empty where it is. Weights change between two passes."""
         if not self._outdated and self._flag is not None and self._flag.is_up():
             self._outdated = True
@@ -62,7 +64,7 @@ class CurrentBuffer:
                 "now on, until it is started again"
             )
         if self._outdated:
-            return WEIGHTS_CHANGED
+            return MissReason.WEIGHTS_CHANGED
         self._enter()
         return "" if self._namespace else self._naming.reason
 
@@ -79,7 +81,7 @@ class CurrentBuffer:
             return self._buffer.prefetch(keys, timeout=timeout, wait_seconds=wait_seconds)
         return self._in_vain(keys, reason)
 
-    def _in_vain(self, keys: "Sequence[TensorKey]", reason: str) -> list[Prefetched]:
+    def _in_vain(self, keys: "Sequence[TensorKey]", reason: MissReason) -> list[Prefetched]:
         return [Prefetched(key, self._settled, PrefetchState.FAILED, reason) for key in keys]
 
     def prefetch_and_claim(
@@ -91,7 +93,7 @@ class CurrentBuffer:
         return self._in_vain(keys, reason), self._unclaimed(keys)
 
     def _unclaimed(self, keys: "Sequence[TensorKey]") -> ClaimSet:
-        return ClaimSet(keys, self._settled, ClaimSetState.FAILED)
+        return ClaimSet(keys, self._settled, ClaimOutcome.FAILED)
 
     def has_caches(self, keys: "Sequence[TensorKey]", *, timeout: float = 0.05) -> list[bool]:
         if self.unshared:

@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING
 
 from connectors.ec.claimant import Claimant
 from connectors.ec.claims import EcClaims
-from connectors.ec.current import WEIGHTS_CHANGED
 from connectors.ec.pins import Pin, PinTable
 from connectors.ec.watch import RequestWatch, WatchedItem
 from connectors.media import Carried
-from connectors.naming import NAMESPACE_UNKNOWN
-from lookup_buffer.claimed import ClaimSetState
+from lookup_buffer.errors import MaybeMissed, MissReason
+from lookup_buffer.inserted import ClaimOutcome
 from lookup_buffer.prefetched import Prefetched, PrefetchState
 
 if TYPE_CHECKING:
@@ -34,9 +33,13 @@ ANSWER_SECONDS = 2.0
 what it says to be stored."""
 STORED_MAX = 3
 """What is said to be stored, and did not come when asked for so often in succession, is lost."""
-NO_ROOM, OVER_BUDGET = "no_room", "over_budget"
-MISFITS = ("shape", "dtype")
-HOPELESS = (OVER_BUDGET, *MISFITS, NAMESPACE_UNKNOWN, WEIGHTS_CHANGED)
+MISFITS = (MissReason.SHAPE, MissReason.DTYPE)
+HOPELESS = (
+    MissReason.OVER_BUDGET,
+    *MISFITS,
+    MissReason.NAMESPACE_UNKNOWN,
+    MissReason.WEIGHTS_CHANGED,
+)
 """Reasons that no wait will change."""
 
 
@@ -44,7 +47,7 @@ HOPELESS = (OVER_BUDGET, *MISFITS, NAMESPACE_UNKNOWN, WEIGHTS_CHANGED)
 class Unavailable:
     """Why a request fails."""
 
-    reason: str
+    reason: MissReason
     """For the counter: few words."""
     text: str
     """For the log."""
@@ -67,7 +70,7 @@ class _Wait:
     items: dict[str, WatchedItem] = field(default_factory=dict)
     handles: dict[str, Prefetched] = field(default_factory=dict)
     """What was asked for, of `items`."""
-    reason: str = ""
+    reason: MaybeMissed = ""
     """Why the last of them did not come."""
     claimant: Claimant | None = None
     """Since the deadline: who is at work on the items."""
@@ -103,7 +106,7 @@ class EcDeliveries:
         if wait is None or wait.since is None or self._clock() >= wait.look_at:
             return False
         asked = wait.claimant.asked if wait.claimant is not None else None
-        if asked is not None and asked.state is not ClaimSetState.PENDING:
+        if asked is not None and asked.state is not ClaimOutcome.PENDING:
             return False
         return all(one.state is PrefetchState.PENDING for one in wait.handles.values())
 
@@ -120,9 +123,9 @@ class EcDeliveries:
                 self._buffer.release(handle)
                 continue
             wait.reason = self._pin(watch, item, handle)
-            if wait.reason in HOPELESS:
+            if wait.reason and wait.reason in HOPELESS:
                 wait.failed = _unavailable([item], wait.reason)
-            if wait.reason == NO_ROOM:
+            if wait.reason == MissReason.NO_ROOM:
                 self._let_go(watch)
             if not wait.reason:
                 wait.stored = 0
@@ -172,7 +175,7 @@ class EcDeliveries:
             handles = self._buffer.prefetch(keys, wait_seconds=QUESTION_SECONDS)
             wait.handles.update(zip([item.identifier for item in new], handles, strict=True))
 
-    def _pin(self, watch: RequestWatch, item: WatchedItem, handle: Prefetched) -> str:
+    def _pin(self, watch: RequestWatch, item: WatchedItem, handle: Prefetched) -> MaybeMissed:
         """Take what was asked for as the request's pin; or the reason why it cannot be had."""
         order, name = handle.order, item.identifier
         self._pins.discard_other(name, item.key)
@@ -187,7 +190,8 @@ class EcDeliveries:
             self._pins.add(pin)
         else:
             self._buffer.release(handle)
-            return reason or (NO_ROOM if pin.nbytes <= self._pins.budget_bytes else OVER_BUDGET)
+            fits = pin.nbytes <= self._pins.budget_bytes
+            return reason or (MissReason.NO_ROOM if fits else MissReason.OVER_BUDGET)
         pin.wanted_by.add(watch.request_id)
         pin.modalities.add(item.modality)
         watch.wanted[name] = item
@@ -213,20 +217,20 @@ class EcDeliveries:
         asked = wait.claimant.asked
         assert asked is not None, "kept until it is given up"
         match asked.state:
-            case ClaimSetState.PENDING:
+            case ClaimOutcome.PENDING:
                 wait.look_at = wait.limit if asked.holder else wait.answer_by
                 if now < wait.look_at:
                     return
-                reason = "claimed" if asked.holder else "no_answer"
+                reason = MissReason.CLAIMED if asked.holder else MissReason.NO_ANSWER
                 wait.failed = _unavailable(wait.items.values(), reason, asked.holder)
-            case ClaimSetState.STORED if wait.stored < STORED_MAX:
+            case ClaimOutcome.STORED if wait.stored < STORED_MAX:
                 wait.stored += 1
                 wait.look_at = wait.deadline = now + ANSWER_SECONDS
                 self._end_question(request_id, wait)
-            case ClaimSetState.HELD:
-                wait.failed = _unavailable(wait.items.values(), "claimed", asked.holder)
+            case ClaimOutcome.HELD:
+                wait.failed = _unavailable(wait.items.values(), MissReason.CLAIMED, asked.holder)
             case _:
-                wait.failed = _unavailable(wait.items.values(), wait.reason or "absent")
+                wait.failed = _unavailable(wait.items.values(), wait.reason or MissReason.ABSENT)
 
     def _end_question(self, request_id: str, wait: _Wait) -> None:
         claimant, wait.claimant = wait.claimant, None
@@ -240,12 +244,12 @@ class EcDeliveries:
         self._end_question(request_id, wait)
 
 
-def _unavailable(items: Iterable[WatchedItem], reason: str, holder: str = "") -> Unavailable:
+def _unavailable(items: Iterable[WatchedItem], reason: MissReason, holder: str = "") -> Unavailable:
     names = ", ".join(item.key.text for item in items)
     match reason:
-        case "absent":
+        case MissReason.ABSENT:
             text = f"no node has {names}, and no engine has claimed it"
-        case "claimed":
+        case MissReason.CLAIMED:
             text = f"{holder} has the claim for {names}, and has not published it"
         case _ if reason in MISFITS:
             text = f"{names} is stored, and is no output of this model's encoder ({reason})"

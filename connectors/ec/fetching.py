@@ -18,6 +18,7 @@ from connectors.ec.supply import Asked, ItemSupply
 from connectors.ec.watch import Phase, RequestWatch, WatchedItem
 from connectors.media import Carried
 from connectors.pass_time import PassTime, PassTimes
+from lookup_buffer.errors import MissReason
 from lookup_buffer.prefetched import PrefetchState
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ class EcFetching(ItemSupply):
 
     def settle(self, watch: RequestWatch) -> bool:
         pending: list[str] = []
-        missing: dict[str, tuple[Pin, str]] = {}
+        missing: dict[str, tuple[Pin, MissReason]] = {}
         for identifier, item in watch.wanted.items():
             pin = self._pins.get(identifier)
             if pin is None:
@@ -119,16 +120,16 @@ class EcFetching(ItemSupply):
         if pending and watch.hold(self._clock(), self._wait_seconds):
             return False
         for identifier in pending:
-            self._missed(watch, identifier, "timeout")
+            self._missed(watch, identifier, MissReason.TIMEOUT)
         for identifier, (pin, reason) in missing.items():
             # A store that is down has nothing to say of claims either.
-            if pin.handle.state is PrefetchState.MISSING and reason != "store_down":
+            if pin.handle.state is PrefetchState.MISSING and reason != MissReason.STORE_DOWN:
                 watch.lacks(watch.wanted[identifier])
             self._missed(watch, identifier, reason)
         watch.phase = Phase.ANSWERED
         return True
 
-    def _missed(self, watch: RequestWatch, identifier: str, reason: str) -> None:
+    def _missed(self, watch: RequestWatch, identifier: str, reason: MissReason) -> None:
         self._counters.add(f"miss:{reason}")
         logger.debug("request %s: item %s missed: %s", watch.request_id, identifier, reason)
         watch.absent.add(identifier)

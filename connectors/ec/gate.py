@@ -26,9 +26,12 @@ from connectors.ec.watch import Phase, RequestWatch, WatchedItem
 from connectors.media import Carried
 from connectors.pass_time import PassTimes
 from connectors.settings import ConnectorSettings
+from lookup_buffer.errors import MissReason
 
-NOT_SHAREABLE = Unavailable("not_shareable", "what it names stays on the instance that encoded it")
-AMBIGUOUS = Unavailable("shape", "it gives one name to items of several sizes")
+NOT_SHAREABLE = Unavailable(
+    MissReason.NOT_SHAREABLE, "what it names stays on the instance that encoded it"
+)
+AMBIGUOUS = Unavailable(MissReason.SHAPE, "it gives one name to items of several sizes")
 
 
 class EcGate:

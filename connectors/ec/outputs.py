@@ -12,6 +12,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from lookup_buffer.errors import MaybeMissed, MissReason
+
 if TYPE_CHECKING:
     from lookup_buffer.header import TensorHeader
 
@@ -40,8 +42,8 @@ class EncoderOutputs:
 
     def misfit(
         self, header: "TensorHeader", modalities: Collection[str], *, any_float: bool = False
-    ) -> str:
-        """Why the tensor is no output of this encoder: "shape" or "dtype"; "" if it may be one.
+    ) -> MaybeMissed:
+        """Why the tensor is no output of this encoder: SHAPE or DTYPE; "" if it may be one.
 
         Args:
             header: of the stored tensor.
@@ -50,13 +52,15 @@ class EncoderOutputs:
                 it and the item cannot be encoded here.
         """
         if header.kind != "tensor" or len(header.shape) != 2:
-            return "shape"
+            return MissReason.SHAPE
         width = header.shape[1]
         if not self._may_have(width, modalities):
-            return "shape"
+            return MissReason.SHAPE
         if not self.dtype or header.dtype in {self.dtype, *(dtype for dtype, _ in self.encoded)}:
             return ""
-        return "" if any_float and not self.encoded and "float" in header.dtype else "dtype"
+        return (
+            "" if any_float and not self.encoded and "float" in header.dtype else MissReason.DTYPE
+        )
 
     def _may_have(self, width: int, modalities: Collection[str]) -> bool:
         if self.measured:

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from lookup_buffer.errors import MaybeMissed, MissReason
 from lookup_buffer.key import TensorKey
 from lookup_buffer.prefetched import PrefetchState
 
@@ -117,7 +118,9 @@ class PinTable:
             return False
         return self._is_mapped(order)
 
-    def why_unfit(self, pin: Pin, num_embeds: int | None, *, any_float: bool = False) -> str:
+    def why_unfit(
+        self, pin: Pin, num_embeds: int | None, *, any_float: bool = False
+    ) -> MaybeMissed:
         """The reason (a counter's name) why a settled item is not what a request expects, an output
         of this model's encoder with so many rows; "" if it is.
 
@@ -127,11 +130,11 @@ class PinTable:
         """
         handle = pin.handle
         if handle.state is not PrefetchState.RESIDENT or handle.order is None:
-            return handle.reason or "absent"
+            return handle.reason or MissReason.ABSENT
         if not self._is_mapped(handle.order):
-            return "node_down"
+            return MissReason.NODE_DOWN
         if num_embeds not in (None, pin.rows):
-            return "shape"
+            return MissReason.SHAPE
         return self._outputs.misfit(handle.order.header, pin.modalities, any_float=any_float)
 
     def promise_all(self, rows: Mapping[str, int]) -> bool:

@@ -22,6 +22,7 @@ from connectors.ec.shape import EngineShape
 from connectors.ec.watch import RequestWatch
 from connectors.pass_time import PassTime
 from connectors.settings import ConnectorSettings
+from lookup_buffer.errors import MissReason
 from lookup_buffer.key import TensorKey
 from lookup_buffer.prefetched import PrefetchState
 
@@ -153,7 +154,11 @@ class EcWithoutGate:
         for identifier in identifiers:
             question = self._questions.get(identifier)
             # Without a question, the pass had no time left for it.
-            why = self._hold(identifier, question, wanted[identifier]) if question else "timeout"
+            why = (
+                self._hold(identifier, question, wanted[identifier])
+                if question
+                else MissReason.TIMEOUT
+            )
             if why is not None:
                 self._scheduler.counters.add(f"miss:{why}")
 
@@ -167,21 +172,21 @@ class EcWithoutGate:
         for identifier, handle in zip(identifiers, handles, strict=True):
             self._questions[identifier] = Question(now, handle)
 
-    def _hold(self, identifier: str, question: Question, rows: int | None) -> str | None:
+    def _hold(self, identifier: str, question: Question, rows: int | None) -> MissReason | None:
         """Make a pin of what has arrived; or the reason why there is none."""
         handle, pins = question.handle, self._scheduler.pins
         if question.is_pinned or handle is None:
             return None
         if handle.state is PrefetchState.PENDING:
-            return "timeout"
+            return MissReason.TIMEOUT
         if handle.order is None:
-            return handle.reason or "absent"
+            return handle.reason or MissReason.ABSENT
         nbytes = handle.order.nbytes
         pin = Pin(identifier, handle, nbytes, {_ASKER})
         if reason := pins.why_unfit(pin, rows):
             return reason
         if not pins.has_room(nbytes):
-            return "over_budget"
+            return MissReason.OVER_BUDGET
         pins.add(pin)
         question.is_pinned = True
         return None

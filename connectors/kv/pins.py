@@ -12,6 +12,7 @@ from connectors.counters import Counters
 from connectors.kv.chunks import key_of
 from connectors.kv.requests import ChunkPin, KvRequest
 from connectors.pass_time import PassTimes
+from lookup_buffer.errors import MissReason
 from lookup_buffer.prefetched import PrefetchState
 
 if TYPE_CHECKING:
@@ -88,7 +89,9 @@ class KvPins:
         beyond = state.pins[count:]
         if not beyond:
             return
-        reason = beyond[0].reason if beyond[0].state is not PrefetchState.PENDING else "timeout"
+        reason = (
+            beyond[0].reason if beyond[0].state is not PrefetchState.PENDING else MissReason.TIMEOUT
+        )
         self._counters.add(f"miss:{reason}")
         del state.pins[count:]
         self._release(beyond)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from lookup_buffer.errors import MissReason
 from lookup_buffer.prefetched import PrefetchState
 
 if TYPE_CHECKING:
@@ -29,8 +30,8 @@ class ChunkPin:
         return PrefetchState.PENDING
 
     @property
-    def reason(self) -> str:
-        return next((handle.reason for handle in self.handles if handle.reason), "absent")
+    def reason(self) -> MissReason:
+        return next((handle.reason for handle in self.handles if handle.reason), MissReason.ABSENT)
 
     @property
     def source(self) -> str:

@@ -9,10 +9,9 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 
+from lookup_buffer.times import SILENT_SECONDS
 from store import Beat, MetadataStore
 
-WATCH_SECONDS = 2.0
-"""A beat and a slow machine's delay. A node that is silent for so long is shown as not alive."""
 POLL_SECONDS = 0.1
 
 
@@ -29,7 +28,7 @@ class BeatWatch:
         self._store = store
         self._clock = clock
         self._sleep = sleep
-        self._until = clock() + WATCH_SECONDS
+        self._until = clock() + SILENT_SECONDS
         self._first = store.beats()
         self.last: dict[str, Beat] = dict(self._first)
         self._fresh: dict[str, str] = {}
@@ -55,7 +54,7 @@ class BeatWatch:
         """
         nodes = [node for node in nodes if node in self._first and node not in self._fresh]
         ages = self._store.node_ages(nodes)
-        fresh = [node for node, seconds in ages.items() if seconds < WATCH_SECONDS]
+        fresh = [node for node, seconds in ages.items() if seconds < SILENT_SECONDS]
         for node, info in self._store.node_infos(fresh).items():
             self._fresh[node] = info.boot
         if nodes and not self._fresh:

@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Final
 
 from lookup_buffer.cli.beat_watch import BeatWatch
 from lookup_buffer.cli.output import age_since, age_text, size_text
+from lookup_buffer.errors import MissReason
 from lookup_buffer.key import is_handoff
-from store import GONE_SECONDS, INVALIDATED, ClaimState, Location
+from lookup_buffer.times import HANDOFF_GONE_SECONDS
+from store import GONE_SECONDS, ClaimState, GoneReason, Location
 
 if TYPE_CHECKING:
     from store.trace import Claim, Departure, Gone, Trace
-
-HANDOFF_GONE_SECONDS = 60.0
-"""As `node.publisher` has it, which is slow to import."""
 
 
 class Code(StrEnum):
@@ -222,37 +221,37 @@ def _unreadable(trace: "Trace") -> Finding:
 
 
 _GONE: Final[Mapping[str, tuple[Code, str, str]]] = {
-    "expired": (
+    GoneReason.EXPIRED: (
         Code.EXPIRED,
         "it expired on {node}: the time to live of the item was over",
         "insert it with a longer ttl_seconds, or with none",
     ),
-    "evicted": (
+    GoneReason.EVICTED: (
         Code.EVICTED,
         "it was evicted on {node}, whose arena was full",
         "raise capacity_bytes there; `lookup-buffer nodes` shows how full nodes are",
     ),
-    "taken": (
+    GoneReason.TAKEN: (
         Code.TAKEN,
         "it was taken from {node}: a hand-off goes to one taker",
         "insert it anew for another; `serve --log-level info` logs each that was taken",
     ),
-    "retracted": (
+    GoneReason.RETRACTED: (
         Code.RETRACTED,
         "it was only offered by {node}: its producer gave up before there was room",
         "hand-offs have half of the arena: take them sooner, or raise capacity_bytes there",
     ),
-    "stale": (
+    GoneReason.STALE: (
         Code.STALE,
         "the store named a copy on {node} that was not there",
         "it is encoded again where it is wanted",
     ),
-    "owner dead": (
+    GoneReason.OWNER_DEAD: (
         Code.OWNER_DEAD,
         "it was on {node}, which was dead for over a minute: others struck the copy off",
         "it is encoded again where it is wanted",
     ),
-    INVALIDATED: (
+    GoneReason.INVALIDATED: (
         Code.INVALIDATED,
         "its whole namespace was invalidated, by `lookup-buffer invalidate`",
         "it is encoded again where it is wanted",
@@ -276,7 +275,7 @@ def _failed(trace: "Trace") -> Finding:
     failure, ago = trace.failure, age_text(trace.failed_seconds_ago)
     assert failure is not None
     holder, reader = failure.holder, failure.reader
-    if failure.reason == "checksum":
+    if failure.reason == MissReason.CHECKSUM:
         return _finding(
             trace, Code.CHECKSUM_FAILED,
             f"{reader} fetched it from {holder} {ago} ago, and its checksum was wrong: thrown away",

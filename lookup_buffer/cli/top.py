@@ -13,6 +13,7 @@ from lookup_buffer.cli.options import of_store, store_access
 from lookup_buffer.cli.output import print_json, print_line, print_table, shown, size_text
 from lookup_buffer.cli.records import traces_of
 from lookup_buffer.cli.sample import Activity, Sample, take_sample
+from lookup_buffer.times import SILENT_SECONDS
 from store import MetadataStore, StoreUnavailable
 from store.record import SAFE_NAME
 
@@ -23,8 +24,6 @@ NAMESPACES_SECONDS = 30.0
 """Between two walks for namespaces, which look at all keys of the server."""
 WINDOW_SECONDS = 5.0
 """What rates are taken over: nodes beat, and write what they counted, once a second."""
-LONGEST_BEAT_SECONDS = 2.0
-"""Who has not beaten for so long is shown as not alive."""
 _HITS = ("hits_local", "hits_remote", "hits_lane")
 
 
@@ -52,7 +51,7 @@ def top(
     access = store_access(store_url, store_password_file, directory)
     with opened_store(access) as store:
         if json or not sys.stdout.isatty():
-            activity = _watch_once(store, max(interval, LONGEST_BEAT_SECONDS))
+            activity = _watch_once(store, max(interval, SILENT_SECONDS))
             if json:
                 print_json(_to_json(activity))
             else:
@@ -87,7 +86,7 @@ def _watch(store: MetadataStore, interval: float) -> None:
             except StoreUnavailable as error:  # it may come back
                 samples.clear()
                 live.update(Text(shown(str(error))), refresh=True)
-            if samples and now - samples[0].at >= LONGEST_BEAT_SECONDS:
+            if samples and now - samples[0].at >= SILENT_SECONDS:
                 activity = Activity(samples[0], samples[-1])
                 live.update(_screen(activity, live.console.width), refresh=True)
             time.sleep(interval)

@@ -14,8 +14,9 @@ from typing import Any
 from lookup_buffer.cli.records import traces_of
 from lookup_buffer.cli.sample import Activity, Address, Sample, take_sample
 from lookup_buffer.counters import MISS_REASONS
-from lookup_buffer.liveness import DEAD_AFTER_SECONDS, Liveness
+from lookup_buffer.liveness import Liveness
 from lookup_buffer.node.metrics import FAMILIES
+from lookup_buffer.times import DEAD_AFTER_SECONDS
 from store import MetadataStore
 from store.record import SAFE_NAME
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Final
 
 from lookup_buffer.device.notes import Notes
+from lookup_buffer.lane import Fallback
 
 QUEUE_MAX: Final = 256
 
@@ -54,5 +55,5 @@ class Crew:
             try:
                 job()
             except Exception as error:  # noqa: BLE001 -- top of a thread; the node has a deadline
-                self._notes.warn("device", error)
+                self._notes.warn(Fallback.DEVICE, error)
             del job

@@ -37,10 +37,12 @@ from lookup_buffer.errors import (
     TensorTooLarge,
 )
 from lookup_buffer.item import Address
+from lookup_buffer.lane import Fallback, MaybeFallback
 from lookup_buffer.messages import split
 from lookup_buffer.pipes.pipe import PipeLimits
 from lookup_buffer.pool_messages import Offer, OpenPool, Prepare, Received, Retract, SeenPool
 from lookup_buffer.request import Request
+from lookup_buffer.times import ORPHANED_SECONDS
 
 if TYPE_CHECKING:
     import torch
@@ -49,8 +51,6 @@ RECEIVERS: Final = 4
 """How many are received at a time."""
 SILENCE_SECONDS: Final = 5.0
 CLOSE_SECONDS: Final = 10.0
-ORPHANED_SECONDS: Final = 120.0
-"""How long a ticket outlives the node that it came from: longer than any engine step."""
 
 
 class ToNode(Protocol):
@@ -170,14 +170,14 @@ class DeviceLane:
         with self._lock:
             self._under_way.add(ticket)
         if not self._crew.soon(partial(self._receive, message, deadline)):
-            self._say_received(ticket, "busy", 0)
+            self._say_received(ticket, Fallback.BUSY, 0)
 
     def _let_go(self, tickets: list[int]) -> None:
         with self._lock:
             self._under_way.difference_update(tickets)
             self.pool.end(tickets)
 
-    def _say_received(self, ticket: int, reason: str, source: int) -> None:
+    def _say_received(self, ticket: int, reason: MaybeFallback, source: int) -> None:
         with self._lock:
             self._under_way.discard(ticket)
         if reason:
@@ -208,7 +208,7 @@ class DeviceLane:
         except (LookupBufferError, RuntimeError) as error:  # the latter is a device's
             self.pool.cancel(nbytes)
             self._notes.count("kept_not")
-            self._notes.warn("device", error)
+            self._notes.warn(Fallback.DEVICE, error)
             return None
         entry = self.pool.put(address, value, nbytes)
         self._to_node(Prepare(next_request_id(), namespace, key, entry.mark))
@@ -265,7 +265,8 @@ class DeviceLane:
     # -- the threads
 
     def _receive(self, message: dict[str, Any], deadline: float) -> None:
-        ticket, reason, source = message["id"], "", 0
+        ticket, source = message["id"], 0
+        reason: MaybeFallback = ""
         address = (message["namespace"], message["key"])
         entry = self.pool.hold(address, checksums=message["checksums"])
         if entry is None:

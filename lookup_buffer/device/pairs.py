@@ -27,6 +27,7 @@ from lookup_buffer.errors import (
     PipeClosed,
     ProtocolError,
 )
+from lookup_buffer.lane import Fallback, MaybeFallback
 from lookup_buffer.pipes.meeting import meet
 from lookup_buffer.pipes.pipe import PipeLimits
 from lookup_buffer.pipes.stream import StreamPipe
@@ -114,22 +115,22 @@ class Pairs:
         with self._lock:
             return sum(pair.is_open for pair in self._pairs.values())
 
-    def why_not(self, source: Source) -> str:
-        """Why nothing comes from there now (see `lane.FALLBACKS`), "" where it may; a pair that is
+    def why_not(self, source: Source) -> MaybeFallback:
+        """Why nothing comes from there now (see `lane.Fallback`), "" where it may; a pair that is
         not there yet is begun."""
         if (source.lane, source.library) != (self._dialect.lane, self._dialect.library):
-            return "version"
+            return Fallback.VERSION
         with self._lock:
             pair = self._pairs.get(source.pool)
             if pair is None:
                 pair = self._pairs[source.pool] = Pair(source.pool)
             self._pairs.move_to_end(source.pool)
             surplus = self._surplus()
-            reason = ""
+            reason: MaybeFallback = ""
             if pair.pipe is None:
-                reason = "abandoned" if self._clock() < pair.rests_until else "cold"
+                reason = Fallback.ABANDONED if self._clock() < pair.rests_until else Fallback.COLD
             is_begun = pair.is_making and not pair.waits_at_sight
-            makes = reason == "cold" and not is_begun and not self._closed
+            makes = reason == Fallback.COLD and not is_begun and not self._closed
             if makes:
                 pair.is_making, pair.waits_at_sight = True, False
         for pipe in surplus:
@@ -269,7 +270,7 @@ class Pairs:
             # Refused is who wants nothing as yet of a pool that has many; a record begins it anew.
             is_refused = at_sight and isinstance(error, PipeClosed)
             if not is_refused:
-                self._warn("abandoned", f"no pair with {host}:{port}: {error}")
+                self._warn(Fallback.ABANDONED, f"no pair with {host}:{port}: {error}")
         with self._lock:
             pair.is_making = False
             wanted = not self._closed and self._pairs.get(pair.pool) is pair

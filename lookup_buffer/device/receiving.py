@@ -1,6 +1,6 @@
 """Receiving: from another pool into this one, and what may go wrong on the way.
 
-On the crew's threads. Whatever fails is a reason (see `lane.FALLBACKS`): the bytes then come over
+On the crew's threads. Whatever fails is a reason (see `lane.Fallback`): the bytes then come over
 the hosts.
 """
 
@@ -28,6 +28,7 @@ from lookup_buffer.errors import (
 )
 from lookup_buffer.header import TensorHeader
 from lookup_buffer.item import Address
+from lookup_buffer.lane import Fallback, MaybeFallback
 
 if TYPE_CHECKING:
     import torch
@@ -46,33 +47,33 @@ class Receiving:
         address: Address,
         deadline: float,
         is_wanted: Callable[[], bool],
-    ) -> tuple[Entry | None, str, int]:
+    ) -> tuple[Entry | None, MaybeFallback, int]:
         """From the first that has it: the entry, or why there is none, and which source it was."""
-        reason = "stale"
+        reason: MaybeFallback = Fallback.STALE
         header = TensorHeader.from_fields(message["header"])
         for number, fields in enumerate(message["sources"], start=1):
             source = Source(*fields)
             reason = self._pairs.why_not(source)
             if not reason:
                 if not is_wanted():
-                    return None, "timeout", 0
+                    return None, Fallback.TIMEOUT, 0
                 entry, reason = self._from(source, header, address, deadline)
                 if entry is not None:
                     return entry, "", number
-            elif reason == "version":
+            elif reason == Fallback.VERSION:
                 what = f"{source.lane} of library {source.library}"
                 self._notes.warn(reason, f"the pool at {source.host} speaks {what}, and not ours")
         return None, reason, 0
 
     def _from(
         self, source: Source, header: TensorHeader, address: Address, deadline: float
-    ) -> tuple[Entry | None, str]:
+    ) -> tuple[Entry | None, MaybeFallback]:
         try:
             self._pool.reserve(header.nbytes)
         except (BufferFull, TensorTooLarge) as error:
-            self._notes.warn("no_room", error)
-            return None, "no_room"
-        reason = ""
+            self._notes.warn(Fallback.NO_ROOM, error)
+            return None, Fallback.NO_ROOM
+        reason: MaybeFallback = ""
         try:
             with self._place.working():
                 # Here, so that a GPU's memory comes from the pool's stream, and what the model
@@ -83,23 +84,23 @@ class Receiving:
             self._check(tensor, source)
             return self._pool.put(address, (tensor, None), header.nbytes, source.checksum), ""
         except MissingTensor:
-            reason = "stale"
+            reason = Fallback.STALE
         except PipeClosed:
-            reason = "cold"
+            reason = Fallback.COLD
         except CorruptTensor as error:
-            reason = "checksum"
+            reason = Fallback.CHECKSUM
             self._notes.warn(reason, error)
         except (BufferFull, CodecError) as error:
-            reason = "device"
+            reason = Fallback.DEVICE
             self._notes.warn(reason, error)
         except (LookupTimeout, PipeTimeout) as error:
-            reason = "timeout"
+            reason = Fallback.TIMEOUT
             self._notes.warn(reason, error)
         except LookupBufferError as error:
-            reason = "peer_failed"
+            reason = Fallback.PEER_FAILED
             self._notes.warn(reason, error)
         except Exception as error:  # noqa: BLE001 -- a device that failed, as torch says it
-            reason = "device"
+            reason = Fallback.DEVICE
             self._pairs.fail(source.pool)
             self._notes.warn(reason, error)
         self._pool.cancel(header.nbytes)

@@ -30,10 +30,9 @@ from lookup_buffer.node.owners import GONE, UNREACHED, Answer, Owners
 from lookup_buffer.node.publisher import Report
 from lookup_buffer.node.registrar import Registrar
 from lookup_buffer.node.shelf import Shelf
-from store import Location, Publication
+from lookup_buffer.times import INSERT_LEAST_SECONDS
+from store import GoneReason, Location, Publication
 
-LEAST_SECONDS: Final = 0.5
-"""An insert waits so long also where its client does not: for the store, never for room."""
 LOOK_SECONDS: Final = 0.1
 """How often a waiting insert looks whether the store has failed since."""
 AGAIN_SECONDS: Final = 0.05
@@ -83,7 +82,7 @@ class Announcements:
     ) -> None:
         """`item` was committed just now. `done` once it is known to be this node's, or is dropped
         because another has it; at `until` if that one does not answer, with an error."""
-        one = _Announcement(item, max(until, self.loop.time() + LEAST_SECONDS), done)
+        one = _Announcement(item, max(until, self.loop.time() + INSERT_LEAST_SECONDS), done)
         self._waiting.setdefault(item.address, []).append(one)
         self.handoffs.hold_back(item.address)
         self._wait(one)
@@ -199,6 +198,6 @@ class Announcements:
                 "dropped: %s, generation %d, namespace %s: node %s has that key",
                 address[1], item.generation, address[0], contest.lost_to,
             )  # fmt: skip
-            self.shelf.remove(item, "elsewhere")
+            self.shelf.remove(item, GoneReason.ELSEWHERE)
         for one in list(self._waiting.get(address, ())):
             self._settle(one, InsertOutcome.EXISTS)

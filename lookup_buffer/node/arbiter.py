@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
+from lookup_buffer.inserted import ClaimOutcome
 from lookup_buffer.node.breaker import Breaker
 from lookup_buffer.node.directory import Directory
 from lookup_buffer.node.lines import Lines
@@ -24,11 +25,11 @@ from store import ClaimAnswer, Claiming, Releasing, StoreError, StoreFull, Store
 
 @dataclass(frozen=True, slots=True)
 class Ruling:
-    """What the store said of a claim. `stored`: a node that lives has the key, so nobody need
-    produce it, and what was granted all the same is given back."""
+    """What the store said of a claim, and what it comes to. STORED: a node that lives has the key,
+    so nobody need produce it, and what was granted all the same is given back."""
 
     answer: ClaimAnswer
-    stored: bool
+    outcome: ClaimOutcome
     heard: bool = False
     """The locator was told of the record, too."""
 
@@ -111,7 +112,7 @@ class LineArbiter(Arbiter):
         if stored and found.granted:
             with suppress(StoreError):  # the lease will end it
                 store.release_claim(claiming.namespace, claiming.key, token=claiming.token)
-        return Ruling(found, stored)
+        return Ruling(found, _outcome(found, stored))
 
     def _release(
         self, releasings: Sequence[Releasing], released: Released, breaker: Breaker
@@ -159,7 +160,7 @@ class MirrorArbiter(Arbiter):
         if stored and found.granted:
             releasing = Releasing(claiming.namespace, claiming.key, claiming.token)
             self.release([releasing], lambda _: None)
-        ruled(Ruling(found, stored, heard=True))
+        ruled(Ruling(found, _outcome(found, stored), heard=True))
 
     def release(self, releasings: Sequence[Releasing], released: Released) -> None:
         claims = self.locator.claims
@@ -177,3 +178,9 @@ class MirrorArbiter(Arbiter):
 
     def close(self, seconds: float) -> None:
         self.lines.close(seconds)
+
+
+def _outcome(found: ClaimAnswer, stored: bool) -> ClaimOutcome:
+    if stored:
+        return ClaimOutcome.STORED
+    return ClaimOutcome.GRANTED if found.granted else ClaimOutcome.HELD

@@ -14,12 +14,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from lookup_buffer.inserted import ClaimOutcome
 from lookup_buffer.item import Address
 from lookup_buffer.messages import Claim, ClaimAll, Encoding, ReleaseClaim, Unclaim
-from lookup_buffer.node.claims import INTENT_SECONDS_MAX, Answer, Claims
+from lookup_buffer.node.claims import Answer, Claims
 from lookup_buffer.node.holdings import Holdings
 from lookup_buffer.node.session import Session
 from lookup_buffer.node.waiting import Vigil, Waiting
+from lookup_buffer.times import INTENT_SECONDS_MAX
 from store import ClaimState
 
 WAITING_MAX = 4096
@@ -95,7 +97,7 @@ class ClaimSets:
         told."""
         line = self._line(session)
         if len(line.wishes) >= WAITING_MAX or request.id in line.wishes:
-            answer(_event("refused"))
+            answer(_event(ClaimOutcome.FAILED))
             return
         until = self.loop.time() + request.wait_seconds
         wish = line.wishes[request.id] = _Wish(session, request, until, answer, given_up)
@@ -209,19 +211,19 @@ class ClaimSets:
             self._next(session)
             return
         if index == len(request.keys):
-            self._settle(wish, _event("granted"))
+            self._settle(wish, _event(ClaimOutcome.GRANTED))
             self._next(session)
             return
         address = (request.namespace, request.keys[index])
         encoding_seconds = self.holdings.encoding_seconds(session, address)
         if encoding_seconds:  # its own output is on its way into the buffer
             fields = {"holder": self.claims.holder, "remaining_seconds": encoding_seconds}
-            self._refused(wish, address, {"outcome": "held"} | fields)
+            self._refused(wish, address, {"outcome": ClaimOutcome.HELD} | fields)
             return
         is_new = not self.holdings.lasts(session, address)
 
         def answered(fields: dict[str, Any]) -> None:
-            if fields["outcome"] == "granted":
+            if fields["outcome"] == ClaimOutcome.GRANTED:
                 if is_new:
                     wish.taken.append(address)
                 self._take(wish, index + 1)
@@ -234,17 +236,17 @@ class ClaimSets:
         """One of the keys is another's, or is there already: hold none."""
         self._release(wish.session, wish.taken)
         if not wish.over:
-            if fields["outcome"] == "stored":
-                self._settle(wish, _event("stored", address))
+            if fields["outcome"] == ClaimOutcome.STORED:
+                self._settle(wish, _event(ClaimOutcome.STORED, address))
             elif self.loop.time() >= wish.until:
-                self._settle(wish, _event("held", address, fields["holder"]))
+                self._settle(wish, _event(ClaimOutcome.HELD, address, fields["holder"]))
             else:
                 self._wait(wish, address, fields)
         self._next(wish.session)
 
     def _wait(self, wish: _Wish, address: Address, fields: dict[str, Any]) -> None:
         if wish.vigil is None:
-            wish.answer(_event("waiting", address, fields["holder"]))
+            wish.answer(_event(ClaimOutcome.PENDING, address, fields["holder"]))
             if wish.over:
                 return  # nobody was there to be told, and with that the session has ended
         look = partial(self._look, wish)
@@ -282,5 +284,5 @@ class ClaimSets:
             self.claims.release(session, ReleaseClaim(0, namespace, key), lambda _: None)
 
 
-def _event(outcome: str, address: Address = ("", ""), holder: str = "") -> dict[str, Any]:
+def _event(outcome: ClaimOutcome, address: Address = ("", ""), holder: str = "") -> dict[str, Any]:
     return {"event": "claimed", "outcome": outcome, "key": address[1], "holder": holder}

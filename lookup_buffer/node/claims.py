@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from lookup_buffer.counters import Counters
+from lookup_buffer.counters import RENEWED, UNASKED, Counters
+from lookup_buffer.inserted import ClaimOutcome
 from lookup_buffer.item import Address
 from lookup_buffer.messages import Claim, ReleaseClaim
 from lookup_buffer.node.arbiter import Arbiter, Ruling
@@ -27,17 +28,14 @@ from lookup_buffer.node.resolver import Resolver
 from lookup_buffer.node.session import Session
 from lookup_buffer.node.shelf import Shelf
 from lookup_buffer.node.waiting import Vigil, Waiting
+from lookup_buffer.times import CLAIM_ANSWER_SECONDS, INTENT_SECONDS_MAX
 from store import ClaimAnswer, Claiming, ClaimState, Releasing
 
 Answer = Callable[[dict[str, Any]], None]
 
-ANSWER_SECONDS = 0.4
-"""Well within what a client waits for an answer, however many claims wait for a slow store."""
-INTENT_SECONDS_MAX = 1.0
-"""Who only means to produce a key may not keep others waiting for longer."""
 CLOSE_SECONDS = 1.0
 """For what is still to be given back when the node ends; leases end the rest."""
-STORED = {"outcome": "stored", "holder": "", "state": "", "remaining_seconds": 0.0}
+STORED = {"outcome": ClaimOutcome.STORED, "holder": "", "state": "", "remaining_seconds": 0.0}
 
 
 def _nobody(fields: dict[str, Any]) -> None:
@@ -139,10 +137,10 @@ class Claims:
         elif not question.wanted():
             self._settle(question, {})  # nobody is there to be told
         elif self.shelf.holds(question.address) or self._known_elsewhere(question.address):
-            self._settle(question, STORED, "claims_stored")
+            self._settle(question, STORED, ClaimOutcome.STORED)
         else:
             question.asking, question.look_again = True, False
-            bound = self.loop.call_later(ANSWER_SECONDS, self._granted_unasked, question)
+            bound = self.loop.call_later(CLAIM_ANSWER_SECONDS, self._granted_unasked, question)
             holder = f"{self.holder}:{int(time.time())}"  # since when, for people
             claiming = Claiming(
                 *question.address, holder, question.token, question.state, question.lease_seconds
@@ -162,26 +160,25 @@ class Claims:
             self._granted_unasked(question)
             return
         question.asking = False
-        found, stored = ruling.answer, ruling.stored
-        if stored:  # else who asks at once may be told that nobody has it
+        found, outcome = ruling.answer, ruling.outcome
+        if outcome is ClaimOutcome.STORED:  # else who asks at once may be told that nobody has it
             self.resolver.published(question.address, located=ruling.heard)
-        if not stored and self.shelf.holds(question.address):
+        elif self.shelf.holds(question.address):
             # Inserted here since it was asked for: of copies on this node the record says nothing.
-            stored = True
-            if found.granted:
+            if outcome is ClaimOutcome.GRANTED:
                 self._give_back([question.address], question.session)
+            outcome = ClaimOutcome.STORED
         is_kept = self.holdings.find(question.session, question.address) is not None
-        if found.granted and not stored and (is_kept or not question.answered):
+        if outcome is ClaimOutcome.GRANTED and (is_kept or not question.answered):
             self._hold(question, found.remaining_seconds)
         if question.answered:
             return  # granted unasked, when the store was slow, and maybe given back since
-        if stored:
-            self._settle(question, STORED, "claims_stored")
-        elif found.granted:
-            counter = "claims_renewed" if is_kept else "claims_granted"
-            self._settle(question, _fields("granted", found), counter)
+        if outcome is ClaimOutcome.STORED:
+            self._settle(question, STORED, outcome)
+        elif outcome is ClaimOutcome.GRANTED:
+            self._settle(question, _fields(outcome, found), RENEWED if is_kept else outcome)
         elif time.monotonic() >= question.until:
-            self._settle(question, _fields("held", found), "claims_held")
+            self._settle(question, _fields(outcome, found), outcome)
         else:
             if question.lease_end is not None:
                 question.lease_end.cancel()
@@ -195,9 +192,10 @@ class Claims:
         # The store may grant it yet: then it has to be given back like any other.
         self._hold(question, 0.0)
         unasked = ClaimAnswer(True, self.holder, question.state, 0.0)
-        self._settle(question, _fields("granted", unasked), "claims_unasked")
+        self._settle(question, _fields(ClaimOutcome.GRANTED, unasked), UNASKED)
 
-    def _settle(self, question: _Question, fields: dict[str, Any], counter: str = "") -> None:
+    def _settle(self, question: _Question, fields: dict[str, Any], counted: str = "") -> None:
+        """`counted`: one of `CLAIM_ANSWERS`."""
         if question.answered:
             return
         question.answered = True
@@ -206,7 +204,7 @@ class Claims:
         if question.lease_end is not None:
             question.lease_end.cancel()
         if question.wanted():
-            self.counters.add(counter)
+            self.counters.add(f"claims_{counted}")
             question.answer(fields)
 
     def _hold(self, question: _Question, granted_seconds: float) -> None:
@@ -242,7 +240,7 @@ class Claims:
         return hashlib.blake2b(text, key=self._secret, digest_size=8).hexdigest()
 
 
-def _fields(outcome: str, found: ClaimAnswer) -> dict[str, Any]:
+def _fields(outcome: ClaimOutcome, found: ClaimAnswer) -> dict[str, Any]:
     return {
         "outcome": outcome,
         "holder": found.holder,

@@ -30,8 +30,9 @@ from lookup_buffer.messages import (
 from lookup_buffer.node.connection import Connection
 from lookup_buffer.node.desk import Desk
 from lookup_buffer.node.identity import Identity
-from lookup_buffer.node.session import QUARANTINE_SECONDS, Seat, Session
+from lookup_buffer.node.session import Seat, Session
 from lookup_buffer.request import DeskRequest
+from lookup_buffer.times import QUARANTINE_SECONDS
 
 CONNECTIONS_MAX = 1024
 HELLO_SECONDS = 5.0

@@ -12,7 +12,13 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from lookup_buffer.counters import Counters
-from lookup_buffer.errors import BufferFull, LookupBufferError, ProtocolError
+from lookup_buffer.errors import (
+    BufferFull,
+    LookupBufferError,
+    MaybeMissed,
+    MissReason,
+    ProtocolError,
+)
 from lookup_buffer.item import Address
 from lookup_buffer.key import is_handoff
 from lookup_buffer.messages import (
@@ -48,7 +54,7 @@ from lookup_buffer.node.resolver import Resolver
 from lookup_buffer.node.selection import Selection
 from lookup_buffer.node.session import Session
 from lookup_buffer.node.shelf import Held, Shelf
-from lookup_buffer.node.takings import OWNER_DEAD, Takings
+from lookup_buffer.node.takings import Takings
 from lookup_buffer.node.waiting import Waiting
 from lookup_buffer.pool_messages import Offer, OpenPool, Prepare, Received, Retract
 from lookup_buffer.request import Request
@@ -210,7 +216,7 @@ class Desk:
     ) -> None:
         """What is not here is located and fetched, or waited for."""
 
-        def look(reason: str, last: bool) -> bool:
+        def look(reason: MaybeMissed, last: bool) -> bool:
             if session.over or not connection.open:
                 return True
             try:
@@ -221,8 +227,10 @@ class Desk:
             if held is not None:
                 self._hand_over(connection, session, request, held)
             elif last:
-                self.counters.add("misses_timeout" if request.wait_seconds else miss(reason))
-                _reply(connection, request, {"state": "missing", "reason": reason or "absent"})
+                self.counters.add(miss(MissReason.TIMEOUT if request.wait_seconds else reason))
+                _reply(
+                    connection, request, {"state": "missing", "reason": reason or MissReason.ABSENT}
+                )
             return last or held is not None
 
         def fetching(nbytes: int) -> None:
@@ -245,12 +253,12 @@ class Desk:
         if seat is not None:
             ranks = set(self._attached.get(seat.engine_id, {}).values())
             if len(ranks) < seat.world_size:
-                return {"state": "failed", "reason": "ranks_not_attached"}
+                return {"state": "failed", "reason": MissReason.RANKS_NOT_ATTACHED}
         try:
             held = self._hold(session, address)
         except BufferFull:
-            self.counters.add("misses_no_room")
-            return {"state": "failed", "reason": "no_room"}
+            self.counters.add(miss(MissReason.NO_ROOM))
+            return {"state": "failed", "reason": MissReason.NO_ROOM}
         return None if held is None else self._resident(held)
 
     def _resident(self, held: Held) -> dict[str, Any]:
@@ -273,9 +281,9 @@ class Desk:
             taken = {"token": token, "lease_seconds": lease_seconds}
             _reply(connection, request, self._resident(held) | taken)
 
-        def missing(reason: str) -> None:
-            waited = request.wait_seconds and reason != OWNER_DEAD
-            self.counters.add("misses_timeout" if waited else miss(reason))
+        def missing(reason: MissReason) -> None:
+            waited = request.wait_seconds and reason != MissReason.OWNER_DEAD
+            self.counters.add(miss(MissReason.TIMEOUT if waited else reason))
             _reply(connection, request, {"state": "missing", "reason": reason})
 
         def fetching(nbytes: int) -> None:

@@ -12,16 +12,12 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 from lookup_buffer.item import Address
-from lookup_buffer.liveness import DEAD_AFTER_SECONDS, Liveness
+from lookup_buffer.liveness import Liveness
+from lookup_buffer.times import DEAD_AFTER_SECONDS, LONG_DEAD_SECONDS, STALL_SECONDS
 from store import Location, MetadataStore, NodeInfo, Record, StoreError, StoreUnavailable
 
 REFRESH_SECONDS_MIN = 0.05
 """An unknown node in a record refreshes the directory at most this often."""
-STALL_SECONDS = 2.0
-"""Ticks come four times a second; where one is so late, this node was stopped or starved."""
-LONG_DEAD_SECONDS = 60.0
-"""Who was silent for so long is struck off, and what it had is withdrawn: a node that was only
-frozen then has to publish all it has anew."""
 VOID_MAX = 1000
 """Bound on locations of dead nodes that are remembered; more are found when they are asked for."""
 UNSEEN_MAX = 1000

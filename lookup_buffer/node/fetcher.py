@@ -20,7 +20,9 @@ from lookup_buffer.counters import Counters
 from lookup_buffer.errors import (
     BufferFull,
     CorruptTensor,
+    MaybeMissed,
     MissingTensor,
+    MissReason,
     NodeRefused,
     PipeError,
     ProtocolError,
@@ -33,15 +35,13 @@ from lookup_buffer.link import Link
 from lookup_buffer.node.failed_fetches import FailedFetches
 from lookup_buffer.node.locator import Located
 from lookup_buffer.node.shelf import Held, Shelf
+from lookup_buffer.times import PEER_ANSWER_SECONDS, PEER_CONNECT_SECONDS
 from store import Location
 
 THREADS = 4
 IDLE_LINKS_MAX = 4
-CONNECT_SECONDS = 1.0
-ANSWER_SECONDS = 2.0
-"""Bound on the wait for a peer's answer; the payload has its own, by its size."""
 
-_TOLD = ("checksum", "peer_failed")
+_TOLD = (MissReason.CHECKSUM, MissReason.PEER_FAILED)
 """Failures that the store is told of: of others the record says enough."""
 FETCH_OWNER = -1
 """Owner of the pin that holds a fetched item until its readers have theirs."""
@@ -52,7 +52,7 @@ class Fetched:
     """What became of a fetch: `held` for the caller to release, or the reason it failed."""
 
     held: Held | None
-    reason: str = ""
+    reason: MaybeMissed = ""
 
 
 @dataclass(slots=True)
@@ -91,7 +91,7 @@ class Fetcher:
     def _fetch(
         self, address: Address, located: Located, done: Callable[[Fetched], None], loan: bool
     ) -> None:
-        fetched = Fetched(None, located.reason or "absent")
+        fetched = Fetched(None, located.reason or MissReason.ABSENT)
         device = located.record.device if located.record else ""
         try:
             for location, endpoint in located.sources:
@@ -100,7 +100,7 @@ class Fetcher:
                     self.counters.add(f"fetches_failed_{fetched.reason}")
                 if fetched.reason in _TOLD:
                     self.failed.note(address, fetched.reason, location.node)
-                if fetched.held is not None or fetched.reason == "no_room":
+                if fetched.held is not None or fetched.reason == MissReason.NO_ROOM:
                     break
         finally:
             done(fetched)
@@ -111,13 +111,13 @@ class Fetcher:
         try:
             return Fetched(self._transfer(address, location, endpoint, loan, device))
         except (BufferFull, TensorTooLarge):
-            return Fetched(None, "no_room")
+            return Fetched(None, MissReason.NO_ROOM)
         except MissingTensor:
-            return Fetched(None, "stale")
+            return Fetched(None, MissReason.STALE)
         except CorruptTensor:
-            return Fetched(None, "checksum")
+            return Fetched(None, MissReason.CHECKSUM)
         except (PipeError, ProtocolError, NodeRefused, ValueError):  # the endpoint is no address
-            return Fetched(None, "peer_failed")
+            return Fetched(None, MissReason.PEER_FAILED)
 
     def _transfer(
         self, address: Address, location: Location, endpoint: str, loan: bool, device: str
@@ -132,8 +132,8 @@ class Fetcher:
                 "boot": location.boot,
                 "generation": location.generation,
             }
-            link.send(request, timeout=ANSWER_SECONDS)
-            answer, nbytes = link.recv_header(timeout=ANSWER_SECONDS)
+            link.send(request, timeout=PEER_ANSWER_SECONDS)
+            answer, nbytes = link.recv_header(timeout=PEER_ANSWER_SECONDS)
             if isinstance(answer, dict) and answer.get("status") == "stale":
                 raise MissingTensor(f"{location.node} no longer holds {key}")
             header = self._checked(answer, nbytes, address, location)
@@ -141,7 +141,9 @@ class Fetcher:
             item.device = device
             try:
                 hasher = xxh3_64()
-                link.recv_into(self.shelf.bytes_of(item), timeout=ANSWER_SECONDS, hasher=hasher)
+                link.recv_into(
+                    self.shelf.bytes_of(item), timeout=PEER_ANSWER_SECONDS, hasher=hasher
+                )
                 _check(hasher.intdigest(), header, location)
             except BaseException:
                 self.shelf.abandon(item)
@@ -181,7 +183,7 @@ class Fetcher:
         link = self._idle_link(endpoint)
         if link is None:
             host, port = parse_tcp(endpoint)
-            link = connect(host, port, token=self.token, timeout=CONNECT_SECONDS)
+            link = connect(host, port, token=self.token, timeout=PEER_CONNECT_SECONDS)
         try:
             yield link
         except MissingTensor:

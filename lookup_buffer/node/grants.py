@@ -10,16 +10,13 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final
 
 from lookup_buffer.messages import Acknowledge, GiveBack
 from lookup_buffer.node.handoffs import Handoffs
 from lookup_buffer.node.owners import UNREACHED, Answer, Owners, again_seconds
 from lookup_buffer.node.session import Session
+from lookup_buffer.times import LEASE_ANSWER_SECONDS
 from store import Location
-
-ANSWER_SECONDS: Final = 1.0
-"""So long after the end of a lease, an acknowledgement that counted has been answered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +51,7 @@ class Grants:
     def grant(self, session: Session, leased: Leased) -> int:
         """The token for a client of `session` who is given what `leased` stands for."""
         token = secrets.randbits(63)
-        until = self.loop.time() + leased.seconds + ANSWER_SECONDS
+        until = self.loop.time() + leased.seconds + LEASE_ANSWER_SECONDS
         self._grants[token] = _Grant(session, leased, until)
         self.loop.call_at(until, self._over, token)
         return token

@@ -25,14 +25,13 @@ from lookup_buffer.header import TensorHeader
 from lookup_buffer.item import Address
 from lookup_buffer.key import is_handoff
 from lookup_buffer.node.shelf import Held, Shelf
+from lookup_buffer.times import REMEMBERED_SECONDS
+from store import GoneReason
 
 TTL_SECONDS = 300.0
 """How long a hand-off waits for its taker where its producer said nothing."""
 BYTES_PER_SECOND_MIN = 16e6
 """A lease lasts longer by the item's size: as the slowest transfer that a link puts up with."""
-REMEMBERED_SECONDS = 2.0
-"""That an acknowledgement counted is remembered for the lease's time and so long: a taker whose
-link broke asks again for no longer (a second less, see `grants`)."""
 HANDOFF_OWNER = -3
 """Owner of the pins that keep what is leased."""
 
@@ -132,7 +131,7 @@ class Handoffs:
         namespace, key = lease.address
         _log.info("taken: %s, generation %d, namespace %s", key, item.generation, namespace)
         self.counters.add("handoffs_taken")
-        self.shelf.remove(item, "taken")
+        self.shelf.remove(item, GoneReason.TAKEN)
         self._let_go(lease)
         return True
 

@@ -11,11 +11,9 @@ from enum import Enum
 
 from lookup_buffer.errors import ConfigError
 from lookup_buffer.node.identity import Identity
+from lookup_buffer.times import BEAT_SECONDS, WATCH_SECONDS
 from store import Beat, MetadataStore, NodeTaken, StoreError
 
-BEAT_SECONDS = 1.0
-WATCH_SECONDS = 3.0
-"""How long another boot is watched: it would have beaten three times."""
 WATCH_AGAIN_SECONDS = 0.25
 
 

@@ -10,10 +10,9 @@ from dataclasses import dataclass, field
 
 from lookup_buffer.item import Address
 from lookup_buffer.node.session import Owner, Session
+from lookup_buffer.times import PROMISE_SECONDS
 from store import ClaimState
 
-PROMISE_SECONDS = 0.4
-"""So long before an intent lapses the store is told at the latest that it came to encoding."""
 FORGET_SECONDS = 1.0
 """How long after the end of a lease it is forgotten."""
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from lookup_buffer.node.shelf import Shelf
-from store import INVALIDATED, MetadataStore
+from store import GoneReason, MetadataStore
 
 LATE_SECONDS = 10.0
 """Every node that is not cut off from the store hears within two."""
@@ -43,11 +43,11 @@ class Invalidations:
         for namespace, at in found.items():
             if self._is_news(namespace, at):
                 _log.info("all of namespace %s is dropped: it was invalidated", namespace)
-                self.shelf.remove_namespace(namespace, INVALIDATED)
+                self.shelf.remove_namespace(namespace, GoneReason.INVALIDATED)
                 self._recent[namespace] = now + LATE_SECONDS
         self._heard = found
         for namespace, until in list(self._recent.items()):
-            self.shelf.remove_namespace(namespace, INVALIDATED, fetched_only=True)
+            self.shelf.remove_namespace(namespace, GoneReason.INVALIDATED, fetched_only=True)
             if now >= until:
                 del self._recent[namespace]
 

@@ -18,6 +18,7 @@ from lookup_buffer.config import parse_tcp
 from lookup_buffer.counters import Counters
 from lookup_buffer.header import DTYPES, TensorHeader
 from lookup_buffer.item import Address
+from lookup_buffer.lane import Fallback, MaybeFallback
 from lookup_buffer.node.locator import Located, Locator
 from lookup_buffer.node.pools import Pool, Pools
 from lookup_buffer.node.session import Session
@@ -47,7 +48,7 @@ class _Held:
     pools: list[Pool]
     waiting: set[Pool]
     sources: list[tuple[Location, DeviceLocation]]
-    settle: Callable[["_Held", str], None]
+    settle: Callable[["_Held", MaybeFallback], None]
     deadline: asyncio.TimerHandle | None = None
     source: int = OWN
     ranks: set[int] = field(default_factory=set)
@@ -80,7 +81,7 @@ class Lanes:
         """The session is over, and its pool void. Idempotent."""
         pool = self.pools.close(session)
         for held in [held for held in self._held.values() if pool in held.waiting]:
-            self._settle(held, "ended")
+            self._settle(held, Fallback.ENDED)
 
     # -- receiving
 
@@ -117,7 +118,10 @@ class Lanes:
             else:
 
                 def settle(
-                    held: _Held, reason: str, address: Address = address, lane: str = pools[0].lane
+                    held: _Held,
+                    reason: MaybeFallback,
+                    address: Address = address,
+                    lane: str = pools[0].lane,
                 ) -> None:
                     if reason:
                         self.counters.add(f"lane_fallbacks_{reason}")
@@ -135,7 +139,7 @@ class Lanes:
         pools: list[Pool],
         address: Address,
         located: Located,
-        settle: Callable[[_Held, str], None],
+        settle: Callable[[_Held, MaybeFallback], None],
     ) -> None:
         record = located.record
         assert record is not None, "looked at by the caller"
@@ -148,7 +152,7 @@ class Lanes:
             ranks=set(session.ranks() or ()),
         )  # fmt: skip
         self._held[ticket] = held
-        held.deadline = self.loop.call_later(seconds, self._settle, held, "timeout")
+        held.deadline = self.loop.call_later(seconds, self._settle, held, Fallback.TIMEOUT)
         message = {
             "event": "receive",
             "id": ticket,
@@ -174,7 +178,7 @@ class Lanes:
             return  # it came too late, and was told to let go
         if request.reason:
             pool.known.pop(held.address, None)
-            self._settle(held, request.reason)
+            self._settle(held, Fallback(request.reason))
             return
         held.waiting.discard(pool)
         pool.under_way -= 1
@@ -186,14 +190,14 @@ class Lanes:
         if not held.waiting:
             self._settle(held, "")
 
-    def _settle(self, held: _Held, reason: str) -> None:
+    def _settle(self, held: _Held, reason: MaybeFallback) -> None:
         assert held.deadline is not None
         held.deadline.cancel()
         for pool in held.waiting:
             pool.under_way -= 1
         held.waiting.clear()
         if held.owner.over and not reason:
-            reason = "ended"
+            reason = Fallback.ENDED
         if reason:
             self._let_go(held)
         else:
@@ -242,7 +246,7 @@ class Lanes:
         """The process of the session has ended, or said goodbye."""
         for held in [held for held in self._held.values() if held.owner is session]:
             if held.waiting:
-                self._settle(held, "ended")
+                self._settle(held, Fallback.ENDED)
             else:
                 self._let_go(held)
 
@@ -262,14 +266,14 @@ def _may_come(address: Address, located: Located, pools: Sequence[Pool]) -> bool
     return bool(_on_devices(located) or (known and located.sources))
 
 
-def _refused(located: Located, pools: Sequence[Pool]) -> str:
-    """Why these pools cannot receive it now (see `lane.FALLBACKS`), "" where they can."""
+def _refused(located: Located, pools: Sequence[Pool]) -> MaybeFallback:
+    """Why these pools cannot receive it now (see `lane.Fallback`), "" where they can."""
     assert located.record is not None, "looked at by the caller"
     if not pools:
-        return "ended"
+        return Fallback.ENDED
     if any(located.record.nbytes > pool.capacity_bytes for pool in pools):
-        return "no_room"
-    return "busy" if any(pool.under_way >= UNDER_WAY_MAX for pool in pools) else ""
+        return Fallback.NO_ROOM
+    return Fallback.BUSY if any(pool.under_way >= UNDER_WAY_MAX for pool in pools) else ""
 
 
 def _is_for_devices(record: Record) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
+from lookup_buffer.errors import MissReason
 from lookup_buffer.item import Address, Item
 from lookup_buffer.node.fetcher import FETCH_OWNER, Fetched, Fetcher
 from lookup_buffer.node.locator import Located, Locator
@@ -60,7 +61,7 @@ class Loans:
 
     def _fetched(self, address: Address, settle: Settle, fetched: Fetched) -> None:
         if fetched.held is None:
-            if fetched.reason == "stale":
+            if fetched.reason == MissReason.STALE:
                 self.locator.forget(address)
             settle(fetched.reason)
             return

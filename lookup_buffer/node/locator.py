@@ -8,11 +8,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from lookup_buffer.errors import MaybeMissed, MissReason
 from lookup_buffer.item import Address
 from lookup_buffer.node.directory import Directory
 from store import Location, Record
-
-STORE_DOWN = "store_down"
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +21,12 @@ class Located:
     record: Record | None
     sources: tuple[tuple[Location, str], ...] = ()
     """(location, endpoint) of nodes that live, this node left out."""
-    reason: str = ""
+    reason: MaybeMissed = ""
     offers: tuple[tuple[Location, str], ...] = ()
     """Of a hand-off: nodes that live and have it, but no room for it as yet."""
 
 
-NOT_REACHED = Located(None, reason=STORE_DOWN)
+NOT_REACHED = Located(None, reason=MissReason.STORE_DOWN)
 
 Answer = Callable[[list[Located]], None]
 
@@ -35,12 +34,12 @@ Answer = Callable[[list[Located]], None]
 def located(record: Record | None, directory: Directory) -> Located:
     """What a record comes to, with the nodes that live now."""
     if record is None:
-        return Located(None, reason="absent")
+        return Located(None, reason=MissReason.ABSENT)
     alive = directory.sources(record)
     offers = tuple(source for source in alive if source[0].is_offer)
     sources = tuple(source for source in alive if not source[0].is_offer) if offers else alive
-    reason = "" if sources else "absent" if offers else "owner_dead"
-    return Located(record, sources, reason, offers)
+    reason = MissReason.ABSENT if offers else MissReason.OWNER_DEAD
+    return Located(record, sources, "" if sources else reason, offers)
 
 
 class Locator(ABC):

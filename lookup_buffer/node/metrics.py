@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
-from lookup_buffer.counters import FETCH_FAILURES, MISS_REASONS, REMOVAL_REASONS
-from lookup_buffer.lane import FALLBACKS, LANES
+from lookup_buffer.counters import CLAIM_ANSWERS, FETCH_FAILURES, MISS_REASONS, REMOVAL_REASONS
+from lookup_buffer.lane import LANES, Fallback
 
 PREFIX: Final = "lookup_buffer_"
 
@@ -74,7 +74,7 @@ FAMILIES: Final = (
     Family(
         "counter", "lane_fallbacks",
         "Tensors that could have come by a lane and came over the hosts, by reason.",
-        _by("lane_fallbacks_", FALLBACKS), ("reason",),
+        _by("lane_fallbacks_", Fallback), ("reason",),
     ),
     Family(
         "counter", "inserts", "Tensors that clients inserted, by outcome.",
@@ -90,7 +90,7 @@ FAMILIES: Final = (
     ),
     Family(
         "counter", "claims", "Answers to engines that wanted to encode, by outcome.",
-        _by("claims_", ("granted", "renewed", "held", "stored", "unasked")), ("outcome",),
+        _by("claims_", CLAIM_ANSWERS), ("outcome",),
     ),
     Family(
         "counter", "publications", "Records written to the store, by outcome.",

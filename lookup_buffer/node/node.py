@@ -59,7 +59,7 @@ from lookup_buffer.node.owners import Owners
 from lookup_buffer.node.peers import PeerServer
 from lookup_buffer.node.pools import Pools
 from lookup_buffer.node.presence import Presence
-from lookup_buffer.node.publisher import STALE, Report
+from lookup_buffer.node.publisher import Report
 from lookup_buffer.node.registrar import Registrar
 from lookup_buffer.node.resolver import Resolver
 from lookup_buffer.node.shelf import Shelf
@@ -68,6 +68,8 @@ from lookup_buffer.node.storage import Storage
 from lookup_buffer.node.takings import Takings
 from lookup_buffer.node.vitals import Vitals
 from lookup_buffer.node.waiting import Waiting
+from lookup_buffer.times import DEATH_CHECK_SECONDS
+from store import GoneReason
 
 SWITCH_SECONDS = 0.0005
 """How long a Python thread may keep the GIL from the loop (CPython's own default is ten times)."""
@@ -75,8 +77,6 @@ GARBAGE_THRESHOLDS = (2_000, 10, 1_000)
 """A full collection walks over all that the mirror knows, 0.3 s at 200,000 keys, and nobody is
 answered meanwhile: CPython's own thresholds made eight of them while it filled, these make none."""
 IDLE_CHECK_SECONDS = 1.0
-DEATH_CHECK_SECONDS = 0.25
-"""How often it is looked for who has died: by the clock, also while the store is away."""
 LOG_FORMAT = "%(asctime)s lookup-buffer %(levelname)s: %(message)s"
 FIRST_BYTES = 64 << 20
 """Faulted in before the node says it is ready; the rest follows in the background."""
@@ -261,7 +261,7 @@ class Node:
 
     def _missed(self, address: Address) -> None:
         """The store says that we hold what we do not: let it be written what we do hold."""
-        self._registrar.changed(address, STALE)
+        self._registrar.changed(address, GoneReason.STALE)
 
     def _report(self, reports: Sequence[Report]) -> None:
         call_from_thread(self._loop, self._announcements.told, reports)

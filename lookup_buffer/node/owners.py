@@ -28,12 +28,9 @@ from lookup_buffer.node.directory import Directory
 from lookup_buffer.node.loop import call_from_thread
 from lookup_buffer.request import Request
 from lookup_buffer.sockets import watch_over
+from lookup_buffer.times import OWNER_IDLE_SECONDS, PEER_ANSWER_SECONDS, PEER_CONNECT_SECONDS
 from store import Location
 
-CONNECT_SECONDS: Final = 1.0
-ANSWER_SECONDS: Final = 2.0
-IDLE_SECONDS: Final = 60.0
-"""A link that nobody uses for so long, beyond its leases, is ended: an owner has few to give."""
 THREADS: Final = 4
 AGAIN_SECONDS: Final = 0.05
 AGAIN_SECONDS_MAX: Final = 0.4
@@ -130,7 +127,7 @@ class Owner:
     @property
     def is_idle(self) -> bool:
         """Whether nobody needs it, and nobody did for long."""
-        return not self._asked and self.loop.time() > self._used_until + IDLE_SECONDS
+        return not self._asked and self.loop.time() > self._used_until + OWNER_IDLE_SECONDS
 
     def ask(self, request: Request, tell: Tell) -> None:
         """`tell` the answer, or how the question ended, once."""
@@ -262,10 +259,10 @@ class Owners:
 
     def _stream(self, boot: str, endpoint: str) -> socket.socket:
         host, port = parse_tcp(endpoint)
-        link = connect(host, port, token=self.token, timeout=CONNECT_SECONDS)
+        link = connect(host, port, token=self.token, timeout=PEER_CONNECT_SECONDS)
         try:
-            link.send({"op": "handoffs", "boot": boot}, timeout=ANSWER_SECONDS)
-            answer, _ = link.recv_header(timeout=ANSWER_SECONDS)
+            link.send({"op": "handoffs", "boot": boot}, timeout=PEER_ANSWER_SECONDS)
+            answer, _ = link.recv_header(timeout=PEER_ANSWER_SECONDS)
             if answer != {"status": "ok"}:  # "stale": another boot listens there
                 raise ProtocolError("not an answer to who asks for hand-offs")
             return link.detach()

@@ -24,12 +24,11 @@ from lookup_buffer.header import PayloadHeader
 from lookup_buffer.item import Address
 from lookup_buffer.link import Link
 from lookup_buffer.node.shelf import Held, Shelf
+from lookup_buffer.times import PEER_IDLE_SECONDS, PEER_SEND_SECONDS
 from lookup_buffer.wire import Frame
 
 CONNECTIONS_MAX = 128
 HANDSHAKE_SECONDS = 2.0
-IDLE_SECONDS = 300.0
-SEND_SECONDS = 2.0
 PEER_OWNER = -2
 """Owner of the pins that hold what is being sent."""
 
@@ -88,7 +87,7 @@ class PeerServer:
             with self._lock:
                 self._links.add(link)
             while not self._closing.is_set():
-                request = link.recv_header(timeout=IDLE_SECONDS)
+                request = link.recv_header(timeout=PEER_IDLE_SECONDS)
                 if isinstance(request.header, dict) and request.header.get("op") == "handoffs":
                     passed_on = self._pass_on(link, request)
                     break
@@ -111,10 +110,10 @@ class PeerServer:
         if request.payload_nbytes:
             raise ProtocolError("a peer may only ask for hand-offs")
         if request.header.get("boot") != self.boot:
-            link.send({"status": "stale"}, timeout=SEND_SECONDS)
+            link.send({"status": "stale"}, timeout=PEER_SEND_SECONDS)
             link.close()
             return False
-        link.send({"status": "ok"}, timeout=SEND_SECONDS)
+        link.send({"status": "ok"}, timeout=PEER_SEND_SECONDS)
         self.admit(link.detach(), self._greetings.leave)
         return True
 
@@ -122,7 +121,7 @@ class PeerServer:
         address = self._asked_for(request)
         held = self._hold(address, request.header)
         if held is None:
-            link.send({"status": "stale"}, timeout=SEND_SECONDS)
+            link.send({"status": "stale"}, timeout=PEER_SEND_SECONDS)
             return
         try:
             item = held.item
@@ -137,7 +136,7 @@ class PeerServer:
                 tensor=item.header,
             )
             answer = {"status": "ok", "payload": header.to_fields()}
-            link.send(answer, self.shelf.bytes_of(item), timeout=SEND_SECONDS)
+            link.send(answer, self.shelf.bytes_of(item), timeout=PEER_SEND_SECONDS)
             self.counters.add("bytes_served", item.nbytes)
         finally:
             self.shelf.release([held.ticket], PEER_OWNER)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lookup_buffer.counters import Counters
+from lookup_buffer.errors import MaybeMissed, MissReason
 from lookup_buffer.item import Address
 from lookup_buffer.key import is_handoff
 from lookup_buffer.messages import ClaimAll, Prefetch
@@ -20,7 +21,7 @@ from lookup_buffer.node.claim_sets import ClaimSets
 from lookup_buffer.node.claims import Claims
 from lookup_buffer.node.lanes import Lanes
 from lookup_buffer.node.loans import Loans
-from lookup_buffer.node.resolver import Resolver
+from lookup_buffer.node.resolver import Resolver, Settle
 from lookup_buffer.node.selection import Selection
 from lookup_buffer.node.session import Session
 from lookup_buffer.node.waiting import Waiting
@@ -60,7 +61,7 @@ class Prefetches:
             else:
                 entries.append((index, entry))
 
-        def settle(address: Address) -> Callable[[str], None]:
+        def settle(address: Address) -> Settle:
             return lambda reason: self._settled(session, request, pending[address], reason)
 
         if entries:
@@ -118,7 +119,10 @@ class Prefetches:
             self._awaited[session.id] += 1
 
             def look(
-                reason: str, last: bool, address: Address = address, indexes: list[int] = indexes
+                reason: MaybeMissed,
+                last: bool,
+                address: Address = address,
+                indexes: list[int] = indexes,
             ) -> bool:
                 is_here = self.resolver.shelf.holds(address)
                 is_over = last or is_here or session.over
@@ -137,7 +141,7 @@ class Prefetches:
             del self._awaited[session.id]
 
     def _settled(
-        self, session: Session, request: Prefetch, indexes: list[int], reason: str
+        self, session: Session, request: Prefetch, indexes: list[int], reason: MaybeMissed
     ) -> None:
         """Tell the session what became of one key that was not here when it asked."""
         if session.over:
@@ -147,7 +151,7 @@ class Prefetches:
             entry = self.try_hold(session, (request.namespace, request.keys[index]))
             if entry is None:
                 self.counters.add(miss(reason))
-                entry = {"state": "missing", "reason": reason or "absent"}
+                entry = {"state": "missing", "reason": reason or MissReason.ABSENT}
             entries.append((index, entry))
         _push(session, request, entries)
 
@@ -162,6 +166,6 @@ def _push(session: Session, request: Request, entries: list[tuple[int, dict[str,
         session.anchor.send({"event": "settled", "id": request.id, "entries": part})
 
 
-def miss(reason: str) -> str:
+def miss(reason: MaybeMissed) -> str:
     """The counter of misses for that reason."""
-    return f"misses_{reason or 'absent'}"
+    return f"misses_{reason or MissReason.ABSENT}"

@@ -15,9 +15,11 @@ from lookup_buffer.node.backlog import Backlog, Change
 from lookup_buffer.node.directory import Directory
 from lookup_buffer.node.identity import Identity
 from lookup_buffer.node.shelf import Shelf
+from lookup_buffer.times import HANDOFF_GONE_SECONDS
 from store import (
     GONE_SECONDS,
     DeviceLocation,
+    GoneReason,
     Location,
     MetadataStore,
     Publication,
@@ -29,10 +31,6 @@ from store import (
     Withdrawing,
 )
 
-HANDOFF_GONE_SECONDS = 60
-"""Why a hand-off went is told for so long: they are many, and each is taken soon."""
-STALE = "stale"
-"""Why a copy is withdrawn that the store named and that is not here."""
 VOID_MAX = 64
 """Locations of dead nodes that are withdrawn with one beat."""
 
@@ -102,11 +100,11 @@ class Publisher:
                 Withdrawing(
                     *change.address,
                     node,
-                    change.reason or "gone",
+                    change.reason or GoneReason.GONE,
                     gone_seconds=_gone_seconds(change.address),
                     # What the store was never told of, or has let end, went for a reason, too. But
                     # that somebody asked for what is not here is nothing to be told.
-                    may_have_ended=change.reason != STALE,
+                    may_have_ended=change.reason != GoneReason.STALE,
                 )
                 for change in changes
             ]
@@ -208,7 +206,7 @@ def _void(namespace: str, key: str, location: Location) -> Withdrawing:
         namespace,
         key,
         location.node,
-        "owner dead",
+        GoneReason.OWNER_DEAD,
         exactly=location,
         gone_seconds=_gone_seconds((namespace, key)),
     )

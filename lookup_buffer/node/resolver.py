@@ -9,13 +9,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
+from lookup_buffer.errors import MaybeMissed
 from lookup_buffer.item import Address
 from lookup_buffer.node.fetcher import FETCH_OWNER, Fetched, Fetcher
 from lookup_buffer.node.locator import Located, Locator
 from lookup_buffer.node.loop import call_from_thread
 from lookup_buffer.node.shelf import Shelf
 
-Settle = Callable[[str], None]
+Settle = Callable[[MaybeMissed], None]
 """Told "" when the item is here (look at once: it is held until all were told), else the reason."""
 
 
@@ -102,7 +103,7 @@ class Resolver:
         if fetched.held is not None:
             self.shelf.release([fetched.held.ticket], FETCH_OWNER)
 
-    def _settle(self, address: Address, reason: str) -> None:
+    def _settle(self, address: Address, reason: MaybeMissed) -> None:
         flight = self._flights.pop(address, None)
         for settle in flight.waiting if flight else ():
             settle(reason)

@@ -8,12 +8,12 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from lookup_buffer.errors import MaybeMissed, MissReason
 from lookup_buffer.item import Address
-from lookup_buffer.messages import CALL_SECONDS, NODE_SHARE
 from lookup_buffer.node.loans import Loans
-from lookup_buffer.node.locator import STORE_DOWN
 from lookup_buffer.node.resolver import Resolver
 from lookup_buffer.node.waiting import Vigil, Waiting
+from lookup_buffer.times import CALL_SECONDS, NODE_SHARE
 
 
 @dataclass(slots=True, eq=False)
@@ -28,7 +28,7 @@ class Selection:
     waiting: Waiting
     address: Address
     until: float
-    look: Callable[[str, bool], bool]
+    look: Callable[[MaybeMissed, bool], bool]
     fetching: Callable[[int], None]
     _vigil: Vigil | None = None
     _bound: asyncio.TimerHandle | None = None
@@ -59,7 +59,7 @@ class Selection:
             self._fetching = True
             self.fetching(nbytes)
 
-    def _settled(self, reason: str) -> None:
+    def _settled(self, reason: MaybeMissed) -> None:
         if self._over:
             return
         self._under_way = self._fetching = False
@@ -72,7 +72,7 @@ class Selection:
 
     def _too_late(self) -> None:
         if not self._fetching:  # which has a bound of its own
-            self.look(STORE_DOWN, True)
+            self.look(MissReason.STORE_DOWN, True)
             self._end()
 
     def _end(self) -> None:

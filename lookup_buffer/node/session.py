@@ -11,9 +11,6 @@ from dataclasses import dataclass, field
 from lookup_buffer.arena import Mapping
 from lookup_buffer.node.connection import Connection
 
-QUARANTINE_SECONDS = 120.0
-"""Longer than any engine step: how long the pins of a lost session outlive its anchor."""
-
 Owner = str | int
 """An engine's id, or the number of a session that is no engine's."""
 

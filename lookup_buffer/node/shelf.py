@@ -18,6 +18,7 @@ from lookup_buffer.errors import BufferFull
 from lookup_buffer.header import TensorHeader
 from lookup_buffer.inventory import Gauges, Inventory
 from lookup_buffer.item import Address, Item
+from store import GoneReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +243,7 @@ class Shelf:
         with self._lock:
             offered = self._offers.pop(address, None)
         if offered is not None:
-            self._on_change(address, "retracted")
+            self._on_change(address, GoneReason.RETRACTED)
 
     # -- inspect
 

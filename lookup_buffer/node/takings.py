@@ -11,30 +11,25 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final
 
-from lookup_buffer.errors import ProtocolError
+from lookup_buffer.errors import MissReason, ProtocolError
 from lookup_buffer.item import Address
 from lookup_buffer.key import is_handoff
-from lookup_buffer.messages import CALL_SECONDS, NODE_SHARE, Leave, Take
+from lookup_buffer.messages import Leave, Take
 from lookup_buffer.node.connection import Connection
 from lookup_buffer.node.directory import Directory
 from lookup_buffer.node.fetcher import FETCH_OWNER, Fetched, Fetcher
 from lookup_buffer.node.grants import Grants, Leased
 from lookup_buffer.node.handoffs import Bid, Handoffs, Lease
 from lookup_buffer.node.identity import Identity
-from lookup_buffer.node.locator import STORE_DOWN, Located, Locator
+from lookup_buffer.node.locator import Located, Locator
 from lookup_buffer.node.loop import call_from_thread
 from lookup_buffer.node.owners import Answer, Owner, Owners, again_seconds
 from lookup_buffer.node.session import Session
 from lookup_buffer.node.shelf import Held, Shelf
 from lookup_buffer.node.waiting import Vigil, Waiting
+from lookup_buffer.times import CALL_SECONDS, NODE_SHARE
 from store import Location
-
-ABSENT: Final = "absent"
-OWNER_DEAD: Final = "owner_dead"
-TAKEN: Final = "taken"
-PEER_FAILED: Final = "peer_failed"
 
 Source = tuple[Location, str]
 
@@ -59,7 +54,7 @@ class Takings:
         session: Session,
         request: Take,
         answer: Callable[[Held, int, float], None],
-        missing: Callable[[str], None],
+        missing: Callable[[MissReason], None],
         fetching: Callable[[int], None],
     ) -> None:
         """`answer` with what is held for the session, its token and the lease's seconds; or
@@ -93,7 +88,7 @@ class Taking:
     request: Take
     until: float
     answer: Callable[[Held, int, float], None]
-    missing: Callable[[str], None]
+    missing: Callable[[MissReason], None]
     fetching: Callable[[int], None]
     _bid: Bid | None = None
     _asked: tuple[Owner, int] | None = None
@@ -161,7 +156,7 @@ class Taking:
         self._bid = None
         if lease is None:
             if self.node.handoffs.leased(self.address):
-                self._settle(TAKEN)
+                self._settle(MissReason.TAKEN)
             else:
                 self.node.locator.ask([self.address], self._located)
             return
@@ -196,15 +191,19 @@ class Taking:
         else:
             self._settle(self._reason(located))
 
-    def _reason(self, located: Located) -> str:
+    def _reason(self, located: Located) -> MissReason:
         """Why nobody can be asked. What the store says of this node itself is out of date."""
         if located.record is None:
-            return located.reason
+            return located.reason or MissReason.ABSENT
         me = (self.node.identity.node, self.node.identity.boot)
         others = [at for at in located.record.locations if (at.node, at.boot) != me]
         if not others:
-            return ABSENT
-        return OWNER_DEAD if all(map(self.node.directory.is_dead, others)) else PEER_FAILED
+            return MissReason.ABSENT
+        return (
+            MissReason.OWNER_DEAD
+            if all(map(self.node.directory.is_dead, others))
+            else MissReason.PEER_FAILED
+        )
 
     def _ask(self) -> None:
         location, endpoint = self._sources.pop(0)
@@ -232,11 +231,11 @@ class Taking:
         else:
             self._unreached = True
         if self._leaving:
-            self._finish(PEER_FAILED if self._unreached else TAKEN)
+            self._finish(MissReason.PEER_FAILED if self._unreached else MissReason.TAKEN)
         elif self._sources:
             self._ask()
         else:
-            self._settle(PEER_FAILED if self._unreached else ABSENT)
+            self._settle(MissReason.PEER_FAILED if self._unreached else MissReason.ABSENT)
 
     def _fetch(self, leased: Leased, source: Source, answer: Answer) -> None:
         self._is_fetching = True
@@ -257,18 +256,18 @@ class Taking:
             return
         self.node.grants.give_back_lease(leased)
         if not self._over:
-            self._settle(fetched.reason)
+            self._settle(fetched.reason or MissReason.PEER_FAILED)
 
     # -- nowhere, as yet
 
-    def _settle(self, reason: str) -> None:
+    def _settle(self, reason: MissReason) -> None:
         """It is not to be had now, for `reason`."""
         self._under_way = False
         loop = self.node.loop
-        if loop.time() >= self.until or reason == OWNER_DEAD:
+        if loop.time() >= self.until or reason == MissReason.OWNER_DEAD:
             self._finish(reason)
             return
-        self._failures = 0 if reason == ABSENT else self._failures + 1
+        self._failures = 0 if reason == MissReason.ABSENT else self._failures + 1
         if self._look_again is not None:
             self._look_again.cancel()
         if self._failures:
@@ -284,20 +283,22 @@ class Taking:
         if not self.request.wait_seconds:
             return
         if self._bid is not None:
-            self._finish(TAKEN if self.node.handoffs.leased(self.address) else ABSENT)
+            self._finish(
+                MissReason.TAKEN if self.node.handoffs.leased(self.address) else MissReason.ABSENT
+            )
         elif self._asked is not None:
             owner, number = self._asked
             self._leaving = owner.is_linked
             if self._leaving:
                 owner.withdraw(Leave(self.node.owners.next_number(), number))
             else:
-                self._finish(PEER_FAILED)
+                self._finish(MissReason.PEER_FAILED)
 
     def _too_late(self) -> None:
         if not self._is_fetching:  # which has a bound of its own
-            self._finish(STORE_DOWN if self._asked is None else PEER_FAILED)
+            self._finish(MissReason.STORE_DOWN if self._asked is None else MissReason.PEER_FAILED)
 
-    def _finish(self, reason: str) -> None:
+    def _finish(self, reason: MissReason) -> None:
         if not self._over:
             self.end()
             self.missing(reason)

@@ -11,9 +11,7 @@ from lookup_buffer.node.holdings import Holdings
 from lookup_buffer.node.identity import Identity
 from lookup_buffer.node.registrar import Registrar
 from lookup_buffer.node.shelf import Shelf
-
-STALLED_SECONDS = 2.0
-"""The loop says four times a second that it runs; so late, clients have given up."""
+from lookup_buffer.times import STALL_SECONDS
 
 
 @dataclass(slots=True)
@@ -46,7 +44,7 @@ class Vitals:
 
     def ailment(self) -> str:
         """Why the node is not of full use; "" where it is."""
-        if self.clock() - self._ticked_at > STALLED_SECONDS:
+        if self.clock() - self._ticked_at > STALL_SECONDS:
             return "the node does not answer its clients"
         if not self.registrar.store_up:
             return "the store is not reached: only what this host holds is found"
