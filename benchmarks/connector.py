@@ -41,7 +41,7 @@ from connectors.ec.shape import EngineShape
 from connectors.ec.worker import EcWorker, WorkerSeat
 from connectors.settings import ConnectorSettings
 from examples.demo.fleet import DemoNode, Fleet
-from lookup_buffer.client import EngineSeat, LookupBuffer
+from lookup_buffer.client.buffer import EngineSeat, LookupBuffer
 from lookup_buffer.key import TensorKey
 from lookup_buffer.namespace import Namespace
 

@@ -27,8 +27,8 @@ from multiprocessing.connection import Connection
 import xxhash
 
 from lookup_buffer.errors import PipeClosed
-from lookup_buffer.handshake import accept_handshake, connect
-from lookup_buffer.link import Link
+from lookup_buffer.protocol.auth import accept_handshake, connect
+from lookup_buffer.protocol.stream import Link
 
 SIZES_BYTES = (1 << 10, 64 << 10, 1 << 20, 8 << 20, 64 << 20)
 TIMEOUT_SECONDS = 60.0

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 
 from lookup_buffer import BufferConfig, LookupBuffer, Namespace, PrefetchState, TensorKey
-from lookup_buffer.counters import Counters
+from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.fetcher import FETCH_OWNER, Fetched, Fetcher
 from lookup_buffer.node.locator import Located
 from lookup_buffer.node.shelf import Held, Shelf

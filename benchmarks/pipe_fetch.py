@@ -25,8 +25,8 @@ from xxhash import xxh3_64, xxh3_64_intdigest
 
 from benchmarks.gauge import emit, machine, paired_ratio
 from lookup_buffer.codec import torch_version, writable_bytes
-from lookup_buffer.handshake import accept_handshake, connect
 from lookup_buffer.pipes import open_pipe
+from lookup_buffer.protocol.auth import accept_handshake, connect
 
 SIZES: Final = (1 << 10, 16 << 10, 1 << 20, 8 << 20, 64 << 20)
 TIMEOUT_SECONDS: Final = 60.0

@@ -38,10 +38,10 @@ from benchmarks.gauge import (
     seconds_of,
     target,
 )
-from lookup_buffer.arena import copy_bytes
 from lookup_buffer.pipes import KVPipe, open_pipe
 from lookup_buffer.pipes.redis_layout import BATCH_CHUNKS, CHUNK_BYTES
 from lookup_buffer.pipes.resp import RespLane
+from lookup_buffer.shm.memory import copy_bytes
 from store.dialling import dial
 
 SIZES_BYTES: Final = (16 << 10, 64 << 10, 1 << 20, 8 << 20, 64 << 20)

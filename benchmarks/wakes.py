@@ -22,7 +22,7 @@ import torch
 
 from benchmarks.gauge import NAMESPACE, key_of, microseconds, publishing_of
 from lookup_buffer import BufferConfig, ClaimOutcome, LookupBuffer, TensorKey
-from lookup_buffer.launch import to_json
+from lookup_buffer.runtime import to_json
 from store import open_store
 from store.redis_store import RedisStore
 

@@ -39,9 +39,12 @@ if TYPE_CHECKING:
     from typing import Any
 
     from lookup_buffer.claimed import ClaimAnswer as ClaimAnswer
-    from lookup_buffer.client import EngineSeat as EngineSeat
-    from lookup_buffer.client import InsertOutcome as InsertOutcome
-    from lookup_buffer.client import LookupBuffer as LookupBuffer
+    from lookup_buffer.client.buffer import EngineSeat as EngineSeat
+    from lookup_buffer.client.buffer import InsertOutcome as InsertOutcome
+    from lookup_buffer.client.buffer import LookupBuffer as LookupBuffer
+    from lookup_buffer.client.handles import LoadOrder as LoadOrder
+    from lookup_buffer.client.handles import Prefetched as Prefetched
+    from lookup_buffer.client.handles import PrefetchState as PrefetchState
     from lookup_buffer.config import BufferConfig as BufferConfig
     from lookup_buffer.errors import BufferFull as BufferFull
     from lookup_buffer.errors import LookupBufferError as LookupBufferError
@@ -51,16 +54,13 @@ if TYPE_CHECKING:
     from lookup_buffer.inserted import ClaimOutcome as ClaimOutcome
     from lookup_buffer.key import TensorKey as TensorKey
     from lookup_buffer.namespace import Namespace as Namespace
-    from lookup_buffer.prefetched import LoadOrder as LoadOrder
-    from lookup_buffer.prefetched import Prefetched as Prefetched
-    from lookup_buffer.prefetched import PrefetchState as PrefetchState
     from store import ClaimState as ClaimState
     from store import MetadataStore as MetadataStore
 
 _HOMES = {
     "store": ("ClaimState", "MetadataStore"),
     "lookup_buffer.claimed": ("ClaimAnswer",),
-    "lookup_buffer.client": ("EngineSeat", "InsertOutcome", "LookupBuffer"),
+    "lookup_buffer.client.buffer": ("EngineSeat", "InsertOutcome", "LookupBuffer"),
     "lookup_buffer.config": ("BufferConfig",),
     "lookup_buffer.errors": (
         "BufferFull",
@@ -72,7 +72,7 @@ _HOMES = {
     "lookup_buffer.inserted": ("ClaimOutcome",),
     "lookup_buffer.key": ("TensorKey",),
     "lookup_buffer.namespace": ("Namespace",),
-    "lookup_buffer.prefetched": ("LoadOrder", "PrefetchState", "Prefetched"),
+    "lookup_buffer.client.handles": ("LoadOrder", "PrefetchState", "Prefetched"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = list(_HOME_OF)

@@ -13,9 +13,9 @@ import struct
 from dataclasses import dataclass
 from typing import Final
 
-from lookup_buffer.digest_table import IS_ORDERED, DigestReader, DigestTable, digest_of
-from lookup_buffer.header import DTYPES, TensorHeader
 from lookup_buffer.item import Address
+from lookup_buffer.protocol.header import DTYPES, TensorHeader
+from lookup_buffer.shm.index import IS_ORDERED, DigestReader, DigestTable, digest_of
 
 ENTRY: Final = struct.Struct("@Q32sQBBB13x8Q")
 """sequence, digest, offset, kind, dtype, dimensions, sizes; two cache lines."""

@@ -14,13 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from lookup_buffer import errors
-from lookup_buffer.arena import Staging
 from lookup_buffer.errors import LookupBufferError, NodeUnavailable, ProtocolError
-from lookup_buffer.messages import (
-    Stage,
-)
+from lookup_buffer.protocol.framing import FrameDecoder, encode_frame
+from lookup_buffer.protocol.messages import Stage
 from lookup_buffer.request import Request
-from lookup_buffer.wire import FrameDecoder, encode_frame
+from lookup_buffer.shm.memory import Staging
 
 READ_BYTES = 256 << 10
 DESCRIPTORS_MAX = 4

@@ -7,13 +7,13 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from lookup_buffer.attachment import Attachment
 from lookup_buffer.channel import next_request_id
 from lookup_buffer.claimed import ClaimAnswer, ClaimSet
+from lookup_buffer.client.session import Attachment
 from lookup_buffer.errors import LookupBufferError
 from lookup_buffer.inserted import ClaimOutcome
 from lookup_buffer.key import TensorKey
-from lookup_buffer.messages import (
+from lookup_buffer.protocol.messages import (
     Claim,
     ClaimAll,
     Encoding,

@@ -23,17 +23,17 @@ from pydantic import (
     model_validator,
 )
 
-from lookup_buffer.environment import settings_of_environment
-from lookup_buffer.errors import ConfigError
-from lookup_buffer.runtime_directory import runtime_directory
-from lookup_buffer.sizes import parse_bytes
-from lookup_buffer.store_access import (
+from lookup_buffer.access import (
     EMBEDDED,
     TIMEOUT_SECONDS,
     TIMEOUT_SECONDS_MAX,
     StoreAccess,
     check_store_url,
 )
+from lookup_buffer.environment import settings_of_environment
+from lookup_buffer.errors import ConfigError
+from lookup_buffer.runtime_directory import runtime_directory
+from lookup_buffer.sizes import parse_bytes
 from store import redact
 from store.url import SCHEMES
 

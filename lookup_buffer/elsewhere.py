@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from lookup_buffer.digest_table import IS_ORDERED, DigestReader, DigestTable, digest_of
 from lookup_buffer.item import Address
+from lookup_buffer.shm.index import IS_ORDERED, DigestReader, DigestTable, digest_of
 
 ENTRIES: Final = 65536
 """2.6 MB where all are used; past it those that were listed longest ago make room."""

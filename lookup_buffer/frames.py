@@ -6,7 +6,7 @@ Threads, deadlines and errors are as `Link` says.
 
 from typing import Protocol
 
-from lookup_buffer.wire import Frame, Header
+from lookup_buffer.protocol.framing import Frame, Header
 
 
 class Frames(Protocol):

@@ -7,15 +7,15 @@ import time
 from collections.abc import Callable
 
 from lookup_buffer import codec
-from lookup_buffer.arena import copy_bytes
-from lookup_buffer.attachment import Attachment
 from lookup_buffer.channel import Channel, next_request_id
+from lookup_buffer.client.session import Attachment
 from lookup_buffer.codec import Tensor, Value
 from lookup_buffer.errors import TensorTooLarge
-from lookup_buffer.header import TensorHeader
 from lookup_buffer.inserted import InsertOutcome
 from lookup_buffer.key import TensorKey
-from lookup_buffer.messages import Insert, lasting, waiting
+from lookup_buffer.protocol.header import TensorHeader
+from lookup_buffer.protocol.messages import Insert, lasting, waiting
+from lookup_buffer.shm.memory import copy_bytes
 from lookup_buffer.times import CALL_SECONDS
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from lookup_buffer.header import TensorHeader
+from lookup_buffer.protocol.header import TensorHeader
 
 Address = tuple[str, str]
 """(namespace fingerprint, key text): what an item is found by."""

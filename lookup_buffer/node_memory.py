@@ -11,10 +11,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
-from lookup_buffer.arena import Mapping
 from lookup_buffer.board import BoardReader
 from lookup_buffer.elsewhere import ElsewhereReader
 from lookup_buffer.errors import NodeUnavailable
+from lookup_buffer.shm.memory import Mapping
 
 LOST_SECONDS: Final = 120.0
 """How long the memory of a lost node stays mapped: longer than any engine step."""

@@ -15,10 +15,10 @@ from typing import Final
 
 import torch
 
-from lookup_buffer.arena import copy_bytes
 from lookup_buffer.codec import writable_bytes
 from lookup_buffer.errors import LookupBufferError
 from lookup_buffer.pipes import KVPipe, open_pipe
+from lookup_buffer.shm.memory import copy_bytes
 
 TIMEOUT_SECONDS: Final = 60.0
 MESSAGES_MAX: Final = 100

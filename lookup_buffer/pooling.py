@@ -8,9 +8,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from lookup_buffer import codec
-from lookup_buffer.attachment import Attachment
+from lookup_buffer.client.handles import LoadOrder
+from lookup_buffer.client.session import Attachment
 from lookup_buffer.errors import LookupBufferError, NodeUnavailable
-from lookup_buffer.prefetched import LoadOrder
 from lookup_buffer.request import Request
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ Pure bookkeeping, like the inventory, which decides what may be evicted and what
 from collections import OrderedDict
 from collections.abc import Iterator
 
-from lookup_buffer.allocator import Allocator
 from lookup_buffer.item import Item
+from lookup_buffer.shm.allocator import Allocator
 
 
 class Room:

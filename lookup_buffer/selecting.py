@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from lookup_buffer import codec
-from lookup_buffer.attachment import Attachment
 from lookup_buffer.channel import next_request_id
+from lookup_buffer.client.handles import LoadOrder
+from lookup_buffer.client.load import Loading
+from lookup_buffer.client.session import Attachment
 from lookup_buffer.codec import Tensor, Value
 from lookup_buffer.errors import LookupTimeout, MissingTensor
 from lookup_buffer.key import TensorKey
-from lookup_buffer.loading import Loading
-from lookup_buffer.messages import Select, waiting
-from lookup_buffer.prefetched import LoadOrder
+from lookup_buffer.protocol.messages import Select, waiting
 from lookup_buffer.times import CALL_SECONDS
 
 

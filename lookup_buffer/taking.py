@@ -5,8 +5,10 @@ Any thread. What fails before the acknowledgement gives the hand-off back.
 
 import time
 
-from lookup_buffer.attachment import Attachment
 from lookup_buffer.channel import Channel, next_request_id
+from lookup_buffer.client.handles import LoadOrder
+from lookup_buffer.client.load import Loading
+from lookup_buffer.client.session import Attachment
 from lookup_buffer.codec import Tensor, Value
 from lookup_buffer.errors import (
     BufferFull,
@@ -18,9 +20,7 @@ from lookup_buffer.errors import (
     NodeUnavailable,
 )
 from lookup_buffer.key import TensorKey
-from lookup_buffer.loading import Loading
-from lookup_buffer.messages import Acknowledge, GiveBack, Take, waiting
-from lookup_buffer.prefetched import LoadOrder
+from lookup_buffer.protocol.messages import Acknowledge, GiveBack, Take, waiting
 from lookup_buffer.times import CALL_SECONDS, LEASE_ANSWER_SECONDS
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from lookup_buffer.claimed import ClaimSet
-from lookup_buffer.client import LookupBuffer
+from lookup_buffer.client.buffer import LookupBuffer
 from lookup_buffer.inserted import ClaimOutcome
 from lookup_buffer.key import TensorKey
 from lookup_buffer.namespace import Namespace

@@ -19,9 +19,9 @@ from lookup_buffer.errors import (
     InvalidKey,
     LookupTimeout,
 )
-from lookup_buffer.header import DTYPES
 from lookup_buffer.key import TensorKey
 from lookup_buffer.pipes import ANY_KEY, KVPipe
+from lookup_buffer.protocol.header import DTYPES
 from patience import scaled
 
 TOKEN = "that of both ends, and of no other"

@@ -22,14 +22,14 @@ from lookup_buffer import errors
 from lookup_buffer.codec import contiguous_bytes
 from lookup_buffer.config import BufferConfig
 from lookup_buffer.device.buffer import DeviceBuffer
-from lookup_buffer.device.dialect import Dialect
 from lookup_buffer.device.lane import DeviceLane
 from lookup_buffer.device.place import HostPlace
+from lookup_buffer.device.protocol import Dialect
 from lookup_buffer.errors import BufferFull
-from lookup_buffer.header import TensorHeader
 from lookup_buffer.key import TensorKey
-from lookup_buffer.launch import to_json
 from lookup_buffer.namespace import Namespace
+from lookup_buffer.protocol.header import TensorHeader
+from lookup_buffer.runtime import to_json
 from nodes import MIB, NodeProcess, StartNode, tensor_of, wait_until, with_store
 from patience import scaled
 from store import MetadataStore, open_store
@@ -49,7 +49,7 @@ class DeviceEnd:
     def __init__(self, node: NodeProcess, namespace: str, **options: Any) -> None:
         self.node = node
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["pytest", "torch", "lookup_buffer.client"])
+        context.set_forkserver_preload(["pytest", "torch", "lookup_buffer.client.buffer"])
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(
             target=_run, args=(theirs, to_json(node.config), namespace, options)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from lookup_buffer.client import LookupBuffer
+from lookup_buffer.client.buffer import LookupBuffer
 from lookup_buffer.errors import BufferFull, NodeUnavailable
 from lookup_buffer.key import TensorKey
 from nodes import ClientProcess, NodeProcess

@@ -16,9 +16,9 @@ import host_engine
 from connector_standins import EMBED_BYTES, EMBEDS, LedgerBuffer, Stored
 from connectors.ec import seat as ec_seat
 from connectors.ec.connector import LookupBufferECConnector
-from lookup_buffer.client import InsertOutcome
+from lookup_buffer.client.buffer import InsertOutcome
+from lookup_buffer.client.handles import LoadOrder
 from lookup_buffer.key import TensorKey
-from lookup_buffer.prefetched import LoadOrder
 
 HAS_GATE = hasattr(ECConnectorBase, "ensure_cache_available")
 CAN_FAIL = hasattr(ECConnectorBase, "take_unavailable_requests")
@@ -155,7 +155,7 @@ def produce() -> None:
 
 
 def wait_for_a_fetch() -> None:
-    from lookup_buffer.prefetched import PrefetchState
+    from lookup_buffer.client.handles import PrefetchState
 
     engine = HostEngine("ec_consumer", fetch_wait_seconds=600)
     engine.buffer.keep(content("far"))

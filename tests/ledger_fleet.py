@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from connector_standins import EMBED_BYTES, LedgerBuffer, LedgerHandle, Stored
-from lookup_buffer.client import InsertOutcome
+from lookup_buffer.client.buffer import InsertOutcome
+from lookup_buffer.client.handles import LoadOrder, PrefetchState
 from lookup_buffer.key import TensorKey
-from lookup_buffer.prefetched import LoadOrder, PrefetchState
 from scheduler_drive import content, output_of
 
 WIDTH = EMBED_BYTES // 4

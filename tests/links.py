@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from lookup_buffer.link import Link
+from lookup_buffer.protocol.stream import Link
 
 MIB = 1 << 20
 TIMEOUT = 20.0

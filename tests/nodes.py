@@ -24,12 +24,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from lookup_buffer.client import EngineSeat, LookupBuffer
+from lookup_buffer.client.buffer import EngineSeat, LookupBuffer
 from lookup_buffer.config import BufferConfig
 from lookup_buffer.errors import MissingTensor
 from lookup_buffer.key import TensorKey
-from lookup_buffer.launch import to_json
 from lookup_buffer.namespace import Namespace
+from lookup_buffer.runtime import to_json
 from patience import scaled
 from store import EmbeddedServer
 
@@ -274,7 +274,7 @@ class ClientProcess:
         seat: tuple[str, int | None, int] | None = None,
     ) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["pytest", "torch", "lookup_buffer.client"])
+        context.set_forkserver_preload(["pytest", "torch", "lookup_buffer.client.buffer"])
         self.pipe, theirs = context.Pipe()
         self._process = context.Process(
             target=_run_client, args=(theirs, to_json(config), source, namespace, seat)

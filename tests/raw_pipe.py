@@ -7,9 +7,9 @@ from types import TracebackType
 from typing import Any, Self
 
 from lookup_buffer.config import parse_tcp
-from lookup_buffer.handshake import request_handshake
-from lookup_buffer.header import TensorHeader
 from lookup_buffer.pipes import KVPipe
+from lookup_buffer.protocol.auth import request_handshake
+from lookup_buffer.protocol.header import TensorHeader
 
 SECONDS = 5.0
 BEAT_SECONDS = 0.3

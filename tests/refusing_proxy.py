@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from lookup_buffer.wire import (
+from lookup_buffer.protocol.framing import (
     MAX_HEADER_BYTES,
     PROLOGUE_BYTES,
     decode_header,

@@ -15,7 +15,7 @@ import torch
 from connectors.ec.metadata import ItemLoad, StepMetadata
 from connectors.ec.worker import EcWorker, WorkerSeat
 from connectors.settings import ConnectorSettings
-from lookup_buffer.client import EngineSeat, LookupBuffer
+from lookup_buffer.client.buffer import EngineSeat, LookupBuffer
 from lookup_buffer.config import BufferConfig
 from lookup_buffer.key import TensorKey
 from lookup_buffer.namespace import Namespace

@@ -17,10 +17,10 @@ from connector_standins import EMBED_BYTES, EMBEDS, Request, make_request, step_
 from connectors.ec.scheduler import EcScheduler
 from connectors.ec.shape import EngineShape
 from connectors.settings import ConnectorSettings
-from lookup_buffer.client import EngineSeat
+from lookup_buffer.access import TIMEOUT_SECONDS
+from lookup_buffer.client.buffer import EngineSeat
 from lookup_buffer.key import TensorKey
-from lookup_buffer.launch import to_json
-from lookup_buffer.store_access import TIMEOUT_SECONDS
+from lookup_buffer.runtime import to_json
 from nodes import ClientProcess, NodeProcess, StartNode, key, wait_until
 from patience import scaled
 from servers import StartServer, frozen

@@ -21,7 +21,7 @@ from command_line import run, run_json
 from connectors.plugin import CONNECTOR_NAME
 from engines import START_SECONDS, engine_settings
 from examples.demo.engine_settings import engine_arguments, engine_environment
-from lookup_buffer.client import LookupBuffer
+from lookup_buffer.client.buffer import LookupBuffer
 from lookup_buffer.errors import MissingTensor
 from lookup_buffer.namespace import Namespace
 from nodes import ROOT, NodeProcess, key, wait_until

@@ -198,7 +198,7 @@ ATTACK = """
 import ctypes, json, mmap, os, sys
 from pathlib import Path
 from lookup_buffer.channel import Channel, next_request_id
-from lookup_buffer.messages import VERSION, Hello
+from lookup_buffer.protocol.messages import VERSION, Hello
 import time
 anchor = Channel(Path(sys.argv[1]), timeout=5.0)
 deadline = time.monotonic() + 5.0

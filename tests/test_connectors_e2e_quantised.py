@@ -13,7 +13,7 @@ import torch
 
 from engines import START_SECONDS, Album, connector, engine_settings, weights
 from examples.demo.engine import DemoEngine
-from lookup_buffer.client import LookupBuffer
+from lookup_buffer.client.buffer import LookupBuffer
 from lookup_buffer.key import TensorKey
 from lookup_buffer.namespace import Namespace
 from nodes import NodeProcess, StartNode, wait_until

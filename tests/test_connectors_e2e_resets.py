@@ -15,7 +15,7 @@ import torch
 from engines import SIZE, START_SECONDS, Album, Reference, connector, engine_settings
 from examples.demo.engine_settings import Placement
 from kv_engines import CHUNK, kv_connector, kv_engine_settings, prompt
-from lookup_buffer.client import LookupBuffer
+from lookup_buffer.client.buffer import LookupBuffer
 from lookup_buffer.key import TensorKey
 from lookup_buffer.namespace import Namespace
 from nodes import wait_until

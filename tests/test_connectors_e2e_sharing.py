@@ -26,7 +26,7 @@ from engines import (
     weights,
 )
 from examples.demo.engine import Answer, DemoEngine, Question
-from lookup_buffer.client import LookupBuffer
+from lookup_buffer.client.buffer import LookupBuffer
 from lookup_buffer.key import TensorKey
 from lookup_buffer.namespace import Namespace
 from nodes import NodeProcess, at_rest, wait_until

@@ -1,8 +1,8 @@
 """What a request that is seen for the first time claims beside asking whether anybody has it."""
 
 from connector_standins import Feature, Position, make_request
+from lookup_buffer.client.handles import PrefetchState
 from lookup_buffer.inserted import ClaimOutcome
-from lookup_buffer.prefetched import PrefetchState
 from scheduler_bench import claimed, counted, make_bench
 
 

@@ -17,7 +17,7 @@ with warnings.catch_warnings():
     from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorMetadata, ECConnectorRole
     from vllm.distributed.ec_transfer.ec_connector.factory import ECConnectorFactory
 
-from connectors import seat
+from connectors import client
 from connectors.ec import connector as ec_connector
 from connectors.ec import seat as ec_seat
 from connectors.ec.connector import LookupBufferECConnector
@@ -274,7 +274,7 @@ def test_data_parallel_engines_of_one_command_are_told_apart(
             super().__init__()
             seats.append(engine)
 
-    monkeypatch.setattr(seat, "LookupBuffer", Opened)
+    monkeypatch.setattr(client, "LookupBuffer", Opened)
     identity = Identity({}, WeightsSource("tests"))
     monkeypatch.setattr(ec_seat, "identity", lambda *_: identity)
     config = vllm_config()
@@ -283,5 +283,5 @@ def test_data_parallel_engines_of_one_command_are_told_apart(
             rank=0, tensor_parallel_size=1, pipeline_parallel_size=1, **{attribute: index}
         )
         ec_seat.open_buffer(config, parse_settings({}), rank=None if len(seats) < 2 else 0)
-    first, second, worker_of_second = (seat.engine_id for seat in seats)
+    first, second, worker_of_second = (client.engine_id for seat in seats)
     assert first != second == worker_of_second

@@ -18,8 +18,8 @@ from connectors.ec.copies import Device, DeviceCopies, Event
 from connectors.ec.metadata import ItemLoad, StepMetadata
 from connectors.ec.worker import EcWorker, WorkerSeat
 from connectors.settings import ConnectorSettings
-from lookup_buffer.client import EngineSeat, LookupBuffer
-from lookup_buffer.prefetched import LoadOrder
+from lookup_buffer.client.buffer import EngineSeat, LookupBuffer
+from lookup_buffer.client.handles import LoadOrder
 from nodes import NodeProcess, StartNode, at_rest, key, wait_until
 from patience import scaled
 
@@ -102,7 +102,7 @@ class LazyDevice(Device):
 def device(monkeypatch: pytest.MonkeyPatch) -> LazyDevice:
     """What workers that are made in the test take for their GPU."""
     device = LazyDevice()
-    monkeypatch.setattr("connectors.cuda_device.CudaDevice", lambda name: device)
+    monkeypatch.setattr("connectors.ec.cuda.CudaDevice", lambda name: device)
     return device
 
 
@@ -338,7 +338,7 @@ def test_a_device_that_fails_is_counted_and_its_pin_left_to_the_scheduler(
 def test_a_gpu_loads_and_stores(
     node: NodeProcess, rank: LookupBuffer, scheduler: LookupBuffer
 ) -> None:
-    from connectors.cuda_device import CudaDevice
+    from connectors.ec.cuda import CudaDevice
 
     counters = Counters()
     copies = DeviceCopies(rank, CudaDevice("cuda:0"), counters, RateLimitedLog())

@@ -14,9 +14,9 @@ from connector_standins import EMBEDS, make_request, step_output
 from connectors.ec.scheduler import EcScheduler
 from connectors.ec.shape import EngineShape
 from connectors.settings import ConnectorSettings
-from lookup_buffer.client import LookupBuffer
+from lookup_buffer.client.buffer import LookupBuffer
+from lookup_buffer.client.handles import PrefetchState
 from lookup_buffer.key import TensorKey
-from lookup_buffer.prefetched import PrefetchState
 from nodes import NodeProcess, at_rest, key, wait_until
 
 OUTCOME_SECONDS = 30.0

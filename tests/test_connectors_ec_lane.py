@@ -14,10 +14,10 @@ from connectors.ec.metadata import ItemLoad, StepMetadata
 from connectors.ec.worker import EcWorker, WorkerSeat
 from connectors.settings import parse_settings
 from device_ends import DeviceEnd, StartEnd, put, start_end
-from lookup_buffer.client import EngineSeat, LookupBuffer
+from lookup_buffer.client.buffer import EngineSeat, LookupBuffer
+from lookup_buffer.client.handles import Prefetched
 from lookup_buffer.errors import ConfigError
 from lookup_buffer.key import TensorKey
-from lookup_buffer.prefetched import Prefetched
 from nodes import NodeProcess, StartNode, at_rest, start_node, wait_until, with_store
 
 __all__ = ["start_end", "start_node"]

@@ -7,8 +7,8 @@ import pytest
 
 from connector_standins import EMBEDS, Position, Request, make_request
 from connectors.ec.meanings import Meanings
+from lookup_buffer.client.handles import PrefetchState
 from lookup_buffer.key import TensorKey
-from lookup_buffer.prefetched import PrefetchState
 from nodes import wait_until
 from scheduler_bench import WAIT_SECONDS, Bench
 

@@ -14,7 +14,7 @@ import torch
 
 from command_line import run
 from connectors.ec import seat as ec_seat
-from lookup_buffer.client import LookupBuffer
+from lookup_buffer.client.buffer import LookupBuffer
 from lookup_buffer.errors import LookupBufferError, MissingTensor
 from lookup_buffer.key import TensorKey
 from namespaces import namespace_of

@@ -10,7 +10,7 @@ from connector_standins import (
     LedgerBuffer,
     make_request,
 )
-from lookup_buffer.prefetched import PrefetchState
+from lookup_buffer.client.handles import PrefetchState
 from scheduler_bench import WAIT_SECONDS, Bench
 
 

@@ -13,8 +13,8 @@ from connector_standins import (
     pixels,
 )
 from connectors.settings import parse_settings
+from lookup_buffer.client.handles import PrefetchState
 from lookup_buffer.inserted import ClaimOutcome
-from lookup_buffer.prefetched import PrefetchState
 from nodes import wait_until
 from scheduler_bench import METADATA_WAIT_SECONDS, Bench
 

@@ -32,7 +32,7 @@ from connectors.ec.metadata import StepMetadata
 from connectors.ec.scheduler import EcScheduler
 from connectors.ec.shape import EngineShape
 from connectors.settings import ConnectorSettings
-from lookup_buffer.prefetched import PrefetchState
+from lookup_buffer.client.handles import PrefetchState
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

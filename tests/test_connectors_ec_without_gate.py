@@ -19,7 +19,7 @@ from connectors.ec.shape import EngineShape
 from connectors.ec.watch import embeds_of
 from connectors.ec.without_gate import ASK_AGAIN_SECONDS, LOCAL_SECONDS, EcWithoutGate
 from connectors.settings import ConnectorSettings
-from lookup_buffer.prefetched import PrefetchState
+from lookup_buffer.client.handles import PrefetchState
 from scheduler_bench import Clock
 
 A, B, C = (letter * 64 for letter in "abc")

@@ -11,7 +11,7 @@ from connectors.ec.scheduler import EcScheduler
 from connectors.ec.shape import EngineShape
 from connectors.ec.without_gate import EcWithoutGate
 from connectors.settings import ConnectorSettings
-from lookup_buffer.client import LookupBuffer
+from lookup_buffer.client.buffer import LookupBuffer
 from lookup_buffer.key import TensorKey
 from nodes import NodeProcess, at_rest, key, wait_until
 

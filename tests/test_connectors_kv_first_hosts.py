@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from connectors.kv.batches import CHUNK_TOKENS, Prefilled
-from connectors.kv.first import Intermediate, LookupBufferKVConnectorV0
 from connectors.kv.host import KVConnectorBase
+from connectors.kv_v0.connector import Intermediate, LookupBufferKVConnectorV0
 from first_hosts import LONG, SHORT, Connect, alone, config_of, prompt, run
 from lookup_buffer.errors import ConfigError
 from lookup_buffer.namespace import Namespace
@@ -24,7 +24,7 @@ from patience import scaled
 
 
 def test_no_vllm_is_imported() -> None:
-    code = "import sys, connectors.kv.first; sys.exit('vllm' in sys.modules)"
+    code = "import sys, connectors.kv_v0.connector; sys.exit('vllm' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=scaled(60)).returncode == 0
 
 

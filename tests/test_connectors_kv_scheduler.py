@@ -11,7 +11,7 @@ from connectors.kv.metadata import KvStepMetadata, KvWorkerReport
 from connectors.kv.scheduler import KvScheduler
 from connectors.kv.settings import KvSettings
 from connectors.kv.shape import KvShape
-from lookup_buffer.prefetched import PrefetchState
+from lookup_buffer.client.handles import PrefetchState
 
 BLOCK, CHUNK = 4, 8
 CHUNK_BYTES = 1000

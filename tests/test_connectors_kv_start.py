@@ -8,9 +8,9 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from connectors.kv.engine import engine_id, kv_shape
 from connectors.kv.namespace import kv_namespace_parts
 from connectors.kv.refusals import demand_recomputation, refuse_unfit_cache
-from connectors.kv.seat import engine_id, kv_shape
 from connectors.kv.settings import KvSettings, parse_kv_settings
 from lookup_buffer.errors import ConfigError
 from test_connectors_namespace import change, vllm_config

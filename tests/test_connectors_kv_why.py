@@ -10,7 +10,7 @@ pytest.importorskip("vllm")
 
 from command_line import run
 from connectors.kv.chunks import key_of
-from lookup_buffer.client import LookupBuffer
+from lookup_buffer.client.buffer import LookupBuffer
 from lookup_buffer.errors import MissingTensor
 from lookup_buffer.namespace import Namespace
 from nodes import NodeProcess, wait_until

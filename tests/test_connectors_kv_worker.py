@@ -15,7 +15,7 @@ from connectors.kv.loads import LoadResults
 from connectors.kv.metadata import ChunkLoad, ChunkSave, KvStepMetadata, RequestLoad
 from connectors.kv.settings import KvSettings
 from connectors.kv.worker import KvWorker
-from lookup_buffer.client import LookupBuffer
+from lookup_buffer.client.buffer import LookupBuffer
 from lookup_buffer.namespace import Namespace
 from nodes import NodeProcess, wait_until
 

@@ -20,7 +20,7 @@ from connectors.naming import Identity, Naming
 from connectors.settings import ConnectorSettings
 from connectors.weights import WeightsSource
 from connectors.weights_flag import WeightsFlag, _path
-from lookup_buffer.prefetched import PrefetchState
+from lookup_buffer.client.handles import PrefetchState
 from nodes import ROOT
 from scheduler_bench import WAIT_SECONDS, Bench
 

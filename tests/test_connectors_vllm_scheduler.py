@@ -14,7 +14,7 @@ import pytest
 from connector_standins import EMBED_BYTES, EMBEDS
 from connectors.ec import seat as ec_seat
 from ledger_fleet import LedgerFleet
-from lookup_buffer.prefetched import PrefetchState
+from lookup_buffer.client.handles import PrefetchState
 from patience import scaled
 from scheduler_drive import DrivenEngine, Room, content
 

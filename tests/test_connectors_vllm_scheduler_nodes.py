@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from connectors.ec import seat as ec_seat
-from lookup_buffer.client import LookupBuffer
+from lookup_buffer.client.buffer import LookupBuffer
 from lookup_buffer.errors import LookupBufferError
 from lookup_buffer.key import TensorKey
 from namespaces import namespace_of

@@ -25,7 +25,7 @@ from deployment import (
     running_stack,
     why_not_contained,
 )
-from lookup_buffer.client import LookupBuffer
+from lookup_buffer.client.buffer import LookupBuffer
 from lookup_buffer.errors import NodeRefused
 from lookup_buffer.namespace import Namespace
 from lookup_buffer.sizes import parse_bytes

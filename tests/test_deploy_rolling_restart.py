@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from deployment import Service, Stack, client_config, running_stack, why_not_contained
-from lookup_buffer.client import LookupBuffer
+from lookup_buffer.client.buffer import LookupBuffer
 from lookup_buffer.errors import LookupTimeout, MissingTensor, NodeUnavailable
 from lookup_buffer.key import TensorKey
 from lookup_buffer.namespace import Namespace

@@ -17,7 +17,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from connectors.settings import parse_settings
 from deployment import Service, Stack, client_config, running_stack
 from engines import START_SECONDS, Album, engine_settings
-from lookup_buffer.client import LookupBuffer
+from lookup_buffer.client.buffer import LookupBuffer
 from lookup_buffer.namespace import Namespace
 from nodes import ROOT, wait_until
 from openai_servers import OpenAIServer, parts_of

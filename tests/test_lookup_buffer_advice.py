@@ -6,7 +6,7 @@ import pytest
 
 from lookup_buffer.advice import HUGE_BYTES, PAGE_BYTES
 from lookup_buffer.codec import empty_tensor
-from lookup_buffer.header import TensorHeader
+from lookup_buffer.protocol.header import TensorHeader
 
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
 

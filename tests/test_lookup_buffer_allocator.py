@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from lookup_buffer.allocator import Allocator
+from lookup_buffer.shm.allocator import Allocator
 
 
 def fill(allocator: Allocator, *units: int) -> list[int]:

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from lookup_buffer.client import InsertOutcome, LookupBuffer
+from lookup_buffer.client.buffer import InsertOutcome, LookupBuffer
 from lookup_buffer.errors import LookupBufferError, LookupTimeout, MissingTensor, NodeUnavailable
 from lookup_buffer.key import TensorKey
 from nodes import STORE_SECONDS, NodeProcess, StartNode, at_rest, handoff, wait_until

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from lookup_buffer.arena import Arena, Mapping, Staging, adopt_staging, copy_bytes
 from lookup_buffer.errors import ProtocolError
+from lookup_buffer.shm.memory import Arena, Mapping, Staging, adopt_staging, copy_bytes
 
 NBYTES = 1 << 20
 FALLOC_FL_KEEP_SIZE, FALLOC_FL_PUNCH_HOLE = 1, 2

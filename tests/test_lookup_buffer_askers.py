@@ -8,20 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from lookup_buffer.client import LookupBuffer
+from lookup_buffer.client.buffer import LookupBuffer
+from lookup_buffer.client.handles import LoadOrder
 from lookup_buffer.config import parse_tcp
 from lookup_buffer.errors import LookupBufferError, MissingTensor, ProtocolError
-from lookup_buffer.handshake import connect
 from lookup_buffer.key import TensorKey
-from lookup_buffer.link import Link
-from lookup_buffer.messages import (
-    Acknowledge,
-    GiveBack,
-    Holds,
-    Leave,
-    Stats,
-    Take,
-)
 from lookup_buffer.namespace import Namespace
 from lookup_buffer.node.owners import (
     AGAIN_PART_MIN,
@@ -31,10 +22,12 @@ from lookup_buffer.node.owners import (
     Answer,
     Owner,
 )
-from lookup_buffer.prefetched import LoadOrder
+from lookup_buffer.protocol.auth import connect
+from lookup_buffer.protocol.framing import encode_frame
+from lookup_buffer.protocol.messages import Acknowledge, GiveBack, Holds, Leave, Stats, Take
+from lookup_buffer.protocol.stream import Link
 from lookup_buffer.request import Request
 from lookup_buffer.times import OWNER_IDLE_SECONDS
-from lookup_buffer.wire import encode_frame
 from nodes import NodeProcess, Nodes, at_rest, handoff, wait_until
 from ports import free_port
 from store import EmbeddedServer, Location

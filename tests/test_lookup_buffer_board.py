@@ -24,9 +24,9 @@ from lookup_buffer.board import (
     Entry,
     entries_for,
 )
-from lookup_buffer.digest_table import BUCKET_ENTRIES, HEADER_BYTES, IS_ORDERED, digest_of
-from lookup_buffer.header import DTYPES, TensorHeader
 from lookup_buffer.item import Address
+from lookup_buffer.protocol.header import DTYPES, TensorHeader
+from lookup_buffer.shm.index import BUCKET_ENTRIES, HEADER_BYTES, IS_ORDERED, digest_of
 from patience import scaled
 
 pytestmark = pytest.mark.skipif(not IS_ORDERED, reason="the board stays empty on this machine")
@@ -217,7 +217,7 @@ def test_its_size_is_a_power_of_two_within_bounds(capacity_bytes: int) -> None:
 READER = """
 import sys, time
 from lookup_buffer.board import BoardReader
-from lookup_buffer.digest_table import digest_of
+from lookup_buffer.shm.index import digest_of
 reader = BoardReader(int(sys.argv[1]))
 names = sys.argv[4:]
 digests = [digest_of(sys.argv[3], name) for name in names]

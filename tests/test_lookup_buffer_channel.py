@@ -8,7 +8,7 @@ import pytest
 
 from lookup_buffer.channel import Channel, next_request_id
 from lookup_buffer.errors import NodeUnavailable
-from lookup_buffer.messages import Stats
+from lookup_buffer.protocol.messages import Stats
 
 USES: dict[str, Callable[[Channel], object]] = {
     "readable_within": lambda channel: channel.readable_within(0.1),

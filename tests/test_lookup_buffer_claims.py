@@ -8,12 +8,12 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from lookup_buffer.access import TIMEOUT_SECONDS
 from lookup_buffer.claimed import ClaimAnswer
-from lookup_buffer.client import EngineSeat, InsertOutcome, LookupBuffer
+from lookup_buffer.client.buffer import EngineSeat, InsertOutcome, LookupBuffer
 from lookup_buffer.inserted import ClaimOutcome
 from lookup_buffer.key import TensorKey
 from lookup_buffer.namespace import Namespace
-from lookup_buffer.store_access import TIMEOUT_SECONDS
 from nodes import ClientProcess, NodeProcess, StartNode, key, wait_until, with_store
 from patience import scaled
 from servers import StartServer, command, frozen

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from claiming import ask, claim_in, keys, settled
-from lookup_buffer.client import EngineSeat
+from lookup_buffer.client.buffer import EngineSeat
 from lookup_buffer.inserted import ClaimOutcome
 from lookup_buffer.key import TensorKey
 from nodes import NodeProcess, holds_within, wait_until, with_store

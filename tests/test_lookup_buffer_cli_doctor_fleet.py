@@ -13,7 +13,7 @@ from command_line import beating, boot_of, run_json
 from lookup_buffer.cli.store_checks import clock_check
 from lookup_buffer.errors import LookupBufferError
 from lookup_buffer.greeting import Greetings, listening
-from lookup_buffer.handshake import accept_handshake
+from lookup_buffer.protocol.auth import accept_handshake
 from servers import command
 from store import MetadataStore, NodeInfo
 

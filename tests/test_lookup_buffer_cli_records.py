@@ -16,7 +16,7 @@ from command_line import (
     run_at_terminal,
     run_json,
 )
-from lookup_buffer.client import EngineSeat
+from lookup_buffer.client.buffer import EngineSeat
 from nodes import StartNode, key, wait_until
 from servers import command
 from store import DeviceLocation, MetadataStore, Publishing

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from command_line import run, run_json
-from lookup_buffer.cli.findings import Code, Finding
-from lookup_buffer.cli.history import OTHERS_MAX, history_of
-from lookup_buffer.client import LookupBuffer
+from lookup_buffer.client.buffer import LookupBuffer
 from lookup_buffer.errors import BufferFull, MissingTensor
+from lookup_buffer.inspection.findings import Code, Finding
+from lookup_buffer.inspection.history import OTHERS_MAX, history_of
 from lookup_buffer.key import TensorKey
 from lookup_buffer.namespace import Namespace
 from nodes import MIB, NodeProcess, StartNode, handoff, key, tensor_of, wait_until

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from lookup_buffer.client import InsertOutcome, LookupBuffer
+from lookup_buffer.client.buffer import InsertOutcome, LookupBuffer
 from lookup_buffer.codec import contiguous_bytes
 from lookup_buffer.errors import (
     BufferFull,
@@ -18,7 +18,7 @@ from lookup_buffer.errors import (
     MissingTensor,
     TensorTooLarge,
 )
-from lookup_buffer.header import DTYPES
+from lookup_buffer.protocol.header import DTYPES
 from nodes import MIB, NodeProcess, at_rest, key, tensor_of, wait_until
 from patience import scaled
 

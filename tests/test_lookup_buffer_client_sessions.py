@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from lookup_buffer.client import EngineSeat, LookupBuffer
+from lookup_buffer.client.buffer import EngineSeat, LookupBuffer
+from lookup_buffer.client.handles import PrefetchState
 from lookup_buffer.errors import Closed, LookupBufferError, NodeRefused, NodeUnavailable
-from lookup_buffer.prefetched import PrefetchState
 from nodes import MIB, ClientProcess, NodeProcess, at_rest, key, tensor_of, wait_until
 from patience import scaled
 

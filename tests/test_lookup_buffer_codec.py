@@ -24,7 +24,7 @@ from lookup_buffer.codec import (
     tensor_over,
 )
 from lookup_buffer.errors import CodecError
-from lookup_buffer.header import DTYPES, TensorHeader
+from lookup_buffer.protocol.header import DTYPES, TensorHeader
 from patience import scaled
 
 HERE = [name for name in DTYPES if hasattr(torch, name)]
@@ -312,7 +312,7 @@ def test_large_copies_let_other_threads_run() -> None:
 
 def test_the_header_needs_no_torch() -> None:
     code = (
-        "import sys, lookup_buffer.header, lookup_buffer.link;"
+        "import sys, lookup_buffer.protocol.header, lookup_buffer.protocol.stream;"
         "sys.exit(bool({'torch', 'numpy'} & sys.modules.keys()))"
     )
     assert (

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from lookup_buffer.access import StoreAccess
 from lookup_buffer.config import BufferConfig, memory_bytes
 from lookup_buffer.errors import ConfigError
 from lookup_buffer.sizes import parse_bytes
-from lookup_buffer.store_access import StoreAccess
 
 SECRET = "hunter2-hunter2-hunter2"
 

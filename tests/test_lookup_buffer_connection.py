@@ -8,7 +8,7 @@ import pytest
 
 from lookup_buffer.errors import LookupBufferError
 from lookup_buffer.node.connection import Connection
-from lookup_buffer.wire import encode_frame
+from lookup_buffer.protocol.framing import encode_frame
 
 SECONDS = 5.0
 WORDS = [["release", 1], ["goodbye", 2]]

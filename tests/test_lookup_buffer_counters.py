@@ -2,10 +2,10 @@
 
 import pytest
 
-from lookup_buffer.counters import HITS_KEYS_MAX, Counters
-from lookup_buffer.header import TensorHeader
 from lookup_buffer.histogram import BOUNDS_SECONDS, Histogram
 from lookup_buffer.item import Item
+from lookup_buffer.node.counters import HITS_KEYS_MAX, Counters
+from lookup_buffer.protocol.header import TensorHeader
 
 
 def item_of(key: str, origin: str = "local") -> Item:

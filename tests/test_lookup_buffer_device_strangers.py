@@ -22,9 +22,9 @@ from lookup_buffer.device import asking
 from lookup_buffer.device.serving import PEERS_MAX
 from lookup_buffer.errors import PipeError
 from lookup_buffer.greeting import HANDSHAKE_SECONDS
-from lookup_buffer.header import TensorHeader
 from lookup_buffer.pipes import gloo
 from lookup_buffer.plain import unpack
+from lookup_buffer.protocol.header import TensorHeader
 from nodes import Nodes, at_rest, tensor_of, wait_until, with_store
 from raw_pipe import RawEnd, offer
 from store import EmbeddedServer

@@ -20,8 +20,8 @@ from lookup_buffer.device.lane import SILENCE_SECONDS, DeviceLane
 from lookup_buffer.device.place import HostPlace
 from lookup_buffer.errors import ConfigError
 from lookup_buffer.fields import KEYS_BYTES_MAX
-from lookup_buffer.header import TensorHeader
 from lookup_buffer.pool_messages import OpenPool, Received, Retract
+from lookup_buffer.protocol.header import TensorHeader
 from nodes import tensor_of, wait_until
 
 if TYPE_CHECKING:

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from lookup_buffer.attachment import CHANNELS_MAX
-from lookup_buffer.client import InsertOutcome, LookupBuffer
+from lookup_buffer.client.buffer import InsertOutcome, LookupBuffer
+from lookup_buffer.client.handles import PrefetchState
+from lookup_buffer.client.session import CHANNELS_MAX
 from lookup_buffer.errors import (
     BufferFull,
     CodecError,
@@ -19,7 +20,6 @@ from lookup_buffer.errors import (
     TensorTooLarge,
 )
 from lookup_buffer.key import TensorKey
-from lookup_buffer.prefetched import PrefetchState
 from nodes import MIB, NodeProcess, StartNode, at_rest, handoff, key, tensor_of, wait_until
 from patience import scaled
 

@@ -33,7 +33,7 @@ DEAD_SECONDS = 7.0
 SLACK = 3.0
 """By so much longer may things take where it is not."""
 TAKER = """
-from lookup_buffer.loading import Loading
+from lookup_buffer.client.load import Loading
 
 def load(order, out=None):
     tensor = Loading.load(buffer._loading, order, out=out)

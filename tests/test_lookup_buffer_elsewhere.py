@@ -11,10 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lookup_buffer.digest_table import BUCKET_ENTRIES, IS_ORDERED, digest_of
 from lookup_buffer.elsewhere import BELIEVED_SECONDS, ENTRIES, Elsewhere, ElsewhereReader
 from lookup_buffer.item import Address
 from lookup_buffer.key import TensorKey
+from lookup_buffer.shm.index import BUCKET_ENTRIES, IS_ORDERED, digest_of
 from nodes import MIB, NodeProcess, StartNode, key, wait_until
 from servers import StartServer, flush
 

@@ -5,7 +5,7 @@ import time
 import torch
 
 from command_line import run, run_json
-from lookup_buffer.client import EngineSeat
+from lookup_buffer.client.buffer import EngineSeat
 from nodes import NodeProcess, key, wait_until, with_store
 
 Pair = tuple[NodeProcess, NodeProcess]

@@ -15,7 +15,7 @@ from contextlib import ExitStack
 import pytest
 import torch
 
-from lookup_buffer.client import InsertOutcome, LookupBuffer
+from lookup_buffer.client.buffer import InsertOutcome, LookupBuffer
 from lookup_buffer.errors import LookupBufferError, LookupTimeout, MissingTensor, NodeUnavailable
 from lookup_buffer.key import TensorKey
 from nodes import NodeProcess, StartNode, at_rest, handoff, wait_until, with_store

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from lookup_buffer.counters import Counters
 from lookup_buffer.errors import ProtocolError
-from lookup_buffer.header import TensorHeader
+from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.handoffs import BYTES_PER_SECOND_MIN, Handoffs, Lease
 from lookup_buffer.node.shelf import Shelf
+from lookup_buffer.protocol.header import TensorHeader
 from lookup_buffer.times import REMEMBERED_SECONDS
 from virtual_nodes import VirtualLoop
 

@@ -7,14 +7,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from lookup_buffer.counters import Counters
 from lookup_buffer.errors import BufferFull, LookupBufferError
-from lookup_buffer.header import TensorHeader
 from lookup_buffer.item import Item
 from lookup_buffer.node.arrivals import Arrival, Arrivals
+from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.handoffs import BYTES_PER_SECOND_MIN, Bid, Handoffs, Lease
 from lookup_buffer.node.shelf import Shelf
 from lookup_buffer.node.waiting import Waiting
+from lookup_buffer.protocol.header import TensorHeader
 from virtual_nodes import VirtualLoop
 
 CAPACITY = 1 << 16

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from command_line import assert_refused, run, run_json
-from lookup_buffer.cli.findings import Code
-from lookup_buffer.cli.history import history_of
-from lookup_buffer.client import LookupBuffer
-from lookup_buffer.header import TensorHeader
+from lookup_buffer.client.buffer import LookupBuffer
+from lookup_buffer.inspection.findings import Code
+from lookup_buffer.inspection.history import history_of
 from lookup_buffer.key import TensorKey
 from lookup_buffer.namespace import Namespace
 from lookup_buffer.node.invalidations import LATE_SECONDS, Invalidations
 from lookup_buffer.node.shelf import Shelf
+from lookup_buffer.protocol.header import TensorHeader
 from memory_store import MemoryStore
 from nodes import StartNode, handoff, key, wait_until
 from servers import StartServer, patient

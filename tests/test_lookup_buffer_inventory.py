@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from lookup_buffer.errors import BufferFull, TensorTooLarge
-from lookup_buffer.header import TensorHeader
-from lookup_buffer.inventory import Inventory
 from lookup_buffer.item import Item
+from lookup_buffer.node.inventory import Inventory
+from lookup_buffer.protocol.header import TensorHeader
 
 CAPACITY = 10_000
 NAMES = [f"k{number}" for number in range(8)]

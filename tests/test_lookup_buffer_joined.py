@@ -30,8 +30,8 @@ import torch
 
 from contract_pipe import SHORT_SECONDS, SOON_SECONDS, Threads, block, same, threads
 from lookup_buffer.errors import BufferFull, ConfigError, LookupTimeout, PipeBroken, TensorTooLarge
-from lookup_buffer.joined import JoinedBuffer
 from lookup_buffer.pipes import KVPipe, PipeLimits, open_pipe
+from lookup_buffer.pipes.simple_buffer import JoinedBuffer
 from patience import scaled
 from raw_pipe import RawEnd
 
@@ -242,7 +242,7 @@ def test_a_slow_consumer_stalls_no_insert(pipe: KVPipe) -> None:
 
 LEFT_OPEN = """
 import torch
-from lookup_buffer.joined import JoinedBuffer
+from lookup_buffer.pipes.simple_buffer import JoinedBuffer
 from lookup_buffer.pipes import open_pipe
 
 pipe = open_pipe("tcp://127.0.0.1:0", listen=True)

@@ -13,8 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_sta
 from contract_pipe import block, same
 from lookup_buffer.codec import Value, packed
 from lookup_buffer.errors import BufferFull, LookupTimeout, PipeBroken, TensorTooLarge
-from lookup_buffer.joined import JoinedBuffer
 from lookup_buffer.pipes import PipeLimits, open_pipe
+from lookup_buffer.pipes.simple_buffer import JoinedBuffer
 from patience import scaled
 
 BUDGET = 300_000

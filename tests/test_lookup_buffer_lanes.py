@@ -11,11 +11,11 @@ import torch
 
 from contract_store import BOOT, a_record
 from lookup_buffer.channel import next_request_id
-from lookup_buffer.client import LookupBuffer
+from lookup_buffer.client.buffer import LookupBuffer
+from lookup_buffer.client.handles import Prefetched, PrefetchState
 from lookup_buffer.key import TensorKey
 from lookup_buffer.node.lanes import BASE_SECONDS
 from lookup_buffer.pool_messages import Prepare, Retract
-from lookup_buffer.prefetched import Prefetched, PrefetchState
 from nodes import (
     NodeProcess,
     StartNode,

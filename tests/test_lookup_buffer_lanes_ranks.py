@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from contract_store import BOOT, a_record
-from lookup_buffer.counters import Counters
 from lookup_buffer.device.lane import DeviceLane
 from lookup_buffer.item import Address
 from lookup_buffer.node.connection import Connection
+from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.lanes import Lanes
 from lookup_buffer.node.locator import Answer, Located
 from lookup_buffer.node.pools import Pools
 from lookup_buffer.node.session import Seat, Session
 from lookup_buffer.node.shelf import Shelf
-from lookup_buffer.wire import FrameDecoder
+from lookup_buffer.protocol.framing import FrameDecoder
 from store import DeviceLocation, Location
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import lookup_buffer
-from lookup_buffer.client import LookupBuffer
+from lookup_buffer.client.buffer import LookupBuffer
 from lookup_buffer.config import BufferConfig
 from lookup_buffer.errors import LookupBufferError, NodeRefused, NodeUnavailable
 from nodes import MIB, ClientProcess, key, wait_until

@@ -12,8 +12,8 @@ import xxhash
 
 from links import MIB, TIMEOUT, pattern, tcp_pair
 from lookup_buffer.errors import ProtocolError
-from lookup_buffer.link import Link, LinkLimits
-from lookup_buffer.wire import MAGIC, encode_frame
+from lookup_buffer.protocol.framing import MAGIC, encode_frame
+from lookup_buffer.protocol.stream import Link, LinkLimits
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 4000, 4096, 5000, 70_000, 9 * MIB + 1])

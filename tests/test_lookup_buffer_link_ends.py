@@ -15,8 +15,8 @@ import pytest
 
 from links import MIB, TIMEOUT, pattern
 from lookup_buffer.errors import PipeBroken, PipeClosed, PipeTimeout
-from lookup_buffer.link import Link, LinkLimits
-from lookup_buffer.wire import encode_frame
+from lookup_buffer.protocol.framing import encode_frame
+from lookup_buffer.protocol.stream import Link, LinkLimits
 from patience import scaled
 
 # --- the peer goes ---
@@ -69,7 +69,7 @@ def test_sending_to_a_closed_peer_is_a_break(raw: tuple[Link, socket.socket]) ->
 
 PEER = """
 import socket, sys, time
-from lookup_buffer.wire import encode_frame
+from lookup_buffer.protocol.framing import encode_frame
 stream = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
 stream.sendall(encode_frame(["ready"]))
 if sys.argv[2] == "half":

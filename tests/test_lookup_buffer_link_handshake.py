@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from lookup_buffer.errors import LookupBufferError, NodeRefused, PipeError, ProtocolError
-from lookup_buffer.handshake import PROTOCOL_VERSION, accept_handshake, connect
-from lookup_buffer.link import Link
-from lookup_buffer.wire import FrameDecoder
+from lookup_buffer.protocol.auth import PROTOCOL_VERSION, accept_handshake, connect
+from lookup_buffer.protocol.framing import FrameDecoder
+from lookup_buffer.protocol.stream import Link
 from patience import scaled
 
 TOKEN = "correct horse battery staple"

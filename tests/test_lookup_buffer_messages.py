@@ -7,16 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lookup_buffer import errors, messages
+from lookup_buffer import errors
 from lookup_buffer.errors import LookupBufferError, ProtocolError
 from lookup_buffer.fields import COUNT_MAX, is_fingerprint
 from lookup_buffer.lane import LANES, Fallback
-from lookup_buffer.messages import (
-    failure,
-    parse,
-)
 from lookup_buffer.plain import pack, unpack
 from lookup_buffer.pool_messages import Offer, OpenPool, Prepare, Received, Retract
+from lookup_buffer.protocol import messages
+from lookup_buffer.protocol.messages import failure, parse
 from lookup_buffer.request import Request
 from store import LOCATIONS_MAX
 

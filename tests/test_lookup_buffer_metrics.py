@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lookup_buffer.counters import COUNTERS
 from lookup_buffer.errors import BufferFull, MissingTensor
+from lookup_buffer.node.counters import COUNTERS
 from lookup_buffer.node.metrics import FAMILIES
 from nodes import MIB, NodeProcess, Nodes, StartNode, handoff, key, tensor_of, wait_until
 from observing import families, get, number, samples

@@ -12,15 +12,15 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from lookup_buffer.client import LookupBuffer
+from lookup_buffer.client.buffer import LookupBuffer
 from lookup_buffer.config import parse_tcp
 from lookup_buffer.errors import MissingTensor, NodeRefused, PipeError, ProtocolError
-from lookup_buffer.handshake import connect
-from lookup_buffer.header import PayloadHeader
 from lookup_buffer.key import TensorKey
-from lookup_buffer.launch import to_json
-from lookup_buffer.link import Link
 from lookup_buffer.namespace import Namespace
+from lookup_buffer.protocol.auth import connect
+from lookup_buffer.protocol.header import PayloadHeader
+from lookup_buffer.protocol.stream import Link
+from lookup_buffer.runtime import to_json
 from nodes import MIB, ROOT, NodeProcess, Nodes, StartNode, at_rest, key, tensor_of, wait_until
 from patience import scaled
 from store import EmbeddedServer, open_store

@@ -15,8 +15,8 @@ from patience import scaled
 NO_DESCRIPTOR_LEFT = """
 import resource, socket, time
 from lookup_buffer.config import parse_tcp
-from lookup_buffer.counters import Counters
-from lookup_buffer.handshake import connect
+from lookup_buffer.node.counters import Counters
+from lookup_buffer.protocol.auth import connect
 from lookup_buffer.node.peers import PeerServer
 from lookup_buffer.node.shelf import Shelf
 

@@ -15,12 +15,12 @@ import pytest
 import torch
 
 from hostile_files import hostile
-from lookup_buffer import messages
-from lookup_buffer.arena import Staging
-from lookup_buffer.header import TensorHeader
 from lookup_buffer.namespace import Namespace
+from lookup_buffer.protocol import messages
+from lookup_buffer.protocol.framing import FrameDecoder, encode_frame
+from lookup_buffer.protocol.header import TensorHeader
 from lookup_buffer.request import Request
-from lookup_buffer.wire import FrameDecoder, encode_frame
+from lookup_buffer.shm.memory import Staging
 from nodes import MIB, NodeProcess, at_rest, key, wait_until
 from patience import scaled
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from lookup_buffer.cli.findings import Code
-from lookup_buffer.cli.history import history_of
 from lookup_buffer.config import BufferConfig
 from lookup_buffer.errors import MissingTensor
-from lookup_buffer.launch import to_json
+from lookup_buffer.inspection.findings import Code
+from lookup_buffer.inspection.history import history_of
 from lookup_buffer.namespace import Namespace
+from lookup_buffer.runtime import to_json
 from nodes import ROOT, NodeProcess, StartNode, key, wait_until
 from patience import quickest, scaled
 from servers import StartServer, command, flush, patient

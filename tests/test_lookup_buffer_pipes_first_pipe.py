@@ -65,11 +65,11 @@ from lookup_buffer.errors import (
     PipeError,
     TensorTooLarge,
 )
-from lookup_buffer.link import Link
 from lookup_buffer.pipes import KVPipe, PipeLimits, open_pipe
+from lookup_buffer.pipes.io import Speaker
 from lookup_buffer.pipes.outbox import Outbox
 from lookup_buffer.pipes.resp import RespLane
-from lookup_buffer.pipes.speaker import Speaker
+from lookup_buffer.protocol.stream import Link
 from raw_pipe import RawEnd
 from store import EmbeddedServer
 from store.dialling import dial

@@ -47,12 +47,12 @@ from lookup_buffer.errors import (
     PipeTimeout,
     ProtocolError,
 )
-from lookup_buffer.handshake import connect
-from lookup_buffer.link import Link
 from lookup_buffer.pipes import KVPipe, PipeLimits, open_pipe
 from lookup_buffer.pipes.communicator import Exchange
 from lookup_buffer.pipes.gloo import GlooCommunicator, until
 from lookup_buffer.pipes.pair import agree
+from lookup_buffer.protocol.auth import connect
+from lookup_buffer.protocol.stream import Link
 from patience import scaled
 
 __all__ = ["closing", "listening", "start_child", "threads"]

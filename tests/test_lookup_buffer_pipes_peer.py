@@ -10,11 +10,11 @@ import torch
 
 from contract_pipe import LARGE, SOON_SECONDS, Threads, block, closing, same, threads
 from lookup_buffer.errors import CodecError, LookupTimeout, PipeBroken, PipeError
-from lookup_buffer.header import TensorHeader
-from lookup_buffer.link import Link
 from lookup_buffer.pipes import KVPipe, PipeLimits, open_pipe
 from lookup_buffer.pipes.stream import StreamPipe
-from lookup_buffer.wire import encode_frame
+from lookup_buffer.protocol.framing import encode_frame
+from lookup_buffer.protocol.header import TensorHeader
+from lookup_buffer.protocol.stream import Link
 from raw_pipe import RawEnd, offer
 
 __all__ = ["closing", "threads"]

@@ -14,7 +14,7 @@ from contract_pipe import LARGE, SHORT_SECONDS, SMALL, SOON_SECONDS, Threads, bl
 from lookup_buffer.codec import writable_bytes
 from lookup_buffer.errors import LookupTimeout, PipeBroken
 from lookup_buffer.pipes import KVPipe, PipeLimits, open_pipe
-from lookup_buffer.wire import encode_frame
+from lookup_buffer.protocol.framing import encode_frame
 from raw_pipe import RawEnd, offer
 
 __all__ = ["threads"]

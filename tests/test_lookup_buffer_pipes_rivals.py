@@ -40,7 +40,7 @@ from contract_pipe import (
     threads,
 )
 from every_pipe import ends, make_ends
-from lookup_buffer.client import InsertOutcome
+from lookup_buffer.client.buffer import InsertOutcome
 from lookup_buffer.codec import header_of, packed, writable_bytes
 from lookup_buffer.errors import (
     BufferFull,
@@ -51,10 +51,10 @@ from lookup_buffer.errors import (
     PipeError,
     TensorTooLarge,
 )
-from lookup_buffer.joined import JoinedBuffer, name_of
 from lookup_buffer.key import TensorKey
 from lookup_buffer.pipes import PipeLimits, open_pipe
-from lookup_buffer.wire import encode_frame
+from lookup_buffer.pipes.simple_buffer import JoinedBuffer, name_of
+from lookup_buffer.protocol.framing import encode_frame
 from nodes import MIB, NodeProcess, key
 from raw_pipe import RawEnd, offer
 

@@ -42,9 +42,9 @@ from lookup_buffer.errors import (
     PipeTimeout,
     ProtocolError,
 )
-from lookup_buffer.handshake import connect, request_handshake
 from lookup_buffer.pipes import KVPipe, PipeLimits, open_pipe
 from lookup_buffer.pipes.carrier import SharedMemory
+from lookup_buffer.protocol.auth import connect, request_handshake
 from patience import scaled
 
 __all__ = ["closing", "listening", "start_child", "threads"]

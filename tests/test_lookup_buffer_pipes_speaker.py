@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from lookup_buffer.link import Link
+from lookup_buffer.pipes.io import Speaker
 from lookup_buffer.pipes.outgoing import Outgoing
-from lookup_buffer.pipes.speaker import Speaker
+from lookup_buffer.protocol.stream import Link
 
 if TYPE_CHECKING:
     from lookup_buffer.errors import LookupBufferError

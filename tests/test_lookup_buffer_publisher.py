@@ -9,13 +9,13 @@ import pytest
 from clusters import ValkeyCluster, slot_of
 from contract_store import a_record
 from contract_store_claims import ask
-from lookup_buffer.counters import Counters
-from lookup_buffer.header import TensorHeader
 from lookup_buffer.node.backlog import BATCH, Backlog, Change
+from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.directory import Directory
 from lookup_buffer.node.identity import Identity
 from lookup_buffer.node.publisher import Publisher, Report
 from lookup_buffer.node.shelf import Shelf
+from lookup_buffer.protocol.header import TensorHeader
 from lookup_buffer.times import LONG_DEAD_SECONDS
 from memory_store import MemoryStore
 from servers import command, flush

@@ -9,15 +9,15 @@ import pytest
 
 from contract_store import a_record
 from lookup_buffer.config import BufferConfig
-from lookup_buffer.counters import Counters
 from lookup_buffer.errors import ConfigError
-from lookup_buffer.header import TensorHeader
 from lookup_buffer.node.backlog import RECENT_SECONDS
+from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.directory import Directory
 from lookup_buffer.node.identity import Identity
 from lookup_buffer.node.registrar import WALK_PAUSE_SECONDS, Registrar
 from lookup_buffer.node.shelf import Shelf
 from lookup_buffer.node.storage import Storage
+from lookup_buffer.protocol.header import TensorHeader
 from memory_store import MemoryStore
 from nodes import holds_within, wait_until
 from store import Beat, Location, MetadataStore, StoreUnavailable

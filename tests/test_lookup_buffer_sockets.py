@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lookup_buffer.errors import PipeBroken
-from lookup_buffer.sockets import connected_socket
+from lookup_buffer.protocol.sockets import connected_socket
 
 ROOT = Path(__file__).parent.parent
 
@@ -30,7 +30,7 @@ def test_a_name_that_does_not_exist_is_named() -> None:
 def test_a_first_connection_imports_nothing() -> None:
     program = (
         "import socket, sys, time\n"
-        "from lookup_buffer.sockets import connected_socket\n"
+        "from lookup_buffer.protocol.sockets import connected_socket\n"
         "listener = socket.create_server(('127.0.0.1', 0))\n"
         "before = set(sys.modules)\n"
         "connected_socket(*listener.getsockname(), time.monotonic() + 5.0).close()\n"

@@ -13,10 +13,10 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from lookup_buffer.client import LookupBuffer
+from lookup_buffer.client.buffer import LookupBuffer
+from lookup_buffer.client.handles import PrefetchState
 from lookup_buffer.key import TensorKey
 from lookup_buffer.node.waiting import LOOK_AGAIN_SECONDS
-from lookup_buffer.prefetched import PrefetchState
 from nodes import NodeProcess, handoff, key
 
 WAIT_SECONDS = 120.0

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lookup_buffer.errors import ProtocolError
-from lookup_buffer.wire import (
+from lookup_buffer.protocol.framing import (
     MAGIC,
     MAX_HEADER_BYTES,
     PROLOGUE_BYTES,

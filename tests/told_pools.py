@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from lookup_buffer.channel import next_request_id
-from lookup_buffer.client import LookupBuffer
+from lookup_buffer.client.buffer import LookupBuffer
 from lookup_buffer.key import TensorKey
 from lookup_buffer.namespace import Namespace
 from lookup_buffer.pool_messages import Offer, OpenPool, Received, SeenPool

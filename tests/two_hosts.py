@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lookup_buffer.client import LookupBuffer
+from lookup_buffer.client.buffer import LookupBuffer
 from lookup_buffer.key import TensorKey
 from lookup_buffer.namespace import Namespace
 from nodes import NodeProcess, wait_until

@@ -16,9 +16,9 @@ from connectors.ec.shape import EngineShape
 from connectors.settings import ConnectorSettings
 from lookup_buffer.claimed import ClaimSet
 from lookup_buffer.claiming import Claiming
+from lookup_buffer.client.handles import PrefetchState
 from lookup_buffer.inserted import ClaimOutcome
 from lookup_buffer.key import TensorKey
-from lookup_buffer.prefetched import PrefetchState
 from virtual_nodes import NAMESPACE, Store, VirtualLoop, VirtualNode, Way
 
 ENCODE_SECONDS = 0.2

@@ -14,9 +14,9 @@ from functools import partial
 from typing import Any
 
 from lookup_buffer.item import Address
-from lookup_buffer.messages import Claim, ClaimAll, Encoding, ReleaseClaim, Unclaim
 from lookup_buffer.node.claim_sets import ClaimSets
 from lookup_buffer.node.holdings import Holdings
+from lookup_buffer.protocol.messages import Claim, ClaimAll, Encoding, ReleaseClaim, Unclaim
 from store import ClaimState
 
 NAMESPACE = "0" * 64

@@ -26,8 +26,8 @@ from lookup_buffer.key import TensorKey
 from lookup_buffer.times import INTENT_SECONDS
 
 if TYPE_CHECKING:
-    from lookup_buffer.client import LookupBuffer
-    from lookup_buffer.prefetched import Prefetched
+    from lookup_buffer.client.buffer import LookupBuffer
+    from lookup_buffer.client.handles import Prefetched
 
 WAIT_PER_ENCODE = 5.0
 """Whoever waits for another's encode waits so many times as long as one took here."""

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     import torch
 
-    from lookup_buffer.client import LookupBuffer
-    from lookup_buffer.prefetched import LoadOrder
+    from lookup_buffer.client.buffer import LookupBuffer
+    from lookup_buffer.client.handles import LoadOrder
 
 
 class Copies(ABC):

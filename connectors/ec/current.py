@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING
 
 from connectors.counters import logger
 from lookup_buffer.claimed import ClaimSet
+from lookup_buffer.client.handles import LoadOrder, Prefetched, PrefetchState
 from lookup_buffer.errors import MaybeMissed, MissReason
 from lookup_buffer.inserted import ClaimOutcome
-from lookup_buffer.prefetched import LoadOrder, Prefetched, PrefetchState
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from connectors.naming import Naming
     from connectors.weights_flag import WeightsFlag
-    from lookup_buffer.client import LookupBuffer
+    from lookup_buffer.client.buffer import LookupBuffer
     from lookup_buffer.key import TensorKey
 
 

@@ -15,12 +15,12 @@ from connectors.ec.claims import EcClaims
 from connectors.ec.pins import Pin, PinTable
 from connectors.ec.watch import RequestWatch, WatchedItem
 from connectors.media import Carried
+from lookup_buffer.client.handles import Prefetched, PrefetchState
 from lookup_buffer.errors import MaybeMissed, MissReason
 from lookup_buffer.inserted import ClaimOutcome
-from lookup_buffer.prefetched import Prefetched, PrefetchState
 
 if TYPE_CHECKING:
-    from lookup_buffer.client import LookupBuffer
+    from lookup_buffer.client.buffer import LookupBuffer
 
 WAIT_SECONDS_MAX = 600.0
 """Of one request, in all, however long others say that they are at work on its items."""

@@ -18,11 +18,11 @@ from connectors.ec.supply import Asked, ItemSupply
 from connectors.ec.watch import Phase, RequestWatch, WatchedItem
 from connectors.media import Carried
 from connectors.pass_time import PassTime, PassTimes
+from lookup_buffer.client.handles import PrefetchState
 from lookup_buffer.errors import MissReason
-from lookup_buffer.prefetched import PrefetchState
 
 if TYPE_CHECKING:
-    from lookup_buffer.client import LookupBuffer
+    from lookup_buffer.client.buffer import LookupBuffer
 
 LOOK_AGAIN_SECONDS = 0.25
 """So long a pass may wait, in all, for items that vLLM lost. One on this host takes a thousandth of

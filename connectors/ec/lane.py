@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from lookup_buffer.client import LookupBuffer
+    from lookup_buffer.client.buffer import LookupBuffer
 
 
 class WorkerLane:

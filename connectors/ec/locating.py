@@ -10,7 +10,7 @@ from connectors.ec.watch import Phase, RequestWatch, WatchedItem
 from connectors.pass_time import PassTime
 
 if TYPE_CHECKING:
-    from lookup_buffer.client import LookupBuffer
+    from lookup_buffer.client.buffer import LookupBuffer
 
 
 class EcLocating(ItemSupply):

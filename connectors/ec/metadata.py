@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from connectors.ec.outputs import Form
 
 if TYPE_CHECKING:
-    from lookup_buffer.prefetched import LoadOrder
+    from lookup_buffer.client.handles import LoadOrder
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from lookup_buffer.errors import MaybeMissed, MissReason
 
 if TYPE_CHECKING:
-    from lookup_buffer.header import TensorHeader
+    from lookup_buffer.protocol.header import TensorHeader
 
 Form = tuple[str, int]
 """Dtype, as headers name it, and width of an output."""

@@ -14,14 +14,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from lookup_buffer.client.handles import PrefetchState
 from lookup_buffer.errors import MaybeMissed, MissReason
 from lookup_buffer.key import TensorKey
-from lookup_buffer.prefetched import PrefetchState
 
 if TYPE_CHECKING:
     from connectors.ec.outputs import EncoderOutputs
-    from lookup_buffer.client import LookupBuffer
-    from lookup_buffer.prefetched import LoadOrder, Prefetched
+    from lookup_buffer.client.buffer import LookupBuffer
+    from lookup_buffer.client.handles import LoadOrder, Prefetched
 
 
 @dataclass(slots=True, eq=False)

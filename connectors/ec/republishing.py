@@ -17,7 +17,7 @@ from connectors.ec.engine_cache import EngineCache
 from connectors.ec.watch import RequestWatch
 
 if TYPE_CHECKING:
-    from lookup_buffer.client import LookupBuffer
+    from lookup_buffer.client.buffer import LookupBuffer
 
 AGAIN_SECONDS = 1.0
 """An item is given to the workers so often at most: they store it in the background."""

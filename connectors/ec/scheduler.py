@@ -37,7 +37,7 @@ from lookup_buffer.key import TensorKey
 
 if TYPE_CHECKING:
     from connectors.ec.supply import ItemSupply
-    from lookup_buffer.client import LookupBuffer
+    from lookup_buffer.client.buffer import LookupBuffer
 
 RECORDS_KEPT = 1024
 

@@ -6,7 +6,7 @@ The one place that knows vLLM's configuration classes apart from `namespace`; ca
 from collections.abc import Iterator
 from typing import Any
 
-from connectors import seat
+from connectors import client
 from connectors.adapters import reach_encoder
 from connectors.ec.outputs import EncoderOutputs
 from connectors.ec.shape import EngineShape
@@ -15,7 +15,7 @@ from connectors.namespace import engine_identity
 from connectors.naming import Identity, remembered
 from connectors.plugin import CONNECTOR_NAME
 from connectors.settings import ConnectorSettings
-from lookup_buffer.client import EngineSeat, LookupBuffer
+from lookup_buffer.client.buffer import EngineSeat, LookupBuffer
 
 _IDENTITY = "_lookup_buffer_identity"
 
@@ -123,13 +123,13 @@ def open_buffer(vllm_config: Any, settings: ConnectorSettings, rank: int | None)
         rank=rank,
         world_size=loading_ranks(vllm_config),
         encodes=True,
-        device="" if rank is None else seat.device_name(),
+        device="" if rank is None else client.device_name(),
     )
-    return seat.open_client(settings, place, identity(vllm_config, settings), CONNECTOR_NAME)
+    return client.open_client(settings, place, identity(vllm_config, settings), CONNECTOR_NAME)
 
 
 def engine_id(vllm_config: Any) -> str:
-    return seat.engine_id(vllm_config.ec_transfer_config.engine_id, vllm_config.parallel_config)
+    return client.engine_id(vllm_config.ec_transfer_config.engine_id, vllm_config.parallel_config)
 
 
 def identity(vllm_config: Any, settings: ConnectorSettings) -> Identity:

@@ -22,13 +22,13 @@ from connectors.ec.shape import EngineShape
 from connectors.ec.watch import RequestWatch
 from connectors.pass_time import PassTime
 from connectors.settings import ConnectorSettings
+from lookup_buffer.client.handles import PrefetchState
 from lookup_buffer.errors import MissReason
 from lookup_buffer.key import TensorKey
-from lookup_buffer.prefetched import PrefetchState
 
 if TYPE_CHECKING:
-    from lookup_buffer.client import LookupBuffer
-    from lookup_buffer.prefetched import Prefetched
+    from lookup_buffer.client.buffer import LookupBuffer
+    from lookup_buffer.client.handles import Prefetched
 
 LOCAL_SECONDS = 0.02
 """So long a pass may wait until the node has pinned what the board lists. An item takes a hundredth

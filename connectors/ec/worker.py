@@ -17,7 +17,7 @@ from connectors.ec.outputs import Form
 from connectors.save_queue import SaveQueue
 from connectors.settings import ConnectorSettings
 from lookup_buffer import codec
-from lookup_buffer.client import InsertOutcome
+from lookup_buffer.client.buffer import InsertOutcome
 from lookup_buffer.errors import NodeUnavailable, TensorTooLarge
 from lookup_buffer.key import TensorKey
 
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
     from connectors.ec.lane import WorkerLane
     from connectors.live_weights import WeightsWatch
-    from lookup_buffer.client import LookupBuffer
-    from lookup_buffer.prefetched import LoadOrder
+    from lookup_buffer.client.buffer import LookupBuffer
+    from lookup_buffer.client.handles import LoadOrder
 
 LAST_RESORT_SECONDS = 5.0
 RETRY_SECONDS = 0.02
@@ -130,7 +130,7 @@ class EcWorker:
     def _make_copies(self, buffer: "LookupBuffer") -> Copies:
         if not self._seat.device.startswith("cuda"):
             return HostCopies(buffer, self._seat.device)
-        from connectors.cuda_device import CudaDevice
+        from connectors.ec.cuda import CudaDevice
 
         return DeviceCopies(buffer, CudaDevice(self._seat.device), self.counters, self._log)
 

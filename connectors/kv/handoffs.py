@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from connectors.kv.chunks import ChunkChain
     from connectors.kv.requests import KvRequest
     from connectors.kv.shape import KvShape
-    from lookup_buffer.client import LookupBuffer
+    from lookup_buffer.client.buffer import LookupBuffer
 
 ID_CHARACTERS_MAX: Final = 256
 ASK_SECONDS: Final = 1e-3

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lookup_buffer.prefetched import LoadOrder
+    from lookup_buffer.client.handles import LoadOrder
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,13 +12,13 @@ from connectors.counters import Counters
 from connectors.kv.chunks import key_of
 from connectors.kv.requests import ChunkPin, KvRequest
 from connectors.pass_time import PassTimes
+from lookup_buffer.client.handles import PrefetchState
 from lookup_buffer.errors import MissReason
-from lookup_buffer.prefetched import PrefetchState
 
 if TYPE_CHECKING:
     from connectors.kv.shape import KvShape
-    from lookup_buffer.client import LookupBuffer
-    from lookup_buffer.prefetched import Prefetched
+    from lookup_buffer.client.buffer import LookupBuffer
+    from lookup_buffer.client.handles import Prefetched
 
 
 class KvPins:

@@ -3,12 +3,12 @@
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from lookup_buffer.client.handles import PrefetchState
 from lookup_buffer.errors import MissReason
-from lookup_buffer.prefetched import PrefetchState
 
 if TYPE_CHECKING:
     from connectors.kv.chunks import ChunkChain
-    from lookup_buffer.prefetched import LoadOrder, Prefetched
+    from lookup_buffer.client.handles import LoadOrder, Prefetched
 
 
 @dataclass(slots=True, eq=False)

@@ -30,7 +30,7 @@ from connectors.pass_time import IdleTime, PassTime, PassTimes
 
 if TYPE_CHECKING:
     from connectors.kv.settings import KvSettings
-    from lookup_buffer.client import LookupBuffer
+    from lookup_buffer.client.buffer import LookupBuffer
 
 Answer = tuple[int | None, bool]
 """See `KvScheduler.matched`."""

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from connectors.kv.settings import KvSettings
     from connectors.live_weights import WeightsWatch
-    from lookup_buffer.client import LookupBuffer
+    from lookup_buffer.client.buffer import LookupBuffer
 
 INSERT_SECONDS = 10.0
 TAKE_SECONDS = 2.0

@@ -18,7 +18,7 @@ from typing import Any, Self
 from connectors.plugin import CONNECTOR_NAME
 from examples.demo.interpreter import python_command
 from lookup_buffer.config import BufferConfig
-from lookup_buffer.launch import to_json
+from lookup_buffer.runtime import to_json
 from store import EmbeddedServer, MetadataStore, open_store, run_with_owner
 
 ARENA_BYTES = 256 << 20

@@ -6,9 +6,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import unquote
 
+from lookup_buffer.access import EMBEDDED, StoreAccess
 from lookup_buffer.cli.exits import CommandError, ExitCode
 from lookup_buffer.runtime_directory import runtime_directory
-from lookup_buffer.store_access import EMBEDDED, StoreAccess
 from store import MetadataStore, redact
 
 PATIENCE_SECONDS = 3.0

@@ -92,7 +92,7 @@ def _named(nodes: Sequence[str]) -> str:
 
 def _knock(info: NodeInfo, token: str | None) -> None:
     """Raises NodeRefused, or of another kind: the node is not reached, or somebody else is."""
-    from lookup_buffer.handshake import request_handshake
+    from lookup_buffer.protocol.auth import request_handshake
 
     host, _, port = info.endpoint.removeprefix("tcp://").rpartition(":")
     if host.startswith(LOOPBACK) and info.host != socket.gethostname():

@@ -136,7 +136,7 @@ def ask_node(path: Path, expects: Mapping[str, str | int]) -> dict[str, Any]:
         NodeUnavailable: no answer in time.
     """
     from lookup_buffer.channel import Channel, next_request_id
-    from lookup_buffer.messages import VERSION, Goodbye, Hello, Stats
+    from lookup_buffer.protocol.messages import VERSION, Goodbye, Hello, Stats
 
     deadline = time.monotonic() + ANSWER_SECONDS
     channel = Channel(path, timeout=ANSWER_SECONDS)

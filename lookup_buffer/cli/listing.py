@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from itertools import islice
 
 from lookup_buffer.cli.output import age_since
-from lookup_buffer.cli.records import hits_of
 from lookup_buffer.fields import is_fingerprint
+from lookup_buffer.inspection.records import hits_of
 from store import MetadataStore, Record
 
 LOOKED_AT = 500

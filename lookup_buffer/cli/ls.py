@@ -18,7 +18,7 @@ from lookup_buffer.cli.output import (
     print_line,
     size_text,
 )
-from lookup_buffer.cli.records import nodes_of, nodes_text, tensor_text, to_json
+from lookup_buffer.inspection.records import nodes_of, nodes_text, tensor_text, to_json
 from store import MetadataStore, Record
 
 COUNT: Final = click.IntRange(min=0)

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
+from lookup_buffer.access import StoreAccess
 from lookup_buffer.cli.exits import CommandError, ExitCode
 from lookup_buffer.environment import read_secret
 from lookup_buffer.sizes import parse_bytes
-from lookup_buffer.store_access import StoreAccess
 
 if TYPE_CHECKING:
     from lookup_buffer.config import BufferConfig

@@ -111,9 +111,9 @@ def serve(
 
 def _run(config: "BufferConfig", *, ends_when_idle: bool) -> None:
     from lookup_buffer.errors import NodeUnavailable
-    from lookup_buffer.launch import lock
     from lookup_buffer.node.main import LOCK_SECONDS
     from lookup_buffer.node.node import Node
+    from lookup_buffer.runtime import lock
 
     directory, path = config.runtime_directory(), config.socket_path()
     if answers(path):

@@ -19,7 +19,7 @@ from lookup_buffer.cli.output import (
     print_table,
     size_text,
 )
-from lookup_buffer.cli.records import hits_of, nodes_of, tensor_text, to_json, traces_of
+from lookup_buffer.inspection.records import hits_of, nodes_of, tensor_text, to_json, traces_of
 from lookup_buffer.key import is_handoff
 from store import MetadataStore, Record
 from store.record import SAFE_NAME

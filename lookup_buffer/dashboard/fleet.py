@@ -11,10 +11,10 @@ from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from typing import Any
 
-from lookup_buffer.cli.records import traces_of
 from lookup_buffer.cli.sample import Activity, Address, Sample, take_sample
-from lookup_buffer.counters import MISS_REASONS
-from lookup_buffer.liveness import Liveness
+from lookup_buffer.inspection.records import traces_of
+from lookup_buffer.node.counters import MISS_REASONS
+from lookup_buffer.node.liveness import Liveness
 from lookup_buffer.node.metrics import FAMILIES
 from lookup_buffer.times import DEAD_AFTER_SECONDS
 from store import MetadataStore

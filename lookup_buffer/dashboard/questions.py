@@ -5,9 +5,9 @@ from dataclasses import asdict
 from typing import Any
 
 from lookup_buffer.cli.exits import CommandError
-from lookup_buffer.cli.findings import THERE, UNDER_WAY, Finding
-from lookup_buffer.cli.history import history_of
 from lookup_buffer.errors import InvalidKey
+from lookup_buffer.inspection.findings import THERE, UNDER_WAY, Finding
+from lookup_buffer.inspection.history import history_of
 from store import MetadataStore, StoreError, StoreRefused, StoreUnavailable
 
 

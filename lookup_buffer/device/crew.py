@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from lookup_buffer.device.notes import Notes
+from lookup_buffer.device.stats import Notes
 from lookup_buffer.lane import Fallback
 
 QUEUE_MAX: Final = 256

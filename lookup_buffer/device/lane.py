@@ -22,13 +22,13 @@ from lookup_buffer.codec import header_of
 from lookup_buffer.config import check_token_of, guard_listener
 from lookup_buffer.device import asking
 from lookup_buffer.device.crew import Crew
-from lookup_buffer.device.dialect import Dialect, dialect_of
-from lookup_buffer.device.notes import Notes
 from lookup_buffer.device.pairs import Pairs
 from lookup_buffer.device.place import Place, place_of
 from lookup_buffer.device.pool import DevicePool, Entry, PoolGauges
+from lookup_buffer.device.protocol import Dialect, dialect_of
 from lookup_buffer.device.receiving import Receiving
 from lookup_buffer.device.serving import Serving
+from lookup_buffer.device.stats import Notes
 from lookup_buffer.errors import (
     BufferFull,
     CodecError,
@@ -38,9 +38,9 @@ from lookup_buffer.errors import (
 )
 from lookup_buffer.item import Address
 from lookup_buffer.lane import Fallback, MaybeFallback
-from lookup_buffer.messages import split
 from lookup_buffer.pipes.pipe import PipeLimits
 from lookup_buffer.pool_messages import Offer, OpenPool, Prepare, Received, Retract, SeenPool
+from lookup_buffer.protocol.messages import split
 from lookup_buffer.request import Request
 from lookup_buffer.times import ORPHANED_SECONDS
 

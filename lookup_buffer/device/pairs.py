@@ -16,9 +16,9 @@ import torch
 
 from lookup_buffer.device import asking
 from lookup_buffer.device.crew import Crew
-from lookup_buffer.device.dialect import Dialect, joining, memory_of
-from lookup_buffer.device.notes import Notes
 from lookup_buffer.device.place import Place
+from lookup_buffer.device.protocol import Dialect, joining, memory_of
+from lookup_buffer.device.stats import Notes
 from lookup_buffer.errors import (
     CodecError,
     LookupBufferError,
@@ -28,7 +28,7 @@ from lookup_buffer.errors import (
     ProtocolError,
 )
 from lookup_buffer.lane import Fallback, MaybeFallback
-from lookup_buffer.pipes.meeting import meet
+from lookup_buffer.pipes.connect import meet
 from lookup_buffer.pipes.pipe import PipeLimits
 from lookup_buffer.pipes.stream import StreamPipe
 from lookup_buffer.pool_messages import SeenPool

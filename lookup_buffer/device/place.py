@@ -14,7 +14,7 @@ import torch
 
 from lookup_buffer.codec import copy_of, empty_tensor
 from lookup_buffer.errors import BufferFull, CodecError
-from lookup_buffer.header import TensorHeader
+from lookup_buffer.protocol.header import TensorHeader
 
 _cuda: Any = torch.cuda  # it has no types for streams and events
 

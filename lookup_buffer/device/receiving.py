@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 from xxhash import xxh3_64_intdigest
 
 from lookup_buffer.codec import writable_bytes
-from lookup_buffer.device.notes import Notes
 from lookup_buffer.device.pairs import Pairs, Source
 from lookup_buffer.device.place import Place
 from lookup_buffer.device.pool import DevicePool, Entry
+from lookup_buffer.device.stats import Notes
 from lookup_buffer.errors import (
     BufferFull,
     CodecError,
@@ -26,9 +26,9 @@ from lookup_buffer.errors import (
     PipeTimeout,
     TensorTooLarge,
 )
-from lookup_buffer.header import TensorHeader
 from lookup_buffer.item import Address
 from lookup_buffer.lane import Fallback, MaybeFallback
+from lookup_buffer.protocol.header import TensorHeader
 
 if TYPE_CHECKING:
     import torch

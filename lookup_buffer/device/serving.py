@@ -16,10 +16,10 @@ from typing import Final
 import torch
 
 from lookup_buffer.device import asking
-from lookup_buffer.device.dialect import Dialect, joining, memory_of
-from lookup_buffer.device.notes import Notes
 from lookup_buffer.device.place import Place
 from lookup_buffer.device.pool import DevicePool, Entry
+from lookup_buffer.device.protocol import Dialect, joining, memory_of
+from lookup_buffer.device.stats import Notes
 from lookup_buffer.errors import (
     Closed,
     ConfigError,
@@ -28,9 +28,9 @@ from lookup_buffer.errors import (
     ProtocolError,
 )
 from lookup_buffer.greeting import HANDSHAKE_SECONDS, Greetings, listening
-from lookup_buffer.handshake import accept_handshake
 from lookup_buffer.pipes.pipe import KVPipe, PipeLimits
 from lookup_buffer.pipes.stream import StreamPipe
+from lookup_buffer.protocol.auth import accept_handshake
 
 PEERS_MAX: Final = 32
 AT_SIGHT_MAX: Final = 16

@@ -17,11 +17,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
-from lookup_buffer.counters import Counters
 from lookup_buffer.errors import LookupBufferError, NodeUnavailable
 from lookup_buffer.inserted import InsertOutcome
 from lookup_buffer.item import Address, Item
-from lookup_buffer.messages import Holds
+from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.directory import Directory
 from lookup_buffer.node.handoffs import Handoffs
 from lookup_buffer.node.identity import Identity
@@ -30,6 +29,7 @@ from lookup_buffer.node.owners import GONE, UNREACHED, Answer, Owners
 from lookup_buffer.node.publisher import Report
 from lookup_buffer.node.registrar import Registrar
 from lookup_buffer.node.shelf import Shelf
+from lookup_buffer.protocol.messages import Holds
 from lookup_buffer.times import INSERT_LEAST_SECONDS
 from store import GoneReason, Location, Publication
 

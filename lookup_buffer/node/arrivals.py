@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from lookup_buffer.errors import BufferFull, LookupBufferError
-from lookup_buffer.header import TensorHeader
 from lookup_buffer.item import Address, Item
 from lookup_buffer.node.connection import Connection
 from lookup_buffer.node.handoffs import TTL_SECONDS, Handoffs
 from lookup_buffer.node.loop import call_from_thread
 from lookup_buffer.node.shelf import Shelf
 from lookup_buffer.node.waiting import Waiting
+from lookup_buffer.protocol.header import TensorHeader
 
 
 @dataclass(slots=True, eq=False)

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
-from lookup_buffer.counters import Counters
 from lookup_buffer.errors import LookupBufferError, ProtocolError
-from lookup_buffer.messages import Acknowledge, GiveBack, Holds, Leave, Take, parse
 from lookup_buffer.node.connection import Connection
+from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.handoffs import Bid, Handoffs, Lease
-from lookup_buffer.sockets import watch_over
+from lookup_buffer.protocol.messages import Acknowledge, GiveBack, Holds, Leave, Take, parse
+from lookup_buffer.protocol.sockets import watch_over
 
 BIDS_MAX: Final = 4096
 """Bound on those who stand in line by way of one other node."""

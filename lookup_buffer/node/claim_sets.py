@@ -16,11 +16,11 @@ from typing import Any
 
 from lookup_buffer.inserted import ClaimOutcome
 from lookup_buffer.item import Address
-from lookup_buffer.messages import Claim, ClaimAll, Encoding, ReleaseClaim, Unclaim
 from lookup_buffer.node.claims import Answer, Claims
 from lookup_buffer.node.holdings import Holdings
 from lookup_buffer.node.session import Session
 from lookup_buffer.node.waiting import Vigil, Waiting
+from lookup_buffer.protocol.messages import Claim, ClaimAll, Encoding, ReleaseClaim, Unclaim
 from lookup_buffer.times import INTENT_SECONDS_MAX
 from store import ClaimState
 

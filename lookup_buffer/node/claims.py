@@ -16,11 +16,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from lookup_buffer.counters import RENEWED, UNASKED, Counters
 from lookup_buffer.inserted import ClaimOutcome
 from lookup_buffer.item import Address
-from lookup_buffer.messages import Claim, ReleaseClaim
 from lookup_buffer.node.arbiter import Arbiter, Ruling
+from lookup_buffer.node.counters import RENEWED, UNASKED, Counters
 from lookup_buffer.node.holdings import Holdings
 from lookup_buffer.node.identity import Identity
 from lookup_buffer.node.registrar import Registrar
@@ -28,6 +27,7 @@ from lookup_buffer.node.resolver import Resolver
 from lookup_buffer.node.session import Session
 from lookup_buffer.node.shelf import Shelf
 from lookup_buffer.node.waiting import Vigil, Waiting
+from lookup_buffer.protocol.messages import Claim, ReleaseClaim
 from lookup_buffer.times import CLAIM_ANSWER_SECONDS, INTENT_SECONDS_MAX
 from store import ClaimAnswer, Claiming, ClaimState, Releasing
 

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from lookup_buffer.errors import LookupBufferError, ProtocolError
-from lookup_buffer.wire import FrameDecoder, encode_frame
+from lookup_buffer.protocol.framing import FrameDecoder, encode_frame
 
 READ_BYTES = 64 << 10
 HEADER_MAX_BYTES = 4 << 20

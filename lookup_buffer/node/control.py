@@ -13,11 +13,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lookup_buffer.arena import adopt_staging
-from lookup_buffer.counters import Counters
 from lookup_buffer.elsewhere import Elsewhere
 from lookup_buffer.errors import LookupBufferError, NodeRefused, ProtocolError
-from lookup_buffer.messages import (
+from lookup_buffer.node.connection import Connection
+from lookup_buffer.node.counters import Counters
+from lookup_buffer.node.desk import Desk
+from lookup_buffer.node.identity import Identity
+from lookup_buffer.node.session import Seat, Session
+from lookup_buffer.protocol.messages import (
     VERSION,
     Goodbye,
     Hello,
@@ -27,11 +30,8 @@ from lookup_buffer.messages import (
     parse,
     strange_hello,
 )
-from lookup_buffer.node.connection import Connection
-from lookup_buffer.node.desk import Desk
-from lookup_buffer.node.identity import Identity
-from lookup_buffer.node.session import Seat, Session
 from lookup_buffer.request import DeskRequest
+from lookup_buffer.shm.memory import adopt_staging
 from lookup_buffer.times import QUARANTINE_SECONDS
 
 CONNECTIONS_MAX = 1024

@@ -11,7 +11,6 @@ from collections import defaultdict
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from lookup_buffer.counters import Counters
 from lookup_buffer.errors import (
     BufferFull,
     LookupBufferError,
@@ -21,7 +20,24 @@ from lookup_buffer.errors import (
 )
 from lookup_buffer.item import Address
 from lookup_buffer.key import is_handoff
-from lookup_buffer.messages import (
+from lookup_buffer.node.claim_sets import ClaimSets
+from lookup_buffer.node.claims import Claims
+from lookup_buffer.node.connection import Connection
+from lookup_buffer.node.counters import Counters
+from lookup_buffer.node.intake import Intake
+from lookup_buffer.node.lanes import Lanes
+from lookup_buffer.node.loans import Loans
+from lookup_buffer.node.prefetches import Prefetches, miss, tell
+from lookup_buffer.node.presence import Presence
+from lookup_buffer.node.registrar import Registrar
+from lookup_buffer.node.resolver import Resolver
+from lookup_buffer.node.selection import Selection
+from lookup_buffer.node.session import Session
+from lookup_buffer.node.shelf import Held, Shelf
+from lookup_buffer.node.takings import Takings
+from lookup_buffer.node.waiting import Waiting
+from lookup_buffer.pool_messages import Offer, OpenPool, Prepare, Received, Retract
+from lookup_buffer.protocol.messages import (
     Acknowledge,
     Claim,
     ClaimAll,
@@ -41,22 +57,6 @@ from lookup_buffer.messages import (
     Unclaim,
     failure,
 )
-from lookup_buffer.node.claim_sets import ClaimSets
-from lookup_buffer.node.claims import Claims
-from lookup_buffer.node.connection import Connection
-from lookup_buffer.node.intake import Intake
-from lookup_buffer.node.lanes import Lanes
-from lookup_buffer.node.loans import Loans
-from lookup_buffer.node.prefetches import Prefetches, miss, tell
-from lookup_buffer.node.presence import Presence
-from lookup_buffer.node.registrar import Registrar
-from lookup_buffer.node.resolver import Resolver
-from lookup_buffer.node.selection import Selection
-from lookup_buffer.node.session import Session
-from lookup_buffer.node.shelf import Held, Shelf
-from lookup_buffer.node.takings import Takings
-from lookup_buffer.node.waiting import Waiting
-from lookup_buffer.pool_messages import Offer, OpenPool, Prepare, Received, Retract
 from lookup_buffer.request import Request
 
 

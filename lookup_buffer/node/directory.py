@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 from lookup_buffer.item import Address
-from lookup_buffer.liveness import Liveness
+from lookup_buffer.node.liveness import Liveness
 from lookup_buffer.times import DEAD_AFTER_SECONDS, LONG_DEAD_SECONDS, STALL_SECONDS
 from store import Location, MetadataStore, NodeInfo, Record, StoreError, StoreUnavailable
 

@@ -16,12 +16,12 @@ from prometheus_client.core import (
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from lookup_buffer.handshake import PROTOCOL_VERSION
 from lookup_buffer.histogram import BOUNDS_SECONDS
 from lookup_buffer.node.http_page import Page, Request
 from lookup_buffer.node.identity import distribution_version
 from lookup_buffer.node.metrics import BUILD_INFO, BUILD_LABELS, FAMILIES, HISTOGRAMS, PREFIX
 from lookup_buffer.node.vitals import Vitals
+from lookup_buffer.protocol.auth import PROTOCOL_VERSION
 
 _KINDS = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily}
 _UPPER_BOUNDS = (*(str(bound) for bound in BOUNDS_SECONDS), "+Inf")

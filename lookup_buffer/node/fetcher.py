@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from xxhash import xxh3_64
 
 from lookup_buffer.config import parse_tcp
-from lookup_buffer.counters import Counters
 from lookup_buffer.errors import (
     BufferFull,
     CorruptTensor,
@@ -28,13 +27,14 @@ from lookup_buffer.errors import (
     ProtocolError,
     TensorTooLarge,
 )
-from lookup_buffer.handshake import connect
-from lookup_buffer.header import PayloadHeader
 from lookup_buffer.item import Address, Item
-from lookup_buffer.link import Link
+from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.failed_fetches import FailedFetches
 from lookup_buffer.node.locator import Located
 from lookup_buffer.node.shelf import Held, Shelf
+from lookup_buffer.protocol.auth import connect
+from lookup_buffer.protocol.header import PayloadHeader
+from lookup_buffer.protocol.stream import Link
 from lookup_buffer.times import PEER_ANSWER_SECONDS, PEER_CONNECT_SECONDS
 from store import Location
 

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from lookup_buffer.messages import Acknowledge, GiveBack
 from lookup_buffer.node.handoffs import Handoffs
 from lookup_buffer.node.owners import UNREACHED, Answer, Owners, again_seconds
 from lookup_buffer.node.session import Session
+from lookup_buffer.protocol.messages import Acknowledge, GiveBack
 from lookup_buffer.times import LEASE_ANSWER_SECONDS
 from store import Location
 

@@ -19,12 +19,12 @@ from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
-from lookup_buffer.counters import Counters
 from lookup_buffer.errors import ProtocolError
-from lookup_buffer.header import TensorHeader
 from lookup_buffer.item import Address
 from lookup_buffer.key import is_handoff
+from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.shelf import Held, Shelf
+from lookup_buffer.protocol.header import TensorHeader
 from lookup_buffer.times import REMEMBERED_SECONDS
 from store import GoneReason
 

@@ -5,7 +5,7 @@ import socket
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
-from lookup_buffer.inventory import Gauges
+from lookup_buffer.node.inventory import Gauges
 from store import NodeInfo, PoolEndpoint
 
 

@@ -13,22 +13,22 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from lookup_buffer.arena import Mapping
-from lookup_buffer.counters import Counters
 from lookup_buffer.errors import LookupBufferError, ProtocolError
-from lookup_buffer.header import TensorHeader
 from lookup_buffer.inserted import InsertOutcome
 from lookup_buffer.item import Address, Item
 from lookup_buffer.key import is_handoff
-from lookup_buffer.messages import Insert, failure
 from lookup_buffer.node.announcements import Announcements
 from lookup_buffer.node.arrivals import Arrival, Arrivals
 from lookup_buffer.node.claims import Claims
 from lookup_buffer.node.connection import Connection
+from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.loop import call_from_thread
 from lookup_buffer.node.session import Session
 from lookup_buffer.node.shelf import Shelf
 from lookup_buffer.node.waiting import Waiting
+from lookup_buffer.protocol.header import TensorHeader
+from lookup_buffer.protocol.messages import Insert, failure
+from lookup_buffer.shm.memory import Mapping
 
 COPY_INLINE_BYTES = 512 << 10
 """Up to here a copy takes less of a processor (15 to 100 us here) than handing it to a thread (some

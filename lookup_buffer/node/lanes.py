@@ -15,14 +15,14 @@ from itertools import count
 from typing import Any, Final
 
 from lookup_buffer.config import parse_tcp
-from lookup_buffer.counters import Counters
-from lookup_buffer.header import DTYPES, TensorHeader
 from lookup_buffer.item import Address
 from lookup_buffer.lane import Fallback, MaybeFallback
+from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.locator import Located, Locator
 from lookup_buffer.node.pools import Pool, Pools
 from lookup_buffer.node.session import Session
 from lookup_buffer.pool_messages import OpenPool, Received
+from lookup_buffer.protocol.header import DTYPES, TensorHeader
 from store import DeviceLocation, Location, Record
 
 FIRST_TICKET: Final = 1 << 62

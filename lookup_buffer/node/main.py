@@ -11,8 +11,8 @@ from typing import Any
 
 from lookup_buffer.config import BufferConfig
 from lookup_buffer.errors import ConfigError, NodeUnavailable
-from lookup_buffer.launch import lock
 from lookup_buffer.node.node import Node
+from lookup_buffer.runtime import lock
 
 LOCK_SECONDS = 5.0
 """A node that is just ending gives its lock up within so long."""

@@ -28,7 +28,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from lookup_buffer.config import BufferConfig
-from lookup_buffer.counters import Counters
 from lookup_buffer.elsewhere import Elsewhere
 from lookup_buffer.errors import ConfigError
 from lookup_buffer.item import Address
@@ -40,6 +39,7 @@ from lookup_buffer.node.asking import AskingLocator
 from lookup_buffer.node.claim_sets import ClaimSets
 from lookup_buffer.node.claims import Claims
 from lookup_buffer.node.control import Control
+from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.desk import Desk
 from lookup_buffer.node.directory import Directory
 from lookup_buffer.node.fetcher import Fetcher

@@ -18,7 +18,7 @@ from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 
 from lookup_buffer.config import BufferConfig
-from lookup_buffer.launch import to_json
+from lookup_buffer.runtime import to_json
 
 LINGER_SECONDS = 60.0
 """A page that is loaded again finds its history."""

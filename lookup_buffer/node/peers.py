@@ -15,17 +15,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lookup_buffer.config import parse_tcp
-from lookup_buffer.counters import Counters
 from lookup_buffer.errors import BufferFull, LookupBufferError, ProtocolError
 from lookup_buffer.fields import is_fingerprint
 from lookup_buffer.greeting import Greetings, listening
-from lookup_buffer.handshake import accept_handshake
-from lookup_buffer.header import PayloadHeader
 from lookup_buffer.item import Address
-from lookup_buffer.link import Link
+from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.shelf import Held, Shelf
+from lookup_buffer.protocol.auth import accept_handshake
+from lookup_buffer.protocol.framing import Frame
+from lookup_buffer.protocol.header import PayloadHeader
+from lookup_buffer.protocol.stream import Link
 from lookup_buffer.times import PEER_IDLE_SECONDS, PEER_SEND_SECONDS
-from lookup_buffer.wire import Frame
 
 CONNECTIONS_MAX = 128
 HANDSHAKE_SECONDS = 2.0

@@ -12,19 +12,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from lookup_buffer.counters import Counters
 from lookup_buffer.errors import MaybeMissed, MissReason
 from lookup_buffer.item import Address
 from lookup_buffer.key import is_handoff
-from lookup_buffer.messages import ClaimAll, Prefetch
 from lookup_buffer.node.claim_sets import ClaimSets
 from lookup_buffer.node.claims import Claims
+from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.lanes import Lanes
 from lookup_buffer.node.loans import Loans
 from lookup_buffer.node.resolver import Resolver, Settle
 from lookup_buffer.node.selection import Selection
 from lookup_buffer.node.session import Session
 from lookup_buffer.node.waiting import Waiting
+from lookup_buffer.protocol.messages import ClaimAll, Prefetch
 from lookup_buffer.request import Request
 
 ENTRIES_MAX = 1024

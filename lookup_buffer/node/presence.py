@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from lookup_buffer.messages import Contains
 from lookup_buffer.node.locator import Located, Locator
 from lookup_buffer.node.shelf import Shelf
+from lookup_buffer.protocol.messages import Contains
 
 
 @dataclass(slots=True)

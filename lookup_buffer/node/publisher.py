@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from lookup_buffer.counters import Counters
 from lookup_buffer.item import Address, Item
 from lookup_buffer.key import is_handoff
 from lookup_buffer.node.backlog import Backlog, Change
+from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.directory import Directory
 from lookup_buffer.node.identity import Identity
 from lookup_buffer.node.shelf import Shelf

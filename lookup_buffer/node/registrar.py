@@ -14,11 +14,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from lookup_buffer.counters import REMOVAL_REASONS, Counters
 from lookup_buffer.errors import ConfigError
 from lookup_buffer.item import Address, Item
 from lookup_buffer.node.backlog import AGAIN_PER_SECOND_MAX, Backlog, Change
 from lookup_buffer.node.breaker import Breaker
+from lookup_buffer.node.counters import REMOVAL_REASONS, Counters
 from lookup_buffer.node.directory import Directory
 from lookup_buffer.node.errands import Errands
 from lookup_buffer.node.failed_fetches import FailedFetches

@@ -8,8 +8,8 @@ client may be in the middle of a copy. Runs on the loop's thread only.
 
 from dataclasses import dataclass, field
 
-from lookup_buffer.arena import Mapping
 from lookup_buffer.node.connection import Connection
+from lookup_buffer.shm.memory import Mapping
 
 Owner = str | int
 """An engine's id, or the number of a session that is no engine's."""

@@ -12,12 +12,12 @@ from functools import partial
 
 from xxhash import xxh3_64_intdigest
 
-from lookup_buffer.arena import Arena, Mapping, copy_bytes
 from lookup_buffer.board import Board
 from lookup_buffer.errors import BufferFull
-from lookup_buffer.header import TensorHeader
-from lookup_buffer.inventory import Gauges, Inventory
 from lookup_buffer.item import Address, Item
+from lookup_buffer.node.inventory import Gauges, Inventory
+from lookup_buffer.protocol.header import TensorHeader
+from lookup_buffer.shm.memory import Arena, Mapping, copy_bytes
 from store import GoneReason
 
 

@@ -15,7 +15,6 @@ from functools import partial
 from lookup_buffer.errors import MissReason, ProtocolError
 from lookup_buffer.item import Address
 from lookup_buffer.key import is_handoff
-from lookup_buffer.messages import Leave, Take
 from lookup_buffer.node.connection import Connection
 from lookup_buffer.node.directory import Directory
 from lookup_buffer.node.fetcher import FETCH_OWNER, Fetched, Fetcher
@@ -28,6 +27,7 @@ from lookup_buffer.node.owners import Answer, Owner, Owners, again_seconds
 from lookup_buffer.node.session import Session
 from lookup_buffer.node.shelf import Held, Shelf
 from lookup_buffer.node.waiting import Vigil, Waiting
+from lookup_buffer.protocol.messages import Leave, Take
 from lookup_buffer.times import CALL_SECONDS, NODE_SHARE
 from store import Location
 

@@ -4,8 +4,8 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
-from lookup_buffer.counters import Counters
 from lookup_buffer.node.control import Control
+from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.directory import Directory
 from lookup_buffer.node.holdings import Holdings
 from lookup_buffer.node.identity import Identity

@@ -9,8 +9,8 @@ import threading
 from typing import Final
 
 from lookup_buffer.advice import discard, prefer_huge_pages
-from lookup_buffer.arena import copy_bytes
 from lookup_buffer.pointer import bytes_at, pointer_to
+from lookup_buffer.shm.memory import copy_bytes
 
 LEAST_BYTES: Final = 1 << 20
 """Fewer the allocator gives again by itself."""

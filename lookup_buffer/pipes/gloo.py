@@ -23,12 +23,12 @@ import torch.distributed as dist
 
 from lookup_buffer.codec import Value, tensor_over, torch_version
 from lookup_buffer.errors import ConfigError, PipeBroken, PipeClosed, PipeError, PipeTimeout
-from lookup_buffer.header import TensorHeader
-from lookup_buffer.link import Link
 from lookup_buffer.pipes.communicator import Communicator, Exchange
-from lookup_buffer.pipes.meeting import Joined, meet
+from lookup_buffer.pipes.connect import Joined, meet
 from lookup_buffer.pipes.pair import PairLink, agree
 from lookup_buffer.pipes.pipe import KVPipe, PipeLimits
+from lookup_buffer.protocol.header import TensorHeader
+from lookup_buffer.protocol.stream import Link
 
 _AT_ONCE: Final = timedelta(milliseconds=1)
 _LENGTH_BYTES, _FAMILY_BYTES = 8, 2

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from lookup_buffer.errors import LookupBufferError, LookupTimeout, ProtocolError
-from lookup_buffer.header import TensorHeader
 from lookup_buffer.pipes.pipe import MESSAGE_BYTES
 from lookup_buffer.pipes.pipe import Any as AnyKey
+from lookup_buffer.protocol.header import TensorHeader
 
 
 class Source(Protocol):

@@ -21,17 +21,17 @@ from lookup_buffer.errors import (
     PipeTimeout,
     ProtocolError,
 )
-from lookup_buffer.link import Link
 from lookup_buffer.pipes.communicator import Communicator, Exchange
+from lookup_buffer.pipes.connect import Joined, meet
 from lookup_buffer.pipes.copies import Copies
 from lookup_buffer.pipes.inbox import Offer
 from lookup_buffer.pipes.libnccl import UNIQUE_ID_BYTES, Nccl, loaded
-from lookup_buffer.pipes.meeting import Joined, meet
 from lookup_buffer.pipes.outbox import INLINE_BYTES
 from lookup_buffer.pipes.pair import PairLink, agree
 from lookup_buffer.pipes.pipe import KVPipe, PipeLimits
 from lookup_buffer.pipes.stream import HostBytes, Memory
 from lookup_buffer.pointer import bytes_at, pointer_to
+from lookup_buffer.protocol.stream import Link
 
 _cuda: Any = torch.cuda  # it has no types for streams and events
 POLL_SECONDS: Final = 20e-6

@@ -12,11 +12,11 @@ from collections.abc import Callable
 from typing import Final, Protocol
 
 from lookup_buffer.errors import BufferFull, LookupBufferError
-from lookup_buffer.header import TensorHeader
 from lookup_buffer.pipes.carrier import Carrier
+from lookup_buffer.pipes.io import Speaker
 from lookup_buffer.pipes.outgoing import Outgoing
 from lookup_buffer.pipes.pipe import PipeLimits
-from lookup_buffer.pipes.speaker import Speaker
+from lookup_buffer.protocol.header import TensorHeader
 
 INLINE_BYTES: Final = 64 << 10
 """So many come with their offer, for less than a round trip costs."""

@@ -30,11 +30,11 @@ from lookup_buffer.errors import (
     PipeError,
     ProtocolError,
 )
-from lookup_buffer.link import Link
 from lookup_buffer.pipes.communicator import Communicator, Exchange
+from lookup_buffer.pipes.io import BEAT_SECONDS
 from lookup_buffer.pipes.peer import MINIMUM_BYTES_PER_SECOND
-from lookup_buffer.pipes.speaker import BEAT_SECONDS
-from lookup_buffer.wire import Frame, Header
+from lookup_buffer.protocol.framing import Frame, Header
+from lookup_buffer.protocol.stream import Link
 
 ABORT_SECONDS: Final = 5.0
 """How long an orderly end waits for a communicator to be given back; then it is left to itself."""

@@ -27,7 +27,6 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
-from lookup_buffer.arena import copy_bytes
 from lookup_buffer.errors import (
     LookupBufferError,
     LookupTimeout,
@@ -36,16 +35,17 @@ from lookup_buffer.errors import (
     ProtocolError,
 )
 from lookup_buffer.frames import Frames
-from lookup_buffer.header import TensorHeader
 from lookup_buffer.key import MAX_KEY_CHARACTERS
 from lookup_buffer.pipes.carrier import Carrier
 from lookup_buffer.pipes.inbox import Arrival, Inbox, Offer, Spare
+from lookup_buffer.pipes.io import Speaker
 from lookup_buffer.pipes.outbox import INLINE_BYTES, Outbox
 from lookup_buffer.pipes.outgoing import Outgoing
 from lookup_buffer.pipes.pipe import PipeLimits
 from lookup_buffer.pipes.reading import Reading
-from lookup_buffer.pipes.speaker import Speaker
 from lookup_buffer.pointer import pointer_to
+from lookup_buffer.protocol.header import TensorHeader
+from lookup_buffer.shm.memory import copy_bytes
 
 BYE_SECONDS: Final = 1.0
 MINIMUM_BYTES_PER_SECOND: Final = 16e6

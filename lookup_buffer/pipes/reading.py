@@ -19,8 +19,8 @@ from typing import Any, Final
 
 from lookup_buffer.errors import LookupBufferError, PipeBroken, PipeTimeout
 from lookup_buffer.frames import Frames
-from lookup_buffer.link import Link
-from lookup_buffer.sockets import ignore_errors
+from lookup_buffer.protocol.sockets import ignore_errors
+from lookup_buffer.protocol.stream import Link
 
 SOON_SECONDS: Final = 0.001
 TURN_SECONDS: Final = 0.1

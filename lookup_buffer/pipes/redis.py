@@ -21,12 +21,12 @@ from lookup_buffer.errors import (
     ProtocolError,
 )
 from lookup_buffer.greeting import HANDSHAKE_SECONDS, Greetings
-from lookup_buffer.handshake import HELLO_BYTES, admit, introduce
 from lookup_buffer.pipes.pipe import KVPipe, PipeLimits
 from lookup_buffer.pipes.redis_layout import Session
 from lookup_buffer.pipes.redis_link import LOOK_SECONDS, RedisLink
 from lookup_buffer.pipes.resp import RespLane
 from lookup_buffer.pipes.stream import StreamPipe
+from lookup_buffer.protocol.auth import HELLO_BYTES, admit, introduce
 from store import StoreUnavailable, StoreUrlError, redact
 from store.connection import Lost
 from store.dialling import dial

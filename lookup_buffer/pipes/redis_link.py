@@ -29,7 +29,7 @@ from lookup_buffer.pipes.redis_layout import (
     read_numbered,
 )
 from lookup_buffer.pipes.resp import Command, RespLane
-from lookup_buffer.wire import (
+from lookup_buffer.protocol.framing import (
     MAX_HEADER_BYTES,
     PROLOGUE_BYTES,
     Frame,

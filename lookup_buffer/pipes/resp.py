@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Any, Final
 
 from lookup_buffer.errors import LookupBufferError, PipeBroken, ProtocolError
-from lookup_buffer.sockets import SocketGuard, tune
+from lookup_buffer.protocol.sockets import SocketGuard, tune
 
 Part = bytes | memoryview
 Command = Sequence[Part]

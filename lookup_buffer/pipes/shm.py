@@ -21,12 +21,12 @@ from lookup_buffer.errors import (
     ProtocolError,
 )
 from lookup_buffer.greeting import HANDSHAKE_SECONDS, Greetings
-from lookup_buffer.handshake import accept_handshake, request_handshake
-from lookup_buffer.link import Link
 from lookup_buffer.pipes.carrier import SharedMemory
 from lookup_buffer.pipes.pipe import KVPipe, PipeLimits
 from lookup_buffer.pipes.socket_file import SocketFile, checked_path, connect_to
 from lookup_buffer.pipes.stream import StreamPipe
+from lookup_buffer.protocol.auth import accept_handshake, request_handshake
+from lookup_buffer.protocol.stream import Link
 
 SCHEME: Final = "shm://"
 _MEMORY: Final = b"M"

@@ -1,6 +1,6 @@
 """`tcp://HOST:PORT`: between hosts. One end listens, the others connect to it."""
 
-from lookup_buffer.pipes.meeting import meet
+from lookup_buffer.pipes.connect import meet
 from lookup_buffer.pipes.pipe import KVPipe, PipeLimits
 
 

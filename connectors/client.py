@@ -8,7 +8,7 @@ from connectors.counters import logger
 from connectors.ec.current import CurrentBuffer
 from connectors.naming import Identity, Naming
 from connectors.weights_flag import WeightsFlag
-from lookup_buffer.client import EngineSeat, LookupBuffer
+from lookup_buffer.client.buffer import EngineSeat, LookupBuffer
 from lookup_buffer.errors import LookupBufferError, NodeUnavailable
 from store import redact
 

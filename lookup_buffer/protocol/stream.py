@@ -15,8 +15,7 @@ from termios import FIONREAD
 from typing import Any, Final, Protocol
 
 from lookup_buffer.errors import PipeBroken, PipeClosed, ProtocolError
-from lookup_buffer.sockets import KernelTimeout, SocketGuard, tune
-from lookup_buffer.wire import (
+from lookup_buffer.protocol.framing import (
     MAX_HEADER_BYTES,
     PROLOGUE_BYTES,
     Frame,
@@ -25,6 +24,7 @@ from lookup_buffer.wire import (
     decode_prologue,
     encode_frame,
 )
+from lookup_buffer.protocol.sockets import KernelTimeout, SocketGuard, tune
 
 HASH_STEP_BYTES: Final = 4 << 20
 """The hash follows the bytes at this distance: small enough to find them still in a cache."""

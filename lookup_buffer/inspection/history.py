@@ -11,9 +11,16 @@ from typing import TYPE_CHECKING
 from lookup_buffer.cli.beat_watch import BeatWatch
 from lookup_buffer.cli.differences import difference_text, differences, most_alike
 from lookup_buffer.cli.exits import CommandError, ExitCode
-from lookup_buffer.cli.findings import Code, Finding, Fleet, absent, findings_of, no_namespace
-from lookup_buffer.cli.records import traces_of
 from lookup_buffer.fields import is_fingerprint
+from lookup_buffer.inspection.findings import (
+    Code,
+    Finding,
+    Fleet,
+    absent,
+    findings_of,
+    no_namespace,
+)
+from lookup_buffer.inspection.records import traces_of
 from lookup_buffer.key import MAX_KEY_CHARACTERS, TensorKey
 from store import MetadataStore
 from store.record import SAFE_NAME

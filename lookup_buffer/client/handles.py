@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lookup_buffer.errors import MaybeMissed
-from lookup_buffer.header import TensorHeader
 from lookup_buffer.key import TensorKey
+from lookup_buffer.protocol.header import TensorHeader
 
 
 class PrefetchState(enum.Enum):

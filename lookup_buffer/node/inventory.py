@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from lookup_buffer.errors import BufferFull, TensorTooLarge
-from lookup_buffer.header import TensorHeader
 from lookup_buffer.item import Address, Item
+from lookup_buffer.protocol.header import TensorHeader
 from lookup_buffer.room import Room
 from lookup_buffer.shares import Shares
 from store import GoneReason

@@ -16,10 +16,10 @@ from typing import Any
 from lookup_buffer.channel import Channel, next_request_id
 from lookup_buffer.config import BufferConfig
 from lookup_buffer.errors import Closed, LookupBufferError, NodeRefused, NodeUnavailable
-from lookup_buffer.launch import node_socket
-from lookup_buffer.messages import VERSION, Goodbye, Hello, Join
 from lookup_buffer.node_memory import NodeMemories, NodeMemory
+from lookup_buffer.protocol.messages import VERSION, Goodbye, Hello, Join
 from lookup_buffer.request import Request
+from lookup_buffer.runtime import node_socket
 from lookup_buffer.times import CALL_SECONDS
 
 ATTACH_SECONDS = 10.0

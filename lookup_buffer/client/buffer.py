@@ -12,22 +12,22 @@ by the board, everything else is asked of the node. The ways:
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lookup_buffer.attachment import Attachment
 from lookup_buffer.channel import next_request_id
 from lookup_buffer.claimed import ClaimAnswer, ClaimSet
 from lookup_buffer.claiming import Claiming
+from lookup_buffer.client.handles import LoadOrder, Prefetched
+from lookup_buffer.client.load import Loading
+from lookup_buffer.client.local import LocalReads, NotHere
+from lookup_buffer.client.pending import Prefetching
+from lookup_buffer.client.session import Attachment
 from lookup_buffer.config import BufferConfig
 from lookup_buffer.errors import LookupBufferError, MissReason
 from lookup_buffer.inserted import InsertOutcome
 from lookup_buffer.inserting import Inserting
 from lookup_buffer.key import TensorKey
-from lookup_buffer.loading import Loading
-from lookup_buffer.local_reads import LocalReads, NotHere
-from lookup_buffer.messages import Describe, Stats, waiting
 from lookup_buffer.namespace import Namespace
 from lookup_buffer.pooling import JoinedPool, Pooling
-from lookup_buffer.prefetched import LoadOrder, Prefetched
-from lookup_buffer.prefetching import Prefetching
+from lookup_buffer.protocol.messages import Describe, Stats, waiting
 from lookup_buffer.seat import EngineSeat
 from lookup_buffer.selecting import Selecting
 from lookup_buffer.taking import Taking

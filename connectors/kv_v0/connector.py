@@ -16,7 +16,7 @@ import torch
 from connectors.kv.batches import Prefilled, RestOfBatch, begun_in, without_known
 from connectors.kv.host import IntermediateTensors, KvCaches, KVConnectorBase, ModelInput, States
 from connectors.paged import Layers, gather_slots, scatter_slots, slots_of
-from lookup_buffer.client import LookupBuffer
+from lookup_buffer.client.buffer import LookupBuffer
 from lookup_buffer.errors import ConfigError, LookupBufferError, MissingTensor, NodeUnavailable
 from lookup_buffer.key import TensorKey
 from lookup_buffer.namespace import Namespace

@@ -14,7 +14,7 @@ import struct
 from functools import lru_cache
 from typing import Final
 
-from lookup_buffer.arena import Mapping, SealedMemory
+from lookup_buffer.shm.memory import Mapping, SealedMemory
 
 IS_ORDERED: Final = platform.machine() in ("x86_64", "AMD64")
 BUCKET_ENTRIES: Final = 8

@@ -3,14 +3,14 @@ vLLM's configuration. Called at start."""
 
 from typing import Any
 
-from connectors import seat
+from connectors import client
 from connectors.adapters import reach_encoder
 from connectors.kv.namespace import chunk_blocks, kv_identity
 from connectors.kv.settings import KvSettings
 from connectors.kv.shape import KvShape
 from connectors.naming import Identity, remembered
 from connectors.plugin import KV_CONNECTOR_NAME
-from lookup_buffer.client import EngineSeat, LookupBuffer
+from lookup_buffer.client.buffer import EngineSeat, LookupBuffer
 
 _IDENTITY = "_lookup_buffer_kv_identity"
 
@@ -44,21 +44,21 @@ def rank_of(vllm_config: Any) -> int:
 def engine_id(vllm_config: Any) -> str:
     transfer = vllm_config.kv_transfer_config
     # Beside our other connector in one engine: each has weights to watch by a flag of its own.
-    return seat.engine_id(f"{transfer.engine_id}-kv", vllm_config.parallel_config)
+    return client.engine_id(f"{transfer.engine_id}-kv", vllm_config.parallel_config)
 
 
 def open_buffer(
     vllm_config: Any, kv_cache_config: Any, settings: KvSettings, rank: int | None
 ) -> LookupBuffer:
-    """The client of the scheduler (`rank` None) or of one worker. Raises as `seat.open_client`."""
+    """The client of the scheduler (`rank` None) or of one worker. Raises as `open_client`."""
     place = EngineSeat(
         engine_id(vllm_config),
         rank,
         ranks_of(vllm_config),
-        device="" if rank is None else seat.device_name(),
+        device="" if rank is None else client.device_name(),
     )
     known_by = identity(vllm_config, kv_cache_config, settings)
-    return seat.open_client(settings, place, known_by, KV_CONNECTOR_NAME)
+    return client.open_client(settings, place, known_by, KV_CONNECTOR_NAME)
 
 
 def identity(vllm_config: Any, kv_cache_config: Any, settings: KvSettings) -> Identity:

@@ -7,13 +7,13 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from lookup_buffer.attachment import Attachment
 from lookup_buffer.channel import next_request_id
+from lookup_buffer.client.handles import LoadOrder, Prefetched, PrefetchState
+from lookup_buffer.client.load import Loading
+from lookup_buffer.client.session import Attachment
 from lookup_buffer.errors import LookupBufferError, MissReason
 from lookup_buffer.key import TensorKey
-from lookup_buffer.loading import Loading
-from lookup_buffer.messages import Prefetch, split
-from lookup_buffer.prefetched import LoadOrder, Prefetched, PrefetchState
+from lookup_buffer.protocol.messages import Prefetch, split
 
 
 class Prefetching:

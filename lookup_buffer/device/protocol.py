@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from lookup_buffer.device.memory import LaneMemory
 from lookup_buffer.device.place import Place
 from lookup_buffer.errors import ConfigError
-from lookup_buffer.pipes.meeting import Joined
+from lookup_buffer.pipes.connect import Joined
 from lookup_buffer.pipes.stream import HostMemory, Memory
 
 Joining = Callable[[bool, float], Joined]

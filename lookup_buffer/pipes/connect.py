@@ -11,10 +11,10 @@ from lookup_buffer.config import guard_listener, parse_tcp
 from lookup_buffer.errors import ConfigError, LookupBufferError, PipeBroken, PipeTimeout
 from lookup_buffer.frames import Frames
 from lookup_buffer.greeting import HANDSHAKE_SECONDS, Greetings, listening
-from lookup_buffer.handshake import accept_handshake, connect
-from lookup_buffer.link import Link
 from lookup_buffer.pipes.pipe import PipeLimits
 from lookup_buffer.pipes.stream import Memory, StreamPipe
+from lookup_buffer.protocol.auth import accept_handshake, connect
+from lookup_buffer.protocol.stream import Link
 
 TRY_AGAIN_SECONDS: Final = 0.05
 

@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 from lookup_buffer import codec
-from lookup_buffer.attachment import Attachment
 from lookup_buffer.channel import next_request_id
-from lookup_buffer.digest_table import digest_of
+from lookup_buffer.client.session import Attachment
 from lookup_buffer.errors import LookupBufferError, NodeUnavailable
 from lookup_buffer.fields import COUNT_MAX
 from lookup_buffer.key import TensorKey
-from lookup_buffer.messages import Contains, Touch, split, waiting
+from lookup_buffer.protocol.messages import Contains, Touch, split, waiting
+from lookup_buffer.shm.index import digest_of
 from lookup_buffer.times import NODE_SHARE
 
 if TYPE_CHECKING:

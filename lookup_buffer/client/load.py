@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 
 from lookup_buffer import codec
-from lookup_buffer.attachment import Attachment
 from lookup_buffer.channel import next_request_id
+from lookup_buffer.client.handles import LoadOrder
+from lookup_buffer.client.session import Attachment
 from lookup_buffer.codec import Tensor, Value
 from lookup_buffer.errors import LookupBufferError
 from lookup_buffer.fields import KEYS_MAX
-from lookup_buffer.messages import Done, Release
 from lookup_buffer.pooling import Pooling
-from lookup_buffer.prefetched import LoadOrder
+from lookup_buffer.protocol.messages import Done, Release
 
 
 class Loading:

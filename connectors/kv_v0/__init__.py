@@ -1,0 +1,1 @@
+"""The first KV interface of vLLM: send and receive, with bypass of the prefill."""

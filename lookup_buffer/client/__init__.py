@@ -1,0 +1,1 @@
+"""The client of a node: what programs and connectors call. Never imports the node."""
