@@ -39,7 +39,7 @@ from benchmarks.gauge import (
     target,
 )
 from lookup_buffer.pipes import KVPipe, open_pipe
-from lookup_buffer.pipes.redis_layout import BATCH_CHUNKS, CHUNK_BYTES
+from lookup_buffer.pipes.redis_link import BATCH_CHUNKS, CHUNK_BYTES
 from lookup_buffer.pipes.resp import RespLane
 from lookup_buffer.shm.memory import copy_bytes
 from store.dialling import dial

@@ -32,8 +32,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.gauge import emit, machine, paired_ratio, target
+from lookup_buffer.cli.speeds import TIMEOUT_SECONDS, Ways, serve
 from lookup_buffer.codec import torch_version
-from lookup_buffer.pipe_ways import TIMEOUT_SECONDS, Ways, serve
 from lookup_buffer.pipes import open_pipe
 
 _dist: Any = dist  # its types leave out most of what is used here

@@ -48,10 +48,10 @@ from benchmarks.wakes import (
 )
 from lookup_buffer import LookupBuffer, TensorKey
 from lookup_buffer.config import BufferConfig
-from lookup_buffer.elsewhere import Elsewhere
 from lookup_buffer.node.directory import Directory
 from lookup_buffer.node.mirroring import MirrorLocator
 from lookup_buffer.node.storage import Storage
+from lookup_buffer.shm.index import Elsewhere
 from store import NodeInfo, layout, open_store, record_fields
 from store.connection import hgetall, pack
 from store.link import fields_of

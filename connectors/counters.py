@@ -1,12 +1,29 @@
 """What the connector counts, and how often it may speak about it.
 
 `Counters` and `RateLimitedLog` may be used from any thread of one process.
+
+Counters of ours on vLLM's own `/metrics`.
+
+Made once in the API server; `observe` gets what scheduler and workers counted since the last time.
+A counter of ours is an event and, behind a colon, its reason; a family here takes one event or a
+few, and its one label tells them apart.
+
+Counts per event since the last report, as vLLM's own statistics carry them. Pure.
+
+Pass time: what a scheduling pass of vLLM may spend on waiting for the node.
+
+vLLM schedules nothing else meanwhile, so each kind of wait has a budget that all requests of a pass
+share. In vLLM's scheduler thread; serves both connectors.
 """
 
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Self, TypeVar
+
+from prometheus_client import Counter
 
 # A child of vLLM's own logger: the host configures handlers for `vllm` and for nothing else, so
 # under our own name warnings would come out bare and everything below them not at all.
@@ -71,3 +88,167 @@ class RateLimitedLog:
             silent = self._silent.pop(reason, 0)
         more = f" ({silent} more since the last such line)" if silent else ""
         logger.warning("lookup buffer: " + message + "%s", *args, more)  # noqa: G003
+
+
+REASONS_MAX: Final = 64
+"""Values of one label; more are counted as `other`. Reasons are words of ours, and few."""
+OTHER: Final = "other"
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One metric. `events` maps an event to its value of `label`; "" stands for the event's own
+    reason."""
+
+    name: str
+    text: str
+    label: str = ""
+    events: Mapping[str, str] = field(default_factory=dict)
+
+
+class CountedFamilies:
+    """Families of counters, with the labels of each engine. Arguments as vLLM gives them."""
+
+    def __init__(
+        self,
+        families: Sequence[Family],
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        self._engines = per_engine_labelvalues
+        counter = metric_types[Counter]
+        self._by_event: dict[str, tuple[Family, Any, set[str]]] = {}
+        for family in families:
+            labels = [*labelnames, family.label] if family.label else list(labelnames)
+            metric = counter(name=family.name, documentation=family.text, labelnames=labels)
+            values: set[str] = set()
+            for event in family.events:
+                self._by_event[event] = (family, metric, values)
+            self._begin_at_zero(family, metric)
+
+    def observe(self, counts: Mapping[str, int], engine: int) -> None:
+        for name, count in counts.items():
+            event, _, reason = name.partition(":")
+            found = self._by_event.get(event)
+            if found is None:
+                continue
+            family, metric, values = found
+            labels = list(self._engines[engine])
+            if family.label:
+                labels.append(_bounded(family.events[event] or reason or OTHER, values))
+            metric.labels(*labels).inc(count)
+
+    def _begin_at_zero(self, family: Family, metric: Any) -> None:
+        """What is known to come is there from the start, so that a rate sees the first one."""
+        for labels in self._engines.values():
+            if not family.label:
+                metric.labels(*labels)
+            for value in filter(None, family.events.values()):
+                metric.labels(*labels, value)
+
+
+def _bounded(value: str, values: set[str]) -> str:
+    if value not in values and len(values) >= REASONS_MAX:
+        return OTHER
+    values.add(value)
+    return value
+
+
+class EventCounts:
+    """What vLLM wants its connectors' statistics to be able to; `data` maps a counter's name to
+    what it grew by."""
+
+    data: dict[str, int]
+
+    def reset(self) -> None:
+        self.data = {}
+
+    def aggregate(self, other: Any) -> Self:
+        for name, count in other.data.items():
+            self.data[name] = self.data.get(name, 0) + count
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        return dict(sorted(self.data.items()))
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+
+Answer = TypeVar("Answer")
+
+
+class PassTime:
+    """So many seconds of each pass.
+
+    Args:
+        seconds: of one pass, for all its requests together.
+    """
+
+    def __init__(self, seconds: float, clock: Callable[[], float]) -> None:
+        self._seconds = self._left = seconds
+        self._clock = clock
+
+    def begin_pass(self) -> None:
+        self._left = self._seconds
+
+    @property
+    def is_over(self) -> bool:
+        return self._left <= 0
+
+    def spend_on(self, ask: Callable[[float], Answer]) -> Answer:
+        """What `ask` says, which is told how long it may take: nothing where the time is over."""
+        started = self._clock()
+        answer = ask(max(self._left, 0.0))
+        self._left -= self._clock() - started
+        return answer
+
+
+class IdleTime:
+    """So many seconds of each pass that follows one in which nothing ran.
+
+    vLLM asks again at once whether a request may be scheduled, and where none may it rests for a
+    millisecond and asks again, which keeps a core busy that node and store could use. Such a pass
+    may as well wait for the answer.
+
+    Args:
+        seconds: of one idle pass, for all its requests together.
+    """
+
+    def __init__(self, seconds: float, clock: Callable[[], float]) -> None:
+        self._seconds = seconds
+        self._clock = clock
+        self._left = 0.0
+
+    def begin_pass(self, *, is_idle: bool) -> None:
+        """`is_idle`: the pass before found nothing to run."""
+        self._left = self._seconds if is_idle else 0.0
+
+    @property
+    def is_over(self) -> bool:
+        return self._left <= 0
+
+    def spend_on(self, wait: Callable[[float], bool]) -> bool:
+        """What `wait` says, which is told how long it may take."""
+        if self.is_over:
+            return wait(0.0)
+        started = self._clock()
+        has_come = wait(self._left)
+        # Who waited in vain has used it up, also by a clock that stands still.
+        self._left = self._left - (self._clock() - started) if has_come else 0.0
+        return has_come
+
+
+@dataclass(frozen=True, slots=True)
+class PassTimes:
+    """Both, as one pass has them."""
+
+    first_sights: PassTime
+    """For answers about what a request asks for the first time, or anew."""
+    idle: IdleTime
+
+    def begin_pass(self, *, is_idle: bool) -> None:
+        """`is_idle`: the pass before found nothing to run."""
+        self.first_sights.begin_pass()
+        self.idle.begin_pass(is_idle=is_idle)

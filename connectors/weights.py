@@ -2,15 +2,51 @@
 
 `weights_source` is asked before the model is loaded and costs a stat of each file. Hashing them is
 `weights_digest`'s, on a thread that may take minutes: see `naming`.
+
+The flag by which an engine's worker tells its scheduler that its weights have changed.
+
+One byte that two processes of a host map, and what the worker saw of the weights' files before it
+loaded them. Nothing else leads from worker to scheduler without a
+step of the engine, and the next pass has to know. The worker makes the file; the scheduler, which
+vLLM makes later, takes its name away, so that nothing is left behind, however they end.
+
+Weights that change in a running engine, noticed by a worker before its scheduler promises again.
+
+vLLM tells no connector of it. But all its ways to new weights (`reload_weights`, a worker extension
+of a training framework) end in the model's `load_weights`, or write into its parameters, and all
+of them run in the workers between two steps, while the scheduler waits. So the worker puts up its
+flag before the first tensor changes.
+
+The digest of an engine's weight files: every byte of them, each file read once per host.
+
+What a file's content was is kept in the user's cache, under the file's device, inode, size and
+times of change, so that the next start of an engine only looks those up.
 """
 
+import fcntl
+import gc
 import hashlib
-from collections.abc import Iterator
+import json
+import mmap
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from tempfile import NamedTemporaryFile
+from typing import TYPE_CHECKING, Any, Final, Self
+
+from xxhash import xxh3_128
 
 from connectors import hub
+from connectors.counters import logger
+
+if TYPE_CHECKING:
+    import torch
+
 
 # Formats that put the checkpoint's own values into the model. Any other (dummy, a registered
 # loader) makes weights in a way that only its name, its settings and the seed describe.
@@ -115,3 +151,367 @@ def _files_of(text: str) -> Iterator[WeightFile]:
 def state_of(path: Path) -> FileState:
     found = path.stat()
     return (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+
+
+_DIRECTORY = Path("/dev/shm")
+"""Where vLLM's own processes share memory, too; the engine's id is not to be guessed."""
+
+
+class WeightsFlag:
+    """Either side's; see `make` and `adopt`."""
+
+    def __init__(self, path: Path, flags: int, mark: bytes = b"") -> None:
+        self._path = path
+        descriptor = os.open(path, flags | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            if os.fstat(descriptor).st_uid != os.getuid():
+                raise PermissionError(f"{path} is another user's")
+            if flags:
+                os.write(descriptor, b"\0" + mark)
+            self._byte = mmap.mmap(descriptor, 0)
+        finally:
+            os.close(descriptor)
+
+    @classmethod
+    def make(cls, engine_id: str, mark: bytes = b"") -> Self:
+        """The worker's.
+
+        Raises:
+            OSError: it cannot be made.
+        """
+        path = _path(engine_id)
+        with suppress(FileNotFoundError):
+            path.unlink()  # of an engine that had this id, and ended while it started
+        return cls(path, os.O_CREAT | os.O_EXCL, mark)
+
+    @classmethod
+    def adopt(cls, engine_id: str) -> Self:
+        """The scheduler's.
+
+        Raises:
+            OSError: no worker of this engine made one on this host.
+        """
+        flag = cls(_path(engine_id), 0)
+        flag._path.unlink()
+        return flag
+
+    @property
+    def mark(self) -> bytes:
+        """What the worker gave; empty where that was nothing."""
+        return self._byte[1:]
+
+    def put_up(self) -> None:
+        self._byte[0] = 1
+
+    def is_up(self) -> bool:
+        return self._byte[0] != 0
+
+    def close(self) -> None:
+        """The worker ends, perhaps before there was a scheduler. Idempotent."""
+        self._path.unlink(missing_ok=True)
+
+
+def _path(engine_id: str) -> Path:
+    name = hashlib.sha256(engine_id.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+    return _DIRECTORY / f"lookup-buffer-weights-{os.getuid()}-{name}"
+
+
+# Names under which checkpoints keep the parts that make encoder outputs.
+ENCODER_NAMES = (
+    "vision", "visual", "vit", "image", "audio", "speech", "whisper", "tower", "encoder", "patch",
+    "projector", "projection", "connector", "merger", "aligner", "multi_modal", "mm_", "resampler",
+)  # fmt: skip
+_ENCODES = "embed_multimodal"
+"""What vLLM calls to have media encoded, since 0.12."""
+
+
+class WeightsWatch:
+    """In the model's thread. Made before the model is; `start`, then `begin` once it is loaded.
+
+    Args:
+        engine_id: names the flag.
+        names: parameters with one of these in their name are looked at; where there are none, any.
+        experts_move: whether vLLM puts experts into each other's places (`enable_eplb`), which
+            changes parameters and nothing that is computed with them.
+        mark: of the weights' files before the model was loaded; see `WeightsSource`.
+    """
+
+    def __init__(
+        self,
+        engine_id: str,
+        names: Sequence[str] = ENCODER_NAMES,
+        *,
+        experts_move: bool = False,
+        mark: bytes = b"",
+    ) -> None:
+        from torch.nn.modules.module import register_module_module_registration_hook
+
+        self._names = names
+        self._experts_move = experts_move
+        self._engine_id = engine_id
+        self._mark = mark
+        self._flag: WeightsFlag | None = None
+        self._changed = False
+        self._loaders: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        """Modules that load weights, as far as they have parts."""
+        self._parts: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self._hook: Any = register_module_module_registration_hook(self._built)
+        self._parameters: list[torch.nn.Parameter] = []
+        self._version = 0
+        """The sum of their version counters, which only grow."""
+
+    def _built(self, module: "torch.nn.Module", _: str, part: "torch.nn.Module | None") -> None:
+        if hasattr(module, "load_weights"):
+            self._loaders.add(module)
+        if part is not None:
+            self._parts.add(part)
+
+    def find(self) -> None:
+        """The model is there already: find it. Takes some tenths of a second."""
+        from torch.nn import Module
+
+        # By its type: an object may say of itself what it is not, or load a library to say so.
+        modules = [thing for thing in gc.get_objects() if issubclass(type(thing), Module)]
+        for module in modules:
+            if hasattr(module, "load_weights"):
+                self._loaders.add(module)
+            self._parts.update(module.children())
+
+    def start(self) -> None:
+        """Before there is a scheduler. Never raises."""
+        try:
+            self._flag = WeightsFlag.make(self._engine_id, self._mark)
+        except OSError as error:
+            message = "lookup buffer: weights that change would not stop this engine's loads: %s"
+            logger.warning(message, error)
+
+    def begin(self) -> None:
+        """The model is loaded: what is written into it from now on is a change. Idempotent."""
+        if self._hook is None:
+            return
+        self._hook.remove()
+        self._hook = None
+        whole = list(self._loaders - self._parts)
+        if not whole:
+            logger.warning("lookup buffer: no model found; weights that change are not noticed")
+        # Not a draft model beside it.
+        for model in [model for model in whole if hasattr(model, _ENCODES)] or whole:
+            self._watch(model)
+        self._version = self._current_version()
+        self._loaders.clear()
+        self._parts.clear()
+
+    def _watch(self, model: "torch.nn.Module") -> None:
+        own = model.__dict__.get("load_weights")
+
+        def noticed(*args: Any, **kwargs: Any) -> Any:
+            self._notice()
+            if own is not None:
+                return own(*args, **kwargs)
+            # Looked up now: a training framework may have replaced it meanwhile.
+            kind: Any = type(model)
+            return kind.load_weights(model, *args, **kwargs)
+
+        model.load_weights = noticed  # type: ignore[assignment]
+        moved = self._experts_of(model) if self._experts_move else set()
+        named = [
+            (name, parameter)
+            for name, parameter in model.named_parameters()
+            if not parameter.is_inference() and parameter not in moved
+        ]
+        encoder = [p for n, p in named if any(word in n.lower() for word in self._names)]
+        self._parameters += encoder or [p for _, p in named]
+
+    def _experts_of(self, model: "torch.nn.Module") -> "set[torch.nn.Parameter]":
+        """Parameters of layers that vLLM asks for the weights of their experts."""
+        layers = [module for module in model.modules() if hasattr(module, "get_expert_weights")]
+        return {parameter for layer in layers for parameter in layer.parameters()}
+
+    def _current_version(self) -> int:
+        """Takes a tenth of a millisecond for a thousand parameters."""
+        return sum(parameter._version for parameter in self._parameters)
+
+    def _notice(self) -> None:
+        if not self._changed:
+            self._changed = True
+            if self._flag is not None:
+                self._flag.put_up()
+
+    def changed(self) -> bool:
+        """Whether the weights are no longer those that the engine started with."""
+        self.begin()  # hosts that do not say when the model is loaded
+        if not self._changed and self._version != self._current_version():
+            self._notice()
+        return self._changed
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._hook is not None:  # the model was never loaded
+            self._hook.remove()
+        if self._flag is not None:
+            self._flag.close()
+
+
+CHUNK_BYTES = 4 << 20
+FILES_KEPT = 4096
+LOCK_SECONDS = 600.0
+"""How long another process that hashes is waited for; then this one hashes beside it."""
+LOCK_POLL_SECONDS = 0.1
+PROGRESS_SECONDS = 30.0
+SETTLED_NS = 2_000_000_000
+_HEX_DIGITS = 32
+
+
+class Stopped(Exception):
+    """The engine ends."""
+
+
+class DigestCache:
+    """Digests of files by their state, in one file that all engines of a user share.
+
+    A cache that cannot be read or written is an empty one. Thread-safe, between processes too.
+    """
+
+    def __init__(self, directory: Path | None = None) -> None:
+        self._directory = directory or _user_cache()
+        self._path = self._directory / "weights.json"
+
+    def known(self, files: Sequence[WeightFile]) -> dict[FileState, str]:
+        digests = self._read()
+        return {f.state: digests[_key(f.state)] for f in files if _key(f.state) in digests}
+
+    def add(self, state: FileState, digest: str) -> None:
+        """To be called by who holds the lock."""
+        digests = self._read()
+        digests.pop(_key(state), None)
+        digests[_key(state)] = digest
+        kept = dict(list(digests.items())[-FILES_KEPT:])
+        with (
+            suppress(OSError),
+            NamedTemporaryFile(
+                "w",
+                dir=self._directory,
+                prefix=".weights-",
+                delete=False,  # made with mode 0600
+            ) as file,
+        ):
+            try:
+                json.dump(kept, file)
+                file.flush()
+                os.replace(file.name, self._path)
+            except BaseException:
+                os.unlink(file.name)
+                raise
+
+    @contextmanager
+    def lock(self, is_stopped: threading.Event) -> Iterator[None]:
+        """Held by who hashes, so that engines that start together read each file once.
+
+        Raises:
+            Stopped: before it was to be had.
+        """
+        try:
+            self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            flags = os.O_CREAT | os.O_RDWR | os.O_CLOEXEC
+            descriptor = os.open(self._directory / "weights.lock", flags, 0o600)
+        except OSError:
+            yield
+            return
+        try:
+            _take(descriptor, is_stopped)
+            yield
+        finally:
+            os.close(descriptor)
+
+    def _read(self) -> dict[str, str]:
+        try:
+            found = json.loads(self._path.read_bytes())
+        except (OSError, ValueError):
+            return {}
+        if not isinstance(found, dict):
+            return {}
+        return {k: d for k, d in found.items() if isinstance(d, str) and len(d) == _HEX_DIGITS}
+
+
+def combined(files: Sequence[WeightFile], digests: dict[FileState, str]) -> str:
+    """The digest of all files, by their names and contents; equal on every host."""
+    lines = sorted(f"{file.name}:{file.state[2]}:{digests[file.state]}\n" for file in files)
+    return hashlib.sha256("".join(lines).encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def hash_files(
+    files: Sequence[WeightFile], cache: DigestCache | None, is_stopped: threading.Event
+) -> dict[FileState, str]:
+    """The digest of each file by its state; from the cache, where there is one and it has it.
+
+    Raises:
+        OSError: a file cannot be read.
+        Stopped: see `is_stopped`.
+    """
+    with cache.lock(is_stopped) if cache else nullcontext():
+        digests = cache.known(files) if cache else {}
+        left = [file for file in files if file.state not in digests]
+        progress = _Progress(sum(file.state[2] for file in left))
+        for file in left:
+            if file.state in digests:  # two names of one file
+                continue
+            digest = _hash(file.path, progress.add, is_stopped)
+            if cache and file.is_current() and _is_settled(file.state):
+                cache.add(file.state, digest)
+            digests[file.state] = digest
+    return digests
+
+
+def _hash(path: Path, on_bytes: Callable[[int], None], is_stopped: threading.Event) -> str:
+    digest, buffer = xxh3_128(), memoryview(bytearray(CHUNK_BYTES))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            if is_stopped.is_set():
+                raise Stopped
+            digest.update(buffer[:count])
+            on_bytes(count)
+    return digest.hexdigest()
+
+
+class _Progress:
+    """A line in the log now and then, where hashing takes long."""
+
+    def __init__(self, total: int) -> None:
+        self._total = total
+        self._done = 0
+        self._told = time.monotonic()
+
+    def add(self, count: int) -> None:
+        self._done += count
+        if time.monotonic() - self._told > PROGRESS_SECONDS:
+            self._told = time.monotonic()
+            message = "lookup buffer: %.1f of %.1f GB of weights are hashed; nothing is shared yet"
+            logger.info(message, self._done / 1e9, self._total / 1e9)
+
+
+def _take(descriptor: int, is_stopped: threading.Event) -> None:
+    deadline = time.monotonic() + LOCK_SECONDS
+    while time.monotonic() < deadline:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if is_stopped.wait(LOCK_POLL_SECONDS):
+                raise Stopped from None
+        except OSError:
+            return  # a file system without locks
+
+
+def _is_settled(state: FileState) -> bool:
+    """Whether a later write would show: file systems keep times by ticks, the coarsest by 2 s."""
+    return time.time_ns() - max(state[3:]) > SETTLED_NS
+
+
+def _key(state: FileState) -> str:
+    return ":".join(map(str, state))
+
+
+def _user_cache() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or ""
+    # Not `expanduser` of a path, which raises where there is no home.
+    return Path(base if base.startswith("/") else os.path.expanduser("~/.cache")) / "lookup-buffer"

@@ -38,10 +38,9 @@ _refuse_another_store()
 if TYPE_CHECKING:
     from typing import Any
 
-    from lookup_buffer.claimed import ClaimAnswer as ClaimAnswer
     from lookup_buffer.client.buffer import EngineSeat as EngineSeat
-    from lookup_buffer.client.buffer import InsertOutcome as InsertOutcome
     from lookup_buffer.client.buffer import LookupBuffer as LookupBuffer
+    from lookup_buffer.client.handles import ClaimAnswer as ClaimAnswer
     from lookup_buffer.client.handles import LoadOrder as LoadOrder
     from lookup_buffer.client.handles import Prefetched as Prefetched
     from lookup_buffer.client.handles import PrefetchState as PrefetchState
@@ -51,16 +50,28 @@ if TYPE_CHECKING:
     from lookup_buffer.errors import LookupTimeout as LookupTimeout
     from lookup_buffer.errors import MissingTensor as MissingTensor
     from lookup_buffer.errors import NodeUnavailable as NodeUnavailable
-    from lookup_buffer.inserted import ClaimOutcome as ClaimOutcome
     from lookup_buffer.key import TensorKey as TensorKey
     from lookup_buffer.namespace import Namespace as Namespace
+    from lookup_buffer.protocol.messages import ClaimOutcome as ClaimOutcome
+    from lookup_buffer.protocol.messages import InsertOutcome as InsertOutcome
     from store import ClaimState as ClaimState
     from store import MetadataStore as MetadataStore
 
 _HOMES = {
-    "store": ("ClaimState", "MetadataStore"),
-    "lookup_buffer.claimed": ("ClaimAnswer",),
-    "lookup_buffer.client.buffer": ("EngineSeat", "InsertOutcome", "LookupBuffer"),
+    "store": (
+        "ClaimState",
+        "MetadataStore",
+    ),
+    "lookup_buffer.client.handles": (
+        "ClaimAnswer",
+        "LoadOrder",
+        "PrefetchState",
+        "Prefetched",
+    ),
+    "lookup_buffer.client.buffer": (
+        "EngineSeat",
+        "LookupBuffer",
+    ),
     "lookup_buffer.config": ("BufferConfig",),
     "lookup_buffer.errors": (
         "BufferFull",
@@ -69,10 +80,9 @@ _HOMES = {
         "MissingTensor",
         "NodeUnavailable",
     ),
-    "lookup_buffer.inserted": ("ClaimOutcome",),
+    "lookup_buffer.protocol.messages": ("ClaimOutcome", "InsertOutcome"),
     "lookup_buffer.key": ("TensorKey",),
     "lookup_buffer.namespace": ("Namespace",),
-    "lookup_buffer.client.handles": ("LoadOrder", "PrefetchState", "Prefetched"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = list(_HOME_OF)

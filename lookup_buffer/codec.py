@@ -16,11 +16,10 @@ from typing import Final
 
 import torch
 
-from lookup_buffer.advice import prefer_huge_pages
 from lookup_buffer.errors import CodecError, ProtocolError
-from lookup_buffer.plain import pack, unpack
-from lookup_buffer.pointer import array_at, bytes_at, pointer_to
+from lookup_buffer.protocol.framing import pack, unpack
 from lookup_buffer.protocol.header import DTYPES, MAX_DIMENSIONS, TensorHeader
+from lookup_buffer.shm.memory import array_at, bytes_at, pointer_to, prefer_huge_pages
 
 _TORCH_DTYPES: Final[dict[str, torch.dtype]] = {
     name: found for name in DTYPES if isinstance(found := getattr(torch, name, None), torch.dtype)

@@ -29,10 +29,10 @@ from lookup_buffer.access import (
     TIMEOUT_SECONDS_MAX,
     StoreAccess,
     check_store_url,
+    runtime_directory,
 )
 from lookup_buffer.environment import settings_of_environment
 from lookup_buffer.errors import ConfigError
-from lookup_buffer.runtime_directory import runtime_directory
 from lookup_buffer.sizes import parse_bytes
 from store import redact
 from store.url import SCHEMES

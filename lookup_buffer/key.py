@@ -19,6 +19,9 @@ _PIECE: Final = r"(?:[ -\"$&-?A-~]|%[0-9A-F]{2})"
 _TEXT: Final = re.compile(rf"({_PIECE}+)(?:#({_PIECE}+))?(?:@({_PIECE}+))?")
 _ESCAPES: Final = re.compile(r"(?:%[0-9A-F]{2})+")
 
+QualifiedKey = tuple[str, str]
+"""(namespace fingerprint, key text): the name of an item within the whole fleet."""
+
 
 @dataclass(frozen=True, slots=True)
 class TensorKey:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from lookup_buffer.errors import ConfigError
-from lookup_buffer.fields import PARTS_MAX, TEXT_MAX, is_parts
+from lookup_buffer.protocol.messages import PARTS_MAX, TEXT_MAX, is_parts
 
 
 @dataclass(frozen=True)

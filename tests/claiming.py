@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 
-from lookup_buffer.claimed import ClaimSet
 from lookup_buffer.client.buffer import LookupBuffer
-from lookup_buffer.inserted import ClaimOutcome
+from lookup_buffer.client.handles import ClaimSet
 from lookup_buffer.key import TensorKey
 from lookup_buffer.namespace import Namespace
+from lookup_buffer.protocol.messages import ClaimOutcome
 from nodes import key, wait_until
 from patience import scaled
 from servers import command

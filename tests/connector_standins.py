@@ -11,11 +11,10 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from lookup_buffer.claimed import ClaimSet
-from lookup_buffer.client.handles import LoadOrder, PrefetchState
-from lookup_buffer.inserted import ClaimOutcome
+from lookup_buffer.client.handles import ClaimSet, LoadOrder, PrefetchState
 from lookup_buffer.key import TensorKey
 from lookup_buffer.protocol.header import TensorHeader
+from lookup_buffer.protocol.messages import ClaimOutcome
 
 EMBED_BYTES = 8
 EMBEDS = 4

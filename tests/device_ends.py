@@ -23,7 +23,7 @@ from lookup_buffer.codec import contiguous_bytes
 from lookup_buffer.config import BufferConfig
 from lookup_buffer.device.buffer import DeviceBuffer
 from lookup_buffer.device.lane import DeviceLane
-from lookup_buffer.device.place import HostPlace
+from lookup_buffer.device.memory import HostPlace
 from lookup_buffer.device.protocol import Dialect
 from lookup_buffer.errors import BufferFull
 from lookup_buffer.key import TensorKey

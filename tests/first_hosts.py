@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from connectors.kv.batches import CHUNK_TOKENS
-from connectors.kv_v0.connector import FirstConfig, LookupBufferKVConnectorV0
+from connectors.kv_v0.connector import CHUNK_TOKENS, FirstConfig, LookupBufferKVConnectorV0
 from lookup_buffer.namespace import Namespace
 from nodes import NodeProcess
 from paged_model import HEAD, HEADS, LAYERS, WORDS, Host

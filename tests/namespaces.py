@@ -4,10 +4,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from connectors.namespace import engine_identity
-from connectors.naming import Identity, Naming
+from connectors.namespace import Identity, Naming, engine_identity
 from connectors.settings import SharedSettings
-from connectors.weights_digest import DigestCache
+from connectors.weights import DigestCache
 from lookup_buffer.errors import MissReason
 from lookup_buffer.namespace import Namespace
 from nodes import wait_until

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from connectors.kv.host import KVConnectorBase, ModelInput, States
+from connectors.kv_v0.connector import KVConnectorBase, ModelInput, States
 
 LAYERS, HEADS, HEAD, BLOCK, BLOCKS, WORDS = 2, 2, 8, 4, 64, 50
 WIDTH = HEADS * HEAD

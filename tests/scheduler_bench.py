@@ -12,7 +12,7 @@ from connectors.ec.metadata import StepMetadata
 from connectors.ec.scheduler import EcScheduler
 from connectors.ec.shape import EngineShape
 from connectors.settings import ConnectorSettings
-from lookup_buffer.inserted import ClaimOutcome
+from lookup_buffer.protocol.messages import ClaimOutcome
 
 WAIT_SECONDS = 5.0
 METADATA_WAIT_SECONDS = 20.0

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from connectors.adapters import ADAPTERS_MAX, Adapters, content_digest
+from connectors.identifiers import ADAPTERS_MAX, Adapters, content_digest
 from nodes import wait_until
 from patience import scaled
 
@@ -68,7 +68,7 @@ def test_it_never_waits_for_the_files(tmp_path: Path, monkeypatch: pytest.Monkey
         gate.wait(600.0)
         return content_digest(folder)
 
-    monkeypatch.setattr("connectors.adapters.content_digest", slowly)
+    monkeypatch.setattr("connectors.identifiers.content_digest", slowly)
     adapters, request = Adapters(), loaded(adapter(tmp_path / "a"))
     started = time.monotonic()
     assert [adapters.digest_of(request) for _ in range(100)] == [""] * 100

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from connectors.disclosure import disclosed
 from connectors.namespace import namespace_parts
+from connectors.settings import disclosed
 from lookup_buffer.namespace import Namespace
 from test_connectors_namespace import SETTINGS, change, vllm_config
 

@@ -197,7 +197,7 @@ def test_a_node_stopped(hosts: TwoHosts, engine_pair: EnginePair, which: str) ->
 ATTACK = """
 import ctypes, json, mmap, os, sys
 from pathlib import Path
-from lookup_buffer.channel import Channel, next_request_id
+from lookup_buffer.client.session import Channel, next_request_id
 from lookup_buffer.protocol.messages import VERSION, Hello
 import time
 anchor = Channel(Path(sys.argv[1]), timeout=5.0)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from connectors.adapters import content_digest
+from connectors.identifiers import content_digest
 from engines import SIZE, START_SECONDS, Album, connector, engine_settings
 from lookup_buffer.key import TensorKey
 from lora_adapters import RANK, write_adapter

@@ -4,8 +4,8 @@ import pytest
 
 from connector_standins import make_request
 from lookup_buffer.client.handles import PrefetchState
-from lookup_buffer.inserted import ClaimOutcome
 from lookup_buffer.key import TensorKey
+from lookup_buffer.protocol.messages import ClaimOutcome
 from scheduler_bench import (
     BOUND_SECONDS,
     LEASE_SECONDS,

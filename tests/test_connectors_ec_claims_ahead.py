@@ -2,7 +2,7 @@
 
 from connector_standins import Feature, Position, make_request
 from lookup_buffer.client.handles import PrefetchState
-from lookup_buffer.inserted import ClaimOutcome
+from lookup_buffer.protocol.messages import ClaimOutcome
 from scheduler_bench import claimed, counted, make_bench
 
 

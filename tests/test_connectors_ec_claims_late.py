@@ -7,7 +7,7 @@ import pytest
 from connector_standins import make_request
 from connectors.ec.claims import LATE_MAX, LATE_SECONDS
 from lookup_buffer.client.handles import PrefetchState
-from lookup_buffer.inserted import ClaimOutcome
+from lookup_buffer.protocol.messages import ClaimOutcome
 from lookup_buffer.times import INTENT_SECONDS
 from scheduler_bench import LEASE_SECONDS, WAIT_SECONDS, Bench, claimed, counted, make_bench
 

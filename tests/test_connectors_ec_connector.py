@@ -21,8 +21,8 @@ from connectors import client
 from connectors.ec import connector as ec_connector
 from connectors.ec import seat as ec_seat
 from connectors.ec.connector import LookupBufferECConnector
-from connectors.media import MetadataFields
-from connectors.naming import Identity
+from connectors.identifiers import MetadataFields
+from connectors.namespace import Identity
 from connectors.plugin import CONNECTOR_MODULE, CONNECTOR_NAME, register
 from connectors.settings import parse_settings
 from connectors.weights import WeightsSource

@@ -11,10 +11,10 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 pytest.importorskip("vllm")
 
-from connectors.counted_families import REASONS_MAX
+from connectors.counters import REASONS_MAX
 from connectors.ec.connector import LookupBufferECConnector
 from connectors.ec.prometheus import FAMILIES, EcPromMetrics
-from connectors.kv.prometheus import FAMILIES as KV_FAMILIES
+from connectors.kv.stats import FAMILIES as KV_FAMILIES
 
 CONNECTORS = Path(__file__).resolve().parent.parent / "connectors"
 ENGINES: dict[int, list[object]] = {0: ["model", "0"], 1: ["model", "1"]}

@@ -14,7 +14,7 @@ from connector_standins import (
 )
 from connectors.settings import parse_settings
 from lookup_buffer.client.handles import PrefetchState
-from lookup_buffer.inserted import ClaimOutcome
+from lookup_buffer.protocol.messages import ClaimOutcome
 from nodes import wait_until
 from scheduler_bench import METADATA_WAIT_SECONDS, Bench
 

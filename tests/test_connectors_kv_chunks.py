@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from connector_standins import Feature, Position
-from connectors.adapters import Adapters
-from connectors.identifiers import NotShareable
+from connectors.identifiers import Adapters, NotShareable
 from connectors.kv.chunks import ChunkChain
 from nodes import wait_until
 

@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from connectors.kv.batches import CHUNK_TOKENS
-from connectors.kv_v0.connector import LookupBufferKVConnectorV0
+from connectors.kv_v0.connector import CHUNK_TOKENS, LookupBufferKVConnectorV0
 from first_hosts import LONG, SHORT, Connect, alone, config_of, prompt, run
 from lookup_buffer.namespace import Namespace
 from nodes import NodeProcess

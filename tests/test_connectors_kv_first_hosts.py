@@ -12,9 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from connectors.kv.batches import CHUNK_TOKENS, Prefilled
-from connectors.kv.host import KVConnectorBase
-from connectors.kv_v0.connector import Intermediate, LookupBufferKVConnectorV0
+from connectors.kv_v0.connector import (
+    CHUNK_TOKENS,
+    Intermediate,
+    KVConnectorBase,
+    LookupBufferKVConnectorV0,
+    Prefilled,
+)
 from first_hosts import LONG, SHORT, Connect, alone, config_of, prompt, run
 from lookup_buffer.errors import ConfigError
 from lookup_buffer.namespace import Namespace

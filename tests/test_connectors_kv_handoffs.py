@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from connector_standins import Stored
-from connectors.adapters import Adapters
+from connectors.identifiers import Adapters
 from connectors.kv.chunks import ChunkChain
 from connectors.kv.handoffs import handed_out, pieces, reply, taken_over
 from connectors.kv.metadata import KvWorkerReport

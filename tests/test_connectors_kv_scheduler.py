@@ -5,12 +5,11 @@ from types import SimpleNamespace
 from typing import Any
 
 from connector_standins import LedgerBuffer, Stored
-from connectors.adapters import Adapters
+from connectors.identifiers import Adapters
 from connectors.kv.chunks import ChunkChain
+from connectors.kv.engine import KvSettings, KvShape
 from connectors.kv.metadata import KvStepMetadata, KvWorkerReport
 from connectors.kv.scheduler import KvScheduler
-from connectors.kv.settings import KvSettings
-from connectors.kv.shape import KvShape
 from lookup_buffer.client.handles import PrefetchState
 
 BLOCK, CHUNK = 4, 8

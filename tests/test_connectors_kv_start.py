@@ -8,10 +8,15 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from connectors.kv.engine import engine_id, kv_shape
-from connectors.kv.namespace import kv_namespace_parts
-from connectors.kv.refusals import demand_recomputation, refuse_unfit_cache
-from connectors.kv.settings import KvSettings, parse_kv_settings
+from connectors.kv.engine import (
+    KvSettings,
+    demand_recomputation,
+    engine_id,
+    kv_namespace_parts,
+    kv_shape,
+    parse_kv_settings,
+    refuse_unfit_cache,
+)
 from lookup_buffer.errors import ConfigError
 from test_connectors_namespace import change, vllm_config
 
@@ -73,20 +78,20 @@ APART: dict[str, tuple[Callable[[Any], None], set[str]]] = {
 def test_engines_that_differ_share_nothing_and_it_is_said_in_what(
     what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("connectors.kv.namespace._instructions", lambda *_: "vec")
+    monkeypatch.setattr("connectors.kv.engine._instructions", lambda *_: "vec")
     changed, expected = APART[what]
     assert differing(parts(changed)) == expected
 
 
 def test_blocks_and_chunks_of_other_sizes_are_kept_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("connectors.kv.namespace._instructions", lambda *_: "vec")
+    monkeypatch.setattr("connectors.kv.engine._instructions", lambda *_: "vec")
     assert differing(parts(block=64)) == {"block_size"}
     assert differing(parts(chunk_tokens=256)) == {"chunk_tokens"}
     assert differing(parts(chunk_tokens=97)) == set(), "rounded up to whole blocks"
-    monkeypatch.setattr("connectors.kv.namespace._instructions", lambda *_: "amx")
+    monkeypatch.setattr("connectors.kv.engine._instructions", lambda *_: "amx")
     assert differing(parts()) == set()
     here = parts()["kv_layout"]
-    monkeypatch.setattr("connectors.kv.namespace._instructions", lambda *_: "vec")
+    monkeypatch.setattr("connectors.kv.engine._instructions", lambda *_: "vec")
     assert parts()["kv_layout"] != here
 
 

@@ -35,7 +35,7 @@ OTHERS: dict[str, tuple[dict[str, Any], set[str]]] = {
 def test_it_says_what_keeps_the_engines_apart(
     what: str, node_pair: tuple[NodeProcess, NodeProcess], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("connectors.kv.namespace._instructions", lambda *_: "vec")
+    monkeypatch.setattr("connectors.kv.engine._instructions", lambda *_: "vec")
     settings, named = OTHERS[what]
     here, there = node_pair
     one, other = Namespace(parts()), Namespace(parts(**settings))

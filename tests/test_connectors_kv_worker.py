@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from connectors.kv.chunks import key_of
-from connectors.kv.loads import LoadResults
+from connectors.kv.engine import KvSettings
 from connectors.kv.metadata import ChunkLoad, ChunkSave, KvStepMetadata, RequestLoad
-from connectors.kv.settings import KvSettings
-from connectors.kv.worker import KvWorker
+from connectors.kv.worker import KvWorker, LoadResults
 from lookup_buffer.client.buffer import LookupBuffer
 from lookup_buffer.namespace import Namespace
 from nodes import NodeProcess, wait_until
@@ -147,7 +146,7 @@ def test_a_chunk_for_whose_copy_there_is_no_memory_is_not_stored(
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 KiB.")
 
     with monkeypatch.context() as patch:
-        patch.setattr("connectors.kv.pages.gather_blocks", refused)
+        patch.setattr("connectors.kv.worker.gather_blocks", refused)
         rank.step(KvStepMetadata(written=[4]), lambda: None)
     gate.set()
     assert rank.worker.saves.drain(SECONDS)

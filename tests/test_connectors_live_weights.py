@@ -10,16 +10,14 @@ import pytest
 import torch
 
 from connector_standins import EMBED_BYTES, LedgerBuffer, make_request
-from connectors.ec.current import CurrentBuffer
+from connectors.client import CurrentBuffer
 from connectors.ec.metadata import StepMetadata
 from connectors.ec.scheduler import EcScheduler
 from connectors.ec.shape import EngineShape
 from connectors.ec.worker import EcWorker, WorkerSeat
-from connectors.live_weights import WeightsWatch
-from connectors.naming import Identity, Naming
+from connectors.namespace import Identity, Naming
 from connectors.settings import ConnectorSettings
-from connectors.weights import WeightsSource
-from connectors.weights_flag import WeightsFlag, _path
+from connectors.weights import WeightsFlag, WeightsSource, WeightsWatch, _path
 from lookup_buffer.client.handles import PrefetchState
 from nodes import ROOT
 from scheduler_bench import WAIT_SECONDS, Bench

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from connector_standins import Feature, Position
-from connectors.media import Carried, carried_by
+from connectors.identifiers import Carried, carried_by
 
 
 def element(nbytes: int = 8, *, keep_on_cpu: bool = False) -> Any:

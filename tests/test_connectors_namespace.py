@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from connectors.adapters import Adapters
-from connectors.identifiers import NotShareable, refuse_counted_identifiers, shared_key
+from connectors.identifiers import Adapters, NotShareable, refuse_counted_identifiers, shared_key
 from connectors.namespace import canonical, namespace_parts
 from connectors.settings import ConnectorSettings
 from lookup_buffer.errors import ConfigError

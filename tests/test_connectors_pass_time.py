@@ -6,8 +6,8 @@ import time
 import pytest
 
 from connector_standins import make_request
-from connectors.pass_time import IdleTime
-from lookup_buffer.inserted import ClaimOutcome
+from connectors.counters import IdleTime
+from lookup_buffer.protocol.messages import ClaimOutcome
 from scheduler_bench import Bench, Clock
 
 IDLE_SECONDS = 5.0

@@ -10,8 +10,8 @@ pytest.importorskip("vllm")
 from vllm.config import ParallelConfig
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
-from connectors.kv.refusals import refuse_unfit_cache
-from connectors.refusals import refuse_unfit_engine
+from connectors.kv.engine import refuse_unfit_cache
+from connectors.settings import refuse_unfit_engine
 from lookup_buffer.errors import ConfigError
 from test_connectors_kv_start import FullAttentionSpec, cache, config
 

@@ -12,13 +12,12 @@ from typing import Any
 import pytest
 
 from connector_standins import EMBED_BYTES, make_request
-from connectors.ec.current import CurrentBuffer
+from connectors.client import CurrentBuffer
 from connectors.ec.scheduler import EcScheduler
 from connectors.ec.shape import EngineShape
-from connectors.naming import Identity, Naming
+from connectors.namespace import Identity, Naming
 from connectors.settings import ConnectorSettings
-from connectors.weights import WeightsSource, weights_source
-from connectors.weights_digest import DigestCache
+from connectors.weights import DigestCache, WeightsSource, weights_source
 from nodes import wait_until
 from scheduler_bench import Bench
 from test_connectors_kv_scheduler import Engine, Request
@@ -53,7 +52,7 @@ class Start:
 
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
-    monkeypatch.setattr("connectors.naming.AT_ONCE_BYTES", 0)
+    monkeypatch.setattr("connectors.namespace.AT_ONCE_BYTES", 0)
     source = weights_source(config(checkpoint(tmp_path / "model")), "")
     started = Start(source, DigestCache(tmp_path / "cache"))
     yield started

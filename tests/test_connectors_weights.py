@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from connectors.naming import Identity, Naming
-from connectors.weights import WeightsSource, weights_source
-from connectors.weights_digest import SETTLED_NS, DigestCache
+from connectors.namespace import Identity, Naming
+from connectors.weights import SETTLED_NS, DigestCache, WeightsSource, weights_source
 from lookup_buffer.errors import MissReason
 from namespaces import when_settled
 from nodes import wait_until
@@ -25,7 +24,7 @@ BYTES = 1 << 20
 @pytest.fixture(autouse=True)
 def large_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """These count as too large to be hashed at once."""
-    monkeypatch.setattr("connectors.naming.AT_ONCE_BYTES", 0)
+    monkeypatch.setattr("connectors.namespace.AT_ONCE_BYTES", 0)
 
 
 def checkpoint(folder: Path, *, changed: int | None = None) -> Path:
@@ -186,7 +185,7 @@ def test_small_weights_are_hashed_before_the_engine_starts(
     engines: Namings, cache: DigestCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever another engine reads meanwhile."""
-    monkeypatch.setattr("connectors.naming.AT_ONCE_BYTES", 4 * BYTES)
+    monkeypatch.setattr("connectors.namespace.AT_ONCE_BYTES", 4 * BYTES)
     source = weights_source(config(checkpoint(tmp_path / "model")), "")
     with cache.lock(threading.Event()):
         assert engines.start(source).namespace is not None
@@ -233,7 +232,7 @@ def test_without_a_cache_all_is_read(tmp_path: Path) -> None:
 def test_a_lock_that_its_holder_keeps_is_given_up(
     engines: Namings, cache: DigestCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("connectors.weights_digest.LOCK_SECONDS", 0.3)
+    monkeypatch.setattr("connectors.weights.LOCK_SECONDS", 0.3)
     (tmp_path / "cache").mkdir()
     with (tmp_path / "cache/weights.lock").open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
@@ -248,7 +247,7 @@ def test_a_file_system_without_locks(
     def refused(*_: int) -> None:
         raise OSError(errno.ENOLCK, "no locks available")
 
-    monkeypatch.setattr("connectors.weights_digest.fcntl.flock", refused)
+    monkeypatch.setattr("connectors.weights.fcntl.flock", refused)
     assert engines.weights(checkpoint(tmp_path / "model"))
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from command_line import beating, boot_of, publish, run_at_terminal
 from lookup_buffer.cli.commands import app
-from lookup_buffer.cli.exits import ExitCode
+from lookup_buffer.inspection.records import ExitCode
 from store import MetadataStore, NodeInfo
 
 DOCUMENT = (Path(__file__).resolve().parent.parent / "docs" / "cli.md").read_text(encoding="utf-8")

@@ -12,9 +12,9 @@ import pytest
 import yaml
 
 from deployment import Service, Stack, client_config, running_stack, why_not_contained
-from lookup_buffer.cli.exits import ExitCode
 from lookup_buffer.client.buffer import LookupBuffer
 from lookup_buffer.errors import LookupTimeout, MissingTensor, NodeRefused
+from lookup_buffer.inspection.records import ExitCode
 from lookup_buffer.key import TensorKey
 from lookup_buffer.namespace import Namespace
 from nodes import MIB, ROOT, key, tensor_of, wait_until

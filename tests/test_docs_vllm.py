@@ -6,10 +6,8 @@ from typing import Any
 
 import pytest
 
-from connectors.config_fields import IGNORED_MODEL, IGNORED_MULTIMODAL, Ignored
-from connectors.kv.namespace import kv_identity
-from connectors.kv.settings import KvSettings
-from connectors.namespace import namespace_parts
+from connectors.kv.engine import KvSettings, kv_identity
+from connectors.namespace import IGNORED_MODEL, IGNORED_MULTIMODAL, Ignored, namespace_parts
 from nodes import ROOT
 from test_connectors_kv_start import BLOCK, config
 from test_connectors_namespace import SETTINGS, vllm_config
@@ -49,7 +47,7 @@ def test_each_field_of_this_vllm_has_a_row() -> None:
 def test_each_part_of_a_namespace_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = set(re.findall(r"`(\w+)`", SECTION)) | {"protocol", "weights"}
     assert namespace_parts(vllm_config(), SETTINGS).keys() <= parts
-    monkeypatch.setattr("connectors.kv.namespace._instructions", lambda *_: "vec")
+    monkeypatch.setattr("connectors.kv.engine._instructions", lambda *_: "vec")
     kv_parts = kv_identity(config(), KvSettings(weights_version="v"), BLOCK).parts.keys()
     spelled = {"content", "vllm", "tensor_parallel_size", "layers", "kv_heads", "head_size"}
     spelled |= {"kv_cache_dtype", "block_size", "positions", "speculation"}

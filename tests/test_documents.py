@@ -147,8 +147,8 @@ def test_every_metric_of_the_connector_is_explained() -> None:
 
 def test_the_settings_and_metrics_of_the_kv_connector_are_explained() -> None:
     pytest.importorskip("vllm")
-    from connectors.kv.prometheus import FAMILIES
-    from connectors.kv.settings import KvSettings
+    from connectors.kv.engine import KvSettings
+    from connectors.kv.stats import FAMILIES
     from connectors.settings import SharedSettings
 
     metrics = {row[0].strip("`"): row[1].strip("`") for row in _rows("What you see of it", "###")}

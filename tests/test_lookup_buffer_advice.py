@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from lookup_buffer.advice import HUGE_BYTES, PAGE_BYTES
 from lookup_buffer.codec import empty_tensor
 from lookup_buffer.protocol.header import TensorHeader
+from lookup_buffer.shm.memory import HUGE_BYTES, PAGE_BYTES
 
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
 

@@ -10,7 +10,7 @@ from claiming import NAMESPACE, ask, claim_in, keys, settled
 from clusters import ValkeyCluster, slot_of
 from lookup_buffer.client.buffer import EngineSeat
 from lookup_buffer.client.handles import PrefetchState
-from lookup_buffer.inserted import ClaimOutcome
+from lookup_buffer.protocol.messages import ClaimOutcome
 from mirrors import kill_lanes
 from nodes import NodeProcess, StartNode, key, wait_until, with_store
 from servers import command

@@ -24,9 +24,16 @@ from lookup_buffer.node.owners import (
 )
 from lookup_buffer.protocol.auth import connect
 from lookup_buffer.protocol.framing import encode_frame
-from lookup_buffer.protocol.messages import Acknowledge, GiveBack, Holds, Leave, Stats, Take
+from lookup_buffer.protocol.messages import (
+    Acknowledge,
+    GiveBack,
+    Holds,
+    Leave,
+    Request,
+    Stats,
+    Take,
+)
 from lookup_buffer.protocol.stream import Link
-from lookup_buffer.request import Request
 from lookup_buffer.times import OWNER_IDLE_SECONDS
 from nodes import NodeProcess, Nodes, at_rest, handoff, wait_until
 from ports import free_port

@@ -13,20 +13,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lookup_buffer.board import (
+from lookup_buffer.key import QualifiedKey
+from lookup_buffer.protocol.header import DTYPES, TensorHeader
+from lookup_buffer.shm.index import (
+    BUCKET_ENTRIES,
     BYTES_AN_ENTRY,
     DIMENSIONS_MAX,
     ENTRIES_MAX,
     ENTRIES_MIN,
-    ENTRY,
+    HEADER_BYTES,
+    IS_ORDERED,
+    LOCAL_ENTRY,
     Board,
     BoardReader,
     Entry,
+    digest_of,
     entries_for,
 )
-from lookup_buffer.item import Address
-from lookup_buffer.protocol.header import DTYPES, TensorHeader
-from lookup_buffer.shm.index import BUCKET_ENTRIES, HEADER_BYTES, IS_ORDERED, digest_of
 from patience import scaled
 
 pytestmark = pytest.mark.skipif(not IS_ORDERED, reason="the board stays empty on this machine")
@@ -35,9 +38,9 @@ BUCKETS = ENTRIES_MIN // BUCKET_ENTRIES
 NAMESPACE = "0123456789abcdef" * 4
 
 
-def crowded(bucket: int, count: int) -> list[Address]:
+def crowded(bucket: int, count: int) -> list[QualifiedKey]:
     """Addresses that all belong to one bucket of the smallest board."""
-    found: list[Address] = []
+    found: list[QualifiedKey] = []
     number = 0
     while len(found) < count:
         address = (NAMESPACE, f"key{number}")
@@ -65,7 +68,7 @@ class Both:
     def __post_init__(self) -> None:
         self.reader = BoardReader(self.board.fd)
 
-    def find(self, address: Address) -> Entry | None:
+    def find(self, address: QualifiedKey) -> Entry | None:
         found = self.reader.find(digest_of(*address))
         assert self.reader.lists(digest_of(*address)) == (found is not None)
         return found
@@ -94,9 +97,9 @@ def test_it_says_what_a_dictionary_would_as_far_as_there_is_room(
     changes: list[tuple[int, tuple[TensorHeader, int] | None]],
 ) -> None:
     with Both() as both:
-        held: dict[Address, tuple[TensorHeader, int]] = {}
-        seen: dict[Address, Entry] = {}
-        left_off: set[Address] = set()
+        held: dict[QualifiedKey, tuple[TensorHeader, int]] = {}
+        seen: dict[QualifiedKey, Entry] = {}
+        left_off: set[QualifiedKey] = set()
         for index, change in changes:
             address = CROWD[index]
             both.board.strike(address)
@@ -145,7 +148,7 @@ def test_what_is_half_written_is_not_there() -> None:
         with pytest.raises(struct.error):
             both.board.list(CROWD[0], header, -1)
         assert digest_of(*CROWD[0]) in os.pread(
-            both.board.fd, HEADER_BYTES + ENTRIES_MIN * ENTRY.size, 0
+            both.board.fd, HEADER_BYTES + ENTRIES_MIN * LOCAL_ENTRY.size, 0
         )
         assert both.find(CROWD[0]) is None
         both.board.list(CROWD[1], header, 64)
@@ -186,7 +189,7 @@ def test_digests_that_begin_alike_are_told_apart(monkeypatch: pytest.MonkeyPatch
     """Found by their first words, which who chooses keys can make equal."""
     first, second, third = (bytes(8) + bytes([n]) * 24 for n in (1, 2, 3))
     digests = {"first": first, "second": second}
-    monkeypatch.setattr("lookup_buffer.board.digest_of", lambda _, key: digests[key])
+    monkeypatch.setattr("lookup_buffer.shm.index.digest_of", lambda _, key: digests[key])
     with Both() as both:
         for number, key in enumerate(digests):
             both.board.list((NAMESPACE, key), TensorHeader.for_tensor("uint8", (1,)), 64 * number)
@@ -216,7 +219,7 @@ def test_its_size_is_a_power_of_two_within_bounds(capacity_bytes: int) -> None:
 # What the reader of another process checks: size and offset follow from the key.
 READER = """
 import sys, time
-from lookup_buffer.board import BoardReader
+from lookup_buffer.shm.index import BoardReader
 from lookup_buffer.shm.index import digest_of
 reader = BoardReader(int(sys.argv[1]))
 names = sys.argv[4:]

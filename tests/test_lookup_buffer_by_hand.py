@@ -8,8 +8,8 @@ import torch
 
 from contract_store import a_record
 from lookup_buffer.errors import MissingTensor
-from lookup_buffer.inserted import ClaimOutcome
 from lookup_buffer.namespace import Namespace
+from lookup_buffer.protocol.messages import ClaimOutcome
 from nodes import NodeProcess, StartNode, key, wait_until
 from servers import StartServer, command
 from store import EmbeddedServer, Location, open_store

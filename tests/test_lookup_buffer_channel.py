@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lookup_buffer.channel import Channel, next_request_id
+from lookup_buffer.client.session import Channel, next_request_id
 from lookup_buffer.errors import NodeUnavailable
 from lookup_buffer.protocol.messages import Stats
 

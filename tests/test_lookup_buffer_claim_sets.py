@@ -11,13 +11,12 @@ import torch
 from claiming import NAMESPACE, SOON_SECONDS, WAIT_SECONDS, ask, claim_in, keys, settled
 from lookup_buffer.access import TIMEOUT_SECONDS
 from lookup_buffer.client.handles import PrefetchState
-from lookup_buffer.inserted import ClaimOutcome
 from lookup_buffer.key import TensorKey
 from lookup_buffer.node.claim_sets import ClaimSets
 from lookup_buffer.node.holdings import Holdings
 from lookup_buffer.node.session import Session
 from lookup_buffer.node.waiting import Waiting
-from lookup_buffer.protocol.messages import ClaimAll
+from lookup_buffer.protocol.messages import ClaimAll, ClaimOutcome
 from nodes import ClientProcess, NodeProcess, StartNode, holds_within, wait_until, with_store
 from patience import scaled
 from servers import StartServer, frozen

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from lookup_buffer.access import TIMEOUT_SECONDS
-from lookup_buffer.claimed import ClaimAnswer
 from lookup_buffer.client.buffer import EngineSeat, InsertOutcome, LookupBuffer
-from lookup_buffer.inserted import ClaimOutcome
+from lookup_buffer.client.handles import ClaimAnswer
 from lookup_buffer.key import TensorKey
 from lookup_buffer.namespace import Namespace
+from lookup_buffer.protocol.messages import ClaimOutcome
 from nodes import ClientProcess, NodeProcess, StartNode, key, wait_until, with_store
 from patience import scaled
 from servers import StartServer, command, frozen
@@ -336,7 +336,7 @@ def test_of_many_contenders_one_produces(node_pair: Pair) -> None:
     """Two processes on each of two nodes want the same keys; each key is produced once."""
     source = """
 import time
-from lookup_buffer.inserted import ClaimOutcome
+from lookup_buffer.protocol.messages import ClaimOutcome
 produced, wrong = [], []
 for name in hear():
     answer = buffer.claim(TensorKey(name), lease_seconds=20.0, timeout=20.0)

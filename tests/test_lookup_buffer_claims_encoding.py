@@ -5,8 +5,8 @@ import torch
 
 from claiming import ask, claim_in, keys, settled
 from lookup_buffer.client.buffer import EngineSeat
-from lookup_buffer.inserted import ClaimOutcome
 from lookup_buffer.key import TensorKey
+from lookup_buffer.protocol.messages import ClaimOutcome
 from nodes import NodeProcess, holds_within, wait_until, with_store
 from store import ClaimState, EmbeddedServer
 

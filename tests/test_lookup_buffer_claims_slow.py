@@ -7,7 +7,7 @@ import pytest
 from claiming import WAIT_SECONDS, ask, claim_in, keys
 from lookup_buffer.client.buffer import EngineSeat
 from lookup_buffer.client.handles import PrefetchState
-from lookup_buffer.inserted import ClaimOutcome
+from lookup_buffer.protocol.messages import ClaimOutcome
 from nodes import NodeProcess, StartNode, wait_until
 from relay import Relay
 from servers import StartServer, frozen

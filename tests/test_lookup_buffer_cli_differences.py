@@ -2,7 +2,7 @@
 
 import time
 
-from lookup_buffer.cli.differences import differences, most_alike
+from lookup_buffer.inspection.findings import differences, most_alike
 
 
 def test_the_most_alike_come_first_each_beside_the_nearest_that_has_it() -> None:

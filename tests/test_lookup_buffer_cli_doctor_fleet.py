@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from command_line import beating, boot_of, run_json
-from lookup_buffer.cli.store_checks import clock_check
+from lookup_buffer.cli.doctor import clock_check
 from lookup_buffer.errors import LookupBufferError
-from lookup_buffer.greeting import Greetings, listening
 from lookup_buffer.protocol.auth import accept_handshake
+from lookup_buffer.protocol.stream import Greetings, listening
 from servers import command
 from store import MetadataStore, NodeInfo
 

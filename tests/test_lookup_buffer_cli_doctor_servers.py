@@ -11,8 +11,7 @@ import pytest
 from clusters import ValkeyCluster
 from command_line import run_json
 from contract_store import a_location, a_record
-from lookup_buffer.cli.checks import Verdict
-from lookup_buffer.cli.store_checks import memory_check, version_check
+from lookup_buffer.cli.doctor import Verdict, memory_check, version_check
 from ports import free_ports
 from sentinels import Sentinels
 from server_process import QUIET, ServerProcess

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from command_line import PROGRAM, environment, run, run_json
-from lookup_buffer.cli.sample import Activity, Sample
 from lookup_buffer.cli.top import _nodes, _summary
 from lookup_buffer.errors import MissingTensor
+from lookup_buffer.inspection.history import Activity, Sample
 from lookup_buffer.namespace import Namespace
 from lookup_buffer.node.metrics import FAMILIES
 from nodes import NodeProcess, StartNode, key

@@ -2,9 +2,8 @@
 
 import pytest
 
-from lookup_buffer.histogram import BOUNDS_SECONDS, Histogram
-from lookup_buffer.item import Item
-from lookup_buffer.node.counters import HITS_KEYS_MAX, Counters
+from lookup_buffer.node.counters import BOUNDS_SECONDS, HITS_KEYS_MAX, Counters, Histogram
+from lookup_buffer.node.inventory import Item
 from lookup_buffer.protocol.header import TensorHeader
 
 

@@ -12,9 +12,9 @@ import torch
 
 from browser import Browser
 from dashboards import LIVE, Stream, dashboard, number
-from lookup_buffer.cli.output import size_text
 from lookup_buffer.dashboard.fleet import HIT_BYTES, HITS, TRANSFERS
 from lookup_buffer.errors import MissingTensor
+from lookup_buffer.inspection.records import size_text
 from lookup_buffer.key import TensorKey
 from lookup_buffer.namespace import Namespace
 from nodes import MIB, NodeProcess, Nodes, StartNode, key, tensor_of, wait_until

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lookup_buffer.device.place import CudaPlace, HostPlace
+from lookup_buffer.device.memory import CudaPlace, HostPlace
 from lookup_buffer.protocol.header import TensorHeader
 
 a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")

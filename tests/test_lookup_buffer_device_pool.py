@@ -7,13 +7,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from lookup_buffer.device.pool import DevicePool, Entry
 from lookup_buffer.errors import BufferFull, TensorTooLarge
-from lookup_buffer.item import Address
+from lookup_buffer.key import QualifiedKey
 
 CAPACITY = 100
 NAMES = st.sampled_from("abcde")
 
 
-def at(name: str) -> Address:
+def at(name: str) -> QualifiedKey:
     return ("ns", name)
 
 
@@ -25,7 +25,7 @@ def put(pool: DevicePool, name: str, nbytes: int) -> Entry:
 
 
 def test_the_least_recently_used_goes_first_and_what_is_held_stays() -> None:
-    evicted: list[Address] = []
+    evicted: list[QualifiedKey] = []
     pool = DevicePool(CAPACITY, evicted.extend)
     for name in "abc":
         put(pool, name, 30)
@@ -75,9 +75,9 @@ class PoolMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.evicted: list[Address] = []
+        self.evicted: list[QualifiedKey] = []
         self.pool = DevicePool(CAPACITY, self.evicted.extend)
-        self.known: dict[Address, Entry] = {}
+        self.known: dict[QualifiedKey, Entry] = {}
         self.holds: list[Entry] = []
         self.reserved: list[int] = []
 

@@ -18,13 +18,13 @@ import torch
 from device_ends import LARGE, DeviceEnd, facts, put, warm
 from hostile_files import hostile
 from lookup_buffer.codec import writable_bytes
-from lookup_buffer.device import asking
+from lookup_buffer.device import protocol
 from lookup_buffer.device.serving import PEERS_MAX
 from lookup_buffer.errors import PipeError
-from lookup_buffer.greeting import HANDSHAKE_SECONDS
 from lookup_buffer.pipes import gloo
-from lookup_buffer.plain import unpack
+from lookup_buffer.protocol.framing import unpack
 from lookup_buffer.protocol.header import TensorHeader
+from lookup_buffer.protocol.stream import HANDSHAKE_SECONDS
 from nodes import Nodes, at_rest, tensor_of, wait_until, with_store
 from raw_pipe import RawEnd, offer
 from store import EmbeddedServer
@@ -43,7 +43,7 @@ class Stranger(RawEnd):
         self._last = 0
 
     def ask(self, fields: Any) -> None:
-        self.offer(asking.message(fields))
+        self.offer(protocol.message(fields))
 
     def offer(self, value: torch.Tensor, key: bytes | None = None) -> None:
         self._last += 1
@@ -178,12 +178,12 @@ QUESTIONS: dict[str, Any] = {
 def test_what_is_no_question_ends_its_pair(ends: Ends, name: str) -> None:
     question = QUESTIONS[name]
     with Stranger(ends.pool) as stranger:
-        stranger.offer(question if torch.is_tensor(question) else asking.message(question))
+        stranger.offer(question if torch.is_tensor(question) else protocol.message(question))
         assert stranger.hung_up()
 
 
 def test_a_question_that_is_larger_than_any_ends_its_pair(ends: Ends) -> None:
-    for nbytes in (asking.QUESTION_BYTES_MAX + 1, 1 << 39):
+    for nbytes in (protocol.QUESTION_BYTES_MAX + 1, 1 << 39):
         with Stranger(ends.pool) as stranger:
             stranger.say(offer(1, None, nbytes))
             assert stranger.hung_up()
@@ -204,7 +204,7 @@ def test_what_is_asked_of_another_pool_or_of_what_is_not_there_is_stale(ends: En
 
 
 def test_what_nobody_asked_for_does_not_fill_the_memory(ends: Ends) -> None:
-    few, room = torch.zeros(60_000, dtype=torch.uint8), 2 * asking.INBOX_BYTES
+    few, room = torch.zeros(60_000, dtype=torch.uint8), 2 * protocol.INBOX_BYTES
     with Stranger(ends.pool) as stranger:
         is_over = False
         try:

@@ -17,15 +17,14 @@ from xxhash import xxh3_64_intdigest
 from device_ends import LARGE, POOL_BYTES, files, threads
 from lookup_buffer.codec import header_of, writable_bytes
 from lookup_buffer.device.lane import SILENCE_SECONDS, DeviceLane
-from lookup_buffer.device.place import HostPlace
+from lookup_buffer.device.memory import HostPlace
 from lookup_buffer.errors import ConfigError
-from lookup_buffer.fields import KEYS_BYTES_MAX
-from lookup_buffer.pool_messages import OpenPool, Received, Retract
 from lookup_buffer.protocol.header import TensorHeader
+from lookup_buffer.protocol.messages import KEYS_BYTES_MAX, OpenPool, Received, Retract
 from nodes import tensor_of, wait_until
 
 if TYPE_CHECKING:
-    from lookup_buffer.request import Request
+    from lookup_buffer.protocol.messages import Request
 
 ROUNDS, CROWD = 8, 9
 SECONDS = 20.0

@@ -14,8 +14,8 @@ import pytest
 
 from device_ends import LARGE, POOL_BYTES, DeviceEnd, StartEnd, facts, put, start_end
 from lookup_buffer.device.lane import SILENCE_SECONDS, DeviceLane
+from lookup_buffer.device.memory import HostPlace
 from lookup_buffer.device.pairs import WARM_MAX
-from lookup_buffer.device.place import HostPlace
 from lookup_buffer.device.serving import AT_SIGHT_MAX
 from nodes import start_node, tensor_of, wait_until
 from test_lookup_buffer_device_tickets import Ends

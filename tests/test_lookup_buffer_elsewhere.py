@@ -11,10 +11,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lookup_buffer.elsewhere import BELIEVED_SECONDS, ENTRIES, Elsewhere, ElsewhereReader
-from lookup_buffer.item import Address
-from lookup_buffer.key import TensorKey
-from lookup_buffer.shm.index import BUCKET_ENTRIES, IS_ORDERED, digest_of
+from lookup_buffer.key import QualifiedKey, TensorKey
+from lookup_buffer.shm.index import (
+    BELIEVED_SECONDS,
+    BUCKET_ENTRIES,
+    ENTRIES,
+    IS_ORDERED,
+    Elsewhere,
+    ElsewhereReader,
+    digest_of,
+)
 from nodes import MIB, NodeProcess, StartNode, key, wait_until
 from servers import StartServer, flush
 
@@ -24,9 +30,9 @@ BUCKETS = ENTRIES // BUCKET_ENTRIES
 SECOND = 1_000_000_000
 
 
-def crowded(count: int) -> list[Address]:
+def crowded(count: int) -> list[QualifiedKey]:
     """Addresses that all belong to one bucket."""
-    found: list[Address] = []
+    found: list[QualifiedKey] = []
     number = 0
     while len(found) < count:
         address = (NAMESPACE, f"key{number}")
@@ -52,7 +58,7 @@ def test_it_lists_the_last_that_were_listed_and_not_struck_off(
 ) -> None:
     table = Elsewhere()
     reader = ElsewhereReader(table.fd)
-    listed: dict[Address, None] = {}
+    listed: dict[QualifiedKey, None] = {}
     for change in changes:
         if change is None:
             table.strike_all()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lookup_buffer.errors import ProtocolError
 from lookup_buffer.key import TensorKey
-from lookup_buffer.plain import MAX_DEPTH, MAX_LIST_ITEMS, pack, unpack
+from lookup_buffer.protocol.framing import MAX_DEPTH, MAX_LIST_ITEMS, pack, unpack
 from lookup_buffer.protocol.header import DTYPES, MAX_DIMENSIONS, PayloadHeader, TensorHeader
 
 GOOD = PayloadHeader(

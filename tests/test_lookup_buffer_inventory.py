@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from lookup_buffer.errors import BufferFull, TensorTooLarge
-from lookup_buffer.item import Item
-from lookup_buffer.node.inventory import Inventory
+from lookup_buffer.node.inventory import Inventory, Item
 from lookup_buffer.protocol.header import TensorHeader
 
 CAPACITY = 10_000

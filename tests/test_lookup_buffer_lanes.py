@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from contract_store import BOOT, a_record
-from lookup_buffer.channel import next_request_id
 from lookup_buffer.client.buffer import LookupBuffer
 from lookup_buffer.client.handles import Prefetched, PrefetchState
+from lookup_buffer.client.session import next_request_id
 from lookup_buffer.key import TensorKey
 from lookup_buffer.node.lanes import BASE_SECONDS
-from lookup_buffer.pool_messages import Prepare, Retract
+from lookup_buffer.protocol.messages import Prepare, Retract
 from nodes import (
     NodeProcess,
     StartNode,

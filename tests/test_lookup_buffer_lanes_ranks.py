@@ -13,7 +13,7 @@ import pytest
 
 from contract_store import BOOT, a_record
 from lookup_buffer.device.lane import DeviceLane
-from lookup_buffer.item import Address
+from lookup_buffer.key import QualifiedKey
 from lookup_buffer.node.connection import Connection
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.lanes import Lanes
@@ -25,7 +25,7 @@ from lookup_buffer.protocol.framing import FrameDecoder
 from store import DeviceLocation, Location
 
 if TYPE_CHECKING:
-    from lookup_buffer.request import Request
+    from lookup_buffer.protocol.messages import Request
 
 RANKS = 2
 ADDRESS = ("f" * 64, "k")
@@ -34,7 +34,7 @@ ADDRESS = ("f" * 64, "k")
 class Knows:
     """A locator that has the answer."""
 
-    def ask(self, addresses: Sequence[Address], answer: Answer) -> None:
+    def ask(self, addresses: Sequence[QualifiedKey], answer: Answer) -> None:
         at = Location("elsewhere", BOOT, 1, 7)
         device = DeviceLocation("elsewhere", 1, "gloo", "0" * 8, 4321, "f" * 12)
         record = a_record(*ADDRESS, dtype="uint8", shape=(3,), nbytes=3)
@@ -116,7 +116,7 @@ def test_a_rank_that_goes_as_it_is_told_leaves_no_other_with_a_ticket(
     engine: Engine, gone: int
 ) -> None:
     engine.ends[gone].close()
-    rest: list[list[Address]] = []
+    rest: list[list[QualifiedKey]] = []
     engine.lanes.bring(engine.scheduler, [ADDRESS], lambda *_: None, rest.append)
     engine.turn()
     assert rest == [[ADDRESS]]

@@ -9,13 +9,22 @@ from hypothesis import strategies as st
 
 from lookup_buffer import errors
 from lookup_buffer.errors import LookupBufferError, ProtocolError
-from lookup_buffer.fields import COUNT_MAX, is_fingerprint
-from lookup_buffer.lane import LANES, Fallback
-from lookup_buffer.plain import pack, unpack
-from lookup_buffer.pool_messages import Offer, OpenPool, Prepare, Received, Retract
 from lookup_buffer.protocol import messages
-from lookup_buffer.protocol.messages import failure, parse
-from lookup_buffer.request import Request
+from lookup_buffer.protocol.framing import pack, unpack
+from lookup_buffer.protocol.messages import (
+    COUNT_MAX,
+    LANES,
+    Fallback,
+    Offer,
+    OpenPool,
+    Prepare,
+    Received,
+    Request,
+    Retract,
+    failure,
+    is_fingerprint,
+    parse,
+)
 from store import LOCATIONS_MAX
 
 FINGERPRINT = "0123456789abcdef" * 4

@@ -4,12 +4,11 @@ import asyncio
 import time
 
 from lookup_buffer.config import BufferConfig
-from lookup_buffer.elsewhere import Elsewhere, ElsewhereReader
 from lookup_buffer.node.directory import Directory
 from lookup_buffer.node.locator import NOT_REACHED, Located
 from lookup_buffer.node.mirroring import MirrorLocator
 from lookup_buffer.node.storage import Storage
-from lookup_buffer.shm.index import digest_of
+from lookup_buffer.shm.index import Elsewhere, ElsewhereReader, digest_of
 from store import EmbeddedServer, Location, MetadataStore, NodeInfo, Record, StoreUnavailable
 from store.entries import ABSENT_SECONDS_MAX
 

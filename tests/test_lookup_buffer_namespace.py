@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lookup_buffer.errors import ConfigError
-from lookup_buffer.fields import is_fingerprint
 from lookup_buffer.namespace import Namespace
-from lookup_buffer.protocol.messages import Describe, parse
+from lookup_buffer.protocol.messages import Describe, is_fingerprint, parse
 
 parts = st.dictionaries(
     st.text(st.characters(codec="utf-8"), min_size=1, max_size=20),

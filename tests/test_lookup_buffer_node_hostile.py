@@ -19,7 +19,7 @@ from lookup_buffer.namespace import Namespace
 from lookup_buffer.protocol import messages
 from lookup_buffer.protocol.framing import FrameDecoder, encode_frame
 from lookup_buffer.protocol.header import TensorHeader
-from lookup_buffer.request import Request
+from lookup_buffer.protocol.messages import Request
 from lookup_buffer.shm.memory import Staging
 from nodes import MIB, NodeProcess, at_rest, key, wait_until
 from patience import scaled

@@ -4,7 +4,7 @@ import os
 import threading
 
 from lookup_buffer.pipes.copies import KEPT_BYTES, LEAST_BYTES, Copies
-from lookup_buffer.pointer import pointer_to
+from lookup_buffer.shm.memory import pointer_to
 
 MIB = 1 << 20
 

@@ -48,9 +48,8 @@ from lookup_buffer.errors import (
     ProtocolError,
 )
 from lookup_buffer.pipes import KVPipe, PipeLimits, open_pipe
-from lookup_buffer.pipes.communicator import Exchange
 from lookup_buffer.pipes.gloo import GlooCommunicator, until
-from lookup_buffer.pipes.pair import agree
+from lookup_buffer.pipes.pair import Exchange, agree
 from lookup_buffer.protocol.auth import connect
 from lookup_buffer.protocol.stream import Link
 from patience import scaled
@@ -323,7 +322,7 @@ def _native_threads() -> int:
 
 IN_THE_MAKING = """
 import threading, time
-from lookup_buffer.pipes.communicator import Exchange
+from lookup_buffer.pipes.pair import Exchange
 from lookup_buffer.pipes.gloo import GlooCommunicator
 
 def make(deadline):

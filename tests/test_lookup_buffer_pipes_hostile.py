@@ -25,21 +25,18 @@ from hostile_files import hostile
 from lookup_buffer.codec import header_of
 from lookup_buffer.config import parse_tcp
 from lookup_buffer.errors import LookupBufferError, ProtocolError, TensorTooLarge
-from lookup_buffer.greeting import GREETINGS_MAX
 from lookup_buffer.pipes import PipeLimits, open_pipe
 from lookup_buffer.pipes.carrier import SharedMemory
-from lookup_buffer.pipes.communicator import Exchange
 from lookup_buffer.pipes.gloo import GlooCommunicator
 from lookup_buffer.pipes.inbox import Inbox
-from lookup_buffer.pipes.pair import PairLink
+from lookup_buffer.pipes.pair import Exchange, PairLink
 from lookup_buffer.pipes.peer import Peer
-from lookup_buffer.pipes.redis_layout import Session
-from lookup_buffer.pipes.redis_link import RedisLink
+from lookup_buffer.pipes.redis_link import RedisLink, Session
 from lookup_buffer.pipes.resp import RespLane
-from lookup_buffer.pipes.socket_file import connect_to
+from lookup_buffer.pipes.shm import connect_to
 from lookup_buffer.protocol.framing import encode_frame
 from lookup_buffer.protocol.header import TensorHeader
-from lookup_buffer.protocol.stream import Link
+from lookup_buffer.protocol.stream import GREETINGS_MAX, Link
 from patience import scaled
 from raw_pipe import RawEnd, offer
 from store import EmbeddedServer

@@ -11,8 +11,7 @@ from contract_pipe_limits import PipeLimitsContract
 from lookup_buffer.errors import ConfigError, PipeBroken
 from lookup_buffer.pipes import PipeLimits, open_pipe
 from lookup_buffer.pipes.connect import meet
-from lookup_buffer.pipes.libnccl import Nccl
-from lookup_buffer.pipes.nccl import DeviceMemory
+from lookup_buffer.pipes.nccl import DeviceMemory, Nccl
 
 __all__ = ["closing", "threads"]
 

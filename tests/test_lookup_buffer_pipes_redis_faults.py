@@ -11,8 +11,7 @@ import pytest
 from contract_pipe import LARGE, SMALL, SOON_SECONDS, TOKEN, Threads, block, closing, same, threads
 from lookup_buffer.errors import ConfigError, NodeRefused, PipeBroken, PipeError, PipeTimeout
 from lookup_buffer.pipes import PipeLimits, open_pipe
-from lookup_buffer.pipes.redis_layout import CHUNK_BYTES, Session
-from lookup_buffer.pipes.redis_link import LOOK_SECONDS, RedisLink
+from lookup_buffer.pipes.redis_link import CHUNK_BYTES, LOOK_SECONDS, RedisLink, Session
 from lookup_buffer.pipes.resp import RespLane
 from patience import quickest
 from servers import StartServer, flush, frozen

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from lookup_buffer.pipes.io import Speaker
-from lookup_buffer.pipes.outgoing import Outgoing
+from lookup_buffer.pipes.io import Outgoing, Speaker
 from lookup_buffer.protocol.stream import Link
 
 if TYPE_CHECKING:

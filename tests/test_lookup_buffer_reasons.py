@@ -8,10 +8,9 @@ import pytest
 from lookup_buffer.client.handles import PrefetchState
 from lookup_buffer.client.pending import Prefetching
 from lookup_buffer.errors import MissReason
-from lookup_buffer.inserted import ClaimOutcome
 from lookup_buffer.key import TensorKey
-from lookup_buffer.lane import Fallback
-from lookup_buffer.plain import pack, unpack
+from lookup_buffer.protocol.framing import pack, unpack
+from lookup_buffer.protocol.messages import ClaimOutcome, Fallback
 from store import GoneReason
 
 

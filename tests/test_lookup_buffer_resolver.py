@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lookup_buffer.errors import MissReason
-from lookup_buffer.item import Address
+from lookup_buffer.key import QualifiedKey
 from lookup_buffer.node.locator import Answer, Located, Locator
 from lookup_buffer.node.resolver import Resolver
 from store import Location, Record
@@ -23,22 +23,22 @@ class Questions(Locator):
 
     def __init__(self) -> None:
         self.answers: list[Answer] = []
-        self.forgotten: list[Address] = []
+        self.forgotten: list[QualifiedKey] = []
 
     def start(self) -> None: ...
 
-    def ask(self, addresses: Sequence[Address], answer: Answer) -> None:
+    def ask(self, addresses: Sequence[QualifiedKey], answer: Answer) -> None:
         self.answers.append(answer)
 
     def known(self, namespace: str, keys: Sequence[str]) -> list[bool | None]:
         return [None] * len(keys)
 
-    def forget(self, address: Address) -> None:
+    def forget(self, address: QualifiedKey) -> None:
         self.forgotten.append(address)
 
     def tick(self) -> None: ...
 
-    def watch(self, address: Address, notify: Callable[[], None]) -> Callable[[], None]:
+    def watch(self, address: QualifiedKey, notify: Callable[[], None]) -> Callable[[], None]:
         return lambda: None
 
     def close(self) -> None: ...
@@ -48,9 +48,9 @@ class Fetches:
     """In place of the fetcher."""
 
     def __init__(self) -> None:
-        self.asked: list[Address] = []
+        self.asked: list[QualifiedKey] = []
 
-    def fetch(self, address: Address, *_: Any) -> None:
+    def fetch(self, address: QualifiedKey, *_: Any) -> None:
         self.asked.append(address)
 
 

@@ -10,13 +10,12 @@ import pytest
 import torch
 
 from clusters import ValkeyCluster
-from lookup_buffer.claimed import ClaimAnswer
 from lookup_buffer.client.buffer import LookupBuffer
-from lookup_buffer.client.handles import PrefetchState
+from lookup_buffer.client.handles import ClaimAnswer, PrefetchState
 from lookup_buffer.errors import MissingTensor
-from lookup_buffer.inserted import ClaimOutcome
 from lookup_buffer.key import TensorKey
 from lookup_buffer.namespace import Namespace
+from lookup_buffer.protocol.messages import ClaimOutcome
 from nodes import NodeProcess, StartNode, key, wait_until
 from patience import scaled
 from store import layout

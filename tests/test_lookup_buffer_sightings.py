@@ -12,7 +12,7 @@ from contract_store import BOOT
 from lookup_buffer.node.directory import Directory
 from lookup_buffer.node.pools import Pools
 from lookup_buffer.node.sightings import NODES_A_BEAT, SEEN_MAX, Sightings
-from lookup_buffer.pool_messages import SeenPool
+from lookup_buffer.protocol.messages import SeenPool
 from memory_store import MemoryStore
 from nodes import NodeProcess, node_pair, wait_until, with_store
 from store import POOLS_MAX, EmbeddedServer, NodeInfo, PoolEndpoint, open_store

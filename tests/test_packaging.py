@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lookup_buffer.cli.exits import ExitCode
+from lookup_buffer.inspection.records import ExitCode
 from patience import scaled
 
 ROOT = Path(__file__).resolve().parent.parent

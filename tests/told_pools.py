@@ -6,12 +6,11 @@ from typing import Any
 
 import torch
 
-from lookup_buffer.channel import next_request_id
 from lookup_buffer.client.buffer import LookupBuffer
+from lookup_buffer.client.session import next_request_id
 from lookup_buffer.key import TensorKey
 from lookup_buffer.namespace import Namespace
-from lookup_buffer.pool_messages import Offer, OpenPool, Received, SeenPool
-from lookup_buffer.request import Request
+from lookup_buffer.protocol.messages import Offer, OpenPool, Received, Request, SeenPool
 
 FINGERPRINT = Namespace.named("tests").fingerprint
 POOL, LIBRARY, PORT, MARK = "ab" * 6, "cd" * 4, 4321, 17

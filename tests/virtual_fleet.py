@@ -14,11 +14,10 @@ from connector_standins import EMBED_BYTES, LedgerBuffer, LedgerHandle, Request,
 from connectors.ec.scheduler import EcScheduler
 from connectors.ec.shape import EngineShape
 from connectors.settings import ConnectorSettings
-from lookup_buffer.claimed import ClaimSet
-from lookup_buffer.claiming import Claiming
-from lookup_buffer.client.handles import PrefetchState
-from lookup_buffer.inserted import ClaimOutcome
+from lookup_buffer.client.handles import ClaimSet, PrefetchState
+from lookup_buffer.client.pending import Claiming
 from lookup_buffer.key import TensorKey
+from lookup_buffer.protocol.messages import ClaimOutcome
 from virtual_nodes import NAMESPACE, Store, VirtualLoop, VirtualNode, Way
 
 ENCODE_SECONDS = 0.2

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from lookup_buffer.item import Address
+from lookup_buffer.key import QualifiedKey
 from lookup_buffer.node.claim_sets import ClaimSets
 from lookup_buffer.node.holdings import Holdings
 from lookup_buffer.protocol.messages import Claim, ClaimAll, Encoding, ReleaseClaim, Unclaim
@@ -135,7 +135,7 @@ class _Session:
 
 @dataclass(slots=True, eq=False)
 class _Vigil:
-    address: Address
+    address: QualifiedKey
     cancel: Callable[[], None]
 
 
@@ -185,7 +185,7 @@ class VirtualNode:
 
     # What it asks of `Waiting`.
 
-    def watch(self, address: Address, until: float, wake: Callable[[], None]) -> _Vigil:
+    def watch(self, address: QualifiedKey, until: float, wake: Callable[[], None]) -> _Vigil:
         watch = (address[1], wake)
         self.store.watches.append(watch)
         handles = [self.loop.call_later(0.001, wake)]

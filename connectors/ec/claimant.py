@@ -3,9 +3,9 @@
 import math
 from dataclasses import dataclass, field
 
-from lookup_buffer.claimed import ClaimSet
-from lookup_buffer.inserted import ClaimOutcome
+from lookup_buffer.client.handles import ClaimSet
 from lookup_buffer.key import TensorKey
+from lookup_buffer.protocol.messages import ClaimOutcome
 
 
 @dataclass(slots=True, eq=False)

@@ -19,10 +19,10 @@ from connectors.ec.engine_cache import EngineCache
 from connectors.ec.intents import Intents
 from connectors.ec.shape import EngineShape
 from connectors.ec.watch import RequestWatch, WatchedItem
-from connectors.media import Carried
+from connectors.identifiers import Carried
 from connectors.settings import ConnectorSettings
-from lookup_buffer.inserted import ClaimOutcome
 from lookup_buffer.key import TensorKey
+from lookup_buffer.protocol.messages import ClaimOutcome
 from lookup_buffer.times import INTENT_SECONDS
 
 if TYPE_CHECKING:

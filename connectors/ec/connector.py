@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from connectors.ec.scheduler import EcScheduler
     from connectors.ec.without_gate import EcWithoutGate
     from connectors.ec.worker import EcWorker
-    from connectors.media import MetadataFields
+    from connectors.identifiers import MetadataFields
     from connectors.settings import ConnectorSettings
 
 # vLLM only asks that the metadata counts as one of these; inheriting would make the plain data,
@@ -182,8 +182,7 @@ def _checked_settings(vllm_config: Any, role: ECConnectorRole) -> "ConnectorSett
     from connectors.ec.lane import refuse_unfit_lane
     from connectors.ec.seat import loading_ranks
     from connectors.identifiers import refuse_counted_identifiers
-    from connectors.refusals import refuse_unfit_engine
-    from connectors.settings import parse_settings
+    from connectors.settings import parse_settings, refuse_unfit_engine
     from lookup_buffer.errors import ConfigError
 
     try:
@@ -199,7 +198,7 @@ def _checked_settings(vllm_config: Any, role: ECConnectorRole) -> "ConnectorSett
 
 
 def _metadata_fields(vllm_config: Any) -> "MetadataFields":
-    from connectors.media import MetadataFields
+    from connectors.identifiers import MetadataFields
 
     return MetadataFields(vllm_config.model_config)
 
@@ -232,7 +231,7 @@ def _make_worker(vllm_config: Any, settings: "ConnectorSettings") -> "EcWorker |
     from connectors.ec.lane import WorkerLane
     from connectors.ec.seat import engine_id, identity, open_buffer, roles, worker_seat
     from connectors.ec.worker import EcWorker
-    from connectors.live_weights import WeightsWatch
+    from connectors.weights import WeightsWatch
 
     seat = worker_seat(vllm_config)
     if seat is None:

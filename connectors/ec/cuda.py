@@ -8,7 +8,7 @@ from typing import Any, Final
 import torch
 
 from connectors.ec.copies import Device, Event
-from lookup_buffer.pointer import pointer_to
+from lookup_buffer.shm.memory import pointer_to
 
 READ_ONLY: Final = 0x08
 """cudaHostRegisterReadOnly: memory that is mapped read-only, as arenas are, is else refused."""

@@ -14,10 +14,10 @@ from connectors.ec.claimant import Claimant
 from connectors.ec.claims import EcClaims
 from connectors.ec.pins import Pin, PinTable
 from connectors.ec.watch import RequestWatch, WatchedItem
-from connectors.media import Carried
+from connectors.identifiers import Carried
 from lookup_buffer.client.handles import Prefetched, PrefetchState
 from lookup_buffer.errors import MaybeMissed, MissReason
-from lookup_buffer.inserted import ClaimOutcome
+from lookup_buffer.protocol.messages import ClaimOutcome
 
 if TYPE_CHECKING:
     from lookup_buffer.client.buffer import LookupBuffer

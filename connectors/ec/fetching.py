@@ -9,15 +9,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from connectors.counters import Counters, logger
+from connectors.counters import Counters, PassTime, PassTimes, logger
 from connectors.ec.answers import Answers
 from connectors.ec.claims import EcClaims
 from connectors.ec.meanings import Meaning
 from connectors.ec.pins import Pin, PinTable
 from connectors.ec.supply import Asked, ItemSupply
 from connectors.ec.watch import Phase, RequestWatch, WatchedItem
-from connectors.media import Carried
-from connectors.pass_time import PassTime, PassTimes
+from connectors.identifiers import Carried
 from lookup_buffer.client.handles import PrefetchState
 from lookup_buffer.errors import MissReason
 

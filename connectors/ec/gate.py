@@ -11,8 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from connectors.adapters import Adapters
-from connectors.counters import Counters
+from connectors.counters import Counters, PassTimes
 from connectors.ec.answers import Answers
 from connectors.ec.claims import EcClaims, Verdict
 from connectors.ec.deliveries import EcDeliveries, Unavailable
@@ -23,8 +22,7 @@ from connectors.ec.republishing import EcRepublishing
 from connectors.ec.shape import EngineShape
 from connectors.ec.supply import Asked, ItemSupply
 from connectors.ec.watch import Phase, RequestWatch, WatchedItem
-from connectors.media import Carried
-from connectors.pass_time import PassTimes
+from connectors.identifiers import Adapters, Carried
 from connectors.settings import ConnectorSettings
 from lookup_buffer.errors import MissReason
 

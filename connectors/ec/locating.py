@@ -3,11 +3,11 @@
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from connectors.counters import PassTime
 from connectors.ec.located import Located
 from connectors.ec.meanings import Meaning
 from connectors.ec.supply import Asked, ItemSupply
 from connectors.ec.watch import Phase, RequestWatch, WatchedItem
-from connectors.pass_time import PassTime
 
 if TYPE_CHECKING:
     from lookup_buffer.client.buffer import LookupBuffer

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from vllm.distributed.ec_transfer.ec_connector.metrics import ECConnectorPromMetrics
 
-from connectors.counted_families import CountedFamilies, Family
+from connectors.counters import CountedFamilies, Family
 
 FAMILIES: Final = (
     Family(

@@ -13,8 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from connectors.adapters import Adapters
-from connectors.counters import Counters, logger
+from connectors.counters import Counters, IdleTime, PassTime, PassTimes, logger
 from connectors.ec.answers import Answers
 from connectors.ec.claims import EcClaims
 from connectors.ec.deliveries import EcDeliveries
@@ -29,9 +28,7 @@ from connectors.ec.pins import Pin, PinTable
 from connectors.ec.republishing import EcRepublishing
 from connectors.ec.shape import EngineShape
 from connectors.ec.watch import embeds_of
-from connectors.identifiers import NotShareable, shared_key
-from connectors.media import Carried, carried_by
-from connectors.pass_time import IdleTime, PassTime, PassTimes
+from connectors.identifiers import Adapters, Carried, NotShareable, carried_by, shared_key
 from connectors.settings import ConnectorSettings
 from lookup_buffer.key import TensorKey
 

@@ -7,12 +7,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from connectors import client
-from connectors.adapters import reach_encoder
 from connectors.ec.outputs import EncoderOutputs
 from connectors.ec.shape import EngineShape
 from connectors.ec.worker import WorkerSeat
-from connectors.namespace import engine_identity
-from connectors.naming import Identity, remembered
+from connectors.identifiers import reach_encoder
+from connectors.namespace import Identity, engine_identity, remembered
 from connectors.plugin import CONNECTOR_NAME
 from connectors.settings import ConnectorSettings
 from lookup_buffer.client.buffer import EngineSeat, LookupBuffer

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from vllm.distributed.ec_transfer.ec_connector.metrics import ECConnectorStats
 
-from connectors.event_counts import EventCounts
+from connectors.counters import EventCounts
 
 
 @dataclass

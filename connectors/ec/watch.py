@@ -9,9 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from connectors.adapters import Adapters
-from connectors.identifiers import NotShareable, shared_key
-from connectors.media import Carried, carried_by
+from connectors.identifiers import Adapters, Carried, NotShareable, carried_by, shared_key
 from lookup_buffer.key import TensorKey
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import torch
 
     from connectors.ec.lane import WorkerLane
-    from connectors.live_weights import WeightsWatch
+    from connectors.weights import WeightsWatch
     from lookup_buffer.client.buffer import LookupBuffer
     from lookup_buffer.client.handles import LoadOrder
 

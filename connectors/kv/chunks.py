@@ -10,8 +10,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Any, Final
 
-from connectors.adapters import Adapters
-from connectors.identifiers import NotShareable, shared_key
+from connectors.identifiers import Adapters, NotShareable, shared_key
 from lookup_buffer.key import TensorKey
 
 _TOKEN: Final = "q"  # 64 bits each, so that no two lists of tokens have the same bytes

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
     import torch
 
+    from connectors.kv.engine import KvSettings
     from connectors.kv.scheduler import KvScheduler
-    from connectors.kv.settings import KvSettings
     from connectors.kv.worker import KvWorker
 
 # vLLM's MultiConnector looks up by name whose statistics it was sent, and ends the engine where a
@@ -165,7 +165,7 @@ class LookupBufferKVConnector(KVConnectorBase_V1):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> Any:
-        from connectors.kv.prometheus import KvPromMetrics
+        from connectors.kv.stats import KvPromMetrics
 
         return KvPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
@@ -180,8 +180,7 @@ def _checked_settings(vllm_config: Any, role: Any, kv_cache_config: Any) -> "KvS
     """The settings, or vLLM's start ends here with one line of ours that says why."""
     from connectors.counters import logger
     from connectors.identifiers import refuse_counted_identifiers
-    from connectors.kv.refusals import demand_recomputation, refuse_unfit_cache
-    from connectors.kv.settings import parse_kv_settings
+    from connectors.kv.engine import demand_recomputation, parse_kv_settings, refuse_unfit_cache
     from lookup_buffer.errors import ConfigError
 
     transfer = vllm_config.kv_transfer_config
@@ -212,7 +211,7 @@ def _make_scheduler(
 def _make_worker(vllm_config: Any, kv_cache_config: Any, settings: "KvSettings") -> "KvWorker":
     from connectors.kv.engine import engine_id, identity, open_buffer, rank_of
     from connectors.kv.worker import KvWorker
-    from connectors.live_weights import WeightsWatch
+    from connectors.weights import WeightsWatch
 
     rank = rank_of(vllm_config)
     mark = identity(vllm_config, kv_cache_config, settings).weights.mark

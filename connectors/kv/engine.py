@@ -1,16 +1,156 @@
 """Where an engine's scheduler and workers sit, as far as its KV cache is concerned, read from
-vLLM's configuration. Called at start."""
+vLLM's configuration. Called at start.
 
+Everything a vLLM user may write into `kv_connector_extra_config`, validated before use. Pure.
+
+The namespace of an engine's KV cache: all that its bytes depend on and chunk names do not hold.
+
+What the encoder outputs depend on, KV does too; on top of it all that says how KV lies in a block.
+Scheduler and workers of one engine build equal ones. In doubt a part is in: a part too few gives
+wrong answers.
+
+What the scheduler side has to know about its engine's KV cache.
+
+Engines whose KV cache cannot be shared, and what their owner is to do instead.
+
+Called at start, on the scheduler's side and on the workers'.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from pydantic import Field
+
 from connectors import client
-from connectors.adapters import reach_encoder
-from connectors.kv.namespace import chunk_blocks, kv_identity
-from connectors.kv.settings import KvSettings
-from connectors.kv.shape import KvShape
-from connectors.naming import Identity, remembered
+from connectors.counters import logger
+from connectors.identifiers import reach_encoder
+from connectors.namespace import Identity, canonical, namespace_parts, remembered
 from connectors.plugin import KV_CONNECTOR_NAME
+from connectors.settings import SharedSettings, parse_as, unfit_ranks
+from connectors.weights import weights_source
 from lookup_buffer.client.buffer import EngineSeat, LookupBuffer
+from lookup_buffer.config import GIB, Bytes
+from lookup_buffer.errors import ConfigError
+
+
+class KvSettings(SharedSettings):
+    """Settings of one engine's KV connector. Immutable; unknown names are refused."""
+
+    chunk_tokens: int = Field(default=128, ge=1, le=65536)
+    """Tokens of one chunk, the unit that is stored and loaded; rounded up to whole blocks."""
+    store_generated: bool = True
+    """Whether the KV of generated tokens is stored too, for prompts that go on from an answer."""
+    handoff_wait_seconds: float = Field(default=5.0, ge=0, le=600)
+    """How long a request waits for what another engine is to hand over, before it goes without."""
+    save_queue_bytes: Bytes = Field(default=4 * GIB, ge=0)
+    """Bound on the KV that waits to be stored. It lies in vLLM's own blocks until it is copied."""
+    save_queue_items: int = Field(default=4096, ge=1, le=65536)
+    """Bound on the number of chunks that wait to be stored."""
+
+
+def parse_kv_settings(raw: Mapping[str, Any]) -> KvSettings:
+    """The settings in `kv_connector_extra_config`. Raises as `parse_as`."""
+    return parse_as(KvSettings, raw, "kv_connector_extra_config")
+
+
+_GROWING_ROPES = ("longrope", "dynamic")
+"""Position embeddings that depend on how long a prompt may be."""
+
+
+def kv_identity(vllm_config: Any, settings: KvSettings, block_size: int) -> Identity:
+    """See `engine_identity`."""
+    source = weights_source(vllm_config, settings.weights_version)
+    return Identity(kv_namespace_parts(vllm_config, settings, block_size), source)
+
+
+def kv_namespace_parts(vllm_config: Any, settings: KvSettings, block_size: int) -> dict[str, str]:
+    """Name and readable value of each part but the weights."""
+    parts = namespace_parts(vllm_config, settings, for_kv=True)
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    cache = vllm_config.cache_config
+    return parts | {
+        "content": "kv_cache",
+        "block_size": str(block_size),
+        "chunk_tokens": str(chunk_blocks(settings.chunk_tokens, block_size) * block_size),
+        "tensor_parallel_size": str(parallel.tensor_parallel_size),
+        "layers": str(model.get_num_layers(parallel)),
+        "kv_heads": str(model.get_num_kv_heads(parallel)),
+        "head_size": str(model.get_head_size()),
+        "kv_cache_dtype": str(cache.cache_dtype),
+        "kv_layout": _layout(vllm_config, block_size),
+        "positions": _positions(model),
+        "speculation": _speculation(vllm_config),
+    }
+
+
+def chunk_blocks(chunk_tokens: int, block_size: int) -> int:
+    """Whole blocks of a chunk."""
+    return -(-chunk_tokens // block_size)
+
+
+def _layout(vllm_config: Any, block_size: int) -> str:
+    """What lies in a block, as far as it is known before the model is loaded: who wrote it."""
+    from vllm.platforms import current_platform
+
+    attention = getattr(vllm_config, "attention_config", None)
+    backend = getattr(getattr(attention, "backend", None), "name", "auto")
+    device = str(current_platform.device_type)
+    if device == "cpu":  # keys are packed for the instructions that read them
+        device = f"{device}-{_instructions(vllm_config, block_size)}"
+    else:  # which kernels there are, and vLLM chooses, follows from it
+        device = f"{device}-{current_platform.get_device_capability()}"
+    return f"{device}, {backend}"
+
+
+def _instructions(vllm_config: Any, block_size: int) -> str:
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    model = vllm_config.model_config
+    cache_dtype = str(vllm_config.cache_config.cache_dtype)
+    return str(_get_attn_isa(model.dtype, block_size, model.get_head_size(), cache_dtype))
+
+
+def _positions(model: Any) -> str:
+    """The longest prompt, where it changes how positions are embedded."""
+    text = getattr(model, "hf_text_config", None)
+    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None)
+    if not isinstance(rope, Mapping):
+        return ""
+    # Of all layers, or of each kind of layers by its name.
+    each = [rope, *(value for value in rope.values() if isinstance(value, Mapping))]
+    kinds = {values.get("rope_type", values.get("type", "")) for values in each}
+    return "" if kinds.isdisjoint(_GROWING_ROPES) else str(model.max_model_len)
+
+
+def _speculation(vllm_config: Any) -> str:
+    """A draft model has layers of its own in the cache."""
+    speculation = getattr(vllm_config, "speculative_config", None)
+    if speculation is None:
+        return ""
+    names = ("method", "model", "num_speculative_tokens")
+    return canonical({name: getattr(speculation, name, None) for name in names})
+
+
+@dataclass(frozen=True, slots=True)
+class KvShape:
+    """Plain facts, known at start."""
+
+    is_producer: bool
+    is_consumer: bool
+    block_size: int
+    """Tokens of a block."""
+    chunk_tokens: int
+    """Tokens of a chunk, whole blocks."""
+    chunk_bytes: int
+    """Of all ranks together."""
+    ranks: int
+    stores_generated: bool
+    """Whether chunks that end in generated tokens are stored: not with speculation, where what was
+    computed may be taken back."""
+    adapters_encode: bool = False
+    """Whether LoRA adapters have a part in encoder outputs."""
+
 
 _IDENTITY = "_lookup_buffer_kv_identity"
 
@@ -66,3 +206,69 @@ def identity(vllm_config: Any, kv_cache_config: Any, settings: KvSettings) -> Id
     block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
     owner = vllm_config.kv_transfer_config
     return remembered(owner, _IDENTITY, lambda: kv_identity(vllm_config, settings, block_size))
+
+
+_WITHOUT_US = "start this engine without LookupBufferKVConnector"
+
+
+def refuse_unfit_cache(vllm_config: Any, kv_cache_config: Any) -> None:
+    """Refuse an engine whose KV is not that of plain attention over all tokens, or changes its
+    meaning.
+
+    Raises:
+        ConfigError: see the texts.
+    """
+    for why in (_refused_model(kv_cache_config), _refused_engine(vllm_config)):
+        if why:
+            raise ConfigError(f"{why}; {_WITHOUT_US}")
+
+
+def _refused_model(kv_cache_config: Any) -> str:
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) != 1:
+        return (
+            f"this model keeps {len(groups)} kinds of state (a hybrid of attention with another "
+            "attention or a state space), and only plain attention can be shared by prefix; where "
+            "only windows differ, --disable-hybrid-kv-cache-manager makes it one kind"
+        )
+    spec = groups[0].kv_cache_spec
+    kind = type(spec).__name__
+    if getattr(spec, "non_causal", False):
+        return "in this model tokens attend to those behind them, so no prefix stands by itself"
+    if kind == "FullAttentionSpec":
+        return ""
+    if "MLA" in kind:
+        return "multi-head latent attention (MLA) is not supported yet"
+    return f"a KV cache of {kind} is not supported, only attention over all tokens"
+
+
+def _refused_engine(vllm_config: Any) -> str:
+    parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
+    if why := unfit_ranks(parallel):
+        return why
+    if parallel.pipeline_parallel_size > 1:
+        return "pipeline parallel engines are not supported yet"
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name, 1) > 1:
+            return f"{name} > 1 is not supported: a block then holds other tokens on each worker"
+    if getattr(cache, "calculate_kv_scales", False):
+        return "--calculate-kv-scales gives each engine scales of its own for the same cache"
+    if getattr(vllm_config.model_config, "enable_sleep_mode", False):
+        return "--enable-sleep-mode takes the KV cache away while it may be being stored"
+    if getattr(vllm_config, "weight_transfer_config", None):
+        return "--weight-transfer-config changes the weights while the engine runs"
+    return ""
+
+
+def demand_recomputation(transfer_config: Any) -> None:
+    """vLLM's default fails a request whose KV did not load; it is read after connectors are made.
+
+    Inside of a MultiConnector this is a copy, and only the outer option counts: hence the line.
+    """
+    if transfer_config.kv_load_failure_policy != "recompute":
+        transfer_config.kv_load_failure_policy = "recompute"
+        logger.info(
+            "LookupBufferKVConnector: kv_load_failure_policy is set to 'recompute', so that KV "
+            "that does not load is computed; inside of a MultiConnector set it yourself, beside "
+            '"kv_connector": "MultiConnector", or such a request fails'
+        )

@@ -5,16 +5,25 @@ Runs in vLLM's scheduler thread. Imports neither vLLM nor torch.
 The first time that a request is seen its chunks are asked for, in one message: the node brings them
 to this host and pins them. vLLM is promised those that lie here, pinned, in one run from the
 first that it lacks. Until that is known it is told to ask again, for a bounded time.
+
+What the scheduler side remembers of one request. Owned by the scheduler's thread.
+
+Chunks that were asked for and are held on this host: for which requests, within one budget.
+
+Owned by the scheduler's thread. As `ec.pins` is for encoder outputs; but what is held is one run of
+chunks, from the first that vLLM lacks.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from connectors.adapters import Adapters
-from connectors.counters import Counters, RateLimitedLog
-from connectors.identifiers import NotShareable
-from connectors.kv.chunks import ChunkChain
+from connectors.counters import Counters, IdleTime, PassTime, PassTimes, RateLimitedLog
+from connectors.identifiers import Adapters, NotShareable
+from connectors.kv.chunks import ChunkChain, key_of
+from connectors.kv.engine import KvShape
 from connectors.kv.handoffs import Handoffs, handed_out, reply, taken_over
 from connectors.kv.metadata import (
     ChunkLoad,
@@ -23,14 +32,176 @@ from connectors.kv.metadata import (
     KvWorkerReport,
     RequestLoad,
 )
-from connectors.kv.pins import KvPins
-from connectors.kv.requests import KvRequest
-from connectors.kv.shape import KvShape
-from connectors.pass_time import IdleTime, PassTime, PassTimes
+from lookup_buffer.client.handles import PrefetchState
+from lookup_buffer.errors import MissReason
 
 if TYPE_CHECKING:
-    from connectors.kv.settings import KvSettings
+    from connectors.kv.engine import KvSettings
     from lookup_buffer.client.buffer import LookupBuffer
+    from lookup_buffer.client.handles import LoadOrder, Prefetched
+
+
+@dataclass(slots=True, eq=False)
+class ChunkPin:
+    """One chunk that was asked for: a handle for each rank."""
+
+    name: str
+    handles: "list[Prefetched]"
+
+    @property
+    def state(self) -> PrefetchState:
+        """RESIDENT when all ranks' parts are, PENDING while none is known to be missing."""
+        states = {handle.state for handle in self.handles}
+        if states == {PrefetchState.RESIDENT}:
+            return PrefetchState.RESIDENT
+        for bad in (PrefetchState.FAILED, PrefetchState.MISSING):
+            if bad in states:
+                return bad
+        return PrefetchState.PENDING
+
+    @property
+    def reason(self) -> MissReason:
+        return next((handle.reason for handle in self.handles if handle.reason), MissReason.ABSENT)
+
+    @property
+    def source(self) -> str:
+        local = all(handle.source == "local" for handle in self.handles)
+        return "local" if local else "remote"
+
+    @property
+    def orders(self) -> "tuple[LoadOrder, ...]":
+        return tuple(handle.order for handle in self.handles if handle.order is not None)
+
+
+@dataclass(slots=True, eq=False)
+class KvRequest:
+    """See the module."""
+
+    request: Any
+    """vLLM's own."""
+    chain: "ChunkChain | None"
+    """None where nothing of it may be shared."""
+    pins: list[ChunkPin] = field(default_factory=list)
+    """What was asked for, in order from chunk `first` on."""
+    first: int = 0
+    present: int = 0
+    """So many of them are known to be here, from the first on."""
+    asked: bool = False
+    deadline: float = 0.0
+    """Until when it may wait for what is on its way, or for room."""
+    ask_next: float = 0.0
+    """When it is worth while to ask again whether it was handed over."""
+    computed: int = 0
+    """Tokens that vLLM had when it was last told how many there are here."""
+    loading: bool = False
+    """vLLM was promised a load, whose end was not heard of yet."""
+    failed: bool = False
+    """A load failed: what is missing is computed, whatever lies in the buffer."""
+    blocks: list[int] = field(default_factory=list)
+    """vLLM's blocks for its tokens, as far as it was told."""
+    handed_out: str = ""
+    """The id under which its prompt's KV is handed over."""
+    is_handed_out: bool = False
+    taken_over: str = ""
+    """The id under which another engine handed it over, until that was loaded or given up."""
+    is_taken_over: bool = False
+    """vLLM was promised what was handed over."""
+    stored: int = 0
+    """So many of its first chunks are in the buffer, or need not be stored."""
+
+
+class KvPins:
+    """All pins of one engine.
+
+    Args:
+        budget_bytes: bound on the bytes of all pins together.
+        times: what a pass may wait for answers.
+    """
+
+    def __init__(
+        self,
+        buffer: "LookupBuffer",
+        budget_bytes: int,
+        shape: "KvShape",
+        times: PassTimes,
+        counters: Counters,
+    ) -> None:
+        self._buffer = buffer
+        self._budget_bytes = budget_bytes
+        self._shape = shape
+        self._times = times
+        self._counters = counters
+        self._held_bytes = 0
+
+    def ask(self, state: KvRequest, names: Sequence[str]) -> bool:
+        """Ask for these chunks, as many as there is room for; False if there is none."""
+        room = (self._budget_bytes - self._held_bytes) // self._shape.chunk_bytes
+        if names and room < 1:
+            return False
+        if len(names) > room:
+            self._counters.add("over_budget")
+        state.asked = True
+        if names:
+            self._prefetch(state, names[:room])
+        return True
+
+    def _prefetch(self, state: KvRequest, names: Sequence[str]) -> None:
+        ranks = self._shape.ranks
+        keys = [key_of(name, rank) for name in names for rank in range(ranks)]
+        handles = self._times.first_sights.spend_on(
+            lambda seconds: self._buffer.prefetch(keys, timeout=seconds)
+        )
+        state.pins = [
+            ChunkPin(name, handles[index * ranks : (index + 1) * ranks])
+            for index, name in enumerate(names)
+        ]
+        self._held_bytes += len(names) * self._shape.chunk_bytes
+
+    def present(self, state: KvRequest) -> tuple[int, bool]:
+        """How many chunks are here in one run, and whether it is known that there are no more."""
+        for pin in state.pins[state.present :]:
+            found = pin.state
+            if found is not PrefetchState.RESIDENT:
+                return state.present, found is not PrefetchState.PENDING
+            state.present += 1
+        return state.present, True
+
+    def rest(self, pin: ChunkPin) -> None:
+        """The pass before found nothing to run, and vLLM would ask again at once, keeping Python's
+        lock from the thread that hears the node's answers."""
+        for handle in pin.handles:
+            if handle.state is PrefetchState.PENDING and not self._times.idle.is_over:
+                self._times.idle.spend_on(partial(_wait, handle))
+
+    def keep_only(self, state: KvRequest, count: int) -> None:
+        """Let go of what comes after the first gap, and say once why there is one."""
+        beyond = state.pins[count:]
+        if not beyond:
+            return
+        reason = (
+            beyond[0].reason if beyond[0].state is not PrefetchState.PENDING else MissReason.TIMEOUT
+        )
+        self._counters.add(f"miss:{reason}")
+        del state.pins[count:]
+        self._release(beyond)
+
+    def forget(self, state: KvRequest) -> None:
+        """Nothing is asked for, held or loaded for the request any more."""
+        pins, state.pins, state.present = state.pins, [], 0
+        state.asked = state.loading = False
+        state.deadline = 0.0
+        self._release(pins)
+
+    def _release(self, pins: list[ChunkPin]) -> None:
+        self._held_bytes -= len(pins) * self._shape.chunk_bytes
+        for pin in pins:
+            for handle in pin.handles:
+                self._buffer.release(handle)
+
+
+def _wait(handle: "Prefetched", seconds: float) -> bool:
+    return handle.wait(seconds) is not PrefetchState.PENDING
+
 
 Answer = tuple[int | None, bool]
 """See `KvScheduler.matched`."""

@@ -2,30 +2,287 @@
 
 The model's thread puts loads and saves into queues. It copies by itself only what lies in a block
 that is about to get other content.
+
+Chunks of KV on their way into vLLM's blocks: one thread, one request at a time.
+
+What does not load is told by the numbers of its blocks, and the request counts as loaded all the
+same: that is how vLLM wants to hear that it has to compute them.
+
+The paged KV cache of one worker, as chunks see it: copied out, and copied into.
+
+On the host copies happen where they are asked for. A device's are enqueued on streams of their
+own, behind what the model was told to do before `mark`; whoever asks waits for them, and that is
+never the model's thread.
+
+Chunks of KV on their way out of vLLM's blocks.
+
+The model's thread only says which blocks to store. They are copied by the thread of the
+`SaveQueue`; where vLLM is about to give a block other content before, by the model's thread, then.
 """
 
-from typing import TYPE_CHECKING, Any
+import queue
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
 
 from connectors.counters import Counters, RateLimitedLog
 from connectors.kv.chunks import key_of
-from connectors.kv.loads import LoadQueue, LoadResults
-from connectors.kv.metadata import ChunkLoad, KvStepMetadata, KvWorkerReport
-from connectors.kv.pages import CudaPages, HostPages, Pages
-from connectors.kv.saves import BlocksInUse, PagedChunk
-from connectors.save_queue import SaveQueue
+from connectors.kv.metadata import ChunkLoad, KvStepMetadata, KvWorkerReport, RequestLoad
+from connectors.paged import gather_blocks, pages_of, scatter_blocks
+from connectors.save_queue import SaveQueue, use_every_core
 from lookup_buffer import codec
-from lookup_buffer.errors import CodecError
-from lookup_buffer.inserted import InsertOutcome
+from lookup_buffer.errors import BufferFull, CodecError, LookupBufferError
 from lookup_buffer.key import TensorKey
+from lookup_buffer.protocol.messages import InsertOutcome
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    import torch
-
-    from connectors.kv.settings import KvSettings
-    from connectors.live_weights import WeightsWatch
+    from connectors.kv.engine import KvSettings
+    from connectors.weights import WeightsWatch
     from lookup_buffer.client.buffer import LookupBuffer
+
+
+@dataclass(slots=True)
+class LoadResults:
+    """What has ended since the last time."""
+
+    loaded: set[str] = field(default_factory=set)
+    """Requests, whether or not all of their chunks came."""
+    lost_blocks: set[int] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
+
+
+class LoadQueue:
+    """Requests whose chunks are to be copied.
+
+    Args:
+        copy: puts one chunk where it belongs; may raise any `LookupBufferError`.
+    """
+
+    def __init__(
+        self, copy: Callable[[ChunkLoad, Any], None], counters: Counters, log: RateLimitedLog
+    ) -> None:
+        self._copy = copy
+        self._counters = counters
+        self._log = log
+        self._queue: queue.SimpleQueue[tuple[RequestLoad, Any] | None] = queue.SimpleQueue()
+        self._changed = threading.Condition()
+        self._pending = 0
+        self._results = LoadResults()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="lb-kv-load", daemon=True)
+        self._thread.start()
+
+    def put(self, load: RequestLoad, after: Any) -> None:
+        """In the model's thread; `after` is what the model was told to do until now."""
+        with self._changed:
+            self._pending += 1
+        self._queue.put((load, after))
+
+    def take(self, timeout: float) -> LoadResults:
+        """Both halves of one request's end come together: vLLM counts on it. Where something loads
+        and nothing has ended, waits for that, at most `timeout` seconds: a thread that asks again
+        and again keeps Python's lock from the one that copies."""
+        with self._changed:
+            if self._pending and timeout > 0:
+                self._changed.wait_for(lambda: bool(self._results.loaded), timeout)
+            results, self._results = self._results, LoadResults()
+        return results
+
+    def close(self, timeout: float) -> None:
+        """Idempotent."""
+        if not self._closed:
+            self._closed = True
+            self._queue.put(None)
+        self._thread.join(timeout)
+
+    def _run(self) -> None:
+        use_every_core()
+        while (entry := self._queue.get()) is not None:
+            load, after = entry
+            lost = set() if self._closed else self._load(load, after)
+            with self._changed:
+                self._pending -= 1
+                self._results.loaded.add(load.request_id)
+                if lost:
+                    self._results.failed.add(load.request_id)
+                    self._results.lost_blocks |= lost
+                self._changed.notify_all()
+
+    def _load(self, load: RequestLoad, after: Any) -> set[int]:
+        """The blocks that could not be filled: from the first chunk on that did not load, for vLLM
+        takes nothing behind a gap."""
+        for index, chunk in enumerate(load.chunks):
+            try:
+                self._copy(chunk, after)
+            except LookupBufferError as error:
+                self._report("lost", error)
+            except Exception as error:  # noqa: BLE001 -- top of a thread; vLLM waits for an answer
+                self._report("internal", error)
+            else:
+                continue
+            return {block for left in load.chunks[index:] for block in left.blocks}
+        return set()
+
+    def _report(self, reason: str, error: Exception) -> None:
+        self._counters.add(f"load_failed:{reason}")
+        self._log.report(reason, "KV did not load as promised and is computed: %s", error)
+
+
+_cuda: Any = torch.cuda  # much of it has no types
+
+
+class Pages(ABC):
+    """All layers of a rank.
+
+    Args:
+        layers: by name, as vLLM registers them; one that shares another's memory counts once.
+        num_blocks: of vLLM's block manager.
+
+    Raises:
+        ValueError: layers that differ in shape or dtype have no one tensor for a chunk.
+    """
+
+    def __init__(self, layers: Mapping[str, torch.Tensor], num_blocks: int) -> None:
+        distinct = {layer.data_ptr(): layer for layer in layers.values()}
+        self.layers = [pages_of(layer, num_blocks) for layer in distinct.values()]
+        if len({(layer.dtype, layer.shape[1:]) for layer in self.layers}) != 1:
+            raise ValueError("the layers of this model differ in the size of their KV")
+
+    def chunk_bytes(self, blocks: int) -> int:
+        page = self.layers[0][0]
+        return len(self.layers) * blocks * page.numel() * page.itemsize
+
+    @abstractmethod
+    def mark(self) -> Any:
+        """In the model's thread: all that the model was told to do until now."""
+
+    @abstractmethod
+    def gather(self, blocks: Sequence[int], after: Any) -> torch.Tensor:
+        """The chunk in these blocks as it is after `after`, on the host. Waits for the copy."""
+
+    @abstractmethod
+    def scatter(self, blocks: Sequence[int], chunk: torch.Tensor, first: int, after: Any) -> None:
+        """Put the blocks `first` and following of a host's chunk there. Waits for the copy."""
+
+
+class HostPages(Pages):
+    """For models on the CPU."""
+
+    def mark(self) -> Any:
+        return None
+
+    def gather(self, blocks: Sequence[int], after: Any) -> torch.Tensor:
+        return gather_blocks(self.layers, blocks)
+
+    def scatter(self, blocks: Sequence[int], chunk: torch.Tensor, first: int, after: Any) -> None:
+        scatter_blocks(self.layers, blocks, chunk, first)
+
+
+class CudaPages(Pages):
+    """For CUDA and ROCm. Not yet run on a GPU."""
+
+    def __init__(self, layers: Mapping[str, torch.Tensor], num_blocks: int) -> None:
+        super().__init__(layers, num_blocks)
+        self._device: Final = self.layers[0].device
+        self._saves = _cuda.Stream(self._device)
+        self._loads = _cuda.Stream(self._device)
+
+    def mark(self) -> Any:
+        return _cuda.current_stream(self._device).record_event()
+
+    def gather(self, blocks: Sequence[int], after: Any) -> torch.Tensor:
+        with _cuda.stream(self._saves):
+            self._saves.wait_event(after)
+            chunk = gather_blocks(self.layers, blocks)
+            host = torch.empty(chunk.shape, dtype=chunk.dtype, pin_memory=True)
+            host.copy_(chunk, non_blocking=True)
+            copied = self._saves.record_event(_cuda.Event(blocking=True))
+        copied.synchronize()
+        return host
+
+    def scatter(self, blocks: Sequence[int], chunk: torch.Tensor, first: int, after: Any) -> None:
+        part = chunk[:, first : first + len(blocks)]
+        with _cuda.stream(self._loads):
+            self._loads.wait_event(after)
+            scatter_blocks(self.layers, blocks, part.to(self._device, non_blocking=True))
+            copied = self._loads.record_event(_cuda.Event(blocking=True))
+        copied.synchronize()
+
+
+class PagedChunk:
+    """A chunk that still lies in vLLM's blocks, or was copied out of them."""
+
+    def __init__(self, pages: "Pages", blocks: Sequence[int], after: Any) -> None:
+        self._pages = pages
+        self._after = after
+        self.blocks = blocks
+        self.nbytes = pages.chunk_bytes(len(blocks))
+        self._lock = threading.Lock()
+        self._copy: torch.Tensor | None = None
+        self._done = False
+
+    @property
+    def is_out(self) -> bool:
+        """Whether the blocks are no longer needed for it."""
+        return self._done or self._copy is not None
+
+    def copy_out(self) -> "torch.Tensor":
+        """Its bytes, copied once, by whoever asks first; not to be asked for after `let_go`.
+
+        Raises:
+            BufferFull: its blocks got other content before there was memory for a copy.
+        """
+        with self._lock:
+            if self._done:
+                raise BufferFull("there was no memory for a copy of what its blocks held")
+            if self._copy is None:
+                self._copy = self._pages.gather(self.blocks, self._after)
+            return self._copy
+
+    def secure(self) -> None:
+        """Its blocks get other content: what is still needed of them is copied."""
+        with self._lock:
+            if not self.is_out:
+                self._copy = self._pages.gather(self.blocks, self._after)
+
+    def let_go(self) -> None:
+        """Nobody will ask for it any more: it was stored, or will not be."""
+        with self._lock:
+            self._done, self._copy = True, None
+
+
+class BlocksInUse:
+    """Which blocks hold chunks that are still to be copied. The model's thread only.
+
+    A block may belong to several: prompts that begin alike share vLLM's blocks up to there, within
+    a chunk, and each may be handed over.
+    """
+
+    def __init__(self) -> None:
+        self._chunks: list[PagedChunk] = []
+
+    def add(self, chunk: PagedChunk) -> None:
+        self._chunks.append(chunk)
+
+    def give_way(self, written: Iterable[int]) -> int:
+        """Blocks that get other content now: what is in them is copied first, or given up where
+        there is no memory for that. How many chunks."""
+        if not self._chunks:
+            return 0
+        self._chunks = [chunk for chunk in self._chunks if not chunk.is_out]
+        blocks = set(written)
+        due = [chunk for chunk in self._chunks if not blocks.isdisjoint(chunk.blocks)]
+        for chunk in due:
+            try:
+                chunk.secure()
+            except Exception:  # noqa: BLE001 -- in the model's thread: vLLM goes on without it
+                chunk.let_go()
+        return len(due)
+
 
 INSERT_SECONDS = 10.0
 TAKE_SECONDS = 2.0

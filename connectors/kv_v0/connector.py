@@ -4,17 +4,26 @@ For hosts that drive prefill batches with a slot mapping; see `kv.host`. Chunks 
 stored under exact keys, for any number of consumers: their KV, and beside it the hidden states. A
 consumer takes what there is, up to the first gap, and leaves the rest to its model. Nothing waits
 for what is not there.
+
+What hosts of the first KV connectors pass, as far as we read it. Nothing of vLLM is here.
+
+A *prefill batch* has the tokens of all sequences behind each other. The host gives to each token a
+slot, its place in the paged cache; `slot_mapping` has those of all tokens of the batch.
+
+Prefill batches of hosts with a slot mapping: which sequences they begin, and what is left of a
+batch when some of the KV is there. Pure data; see `kv.host`.
 """
 
+import hashlib
 import time
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from array import array
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 
-from connectors.kv.batches import Prefilled, RestOfBatch, begun_in, without_known
-from connectors.kv.host import IntermediateTensors, KvCaches, KVConnectorBase, ModelInput, States
 from connectors.paged import Layers, gather_slots, scatter_slots, slots_of
 from lookup_buffer.client.buffer import LookupBuffer
 from lookup_buffer.errors import ConfigError, LookupBufferError, MissingTensor, NodeUnavailable
@@ -23,6 +32,214 @@ from lookup_buffer.namespace import Namespace
 
 if TYPE_CHECKING:
     from lookup_buffer.config import BufferConfig
+
+
+class AttentionMetadata(Protocol):
+    @property
+    def seq_lens(self) -> Sequence[int]:
+        """Tokens of each sequence, those included that were computed in earlier batches."""
+
+    @property
+    def context_lens(self) -> Sequence[int]:
+        """Tokens of each sequence that were computed in earlier batches."""
+
+    @property
+    def slot_mapping(self) -> torch.Tensor:
+        """Slots of the batch's tokens, one each."""
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        """Tokens of sequences that are being prefilled. Those that decode come behind them."""
+
+
+class ModelInput(Protocol):
+    """It may have `OTHER_INPUTS` besides."""
+
+    @property
+    def input_tokens(self) -> torch.Tensor:
+        """Of the batch."""
+
+    @property
+    def attn_metadata(self) -> AttentionMetadata: ...
+
+
+OTHER_INPUTS: Final = (
+    "multi_modal_kwargs",
+    "lora_requests",
+    "prompt_adapter_requests",
+    "encoder_input_tokens",
+    "inputs_embeds",
+)
+"""What the KV of a batch depends on besides its tokens. None or empty where there is nothing."""
+
+KvCaches = list[torch.Tensor]
+"""One for each layer of the stage: `[2, blocks, block size * heads * head size]`, or with
+`[..., block size, heads, head size]`; `[blocks, block size, size]` of latent vectors (MLA)."""
+
+
+class IntermediateTensors(Protocol):
+    """What a stage of a pipeline hands to the next one, by names; a row for each token."""
+
+    @property
+    def tensors(self) -> Mapping[str, torch.Tensor]: ...
+
+
+States = torch.Tensor | IntermediateTensors
+"""Behind the last layer, or behind a stage that is not the last."""
+
+
+class KVConnectorBase(ABC):
+    """The first interface of vLLM's KV connectors, before its second engine.
+
+    Args:
+        rank: of this process among all.
+        local_rank: of this process on its host.
+        config: of the host.
+    """
+
+    @abstractmethod
+    def __init__(self, rank: int, local_rank: int, config: Any) -> None: ...
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release everything. Idempotent."""
+
+    @abstractmethod
+    def send_kv_caches_and_hidden_states(
+        self,
+        model_executable: Any,
+        model_input: ModelInput,
+        kv_caches: KvCaches,
+        hidden_or_intermediate_states: States,
+    ) -> None:
+        """Send what a prefill batch has computed: the KV of its tokens, and the states.
+
+        Args:
+            model_input: the batch that ran; after a `recv_…` without bypass the one that it
+                returned, the object itself, which knows the tokens that are not in it.
+        """
+
+    @abstractmethod
+    def recv_kv_caches_and_hidden_states(
+        self, model_executable: Any, model_input: ModelInput, kv_caches: KvCaches
+    ) -> tuple[States | None, bool, ModelInput]:
+        """Put what others have computed of a prefill batch into the cache.
+
+        Returns:
+            The states of all tokens, in the order of the batch, and True: the model need not run.
+            Or None and False: it has to, with the model input that is returned, whose tokens are
+            those that are still to be computed. It is `model_input` itself, or has the attributes
+            of `ModelInput` alone.
+        """
+
+
+CHUNK_TOKENS: Final = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """One sequence that a batch prefills from its first token on."""
+
+    tokens: list[int]
+    slots: torch.Tensor
+    start: int
+    """Where in the batch the first token is that is there."""
+    known: int = 0
+    """Of its tokens, the first ones: not in the batch, for their KV came from others."""
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """Of its chunks, the last of which may be shorter."""
+        end = len(self.tokens)
+        return [(begin, min(begin + CHUNK_TOKENS, end)) for begin in range(0, end, CHUNK_TOKENS)]
+
+    def names(self) -> list[str]:
+        """Each holds all tokens up to the chunk's end."""
+        link, names = b"", []
+        for begin, end in self.spans:
+            tokens = array("q", self.tokens[begin:end]).tobytes()
+            link = hashlib.sha256(link + tokens).digest()
+            names.append(link.hex())
+        return names
+
+    def rows(self, begin: int, end: int) -> slice:
+        """Of the batch, those of its tokens from `begin` on."""
+        first = self.start - self.known
+        return slice(first + begin, first + end)
+
+
+@dataclass(frozen=True, slots=True)
+class Metadata:
+    seq_lens: Sequence[int]
+    slot_mapping: torch.Tensor
+    num_prefill_tokens: int
+    context_lens: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class RestOfBatch:
+    """A batch without the tokens whose KV is in the cache."""
+
+    input_tokens: torch.Tensor
+    attn_metadata: AttentionMetadata
+    begun: list[Prefilled]
+    """The sequences with all their tokens, which are not in the batch any more: what the model
+    computes behind those that are known is stored by all of them."""
+
+
+def begun_in(model_input: ModelInput) -> list[Prefilled]:
+    """The sequences that this batch prefills from their first token on. What another batch began
+    cannot be named by the tokens that are here, and what decodes is not prefilled. None, where the
+    KV depends on more than tokens, and none of which the cache does not keep every token (a window
+    of attention: such slots are negative)."""
+    if isinstance(model_input, RestOfBatch):
+        return model_input.begun
+    if any(_is_given(getattr(model_input, name, None)) for name in OTHER_INPUTS):
+        return []
+    metadata = model_input.attn_metadata
+    sequences, start = [], 0
+    for length, context in zip(metadata.seq_lens, metadata.context_lens, strict=True):
+        end = start + length - context
+        if end > metadata.num_prefill_tokens:
+            break
+        slots = metadata.slot_mapping[start:end]
+        if context == 0 and bool((slots >= 0).all()):
+            sequences.append(Prefilled(model_input.input_tokens[start:end].tolist(), slots, start))
+        start = end
+    return sequences
+
+
+def _is_given(value: Sequence[object] | None) -> bool:
+    return value is not None and len(value) > 0
+
+
+def without_known(
+    model_input: ModelInput, sequences: list[Prefilled], counts: list[int]
+) -> ModelInput:
+    """The same batch without the first tokens of `sequences`, as many as `counts` says; of each
+    sequence one token at least is left, for its states are wanted."""
+    if not any(counts):
+        return model_input
+    known = {sequence.start: count for sequence, count in zip(sequences, counts, strict=True)}
+    of_start = {sequence.start: sequence for sequence in sequences}
+    metadata = model_input.attn_metadata
+    kept: list[int] = []
+    contexts, begun, start = [], list[Prefilled](), 0
+    for length, context in zip(metadata.seq_lens, metadata.context_lens, strict=True):
+        end = start + length - context
+        skipped = min(known.get(start, 0), end - start - 1)
+        if sequence := of_start.get(start):
+            begun.append(Prefilled(sequence.tokens, sequence.slots, len(kept), skipped))
+        kept += range(start + skipped, end)
+        contexts.append(context + skipped)
+        start = end
+    prefill = sum(index < metadata.num_prefill_tokens for index in kept)
+    return RestOfBatch(
+        model_input.input_tokens[kept],
+        Metadata(metadata.seq_lens, metadata.slot_mapping[kept], prefill, contexts),
+        begun,
+    )
+
 
 KV_PART, STATES_PART = "kv", "hidden"
 BATCH_SECONDS: Final = 10.0

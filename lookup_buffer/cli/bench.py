@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from lookup_buffer.cli.exits import CommandError, ExitCode
 from lookup_buffer.cli.options import as_json, refuse_password, size_of
-from lookup_buffer.cli.output import print_json, print_line, print_table, size_text
+from lookup_buffer.cli.output import print_json, print_line, print_table
+from lookup_buffer.inspection.records import CommandError, ExitCode, size_text
 
 if TYPE_CHECKING:
     from lookup_buffer.cli.speeds import Speed
@@ -98,7 +98,7 @@ def _check_memory(nbytes: int) -> None:
 
 
 def _available_bytes() -> int | None:
-    from lookup_buffer.cli.host_checks import available_bytes
+    from lookup_buffer.cli.doctor import available_bytes
 
     return available_bytes()
 

@@ -2,12 +2,19 @@
 
 Starting must cost nothing: modules of this package import at their top only what `--help` needs.
 What a command needs for its work (pydantic, rich, and the driver behind `store`) it imports inside.
+
+Shell completion: the script that a shell loads, shown or put where the shell looks for it.
+
+The script asks the command itself for what fits, by variables of the environment: see click.
 """
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
 
 import click
 
 from lookup_buffer.cli.bench import bench
-from lookup_buffer.cli.completion import completion_options
 from lookup_buffer.cli.demo import demo
 from lookup_buffer.cli.doctor import doctor
 from lookup_buffer.cli.exits import Commands
@@ -19,6 +26,70 @@ from lookup_buffer.cli.show import show
 from lookup_buffer.cli.stats import stats
 from lookup_buffer.cli.top import top
 from lookup_buffer.cli.why import why
+from lookup_buffer.inspection.records import CommandError, ExitCode
+
+PLACES: Final = {
+    "bash": ".local/share/bash-completion/completions/lookup-buffer",
+    "zsh": ".zfunc/_lookup-buffer",
+    "fish": ".config/fish/completions/lookup-buffer.fish",
+}
+"""Below the home directory, by shell."""
+_REST: Final = {
+    "bash": "a new shell has it where the package bash-completion is installed; where it is not, "
+    "add to ~/.bashrc: source {path}",
+    "zsh": "add to ~/.zshrc, where it does not stand there yet: fpath+=~/.zfunc; "
+    "autoload -Uz compinit && compinit",
+    "fish": "a new shell has it",
+}
+
+
+def completion_options(command: Callable[..., None]) -> Callable[..., None]:
+    """`--install-completion SHELL` and `--show-completion SHELL`."""
+    for name, callback, text in (
+        ("--show-completion", _show, "Print the completion script for a shell, and exit."),
+        ("--install-completion", _install, "Put it where the shell looks for it, and exit."),
+    ):
+        command = click.option(
+            name,
+            type=click.Choice(list(PLACES)),
+            callback=callback,
+            is_eager=True,
+            expose_value=False,
+            help=text,
+        )(command)
+    return command
+
+
+def _show(context: click.Context, _: click.Parameter, shell: str | None) -> None:
+    if shell is not None:
+        click.echo(_script(context, shell), nl=False)
+        context.exit()
+
+
+def _install(context: click.Context, _: click.Parameter, shell: str | None) -> None:
+    if shell is None:
+        return
+    try:
+        path = Path.home() / PLACES[shell]
+    except RuntimeError as error:  # a user without an entry, as in containers, and without HOME
+        raise CommandError("nobody says what your home is: set HOME", ExitCode.FOUND) from error
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(_script(context, shell), encoding="utf-8")
+    except OSError as error:
+        sentence = f"{path} cannot be written: {error.strerror}"
+        raise CommandError(sentence, ExitCode.FOUND) from error
+    click.echo(f"{path} is written; {_REST[shell].format(path=path)}")
+    context.exit()
+
+
+def _script(context: click.Context, shell: str) -> str:
+    from click.shell_completion import get_completion_class
+
+    kind = get_completion_class(shell)
+    assert kind is not None  # one of PLACES
+    return kind(context.command, {}, "lookup-buffer", "_LOOKUP_BUFFER_COMPLETE").source()
+
 
 __all__ = ["app"]
 

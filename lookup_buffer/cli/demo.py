@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from lookup_buffer.cli.exits import CommandError, ExitCode
+from lookup_buffer.inspection.records import CommandError, ExitCode
 
 _PACKAGES = Path(__file__).resolve().parent.parent.parent
 _FILES_OF_A_CHECKOUT = ("pyproject.toml", "lookup_buffer/cli/demo.py", "examples/demo/__main__.py")

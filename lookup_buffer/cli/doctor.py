@@ -1,14 +1,76 @@
-"""`lookup-buffer doctor`: looks at everything that has to be right, and says what to do."""
+"""`lookup-buffer doctor`: looks at everything that has to be right, and says what to do.
 
-from dataclasses import asdict
+What `doctor` finds: one `Check` for each thing it looked at.
+
+What `doctor` asks of the nodes that beat in the store: whether they live, and let us in.
+
+What `doctor` asks of this host: variables, runtime directory, node, memory for its arena.
+
+What `doctor` asks of the store: the client library, the server, the nodes that beat there.
+"""
+
+import os
+import socket
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from lookup_buffer.cli.checks import Check, Verdict
-from lookup_buffer.cli.exits import ExitCode
 from lookup_buffer.cli.options import configure, of_store
 from lookup_buffer.cli.output import print_json, print_outline
+from lookup_buffer.environment import misspelt_variables
+from lookup_buffer.errors import ConfigError, LookupBufferError, NodeRefused
+from lookup_buffer.inspection.records import (
+    BeatWatch,
+    CommandError,
+    ExitCode,
+    answers,
+    opened_store,
+    shown_url,
+    size_text,
+)
+from store import EmbeddedServerError, MetadataStore, NodeInfo, ServerInfo, StoreError, layout
+from store.embedded import find_server
+from store.url import parse
+
+if TYPE_CHECKING:
+    from lookup_buffer.config import BufferConfig
+    from store.inspection import Inspection
+
+
+class Verdict(StrEnum):
+    OK = "ok"
+    WARN = "warn"
+    """It works, but perhaps not as well or as long as you think."""
+    FAIL = "fail"
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """`name` and the verdicts are stable; `found` and `advice` are for people."""
+
+    name: str
+    verdict: Verdict
+    found: str
+    advice: str = ""
+
+
+def ok(name: str, found: str) -> Check:
+    return Check(name, Verdict.OK, found)
+
+
+def warn(name: str, found: str, advice: str) -> Check:
+    return Check(name, Verdict.WARN, found, advice)
+
+
+def fail(name: str, found: str, advice: str) -> Check:
+    return Check(name, Verdict.FAIL, found, advice)
 
 
 @click.command()
@@ -23,8 +85,6 @@ def doctor(
 
     Says what to do where something fails; the exit code is then 1.
     """
-    from lookup_buffer.cli.host_checks import host_checks
-    from lookup_buffer.cli.store_checks import store_checks
 
     config = configure(
         store_url=store_url, store_password_file=store_password_file, directory=directory
@@ -51,3 +111,457 @@ def _print(checks: list[Check]) -> None:
             for check in checks
         ]
     )
+
+
+CONNECT_SECONDS = 1.0
+"""To be reached, and again to be let in."""
+TRIED_MAX = 16
+"""Nodes whose ports are tried, for one that is cut off takes all of that time."""
+NAMED_MAX = 5
+LOOPBACK = ("127.", "localhost", "[::1]")
+
+
+def fleet_checks(store: MetadataStore, token: str | None) -> Iterator[Check]:
+    watch = BeatWatch(store)
+    watch.settle()
+    alive = [node for node in watch.last if watch.alive(node)]
+    silent = sorted(watch.last.keys() - set(alive))
+    infos = list(store.node_infos(alive).values())
+    if silent:
+        yield warn(
+            "fleet",
+            f"nodes alive: {len(alive)}; silent for 2 s: {', '.join(silent)}",
+            "start them again, or let it be: what only they held is a miss",
+        )
+    else:
+        yield ok("fleet", f"nodes alive: {len(alive)}")
+    if infos:
+        yield _versions(infos)
+        yield from peers_checks(infos, token)
+
+
+def _versions(infos: Sequence[NodeInfo]) -> Check:
+    found = ", ".join(sorted({info.version for info in infos}))
+    if "," in found:
+        return warn("versions", f"of nodes: {found}", "install the same lookup-buffer everywhere")
+    return ok("versions", f"of all nodes: {found}")
+
+
+def peers_checks(infos: Sequence[NodeInfo], token: str | None) -> Iterator[Check]:
+    """Whether the addresses that nodes tell each other lead to them, and whether they let in who
+    has this configuration's token: tried from this host, as one node does with another."""
+    tried = sorted(infos, key=lambda info: info.node)[:TRIED_MAX]
+    unreached, refusing = [], []
+    for info in tried:
+        try:
+            _knock(info, token)
+        except NodeRefused as error:
+            refusing.append(f"{info.node} at {info.endpoint} ({error})")
+        except (LookupBufferError, OSError, ValueError) as error:
+            why = getattr(error, "strerror", None) or str(error)
+            unreached.append(f"{info.node} at {info.endpoint} ({why})")
+    yield _ports(unreached, len(tried))
+    yield _token(refusing, len(tried) - len(unreached), token)
+
+
+def _ports(unreached: Sequence[str], tried: int) -> Check:
+    if not unreached:
+        return ok("ports", f"of nodes that were reached from here: {tried}")
+    return warn(
+        "ports",
+        f"not reached from here: {_named(unreached)}",
+        "open the port between the hosts, or correct `listen` and `advertise`: what these nodes "
+        "hold cannot be fetched",
+    )
+
+
+def _token(refusing: Sequence[str], reached: int, token: str | None) -> Check:
+    if not refusing:
+        return ok("token", f"of nodes that take this configuration's: {reached}")
+    found = f"not let in by {_named(refusing)}"
+    if token is None:  # the nodes of this host may have one, which we were not told
+        return warn(
+            "token", f"{found}; none is set here", "set LOOKUP_BUFFER_TOKEN_FILE to have it tried"
+        )
+    return fail(
+        "token",
+        found,
+        "give all hosts one token, and restart nodes and engines that have another: what these "
+        "nodes hold is a miss here",
+    )
+
+
+def _named(nodes: Sequence[str]) -> str:
+    return ", ".join(nodes[:NAMED_MAX]) + (", …" if len(nodes) > NAMED_MAX else "")
+
+
+def _knock(info: NodeInfo, token: str | None) -> None:
+    """Raises NodeRefused, or of another kind: the node is not reached, or somebody else is."""
+    from lookup_buffer.protocol.auth import request_handshake
+
+    host, _, port = info.endpoint.removeprefix("tcp://").rpartition(":")
+    if host.startswith(LOOPBACK) and info.host != socket.gethostname():
+        raise ValueError("loopback, of another host")
+    stream = socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS)
+    request_handshake(stream, token=token, timeout=CONNECT_SECONDS).close()
+
+
+ANSWER_SECONDS = 2.0
+SOCKET_PATH_BYTES_MAX = 107
+ARENA_PART_MAX = 0.75
+"""An arena that takes more of the machine leaves engines too little."""
+
+
+def host_checks(config: "BufferConfig") -> Iterator[Check]:
+    yield from _variables(config)
+    try:
+        path = config.socket_path()
+        yield _directory(config, path)
+    except (ConfigError, OSError) as error:
+        yield fail(
+            "directory", str(error), "chmod 700 it if it is yours, or name another by --directory"
+        )
+        return
+    if answers(path):
+        yield from _node(config, path)
+    else:
+        yield warn(
+            "node",
+            f"no node answers at {path}",
+            "run `lookup-buffer serve`; a client also starts one where node_socket is not set",
+        )
+        yield _room(config)
+
+
+def _variables(config: "BufferConfig") -> Iterator[Check]:
+    """Others are not refused, for they need not be ours; so who misspells one is told here."""
+    for variable, meant in misspelt_variables(type(config).model_fields).items():
+        yield warn("variables", f"{variable} is set, and no setting", f"is {meant} meant?")
+
+
+def _directory(config: "BufferConfig", path: Path) -> Check:
+    directory = config.runtime_directory()
+    # The longest of the sockets in it.
+    longest = max(len(os.fsencode(path)), len(os.fsencode(directory / "valkey" / "server.sock")))
+    if longest > SOCKET_PATH_BYTES_MAX:
+        return fail(
+            "directory",
+            f"{directory}: the path of a socket in it has {longest} bytes, the system allows "
+            f"{SOCKET_PATH_BYTES_MAX}",
+            "choose a shorter --directory",
+        )
+    return ok("directory", f"{directory}, mode 0700")
+
+
+def _node(config: "BufferConfig", path: Path) -> Iterator[Check]:
+    try:
+        facts = ask_node(path, {})
+    except LookupBufferError as error:
+        yield fail("node", str(error), "end it and start it again; its log is node.log")
+        return
+    stats = facts["stats"]
+    yield ok("node", f"{facts['node']} answers at {path}")
+    if not stats.get("store_up", 1):
+        yield fail(
+            "node's store",
+            "the node does not reach its store",
+            "start the server; the node connects again by itself",
+        )
+    try:
+        ask_node(path, config.expectations())
+        yield ok("node's settings", "are those of this configuration")
+    except NodeRefused as error:
+        yield warn("node's settings", str(error), "clients with this configuration are refused")
+    except LookupBufferError as error:
+        yield fail("node's settings", str(error), "end it and start it again")
+    yield arena_check(stats["capacity_bytes"])
+    yield ok(
+        "arena in use",
+        f"{stats['items']} items, {size_text(stats['used_bytes'])} of "
+        f"{size_text(stats['capacity_bytes'])}",
+    )
+
+
+def arena_check(capacity_bytes: int) -> Check:
+    """The arena against all the memory there is."""
+    from lookup_buffer.config import memory_bytes
+
+    memory = memory_bytes()
+    found = f"{size_text(capacity_bytes)} of {size_text(memory)} memory"
+    if capacity_bytes > memory:
+        return fail("arena", found, "lower capacity_bytes: the node would be killed")
+    if capacity_bytes > ARENA_PART_MAX * memory:
+        return warn("arena", found, "lower capacity_bytes: it leaves engines too little")
+    return ok("arena", found)
+
+
+def _room(config: "BufferConfig") -> Check:
+    """For a node that is still to be started, what is free counts too."""
+    check = arena_check(config.capacity_bytes)
+    free = available_bytes()
+    if check.advice or free is None or config.capacity_bytes <= free:
+        return check
+    return warn(
+        "arena",
+        f"{size_text(config.capacity_bytes)}, while {size_text(free)} of memory are free",
+        "lower capacity_bytes, or end other programs first",
+    )
+
+
+def available_bytes() -> int | None:
+    """Of memory that programs may still take; None where the system does not say."""
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except (OSError, ValueError):
+        pass  # another kernel; nothing is known then
+    return None
+
+
+def ask_node(path: Path, expects: Mapping[str, str | int]) -> dict[str, Any]:
+    """Open a session that expects so much, and end it: node, boot, and its stats.
+
+    Raises:
+        NodeRefused: the node has another configuration.
+        NodeUnavailable: no answer in time.
+    """
+    from lookup_buffer.client.session import Channel, next_request_id
+    from lookup_buffer.protocol.messages import VERSION, Goodbye, Hello, Stats
+
+    deadline = time.monotonic() + ANSWER_SECONDS
+    channel = Channel(path, timeout=ANSWER_SECONDS)
+    try:
+        hello = Hello(next_request_id(), VERSION, None, dict(expects))
+        channel.send(hello, deadline=deadline)
+        welcome, descriptors = channel.receive_with_descriptors(deadline)
+        for descriptor in descriptors:  # of its memory, which we do not read
+            os.close(descriptor)
+        reply = channel.call(Stats(next_request_id()), ANSWER_SECONDS)
+        channel.send_now(Goodbye(next_request_id()))
+    finally:
+        channel.close()
+    return {"node": welcome["node"], "boot": welcome["boot"], "stats": reply["stats"]}
+
+
+OLDEST = {"redis": (7, 0), "valkey": (8, 0)}
+SERVER_MEMORY_PART_MAX = 0.8
+RECORDS_MAX = 10_000
+"""Records looked at; the server names them in no order, so they stand for all."""
+PINGS = 5
+CLOCK_SECONDS_MAX = 2.0
+PING_SECONDS_MAX = 0.005
+"""A look-up is one round trip; slower than this a hit is no longer nearly free."""
+
+
+def store_checks(config: "BufferConfig") -> Iterator[Check]:
+    yield from _client()
+    access = config.store_access()
+    try:
+        access.check_files()
+    except ConfigError as error:
+        yield fail("store", str(error), "correct the file, or the URL")
+        return
+    try:
+        with opened_store(access) as store:
+            store.ping()
+            yield ok("store", f"{shown_url(access)} answers")
+            yield from _answering(config, store)
+    except CommandError as error:
+        if error.code is ExitCode.UNREACHABLE:  # the embedded one, which a node would start
+            yield _embedded(str(error))
+        # Else it is the directory's fault, which the checks of this host explain.
+    except ConfigError:
+        pass  # likewise
+    except StoreError as error:
+        yield fail(
+            "store",
+            str(error),
+            "start the server, or correct the URL, password, certificates or firewall",
+        )
+
+
+def _embedded(found: str) -> Check:
+    """Of the embedded server, which does not run."""
+    try:
+        find_server()
+    except EmbeddedServerError as error:
+        return fail("store", str(error), "a node starts without, and shares nothing")
+    return warn("store", found, "it starts with the node")
+
+
+def _client() -> Iterator[Check]:
+    try:
+        yield ok("store client", f"hiredis {version('hiredis')}")
+    except PackageNotFoundError:
+        yield fail("store client", "hiredis is not installed", "pip install hiredis")
+
+
+def _answering(config: "BufferConfig", store: MetadataStore) -> Iterator[Check]:
+    """Checks of a store that answers. What makes the later ones pointless is the last of them."""
+    inspection = _inspection(store)
+    try:
+        info = store.server_info()
+    except StoreError:
+        info = None  # not allowed to ask, as the next check will tell
+    if info is not None:
+        first = (mode_check(config.store_url, info), version_check(info))
+        yield from first
+        if any(check.verdict is Verdict.FAIL for check in first):
+            return
+    rights = rights_check(inspection)
+    yield rights
+    if info is not None and rights.verdict is Verdict.OK:
+        yield from _server(config, store, info)
+        yield from clock_check(inspection.clock_ahead_seconds())
+        yield records_check(inspection)
+        yield nodes_check(inspection)
+        token = config.token.get_secret_value() if config.token else None
+        yield from fleet_checks(store, token)
+
+
+def mode_check(url: str, info: ServerInfo) -> Check:
+    """Whether the URL names the server as what it is."""
+    topology = "standalone" if url == "embedded" else parse(url).topology
+    if (topology == "cluster") == (info.mode == "cluster") and info.mode != "sentinel":
+        return ok("store mode", topology)
+    return fail(
+        "store mode",
+        f"the URL says {topology}, the server runs as {info.mode or 'unknown'}",
+        "name a cluster by redis-cluster://host,host, the sentinels by "
+        "redis-sentinel://host,host/service",
+    )
+
+
+def _server(config: "BufferConfig", store: MetadataStore, info: ServerInfo) -> Iterator[Check]:
+    yield policy_check(info)
+    yield memory_check(info)
+    seconds = statistics.median(store.ping() for _ in range(PINGS))
+    found = f"{seconds * 1000:.2f} ms for one round trip"
+    if seconds > config.store_timeout_seconds / 2:
+        yield fail(
+            "store latency",
+            f"{found}, store_timeout_seconds is {config.store_timeout_seconds:g}",
+            "bring the server nearer, or raise store_timeout_seconds",
+        )
+    elif seconds > PING_SECONDS_MAX:
+        yield warn("store latency", found, "bring the server nearer: each look-up takes so long")
+    else:
+        yield ok("store latency", found)
+
+
+def _inspection(store: MetadataStore) -> "Inspection":
+    from store.redis_store import RedisStore  # slow to import, and by now it is
+
+    assert isinstance(store, RedisStore)  # all that a node may be configured with
+    return store.inspection()
+
+
+def rights_check(inspection: "Inspection") -> Check:
+    """All commands that a node needs, tried."""
+    refused = inspection.refused()
+    if refused is None:
+        return ok("store rights", "every command that a node needs is allowed")
+    advice = "give the user the rights in docs/redis-keys.md: ACL SETUSER ... ~lb:* ..."
+    if not refused.reason.startswith("NOPERM"):
+        advice = (
+            "use Redis 7.0 or newer, or Valkey 8 or newer, with scripting and without renamed "
+            "commands"
+        )
+    names = ", ".join(refused.commands)
+    return fail("store rights", f"the server refuses {names}: {refused.reason}", advice)
+
+
+def records_check(inspection: "Inspection") -> Check:
+    """Records of another version, or written by hand, are a miss to every node."""
+    examined = inspection.examine_records(RECORDS_MAX)
+    found = f"looked at: {examined.looked_at}"
+    if not examined.unreadable:
+        return ok("records", found)
+    named = [f"{name} ({why})" for name, why in examined.unreadable.items()][:NAMED_MAX]
+    if (more := len(examined.unreadable) - len(named)) > 0:
+        named.append(f"and {more} more")
+    return warn(
+        "records",
+        f"{found}; nobody can read: {len(examined.unreadable)}: {', '.join(named)}",
+        "UNLINK what was written by hand; those of another version expire by themselves",
+    )
+
+
+def nodes_check(inspection: "Inspection") -> Check:
+    """Where something foreign stands in their place, nodes cannot say that they live, or where."""
+    foreign = inspection.foreign_nodes()
+    if not foreign:
+        return ok("nodes", "their keys are theirs")
+    named = ", ".join(f"{name} is a {kind}" for name, kind in list(foreign.items())[:NAMED_MAX])
+    verdict = Verdict.FAIL if layout.NODES in foreign else Verdict.WARN
+    return Check("nodes", verdict, f"not theirs: {named}", f"UNLINK it: {' '.join(foreign)}")
+
+
+def version_check(info: ServerInfo) -> Check:
+    found = f"{info.product} {info.version}"
+    oldest = OLDEST.get(info.product)
+    wanted = "use Redis 7.0 or newer, or Valkey 8 or newer"
+    if oldest is None:
+        return warn("store version", f"{found} was never tried", wanted)
+    if version_tuple(info.version) < oldest:
+        return fail("store version", f"{found} is too old", wanted)
+    return ok("store version", found)
+
+
+def policy_check(info: ServerInfo) -> Check:
+    """Records may be evicted; the beats of nodes and claims must not go at random."""
+    advice = "CONFIG SET maxmemory-policy volatile-lru, and in the server's configuration file"
+    if "random" in info.policy or info.policy == "volatile-ttl":
+        return fail(
+            "store policy", f"{info.policy} evicts what is in use as soon as what is not", advice
+        )
+    if info.policy == "noeviction":
+        found = "noeviction: a full server refuses new records, and renewals until records expire"
+        return warn("store policy", found, advice)
+    if info.policy.startswith("allkeys-"):
+        found = f"{info.policy} may also evict what never expires, as the list of nodes"
+        return warn("store policy", found, advice)
+    return ok("store policy", info.policy)
+
+
+def memory_check(info: ServerInfo) -> Check:
+    used = size_text(info.used_memory_bytes)
+    if info.maxmemory_bytes == 0:
+        return warn(
+            "store memory",
+            f"{used} in use, and no limit",
+            "CONFIG SET maxmemory 256mb: without a limit the server never evicts",
+        )
+    found = f"{used} of {size_text(info.maxmemory_bytes)} in use"
+    if info.used_memory_bytes > SERVER_MEMORY_PART_MAX * info.maxmemory_bytes:
+        return warn("store memory", found, "raise maxmemory")
+    return ok("store memory", found)
+
+
+def clock_check(ahead_seconds: float | None) -> Iterator[Check]:
+    """Nothing rests on clocks but what is told to people; nothing is told where we may not ask."""
+    if ahead_seconds is None:
+        return
+    found = (
+        f"{abs(ahead_seconds):.1f} s {'ahead of' if ahead_seconds > 0 else 'behind'} this host's"
+    )
+    if abs(ahead_seconds) > CLOCK_SECONDS_MAX:
+        yield warn(
+            "store clock",
+            f"the server's clock is {found}",
+            "let both hosts follow one time server: ages in `ls`, `show` and `why` are wrong else",
+        )
+    else:
+        yield ok("store clock", found)
+
+
+def version_tuple(text: str) -> tuple[int, ...]:
+    """The leading numbers of a version: (7, 0, 15) of `7.0.15-rc1`."""
+    numbers = []
+    for piece in text.split("."):
+        digits = piece[: len(piece) - len(piece.lstrip("0123456789"))]
+        if not digits:
+            break
+        numbers.append(int(digits))
+    return tuple(numbers)

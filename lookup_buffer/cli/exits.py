@@ -4,34 +4,14 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from enum import IntEnum
 from typing import Any, NoReturn
 
 import click
 
 from lookup_buffer.cli.output import shown
 from lookup_buffer.errors import ConfigError, InvalidKey, LookupBufferError
+from lookup_buffer.inspection.records import CommandError, ExitCode
 from store import StoreCorrupt, StoreError, StoreRefused, StoreUnavailable, StoreUrlError
-
-
-class ExitCode(IntEnum):
-    OK = 0
-    FOUND = 1
-    """Something wrong was found, or the key is not there."""
-    USAGE = 2
-    UNREACHABLE = 3
-    INTERRUPTED = 130
-    """By Ctrl-C; as a shell says it of who was killed by the signal."""
-    NOBODY_READS = 141
-    """Whoever read the output has left, as `head` does; likewise."""
-
-
-class CommandError(Exception):
-    """A command cannot go on. The text is one line that says what to do."""
-
-    def __init__(self, sentence: str, code: ExitCode) -> None:
-        super().__init__(sentence)
-        self.code = code
 
 
 class Commands(click.Group):

@@ -5,12 +5,10 @@ from pathlib import Path
 
 import click
 
-from lookup_buffer.cli.access import opened_store
-from lookup_buffer.cli.beat_watch import BeatWatch
-from lookup_buffer.cli.exits import CommandError, ExitCode
 from lookup_buffer.cli.options import of_store, store_access
 from lookup_buffer.cli.output import print_json, print_line
-from lookup_buffer.fields import is_fingerprint
+from lookup_buffer.inspection.records import BeatWatch, CommandError, ExitCode, opened_store
+from lookup_buffer.protocol.messages import is_fingerprint
 from store import MetadataStore
 
 BEATS = 2

@@ -6,10 +6,9 @@ from typing import Any
 
 import click
 
-from lookup_buffer.cli.access import opened_store
-from lookup_buffer.cli.beat_watch import BeatWatch
 from lookup_buffer.cli.options import of_store, store_access
-from lookup_buffer.cli.output import print_json, print_line, print_table, size_text
+from lookup_buffer.cli.output import print_json, print_line, print_table
+from lookup_buffer.inspection.records import BeatWatch, opened_store, size_text
 from store import Beat, NodeInfo
 
 

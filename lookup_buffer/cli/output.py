@@ -8,14 +8,11 @@ are shown as escapes, so that no key can drive a terminal.
 import json
 import sys
 import textwrap
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.table import Table
-
-_AGES = ((86_400.0, "d"), (3_600.0, "h"), (60.0, "min"), (1.0, "s"))
 
 
 def print_json(document: Mapping[str, Any]) -> None:
@@ -172,30 +169,6 @@ def shown(text: str) -> str:
     return "".join(
         character if character.isprintable() else repr(character)[1:-1] for character in text
     )
-
-
-def size_text(nbytes: float) -> str:
-    """`1.6 MiB`."""
-    if nbytes < 1024:
-        return f"{nbytes:.0f} B"
-    for unit in ("KiB", "MiB", "GiB"):
-        nbytes /= 1024
-        if nbytes < 1023.95:
-            return f"{nbytes:.1f} {unit}"
-    return f"{nbytes / 1024:.1f} TiB"
-
-
-def age_text(seconds: float) -> str:
-    """`5 min`: the largest unit of which there is one, rounded down."""
-    for unit_seconds, unit in _AGES:
-        if seconds >= unit_seconds:
-            return f"{int(seconds // unit_seconds)} {unit}"
-    return "0 s"
-
-
-def age_since(created: float) -> float:
-    """Seconds since the wall clock of the first publisher said `created`; never negative."""
-    return max(0.0, time.time() - created)
 
 
 def _print(table: "Table") -> None:

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from lookup_buffer.cli.access import answers, shown_url
-from lookup_buffer.cli.exits import CommandError, ExitCode
 from lookup_buffer.cli.options import (
     FILE,
     configure,
@@ -19,6 +17,7 @@ from lookup_buffer.cli.options import (
     store_sentinel_password_file,
     store_url,
 )
+from lookup_buffer.inspection.records import CommandError, ExitCode, answers, shown_url
 
 if TYPE_CHECKING:
     from lookup_buffer.config import BufferConfig

@@ -6,20 +6,22 @@ from typing import Any
 
 import click
 
-from lookup_buffer.cli.access import opened_store
-from lookup_buffer.cli.beat_watch import BeatWatch
-from lookup_buffer.cli.exits import CommandError, ExitCode
 from lookup_buffer.cli.options import of_namespace, of_store, store_access
-from lookup_buffer.cli.output import (
+from lookup_buffer.cli.output import print_fields, print_json, print_line, print_table
+from lookup_buffer.inspection.records import (
+    BeatWatch,
+    CommandError,
+    ExitCode,
     age_since,
     age_text,
-    print_fields,
-    print_json,
-    print_line,
-    print_table,
+    hits_of,
+    nodes_of,
+    opened_store,
     size_text,
+    tensor_text,
+    to_json,
+    traces_of,
 )
-from lookup_buffer.inspection.records import hits_of, nodes_of, tensor_text, to_json, traces_of
 from lookup_buffer.key import is_handoff
 from store import MetadataStore, Record
 from store.record import SAFE_NAME

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import click
 
-from lookup_buffer.cli.access import opened_store
 from lookup_buffer.cli.options import of_store, store_access
-from lookup_buffer.cli.output import print_json, print_line, print_table, size_text
+from lookup_buffer.cli.output import print_json, print_line, print_table
+from lookup_buffer.inspection.records import opened_store, size_text
 
 _TOTAL = "(all)"
 _MISS_PREFIX = "misses_"

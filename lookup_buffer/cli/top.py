@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from lookup_buffer.cli.access import opened_store
 from lookup_buffer.cli.options import of_store, store_access
-from lookup_buffer.cli.output import print_json, print_line, print_table, shown, size_text
-from lookup_buffer.cli.sample import Activity, Sample, take_sample
-from lookup_buffer.inspection.records import traces_of
+from lookup_buffer.cli.output import print_json, print_line, print_table, shown
+from lookup_buffer.inspection.history import Activity, Sample, take_sample
+from lookup_buffer.inspection.records import opened_store, size_text, traces_of
 from lookup_buffer.times import SILENT_SECONDS
 from store import MetadataStore, StoreUnavailable
 from store.record import SAFE_NAME

@@ -6,12 +6,11 @@ from pathlib import Path
 
 import click
 
-from lookup_buffer.cli.access import opened_store
-from lookup_buffer.cli.exits import ExitCode
 from lookup_buffer.cli.options import of_namespace, of_store, store_access
 from lookup_buffer.cli.output import print_fields, print_json, print_line, print_outline, shown
 from lookup_buffer.inspection.findings import THERE, UNDER_WAY, Finding
 from lookup_buffer.inspection.history import History, history_of
+from lookup_buffer.inspection.records import ExitCode, opened_store
 
 
 @click.command()

@@ -7,37 +7,238 @@ by the board, everything else is asked of the node. The ways:
     select: board → arena → the caller's tensor → board again: unchanged
        else node locates, fetches, pins → arena → the caller's tensor → unpinned
     drop_select: node takes, pins → arena → the caller's tensor → acknowledged, unpinned
+
+A client's inserts: bytes into the staging area, and the node is asked to take them.
+
+Any thread; each insert has a channel of its own meanwhile.
+
+Where in an engine a client sits.
+
+A client's selects of what the board does not list: the node locates, fetches and pins it.
+
+Any thread. What the board lists is read without the node: see `local_reads`.
+
+A client's takes: a hand-off is had, copied, acknowledged, and only then returned.
+
+Any thread. What fails before the acknowledgement gives the hand-off back.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Any
 
-from lookup_buffer.channel import next_request_id
-from lookup_buffer.claimed import ClaimAnswer, ClaimSet
-from lookup_buffer.claiming import Claiming
-from lookup_buffer.client.handles import LoadOrder, Prefetched
-from lookup_buffer.client.load import Loading
+from lookup_buffer import codec
+from lookup_buffer.client.handles import ClaimAnswer, ClaimSet, LoadOrder, Prefetched
+from lookup_buffer.client.load import JoinedPool, Loading, Pooling
 from lookup_buffer.client.local import LocalReads, NotHere
-from lookup_buffer.client.pending import Prefetching
-from lookup_buffer.client.session import Attachment
+from lookup_buffer.client.pending import Claiming, Prefetching
+from lookup_buffer.client.session import Attachment, Channel, next_request_id
+from lookup_buffer.codec import Tensor, Value
 from lookup_buffer.config import BufferConfig
-from lookup_buffer.errors import LookupBufferError, MissReason
-from lookup_buffer.inserted import InsertOutcome
-from lookup_buffer.inserting import Inserting
+from lookup_buffer.errors import (
+    BufferFull,
+    InvalidKey,
+    LookupBufferError,
+    LookupTimeout,
+    MissingTensor,
+    MissReason,
+    NodeUnavailable,
+    TensorTooLarge,
+)
 from lookup_buffer.key import TensorKey
 from lookup_buffer.namespace import Namespace
-from lookup_buffer.pooling import JoinedPool, Pooling
-from lookup_buffer.protocol.messages import Describe, Stats, waiting
-from lookup_buffer.seat import EngineSeat
-from lookup_buffer.selecting import Selecting
-from lookup_buffer.taking import Taking
-from lookup_buffer.times import CALL_SECONDS
+from lookup_buffer.protocol.header import TensorHeader
+from lookup_buffer.protocol.messages import (
+    Acknowledge,
+    Describe,
+    GiveBack,
+    Insert,
+    InsertOutcome,
+    Select,
+    Stats,
+    Take,
+    lasting,
+    waiting,
+)
+from lookup_buffer.shm.memory import copy_bytes
+from lookup_buffer.times import CALL_SECONDS, LEASE_ANSWER_SECONDS
 from store import ClaimState
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     import torch
+
+
+class Inserting:
+    def __init__(self, attachment: Attachment) -> None:
+        self._attachment = attachment
+
+    def insert(
+        self,
+        key: TensorKey,
+        tensor: Value,
+        ttl_seconds: float | None,
+        timeout: float,
+        on_stored: Callable[[int], None] | None = None,
+    ) -> InsertOutcome:
+        """See `LookupBuffer.insert`."""
+        if ttl_seconds is not None:
+            ttl_seconds = lasting("ttl_seconds", ttl_seconds)
+        header = codec.header_of(tensor)
+        self._check_fits(header)
+        deadline = time.monotonic() + timeout
+        with self._attachment.channel(timeout) as channel:
+            if tensor is not None and header.nbytes:
+                _fill(channel, tensor, header, deadline - time.monotonic())
+            left = deadline - time.monotonic()
+            request = Insert(
+                next_request_id(),
+                self._attachment.namespace,
+                key.text,
+                header.to_fields(),
+                ttl_seconds,
+                0.0 if key.is_shared else waiting(left),
+            )
+            reply = channel.call(request, left if key.is_shared else waiting(left) + CALL_SECONDS)
+        outcome = InsertOutcome(reply["outcome"])
+        if on_stored is not None and outcome is InsertOutcome.STORED:
+            on_stored(reply["checksum"])
+        return outcome
+
+    def _check_fits(self, header: TensorHeader) -> None:
+        with self._attachment.memory() as memory:
+            capacity_bytes = memory.arena.nbytes
+        if header.nbytes > capacity_bytes:
+            raise TensorTooLarge(
+                f"a tensor of {header.nbytes} bytes exceeds the arena of "
+                f"{capacity_bytes} bytes; raise capacity_bytes"
+            )
+
+
+def _fill(channel: Channel, tensor: Tensor, header: TensorHeader, timeout: float) -> None:
+    staging = channel.stage(header.nbytes, timeout)
+    source, address, nbytes = codec.contiguous_bytes(tensor)
+    copy_bytes(staging.address, address, nbytes)
+    del source  # kept the memory at `address` alive until here
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSeat:
+    """Which place in which engine a client has. `rank` None is the scheduler's side, whose
+    tickets end when all `world_size` ranks have said done."""
+
+    engine_id: str
+    rank: int | None
+    world_size: int
+    encodes: bool = False
+    """Whether what the engine gets here spares it an encode: outputs of its encoder."""
+    device: str = ""
+    """On what this client's tensors were computed: up to 12 printable ASCII characters."""
+
+    def to_wire(self) -> list[Any]:
+        return list(astuple(self))
+
+
+class Selecting:
+    def __init__(self, attachment: Attachment, loading: Loading) -> None:
+        self._attachment = attachment
+        self._loading = loading
+
+    def select(self, key: TensorKey, timeout: float, out: Tensor | None) -> Value:
+        """See `LookupBuffer.select`."""
+        with self._pinned(key, timeout) as order:
+            return self._loading.load(order, out)
+
+    @contextmanager
+    def view(self, key: TensorKey, timeout: float) -> Iterator[Value]:
+        """See `LookupBuffer.view`."""
+        with self._pinned(key, timeout) as order:
+            if order.header.kind == "none":
+                yield None
+            else:
+                end = order.offset + order.nbytes
+                window = self._loading.arena(order.boot)[order.offset : end]
+                yield codec.tensor_over(window, order.header)
+
+    @contextmanager
+    def _pinned(self, key: TensorKey, timeout: float) -> Iterator[LoadOrder]:
+        """Where the bytes of `key` lie on this host, pinned meanwhile."""
+        wait = waiting(timeout)
+        request = Select(next_request_id(), self._attachment.namespace, key.text, wait)
+        reply = self._attachment.call(request, wait + CALL_SECONDS)
+        if reply["state"] != "resident":
+            if timeout:
+                raise LookupTimeout(f"{key} did not appear within {timeout} s ({reply['reason']})")
+            raise MissingTensor(f"{key}: {reply['reason']}")
+        order = LoadOrder.of(reply)
+        try:
+            yield order
+        finally:
+            self._loading.release(order)
+
+
+class Taking:
+    def __init__(self, attachment: Attachment, loading: Loading) -> None:
+        self._attachment = attachment
+        self._loading = loading
+
+    def drop_select(self, key: TensorKey, timeout: float, out: Tensor | None) -> Value:
+        """See `LookupBuffer.drop_select`."""
+        if key.is_shared:
+            raise InvalidKey(
+                f"{key} is shared: content for many readers, which nobody takes away. Use select, "
+                "or give the key a request_id, which makes it a hand-off"
+            )
+        deadline = time.monotonic() + timeout
+        while True:
+            # The same connection for all of it: who has taken must not stand in line for another
+            # behind those who wait, while his lease runs.
+            bound = waiting(deadline - time.monotonic()) + CALL_SECONDS
+            with self._attachment.channel(bound) as channel:
+                wait = waiting(deadline - time.monotonic())
+                request = Take(next_request_id(), self._attachment.namespace, key.text, wait)
+                reply = channel.call(request, wait + CALL_SECONDS)
+                if reply["state"] != "resident":
+                    raise _miss(key, timeout, reply["reason"])
+                order, token = LoadOrder.of(reply), reply["token"]
+                try:
+                    tensor = self._loaded(order, token, out)
+                    if self._won(channel, token, reply["lease_seconds"]):
+                        return tensor
+                finally:
+                    self._loading.release(order)
+            # The lease was over before the node heard of it: it is another's, or to be had again.
+
+    def _loaded(self, order: LoadOrder, token: int, out: Tensor | None) -> Value:
+        try:
+            return self._loading.load(order, out)
+        except BaseException:
+            try:
+                self._attachment.post(GiveBack(next_request_id(), token))
+            except LookupBufferError:
+                pass  # the session is over, and the lease with it
+            raise
+
+    def _won(self, channel: Channel, token: int, lease_seconds: float) -> bool:
+        request = Acknowledge(next_request_id(), token)
+        try:
+            bound = lease_seconds + LEASE_ANSWER_SECONDS + CALL_SECONDS
+            return bool(channel.call(request, bound)["won"])
+        except NodeUnavailable:
+            # That connection broke, perhaps not the session: the answer is the same as it was.
+            return bool(self._attachment.call(request, CALL_SECONDS)["won"])
+
+
+def _miss(key: TensorKey, timeout: float, reason: str) -> LookupBufferError:
+    if reason == MissReason.NO_ROOM:
+        return BufferFull(f"{key}: no room on this host for what lies on another")
+    if timeout and reason != MissReason.OWNER_DEAD:
+        return LookupTimeout(f"{key} was not to be had within {timeout} s ({reason})")
+    return MissingTensor(f"{key}: {reason}")
+
 
 __all__ = ["EngineSeat", "InsertOutcome", "LookupBuffer"]
 

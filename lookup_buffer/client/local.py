@@ -12,12 +12,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 from lookup_buffer import codec
-from lookup_buffer.channel import next_request_id
-from lookup_buffer.client.session import Attachment
+from lookup_buffer.client.session import Attachment, next_request_id
 from lookup_buffer.errors import LookupBufferError, NodeUnavailable
-from lookup_buffer.fields import COUNT_MAX
 from lookup_buffer.key import TensorKey
-from lookup_buffer.protocol.messages import Contains, Touch, split, waiting
+from lookup_buffer.protocol.messages import COUNT_MAX, Contains, Touch, split, waiting
 from lookup_buffer.shm.index import digest_of
 from lookup_buffer.times import NODE_SHARE
 

@@ -1,19 +1,36 @@
 """The handles of a client's prefetches: registered, settled by events, released.
 
 Any thread may prefetch and release; events come on the attachment's listening thread.
+
+A client's claims: asked for and waited for, or as sets that settle later, by events.
+
+Any thread may ask; events come on the attachment's listening thread.
 """
 
 import threading
 from collections.abc import Sequence
 from typing import Any
 
-from lookup_buffer.channel import next_request_id
-from lookup_buffer.client.handles import LoadOrder, Prefetched, PrefetchState
+from lookup_buffer.client.handles import ClaimAnswer, ClaimSet, LoadOrder, Prefetched, PrefetchState
 from lookup_buffer.client.load import Loading
-from lookup_buffer.client.session import Attachment
+from lookup_buffer.client.session import Attachment, next_request_id
 from lookup_buffer.errors import LookupBufferError, MissReason
 from lookup_buffer.key import TensorKey
-from lookup_buffer.protocol.messages import Prefetch, split
+from lookup_buffer.protocol.messages import (
+    Claim,
+    ClaimAll,
+    ClaimOutcome,
+    Encoding,
+    Prefetch,
+    ReleaseClaim,
+    Request,
+    Unclaim,
+    lasting,
+    split,
+    waiting,
+)
+from lookup_buffer.times import CALL_SECONDS
+from store import ClaimState
 
 
 class Prefetching:
@@ -97,3 +114,99 @@ def _settle(handle: Prefetched, entry: dict[str, Any], order: LoadOrder | None) 
     handle.reason = MissReason.of(entry["reason"]) if "reason" in entry else ""
     handle.source = entry.get("source", "")
     handle.state = PrefetchState(entry["state"])  # last: readers look at it first
+
+
+class Claiming:
+    def __init__(self, attachment: Attachment) -> None:
+        self._attachment = attachment
+        self._settled = threading.Condition()
+        self._pending: dict[int, ClaimSet] = {}
+
+    def claim(
+        self, key: TensorKey, lease_seconds: float, state: ClaimState, timeout: float
+    ) -> ClaimAnswer:
+        """See `LookupBuffer.claim`."""
+        lease, wait = lasting("lease_seconds", lease_seconds), waiting(timeout)
+        namespace = self._attachment.namespace
+        request = Claim(next_request_id(), namespace, key.text, lease, state.value, wait)
+        return ClaimAnswer.of(self._attachment.call(request, wait + CALL_SECONDS))
+
+    def release(self, key: TensorKey) -> bool:
+        """See `LookupBuffer.release_claim`."""
+        request = ReleaseClaim(next_request_id(), self._attachment.namespace, key.text)
+        return bool(self._attachment.call(request, CALL_SECONDS)["released"])
+
+    def claim_all(self, keys: Sequence[TensorKey], wait_seconds: float, timeout: float) -> ClaimSet:
+        """See `LookupBuffer.claim_all`."""
+        one = self.begin(keys)
+        texts, wait = sorted(key.text for key in keys), waiting(wait_seconds)
+        if one.state is not ClaimOutcome.PENDING:
+            return one
+        if self._post(ClaimAll(one.request_id, self._attachment.namespace, texts, wait)):
+            one.hear(timeout)
+        else:
+            self.fail([one.request_id])
+        return one
+
+    def begin(self, keys: Sequence[TensorKey]) -> ClaimSet:
+        """A set that waits for its events. FAILED where there are more keys than one message takes,
+        which cannot be had all or not at all."""
+        if len(list(split([key.text for key in keys]))) > 1:
+            return ClaimSet(keys, self._settled, ClaimOutcome.FAILED)
+        one = ClaimSet(keys, self._settled, request_id=next_request_id())
+        with self._settled:
+            self._pending[one.request_id] = one
+        return one
+
+    def encoding(self, keys: Sequence[TensorKey], lease_seconds: float) -> None:
+        """See `LookupBuffer.encoding`."""
+        lease = lasting("lease_seconds", lease_seconds)
+        for part in split([key.text for key in keys]):
+            self._post(Encoding(next_request_id(), self._attachment.namespace, list(part), lease))
+
+    def unclaim(self, keys: Sequence[TensorKey], waiter: ClaimSet | None) -> None:
+        """See `LookupBuffer.unclaim`."""
+        awaited = 0
+        if waiter is not None:
+            with self._settled:
+                if self._pending.pop(waiter.request_id, None) is not None:
+                    awaited = waiter.request_id
+        parts = list(split([key.text for key in keys])) or ([[]] if awaited else [])
+        for part in parts:
+            self._post(Unclaim(next_request_id(), self._attachment.namespace, list(part), awaited))
+
+    def on_event(self, message: dict[str, Any]) -> None:
+        """A `claimed` event of the node."""
+        with self._settled:
+            one = self._pending.get(message["id"])
+            if one is None:
+                return  # given up; its `unclaim` says so
+            one.key = message["key"]
+            one.holder = message["holder"]
+            one.state = ClaimOutcome(message["outcome"])
+            if one.state is not ClaimOutcome.PENDING:
+                del self._pending[one.request_id]
+            self._settled.notify_all()
+
+    def on_lost(self) -> None:
+        """The node is gone, and with it all that was claimed by it."""
+        with self._settled:
+            pending = list(self._pending)
+        self.fail(pending)
+
+    def fail(self, request_ids: Sequence[int]) -> None:
+        """They will not be answered."""
+        with self._settled:
+            for request_id in request_ids:
+                one = self._pending.pop(request_id, None)
+                if one is not None:
+                    one.state = ClaimOutcome.FAILED
+            self._settled.notify_all()
+
+    def _post(self, request: Request) -> bool:
+        """Whether there was a node to tell."""
+        try:
+            self._attachment.post(request)
+        except LookupBufferError:
+            return False
+        return True

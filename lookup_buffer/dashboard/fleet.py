@@ -2,22 +2,27 @@
 
 What is counted comes as differences from second to second (`point`), which the page adds up over
 its window, and as totals (`now`). Used by one thread.
+
+Answers to `why`, for the page: what the command line would say, or why it cannot say it.
 """
 
 import time
+import traceback
 from collections import Counter, deque
 from collections.abc import Mapping
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from lookup_buffer.cli.sample import Activity, Address, Sample, take_sample
-from lookup_buffer.inspection.records import traces_of
+from lookup_buffer.errors import InvalidKey
+from lookup_buffer.inspection.findings import THERE, UNDER_WAY, Finding
+from lookup_buffer.inspection.history import Activity, Address, Sample, history_of, take_sample
+from lookup_buffer.inspection.records import CommandError, traces_of
 from lookup_buffer.node.counters import MISS_REASONS
 from lookup_buffer.node.liveness import Liveness
 from lookup_buffer.node.metrics import FAMILIES
 from lookup_buffer.times import DEAD_AFTER_SECONDS
-from store import MetadataStore
+from store import MetadataStore, StoreError, StoreRefused, StoreUnavailable
 from store.record import SAFE_NAME
 
 RATE_SECONDS = 10
@@ -235,3 +240,38 @@ def _misses(counted: Mapping[str, int]) -> dict[str, int]:
 def _is_fresh(age_seconds: float | None) -> bool:
     """Whether who described itself then lives, for whoever sees it for the first time."""
     return age_seconds is not None and age_seconds <= DEAD_AFTER_SECONDS
+
+
+def answer(store: MetadataStore, key: str, namespace: str) -> dict[str, Any]:
+    """The findings of `key`, or with `problem` a sentence; never an error."""
+    try:
+        history = history_of(store, key, namespace)
+        findings = list(history.findings())
+    except (CommandError, InvalidKey, ValueError) as error:
+        return {"key": key, "problem": str(error)}
+    except StoreError as error:
+        return {"key": key, "problem": trouble_text(error)}
+    except Exception:  # noqa: BLE001 -- top of a thread: a bug of ours must leave no page waiting
+        traceback.print_exc()  # into the node's log
+        return {"key": key, "problem": "that question failed; the node's log says why"}
+    return {
+        "key": history.key,
+        "found": any(one.code in THERE for one in findings),
+        "findings": [{**asdict(one), "state": _state(one)} for one in findings],
+    }
+
+
+def trouble_text(error: StoreError) -> str:
+    """Why the store says nothing, and what to do."""
+    text = " ".join(str(error).split())
+    if isinstance(error, StoreRefused) and error.forbidden:
+        return f"{text}; give the user the rights in docs/redis-keys.md"
+    if isinstance(error, StoreUnavailable):
+        return f"Redis is not reached: {text}"
+    return text
+
+
+def _state(finding: Finding) -> str:
+    if finding.code in THERE:
+        return "there"
+    return "coming" if finding.code in UNDER_WAY else "missing"

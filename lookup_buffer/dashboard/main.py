@@ -15,10 +15,9 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from lookup_buffer.cli.access import PATIENCE_SECONDS
 from lookup_buffer.config import BufferConfig
-from lookup_buffer.dashboard.fleet import FleetWatch
-from lookup_buffer.dashboard.questions import answer, trouble_text
+from lookup_buffer.dashboard.fleet import FleetWatch, answer, trouble_text
+from lookup_buffer.inspection.records import PATIENCE_SECONDS
 from store import MetadataStore, StoreError
 
 INTERVAL_SECONDS = 1.0

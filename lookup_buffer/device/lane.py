@@ -17,18 +17,16 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from lookup_buffer.channel import next_request_id
+from lookup_buffer.client.session import next_request_id
 from lookup_buffer.codec import header_of
 from lookup_buffer.config import check_token_of, guard_listener
-from lookup_buffer.device import asking
-from lookup_buffer.device.crew import Crew
-from lookup_buffer.device.pairs import Pairs
-from lookup_buffer.device.place import Place, place_of
+from lookup_buffer.device import protocol
+from lookup_buffer.device.memory import Place, place_of
+from lookup_buffer.device.pairs import Pairs, Receiving
 from lookup_buffer.device.pool import DevicePool, Entry, PoolGauges
 from lookup_buffer.device.protocol import Dialect, dialect_of
-from lookup_buffer.device.receiving import Receiving
 from lookup_buffer.device.serving import Serving
-from lookup_buffer.device.stats import Notes
+from lookup_buffer.device.stats import Crew, Notes
 from lookup_buffer.errors import (
     BufferFull,
     CodecError,
@@ -36,12 +34,20 @@ from lookup_buffer.errors import (
     NodeUnavailable,
     TensorTooLarge,
 )
-from lookup_buffer.item import Address
-from lookup_buffer.lane import Fallback, MaybeFallback
+from lookup_buffer.key import QualifiedKey
 from lookup_buffer.pipes.pipe import PipeLimits
-from lookup_buffer.pool_messages import Offer, OpenPool, Prepare, Received, Retract, SeenPool
-from lookup_buffer.protocol.messages import split
-from lookup_buffer.request import Request
+from lookup_buffer.protocol.messages import (
+    Fallback,
+    MaybeFallback,
+    Offer,
+    OpenPool,
+    Prepare,
+    Received,
+    Request,
+    Retract,
+    SeenPool,
+    split,
+)
 from lookup_buffer.times import ORPHANED_SECONDS
 
 if TYPE_CHECKING:
@@ -99,7 +105,7 @@ class DeviceLane:
         self._opening = (pool_bytes, receives, offers)
         limits = PipeLimits(
             buffer_bytes=pool_bytes,
-            inbox_bytes=asking.INBOX_BYTES,
+            inbox_bytes=protocol.INBOX_BYTES,
             silence_seconds=silence_seconds,
         )
         self.pool = DevicePool(pool_bytes, self._evicted)
@@ -235,7 +241,7 @@ class DeviceLane:
             of = (next_request_id(), *entry.address)
             self._to_node(Offer(*of, entry.mark, entry.checksum))
 
-    def _evicted(self, addresses: list[Address]) -> None:
+    def _evicted(self, addresses: list[QualifiedKey]) -> None:
         by_namespace: dict[str, list[str]] = {}
         for namespace, key in addresses:
             by_namespace.setdefault(namespace, []).append(key)

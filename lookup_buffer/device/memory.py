@@ -3,12 +3,27 @@
 A pipe copies what it sends, for its sender may change it then. An entry of a pool is the same as
 long as anybody has it, and the view that goes out keeps it: 32 MiB took 95 ms with a copy into
 memory that was new each time, and 20 without.
+
+Place: where the tensors of a pool lie, and how they are ordered with what the caller computes.
+
+On the host a copy is made when it is asked for. On a GPU it is enqueued on a stream of the pool's
+own, after an event of the caller's stream; the caller's stream waits for it in turn, and the
+caller's thread for nothing. `CudaPlace` was not run on a GPU.
 """
 
-from lookup_buffer.codec import Tensor, Value
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from lookup_buffer.codec import Tensor, Value, copy_of, empty_tensor
+from lookup_buffer.errors import BufferFull, CodecError
 from lookup_buffer.pipes.inbox import Offer
 from lookup_buffer.pipes.outbox import INLINE_BYTES, Bytes
 from lookup_buffer.pipes.stream import Memory
+from lookup_buffer.protocol.header import TensorHeader
 
 
 class LaneMemory:
@@ -52,3 +67,133 @@ class _Unchanging:
 
     def copied(self) -> memoryview:
         return self._bytes_of.lent()
+
+
+_cuda: Any = torch.cuda  # it has no types for streams and events
+
+
+class Place(ABC):
+    """Any thread. What is called `ready` is a point in what the device was told to do, or None."""
+
+    device: torch.device
+
+    @abstractmethod
+    def keep(self, tensor: torch.Tensor, *, immutable: bool) -> tuple[torch.Tensor, Any]:
+        """The pool's own of a tensor, as it is when the caller's stream has come so far, and when
+        that is ready. An `immutable` one that shares its memory with nothing is kept itself."""
+
+    @abstractmethod
+    def empty(self, header: TensorHeader) -> torch.Tensor:
+        """Room to receive to.
+
+        Raises:
+            BufferFull: the device has no memory.
+            CodecError: torch has no such dtype.
+        """
+
+    @abstractmethod
+    def hand_out(self, tensor: torch.Tensor, ready: Any) -> torch.Tensor:
+        """The same tensor, for whatever the caller's stream does from now on."""
+
+    @abstractmethod
+    def wait(self, ready: Any) -> None:
+        """Until it is ready. Not for a caller's thread."""
+
+    @abstractmethod
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """What this thread tells the device meanwhile goes to the pool's stream."""
+        yield
+
+
+class HostPlace(Place):
+    """Host memory: the same code, in CI and where models run on the CPU."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+
+    def keep(self, tensor: torch.Tensor, *, immutable: bool) -> tuple[torch.Tensor, Any]:
+        plain = tensor.detach()
+        if immutable and _is_alone(plain):
+            return plain, None
+        copied = copy_of(plain)
+        assert copied is not None
+        return copied, None
+
+    def empty(self, header: TensorHeader) -> torch.Tensor:
+        return empty_tensor(header)
+
+    def hand_out(self, tensor: torch.Tensor, ready: Any) -> torch.Tensor:
+        return tensor
+
+    def wait(self, ready: Any) -> None:
+        pass
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        yield
+
+
+class CudaPlace(Place):
+    """One GPU."""
+
+    def __init__(self, name: str) -> None:
+        index = torch.device(name).index if ":" in name else _cuda.current_device()
+        self.device = torch.device("cuda", index)  # as tensors name theirs
+        self._stream = _cuda.Stream(self.device)
+
+    def keep(self, tensor: torch.Tensor, *, immutable: bool) -> tuple[torch.Tensor, Any]:
+        caller = _cuda.current_stream(self.device)
+        plain = tensor.detach()
+        if immutable and plain.device == self.device and _is_alone(plain):
+            return plain, caller.record_event()
+        try:
+            with _cuda.stream(self._stream):
+                self._stream.wait_event(caller.record_event())
+                copied = plain.resolve_conj().resolve_neg().to(self.device, copy=True)
+                copied = copied.contiguous()
+                ready = self._stream.record_event()
+        except torch.OutOfMemoryError as error:
+            raise BufferFull("the GPU has no memory for the pool") from error
+        caller.wait_event(ready)  # so the caller may write to his at once
+        if plain.is_cuda:
+            plain.record_stream(self._stream)
+        return copied, ready
+
+    def empty(self, header: TensorHeader) -> torch.Tensor:
+        dtype = getattr(torch, header.dtype, None)
+        if not isinstance(dtype, torch.dtype):
+            raise CodecError(f"torch {torch.__version__} has no dtype {header.dtype}")
+        try:
+            there = torch.empty(header.nbytes, dtype=torch.uint8, device=self.device)
+        except torch.OutOfMemoryError as error:
+            raise BufferFull("the GPU has no memory for the pool") from error
+        return there.view(dtype).view(header.shape)
+
+    def hand_out(self, tensor: torch.Tensor, ready: Any) -> torch.Tensor:
+        caller = _cuda.current_stream(self.device)
+        if ready is not None:
+            caller.wait_event(ready)
+        tensor.record_stream(caller)
+        return tensor
+
+    def wait(self, ready: Any) -> None:
+        if ready is not None:
+            ready.synchronize()
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        with _cuda.device(self.device), _cuda.stream(self._stream):
+            yield
+
+
+def place_of(device: str) -> Place:
+    return CudaPlace(device) if device.startswith("cuda") else HostPlace()
+
+
+def _is_alone(tensor: torch.Tensor) -> bool:
+    """Whether nothing else lies in the same memory: a part of a batch would keep all of it."""
+    lazy = tensor.is_conj() or tensor.is_neg()
+    return (
+        not lazy and tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
+    )

@@ -3,6 +3,11 @@
 Made in the background when a pool is first seen, or else named by a record, with a probe that takes
 the communicator; never while somebody waits. A bounded number, the least recently used goes, and
 those with pools that are gone. A pair that failed is left alone for a while, longer each time.
+
+Receiving: from another pool into this one, and what may go wrong on the way.
+
+On the crew's threads. Whatever fails is a reason (see `lane.Fallback`): the bytes then come over
+the hosts.
 """
 
 import threading
@@ -10,28 +15,36 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
+from xxhash import xxh3_64_intdigest
 
-from lookup_buffer.device import asking
-from lookup_buffer.device.crew import Crew
-from lookup_buffer.device.place import Place
+from lookup_buffer.codec import writable_bytes
+from lookup_buffer.device import protocol
+from lookup_buffer.device.memory import Place
+from lookup_buffer.device.pool import DevicePool, Entry
 from lookup_buffer.device.protocol import Dialect, joining, memory_of
-from lookup_buffer.device.stats import Notes
+from lookup_buffer.device.stats import Crew, Notes
 from lookup_buffer.errors import (
+    BufferFull,
     CodecError,
+    CorruptTensor,
     LookupBufferError,
+    LookupTimeout,
     MissingTensor,
     PipeBroken,
     PipeClosed,
+    PipeTimeout,
     ProtocolError,
+    TensorTooLarge,
 )
-from lookup_buffer.lane import Fallback, MaybeFallback
+from lookup_buffer.key import QualifiedKey
 from lookup_buffer.pipes.connect import meet
 from lookup_buffer.pipes.pipe import PipeLimits
 from lookup_buffer.pipes.stream import StreamPipe
-from lookup_buffer.pool_messages import SeenPool
+from lookup_buffer.protocol.header import TensorHeader
+from lookup_buffer.protocol.messages import Fallback, MaybeFallback, SeenPool
 
 PAIRS_MAX: Final = 16
 WARM_MAX: Final = 8
@@ -200,12 +213,12 @@ class Pairs:
                 "ask": ask, "pool": source.pool, "namespace": namespace, "key": key,
                 "mark": source.mark,
             }  # fmt: skip
-            pipe.send_tensor(asking.message(question), timeout=timeout)
-            verdict = pipe.recv_tensor(asking.verdict_key(ask), timeout=timeout)
-            if asking.fields_in(verdict).get("status") != "ok":
+            pipe.send_tensor(protocol.message(question), timeout=timeout)
+            verdict = pipe.recv_tensor(protocol.verdict_key(ask), timeout=timeout)
+            if protocol.fields_in(verdict).get("status") != "ok":
                 raise MissingTensor(f"the pool no longer holds {key}")
             left = max(0.0, deadline - self._clock())
-            pipe.recv_tensor(asking.payload_key(ask), timeout=left, out=out)
+            pipe.recv_tensor(protocol.payload_key(ask), timeout=left, out=out)
         except MissingTensor:
             raise
         except PipeClosed:  # in order, for nobody asked for long: there will be another
@@ -295,12 +308,92 @@ class Pairs:
         )
         try:
             with self._place.working():
-                probe = asking.message({"ask": 0, "mark": 0, "at_sight": at_sight})
+                probe = protocol.message({"ask": 0, "mark": 0, "at_sight": at_sight})
                 pipe.send_tensor(probe, timeout=self._limits.silence_seconds)
                 pipe.recv_tensor(
-                    asking.payload_key(0), timeout=AT_SIGHT_SECONDS if at_sight else MAKE_SECONDS
+                    protocol.payload_key(0), timeout=AT_SIGHT_SECONDS if at_sight else MAKE_SECONDS
                 )
         except BaseException:
             pipe.abort()
             raise
         return pipe
+
+
+class Receiving:
+    def __init__(self, pool: DevicePool, place: Place, pairs: Pairs, notes: Notes) -> None:
+        self._pool = pool
+        self._place = place
+        self._pairs = pairs
+        self._notes = notes
+
+    def bring(
+        self,
+        message: dict[str, Any],
+        address: QualifiedKey,
+        deadline: float,
+        is_wanted: Callable[[], bool],
+    ) -> tuple[Entry | None, MaybeFallback, int]:
+        """From the first that has it: the entry, or why there is none, and which source it was."""
+        reason: MaybeFallback = Fallback.STALE
+        header = TensorHeader.from_fields(message["header"])
+        for number, fields in enumerate(message["sources"], start=1):
+            source = Source(*fields)
+            reason = self._pairs.why_not(source)
+            if not reason:
+                if not is_wanted():
+                    return None, Fallback.TIMEOUT, 0
+                entry, reason = self._from(source, header, address, deadline)
+                if entry is not None:
+                    return entry, "", number
+            elif reason == Fallback.VERSION:
+                what = f"{source.lane} of library {source.library}"
+                self._notes.warn(reason, f"the pool at {source.host} speaks {what}, and not ours")
+        return None, reason, 0
+
+    def _from(
+        self, source: Source, header: TensorHeader, address: QualifiedKey, deadline: float
+    ) -> tuple[Entry | None, MaybeFallback]:
+        try:
+            self._pool.reserve(header.nbytes)
+        except (BufferFull, TensorTooLarge) as error:
+            self._notes.warn(Fallback.NO_ROOM, error)
+            return None, Fallback.NO_ROOM
+        reason: MaybeFallback = ""
+        try:
+            with self._place.working():
+                # Here, so that a GPU's memory comes from the pool's stream, and what the model
+                # still has to do with what lay there before is waited for.
+                tensor = self._place.empty(header)
+                left = max(0.0, deadline - time.monotonic())
+                self._pairs.receive(source, *address, tensor, left)
+            self._check(tensor, source)
+            return self._pool.put(address, (tensor, None), header.nbytes, source.checksum), ""
+        except MissingTensor:
+            reason = Fallback.STALE
+        except PipeClosed:
+            reason = Fallback.COLD
+        except CorruptTensor as error:
+            reason = Fallback.CHECKSUM
+            self._notes.warn(reason, error)
+        except (BufferFull, CodecError) as error:
+            reason = Fallback.DEVICE
+            self._notes.warn(reason, error)
+        except (LookupTimeout, PipeTimeout) as error:
+            reason = Fallback.TIMEOUT
+            self._notes.warn(reason, error)
+        except LookupBufferError as error:
+            reason = Fallback.PEER_FAILED
+            self._notes.warn(reason, error)
+        except Exception as error:  # noqa: BLE001 -- a device that failed, as torch says it
+            reason = Fallback.DEVICE
+            self._pairs.fail(source.pool)
+            self._notes.warn(reason, error)
+        self._pool.cancel(header.nbytes)
+        return None, reason
+
+    def _check(self, tensor: "torch.Tensor", source: Source) -> None:
+        """On the host; what is on a GPU is checked by nobody: it would have to leave it."""
+        if tensor.device.type != "cpu":
+            return
+        if xxh3_64_intdigest(writable_bytes(tensor)) != source.checksum:
+            raise CorruptTensor("a pool sent other bytes than its node published")

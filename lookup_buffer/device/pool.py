@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from lookup_buffer.errors import BufferFull, TensorTooLarge
-from lookup_buffer.item import Address
+from lookup_buffer.key import QualifiedKey
 
 
 @dataclass(slots=True, eq=False)
 class Entry:
     """One tensor. `mark` is drawn anew for each, so that what is asked for by it is this one."""
 
-    address: Address
+    address: QualifiedKey
     value: Any
     nbytes: int
     mark: int
@@ -50,12 +50,12 @@ class DevicePool:
     def __init__(
         self,
         capacity_bytes: int,
-        on_evicted: Callable[[list[Address]], None] = lambda _addresses: None,
+        on_evicted: Callable[[list[QualifiedKey]], None] = lambda _addresses: None,
     ) -> None:
         self._capacity_bytes = capacity_bytes
         self._on_evicted = on_evicted
         self._lock = threading.Lock()
-        self._entries: OrderedDict[Address, Entry] = OrderedDict()
+        self._entries: OrderedDict[QualifiedKey, Entry] = OrderedDict()
         self._tickets: dict[int, Entry] = {}
         self._used_bytes = 0
         self._last_mark = 0
@@ -92,7 +92,9 @@ class DevicePool:
         with self._lock:
             self._used_bytes -= nbytes
 
-    def put(self, address: Address, value: Any, nbytes: int, checksum: int | None = None) -> Entry:
+    def put(
+        self, address: QualifiedKey, value: Any, nbytes: int, checksum: int | None = None
+    ) -> Entry:
         """The entry for what was reserved, held once for the caller; it takes the place of an
         earlier one of that address."""
         with self._lock:
@@ -109,7 +111,7 @@ class DevicePool:
 
     def hold(
         self,
-        address: Address,
+        address: QualifiedKey,
         *,
         mark: int | None = None,
         checksums: Collection[int] | None = None,
@@ -125,7 +127,7 @@ class DevicePool:
             self._entries.move_to_end(address)
             return entry
 
-    def has(self, address: Address) -> bool:
+    def has(self, address: QualifiedKey) -> bool:
         with self._lock:
             return address in self._entries
 
@@ -133,7 +135,7 @@ class DevicePool:
         with self._lock:
             self._unpin(entry)
 
-    def forget(self, addresses: Iterable[Address]) -> None:
+    def forget(self, addresses: Iterable[QualifiedKey]) -> None:
         """These are not to be had any more; who holds one still finishes."""
         with self._lock:
             for address in addresses:

@@ -15,8 +15,8 @@ from typing import Final
 
 import torch
 
-from lookup_buffer.device import asking
-from lookup_buffer.device.place import Place
+from lookup_buffer.device import protocol
+from lookup_buffer.device.memory import Place
 from lookup_buffer.device.pool import DevicePool, Entry
 from lookup_buffer.device.protocol import Dialect, joining, memory_of
 from lookup_buffer.device.stats import Notes
@@ -27,10 +27,10 @@ from lookup_buffer.errors import (
     LookupTimeout,
     ProtocolError,
 )
-from lookup_buffer.greeting import HANDSHAKE_SECONDS, Greetings, listening
 from lookup_buffer.pipes.pipe import KVPipe, PipeLimits
 from lookup_buffer.pipes.stream import StreamPipe
 from lookup_buffer.protocol.auth import accept_handshake
+from lookup_buffer.protocol.stream import HANDSHAKE_SECONDS, Greetings, listening
 
 PEERS_MAX: Final = 32
 AT_SIGHT_MAX: Final = 16
@@ -70,7 +70,7 @@ class Serving:
         self._place = place
         self._pool_id = pool_id
         self._token = token
-        self._limits = replace(limits, message_bytes=asking.QUESTION_BYTES_MAX)
+        self._limits = replace(limits, message_bytes=protocol.QUESTION_BYTES_MAX)
         self._notes = notes
         self._join = joining(dialect, place)(True, limits.silence_seconds)
         self._dialect = dialect
@@ -153,7 +153,7 @@ class Serving:
             seconds = HANDSHAKE_SECONDS  # a stranger, until it asks
             while not self._closed:
                 try:
-                    question = asking.fields_in(pipe.recv_tensor(timeout=seconds))
+                    question = protocol.fields_in(pipe.recv_tensor(timeout=seconds))
                 except LookupTimeout:
                     break
                 if not self._has_place(pipe, question):
@@ -166,9 +166,9 @@ class Serving:
         match question:
             case {"ask": int(ask), "mark": 0}:
                 probe = torch.zeros(
-                    asking.PROBE_BYTES, dtype=torch.uint8, device=self._place.device
+                    protocol.PROBE_BYTES, dtype=torch.uint8, device=self._place.device
                 )
-                pipe.send_tensor(probe, asking.payload_key(ask), timeout=SEND_SECONDS)
+                pipe.send_tensor(probe, protocol.payload_key(ask), timeout=SEND_SECONDS)
             case {
                 "ask": int(ask),
                 "pool": str(pool_id),
@@ -184,15 +184,15 @@ class Serving:
                 raise ProtocolError("that is no question to a pool")
 
     def _send(self, pipe: KVPipe, ask: int, entry: Entry | None) -> None:
-        where = asking.verdict_key(ask)
+        where = protocol.verdict_key(ask)
         if entry is None:
-            pipe.send_tensor(asking.message({"status": "stale"}), where, timeout=SEND_SECONDS)
+            pipe.send_tensor(protocol.message({"status": "stale"}), where, timeout=SEND_SECONDS)
             return
         try:
             tensor, ready = entry.value
             self._place.wait(ready)
-            pipe.send_tensor(asking.message({"status": "ok"}), where, timeout=SEND_SECONDS)
-            pipe.send_tensor(tensor, asking.payload_key(ask), timeout=SEND_SECONDS)
+            pipe.send_tensor(protocol.message({"status": "ok"}), where, timeout=SEND_SECONDS)
+            pipe.send_tensor(tensor, protocol.payload_key(ask), timeout=SEND_SECONDS)
             self.served += 1
         finally:
             self._pool.let_go(entry)

@@ -1,32 +1,36 @@
 """The history of a key: all that the store knows of it, gathered from every namespace.
 
 Works against the store alone; no node is asked.
+
+What `top` shows: the fleet at one moment, and what was counted since the moment before.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from lookup_buffer.cli.beat_watch import BeatWatch
-from lookup_buffer.cli.differences import difference_text, differences, most_alike
-from lookup_buffer.cli.exits import CommandError, ExitCode
-from lookup_buffer.fields import is_fingerprint
 from lookup_buffer.inspection.findings import (
     Code,
     Finding,
     Fleet,
     absent,
+    difference_text,
+    differences,
     findings_of,
+    most_alike,
     no_namespace,
 )
-from lookup_buffer.inspection.records import traces_of
+from lookup_buffer.inspection.records import BeatWatch, CommandError, ExitCode, traces_of
 from lookup_buffer.key import MAX_KEY_CHARACTERS, TensorKey
-from store import MetadataStore
+from lookup_buffer.protocol.messages import is_fingerprint
+from store import Beat, MetadataStore, NodeInfo
 from store.record import SAFE_NAME
 
 if TYPE_CHECKING:
     from store.trace import Trace, Traces
+
 
 NAMED_WHEN_AMBIGUOUS = 5
 FOUND_MAX = 10_000
@@ -132,3 +136,70 @@ def _search(reader: "Traces", part: str, namespace: str) -> list["Trace"]:
     if not keys:
         TensorKey.parse(part)  # nobody can have such a key: say so
     return [t for t in reader.of(sorted(a for a in found if a[1] in keys)) if not t.is_empty]
+
+
+HOTTEST = 20
+Address = tuple[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """All that is read at one moment, `at` by the monotonic clock."""
+
+    at: float
+    beats: Mapping[str, Beat]
+    infos: Mapping[str, NodeInfo]
+    counters: Mapping[str, Mapping[str, int]]
+    hits: Mapping[Address, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Activity:
+    """What happened from one sample to a later one."""
+
+    first: Sample
+    last: Sample
+
+    @property
+    def seconds(self) -> float:
+        return max(self.last.at - self.first.at, 1e-3)
+
+    def alive(self, node: str) -> bool:
+        """Whether its beat has moved."""
+        return self.last.beats.get(node) != self.first.beats.get(node)
+
+    def of_node(self, node: str) -> Counter[str]:
+        """What a node has counted. One that began anew has counted all that it says."""
+        before, now = self.first.counters.get(node, {}), self.last.counters.get(node, {})
+        return Counter(
+            {
+                name: count - before.get(name, 0) if count >= before.get(name, 0) else count
+                for name, count in now.items()
+            }
+        )
+
+    def of_all(self) -> Counter[str]:
+        total: Counter[str] = Counter()
+        for node in self.last.counters:
+            total.update(self.of_node(node))
+        return total
+
+    def hottest(self) -> list[tuple[Address, int, int]]:
+        """Keys with their hits meanwhile and altogether, those with most meanwhile first."""
+        found = [
+            (address, max(0, hits - self.first.hits.get(address, hits)), hits)
+            for address, hits in self.last.hits.items()
+        ]
+        return sorted(found, key=lambda one: (-one[1], -one[2], one[0]))[:HOTTEST]
+
+
+def take_sample(
+    store: MetadataStore, reader: "Traces", namespaces: list[str], now: float
+) -> Sample:
+    beats = store.beats()
+    hottest = reader.hottest(namespaces, HOTTEST)
+    return Sample(
+        now, beats, store.node_infos(sorted(beats)), store.stats(),
+        # By hand there may stand what is too long for a key, and for whoever is to show it.
+        {at: hits for at, hits in hottest.items() if len(at[1]) <= MAX_KEY_CHARACTERS},
+    )  # fmt: skip

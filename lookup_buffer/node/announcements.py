@@ -18,18 +18,18 @@ from functools import partial
 from typing import Final
 
 from lookup_buffer.errors import LookupBufferError, NodeUnavailable
-from lookup_buffer.inserted import InsertOutcome
-from lookup_buffer.item import Address, Item
+from lookup_buffer.key import QualifiedKey
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.directory import Directory
 from lookup_buffer.node.handoffs import Handoffs
 from lookup_buffer.node.identity import Identity
+from lookup_buffer.node.inventory import Item
 from lookup_buffer.node.locator import Located, Locator
 from lookup_buffer.node.owners import GONE, UNREACHED, Answer, Owners
 from lookup_buffer.node.publisher import Report
 from lookup_buffer.node.registrar import Registrar
 from lookup_buffer.node.shelf import Shelf
-from lookup_buffer.protocol.messages import Holds
+from lookup_buffer.protocol.messages import Holds, InsertOutcome
 from lookup_buffer.times import INSERT_LEAST_SECONDS
 from store import GoneReason, Location, Publication
 
@@ -53,7 +53,7 @@ class _Announcement:
 class _Contest:
     """Another node's location stands where ours should."""
 
-    address: Address
+    address: QualifiedKey
     published: bool = False
     """Ours was sent to the store again, which has not answered."""
     unanswered: int = 0
@@ -74,8 +74,8 @@ class Announcements:
     identity: Identity
     registrar: Registrar
     counters: Counters
-    _waiting: dict[Address, list[_Announcement]] = field(default_factory=dict)
-    _contests: dict[Address, _Contest] = field(default_factory=dict)
+    _waiting: dict[QualifiedKey, list[_Announcement]] = field(default_factory=dict)
+    _contests: dict[QualifiedKey, _Contest] = field(default_factory=dict)
 
     def announce(
         self, item: Item, until: float, done: Callable[[InsertOutcome | LookupBufferError], None]
@@ -124,7 +124,7 @@ class Announcements:
 
     # -- where another node's location stands
 
-    def _contend(self, address: Address) -> None:
+    def _contend(self, address: QualifiedKey) -> None:
         contest = self._contests.get(address)
         if contest is None:
             self._look(self._contests.setdefault(address, _Contest(address)))

@@ -13,13 +13,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
-from lookup_buffer.inserted import ClaimOutcome
 from lookup_buffer.node.breaker import Breaker
 from lookup_buffer.node.directory import Directory
 from lookup_buffer.node.lines import Lines
 from lookup_buffer.node.loop import call_from_thread
 from lookup_buffer.node.mirroring import MirrorLocator
 from lookup_buffer.node.storage import Storage
+from lookup_buffer.protocol.messages import ClaimOutcome
 from store import ClaimAnswer, Claiming, Releasing, StoreError, StoreFull, StoreUnavailable
 
 

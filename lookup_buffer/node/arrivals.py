@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from lookup_buffer.errors import BufferFull, LookupBufferError
-from lookup_buffer.item import Address, Item
+from lookup_buffer.key import QualifiedKey
 from lookup_buffer.node.connection import Connection
 from lookup_buffer.node.handoffs import TTL_SECONDS, Handoffs
+from lookup_buffer.node.inventory import Item
 from lookup_buffer.node.loop import call_from_thread
 from lookup_buffer.node.shelf import Shelf
 from lookup_buffer.node.waiting import Waiting
@@ -25,7 +26,7 @@ from lookup_buffer.protocol.header import TensorHeader
 class Arrival:
     """One hand-off at the door; `admitted` or `refused` is called once, unless its client left."""
 
-    address: Address
+    address: QualifiedKey
     header: TensorHeader
     ttl_seconds: float | None
     until: float

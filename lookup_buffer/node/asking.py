@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from lookup_buffer.item import Address
+from lookup_buffer.key import QualifiedKey
 from lookup_buffer.node.breaker import Breaker
 from lookup_buffer.node.directory import Directory
 from lookup_buffer.node.locator import NOT_REACHED, Answer, Located, Locator, located
@@ -28,7 +28,7 @@ LOOK_AGAIN_SECONDS = (0.005, 0.01, 0.02, 0.05)
 
 @dataclass(frozen=True, slots=True)
 class _Question:
-    addresses: Sequence[Address]
+    addresses: Sequence[QualifiedKey]
     answer: Answer
 
 
@@ -72,19 +72,19 @@ class AskingLocator(Locator):
         self._thread = threading.Thread(target=self._run, name="lb-locate", daemon=True)
         self._thread.start()
 
-    def ask(self, addresses: Sequence[Address], answer: Answer) -> None:
+    def ask(self, addresses: Sequence[QualifiedKey], answer: Answer) -> None:
         self._questions.put(_Question(addresses, answer))
 
     def known(self, namespace: str, keys: Sequence[str]) -> list[bool | None]:
         return [None] * len(keys)
 
-    def forget(self, address: Address) -> None:
+    def forget(self, address: QualifiedKey) -> None:
         """Nothing was kept."""
 
     def tick(self) -> None:
         """Nothing was kept, so nothing is out of date."""
 
-    def watch(self, address: Address, notify: Callable[[], None]) -> Callable[[], None]:
+    def watch(self, address: QualifiedKey, notify: Callable[[], None]) -> Callable[[], None]:
         poll = _Poll(self.loop, notify)
         poll.begin()
         return poll.cancel
@@ -108,7 +108,7 @@ class AskingLocator(Locator):
                 answers = [found[address] for address in question.addresses]
                 call_from_thread(self.loop, question.answer, answers)
 
-    def _locate(self, addresses: Iterable[Address]) -> dict[Address, Located]:
+    def _locate(self, addresses: Iterable[QualifiedKey]) -> dict[QualifiedKey, Located]:
         found = dict.fromkeys(addresses, NOT_REACHED)
         groups = defaultdict(list)
         for address in found:
@@ -124,7 +124,7 @@ class AskingLocator(Locator):
             found[address] = located(record, self.directory)
         return found
 
-    def _look_up(self, addresses: Sequence[Address]) -> dict[Address, Record | None]:
+    def _look_up(self, addresses: Sequence[QualifiedKey]) -> dict[QualifiedKey, Record | None]:
         """What is known of them; nothing of those whose server was not reached."""
         if not addresses:
             return {}

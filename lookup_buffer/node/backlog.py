@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
-from lookup_buffer.item import Address
-from lookup_buffer.key import is_handoff
+from lookup_buffer.key import QualifiedKey, is_handoff
 from lookup_buffer.node.pace import Pace
 from store import Location
 
@@ -31,7 +30,7 @@ RECENT_SECONDS = 60.0
 class Change:
     """The item at `address` appeared (reason "") or went (why)."""
 
-    address: Address
+    address: QualifiedKey
     reason: str
     claim_token: str | None = None
     """Of the claim under which it was produced; the publication drops it."""
@@ -48,17 +47,17 @@ class Backlog:
         self._clock = clock
         self._lock = threading.Lock()
         self._pace = Pace(AGAIN_PER_SECOND_MAX, BATCH, clock)
-        self._urgent: dict[Address, Change] = {}
+        self._urgent: dict[QualifiedKey, Change] = {}
         """Hand-offs that appeared: no more than the arena holds."""
-        self._fresh: dict[Address, Change] = {}
-        self._again: dict[Address, Change] = {}
-        self._recent: dict[Address, tuple[float, Change]] = {}
+        self._fresh: dict[QualifiedKey, Change] = {}
+        self._again: dict[QualifiedKey, Change] = {}
+        self._recent: dict[QualifiedKey, tuple[float, Change]] = {}
 
     def add(self, change: Change) -> None:
         with self._lock:
             self._add(change)
 
-    def repeat(self, addresses: Iterable[Address], per_second: float) -> None:
+    def repeat(self, addresses: Iterable[QualifiedKey], per_second: float) -> None:
         """Write these again, in this order and at most so many a second."""
         with self._lock:
             self._pace.per_second = per_second
@@ -123,7 +122,7 @@ class Backlog:
         if len(self._fresh) > FRESH_MAX:
             del self._fresh[next(iter(self._fresh))]
 
-    def _pop(self, address: Address) -> Change | None:
+    def _pop(self, address: QualifiedKey) -> Change | None:
         return self._urgent.pop(address, None) or self._fresh.pop(address, None)
 
     def _add_again(self, change: Change) -> None:
@@ -139,5 +138,5 @@ class Backlog:
             del self._recent[address]
 
 
-def _pop_first(changes: dict[Address, Change], most: int) -> list[Change]:
+def _pop_first(changes: dict[QualifiedKey, Change], most: int) -> list[Change]:
     return [changes.pop(address) for address in list(islice(changes, most))]

@@ -14,13 +14,19 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from lookup_buffer.inserted import ClaimOutcome
-from lookup_buffer.item import Address
+from lookup_buffer.key import QualifiedKey
 from lookup_buffer.node.claims import Answer, Claims
 from lookup_buffer.node.holdings import Holdings
 from lookup_buffer.node.session import Session
 from lookup_buffer.node.waiting import Vigil, Waiting
-from lookup_buffer.protocol.messages import Claim, ClaimAll, Encoding, ReleaseClaim, Unclaim
+from lookup_buffer.protocol.messages import (
+    Claim,
+    ClaimAll,
+    ClaimOutcome,
+    Encoding,
+    ReleaseClaim,
+    Unclaim,
+)
 from lookup_buffer.times import INTENT_SECONDS_MAX
 from store import ClaimState
 
@@ -37,7 +43,7 @@ class _Wish:
     until: float
     answer: Answer
     given_up: Callable[[], None]
-    taken: list[Address] = field(default_factory=list)
+    taken: list[QualifiedKey] = field(default_factory=list)
     """What the attempt under way has taken that its engine did not hold before."""
     busy: bool = False
     """An attempt is due or under way."""
@@ -232,7 +238,7 @@ class ClaimSets:
 
         self._claim(session, address, ClaimState.INTENT, INTENT_SECONDS_MAX, answered)
 
-    def _refused(self, wish: _Wish, address: Address, fields: dict[str, Any]) -> None:
+    def _refused(self, wish: _Wish, address: QualifiedKey, fields: dict[str, Any]) -> None:
         """One of the keys is another's, or is there already: hold none."""
         self._release(wish.session, wish.taken)
         if not wish.over:
@@ -244,7 +250,7 @@ class ClaimSets:
                 self._wait(wish, address, fields)
         self._next(wish.session)
 
-    def _wait(self, wish: _Wish, address: Address, fields: dict[str, Any]) -> None:
+    def _wait(self, wish: _Wish, address: QualifiedKey, fields: dict[str, Any]) -> None:
         if wish.vigil is None:
             wish.answer(_event(ClaimOutcome.PENDING, address, fields["holder"]))
             if wish.over:
@@ -270,7 +276,7 @@ class ClaimSets:
     def _claim(
         self,
         session: Session,
-        address: Address,
+        address: QualifiedKey,
         state: ClaimState,
         lease_seconds: float,
         answer: Answer,
@@ -279,10 +285,12 @@ class ClaimSets:
         request = Claim(0, namespace, key, lease_seconds, state.value, 0.0)
         self.claims.claim(session, request, lambda: not session.over, answer)
 
-    def _release(self, session: Session, addresses: list[Address]) -> None:
+    def _release(self, session: Session, addresses: list[QualifiedKey]) -> None:
         for namespace, key in addresses:
             self.claims.release(session, ReleaseClaim(0, namespace, key), lambda _: None)
 
 
-def _event(outcome: ClaimOutcome, address: Address = ("", ""), holder: str = "") -> dict[str, Any]:
+def _event(
+    outcome: ClaimOutcome, address: QualifiedKey = ("", ""), holder: str = ""
+) -> dict[str, Any]:
     return {"event": "claimed", "outcome": outcome, "key": address[1], "holder": holder}

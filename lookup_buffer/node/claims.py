@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from lookup_buffer.inserted import ClaimOutcome
-from lookup_buffer.item import Address
+from lookup_buffer.key import QualifiedKey
 from lookup_buffer.node.arbiter import Arbiter, Ruling
 from lookup_buffer.node.counters import RENEWED, UNASKED, Counters
 from lookup_buffer.node.holdings import Holdings
@@ -27,7 +26,7 @@ from lookup_buffer.node.resolver import Resolver
 from lookup_buffer.node.session import Session
 from lookup_buffer.node.shelf import Shelf
 from lookup_buffer.node.waiting import Vigil, Waiting
-from lookup_buffer.protocol.messages import Claim, ReleaseClaim
+from lookup_buffer.protocol.messages import Claim, ClaimOutcome, ReleaseClaim
 from lookup_buffer.times import CLAIM_ANSWER_SECONDS, INTENT_SECONDS_MAX
 from store import ClaimAnswer, Claiming, ClaimState, Releasing
 
@@ -47,7 +46,7 @@ class _Question:
     """A client that asks for a claim, until it is answered."""
 
     session: Session
-    address: Address
+    address: QualifiedKey
     state: ClaimState
     lease_seconds: float
     wanted: Callable[[], bool]
@@ -114,7 +113,7 @@ class Claims:
         """The session has ended."""
         self._give_back(self.holdings.drop_all(session), session)
 
-    def inserted(self, session: Session, address: Address) -> None:
+    def inserted(self, session: Session, address: QualifiedKey) -> None:
         """What this engine has a claim for is here: its publication drops the claim."""
         holding = self.holdings.drop(session, address)
         if holding is not None:
@@ -147,7 +146,7 @@ class Claims:
             )
             self.arbiter.claim(claiming, partial(self._ruled, question, bound))
 
-    def _known_elsewhere(self, address: Address) -> bool:
+    def _known_elsewhere(self, address: QualifiedKey) -> bool:
         namespace, key = address
         return self.waiting.locator.known(namespace, [key]) == [True]
 
@@ -225,7 +224,7 @@ class Claims:
         )  # fmt: skip
 
     def _give_back(
-        self, addresses: Sequence[Address], session: Session, answer: Answer = _nobody
+        self, addresses: Sequence[QualifiedKey], session: Session, answer: Answer = _nobody
     ) -> None:
         releasings = [Releasing(*each, self._token(session, each)) for each in addresses]
         self.arbiter.release(releasings, lambda released: answer({"released": released}))
@@ -234,7 +233,7 @@ class Claims:
     def holder(self) -> str:
         return f"{self.identity.node}:{self.identity.boot}"
 
-    def _token(self, session: Session, address: Address) -> str:
+    def _token(self, session: Session, address: QualifiedKey) -> str:
         """The same for all clients of an engine, and not to be guessed by others."""
         text = "\0".join((str(session.owner), *address)).encode("utf-8", "surrogatepass")
         return hashlib.blake2b(text, key=self._secret, digest_size=8).hexdigest()

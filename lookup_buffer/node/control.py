@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lookup_buffer.elsewhere import Elsewhere
 from lookup_buffer.errors import LookupBufferError, NodeRefused, ProtocolError
 from lookup_buffer.node.connection import Connection
 from lookup_buffer.node.counters import Counters
@@ -22,6 +21,7 @@ from lookup_buffer.node.identity import Identity
 from lookup_buffer.node.session import Seat, Session
 from lookup_buffer.protocol.messages import (
     VERSION,
+    DeskRequest,
     Goodbye,
     Hello,
     Join,
@@ -30,7 +30,7 @@ from lookup_buffer.protocol.messages import (
     parse,
     strange_hello,
 )
-from lookup_buffer.request import DeskRequest
+from lookup_buffer.shm.index import Elsewhere
 from lookup_buffer.shm.memory import adopt_staging
 from lookup_buffer.times import QUARANTINE_SECONDS
 

@@ -2,18 +2,44 @@
 
 Any thread may count. Totals are for clients of the node; deltas go to Redis in batches, and so do
 hits per key, so that a hit never costs a round trip.
+
+A histogram of seconds with fixed buckets, as Prometheus wants it: cumulative, and a sum.
+
+Any thread may observe. It costs 0.5 µs, for it is on the way of every transfer.
 """
 
 import threading
+from bisect import bisect_left
 from collections import Counter
+from itertools import accumulate
 from typing import Final
 
 from lookup_buffer.errors import MissReason
-from lookup_buffer.histogram import Histogram
-from lookup_buffer.inserted import ClaimOutcome
-from lookup_buffer.item import Address, Item
-from lookup_buffer.lane import LANES, Fallback
+from lookup_buffer.key import QualifiedKey
+from lookup_buffer.node.inventory import Item
+from lookup_buffer.protocol.messages import LANES, ClaimOutcome, Fallback
 from store import GoneReason
+
+BOUNDS_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+"""From a small tensor on one rack to 130 MB over a slow link; what is beyond has a bucket too."""
+
+
+class Histogram:
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts = [0] * (len(BOUNDS_SECONDS) + 1)
+        self._sum_seconds = 0.0
+
+    def observe(self, seconds: float) -> None:
+        with self._lock:
+            self._counts[bisect_left(BOUNDS_SECONDS, seconds)] += 1
+            self._sum_seconds += seconds
+
+    def read(self) -> tuple[list[int], float]:
+        """How many took at most each of `BOUNDS_SECONDS`, and how many in all; their sum."""
+        with self._lock:
+            return list(accumulate(self._counts)), self._sum_seconds
+
 
 MISS_REASONS: Final = (
     MissReason.ABSENT,
@@ -96,7 +122,7 @@ class Counters:
         self._lock = threading.Lock()
         self._totals: Counter[str] = Counter()
         self._unflushed: Counter[str] = Counter()
-        self._hits: Counter[Address] = Counter()
+        self._hits: Counter[QualifiedKey] = Counter()
         self.fetch_seconds = Histogram()
         """Of fetches that brought the tensor, from the request to the verified bytes."""
         self.encode_seconds = Histogram()
@@ -127,7 +153,7 @@ class Counters:
             self._count_source(item, count)
             self._count_hits(item.address, count)
 
-    def hit_lane(self, address: Address, nbytes: int) -> None:
+    def hit_lane(self, address: QualifiedKey, nbytes: int) -> None:
         """A reader's process has the bytes in its pool."""
         with self._lock:
             self._count_to("lane", 1, nbytes)
@@ -142,14 +168,14 @@ class Counters:
         with self._lock:
             return dict(self._totals)
 
-    def take_unflushed(self) -> tuple[dict[str, int], dict[Address, int]]:
+    def take_unflushed(self) -> tuple[dict[str, int], dict[QualifiedKey, int]]:
         """Counters and hits since the last call; give them back by `put_back` on failure."""
         with self._lock:
             counters, hits = self._unflushed, self._hits
             self._unflushed, self._hits = Counter(), Counter()
         return dict(counters), dict(hits)
 
-    def put_back(self, counters: dict[str, int], hits: dict[Address, int]) -> None:
+    def put_back(self, counters: dict[str, int], hits: dict[QualifiedKey, int]) -> None:
         with self._lock:
             self._unflushed.update(counters)
             for address, count in hits.items():
@@ -164,6 +190,6 @@ class Counters:
             self._totals[name] += amount
             self._unflushed[name] += amount
 
-    def _count_hits(self, address: Address, count: int) -> None:
+    def _count_hits(self, address: QualifiedKey, count: int) -> None:
         if address in self._hits or len(self._hits) < HITS_KEYS_MAX:
             self._hits[address] += count

@@ -18,8 +18,7 @@ from lookup_buffer.errors import (
     MissReason,
     ProtocolError,
 )
-from lookup_buffer.item import Address
-from lookup_buffer.key import is_handoff
+from lookup_buffer.key import QualifiedKey, is_handoff
 from lookup_buffer.node.claim_sets import ClaimSets
 from lookup_buffer.node.claims import Claims
 from lookup_buffer.node.connection import Connection
@@ -36,7 +35,6 @@ from lookup_buffer.node.session import Session
 from lookup_buffer.node.shelf import Held, Shelf
 from lookup_buffer.node.takings import Takings
 from lookup_buffer.node.waiting import Waiting
-from lookup_buffer.pool_messages import Offer, OpenPool, Prepare, Received, Retract
 from lookup_buffer.protocol.messages import (
     Acknowledge,
     Claim,
@@ -47,9 +45,15 @@ from lookup_buffer.protocol.messages import (
     Encoding,
     GiveBack,
     Insert,
+    Offer,
+    OpenPool,
     Prefetch,
+    Prepare,
+    Received,
     Release,
     ReleaseClaim,
+    Request,
+    Retract,
     Select,
     Stats,
     Take,
@@ -57,7 +61,6 @@ from lookup_buffer.protocol.messages import (
     Unclaim,
     failure,
 )
-from lookup_buffer.request import Request
 
 
 @dataclass(slots=True)
@@ -186,7 +189,7 @@ class Desk:
 
     # -- select
 
-    def _hold(self, session: Session, address: Address) -> Held | None:
+    def _hold(self, session: Session, address: QualifiedKey) -> Held | None:
         held = self.shelf.hold(address, session.id, session.ranks())
         if held is None and is_handoff(address[1]):
             held = self.loans.hold(address, session.id, session.ranks())
@@ -212,7 +215,7 @@ class Desk:
             self._select_later(connection, session, request, address)
 
     def _select_later(
-        self, connection: Connection, session: Session, request: Select, address: Address
+        self, connection: Connection, session: Session, request: Select, address: QualifiedKey
     ) -> None:
         """What is not here is located and fetched, or waited for."""
 
@@ -247,7 +250,7 @@ class Desk:
         if not connection.open:  # the client gave up and will never release what it was not told
             self.shelf.release([held.ticket], session.id)
 
-    def _try_hold(self, session: Session, address: Address) -> dict[str, Any] | None:
+    def _try_hold(self, session: Session, address: QualifiedKey) -> dict[str, Any] | None:
         """How `address` stands for this session, None where it is not here."""
         seat = session.seat
         if seat is not None:

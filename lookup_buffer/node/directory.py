@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 
-from lookup_buffer.item import Address
+from lookup_buffer.key import QualifiedKey
 from lookup_buffer.node.liveness import Liveness
 from lookup_buffer.times import DEAD_AFTER_SECONDS, LONG_DEAD_SECONDS, STALL_SECONDS
 from store import Location, MetadataStore, NodeInfo, Record, StoreError, StoreUnavailable
@@ -36,7 +36,7 @@ class Directory:
         """An older reading must not be taken in after a newer one: it would look like life."""
         self._liveness = Liveness()
         self._infos: dict[tuple[str, str], NodeInfo] = {}
-        self._void: dict[tuple[Address, Location], None] = {}
+        self._void: dict[tuple[QualifiedKey, Location], None] = {}
         self._unseen_since: dict[tuple[str, str], float] = {}
         """Of boots that do not beat: when they were first asked about, by the clock."""
         self._endpoints: dict[tuple[str, str], str] = {}
@@ -174,12 +174,12 @@ class Directory:
             del self._unseen_since[next(iter(self._unseen_since))]
         return self._unseen_since.setdefault(boot, since)
 
-    def _note_void(self, address: Address, location: Location) -> None:
+    def _note_void(self, address: QualifiedKey, location: Location) -> None:
         with self._lock:
             if len(self._void) < VOID_MAX:
                 self._void[address, location] = None
 
-    def take_void(self, most: int) -> list[tuple[Address, Location]]:
+    def take_void(self, most: int) -> list[tuple[QualifiedKey, Location]]:
         """Up to `most` locations that were asked about and whose nodes are long dead."""
         with self._lock:
             taken = list(self._void)[:most]

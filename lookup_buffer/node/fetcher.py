@@ -27,9 +27,10 @@ from lookup_buffer.errors import (
     ProtocolError,
     TensorTooLarge,
 )
-from lookup_buffer.item import Address, Item
+from lookup_buffer.key import QualifiedKey
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.failed_fetches import FailedFetches
+from lookup_buffer.node.inventory import Item
 from lookup_buffer.node.locator import Located
 from lookup_buffer.node.shelf import Held, Shelf
 from lookup_buffer.protocol.auth import connect
@@ -71,7 +72,7 @@ class Fetcher:
 
     def fetch(
         self,
-        address: Address,
+        address: QualifiedKey,
         located: Located,
         done: Callable[[Fetched], None],
         *,
@@ -89,7 +90,7 @@ class Fetcher:
             self._idle_links.clear()
 
     def _fetch(
-        self, address: Address, located: Located, done: Callable[[Fetched], None], loan: bool
+        self, address: QualifiedKey, located: Located, done: Callable[[Fetched], None], loan: bool
     ) -> None:
         fetched = Fetched(None, located.reason or MissReason.ABSENT)
         device = located.record.device if located.record else ""
@@ -106,7 +107,7 @@ class Fetcher:
             done(fetched)
 
     def _try(
-        self, address: Address, location: Location, endpoint: str, loan: bool, device: str
+        self, address: QualifiedKey, location: Location, endpoint: str, loan: bool, device: str
     ) -> Fetched:
         try:
             return Fetched(self._transfer(address, location, endpoint, loan, device))
@@ -120,7 +121,7 @@ class Fetcher:
             return Fetched(None, MissReason.PEER_FAILED)
 
     def _transfer(
-        self, address: Address, location: Location, endpoint: str, loan: bool, device: str
+        self, address: QualifiedKey, location: Location, endpoint: str, loan: bool, device: str
     ) -> Held:
         started = time.monotonic()
         with self._link(endpoint) as link:
@@ -154,7 +155,7 @@ class Fetcher:
         return Held(ticket, item)
 
     def _checked(
-        self, answer: object, nbytes: int, address: Address, location: Location
+        self, answer: object, nbytes: int, address: QualifiedKey, location: Location
     ) -> PayloadHeader:
         """The peer's header, if it is of what was asked for.
 
@@ -168,7 +169,7 @@ class Fetcher:
             raise CorruptTensor(f"{location.node} sent another tensor than was asked for")
         return header
 
-    def _reserve(self, address: Address, header: PayloadHeader, node: str, loan: bool) -> Item:
+    def _reserve(self, address: QualifiedKey, header: PayloadHeader, node: str, loan: bool) -> Item:
         if loan:
             return self.shelf.reserve_loan(address, header.tensor, origin=node)
         ttl_seconds = None if header.ttl_ms is None else header.ttl_ms / 1000

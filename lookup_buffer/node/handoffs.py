@@ -20,8 +20,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 from lookup_buffer.errors import ProtocolError
-from lookup_buffer.item import Address
-from lookup_buffer.key import is_handoff
+from lookup_buffer.key import QualifiedKey, is_handoff
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.shelf import Held, Shelf
 from lookup_buffer.protocol.header import TensorHeader
@@ -43,7 +42,7 @@ class Lease:
     """One taker's hold on one generation; `token` is the proof of it."""
 
     token: int
-    address: Address
+    address: QualifiedKey
     held: Held
     taker: Hashable
     seconds: float
@@ -60,7 +59,7 @@ Tell = Callable[[Lease | None], None]
 class Bid:
     """One who stands in line."""
 
-    address: Address
+    address: QualifiedKey
     taker: Hashable
     tell: Tell
 
@@ -73,15 +72,17 @@ class Handoffs:
     lease_seconds: float
     _leases: dict[int, Lease] = field(default_factory=dict)
     """By token. What was won stays for a while: the winner may ask twice."""
-    _current: dict[Address, Lease] = field(default_factory=dict)
+    _current: dict[QualifiedKey, Lease] = field(default_factory=dict)
     """The lease on what can be found under the address."""
-    _lines: dict[Address, deque[Bid]] = field(default_factory=dict)
-    _offers: dict[Address, list[Callable[[], None]]] = field(default_factory=dict)
-    _held_back: set[Address] = field(default_factory=set)
+    _lines: dict[QualifiedKey, deque[Bid]] = field(default_factory=dict)
+    _offers: dict[QualifiedKey, list[Callable[[], None]]] = field(default_factory=dict)
+    _held_back: set[QualifiedKey] = field(default_factory=set)
 
     # -- takers
 
-    def take(self, address: Address, taker: Hashable, tell: Tell, *, patient: bool) -> Bid | None:
+    def take(
+        self, address: QualifiedKey, taker: Hashable, tell: Tell, *, patient: bool
+    ) -> Bid | None:
         """Take the item at `address`, or, if `patient`, stand in line for it.
 
         `tell` is called once, maybe before this returns: with a lease, or with None as soon as
@@ -151,36 +152,38 @@ class Handoffs:
 
     # -- producers
 
-    def hold_back(self, address: Address) -> None:
+    def hold_back(self, address: QualifiedKey) -> None:
         """Until it has `arrived` nobody is given what lies at `address`: it is not settled yet
         whether it is this node's. Who wants it stands in line."""
         self._held_back.add(address)
 
-    def arrived(self, address: Address) -> None:
+    def arrived(self, address: QualifiedKey) -> None:
         """There is a new generation at `address`, or what was held back there is not to be had."""
         self._held_back.discard(address)
         self._serve(address)
 
-    def holds(self, address: Address) -> bool:
+    def holds(self, address: QualifiedKey) -> bool:
         """Whether there is one, be it leased."""
         return self.shelf.holds(address)
 
-    def leased(self, address: Address) -> bool:
+    def leased(self, address: QualifiedKey) -> bool:
         """Whether somebody has it just now, so that it may come back."""
         lease = self._current.get(address)
         return lease is not None and not lease.held.item.gone
 
-    def wanted(self, address: Address) -> bool:
+    def wanted(self, address: QualifiedKey) -> bool:
         """Whether somebody stands in line for it."""
         return address in self._lines
 
-    def offer(self, address: Address, header: TensorHeader, on_wanted: Callable[[], None]) -> None:
+    def offer(
+        self, address: QualifiedKey, header: TensorHeader, on_wanted: Callable[[], None]
+    ) -> None:
         """Somebody has an item for `address` and no room for it: call `on_wanted` when somebody
         asks. Until `withdraw`. The store is told, for takers of other nodes."""
         self._offers.setdefault(address, []).append(on_wanted)
         self.shelf.offer(address, header)
 
-    def withdraw(self, address: Address, on_wanted: Callable[[], None]) -> None:
+    def withdraw(self, address: QualifiedKey, on_wanted: Callable[[], None]) -> None:
         offers = self._offers.get(address, [])
         if on_wanted in offers:
             offers.remove(on_wanted)
@@ -191,7 +194,7 @@ class Handoffs:
 
     # -- leases
 
-    def _serve(self, address: Address) -> None:
+    def _serve(self, address: QualifiedKey) -> None:
         """Give who is first in line what can be had, or tell all of them that there is nothing."""
         while (line := self._lines.get(address)) and address not in self._held_back:
             held = self.shelf.hold(address, HANDOFF_OWNER)
@@ -213,7 +216,7 @@ class Handoffs:
                 del self._lines[address]
             bid.tell(self._lease(address, held, bid.taker))
 
-    def _lease(self, address: Address, held: Held, taker: Hashable) -> Lease:
+    def _lease(self, address: QualifiedKey, held: Held, taker: Hashable) -> Lease:
         seconds = self.lease_seconds + held.item.nbytes / BYTES_PER_SECOND_MIN
         token = secrets.randbits(63)
         lease = Lease(token, address, held, taker, seconds, self.loop.time() + seconds)

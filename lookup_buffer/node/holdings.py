@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from lookup_buffer.item import Address
+from lookup_buffer.key import QualifiedKey
 from lookup_buffer.node.session import Owner, Session
 from lookup_buffer.times import PROMISE_SECONDS
 from store import ClaimState
@@ -48,22 +48,22 @@ class Holdings:
     """By owner and key: all clients of an engine share its claims."""
 
     loop: asyncio.AbstractEventLoop
-    _held: dict[tuple[Owner, Address], Holding] = field(default_factory=dict)
+    _held: dict[tuple[Owner, QualifiedKey], Holding] = field(default_factory=dict)
 
     def __len__(self) -> int:
         """How many claims engines of this node have. From any thread."""
         return len(self._held)
 
-    def find(self, session: Session, address: Address) -> Holding | None:
+    def find(self, session: Session, address: QualifiedKey) -> Holding | None:
         """What this session's engine has; its lease may be over."""
         return self._held.get((session.owner, address))
 
-    def lasts(self, session: Session, address: Address) -> bool:
+    def lasts(self, session: Session, address: QualifiedKey) -> bool:
         """Whether this engine has the claim, as far as is known here."""
         holding = self.find(session, address)
         return holding is not None and holding.ends_at > self.loop.time()
 
-    def encoding_seconds(self, session: Session, address: Address) -> float:
+    def encoding_seconds(self, session: Session, address: QualifiedKey) -> float:
         """How long the claim lasts by which this engine has said that it is encoding the key."""
         holding = self.find(session, address)
         if holding is None or holding.state is not ClaimState.ENCODING:
@@ -73,7 +73,7 @@ class Holdings:
     def keep(
         self,
         session: Session,
-        address: Address,
+        address: QualifiedKey,
         state: ClaimState,
         *,
         lease_seconds: float,
@@ -97,7 +97,7 @@ class Holdings:
     def promise(
         self,
         session: Session,
-        address: Address,
+        address: QualifiedKey,
         lease_seconds: float,
         keep: Callable[[Session], None],
     ) -> bool:
@@ -117,24 +117,24 @@ class Holdings:
         holding.promise = self.loop.call_later(left, lambda: keep(holding.session))
         return True
 
-    def drop(self, session: Session, address: Address) -> Holding | None:
+    def drop(self, session: Session, address: QualifiedKey) -> Holding | None:
         """This engine has it no more. What it was, if it was there."""
         return self._drop((session.owner, address))
 
-    def drop_all(self, session: Session) -> list[Address]:
+    def drop_all(self, session: Session) -> list[QualifiedKey]:
         """The session has ended: the keys of what it was to give back."""
         ended = [held for held, holding in self._held.items() if holding.session is session]
         for held in ended:
             self._drop(held)
         return [address for _, address in ended]
 
-    def _drop(self, held: tuple[Owner, Address]) -> Holding | None:
+    def _drop(self, held: tuple[Owner, QualifiedKey]) -> Holding | None:
         holding = self._held.pop(held, None)
         if holding is not None:
             holding.forget_promise()
         return holding
 
-    def _forget_at_end(self, held: tuple[Owner, Address], holding: Holding) -> None:
+    def _forget_at_end(self, held: tuple[Owner, QualifiedKey], holding: Holding) -> None:
         """When its lease, however often renewed, has surely ended. One timer a holding."""
         if self._held.get(held) is not holding:
             return

@@ -14,20 +14,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lookup_buffer.errors import LookupBufferError, ProtocolError
-from lookup_buffer.inserted import InsertOutcome
-from lookup_buffer.item import Address, Item
-from lookup_buffer.key import is_handoff
+from lookup_buffer.key import QualifiedKey, is_handoff
 from lookup_buffer.node.announcements import Announcements
 from lookup_buffer.node.arrivals import Arrival, Arrivals
 from lookup_buffer.node.claims import Claims
 from lookup_buffer.node.connection import Connection
 from lookup_buffer.node.counters import Counters
+from lookup_buffer.node.inventory import Item
 from lookup_buffer.node.loop import call_from_thread
 from lookup_buffer.node.session import Session
 from lookup_buffer.node.shelf import Shelf
 from lookup_buffer.node.waiting import Waiting
 from lookup_buffer.protocol.header import TensorHeader
-from lookup_buffer.protocol.messages import Insert, failure
+from lookup_buffer.protocol.messages import Insert, InsertOutcome, failure
 from lookup_buffer.shm.memory import Mapping
 
 COPY_INLINE_BYTES = 512 << 10
@@ -48,7 +47,7 @@ class Intake:
     arrivals: Arrivals
     claims: Claims
     announcements: Announcements
-    on_stored: Callable[[Address], None]
+    on_stored: Callable[[QualifiedKey], None]
     _busy: set[Connection] = field(default_factory=set)
     """With an insert that waits or is being copied: one at a time on a connection."""
     _copying: set[Mapping] = field(default_factory=set)

@@ -6,18 +6,175 @@ item has gone and its last pin with it.
 
 Hand-offs are never evicted, so they have a share of their own, and pinning one costs nothing: no
 reader can be refused what would make room. What is on loan from another node is never found here.
+
+Item: one tensor in the arena.
+
+Room: where in the arena items lie, and which of them give way when there is no room.
+
+Pure bookkeeping, like the inventory, which decides what may be evicted and what it means.
+
+The shares of the arena: how many bytes of it readers, writers and hand-offs may hold.
+
+What they leave can be evicted, so that there is always room to be made. Pure bookkeeping, as
+`inventory`, whose items these bytes are.
 """
 
 import itertools
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Final
 
 from lookup_buffer.errors import BufferFull, TensorTooLarge
-from lookup_buffer.item import Address, Item
+from lookup_buffer.key import QualifiedKey
 from lookup_buffer.protocol.header import TensorHeader
-from lookup_buffer.room import Room
-from lookup_buffer.shares import Shares
+from lookup_buffer.shm.allocator import Allocator
 from store import GoneReason
+
+
+@dataclass(slots=True, eq=False)
+class Item:
+    """One tensor in the arena. `ready` once its bytes are complete and verified.
+
+    An item that is `gone` from the start is on loan: a copy for those who have it pinned.
+    """
+
+    address: QualifiedKey
+    header: TensorHeader
+    offset: int
+    generation: int
+    origin: str
+    """'local' when a client of this node inserted it, else the node it was fetched from."""
+    last_used: float
+    expires_at: float | None
+    ready: bool = False
+    checksum: int = 0
+    pins: int = 0
+    gone: bool = False
+    handoff_bytes: int = 0
+    """What it takes of the share of hand-offs; 0 where it is none of ours."""
+    device: str = ""
+    """On what the client that inserted it had computed it; empty where nobody said."""
+    wanted: bool = False
+    """A hand-off that is charged like a pin, because its taker waits: see `reserve_handoff`."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.header.nbytes
+
+    @property
+    def is_handoff(self) -> bool:
+        """Whether it is a hand-off of this node, and not what another has lent."""
+        return self.handoff_bytes > 0
+
+
+class Room:
+    """Not thread-safe. All sizes reported here are rounded as `Allocator` has it."""
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self._allocator = Allocator(capacity_bytes)
+        self._at: dict[int, Item] = {}
+        self._by_use: OrderedDict[int, Item] = OrderedDict()
+        """By offset: the items that may be evicted unless they are pinned, the least recently used
+        first."""
+
+    @property
+    def capacity_bytes(self) -> int:
+        return self._allocator.capacity_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        return self._allocator.used_bytes
+
+    def rounded_bytes(self, nbytes: int) -> int:
+        """What an item of so many bytes takes."""
+        return self._allocator.rounded_bytes(nbytes)
+
+    def find(self, nbytes: int) -> int | None:
+        """The offset of so many bytes that are the caller's now; None where there are none."""
+        return self._allocator.allocate(nbytes)
+
+    def in_the_way(self, nbytes: int) -> list[Item] | None:
+        """What has to go so that `find` has an answer; None where that would not do.
+
+        Neighbours, of which the youngest was not used for longest: see
+        `Allocator.eviction_window`.
+        """
+        window = self._allocator.eviction_window(nbytes, self._oldest_first())
+        return None if window is None else [self._at[offset] for offset in window]
+
+    def settle(self, item: Item) -> None:
+        """The item lies at its offset, which was found for it."""
+        self._at[item.offset] = item
+
+    def used(self, item: Item) -> None:
+        """The item was used later than all others. It may be evicted from the first time on."""
+        self._by_use[item.offset] = item
+        self._by_use.move_to_end(item.offset)
+
+    def free(self, item: Item) -> None:
+        """Its bytes are anybody's."""
+        del self._at[item.offset]
+        self._by_use.pop(item.offset, None)
+        self._allocator.free(item.offset)
+
+    def _oldest_first(self) -> Iterator[tuple[float, int]]:
+        for offset, item in self._by_use.items():
+            if not item.pins:
+                yield item.last_used, offset
+
+
+HELD_FRACTION: Final = 1 / 3
+"""Share of the arena that pins and reservations may take together. One item alone may exceed it."""
+HANDOFF_FRACTION: Final = 1 / 2
+"""Share of the arena that hand-offs may take together: they are never evicted."""
+
+
+@dataclass(slots=True)
+class Shares:
+    capacity_bytes: int
+    pinned_bytes: int = 0
+    reserved_bytes: int = 0
+    handoff_bytes: int = 0
+    wanted_bytes: int = 0
+    """Of hand-offs for whose share there was no room and whose takers wait: held like pins."""
+
+    def check_held(self, nbytes: int) -> None:
+        """Raise BufferFull where pins and reservations would exceed their share."""
+        held_bytes = self.pinned_bytes + self.reserved_bytes + self.wanted_bytes
+        # What has no bytes always passes, else its writer could be refused the pin at commit.
+        if nbytes and held_bytes and held_bytes + nbytes > self.capacity_bytes * HELD_FRACTION:
+            raise BufferFull(
+                f"{held_bytes} bytes are pinned or being written; {nbytes} more exceed "
+                f"a third of the arena of {self.capacity_bytes} bytes"
+            )
+
+    def check_handoff_size(self, nbytes: int) -> None:
+        """Raise TensorTooLarge for a hand-off that exceeds the share of all of them."""
+        if nbytes > self.capacity_bytes * HANDOFF_FRACTION:
+            raise TensorTooLarge(
+                f"a hand-off of {nbytes} bytes exceeds half of the arena of "
+                f"{self.capacity_bytes} bytes; raise capacity_bytes"
+            )
+
+    def takes_handoff(self, nbytes: int, *, without: int = 0) -> bool:
+        """Whether the share has room for so much, were `without` bytes of it given back."""
+        used_bytes = self.handoff_bytes - without
+        return used_bytes + nbytes <= self.capacity_bytes * HANDOFF_FRACTION
+
+    def check_handoff(self, nbytes: int) -> None:
+        """Raise BufferFull where hand-offs would exceed their share."""
+        if not self.takes_handoff(nbytes):
+            raise BufferFull(
+                f"hand-offs take {self.handoff_bytes} bytes; {nbytes} more exceed half of "
+                f"the arena of {self.capacity_bytes} bytes"
+            )
+
+    def charge_handoff(self, nbytes: int, *, wanted: bool) -> None:
+        if wanted:
+            self.wanted_bytes += nbytes
+        else:
+            self.handoff_bytes += nbytes
 
 
 @dataclass(slots=True)
@@ -47,10 +204,10 @@ class Inventory:
 
     capacity_bytes: int
     clock: Callable[[], float]
-    on_gone: Callable[[Address], None] = lambda _: None
+    on_gone: Callable[[QualifiedKey], None] = lambda _: None
     """Called when an item can no longer be found, before its bytes may be given to another."""
-    _items: dict[Address, Item] = field(default_factory=dict)
-    _mortal: dict[Address, Item] = field(default_factory=dict)
+    _items: dict[QualifiedKey, Item] = field(default_factory=dict)
+    _mortal: dict[QualifiedKey, Item] = field(default_factory=dict)
     """The complete items that expire."""
     _pins: dict[int, Pin] = field(default_factory=dict)
     room_came: bool = False
@@ -67,7 +224,7 @@ class Inventory:
 
     # -- look up
 
-    def find(self, address: Address) -> Item | None:
+    def find(self, address: QualifiedKey) -> Item | None:
         """The complete item at `address`, marked as used now; None where there is none."""
         item = self._items.get(address)
         if item is None or not item.ready:
@@ -81,12 +238,12 @@ class Inventory:
             self._room.used(item)
         return item
 
-    def peek(self, address: Address) -> Item | None:
+    def peek(self, address: QualifiedKey) -> Item | None:
         """As `find`, without marking it as used and without removing what has expired."""
         item = self._items.get(address)
         return item if item is not None and item.ready else None
 
-    def holds(self, address: Address) -> bool:
+    def holds(self, address: QualifiedKey) -> bool:
         """Whether `address` is taken, be it by a complete item or by a reservation."""
         return address in self._items
 
@@ -97,7 +254,7 @@ class Inventory:
     # -- write
 
     def reserve(
-        self, address: Address, header: TensorHeader, *, origin: str, ttl_seconds: float | None
+        self, address: QualifiedKey, header: TensorHeader, *, origin: str, ttl_seconds: float | None
     ) -> Item:
         """Room for an item; evicts what is oldest where that is needed. Then commit or abandon.
 
@@ -114,7 +271,7 @@ class Inventory:
         return item
 
     def reserve_handoff(
-        self, address: Address, header: TensorHeader, *, ttl_seconds: float, wanted: bool
+        self, address: QualifiedKey, header: TensorHeader, *, ttl_seconds: float, wanted: bool
     ) -> Item:
         """Room for a hand-off, or for its next generation: found only when it is committed.
 
@@ -147,12 +304,12 @@ class Inventory:
         shares.charge_handoff(charged_bytes, wanted=as_pin)
         return item
 
-    def offered(self, address: Address, header: TensorHeader) -> Item:
+    def offered(self, address: QualifiedKey, header: TensorHeader) -> Item:
         """A hand-off for which there is no room, with a generation before the one that it gets."""
         generation, now = next(self._generations), self.clock()
         return Item(address, header, 0, generation, "local", now, None, gone=True)
 
-    def reserve_loan(self, address: Address, header: TensorHeader, *, origin: str) -> Item:
+    def reserve_loan(self, address: QualifiedKey, header: TensorHeader, *, origin: str) -> Item:
         """Room for a copy of another node's hand-off, which only its pins keep here.
 
         Raises:
@@ -287,7 +444,7 @@ class Inventory:
             )
 
     def _place(
-        self, address: Address, header: TensorHeader, origin: str, ttl_seconds: float | None
+        self, address: QualifiedKey, header: TensorHeader, origin: str, ttl_seconds: float | None
     ) -> Item:
         offset = self._room.find(header.nbytes)
         if offset is None:

@@ -15,14 +15,13 @@ from itertools import count
 from typing import Any, Final
 
 from lookup_buffer.config import parse_tcp
-from lookup_buffer.item import Address
-from lookup_buffer.lane import Fallback, MaybeFallback
+from lookup_buffer.key import QualifiedKey
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.locator import Located, Locator
 from lookup_buffer.node.pools import Pool, Pools
 from lookup_buffer.node.session import Session
-from lookup_buffer.pool_messages import OpenPool, Received
 from lookup_buffer.protocol.header import DTYPES, TensorHeader
+from lookup_buffer.protocol.messages import Fallback, MaybeFallback, OpenPool, Received
 from store import DeviceLocation, Location, Record
 
 FIRST_TICKET: Final = 1 << 62
@@ -43,7 +42,7 @@ class _Held:
 
     ticket: int
     owner: Session
-    address: Address
+    address: QualifiedKey
     header: TensorHeader
     pools: list[Pool]
     waiting: set[Pool]
@@ -55,7 +54,7 @@ class _Held:
     """That are still to say done."""
 
 
-Taken = Callable[[Address, dict[str, Any]], None]
+Taken = Callable[[QualifiedKey, dict[str, Any]], None]
 """Told how an entry of a prefetch stands that came by a lane."""
 
 
@@ -88,9 +87,9 @@ class Lanes:
     def bring(
         self,
         session: Session,
-        addresses: list[Address],
+        addresses: list[QualifiedKey],
         taken: Taken,
-        rest: Callable[[list[Address]], None],
+        rest: Callable[[list[QualifiedKey]], None],
     ) -> None:
         """Have those of `addresses` received that the pools of the session's process can receive:
         `taken` each; and give the others, and those that do not come, to `rest`."""
@@ -102,9 +101,9 @@ class Lanes:
     def _located(
         self,
         session: Session,
-        addresses: Sequence[Address],
+        addresses: Sequence[QualifiedKey],
         taken: Taken,
-        rest: Callable[[list[Address]], None],
+        rest: Callable[[list[QualifiedKey]], None],
         found: list[Located],
     ) -> None:
         left = []
@@ -120,7 +119,7 @@ class Lanes:
                 def settle(
                     held: _Held,
                     reason: MaybeFallback,
-                    address: Address = address,
+                    address: QualifiedKey = address,
                     lane: str = pools[0].lane,
                 ) -> None:
                     if reason:
@@ -137,7 +136,7 @@ class Lanes:
         self,
         session: Session,
         pools: list[Pool],
-        address: Address,
+        address: QualifiedKey,
         located: Located,
         settle: Callable[[_Held, MaybeFallback], None],
     ) -> None:
@@ -257,7 +256,7 @@ class Lanes:
             pool.let_go([held.ticket], [])
 
 
-def _may_come(address: Address, located: Located, pools: Sequence[Pool]) -> bool:
+def _may_come(address: QualifiedKey, located: Located, pools: Sequence[Pool]) -> bool:
     """Whether it is something that pools have, and may be received by pools."""
     record = located.record
     if record is None or not _is_for_devices(record):

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from lookup_buffer.errors import MissReason
-from lookup_buffer.item import Address, Item
+from lookup_buffer.key import QualifiedKey
 from lookup_buffer.node.fetcher import FETCH_OWNER, Fetched, Fetcher
+from lookup_buffer.node.inventory import Item
 from lookup_buffer.node.locator import Located, Locator
 from lookup_buffer.node.loop import call_from_thread
 from lookup_buffer.node.resolver import Settle
@@ -24,13 +25,13 @@ class Loans:
     shelf: Shelf
     locator: Locator
     fetcher: Fetcher
-    _lent: dict[Address, Item] = field(default_factory=dict)
+    _lent: dict[QualifiedKey, Item] = field(default_factory=dict)
     """What the reader who is being told may hold."""
 
     def resolve(
         self,
-        addresses: list[Address],
-        settle: Callable[[Address], Settle],
+        addresses: list[QualifiedKey],
+        settle: Callable[[QualifiedKey], Settle],
         on_fetch: Callable[[int], None] | None = None,
     ) -> None:
         """As `Resolver.resolve`; but only while it settles can `hold` have it."""
@@ -38,14 +39,14 @@ class Loans:
             located = partial(self._located, address, settle(address), on_fetch)
             self.locator.ask([address], located)
 
-    def hold(self, address: Address, owner: int, ranks: Iterable[int] | None) -> Held | None:
+    def hold(self, address: QualifiedKey, owner: int, ranks: Iterable[int] | None) -> Held | None:
         """A pin for `owner` on what came for it just now; None where nothing did."""
         item = self._lent.get(address)
         return None if item is None else self.shelf.pin(item, owner, ranks)
 
     def _located(
         self,
-        address: Address,
+        address: QualifiedKey,
         settle: Settle,
         on_fetch: Callable[[int], None] | None,
         found: list[Located],
@@ -59,7 +60,7 @@ class Loans:
         done = partial(call_from_thread, self.loop, self._fetched, address, settle)
         self.fetcher.fetch(address, located, done, loan=True)
 
-    def _fetched(self, address: Address, settle: Settle, fetched: Fetched) -> None:
+    def _fetched(self, address: QualifiedKey, settle: Settle, fetched: Fetched) -> None:
         if fetched.held is None:
             if fetched.reason == MissReason.STALE:
                 self.locator.forget(address)

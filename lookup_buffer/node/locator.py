@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from lookup_buffer.errors import MaybeMissed, MissReason
-from lookup_buffer.item import Address
+from lookup_buffer.key import QualifiedKey
 from lookup_buffer.node.directory import Directory
 from store import Location, Record
 
@@ -50,7 +50,7 @@ class Locator(ABC):
         """Begin to connect, in the background."""
 
     @abstractmethod
-    def ask(self, addresses: Sequence[Address], answer: Answer) -> None:
+    def ask(self, addresses: Sequence[QualifiedKey], answer: Answer) -> None:
         """Tell where `addresses` can be fetched, in their order; maybe before this returns."""
 
     @abstractmethod
@@ -58,7 +58,7 @@ class Locator(ABC):
         """Whether a live node holds each key; None where that is not known without asking."""
 
     @abstractmethod
-    def forget(self, address: Address) -> None:
+    def forget(self, address: QualifiedKey) -> None:
         """The store has told something newer of this key, on another way: ask it when asked."""
 
     @abstractmethod
@@ -66,7 +66,7 @@ class Locator(ABC):
         """To be called a few times a second, after it was looked for who has died."""
 
     @abstractmethod
-    def watch(self, address: Address, notify: Callable[[], None]) -> Callable[[], None]:
+    def watch(self, address: QualifiedKey, notify: Callable[[], None]) -> Callable[[], None]:
         """Call `notify` when a key's record, or its claim, may be there to be had; until cancelled.
 
         What is asked in that call, or later, is not older than the change. Called more often than

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
-from lookup_buffer.lane import LANES, Fallback
 from lookup_buffer.node.counters import CLAIM_ANSWERS, FETCH_FAILURES, MISS_REASONS, REMOVAL_REASONS
+from lookup_buffer.protocol.messages import LANES, Fallback
 
 PREFIX: Final = "lookup_buffer_"
 

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
-from lookup_buffer.elsewhere import Elsewhere
-from lookup_buffer.item import Address
+from lookup_buffer.key import QualifiedKey
 from lookup_buffer.node.directory import Directory
 from lookup_buffer.node.locator import NOT_REACHED, Answer, Located, Locator, located
 from lookup_buffer.node.loop import call_from_thread
 from lookup_buffer.node.storage import Storage
+from lookup_buffer.shm.index import Elsewhere
 from store import Found, Record
 
 if TYPE_CHECKING:
@@ -31,15 +31,15 @@ OPEN_AGAIN_SECONDS = 1.0
 
 @dataclass(slots=True)
 class _Question:
-    addresses: Sequence[Address]
+    addresses: Sequence[QualifiedKey]
     answer: Answer
-    records: dict[Address, Found] = field(default_factory=dict)
+    records: dict[QualifiedKey, Found] = field(default_factory=dict)
     left: int = 0
 
 
 @dataclass(slots=True, eq=False)
 class _Watch:
-    address: Address
+    address: QualifiedKey
     notify: Callable[[], None]
     cancel: Callable[[], None] | None = None
     cancelled: bool = False
@@ -71,7 +71,7 @@ class MirrorLocator(Locator):
     def start(self) -> None:
         self._open()
 
-    def ask(self, addresses: Sequence[Address], answer: Answer) -> None:
+    def ask(self, addresses: Sequence[QualifiedKey], answer: Answer) -> None:
         question = _Question(addresses, answer)
         if self._mirror is None:
             self._ask_later(question)
@@ -94,7 +94,7 @@ class MirrorLocator(Locator):
                 found.append(self._judge((namespace, key), entry))
         return found
 
-    def forget(self, address: Address) -> None:
+    def forget(self, address: QualifiedKey) -> None:
         if self._mirror is not None:
             self._mirror.forget(*address)
 
@@ -102,7 +102,7 @@ class MirrorLocator(Locator):
         self._turn()
         self.elsewhere.confirm()
 
-    def watch(self, address: Address, notify: Callable[[], None]) -> Callable[[], None]:
+    def watch(self, address: QualifiedKey, notify: Callable[[], None]) -> Callable[[], None]:
         watch = _Watch(address, notify)
 
         def cancel() -> None:
@@ -210,7 +210,7 @@ class MirrorLocator(Locator):
             return located(found, self.directory)
         return NOT_REACHED
 
-    def _judge(self, address: Address, entry: "Entry") -> bool | None:
+    def _judge(self, address: QualifiedKey, entry: "Entry") -> bool | None:
         """Whether a node that lives holds it; None where one would have to be met first, or where
         it is too long ago that there was no record."""
         record = entry.record
@@ -236,7 +236,7 @@ class MirrorLocator(Locator):
         self._round += 1
         self.elsewhere.strike_all()
 
-    def _forgotten(self, address: Address | None) -> None:
+    def _forgotten(self, address: QualifiedKey | None) -> None:
         """The mirror no longer knows the key, or many keys at once."""
         if address is None:
             self._judge_anew()

@@ -28,9 +28,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from lookup_buffer.config import BufferConfig
-from lookup_buffer.elsewhere import Elsewhere
 from lookup_buffer.errors import ConfigError
-from lookup_buffer.item import Address
+from lookup_buffer.key import QualifiedKey
 from lookup_buffer.node.announcements import Announcements
 from lookup_buffer.node.arbiter import Arbiter, LineArbiter, MirrorArbiter
 from lookup_buffer.node.arrivals import Arrivals
@@ -68,6 +67,7 @@ from lookup_buffer.node.storage import Storage
 from lookup_buffer.node.takings import Takings
 from lookup_buffer.node.vitals import Vitals
 from lookup_buffer.node.waiting import Waiting
+from lookup_buffer.shm.index import Elsewhere
 from lookup_buffer.times import DEATH_CHECK_SECONDS
 from store import GoneReason
 
@@ -158,7 +158,7 @@ class Node:
         waiting = Waiting(loop, self._locator)
         resolver = Resolver(loop, shelf, self._locator, self._fetcher)
 
-        def stored(address: Address) -> None:
+        def stored(address: QualifiedKey) -> None:
             resolver.arrived(address)
             waiting.arrived(address)
 
@@ -254,12 +254,12 @@ class Node:
         else:
             self._loop.call_later(IDLE_CHECK_SECONDS, self._check_idle)
 
-    def _changed(self, address: Address, reason: str) -> None:
+    def _changed(self, address: QualifiedKey, reason: str) -> None:
         if reason and self._pools.offers(address):
             call_from_thread(self._loop, self._pools.gone, address)
         self._registrar.changed(address, reason)
 
-    def _missed(self, address: Address) -> None:
+    def _missed(self, address: QualifiedKey) -> None:
         """The store says that we hold what we do not: let it be written what we do hold."""
         self._registrar.changed(address, GoneReason.STALE)
 

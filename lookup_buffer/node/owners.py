@@ -20,14 +20,12 @@ from typing import Any, Final, NamedTuple
 
 from lookup_buffer.config import parse_tcp
 from lookup_buffer.errors import LookupBufferError, ProtocolError
-from lookup_buffer.fields import is_count, is_seconds
 from lookup_buffer.node.connection import Connection
 from lookup_buffer.node.directory import Directory
 from lookup_buffer.node.loop import call_from_thread
 from lookup_buffer.protocol.auth import connect
-from lookup_buffer.protocol.messages import Leave
+from lookup_buffer.protocol.messages import Leave, Request, is_count, is_seconds
 from lookup_buffer.protocol.sockets import watch_over
-from lookup_buffer.request import Request
 from lookup_buffer.times import OWNER_IDLE_SECONDS, PEER_ANSWER_SECONDS, PEER_CONNECT_SECONDS
 from store import Location
 

@@ -16,15 +16,14 @@ from typing import Any
 
 from lookup_buffer.config import parse_tcp
 from lookup_buffer.errors import BufferFull, LookupBufferError, ProtocolError
-from lookup_buffer.fields import is_fingerprint
-from lookup_buffer.greeting import Greetings, listening
-from lookup_buffer.item import Address
+from lookup_buffer.key import QualifiedKey
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.shelf import Held, Shelf
 from lookup_buffer.protocol.auth import accept_handshake
 from lookup_buffer.protocol.framing import Frame
 from lookup_buffer.protocol.header import PayloadHeader
-from lookup_buffer.protocol.stream import Link
+from lookup_buffer.protocol.messages import is_fingerprint
+from lookup_buffer.protocol.stream import Greetings, Link, listening
 from lookup_buffer.times import PEER_IDLE_SECONDS, PEER_SEND_SECONDS
 
 CONNECTIONS_MAX = 128
@@ -38,7 +37,7 @@ class PeerServer:
     shelf: Shelf
     counters: Counters
     token: str | None
-    missed: Callable[[Address], None]
+    missed: Callable[[QualifiedKey], None]
     """Told, on a peer's thread, of what was asked for and is not here, or not so."""
     admit: Callable[[socket.socket, Callable[[], None]], None]
     """Given, on a peer's thread, the socket of who asks for hand-offs, and what to call at its
@@ -141,7 +140,7 @@ class PeerServer:
         finally:
             self.shelf.release([held.ticket], PEER_OWNER)
 
-    def _asked_for(self, frame: Frame) -> Address:
+    def _asked_for(self, frame: Frame) -> QualifiedKey:
         request = frame.header
         if frame.payload_nbytes or not isinstance(request, dict) or request.get("op") != "get":
             raise ProtocolError("a peer may only ask to get")
@@ -152,7 +151,7 @@ class PeerServer:
             raise ProtocolError("that is no namespace")
         return namespace, key
 
-    def _hold(self, address: Address, request: Any) -> Held | None:
+    def _hold(self, address: QualifiedKey, request: Any) -> Held | None:
         """The item asked for, held; None where this boot has no such generation of it."""
         if request.get("boot") != self.boot:
             self.missed(address)

@@ -9,10 +9,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from lookup_buffer.item import Address, Item
+from lookup_buffer.key import QualifiedKey
+from lookup_buffer.node.inventory import Item
 from lookup_buffer.node.session import Session
 from lookup_buffer.node.shelf import Shelf
-from lookup_buffer.pool_messages import Offer, OpenPool, Prepare, Retract, SeenPool
+from lookup_buffer.protocol.messages import Offer, OpenPool, Prepare, Retract, SeenPool
 from store import POOLS_MAX, DeviceLocation, PoolEndpoint
 
 KNOWN_MAX: Final = 4096
@@ -33,11 +34,11 @@ class Pool:
     offers: bool
     told: set[str] = field(default_factory=set)
     """Ids of other nodes' pools that it knows to be there."""
-    known: OrderedDict[Address, None] = field(default_factory=OrderedDict)
+    known: OrderedDict[QualifiedKey, None] = field(default_factory=OrderedDict)
     """What it received, newest last; it may have evicted it since."""
     under_way: int = 0
 
-    def let_go(self, tickets: list[int], keys: list[Address]) -> None:
+    def let_go(self, tickets: list[int], keys: list[QualifiedKey]) -> None:
         """Tell its process; see `pool_messages`."""
         message = {"event": "let_go", "tickets": tickets, "keys": [list(key) for key in keys]}
         self.session.anchor.send(message)
@@ -53,7 +54,7 @@ class Pool:
             message = {"event": "pools", "there": [list(at) for at in there], "gone": gone}
             self.session.anchor.send(message)
 
-    def note(self, address: Address) -> None:
+    def note(self, address: QualifiedKey) -> None:
         """It received this."""
         self.known[address] = None
         self.known.move_to_end(address)
@@ -78,14 +79,14 @@ class _Offered:
 @dataclass(slots=True)
 class Pools:
     shelf: Shelf
-    publish: Callable[[Address], None]
+    publish: Callable[[QualifiedKey], None]
     """Told of copies whose publication is out of date."""
     endpoints: tuple[PoolEndpoint, ...] = ()
     """Where others may take from, as the node describes itself. Any thread."""
     has_readers: bool = False
     """Whether a pool receives. Any thread."""
     _pools: dict[Session, Pool] = field(default_factory=dict)
-    _offers: dict[Address, tuple[_Offered, ...]] = field(default_factory=dict)
+    _offers: dict[QualifiedKey, tuple[_Offered, ...]] = field(default_factory=dict)
     """Each tuple is replaced as a whole: the thread that publishes reads it."""
 
     def open(self, session: Session, request: OpenPool) -> None:
@@ -143,7 +144,7 @@ class Pools:
         if not was_published:
             self.publish(address)
 
-    def _put(self, address: Address, offered: _Offered) -> None:
+    def _put(self, address: QualifiedKey, offered: _Offered) -> None:
         others = tuple(o for o in self._offers.get(address, ()) if o.pool is not offered.pool)
         self._offers[address] = (*others, offered)
 
@@ -156,7 +157,7 @@ class Pools:
             pool.known.pop(address, None)
             self._retract(address, pool)
 
-    def _retract(self, address: Address, pool: Pool) -> None:
+    def _retract(self, address: QualifiedKey, pool: Pool) -> None:
         offers = self._offers.get(address, ())
         left = tuple(offered for offered in offers if offered.pool is not pool)
         if len(left) == len(offers):
@@ -168,11 +169,11 @@ class Pools:
         if self.shelf.peek(address) is not None:
             self.publish(address)
 
-    def offers(self, address: Address) -> bool:
+    def offers(self, address: QualifiedKey) -> bool:
         """Whether something stands beside this copy. Any thread."""
         return address in self._offers
 
-    def gone(self, address: Address) -> None:
+    def gone(self, address: QualifiedKey) -> None:
         """The node's copy is no more, for whatever reason: neither is what stood beside it."""
         for offered in self._offers.pop(address, ()):
             offered.pool.let_go([], [address])

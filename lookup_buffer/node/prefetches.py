@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lookup_buffer.errors import MaybeMissed, MissReason
-from lookup_buffer.item import Address
-from lookup_buffer.key import is_handoff
+from lookup_buffer.key import QualifiedKey, is_handoff
 from lookup_buffer.node.claim_sets import ClaimSets
 from lookup_buffer.node.claims import Claims
 from lookup_buffer.node.counters import Counters
@@ -24,8 +23,7 @@ from lookup_buffer.node.resolver import Resolver, Settle
 from lookup_buffer.node.selection import Selection
 from lookup_buffer.node.session import Session
 from lookup_buffer.node.waiting import Waiting
-from lookup_buffer.protocol.messages import ClaimAll, Prefetch
-from lookup_buffer.request import Request
+from lookup_buffer.protocol.messages import ClaimAll, Prefetch, Request
 
 ENTRIES_MAX = 1024
 """Entries in one event: at most a kilobyte each, and a frame takes a mebibyte."""
@@ -45,14 +43,14 @@ class Prefetches:
     claim_sets: ClaimSets
     counters: Counters
     waiting: Waiting
-    try_hold: Callable[[Session, Address], dict[str, Any] | None]
+    try_hold: Callable[[Session, QualifiedKey], dict[str, Any] | None]
     """How an address stands for a session that it is now pinned for; None where it is not here."""
     _awaited: Counter[int] = field(default_factory=Counter)
     """By session: how many keys it waits for."""
 
     def prefetch(self, session: Session, request: Prefetch) -> None:
         entries: list[tuple[int, dict[str, Any]]] = []
-        pending: dict[Address, list[int]] = {}
+        pending: dict[QualifiedKey, list[int]] = {}
         for index, key in enumerate(request.keys):
             address = (request.namespace, key)
             entry = self.try_hold(session, address)
@@ -61,7 +59,7 @@ class Prefetches:
             else:
                 entries.append((index, entry))
 
-        def settle(address: Address) -> Settle:
+        def settle(address: QualifiedKey) -> Settle:
             return lambda reason: self._settled(session, request, pending[address], reason)
 
         if entries:
@@ -71,12 +69,12 @@ class Prefetches:
         if handoffs:
             self.loans.resolve(handoffs, settle)
 
-        def taken(address: Address, entry: dict[str, Any]) -> None:
+        def taken(address: QualifiedKey, entry: dict[str, Any]) -> None:
             """It came by a lane."""
             if not session.over:
                 _push(session, request, [(index, entry) for index in pending[address]])
 
-        def over_the_hosts(rest: list[Address]) -> None:
+        def over_the_hosts(rest: list[QualifiedKey]) -> None:
             if not request.claimer and self._may_wait(session, request, len(rest)):
                 self._wait(session, request, {address: pending[address] for address in rest})
             else:
@@ -112,7 +110,9 @@ class Prefetches:
     def _may_wait(self, session: Session, request: Prefetch, count: int) -> bool:
         return bool(request.wait_seconds) and self._awaited[session.id] + count <= AWAITED_MAX
 
-    def _wait(self, session: Session, request: Prefetch, pending: dict[Address, list[int]]) -> None:
+    def _wait(
+        self, session: Session, request: Prefetch, pending: dict[QualifiedKey, list[int]]
+    ) -> None:
         """Bring these here, and wait for those that nobody has until somebody publishes them."""
         until = self.loop.time() + request.wait_seconds
         for address, indexes in pending.items():
@@ -121,7 +121,7 @@ class Prefetches:
             def look(
                 reason: MaybeMissed,
                 last: bool,
-                address: Address = address,
+                address: QualifiedKey = address,
                 indexes: list[int] = indexes,
             ) -> bool:
                 is_here = self.resolver.shelf.holds(address)

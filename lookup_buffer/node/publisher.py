@@ -8,12 +8,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from lookup_buffer.item import Address, Item
-from lookup_buffer.key import is_handoff
+from lookup_buffer.key import QualifiedKey, is_handoff
 from lookup_buffer.node.backlog import Backlog, Change
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.directory import Directory
 from lookup_buffer.node.identity import Identity
+from lookup_buffer.node.inventory import Item
 from lookup_buffer.node.shelf import Shelf
 from lookup_buffer.times import HANDOFF_GONE_SECONDS
 from store import (
@@ -34,7 +34,7 @@ from store import (
 VOID_MAX = 64
 """Locations of dead nodes that are withdrawn with one beat."""
 
-Report = tuple[Address, int, Publication]
+Report = tuple[QualifiedKey, int, Publication]
 """What became of the publication of a hand-off's generation."""
 
 
@@ -197,7 +197,7 @@ class Publisher:
         return min(self.record_ttl_seconds, max(remaining, 0.001))
 
 
-def _gone_seconds(address: Address) -> int:
+def _gone_seconds(address: QualifiedKey) -> int:
     return HANDOFF_GONE_SECONDS if is_handoff(address[1]) else GONE_SECONDS
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from lookup_buffer.errors import ConfigError
-from lookup_buffer.item import Address, Item
+from lookup_buffer.key import QualifiedKey
 from lookup_buffer.node.backlog import AGAIN_PER_SECOND_MAX, Backlog, Change
 from lookup_buffer.node.breaker import Breaker
 from lookup_buffer.node.counters import REMOVAL_REASONS, Counters
@@ -25,6 +25,7 @@ from lookup_buffer.node.failed_fetches import FailedFetches
 from lookup_buffer.node.heartbeat import Heartbeat, Pulse
 from lookup_buffer.node.identity import Identity
 from lookup_buffer.node.invalidations import Invalidations
+from lookup_buffer.node.inventory import Item
 from lookup_buffer.node.publisher import Publisher, Report
 from lookup_buffer.node.shelf import Shelf
 from lookup_buffer.node.storage import Storage
@@ -113,7 +114,7 @@ class Registrar:
 
     def changed(
         self,
-        address: Address,
+        address: QualifiedKey,
         reason: str,
         claim_token: str | None = None,
         void: tuple[Location, ...] = (),
@@ -299,7 +300,7 @@ class Registrar:
         for (namespace, key), count in hits.items():
             by_namespace.setdefault(namespace, {})[key] = count
         missed: StoreError | None = None
-        left: dict[Address, int] = {}
+        left: dict[QualifiedKey, int] = {}
         # Where something foreign stands in their place they are lost, and nothing else is.
         try:
             if counters:

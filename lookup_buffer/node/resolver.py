@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from lookup_buffer.errors import MaybeMissed
-from lookup_buffer.item import Address
+from lookup_buffer.key import QualifiedKey
 from lookup_buffer.node.fetcher import FETCH_OWNER, Fetched, Fetcher
 from lookup_buffer.node.locator import Located, Locator
 from lookup_buffer.node.loop import call_from_thread
@@ -37,12 +37,12 @@ class Resolver:
     shelf: Shelf
     locator: Locator
     fetcher: Fetcher
-    _flights: dict[Address, Flight] = field(default_factory=dict)
+    _flights: dict[QualifiedKey, Flight] = field(default_factory=dict)
 
     def resolve(
         self,
-        addresses: list[Address],
-        settle: Callable[[Address], Settle],
+        addresses: list[QualifiedKey],
+        settle: Callable[[QualifiedKey], Settle],
         on_fetch: Callable[[int], None] | None = None,
     ) -> None:
         """Bring all `addresses` here; `settle(address)` makes the callback for each.
@@ -63,12 +63,12 @@ class Resolver:
         if unasked:
             self.locator.ask(unasked, partial(self._located, unasked))
 
-    def arrived(self, address: Address) -> None:
+    def arrived(self, address: QualifiedKey) -> None:
         """A client of this node inserted the key: whoever waits for it has it."""
         if address in self._flights:
             self._settle(address, "")
 
-    def published(self, address: Address, *, located: bool) -> None:
+    def published(self, address: QualifiedKey, *, located: bool) -> None:
         """The store said so to somebody: "nobody has it", read before, does not stand. `located`:
         it said so on the locator's way, which knows the record by that."""
         if not located:
@@ -77,7 +77,7 @@ class Resolver:
         if flight is not None and flight.fetching_bytes is None:
             flight.doubted = True
 
-    def _located(self, addresses: list[Address], found: list[Located]) -> None:
+    def _located(self, addresses: list[QualifiedKey], found: list[Located]) -> None:
         doubted = []
         for address, located in zip(addresses, found, strict=True):
             flight = self._flights.get(address)
@@ -98,12 +98,12 @@ class Resolver:
         if doubted:
             self.locator.ask(doubted, partial(self._located, doubted))
 
-    def _fetched(self, address: Address, fetched: Fetched) -> None:
+    def _fetched(self, address: QualifiedKey, fetched: Fetched) -> None:
         self._settle(address, "" if fetched.held or self.shelf.holds(address) else fetched.reason)
         if fetched.held is not None:
             self.shelf.release([fetched.held.ticket], FETCH_OWNER)
 
-    def _settle(self, address: Address, reason: MaybeMissed) -> None:
+    def _settle(self, address: QualifiedKey, reason: MaybeMissed) -> None:
         flight = self._flights.pop(address, None)
         for settle in flight.waiting if flight else ():
             settle(reason)

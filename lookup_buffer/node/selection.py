@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lookup_buffer.errors import MaybeMissed, MissReason
-from lookup_buffer.item import Address
+from lookup_buffer.key import QualifiedKey
 from lookup_buffer.node.loans import Loans
 from lookup_buffer.node.resolver import Resolver
 from lookup_buffer.node.waiting import Vigil, Waiting
@@ -26,7 +26,7 @@ class Selection:
     loop: asyncio.AbstractEventLoop
     resolver: Resolver | Loans
     waiting: Waiting
-    address: Address
+    address: QualifiedKey
     until: float
     look: Callable[[MaybeMissed, bool], bool]
     fetching: Callable[[int], None]

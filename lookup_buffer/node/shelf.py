@@ -12,11 +12,11 @@ from functools import partial
 
 from xxhash import xxh3_64_intdigest
 
-from lookup_buffer.board import Board
 from lookup_buffer.errors import BufferFull
-from lookup_buffer.item import Address, Item
-from lookup_buffer.node.inventory import Gauges, Inventory
+from lookup_buffer.key import QualifiedKey
+from lookup_buffer.node.inventory import Gauges, Inventory, Item
 from lookup_buffer.protocol.header import TensorHeader
+from lookup_buffer.shm.index import Board
 from lookup_buffer.shm.memory import Arena, Mapping, copy_bytes
 from store import GoneReason
 
@@ -36,7 +36,7 @@ class Shelf:
     def __init__(
         self,
         capacity_bytes: int,
-        on_change: Callable[[Address, str], None],
+        on_change: Callable[[QualifiedKey, str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.arena = Arena(capacity_bytes)
@@ -46,11 +46,13 @@ class Shelf:
         self._lock = threading.Lock()
         self._inventory = Inventory(capacity_bytes, clock, self.board.strike)
         self._on_room: Callable[[], None] | None = None
-        self._offers: dict[Address, Item] = {}
+        self._offers: dict[QualifiedKey, Item] = {}
 
     # -- read
 
-    def hold(self, address: Address, owner: int, ranks: Iterable[int] | None = None) -> Held | None:
+    def hold(
+        self, address: QualifiedKey, owner: int, ranks: Iterable[int] | None = None
+    ) -> Held | None:
         """Pin the complete item at `address` for `owner`; None where there is none.
 
         Raises:
@@ -62,23 +64,23 @@ class Shelf:
         self._report()
         return None if item is None or ticket is None else Held(ticket, item)
 
-    def holds(self, address: Address) -> bool:
+    def holds(self, address: QualifiedKey) -> bool:
         """Whether a complete item lies at `address`."""
         with self._lock:
             return self._inventory.find(address) is not None
 
-    def holds_each(self, addresses: Sequence[Address]) -> list[bool]:
+    def holds_each(self, addresses: Sequence[QualifiedKey]) -> list[bool]:
         """The same for many at once."""
         with self._lock:
             find = self._inventory.find
             return [find(address) is not None for address in addresses]
 
-    def taken(self, address: Address) -> bool:
+    def taken(self, address: QualifiedKey) -> bool:
         """Whether `address` has an item or is being written."""
         with self._lock:
             return self._inventory.holds(address)
 
-    def touch(self, address: Address) -> Item | None:
+    def touch(self, address: QualifiedKey) -> Item | None:
         """A client read the item by the board: mark it as used. None where it has gone since."""
         with self._lock:
             return self._inventory.find(address)
@@ -117,7 +119,7 @@ class Shelf:
     # -- write
 
     def reserve(
-        self, address: Address, header: TensorHeader, *, origin: str, ttl_seconds: float | None
+        self, address: QualifiedKey, header: TensorHeader, *, origin: str, ttl_seconds: float | None
     ) -> Item | None:
         """Room to write into, or None where the address is taken. Then commit or abandon.
 
@@ -137,7 +139,7 @@ class Shelf:
             self._report()
 
     def reserve_handoff(
-        self, address: Address, header: TensorHeader, *, ttl_seconds: float, wanted: bool
+        self, address: QualifiedKey, header: TensorHeader, *, ttl_seconds: float, wanted: bool
     ) -> Item:
         """Room for the next generation of a hand-off. Then commit or abandon.
 
@@ -158,7 +160,7 @@ class Shelf:
         finally:
             self._report()
 
-    def reserve_loan(self, address: Address, header: TensorHeader, *, origin: str) -> Item:
+    def reserve_loan(self, address: QualifiedKey, header: TensorHeader, *, origin: str) -> Item:
         """Room for a copy that only its pins keep. Then commit or abandon.
 
         Raises:
@@ -232,13 +234,13 @@ class Shelf:
                     self._inventory.remove(item, reason)
         self._report()
 
-    def offer(self, address: Address, header: TensorHeader) -> None:
+    def offer(self, address: QualifiedKey, header: TensorHeader) -> None:
         """There will be an item at `address`, when there is room: see `published`."""
         with self._lock:
             self._offers[address] = self._inventory.offered(address, header)
         self._on_change(address, "")
 
-    def retract(self, address: Address) -> None:
+    def retract(self, address: QualifiedKey) -> None:
         """Idempotent."""
         with self._lock:
             offered = self._offers.pop(address, None)
@@ -247,18 +249,18 @@ class Shelf:
 
     # -- inspect
 
-    def published(self, address: Address) -> Item | None:
+    def published(self, address: QualifiedKey) -> Item | None:
         """What the store is to know of `address`: the complete item, or else what is offered,
         whose checksum is 0."""
         with self._lock:
             return self._inventory.peek(address) or self._offers.get(address)
 
-    def peek(self, address: Address) -> Item | None:
+    def peek(self, address: QualifiedKey) -> Item | None:
         """The complete item at `address`, without marking it as used."""
         with self._lock:
             return self._inventory.peek(address)
 
-    def addresses(self) -> list[Address]:
+    def addresses(self) -> list[QualifiedKey]:
         with self._lock:
             return [*(item.address for item in self._inventory.items()), *self._offers]
 

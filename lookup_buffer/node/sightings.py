@@ -14,7 +14,7 @@ from lookup_buffer.config import parse_tcp
 from lookup_buffer.node.directory import Directory
 from lookup_buffer.node.loop import call_from_thread
 from lookup_buffer.node.pools import Pools
-from lookup_buffer.pool_messages import SeenPool
+from lookup_buffer.protocol.messages import SeenPool
 from store import MetadataStore, NodeInfo
 
 NODES_A_BEAT: Final = 16

@@ -10,7 +10,7 @@ from concurrent.futures import Executor
 from typing import TYPE_CHECKING
 
 from lookup_buffer.config import BufferConfig
-from lookup_buffer.item import Address
+from lookup_buffer.key import QualifiedKey
 from store import EmbeddedServer, EmbeddedServerError, MetadataStore, StoreUnavailable
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class Storage:
                     self._store = self._open()
         return self._store
 
-    def place_of(self, address: Address) -> str:
+    def place_of(self, address: QualifiedKey) -> str:
         """Names the server of the store that has the key, as far as it is known; never waits."""
         return "" if self._store is None else self._store.place_of(*address)
 

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from lookup_buffer.errors import MissReason, ProtocolError
-from lookup_buffer.item import Address
-from lookup_buffer.key import is_handoff
+from lookup_buffer.key import QualifiedKey, is_handoff
 from lookup_buffer.node.connection import Connection
 from lookup_buffer.node.directory import Directory
 from lookup_buffer.node.fetcher import FETCH_OWNER, Fetched, Fetcher
@@ -110,7 +109,7 @@ class Taking:
     _over: bool = False
 
     @property
-    def address(self) -> Address:
+    def address(self) -> QualifiedKey:
         return self.request.namespace, self.request.key
 
     def begin(self) -> None:

@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from lookup_buffer.item import Address
+from lookup_buffer.key import QualifiedKey
 from lookup_buffer.node.locator import Locator
 
 LOOK_AGAIN_SECONDS = 1.0
@@ -26,7 +26,7 @@ class Vigil:
     """One who looks again and again; `cancel` ends it."""
 
     waiting: "Waiting"
-    address: Address
+    address: QualifiedKey
     until: float
     wake: Callable[[], None]
     _unwatch: Callable[[], None] | None = None
@@ -57,15 +57,15 @@ class Vigil:
 class Waiting:
     loop: asyncio.AbstractEventLoop
     locator: Locator
-    _sleepers: dict[Address, set[_Sleeper]] = field(default_factory=dict)
+    _sleepers: dict[QualifiedKey, set[_Sleeper]] = field(default_factory=dict)
 
-    def sleep(self, address: Address, seconds: float, again: Callable[[], None]) -> None:
+    def sleep(self, address: QualifiedKey, seconds: float, again: Callable[[], None]) -> None:
         """Call `again` once: when `address` arrives here, or after `seconds`."""
         sleeper = _Sleeper(again)
         sleeper.timer = self.loop.call_later(seconds, self._wake, address, sleeper)
         self._sleepers.setdefault(address, set()).add(sleeper)
 
-    def watch(self, address: Address, until: float, wake: Callable[[], None]) -> Vigil:
+    def watch(self, address: QualifiedKey, until: float, wake: Callable[[], None]) -> Vigil:
         """Call `wake` whenever it is worth looking again, and at `until` by the loop's clock.
 
         At first when no later change can be missed any more. Until the vigil is cancelled.
@@ -74,12 +74,12 @@ class Waiting:
         vigil.begin()
         return vigil
 
-    def arrived(self, address: Address) -> None:
+    def arrived(self, address: QualifiedKey) -> None:
         """The key is here now."""
         for sleeper in list(self._sleepers.get(address, ())):
             self._wake(address, sleeper)
 
-    def _wake(self, address: Address, sleeper: _Sleeper) -> None:
+    def _wake(self, address: QualifiedKey, sleeper: _Sleeper) -> None:
         sleepers = self._sleepers[address]
         sleepers.discard(sleeper)
         if not sleepers:

@@ -7,7 +7,6 @@
 The scheme picks the pipe, and is imported on its first use. `pipe.KVPipe` is the contract.
 """
 
-from lookup_buffer.pipes.opening import SCHEMES, open_pipe
-from lookup_buffer.pipes.pipe import ANY_KEY, KVPipe, PipeLimits
+from lookup_buffer.pipes.pipe import ANY_KEY, SCHEMES, KVPipe, PipeLimits, open_pipe
 
 __all__ = ["ANY_KEY", "SCHEMES", "KVPipe", "PipeLimits", "open_pipe"]

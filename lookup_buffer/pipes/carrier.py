@@ -8,11 +8,16 @@ name, so nothing remains of them but in the processes that use them.
 import threading
 from typing import Final, Protocol
 
-from lookup_buffer.advice import PAGE_BYTES
 from lookup_buffer.errors import ProtocolError
-from lookup_buffer.pointer import pointer_to
 from lookup_buffer.shm.allocator import Allocator
-from lookup_buffer.shm.memory import Mapping, SealedMemory, adopt, copy_bytes
+from lookup_buffer.shm.memory import (
+    PAGE_BYTES,
+    Mapping,
+    SealedMemory,
+    adopt,
+    copy_bytes,
+    pointer_to,
+)
 
 PLACED_BYTES: Final = 8 << 10
 """Fewer go with their frame, for less than their place costs."""

@@ -9,12 +9,10 @@ from typing import Final
 
 from lookup_buffer.config import guard_listener, parse_tcp
 from lookup_buffer.errors import ConfigError, LookupBufferError, PipeBroken, PipeTimeout
-from lookup_buffer.frames import Frames
-from lookup_buffer.greeting import HANDSHAKE_SECONDS, Greetings, listening
 from lookup_buffer.pipes.pipe import PipeLimits
 from lookup_buffer.pipes.stream import Memory, StreamPipe
 from lookup_buffer.protocol.auth import accept_handshake, connect
-from lookup_buffer.protocol.stream import Link
+from lookup_buffer.protocol.stream import HANDSHAKE_SECONDS, Frames, Greetings, Link, listening
 
 TRY_AGAIN_SECONDS: Final = 0.05
 

@@ -8,9 +8,7 @@ import mmap
 import threading
 from typing import Final
 
-from lookup_buffer.advice import discard, prefer_huge_pages
-from lookup_buffer.pointer import bytes_at, pointer_to
-from lookup_buffer.shm.memory import copy_bytes
+from lookup_buffer.shm.memory import bytes_at, copy_bytes, discard, pointer_to, prefer_huge_pages
 
 LEAST_BYTES: Final = 1 << 20
 """Fewer the allocator gives again by itself."""

@@ -23,9 +23,8 @@ import torch.distributed as dist
 
 from lookup_buffer.codec import Value, tensor_over, torch_version
 from lookup_buffer.errors import ConfigError, PipeBroken, PipeClosed, PipeError, PipeTimeout
-from lookup_buffer.pipes.communicator import Communicator, Exchange
 from lookup_buffer.pipes.connect import Joined, meet
-from lookup_buffer.pipes.pair import PairLink, agree
+from lookup_buffer.pipes.pair import Communicator, Exchange, PairLink, agree
 from lookup_buffer.pipes.pipe import KVPipe, PipeLimits
 from lookup_buffer.protocol.header import TensorHeader
 from lookup_buffer.protocol.stream import Link

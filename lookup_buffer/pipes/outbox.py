@@ -13,8 +13,7 @@ from typing import Final, Protocol
 
 from lookup_buffer.errors import BufferFull, LookupBufferError
 from lookup_buffer.pipes.carrier import Carrier
-from lookup_buffer.pipes.io import Speaker
-from lookup_buffer.pipes.outgoing import Outgoing
+from lookup_buffer.pipes.io import Outgoing, Speaker
 from lookup_buffer.pipes.pipe import PipeLimits
 from lookup_buffer.protocol.header import TensorHeader
 

@@ -34,18 +34,15 @@ from lookup_buffer.errors import (
     PipeClosed,
     ProtocolError,
 )
-from lookup_buffer.frames import Frames
 from lookup_buffer.key import MAX_KEY_CHARACTERS
 from lookup_buffer.pipes.carrier import Carrier
 from lookup_buffer.pipes.inbox import Arrival, Inbox, Offer, Spare
-from lookup_buffer.pipes.io import Speaker
+from lookup_buffer.pipes.io import Outgoing, Reading, Speaker
 from lookup_buffer.pipes.outbox import INLINE_BYTES, Outbox
-from lookup_buffer.pipes.outgoing import Outgoing
 from lookup_buffer.pipes.pipe import PipeLimits
-from lookup_buffer.pipes.reading import Reading
-from lookup_buffer.pointer import pointer_to
 from lookup_buffer.protocol.header import TensorHeader
-from lookup_buffer.shm.memory import copy_bytes
+from lookup_buffer.protocol.stream import Frames
+from lookup_buffer.shm.memory import copy_bytes, pointer_to
 
 BYE_SECONDS: Final = 1.0
 MINIMUM_BYTES_PER_SECOND: Final = 16e6

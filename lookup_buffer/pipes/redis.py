@@ -20,13 +20,12 @@ from lookup_buffer.errors import (
     PipeTimeout,
     ProtocolError,
 )
-from lookup_buffer.greeting import HANDSHAKE_SECONDS, Greetings
 from lookup_buffer.pipes.pipe import KVPipe, PipeLimits
-from lookup_buffer.pipes.redis_layout import Session
-from lookup_buffer.pipes.redis_link import LOOK_SECONDS, RedisLink
+from lookup_buffer.pipes.redis_link import LOOK_SECONDS, RedisLink, Session
 from lookup_buffer.pipes.resp import RespLane
 from lookup_buffer.pipes.stream import StreamPipe
 from lookup_buffer.protocol.auth import HELLO_BYTES, admit, introduce
+from lookup_buffer.protocol.stream import HANDSHAKE_SECONDS, Greetings
 from store import StoreUnavailable, StoreUrlError, redact
 from store.connection import Lost
 from store.dialling import dial

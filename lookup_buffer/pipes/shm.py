@@ -3,30 +3,166 @@
 A unix socket at PATH carries what a `tcp` pipe's connection carries, but for the bytes: each end
 copies them into a memfd of its own, and the other end out of it. The two descriptors are passed
 once the ends have met. So containers need to share the socket's directory and nothing else.
+
+The socket file: where a process listens on this host, for its own user only.
+
+The file of a listener that died is replaced, that of one that lives is not, and what is no socket
+is never touched. Who looks and who replaces hold the directory's lock meanwhile, so two that come
+at once cannot take each other for dead.
 """
 
+import fcntl
 import os
 import socket
+import stat
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
 from lookup_buffer.errors import (
     ConfigError,
     LookupBufferError,
+    NodeRefused,
     PipeBroken,
     PipeTimeout,
     ProtocolError,
 )
-from lookup_buffer.greeting import HANDSHAKE_SECONDS, Greetings
 from lookup_buffer.pipes.carrier import SharedMemory
 from lookup_buffer.pipes.pipe import KVPipe, PipeLimits
-from lookup_buffer.pipes.socket_file import SocketFile, checked_path, connect_to
 from lookup_buffer.pipes.stream import StreamPipe
 from lookup_buffer.protocol.auth import accept_handshake, request_handshake
-from lookup_buffer.protocol.stream import Link
+from lookup_buffer.protocol.stream import HANDSHAKE_SECONDS, Greetings, Link
+
+PATH_BYTES_MAX: Final = 107
+"""The kernel's bound, less the byte that ends it."""
+LOCK_SECONDS: Final = 5.0
+TRY_AGAIN_SECONDS: Final = 0.02
+BACKLOG: Final = 128
+
+
+def checked_path(text: str) -> Path:
+    """
+    Raises:
+        ConfigError: no socket can lie there.
+    """
+    if not text.startswith("/") or "\0" in text or len(os.fsencode(text)) > PATH_BYTES_MAX:
+        raise ConfigError(
+            f"{text!r} is no place for a socket: an absolute path of at most"
+            f" {PATH_BYTES_MAX} bytes is"
+        )
+    return Path(text)
+
+
+class SocketFile:
+    """A listening socket, `listener`, and its file.
+
+    Raises:
+        ConfigError: somebody listens there, or something else lies there.
+        PipeBroken: the system does not allow it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            with _directory_locked(path.parent):
+                _remove_stale(path)
+                # Before it is bound, and so the file's mode from its first moment.
+                os.fchmod(self.listener.fileno(), 0o600)
+                self.listener.bind(str(path))
+                self._file = _identity(path)
+                self.listener.listen(BACKLOG)
+        except OSError as error:
+            self.listener.close()
+            raise PipeBroken(f"cannot listen at {path}: {error.strerror}") from error
+        except BaseException:
+            self.listener.close()
+            raise
+
+    def close(self) -> None:
+        """Remove the file, if it is still ours, and wake who accepts. Idempotent.
+
+        In this order: nobody finds it stale and replaces it in between.
+        """
+        with suppress(OSError):
+            if _identity(self._path) == self._file:
+                self._path.unlink()
+        with suppress(OSError):
+            self.listener.shutdown(socket.SHUT_RDWR)
+
+
+def connect_to(path: Path, deadline: float) -> socket.socket:
+    """A socket connected to who listens there, be it only later.
+
+    Raises:
+        NodeRefused: this user may not.
+        PipeTimeout: nobody listened there by the deadline, a monotonic time.
+        PipeBroken: the system does not allow it.
+    """
+    while True:
+        stream = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            stream.settimeout(max(deadline - time.monotonic(), TRY_AGAIN_SECONDS))
+            stream.connect(str(path))
+        except PermissionError as error:
+            stream.close()
+            raise NodeRefused(f"this user may not connect to {path}") from error
+        except (FileNotFoundError, ConnectionRefusedError, TimeoutError, BlockingIOError) as error:
+            stream.close()
+            if time.monotonic() + TRY_AGAIN_SECONDS > deadline:
+                raise PipeTimeout(f"nobody listens at {path}") from error
+            time.sleep(TRY_AGAIN_SECONDS)
+        except OSError as error:
+            stream.close()
+            raise PipeBroken(f"cannot connect to {path}: {error.strerror}") from error
+        else:
+            return stream
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    found = path.lstat()
+    return found.st_dev, found.st_ino
+
+
+@contextmanager
+def _directory_locked(directory: Path) -> Iterator[None]:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    deadline = time.monotonic() + LOCK_SECONDS
+    try:
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise PipeBroken(f"somebody keeps {directory} locked") from None
+                time.sleep(TRY_AGAIN_SECONDS)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _remove_stale(path: Path) -> None:
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(found.st_mode):
+        raise ConfigError(f"what lies at {path} is no socket")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
+        asking.setblocking(False)
+        try:
+            asking.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink()
+            return
+        except BlockingIOError:
+            pass  # so many wait to be accepted that it must live
+    raise ConfigError(f"somebody listens at {path} already")
+
 
 SCHEME: Final = "shm://"
 _MEMORY: Final = b"M"

@@ -23,7 +23,6 @@ from lookup_buffer.errors import (
     PipeBroken,
     TensorTooLarge,
 )
-from lookup_buffer.frames import Frames
 from lookup_buffer.key import TensorKey
 from lookup_buffer.pipes.carrier import Carrier
 from lookup_buffer.pipes.copies import Copies
@@ -31,7 +30,8 @@ from lookup_buffer.pipes.inbox import Inbox, Offer
 from lookup_buffer.pipes.outbox import Bytes
 from lookup_buffer.pipes.peer import Peer
 from lookup_buffer.pipes.pipe import TIMEOUT_SECONDS, Any, KVPipe, PipeLimits, key_bytes
-from lookup_buffer.pointer import bytes_at
+from lookup_buffer.protocol.stream import Frames
+from lookup_buffer.shm.memory import bytes_at
 
 
 class StreamPipe(KVPipe):

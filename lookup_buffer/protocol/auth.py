@@ -13,9 +13,8 @@ from contextlib import contextmanager
 from typing import Any, Final, NoReturn
 
 from lookup_buffer.errors import NodeRefused, ProtocolError
-from lookup_buffer.frames import Frames
 from lookup_buffer.protocol.sockets import connected_socket
-from lookup_buffer.protocol.stream import Link, LinkLimits
+from lookup_buffer.protocol.stream import Frames, Link, LinkLimits
 
 PROTOCOL_VERSION: Final = 2
 HELLO_BYTES: Final = 256

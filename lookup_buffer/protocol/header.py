@@ -11,7 +11,7 @@ from typing import Any, Final, Literal
 
 from lookup_buffer.errors import InvalidKey, ProtocolError
 from lookup_buffer.key import MAX_KEY_CHARACTERS, TensorKey
-from lookup_buffer.plain import pack, unpack
+from lookup_buffer.protocol.framing import pack, unpack
 
 DTYPES: Final[Mapping[str, int]] = {
     "bool": 1,

@@ -2,14 +2,27 @@
 
 Owns the socket and the deadlines; how a link comes to be: `handshake`. Runs on the threads of its
 callers and starts none. Knows bytes only: no tensors, no keys, no Redis.
+
+Frames: what a `Link` does, for those who do not mind whether a socket or something else does it.
+
+`link.Link` is the one over a stream socket; `pipes.redis_link.RedisLink` goes by way of a database.
+Threads, deadlines and errors are as `Link` says.
+
+Greetings: those who have connected to a listening socket, each on a thread of its own.
+
+So who says nothing keeps nobody out; and so many are served at once, and no more, that a crowd of
+those cannot take all threads. Of nodes and of pipes.
 """
 
+import errno
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from fcntl import ioctl
+from functools import partial
 from select import POLLIN, poll
 from termios import FIONREAD
 from typing import Any, Final, Protocol
@@ -336,3 +349,104 @@ def _ended(*, within_frame: bool) -> PipeClosed | PipeBroken:
     if within_frame:
         return PipeBroken("the connection ended in the middle of a frame")
     return PipeClosed("the peer closed the connection")
+
+
+class Frames(Protocol):
+    """One may send while another receives; `close` and `abort` any thread, at any time."""
+
+    def send(
+        self,
+        header: Header,
+        payload: memoryview | None = None,
+        *,
+        timeout: float,
+        before: Header | None = None,
+        begun: int = 0,
+    ) -> None:
+        """`before` is the header of a frame without payload that goes out first, `begun` the number
+        of bytes that have gone out already."""
+        ...
+
+    def recv_header(self, timeout: float) -> Frame: ...
+
+    def recv_into(self, buffer: memoryview, *, timeout: float) -> None: ...
+
+    def wait_readable(self, timeout: float) -> bool: ...
+
+    def begin(
+        self, header: Header, payload: memoryview | None = None, before: Header | None = None
+    ) -> int | None:
+        """Send what can be sent without waiting: so many bytes, None where that is all.
+
+        The rest is to go out before anything else, by `send` of the same.
+        """
+        ...
+
+    @property
+    def failure(self) -> BaseException | None: ...
+
+    def close(self) -> None: ...
+
+    def abort(self) -> None: ...
+
+
+GREETINGS_MAX: Final = 256
+HANDSHAKE_SECONDS: Final = 5.0
+"""How long one may take."""
+TRY_AGAIN_SECONDS: Final = 0.05
+
+
+def listening(host: str, port: int) -> tuple[socket.socket, str]:
+    """A socket that listens there, and HOST:PORT with the port that was really taken.
+
+    Raises:
+        OSError: the address is taken or not ours.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, port), family=family, backlog=GREETINGS_MAX)
+    shown = f"[{host}]" if family == socket.AF_INET6 else host
+    return listener, f"{shown}:{listener.getsockname()[1]}"
+
+
+class Greetings:
+    def __init__(self, places: int = GREETINGS_MAX, thread_name: str = "lb-pipe-greet") -> None:
+        self._places = threading.BoundedSemaphore(places)
+        self._thread_name = thread_name
+
+    def serve(self, listener: socket.socket, greet: Callable[[socket.socket], object]) -> None:
+        """Greet all who connect, until the listener is shut down; then close it. While there is no
+        place they wait in the kernel's queue: those who say nothing will have to leave theirs."""
+        with listener:
+            while True:
+                self._places.acquire()
+                try:
+                    stream, _ = listener.accept()
+                except OSError as error:
+                    self.leave()
+                    if error.errno == errno.EINVAL:  # it was shut down
+                        return
+                    time.sleep(TRY_AGAIN_SECONDS)  # no descriptor is free, or who came has left
+                    continue
+                self._begin(partial(greet, stream))
+
+    def begin(self, greet: Callable[[], object]) -> bool:
+        """Whether there was a place; then `greet` runs, and raises nothing. Where it returns True
+        its place is taken until somebody calls `leave`."""
+        if not self._places.acquire(blocking=False):
+            return False
+        self._begin(greet)
+        return True
+
+    def _begin(self, greet: Callable[[], object]) -> None:
+        def run() -> None:
+            stays: object = False
+            try:
+                stays = greet()
+            finally:
+                if stays is not True:
+                    self.leave()
+
+        threading.Thread(target=run, name=self._thread_name, daemon=True).start()
+
+    def leave(self) -> None:
+        self._places.release()

@@ -7,6 +7,15 @@ be changed or cut off by any client, whatever it does with the descriptor. Clien
 through a staging area of their own, which the node maps read-only after it has checked its seals.
 
 Nothing here knows what lies where; see `allocator` and `inventory`.
+
+Advice: what the kernel is told of memory before it is used.
+
+Without the interpreter lock, which mmap.madvise would hold for the whole call. Any thread; knows
+addresses only. A kernel that does not know an advice ignores it, and so do we.
+
+Pointers: where a buffer's bytes lie, also of read-only memory, and buffers of what lies there.
+
+ctypes' own `from_buffer` refuses memory that is read-only. Pure; any thread.
 """
 
 import ctypes
@@ -14,10 +23,95 @@ import fcntl
 import mmap
 import os
 import threading
+from typing import Final
 
-from lookup_buffer import advice
 from lookup_buffer.errors import ProtocolError
-from lookup_buffer.pointer import pointer_to
+
+PAGE_BYTES: Final = 4096
+HUGE_BYTES: Final = 4 << 20
+"""From this size on huge pages pay: two of the usual 2 MiB."""
+_DONTNEED: Final = 4
+_HUGEPAGE: Final = 14
+_POPULATE_READ: Final = 22
+_POPULATE_WRITE: Final = 23
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+def populate(address: int, nbytes: int, *, writable: bool) -> bool:
+    """Fault the pages in; False where the kernel (before 5.14) cannot."""
+    advice = _POPULATE_WRITE if writable else _POPULATE_READ
+    return bool(_libc.madvise(address, nbytes, advice) == 0)
+
+
+def discard(address: int, nbytes: int) -> None:
+    """Give whole pages back to the system: to unmap them then takes no time."""
+    _libc.madvise(address, nbytes, _DONTNEED)
+
+
+def prefer_huge_pages(address: int, nbytes: int) -> None:
+    """For large memory that was not touched yet: a first copy into it is up to four times as fast
+    where the kernel gives huge pages to who asks for them, as most do.
+    """
+    if nbytes < HUGE_BYTES:
+        return
+    start = -(-address // PAGE_BYTES) * PAGE_BYTES
+    stop = (address + nbytes) // PAGE_BYTES * PAGE_BYTES
+    _libc.madvise(start, stop - start, _HUGEPAGE)
+
+
+class _PyBuffer(ctypes.Structure):
+    """`Py_buffer` of the stable ABI; only `buf` is read."""
+
+    _fields_ = (
+        ("buf", ctypes.c_void_p),
+        ("obj", ctypes.c_void_p),
+        ("len", ctypes.c_ssize_t),
+        ("itemsize", ctypes.c_ssize_t),
+        ("readonly", ctypes.c_int),
+        ("ndim", ctypes.c_int),
+        ("format", ctypes.c_void_p),
+        ("shape", ctypes.c_void_p),
+        ("strides", ctypes.c_void_p),
+        ("suboffsets", ctypes.c_void_p),
+        ("internal", ctypes.c_void_p),
+    )
+
+
+# A pair of functions of our own: the prototypes on ctypes.pythonapi are shared by the process.
+_get_buffer: Final = ctypes.PYFUNCTYPE(
+    ctypes.c_int, ctypes.py_object, ctypes.POINTER(_PyBuffer), ctypes.c_int
+)(("PyObject_GetBuffer", ctypes.pythonapi))
+_release_buffer: Final = ctypes.PYFUNCTYPE(None, ctypes.POINTER(_PyBuffer))(
+    ("PyBuffer_Release", ctypes.pythonapi)
+)
+
+
+def pointer_to(buffer: mmap.mmap | memoryview) -> int:
+    """The address of the first byte; good as long as the caller keeps `buffer` open.
+
+    Raises:
+        BufferError: the bytes are not contiguous.
+    """
+    view = _PyBuffer()
+    _get_buffer(buffer, ctypes.byref(view), 0)  # PyBUF_SIMPLE: contiguous bytes
+    address = int(view.buf or 0)
+    _release_buffer(ctypes.byref(view))
+    return address
+
+
+def array_at(address: int, nbytes: int, *, keep: object) -> "ctypes.Array[ctypes.c_ubyte]":
+    """A buffer of what lies there; `keep` is alive as long as the buffer or a view of it."""
+    array = (ctypes.c_ubyte * nbytes).from_address(address)
+    array.__dict__["keep"] = keep
+    return array
+
+
+def bytes_at(address: int, nbytes: int, *, keep: object) -> memoryview:
+    """A view of bytes over `array_at`; writable, whoever the memory belongs to."""
+    return memoryview(array_at(address, nbytes, keep=keep)).cast("B")
+
 
 POPULATE_STEP_BYTES = 16 << 20
 F_SEAL_FUTURE_WRITE = 0x0010
@@ -59,7 +153,7 @@ class Mapping:
             step = min(POPULATE_STEP_BYTES, stop - offset)
             if self._stop.is_set():
                 return
-            if not advice.populate(self.address + offset, step, writable=self.writable):
+            if not populate(self.address + offset, step, writable=self.writable):
                 return  # the pages then fault in on first use
 
     def close(self) -> None:
