@@ -26,7 +26,7 @@ from browser import Browser, Tab, chromium_executable  # noqa: E402
 from lookup_buffer import MissingTensor, TensorKey  # noqa: E402
 from lookup_buffer.errors import BufferFull, NodeUnavailable  # noqa: E402
 from nodes import MIB, NodeProcess, Nodes  # noqa: E402
-from ports import free_port  # noqa: E402
+from servers import free_port  # noqa: E402
 from store import EmbeddedServer  # noqa: E402
 
 LAPTOP = (1280, 900)

@@ -1,6 +1,6 @@
 """One process of the claims' soak: eight contenders that want the same keys as all the others.
 
-Run as `python tests/claim_contender.py URL NAMESPACE SEED`. Each contender goes through the keys,
+Run as `python claim_contender.py URL NAMESPACE SEED`. Each contender goes through the keys,
 block by block, and for each claims, "encodes" and publishes, or waits for whoever does. Some
 holders give up, some fall silent and publish too late, some publish another shape. What happened
 is printed as JSON lines; times are seconds of CLOCK_MONOTONIC:

@@ -1,16 +1,20 @@
-"""`lookup-buffer` as a user runs it: a process of its own, in a pipe or at a terminal."""
+"""`lookup-buffer` as a user runs it: a process of its own, in a pipe or at a terminal.
+
+`run_of` is a run of tests inside a test: what tests/conftest.py does is seen in what pytest prints.
+"""
 
 import fcntl
 import json
 import os
 import pty
 import re
+import shutil
 import struct
 import subprocess
 import sys
 import termios
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -122,3 +126,26 @@ def beating(store: MetadataStore, *nodes: str) -> Iterator[None]:
     finally:
         over.set()
         thread.join()
+
+
+Run = subprocess.CompletedProcess[str]
+
+
+def run_of(directory: Path, *tests: str, options: Sequence[str] = ()) -> Run:
+    """The fixtures themselves, in a run with a mark of its own; each of `tests` is a file."""
+    here = Path(__file__).parent
+    conftest = (here / "conftest.py").read_text()
+    conftest = conftest.replace("timeout_seconds=scaled(10.0)", "timeout_seconds=0.2")
+    (directory / "conftest.py").write_text(conftest)
+    for name in ("standstills.py", "patience.py"):
+        shutil.copy(here / name, directory)
+    leaks = (here / "leaks.py").read_text()
+    (directory / "leaks.py").write_text(leaks.replace("LOOKUP_BUFFER_TEST_RUN", "INNER_TEST_RUN"))
+    for number, source in enumerate(tests):
+        path = directory / f"test_inner_{number}.py"
+        path.write_text(f"import pytest, subprocess, sys\n{source}")
+    (directory / "pytest.ini").write_text("[pytest]\nmarkers = vllm\n")
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options, str(directory)],
+        capture_output=True, text=True, timeout=scaled(60), cwd=directory, check=False,
+    )  # fmt: skip

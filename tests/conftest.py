@@ -1,4 +1,4 @@
-"""Shared by all tests: the fixtures of tests/servers.py and nodes.py, and a guard against leaks.
+"""Shared by all tests: the fixtures of servers.py and nodes.py, and a guard against leaks.
 
 It also keeps Python's collector from walking over all that the modules hold, and adds to a failure
 whether the machine stood still meanwhile.
@@ -37,32 +37,38 @@ settings.register_profile(
 )
 settings.load_profile("a shared machine")
 
-# Real servers and nodes for every test that asks: see tests/servers.py, nodes.py, engines.py.
+# Real servers and nodes for every test that asks: see servers.py, nodes.py, engines.py.
 pytest_plugins = [
     name
     for name in (
         "servers",
         "nodes",
-        "two_hosts",
         "engines",
-        "kv_engines",
         "first_hosts",
-        "links",
+        "raw_ends",
         "clusters",
-        "sentinels",
         "tls_server",
-        "command_store",
-        "dashboards",
+        "observing",
     )
     if importlib.util.find_spec(name)
 ]
 # These are not named test_*, so without this a failed assert in them would not be explained.
 pytest.register_assert_rewrite(
-    "contract_store", "contract_store_claims", "contract_store_nodes", "contract_store_sole",
-    "contract_pipe", "contract_pipe_limits", "contract_pipe_processes", "servers",
-    "nodes", "two_hosts", "engines", "kv_engines", "observing", "openai_servers", "handoff_storm",
-    "dashboards", "deployment",
-)  # fmt: skip
+    "contract_store",
+    "contract_store_claims",
+    "contract_store_nodes",
+    "contract_store_sole",
+    "contract_pipe",
+    "contract_pipe_limits",
+    "contract_pipe_processes",
+    "servers",
+    "nodes",
+    "engines",
+    "observing",
+    "openai_servers",
+    "handoff_storm",
+    "deployment",
+)
 
 _standstills = pytest.StashKey[Standstills]()
 _guard = pytest.StashKey[LeakGuard]()

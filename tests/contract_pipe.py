@@ -2,12 +2,16 @@
 
 The module has a fixture `make_ends`, which makes two connected ends. How a pipe is full, is waited
 for, and ends: contract_pipe_limits.
+
+`make_ends` is a fixture for tests that every scheme is to pass; import it to use it.
 """
 
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from itertools import count
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,9 +24,10 @@ from lookup_buffer.errors import (
     LookupTimeout,
 )
 from lookup_buffer.key import TensorKey
-from lookup_buffer.pipes import ANY_KEY, KVPipe
+from lookup_buffer.pipes import ANY_KEY, KVPipe, PipeLimits, open_pipe
 from lookup_buffer.protocol.header import DTYPES
 from patience import scaled
+from store import EmbeddedServer
 
 TOKEN = "that of both ends, and of no other"
 
@@ -303,3 +308,37 @@ class PipeContract:
 def closing() -> Iterator[ExitStack]:
     with ExitStack() as stack:
         yield stack
+
+
+SCHEMES = ("inproc", "shm", "tcp", "redis", "gloo")
+_numbers = count()
+
+
+@pytest.fixture(params=SCHEMES)
+def make_ends(
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    valkey_server: EmbeddedServer,
+    closing: ExitStack,
+) -> MakeEnds:
+    def make(limits: PipeLimits | None = None) -> Ends:
+        number = next(_numbers)
+        uris = {
+            "inproc": f"inproc://every-{number}",
+            "shm": f"shm://{tmp_path}/{number}",
+            "tcp": "tcp://127.0.0.1:0",
+            "redis": f"{valkey_server.url}?pipe=every-{number}",
+            "gloo": "gloo://127.0.0.1:0",
+        }
+        a = open_pipe(uris[request.param], listen=True, limits=limits)
+        closing.callback(a.abort)
+        b = open_pipe(a.uri, limits=limits)
+        closing.callback(b.abort)
+        return a, b
+
+    return make
+
+
+@pytest.fixture
+def ends(make_ends: MakeEnds) -> Ends:
+    return make_ends()

@@ -34,7 +34,7 @@ StartChild = Callable[..., "subprocess.Popen[bytes]"]
 def start_child(closing: ExitStack) -> StartChild:
     def start(pipe: KVPipe, name: str = "child") -> "subprocess.Popen[bytes]":
         child = Path(__file__).parent / "pipe_child.py"
-        process = subprocess.Popen([sys.executable, str(child), pipe.uri, name])
+        process = subprocess.Popen([sys.executable, str(child), "echo", pipe.uri, name])
 
         def end() -> None:
             process.kill()

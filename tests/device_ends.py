@@ -2,12 +2,15 @@
 
 `do(source)` evaluates an expression in the process, where `buffer` is its DeviceBuffer and `lane`
 its DeviceLane. What it raises is raised here, if it is one of our errors.
+
+`ToldPool` is a stand-in: it says to its node what a test has it say.
 """
 
 import json
 import logging
 import multiprocessing
 import os
+import queue
 import signal
 import threading
 import time
@@ -19,6 +22,8 @@ import pytest
 import torch
 
 from lookup_buffer import errors
+from lookup_buffer.client.buffer import LookupBuffer
+from lookup_buffer.client.session import next_request_id
 from lookup_buffer.codec import contiguous_bytes
 from lookup_buffer.config import BufferConfig
 from lookup_buffer.device.buffer import DeviceBuffer
@@ -29,6 +34,7 @@ from lookup_buffer.errors import BufferFull
 from lookup_buffer.key import TensorKey
 from lookup_buffer.namespace import Namespace
 from lookup_buffer.protocol.header import TensorHeader
+from lookup_buffer.protocol.messages import Offer, OpenPool, Received, Request, SeenPool
 from lookup_buffer.runtime import to_json
 from nodes import MIB, NodeProcess, StartNode, tensor_of, wait_until, with_store
 from patience import scaled
@@ -36,6 +42,7 @@ from store import MetadataStore, open_store
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
+
 
 ANSWER_SECONDS = scaled(60.0)
 POOL_BYTES = 64 * MIB
@@ -278,3 +285,62 @@ def warm(first: DeviceEnd, second: DeviceEnd) -> None:
 
 
 __all__ = ["TensorKey", "tensor_of"]
+
+
+FINGERPRINT = Namespace.named("tests").fingerprint
+POOL, LIBRARY, PORT, MARK = "ab" * 6, "cd" * 4, 4321, 17
+NBYTES = 100_000
+TOLD_POOL_BYTES = 10 * NBYTES
+
+
+class Told:
+    """A pool that keeps what it is told, and says nothing by itself but what it is.
+
+    What it hears of other pools comes with their nodes' beats, in between, and is apart."""
+
+    def __init__(
+        self,
+        client: LookupBuffer,
+        *,
+        name: str = POOL,
+        pool_bytes: int = TOLD_POOL_BYTES,
+        receives: bool = True,
+        offers: bool = True,
+    ) -> None:
+        self.name, self.opening = name, (pool_bytes, receives, offers)
+        self.events: queue.Queue[dict[str, Any]] = queue.Queue()
+        self.sees: dict[str, SeenPool] = {}
+        """The pools of others that are there, as it was told."""
+        self.lost_sight: list[str] = []
+        self.say: Callable[[Request], None] = lambda _request: None
+        client.join_lane(self)
+
+    def attached(self, to_node: Callable[[Request], None]) -> None:
+        self.say = to_node
+        to_node(OpenPool(next_request_id(), "nccl", LIBRARY, PORT, self.name, *self.opening))
+
+    def lost(self) -> None:
+        pass
+
+    def on_event(self, message: dict[str, Any]) -> None:
+        if message["event"] != "pools":
+            self.events.put(message)
+            return
+        self.sees |= {at.pool: at for at in (SeenPool(*fields) for fields in message["there"])}
+        for pool in message["gone"]:
+            del self.sees[pool]
+            self.lost_sight.append(pool)
+
+    def tensor(self, ticket: int) -> torch.Tensor:
+        raise AssertionError("nobody loads here")
+
+    def hears(self, event: str) -> dict[str, Any]:
+        message = self.events.get(timeout=10.0)
+        assert message["event"] == event, message
+        return message
+
+    def offers(self, one: TensorKey, checksum: int) -> None:
+        self.say(Offer(next_request_id(), FINGERPRINT, one.text, MARK, checksum))
+
+    def answers(self, ticket: int, reason: str = "", source: int = 1) -> None:
+        self.say(Received(next_request_id(), ticket, reason, source))

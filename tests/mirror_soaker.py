@@ -1,6 +1,6 @@
 """One process of the mirror's soak: changes records at random, and keeps a mirror of them.
 
-Run as `python tests/mirror_soaker.py URL NAMESPACE SEED`; reads commands, a line each, and answers
+Run as `python mirror_soaker.py URL NAMESPACE SEED`; reads commands, a line each, and answers
 each with a line of JSON. `work N` does N random operations, while its mirror is asked all the time;
 `look` asks it for everything; `compare` says how it differs from the store.
 """

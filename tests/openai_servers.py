@@ -31,7 +31,7 @@ from examples.demo.engine_settings import (
 from examples.demo.schedule_log import ScheduleLog
 from nodes import ROOT
 from patience import scaled
-from ports import free_port
+from servers import free_port
 
 Part = dict[str, Any]
 
@@ -49,7 +49,7 @@ COMPLETIONS = "/v1/chat/completions"
 END_SECONDS = scaled(20.0)
 ASK_SECONDS = scaled(60.0)
 _LOG_TAIL_LINES = 60
-# vLLM's own choice on GPUs. On CPU its steps do not overlap all the same: `overlapping_scheduler`.
+# vLLM's own choice on GPUs. On CPU its steps do not overlap all the same: `engine_plugins`.
 _SCHEDULER = "examples.demo.counting_scheduler.CountingAsyncScheduler"
 
 
@@ -215,7 +215,7 @@ class OpenAIServer:
 
 
 def overlapping(settings: EngineSettings) -> EngineSettings:
-    """With a PYTHONPATH by which the engine finds `overlapping_scheduler`."""
+    """With a PYTHONPATH by which the engine finds `engine_plugins`."""
     paths = [str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
     path = {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     return replace(settings, environment={**settings.environment, **path})

@@ -1,20 +1,38 @@
-"""The other end of a pipe, as a process: `python pipe_child.py URI NAME`.
+"""The other end of a pipe, as a process.
 
-Sends back each message that it receives without a key, under the key NAME, until it gets None.
+`python pipe_child.py echo URI NAME` sends back each message that it receives without a key, under
+the key NAME, until it gets None. `python pipe_child.py end URI SIGNAL` is a `gloo` sender that
+stops itself, or dies, once it has announced its bytes.
 """
 
+import os
+import signal
 import sys
 
 from lookup_buffer.pipes import PipeLimits, open_pipe
 
 
-def main() -> None:
-    uri, name = sys.argv[1:]
+def echo(uri: str, name: str) -> None:
     with open_pipe(uri, limits=PipeLimits(silence_seconds=60.0)) as pipe:
         pipe.send_tensor(None, f"{name} is there")
         while (tensor := pipe.recv_tensor()) is not None:
             pipe.send_tensor(tensor, name)
 
 
+def end(uri: str, name: str) -> None:
+    import torch
+
+    from lookup_buffer.pipes.gloo import GlooCommunicator
+
+    def end_process(self: GlooCommunicator, memory: memoryview, timeout: float) -> None:
+        os.kill(os.getpid(), signal.Signals[name])
+
+    GlooCommunicator.send = end_process  # type: ignore[method-assign]
+    with open_pipe(uri) as pipe:
+        pipe.send_tensor(None, "there")
+        pipe.send_tensor(torch.zeros(1 << 20, dtype=torch.uint8))
+        pipe.recv_tensor()
+
+
 if __name__ == "__main__":
-    main()
+    {"echo": echo, "end": end}[sys.argv[1]](*sys.argv[2:])

@@ -1,7 +1,14 @@
-"""Raw commands to a real server, past the store: what is really in it, and how to set it up."""
+"""Raw commands to a real server, past the store: what is really in it, and how to set it up.
+
+As a program it stands in for redis-cli on machines without one, for the recipes of
+docs/redis-keys.md: `python resp.py SOCKET [--scan --pattern PATTERN | WORD ...]` prints what
+redis-cli prints into a pipe: each string or number of the reply on a line of its own.
+"""
 
 import socket
 import ssl
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 import hiredis
@@ -64,3 +71,35 @@ class RespConnection:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def lines(reply: Any) -> Iterator[str]:
+    if isinstance(reply, list):
+        for part in reply:
+            yield from lines(part)
+    else:
+        yield "" if reply is None else reply.decode() if isinstance(reply, bytes) else str(reply)
+
+
+def scan(connection: RespConnection, pattern: str) -> Iterator[str]:
+    cursor = b"0"
+    while True:
+        cursor, names = connection("SCAN", cursor, "MATCH", pattern)
+        yield from lines(names)
+        if cursor == b"0":
+            return
+
+
+def main() -> None:
+    path, *words = sys.argv[1:]
+    with RespConnection(path) as connection:
+        if words[0] == "--scan":
+            found = scan(connection, words[words.index("--pattern") + 1])
+        else:
+            found = lines(connection(*words))
+        for line in found:
+            print(line)
+
+
+if __name__ == "__main__":
+    main()

@@ -3,19 +3,29 @@
 `DrivenEngine` does what EngineCore and the V1 model runner do: it schedules up to as many steps
 ahead as the configuration allows, runs each as late as it can, and dies where they would: of an
 item that is needed and in no cache, of one without media that is to be encoded.
+
+`namespace_of` is the namespace that an engine with some configuration comes to.
 """
 
 import hashlib
+import tempfile
 import warnings
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from connector_standins import EMBEDS
+from connectors.namespace import Identity, Naming, engine_identity
+from connectors.settings import SharedSettings
+from connectors.weights import DigestCache
+from lookup_buffer.errors import MissReason
+from lookup_buffer.namespace import Namespace
+from nodes import wait_until
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -288,3 +298,28 @@ class DrivenEngine:
     def close(self) -> None:
         self.connector.shutdown()
         self.worker.shutdown()
+
+
+HASHED_SECONDS = 60.0
+
+
+def namespace_of(identity: Identity) -> Namespace:
+    """With the weights hashed anew."""
+    with tempfile.TemporaryDirectory() as directory:
+        naming = Naming(identity, cache=DigestCache(Path(directory)))
+        namespace = when_settled(naming)
+        naming.close()
+    assert namespace is not None, naming.reason
+    return namespace
+
+
+def when_settled(naming: Naming) -> Namespace | None:
+    """The namespace, once it is known; None where it cannot be told."""
+    wait_until(
+        lambda: naming.namespace or naming.reason != MissReason.NAMESPACE_PENDING, HASHED_SECONDS
+    )
+    return naming.namespace
+
+
+def engine_namespace(vllm_config: Any, settings: SharedSettings) -> Namespace:
+    return namespace_of(engine_identity(vllm_config, settings))

@@ -3,23 +3,60 @@
 A request's header says which of the two answers it, as vLLM lets a router choose.
 """
 
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Self
 
 import pytest
 
-from engines import START_SECONDS, Album, Reference, connector, engine_settings
+from engines import OUTCOME_SECONDS, START_SECONDS, Album, Reference, connector, engine_settings
 from examples.demo.engine import Question
 from lookup_buffer.times import INTENT_SECONDS_MAX
 from nodes import NodeProcess, StartNode, wait_until
 from openai_servers import COMPLETIONS, OpenAIServer, Reply, chat_of, parts_of
-from pulse import Pulse
 from servers import command
 from store import EmbeddedServer
-from two_hosts import OUTCOME_SECONDS
+
+EVERY_SECONDS = 0.02
+
+
+class Pulse:
+    """Looks at something, by a thread of its own, again and again: how long did it ever take?
+
+    Of what the looks themselves need nothing must be under test.
+    """
+
+    def __init__(self, look: Callable[[], object]) -> None:
+        self._look = look
+        self._longest = 0.0
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="pulse")
+
+    def take(self) -> float:
+        """The longest time, in seconds, that a look and the pause before it took beyond the pause,
+        since this was last asked."""
+        longest, self._longest = self._longest, 0.0
+        return longest
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        began = time.monotonic()
+        while not self._ended.wait(EVERY_SECONDS):
+            self._look()
+            began, before = time.monotonic(), began
+            self._longest = max(self._longest, began - before - EVERY_SECONDS)
+
 
 pytestmark = pytest.mark.vllm
 RANKS = (0, 1)

@@ -15,14 +15,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from engines import FETCH_WAIT_SECONDS, NONE_KNOWN, SIZE, Album, EnginePair
+from engines import FETCH_WAIT_SECONDS, NONE_KNOWN, SIZE, Album, EnginePair, TwoHosts
 from examples.demo.engine import DemoEngine, Question
 from examples.demo.engine_settings import Placement
 from nodes import ROOT, NodeProcess, at_rest, wait_until
 from patience import scaled
 from servers import frozen
 from store.lane import PAUSE_SECONDS_MAX
-from two_hosts import TwoHosts
 
 pytestmark = pytest.mark.vllm
 PLACEMENTS = (Placement.ONE_PROCESS, Placement.TWO_PROCESSES)

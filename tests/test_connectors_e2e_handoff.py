@@ -18,13 +18,12 @@ from typing import Any
 import pytest
 import torch
 
-from audio_model import CLIP_TOKENS_MAX, EMBEDDING_WIDTH, MODEL_TOKENS_MAX, clip, ensure_audio_model
-from engines import START_SECONDS, connector, engine_settings
+from engines import START_SECONDS, TwoHosts, connector, engine_settings
 from examples.demo.engine_settings import EngineSettings
+from models import CLIP_TOKENS_MAX, EMBEDDING_WIDTH, MODEL_TOKENS_MAX, clip, ensure_audio_model
 from nodes import ROOT, at_rest
 from openai_servers import OpenAIServer, Part, Reply, text
 from patience import scaled
-from two_hosts import TwoHosts
 
 pytestmark = pytest.mark.vllm
 AT_ONCE_SECONDS = scaled(5.0)

@@ -14,13 +14,23 @@ from typing import Any
 
 import pytest
 
-from engines import START_SECONDS, Album, connector, engine_settings, weights
+from engines import (
+    CHUNK,
+    OUTCOME_SECONDS,
+    START_SECONDS,
+    Album,
+    ask_for,
+    connector,
+    engine_settings,
+    kv_connector,
+    kv_engine_settings,
+    prompt,
+    weights,
+)
 from examples.demo.engine import DemoEngine, Question
 from examples.demo.engine_settings import EngineSettings, Placement
-from hub_cache import REPOSITORY, add_commit, commit_named, environment, hub_over, point
-from kv_engines import CHUNK, ask_for, kv_connector, kv_engine_settings, prompt
+from models import REPOSITORY, add_commit, commit_named, environment, hub_over, point
 from nodes import NodeProcess, StartNode, wait_until
-from two_hosts import OUTCOME_SECONDS
 
 pytestmark = pytest.mark.vllm
 

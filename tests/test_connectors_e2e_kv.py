@@ -7,18 +7,18 @@ import time
 
 import pytest
 
-from engines import Album
-from examples.demo.engine import Question
-from kv_engines import (
+from engines import (
     BLOCK,
     BLOCK_BYTES,
     CHUNK,
     HANDOFF_SECONDS,
+    Album,
     KvPair,
     ask_for,
     interrupted,
     prompt,
 )
+from examples.demo.engine import Question
 from nodes import wait_until
 from servers import frozen
 

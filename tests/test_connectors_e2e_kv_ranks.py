@@ -6,19 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from engines import START_SECONDS
-from examples.demo.engine import DemoEngine
-from examples.demo.engine_settings import Placement
-from kv_engines import (
+from engines import (
     CHUNK,
     SAVE_SECONDS,
+    START_SECONDS,
+    TwoHosts,
     ask_for,
     kv_connector,
     kv_engine_settings,
     prompt,
 )
+from examples.demo.engine import DemoEngine
+from examples.demo.engine_settings import Placement
 from nodes import wait_until
-from two_hosts import TwoHosts
 
 pytestmark = pytest.mark.vllm
 

@@ -13,24 +13,24 @@ from typing import Any
 
 import pytest
 
-from engines import START_SECONDS
-from examples.demo.engine import DemoEngine, Question
-from examples.demo.engine_settings import Placement
-from kv_engines import (
+from engine_plugins import FLAGS, OVERLAPS
+from engines import (
     BLOCK_BYTES,
     BLOCKS_OF_A,
     CHUNK,
     SAVE_SECONDS,
+    START_SECONDS,
+    TwoHosts,
     ask_for,
     interrupted,
     kv_connector,
     kv_engine_settings,
     prompt,
 )
+from examples.demo.engine import DemoEngine, Question
+from examples.demo.engine_settings import Placement
 from nodes import wait_until
 from openai_servers import MODEL_NAME, OpenAIServer, Reply, overlapping
-from overlapping_scheduler import FLAGS, OVERLAPS
-from two_hosts import TwoHosts
 
 pytestmark = pytest.mark.vllm
 COMPLETIONS = "/v1/completions"

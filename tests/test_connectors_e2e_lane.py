@@ -12,11 +12,10 @@ from dataclasses import replace
 
 import pytest
 
-from engines import EnginePair
+from engines import EnginePair, TwoHosts
 from examples.demo.engine import DemoEngine
 from examples.demo.engine_settings import EngineSettings
 from nodes import NodeProcess, at_rest, wait_until
-from two_hosts import TwoHosts
 
 pytestmark = pytest.mark.vllm
 ANSWER_SECONDS = 20.0

@@ -11,14 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from engines import START_SECONDS, Album, connector, engine_settings, weights
+from engines import OUTCOME_SECONDS, START_SECONDS, Album, connector, engine_settings, weights
 from examples.demo.engine import DemoEngine
 from lookup_buffer.client.buffer import LookupBuffer
 from lookup_buffer.key import TensorKey
 from lookup_buffer.namespace import Namespace
 from nodes import NodeProcess, StartNode, wait_until
 from store import open_store
-from two_hosts import OUTCOME_SECONDS
 
 pytestmark = pytest.mark.vllm
 PRECISE = {"dtype": "bfloat16"}

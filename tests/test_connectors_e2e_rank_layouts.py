@@ -9,10 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from engines import START_SECONDS, Album, connector, engine_settings
+from engines import (
+    BLOCK,
+    OUTCOME_SECONDS,
+    START_SECONDS,
+    Album,
+    connector,
+    engine_settings,
+    kv_connector,
+    prompt,
+)
 from examples.demo.engine import Question
 from examples.demo.engine_settings import Placement, engine_arguments, engine_environment
-from kv_engines import BLOCK, kv_connector, prompt
 from nodes import ROOT, StartNode, wait_until
 from openai_servers import (
     COMPLETIONS,
@@ -22,8 +30,7 @@ from openai_servers import (
     chat_of,
     parts_of,
 )
-from ports import free_port
-from two_hosts import OUTCOME_SECONDS
+from servers import free_port
 
 pytestmark = pytest.mark.vllm
 CHUNK = 512

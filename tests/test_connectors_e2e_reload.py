@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from engines import START_SECONDS, Album, connector, engine_settings, weights
+from engines import OUTCOME_SECONDS, START_SECONDS, Album, connector, engine_settings, weights
 from examples.demo.engine_settings import Placement, engine_arguments, engine_environment
 from nodes import ROOT, StartNode, wait_until
-from two_hosts import OUTCOME_SECONDS
 
 pytestmark = pytest.mark.vllm
 

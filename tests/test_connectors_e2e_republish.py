@@ -11,13 +11,12 @@ from typing import Any
 
 import pytest
 
-from audio_model import ensure_audio_model
 from command_line import run
-from engines import START_SECONDS, connector
+from engines import START_SECONDS, TwoHosts, connector
+from models import ensure_audio_model
 from nodes import ROOT, wait_until
 from openai_servers import OpenAIServer, Part, Reply, text
 from test_connectors_e2e_handoff import audio_settings, clips, named
-from two_hosts import TwoHosts
 
 pytestmark = pytest.mark.vllm
 QUESTION = text("What do you hear?")

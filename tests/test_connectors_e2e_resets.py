@@ -12,15 +12,26 @@ from pathlib import Path
 import pytest
 import torch
 
-from engines import SIZE, START_SECONDS, Album, Reference, connector, engine_settings
+from engines import (
+    CHUNK,
+    OUTCOME_SECONDS,
+    SIZE,
+    START_SECONDS,
+    Album,
+    Reference,
+    TwoHosts,
+    connector,
+    engine_settings,
+    kv_connector,
+    kv_engine_settings,
+    prompt,
+)
 from examples.demo.engine_settings import Placement
-from kv_engines import CHUNK, kv_connector, kv_engine_settings, prompt
 from lookup_buffer.client.buffer import LookupBuffer
 from lookup_buffer.key import TensorKey
 from lookup_buffer.namespace import Namespace
 from nodes import wait_until
 from openai_servers import MODEL_NAME, OpenAIServer, Reply, image, text
-from two_hosts import OUTCOME_SECONDS, TwoHosts
 
 pytestmark = pytest.mark.vllm
 ROWS, WIDTH = SIZE.embeddings_per_image, SIZE.text.hidden

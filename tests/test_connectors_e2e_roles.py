@@ -11,13 +11,20 @@ from pathlib import Path
 import pytest
 
 from connectors.identifiers import content_digest
-from engines import SIZE, START_SECONDS, Album, connector, engine_settings
+from engines import (
+    OUTCOME_SECONDS,
+    SIZE,
+    START_SECONDS,
+    Album,
+    TwoHosts,
+    connector,
+    engine_settings,
+)
 from lookup_buffer.key import TensorKey
-from lora_adapters import RANK, write_adapter
+from models import RANK, write_adapter
 from nodes import NodeProcess, at_rest, wait_until
 from openai_servers import MODEL_NAME, OpenAIServer
 from patience import scaled
-from two_hosts import OUTCOME_SECONDS, TwoHosts
 
 pytestmark = pytest.mark.vllm
 ANSWER_SECONDS = scaled(20.0)

@@ -16,14 +16,17 @@ from typing import Any
 import pytest
 
 from command_line import run_json
+from engine_plugins import FLAGS, OVERLAPS
 from engines import (
     NONE_KNOWN,
     ONE_KNOWN,
+    OUTCOME_SECONDS,
     SIZE,
     START_SECONDS,
     TWICE,
     Album,
     Reference,
+    TwoHosts,
     connector,
     engine_settings,
 )
@@ -41,9 +44,7 @@ from openai_servers import (
     parts_of,
     text,
 )
-from overlapping_scheduler import FLAGS, OVERLAPS
 from patience import scaled
-from two_hosts import OUTCOME_SECONDS, TwoHosts
 
 pytestmark = pytest.mark.vllm
 AT_ONCE_SECONDS = scaled(5.0)

@@ -21,6 +21,7 @@ from engines import (
     TWICE,
     Album,
     EnginePair,
+    TwoHosts,
     connector,
     engine_settings,
     weights,
@@ -31,7 +32,6 @@ from lookup_buffer.key import TensorKey
 from lookup_buffer.namespace import Namespace
 from nodes import NodeProcess, at_rest, wait_until
 from servers import frozen
-from two_hosts import TwoHosts
 
 pytestmark = pytest.mark.vllm
 ANSWER_SECONDS = 5.0

@@ -20,7 +20,7 @@ from connectors.plugin import CONNECTOR_NAME
 from engines import SIZE, START_SECONDS, Album, Reference, connector, engine_settings
 from examples.demo.engine import DemoEngine, EngineFailure, Question
 from examples.demo.engine_settings import engine_arguments, engine_environment
-from misfit_models import Misfit, encoder_decoder, text_only
+from models import Misfit, encoder_decoder, text_only
 from nodes import ROOT, StartNode, at_rest, wait_until
 from patience import scaled
 from servers import valkey_executable

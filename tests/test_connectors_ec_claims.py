@@ -2,18 +2,18 @@
 
 import pytest
 
-from connector_standins import make_request
-from lookup_buffer.client.handles import PrefetchState
-from lookup_buffer.key import TensorKey
-from lookup_buffer.protocol.messages import ClaimOutcome
-from scheduler_bench import (
+from connector_standins import (
     BOUND_SECONDS,
     LEASE_SECONDS,
     WAIT_SECONDS,
     claimed,
     counted,
     make_bench,
+    make_request,
 )
+from lookup_buffer.client.handles import PrefetchState
+from lookup_buffer.key import TensorKey
+from lookup_buffer.protocol.messages import ClaimOutcome
 
 
 def test_what_nobody_has_is_claimed_in_sorted_order_before_it_is_encoded() -> None:

@@ -1,9 +1,8 @@
 """What a request that is seen for the first time claims beside asking whether anybody has it."""
 
-from connector_standins import Feature, Position, make_request
+from connector_standins import Feature, Position, claimed, counted, make_bench, make_request
 from lookup_buffer.client.handles import PrefetchState
 from lookup_buffer.protocol.messages import ClaimOutcome
-from scheduler_bench import claimed, counted, make_bench
 
 
 def test_one_wait_where_nobody_has_it() -> None:

@@ -4,12 +4,19 @@ from typing import Any
 
 import pytest
 
-from connector_standins import make_request
+from connector_standins import (
+    LEASE_SECONDS,
+    WAIT_SECONDS,
+    Bench,
+    claimed,
+    counted,
+    make_bench,
+    make_request,
+)
 from connectors.ec.claims import LATE_MAX, LATE_SECONDS
 from lookup_buffer.client.handles import PrefetchState
 from lookup_buffer.protocol.messages import ClaimOutcome
 from lookup_buffer.times import INTENT_SECONDS
-from scheduler_bench import LEASE_SECONDS, WAIT_SECONDS, Bench, claimed, counted, make_bench
 
 
 def test_waiting_for_a_seat_in_vllm_does_not_use_up_the_time_to_fetch() -> None:

@@ -5,12 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from connector_standins import EMBEDS, Position, Request, make_request
+from connector_standins import EMBEDS, WAIT_SECONDS, Bench, Position, Request, make_request
 from connectors.ec.meanings import Meanings
 from lookup_buffer.client.handles import PrefetchState
 from lookup_buffer.key import TensorKey
 from nodes import wait_until
-from scheduler_bench import WAIT_SECONDS, Bench
 
 LONGER = EMBEDS + 5
 

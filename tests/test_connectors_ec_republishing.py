@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from connector_standins import EMBEDS, make_request, pixels, step_output
-from scheduler_bench import Bench
+from connector_standins import EMBEDS, Bench, make_request, pixels, step_output
 
 BOTH: dict[str, Any] = {}
 PRODUCER: dict[str, Any] = {"consumer": False}

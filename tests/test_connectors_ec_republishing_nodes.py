@@ -17,9 +17,8 @@ from connectors.ec import seat as ec_seat
 from lookup_buffer.client.buffer import LookupBuffer
 from lookup_buffer.errors import LookupBufferError, MissingTensor
 from lookup_buffer.key import TensorKey
-from namespaces import namespace_of
 from nodes import NodeProcess, StartNode, wait_until
-from scheduler_drive import DrivenEngine, Room, content, output_of
+from scheduler_drive import DrivenEngine, Room, content, namespace_of, output_of
 
 MIB = 1 << 20
 WIDTH = 64

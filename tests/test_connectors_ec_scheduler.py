@@ -7,11 +7,12 @@ import pytest
 from connector_standins import (
     EMBED_BYTES,
     EMBEDS,
+    WAIT_SECONDS,
+    Bench,
     LedgerBuffer,
     make_request,
 )
 from lookup_buffer.client.handles import PrefetchState
-from scheduler_bench import WAIT_SECONDS, Bench
 
 
 def test_resident_item_is_promised_loaded_and_given_back_after_the_steps_in_flight() -> None:

@@ -8,6 +8,8 @@ import pytest
 from connector_standins import (
     EMBED_BYTES,
     EMBEDS,
+    METADATA_WAIT_SECONDS,
+    Bench,
     Request,
     make_request,
     pixels,
@@ -16,7 +18,6 @@ from connectors.settings import parse_settings
 from lookup_buffer.client.handles import PrefetchState
 from lookup_buffer.protocol.messages import ClaimOutcome
 from nodes import wait_until
-from scheduler_bench import METADATA_WAIT_SECONDS, Bench
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 from connector_standins import (
     EMBED_BYTES,
     EMBEDS,
+    Clock,
     LedgerBuffer,
     Position,
     Stored,
@@ -20,7 +21,6 @@ from connectors.ec.watch import embeds_of
 from connectors.ec.without_gate import ASK_AGAIN_SECONDS, LOCAL_SECONDS, EcWithoutGate
 from connectors.settings import ConnectorSettings
 from lookup_buffer.client.handles import PrefetchState
-from scheduler_bench import Clock
 
 A, B, C = (letter * 64 for letter in "abc")
 

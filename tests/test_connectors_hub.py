@@ -13,7 +13,7 @@ import pytest
 from connectors import hub
 from engines import START_SECONDS, engine_settings, weights
 from examples.demo.engine_settings import engine_arguments, engine_environment
-from hub_cache import REPOSITORY, add_commit, commit_named, environment, hub_over, point
+from models import REPOSITORY, add_commit, commit_named, environment, hub_over, point
 from nodes import ROOT
 from test_connectors_namespace import vllm_config
 

@@ -7,10 +7,22 @@ from collections.abc import Callable
 import torch
 
 from connectors.kv_v0.connector import CHUNK_TOKENS, LookupBufferKVConnectorV0
-from first_hosts import LONG, SHORT, Connect, alone, config_of, prompt, run
+from first_hosts import (
+    BLOCKS,
+    HEAD,
+    HEADS,
+    LONG,
+    SHORT,
+    Batch,
+    Connect,
+    Host,
+    alone,
+    config_of,
+    prompt,
+    run,
+)
 from lookup_buffer.namespace import Namespace
 from nodes import NodeProcess
-from paged_model import BLOCKS, HEAD, HEADS, Batch, Host
 from patience import scaled
 
 

@@ -19,11 +19,26 @@ from connectors.kv_v0.connector import (
     LookupBufferKVConnectorV0,
     Prefilled,
 )
-from first_hosts import LONG, SHORT, Connect, alone, config_of, prompt, run
+from first_hosts import (
+    BLOCK,
+    BLOCKS,
+    HEAD,
+    HEADS,
+    LAYERS,
+    LONG,
+    SHORT,
+    Batch,
+    Connect,
+    Host,
+    Metadata,
+    alone,
+    config_of,
+    prompt,
+    run,
+)
 from lookup_buffer.errors import ConfigError
 from lookup_buffer.namespace import Namespace
 from nodes import NodeProcess
-from paged_model import BLOCK, BLOCKS, HEAD, HEADS, LAYERS, Batch, Host, Metadata
 from patience import scaled
 
 

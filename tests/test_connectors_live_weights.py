@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from connector_standins import EMBED_BYTES, LedgerBuffer, make_request
+from connector_standins import EMBED_BYTES, WAIT_SECONDS, Bench, LedgerBuffer, make_request
 from connectors.client import CurrentBuffer
 from connectors.ec.metadata import StepMetadata
 from connectors.ec.scheduler import EcScheduler
@@ -20,7 +20,6 @@ from connectors.settings import ConnectorSettings
 from connectors.weights import WeightsFlag, WeightsSource, WeightsWatch, _path
 from lookup_buffer.client.handles import PrefetchState
 from nodes import ROOT
-from scheduler_bench import WAIT_SECONDS, Bench
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 

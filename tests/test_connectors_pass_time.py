@@ -5,10 +5,9 @@ import time
 
 import pytest
 
-from connector_standins import make_request
+from connector_standins import Bench, Clock, make_request
 from connectors.counters import IdleTime
 from lookup_buffer.protocol.messages import ClaimOutcome
-from scheduler_bench import Bench, Clock
 
 IDLE_SECONDS = 5.0
 SOON_SECONDS = 0.5

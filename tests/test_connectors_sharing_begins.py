@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from connector_standins import EMBED_BYTES, make_request
+from connector_standins import EMBED_BYTES, Bench, make_request
 from connectors.client import CurrentBuffer
 from connectors.ec.scheduler import EcScheduler
 from connectors.ec.shape import EngineShape
@@ -19,7 +19,6 @@ from connectors.namespace import Identity, Naming
 from connectors.settings import ConnectorSettings
 from connectors.weights import DigestCache, WeightsSource, weights_source
 from nodes import wait_until
-from scheduler_bench import Bench
 from test_connectors_kv_scheduler import Engine, Request
 from test_connectors_weights import checkpoint, config
 

@@ -6,17 +6,77 @@ On real nodes: test_connectors_vllm_scheduler_nodes.
 
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 
-from connector_standins import EMBED_BYTES, EMBEDS
+from connector_standins import EMBED_BYTES, EMBEDS, LedgerBuffer, LedgerHandle, Stored
 from connectors.ec import seat as ec_seat
-from ledger_fleet import LedgerFleet
-from lookup_buffer.client.handles import PrefetchState
+from lookup_buffer.client.buffer import InsertOutcome
+from lookup_buffer.client.handles import LoadOrder, PrefetchState
+from lookup_buffer.key import TensorKey
 from patience import scaled
-from scheduler_drive import DrivenEngine, Room, content
+from scheduler_drive import DrivenEngine, Room, content, output_of
+
+WIDTH = EMBED_BYTES // 4
+
+
+class LedgerFleet(LedgerBuffer):
+    """Has bytes to load as well.
+
+    As with a real node, the arena of one that is lost stays mapped: what was pinned there loads.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._orphans: dict[int, LedgerHandle] = {}
+        self._boots = 0
+
+    def keep(
+        self,
+        name: str,
+        outcome: PrefetchState = PrefetchState.RESIDENT,
+        *,
+        needs_fetch: bool = False,
+    ) -> None:
+        self.stored[content(name)] = Stored(outcome, needs_fetch)
+        self.published(content(name))
+
+    def lose_node(self) -> None:
+        self.boot = ""
+        self._orphans |= self.pinned
+        self.pinned.clear()
+        for handle in self.pending + self.awaited:
+            if not handle.is_released:
+                handle.reason, handle.state = "node_down", PrefetchState.FAILED
+        self.pending.clear()
+        self.awaited.clear()
+
+    def find_node(self) -> None:
+        if not self.boot:
+            self._boots += 1
+            self.boot = f"{self._boots:016}"
+
+    def is_held(self, load: Any) -> bool:
+        """Whether the bytes may be read now."""
+        order = load.order
+        return order.ticket in (self.pinned if order.boot == self.boot else self._orphans)
+
+    def prefetch(
+        self, keys: Sequence[TensorKey], *, timeout: float = 0.0, wait_seconds: float = 0.0
+    ) -> list[LedgerHandle]:
+        if self.boot:
+            return super().prefetch(keys, timeout=timeout, wait_seconds=wait_seconds)
+        return [LedgerHandle(key, PrefetchState.FAILED, "node_down") for key in keys]
+
+    def load(self, order: LoadOrder) -> Any:
+        return output_of((self.pinned | self._orphans)[order.ticket].key.mm_hash, WIDTH)
+
+    def insert(self, key: TensorKey, tensor: Any, **_: Any) -> InsertOutcome:
+        self.stored.setdefault(key.mm_hash, Stored())
+        return InsertOutcome.STORED
+
 
 NAMES = "ABCDEFGH"
 TURNS = 1000

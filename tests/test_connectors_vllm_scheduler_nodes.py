@@ -18,10 +18,9 @@ from connectors.ec import seat as ec_seat
 from lookup_buffer.client.buffer import LookupBuffer
 from lookup_buffer.errors import LookupBufferError
 from lookup_buffer.key import TensorKey
-from namespaces import namespace_of
 from nodes import NodeProcess, StartNode, at_rest, wait_until
 from patience import scaled
-from scheduler_drive import HOOKS, DrivenEngine, Room, content, output_of
+from scheduler_drive import HOOKS, DrivenEngine, Room, content, namespace_of, output_of
 
 MIB = 1 << 20
 WIDTH = 8192

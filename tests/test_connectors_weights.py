@@ -14,8 +14,8 @@ import pytest
 from connectors.namespace import Identity, Naming
 from connectors.weights import SETTLED_NS, DigestCache, WeightsSource, weights_source
 from lookup_buffer.errors import MissReason
-from namespaces import when_settled
 from nodes import wait_until
+from scheduler_drive import when_settled
 from test_connectors_namespace import vllm_config
 
 BYTES = 1 << 20

@@ -75,7 +75,7 @@ def shell(filled: EmbeddedServer, namespace: str, tmp_path: Path) -> dict[str, s
     """The environment of a person whose `redis-cli` reaches the server."""
     path = shlex.quote(unquote(filled.url.removeprefix("unix://")))
     real = shutil.which("redis-cli")
-    standin = f"{sys.executable} {ROOT / 'tests' / 'redis_cli.py'} {path}"
+    standin = f"{sys.executable} {ROOT / 'tests' / 'resp.py'} {path}"
     wrapper = tmp_path / "redis-cli"
     wrapper.write_text(f'#!/bin/sh\nexec {f"{real} -s {path}" if real else standin} "$@"\n')
     wrapper.chmod(0o755)
@@ -129,7 +129,7 @@ def test_the_standin_prints_what_redis_cli_prints(filled: EmbeddedServer, namesp
             subprocess.run([*program, *words], capture_output=True, text=True, check=True).stdout
             for program in (
                 [real, "-s", path],
-                [sys.executable, str(ROOT / "tests" / "redis_cli.py"), path],
+                [sys.executable, str(ROOT / "tests" / "resp.py"), path],
             )
         ]
         assert printed[0] == printed[1], words

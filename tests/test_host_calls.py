@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from host_calls import Use, refused_parameters, uses
+from host_checks import Use, refused_parameters, uses
 
 
 class Base:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from inner_run import run_of
+from command_line import run_of
 from leaks import LeakGuard
 from patience import scaled
 

@@ -36,7 +36,7 @@ from lookup_buffer.protocol.messages import (
 from lookup_buffer.protocol.stream import Link
 from lookup_buffer.times import OWNER_IDLE_SECONDS
 from nodes import NodeProcess, Nodes, at_rest, handoff, wait_until
-from ports import free_port
+from servers import free_port
 from store import EmbeddedServer, Location
 from virtual_nodes import VirtualLoop
 

@@ -9,7 +9,7 @@ from lookup_buffer.client.buffer import EngineSeat
 from lookup_buffer.client.handles import PrefetchState
 from lookup_buffer.protocol.messages import ClaimOutcome
 from nodes import NodeProcess, StartNode, wait_until
-from relay import Relay
+from proxies import Relay
 from servers import StartServer, frozen
 from store import EmbeddedServer
 

@@ -8,14 +8,11 @@ from typing import Any
 
 import pytest
 
-from clusters import ValkeyCluster
+from clusters import Sentinels, ValkeyCluster
 from command_line import run_json
 from contract_store import a_location, a_record
 from lookup_buffer.cli.doctor import Verdict, memory_check, version_check
-from ports import free_ports
-from sentinels import Sentinels
-from server_process import QUIET, ServerProcess
-from servers import command, flush, valkey_executable
+from servers import QUIET, ServerProcess, command, flush, free_ports, valkey_executable
 from store import EmbeddedServer, ServerInfo, layout, open_store
 from store.inspection import PROBES
 from tls_server import ADMIN_PASSWORD, PASSWORD, TlsServer

@@ -15,7 +15,7 @@ from lookup_buffer.inspection.history import OTHERS_MAX, history_of
 from lookup_buffer.key import TensorKey
 from lookup_buffer.namespace import Namespace
 from nodes import MIB, NodeProcess, StartNode, handoff, key, tensor_of, wait_until
-from peer_proxy import PeerProxy, behind
+from proxies import PeerProxy, behind
 from servers import command, patient
 from store import ClaimState, EmbeddedServer, Failure, MetadataStore, layout
 

@@ -11,15 +11,14 @@ import pytest
 import torch
 
 from browser import Browser
-from dashboards import LIVE, Stream, dashboard, number
 from lookup_buffer.dashboard.fleet import HIT_BYTES, HITS, TRANSFERS
 from lookup_buffer.errors import MissingTensor
 from lookup_buffer.inspection.records import size_text
 from lookup_buffer.key import TensorKey
 from lookup_buffer.namespace import Namespace
 from nodes import MIB, NodeProcess, Nodes, StartNode, key, tensor_of, wait_until
-from ports import free_port
-from servers import frozen, patient, valkey_executable
+from observing import LIVE, Stream, dashboard, number_shown
+from servers import free_port, frozen, patient, valkey_executable
 from store import EmbeddedServer, MetadataStore
 
 SPACE = Namespace.named("tests").fingerprint
@@ -128,9 +127,9 @@ def test_the_numbers_are_those_of_redis(
                 if name.startswith("misses_")
             }
             assert misses["absent"] > 10
-            shown = {reason: number(cells[2]) for reason, cells in tab.rows("misses").items()}
+            shown = {reason: number_shown(cells[2]) for reason, cells in tab.rows("misses").items()}
             assert shown == misses
-            assert number(tab.text("#miss-note")) == sum(misses.values())
+            assert number_shown(tab.text("#miss-note")) == sum(misses.values())
             ways = {way: cells[2] for way, cells in tab.rows("transfers").items()}
             assert ways == {
                 f"{direction} {pipe}": size_text(totals[name])
@@ -145,13 +144,13 @@ def test_the_numbers_are_those_of_redis(
                 assert float(arena.split()[0]) == pytest.approx(
                     100 * info.used_bytes / info.capacity_bytes, abs=0.06
                 )
-                assert [number(items), number(claims)] == [info.items, info.claims]
+                assert [number_shown(items), number_shown(claims)] == [info.items, info.claims]
         texts = [name.text for name in names]
         counted = dict(zip(texts, store.hits(SPACE, texts), strict=True))
         tab.wait_for("document.getElementById('hottest').children.length >= 3")
         hottest = tab.rows("hottest")
         for text, count in counted.items():
-            assert number(hottest[f"{SPACE} {text}"][3]) == count
+            assert number_shown(hottest[f"{SPACE} {text}"][3]) == count
 
 
 def test_dead_and_back_and_stopped(

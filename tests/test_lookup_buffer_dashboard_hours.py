@@ -6,12 +6,12 @@ import sys
 import pytest
 
 from browser import Browser
-from dashboards import LIVE, dashboard
 from lookup_buffer.node.http_dashboard import dashboard_pages
 from lookup_buffer.node.http_server import HttpServer
 from lookup_buffer.node.observer import HISTORY_SECONDS, Observer
 from nodes import StartNode
-from ports import free_port
+from observing import LIVE, dashboard
+from servers import free_port
 
 TOKEN = "nur-fuer-uns-und-niemanden"
 HOUR_SECONDS = 3600

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from dashboards import Stream
 from lookup_buffer.node import http_exchange
 from lookup_buffer.node import observer as node_observer
 from lookup_buffer.node.http_dashboard import dashboard_pages
@@ -21,9 +20,8 @@ from lookup_buffer.node.http_exchange import EXCHANGE_SECONDS
 from lookup_buffer.node.http_server import HttpServer
 from lookup_buffer.node.observer import HISTORY_SECONDS, WATCHERS_MAX, Observer
 from nodes import NodeProcess, StartNode, key, wait_until
-from observing import get
-from ports import free_port
-from servers import alive
+from observing import Stream, get
+from servers import alive, free_port
 
 TOKEN = "nur-fuer-uns-und-niemanden"
 TALKER = """

@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from device_ends import LARGE, DeviceEnd, facts, put, warm
-from hostile_files import hostile
 from lookup_buffer.codec import writable_bytes
 from lookup_buffer.device import protocol
 from lookup_buffer.device.serving import PEERS_MAX
@@ -26,7 +25,7 @@ from lookup_buffer.protocol.framing import unpack
 from lookup_buffer.protocol.header import TensorHeader
 from lookup_buffer.protocol.stream import HANDSHAKE_SECONDS
 from nodes import Nodes, at_rest, tensor_of, wait_until, with_store
-from raw_pipe import RawEnd, offer
+from raw_ends import RawEnd, hostile, offer
 from store import EmbeddedServer
 
 AT_ONCE = 16

@@ -25,7 +25,7 @@ from nodes import (
     wait_until,
 )
 from patience import scaled
-from peer_proxy import PeerProxy, behind
+from proxies import PeerProxy, behind
 from servers import StartServer, flush, frozen
 
 DEAD_SECONDS = 7.0

@@ -24,8 +24,8 @@ from nodes import (
     wait_until,
 )
 from patience import quickest, scaled
-from peer_proxy import PeerProxy, behind
-from ports import free_port
+from proxies import PeerProxy, behind
+from servers import free_port
 
 BIG_BYTES = 64 * MIB
 BIG_ARENA_BYTES = 96 * MIB

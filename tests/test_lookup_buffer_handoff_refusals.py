@@ -19,7 +19,7 @@ from lookup_buffer.client.buffer import InsertOutcome, LookupBuffer
 from lookup_buffer.errors import LookupBufferError, LookupTimeout, MissingTensor, NodeUnavailable
 from lookup_buffer.key import TensorKey
 from nodes import NodeProcess, StartNode, at_rest, handoff, wait_until, with_store
-from refusing_proxy import STEPS, RefusingProxy, behind_refusals
+from proxies import STEPS, RefusingProxy, behind_refusals
 
 NODES = 4
 COUNT = 500

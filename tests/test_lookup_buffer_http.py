@@ -18,7 +18,7 @@ from lookup_buffer.node.http_server import CONNECTIONS_MAX, HttpServer
 from nodes import NodeProcess, Nodes, StartNode, wait_until
 from observing import ANSWER_SECONDS, address_of, get
 from patience import scaled
-from ports import free_port
+from servers import free_port
 from store import EmbeddedServer
 
 TOKEN = "nur-fuer-uns-und-niemanden"

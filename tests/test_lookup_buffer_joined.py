@@ -33,7 +33,7 @@ from lookup_buffer.errors import BufferFull, ConfigError, LookupTimeout, PipeBro
 from lookup_buffer.pipes import KVPipe, PipeLimits, open_pipe
 from lookup_buffer.pipes.simple_buffer import JoinedBuffer
 from patience import scaled
-from raw_pipe import RawEnd
+from raw_ends import RawEnd
 
 __all__ = ["threads"]
 ITEM = 100_000

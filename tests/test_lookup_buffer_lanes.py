@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from contract_store import BOOT, a_record
+from device_ends import FINGERPRINT, LIBRARY, MARK, NBYTES, POOL, PORT, TOLD_POOL_BYTES, Told
 from lookup_buffer.client.buffer import LookupBuffer
 from lookup_buffer.client.handles import Prefetched, PrefetchState
 from lookup_buffer.client.session import next_request_id
@@ -38,7 +39,6 @@ from store import (
     Withdrawing,
     open_store,
 )
-from told_pools import FINGERPRINT, LIBRARY, MARK, NBYTES, POOL, POOL_BYTES, PORT, Told
 
 __all__ = ["node_pair", "start_node"]
 
@@ -155,7 +155,7 @@ class Reading:
         self,
         nodes: tuple[NodeProcess, NodeProcess],
         store: MetadataStore,
-        pool_bytes: int = POOL_BYTES,
+        pool_bytes: int = TOLD_POOL_BYTES,
     ) -> None:
         self.store = store
         self.producer, self.reader = (node.client() for node in nodes)

@@ -8,7 +8,7 @@ import pytest
 
 from lookup_buffer.node.lines import Lines
 from nodes import StartNode, key, wait_until
-from relay import Relay
+from proxies import Relay
 from servers import StartServer
 
 

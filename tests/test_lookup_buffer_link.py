@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import xxhash
 
-from links import MIB, TIMEOUT, pattern, tcp_pair
 from lookup_buffer.errors import ProtocolError
 from lookup_buffer.protocol.framing import MAGIC, encode_frame
 from lookup_buffer.protocol.stream import Link, LinkLimits
+from raw_ends import MIB, TIMEOUT, pattern, tcp_pair
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 4000, 4096, 5000, 70_000, 9 * MIB + 1])

@@ -13,11 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from links import MIB, TIMEOUT, pattern
 from lookup_buffer.errors import PipeBroken, PipeClosed, PipeTimeout
 from lookup_buffer.protocol.framing import encode_frame
 from lookup_buffer.protocol.stream import Link, LinkLimits
 from patience import scaled
+from raw_ends import MIB, TIMEOUT, pattern
 
 # --- the peer goes ---
 

@@ -12,8 +12,7 @@ from lookup_buffer.node.counters import COUNTERS
 from lookup_buffer.node.metrics import FAMILIES
 from nodes import MIB, NodeProcess, Nodes, StartNode, handoff, key, tensor_of, wait_until
 from observing import families, get, number, samples
-from ports import free_port
-from servers import StartServer
+from servers import StartServer, free_port
 from store import EmbeddedServer
 
 ROOT = Path(__file__).resolve().parent.parent

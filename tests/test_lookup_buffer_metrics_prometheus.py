@@ -18,7 +18,7 @@ import yaml
 from nodes import MIB, NodeProcess, Nodes, key, tensor_of, wait_until
 from observing import get, samples
 from patience import scaled
-from ports import free_port
+from servers import free_port
 from store import EmbeddedServer
 
 ROOT = Path(__file__).resolve().parent.parent

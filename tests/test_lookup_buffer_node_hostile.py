@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-from hostile_files import hostile
 from lookup_buffer.namespace import Namespace
 from lookup_buffer.protocol import messages
 from lookup_buffer.protocol.framing import FrameDecoder, encode_frame
@@ -23,6 +22,7 @@ from lookup_buffer.protocol.messages import Request
 from lookup_buffer.shm.memory import Staging
 from nodes import MIB, NodeProcess, at_rest, key, wait_until
 from patience import scaled
+from raw_ends import hostile
 
 NAMESPACE = Namespace.named("tests").fingerprint
 Pair = tuple[NodeProcess, NodeProcess]

@@ -50,11 +50,11 @@ from contract_pipe import (
     Threads,
     block,
     closing,
+    ends,
+    make_ends,
     same,
     threads,
 )
-from every_pipe import ends, make_ends
-from hostile_files import hostile
 from lookup_buffer.codec import header_of
 from lookup_buffer.errors import (
     BufferFull,
@@ -70,7 +70,7 @@ from lookup_buffer.pipes.io import Speaker
 from lookup_buffer.pipes.outbox import Outbox
 from lookup_buffer.pipes.resp import RespLane
 from lookup_buffer.protocol.stream import Link
-from raw_pipe import RawEnd
+from raw_ends import RawEnd, hostile
 from store import EmbeddedServer
 from store.dialling import dial
 

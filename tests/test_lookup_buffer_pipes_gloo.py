@@ -215,8 +215,8 @@ def pipe_threads() -> list[threading.Thread]:
 def test_a_peer_that_ends_between_its_announcement_and_its_bytes(
     listening: KVPipe, closing: ExitStack, signal: str, error: type[LookupBufferError]
 ) -> None:
-    child = Path(__file__).parent / "gloo_child.py"
-    process = subprocess.Popen([sys.executable, str(child), listening.uri, signal])
+    child = Path(__file__).parent / "pipe_child.py"
+    process = subprocess.Popen([sys.executable, str(child), "end", listening.uri, signal])
     closing.callback(process.wait)
     closing.callback(process.kill)
     assert listening.recv_tensor("there", timeout=START_SECONDS) is None

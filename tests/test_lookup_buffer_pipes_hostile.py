@@ -21,7 +21,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from contract_pipe import SOON_SECONDS, closing
-from hostile_files import hostile
 from lookup_buffer.codec import header_of
 from lookup_buffer.config import parse_tcp
 from lookup_buffer.errors import LookupBufferError, ProtocolError, TensorTooLarge
@@ -38,7 +37,7 @@ from lookup_buffer.protocol.framing import encode_frame
 from lookup_buffer.protocol.header import TensorHeader
 from lookup_buffer.protocol.stream import GREETINGS_MAX, Link
 from patience import scaled
-from raw_pipe import RawEnd, offer
+from raw_ends import RawEnd, hostile, offer
 from store import EmbeddedServer
 from store.dialling import dial
 

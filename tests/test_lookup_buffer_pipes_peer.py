@@ -15,7 +15,7 @@ from lookup_buffer.pipes.stream import StreamPipe
 from lookup_buffer.protocol.framing import encode_frame
 from lookup_buffer.protocol.header import TensorHeader
 from lookup_buffer.protocol.stream import Link
-from raw_pipe import RawEnd, offer
+from raw_ends import RawEnd, offer
 
 __all__ = ["closing", "threads"]
 SILENCE_SECONDS = 2.0

@@ -15,7 +15,7 @@ from lookup_buffer.codec import writable_bytes
 from lookup_buffer.errors import LookupTimeout, PipeBroken
 from lookup_buffer.pipes import KVPipe, PipeLimits, open_pipe
 from lookup_buffer.protocol.framing import encode_frame
-from raw_pipe import RawEnd, offer
+from raw_ends import RawEnd, offer
 
 __all__ = ["threads"]
 SILENCE_SECONDS = 60.0

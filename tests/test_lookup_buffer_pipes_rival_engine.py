@@ -37,14 +37,15 @@ from contract_pipe import (
     Threads,
     block,
     closing,
+    ends,
+    make_ends,
     same,
     threads,
 )
-from every_pipe import ends, make_ends
 from lookup_buffer.codec import Value
 from lookup_buffer.errors import BufferFull, LookupTimeout, PipeBroken, TensorTooLarge
 from lookup_buffer.pipes import KVPipe, PipeLimits, open_pipe
-from raw_pipe import RawEnd, offer
+from raw_ends import RawEnd, offer
 
 __all__ = ["closing", "ends", "make_ends", "threads"]
 

@@ -36,10 +36,11 @@ from contract_pipe import (
     Threads,
     block,
     closing,
+    ends,
+    make_ends,
     same,
     threads,
 )
-from every_pipe import ends, make_ends
 from lookup_buffer.client.buffer import InsertOutcome
 from lookup_buffer.codec import header_of, packed, writable_bytes
 from lookup_buffer.errors import (
@@ -56,7 +57,7 @@ from lookup_buffer.pipes import PipeLimits, open_pipe
 from lookup_buffer.pipes.simple_buffer import JoinedBuffer, name_of
 from lookup_buffer.protocol.framing import encode_frame
 from nodes import MIB, NodeProcess, key
-from raw_pipe import RawEnd, offer
+from raw_ends import RawEnd, offer
 
 __all__ = ["closing", "ends", "make_ends", "threads"]
 Pair = tuple[NodeProcess, NodeProcess]

@@ -215,7 +215,8 @@ def test_an_end_in_a_container_that_shares_only_the_directory(closing: ExitStack
         pytest.skip(f"this machine lets nobody make namespaces: {error}")
     a = open_pipe(uri, listen=True)
     closing.callback(a.abort)
-    child = [sys.executable, str(Path(__file__).parent / "pipe_child.py"), uri, "child"]
+    program = str(Path(__file__).parent / "pipe_child.py")
+    child = [sys.executable, program, "echo", uri, "child"]
     without_memory = 'mount -t tmpfs none /dev/shm && exec "$@"'
     process = subprocess.Popen([*NAMESPACES, "sh", "-c", without_memory, "sh", *child])
     closing.callback(process.wait)

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from contract_store import BOOT
+from device_ends import LIBRARY, PORT, Told
 from lookup_buffer.node.directory import Directory
 from lookup_buffer.node.pools import Pools
 from lookup_buffer.node.sightings import NODES_A_BEAT, SEEN_MAX, Sightings
@@ -16,7 +17,6 @@ from lookup_buffer.protocol.messages import SeenPool
 from memory_store import MemoryStore
 from nodes import NodeProcess, node_pair, wait_until, with_store
 from store import POOLS_MAX, EmbeddedServer, NodeInfo, PoolEndpoint, open_store
-from told_pools import LIBRARY, PORT, Told
 
 __all__ = ["node_pair"]
 FIRST, SECOND, THIRD = "01" * 6, "02" * 6, "03" * 6

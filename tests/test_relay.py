@@ -1,4 +1,4 @@
-"""The relay of tests/relay.py between a client and a real server."""
+"""The relay of tests/proxies.py between a client and a real server."""
 
 import time
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from urllib.parse import unquote
 
 import pytest
 
-from relay import Relay
+from proxies import Relay
 from resp import RespConnection
 from store import EmbeddedServer
 

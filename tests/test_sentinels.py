@@ -1,11 +1,11 @@
-"""The sentinels of tests/sentinels.py themselves."""
+"""The sentinels of tests/clusters.py themselves."""
 
 import threading
 
 import pytest
 
+from clusters import Sentinels
 from resp import RespError
-from sentinels import Sentinels
 
 
 def test_a_master_and_its_replica(sentinels: Sentinels) -> None:

@@ -11,9 +11,8 @@ import pytest
 from clusters import MASTERS, SLOTS, ValkeyCluster, slot_of
 from contract_store import a_location, a_record
 from nodes import wait_until
-from relay import Blackhole
-from server_process import ServerProcess
-from servers import redis_executable, valkey_executable
+from proxies import Blackhole
+from servers import ServerProcess, redis_executable, valkey_executable
 from store import (
     MetadataStore,
     Publication,

@@ -8,7 +8,7 @@ import pytest
 from contract_store import a_location, a_record
 from mirrors import HASTY_SECONDS, Mirroring, kill_lanes
 from nodes import wait_until
-from relay import Relay
+from proxies import Relay
 from servers import StartServer, command, frozen
 from store import EmbeddedServer, lane
 

@@ -7,8 +7,7 @@ import pytest
 
 from memory_store import MemoryStore
 from nodes import wait_until
-from stalls import Stalls
-from store_load import CALL_SECONDS, LIMIT_SECONDS, Caller
+from store_load import CALL_SECONDS, LIMIT_SECONDS, Caller, Stalls
 
 STALL_SECONDS = 0.8
 

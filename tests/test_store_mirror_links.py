@@ -8,7 +8,7 @@ import pytest
 from contract_store import a_location, a_record
 from mirrors import HASTY_SECONDS, Mirroring
 from nodes import wait_until
-from relay import Relay
+from proxies import Relay
 from servers import flush
 from store import EmbeddedServer, MetadataStore, StoreUnavailable, open_store
 from tls_server import TlsServer

@@ -5,13 +5,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from clusters import ValkeyCluster, slot_of
+from clusters import Sentinels, ValkeyCluster, slot_of
 from contract_store import a_location, a_record
 from mirrors import HASTY_SECONDS, MARGIN_SECONDS, Mirroring
 from nodes import wait_until
 from patience import scaled
-from sentinels import Sentinels
-from server_process import ServerProcess
+from servers import ServerProcess
 from store import MetadataStore, layout, open_store
 
 TRUE_SECONDS = 1.5

@@ -5,13 +5,13 @@ from collections.abc import Iterator
 
 import pytest
 
+from clusters import SERVICE, Sentinels
 from contract_store import StoreContract, a_location, a_record
 from contract_store_claims import ClaimContract
 from contract_store_devices import DeviceContract
 from contract_store_nodes import NodeContract
 from contract_store_reasons import ReasonContract
 from contract_store_sole import SoleContract
-from sentinels import SERVICE, Sentinels
 from servers import patient
 from store import MetadataStore, Record, StoreUnavailable
 

@@ -5,11 +5,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from clusters import Sentinels
 from contract_store import BOOT, a_location, a_record
 from nodes import wait_until
-from sentinels import Sentinels
-from server_process import ServerProcess
-from servers import redis_executable, valkey_executable
+from servers import ServerProcess, redis_executable, valkey_executable
 from store import MetadataStore, Publication, StoreUnavailable, open_store
 from store_load import CALL_SECONDS, LIMIT_SECONDS, MANY_KEYS, MARGIN_SECONDS, under_load
 

@@ -10,7 +10,7 @@ from contract_store import StoreContract
 from contract_store_claims import ClaimContract
 from contract_store_nodes import NodeContract
 from contract_store_reasons import ReasonContract
-from relay import Blackhole
+from proxies import Blackhole
 from servers import patient
 from store import MetadataStore, StoreUnavailable, open_store
 from tls_server import PASSWORD, TlsServer

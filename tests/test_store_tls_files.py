@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from cryptography.hazmat.primitives import serialization
 
-from certificates import Certificates, make_certificates
 from command_line import assert_refused, run, run_json
 from store import StoreUnavailable, open_store
 from store.tls import TlsFileError, tls_context
+from tls_server import Certificates, make_certificates
 
 
 @pytest.fixture(scope="module")

@@ -1,15 +1,26 @@
-"""The other end of a `tcp` pipe by hand: says what it is told to, and beats meanwhile."""
+"""Ends of connections that a test plays itself: of a `tcp` pipe by hand, of links, of strangers.
+
+What strangers say is kept as files: `hostile/FOLDER/NAME.hex`, hexadecimal with a comment. `frames`
+are refused by whoever reads frames, `node` by a node, `pipe` by the ends of pipes, of any scheme.
+Each file is all that is said after the handshake, on a connection of its own.
+"""
 
 import socket
 import threading
 import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+
+import pytest
 
 from lookup_buffer.config import parse_tcp
 from lookup_buffer.pipes import KVPipe
 from lookup_buffer.protocol.auth import request_handshake
 from lookup_buffer.protocol.header import TensorHeader
+from lookup_buffer.protocol.stream import Link
 
 SECONDS = 5.0
 BEAT_SECONDS = 0.3
@@ -87,3 +98,65 @@ class RawEnd:
         trace: TracebackType | None,
     ) -> None:
         self.end()
+
+
+MIB = 1 << 20
+TIMEOUT = 20.0
+
+
+def tcp_pair() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        one = socket.create_connection(listener.getsockname(), timeout=TIMEOUT)
+        other, _ = listener.accept()
+    return one, other
+
+
+PAIRS: dict[str, Callable[[], tuple[socket.socket, socket.socket]]] = {
+    "tcp": tcp_pair,
+    "unix": socket.socketpair,
+}
+
+
+@pytest.fixture(params=sorted(PAIRS))
+def links(request: pytest.FixtureRequest) -> Iterator[tuple[Link, Link]]:
+    one, other = map(Link, PAIRS[request.param]())
+    yield one, other
+    one.abort()
+    other.abort()
+
+
+@pytest.fixture
+def raw() -> Iterator[tuple[Link, socket.socket]]:
+    """A link, and the other end as a bare socket that can misbehave."""
+    one, other = tcp_pair()
+    link = Link(one)
+    yield link, other
+    link.abort()
+    other.close()
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(4) as executor:
+        yield executor
+
+
+def pattern(nbytes: int) -> memoryview:
+    return memoryview((b"0123456789abcde" * (nbytes // 15 + 1))[:nbytes])
+
+
+_ROOT = Path(__file__).parent / "hostile"
+
+
+def hostile(*folders: str) -> dict[str, bytes]:
+    """The bytes of these folders' files, by `FOLDER/NAME`."""
+    return {
+        f"{folder}/{path.stem}": _bytes_of(path)
+        for folder in folders
+        for path in sorted((_ROOT / folder).glob("*.hex"))
+    }
+
+
+def _bytes_of(path: Path) -> bytes:
+    lines = path.read_text().splitlines()
+    return bytes.fromhex("".join(line for line in lines if not line.startswith("#")))
