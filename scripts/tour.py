@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT / "tests" / "support"))
 
 from browser import Browser, Tab, chromium_executable  # noqa: E402
 from lookup_buffer import MissingTensor, TensorKey  # noqa: E402

@@ -13,10 +13,11 @@ import gc
 import importlib.util
 import os
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Generator, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,11 @@ from hypothesis import HealthCheck, settings
 from leaks import LeakGuard
 from patience import scaled, slowness
 from standstills import Standstills
+
+# pytest puts the folder of this file on the path. Its folder `vllm` would then pass for the
+# package of that name where none is installed.
+with suppress(ValueError):
+    sys.path.remove(str(Path(__file__).parent))
 
 # How long an example takes depends on who else uses the machine. Hypothesis drops both by itself
 # only where CI is set.

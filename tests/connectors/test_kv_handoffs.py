@@ -1,0 +1,155 @@
+"""Hand-offs by a transfer id: which requests they concern, and what becomes of each. No engine."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from connector_standins import Stored
+from connectors.identifiers import Adapters
+from connectors.kv.chunks import ChunkChain
+from connectors.kv.handoffs import handed_out, pieces, reply, taken_over
+from connectors.kv.metadata import KvWorkerReport
+from test_kv_scheduler import BLOCK, CHUNK, Engine, Request
+
+PROMPT = 2 * CHUNK + BLOCK + 1
+"""Two chunks, and two blocks of which one is not full."""
+
+
+def request(length: int = PROMPT, **params: Any) -> Request:
+    made = Request("r", length)
+    made.kv_transfer_params = params
+    return made
+
+
+def handed_over(engine: Engine, asked: Request) -> None:
+    """The other engine has handed it over; the stand-in knows no ids."""
+    for name in pieces(ChunkChain(asked, CHUNK, Adapters()), asked):
+        engine.buffer.stored[name] = Stored()
+
+
+def test_the_producer_hands_the_prompt_over_in_the_step_that_completes_it() -> None:
+    engine = Engine(role="producer")
+    asked = request(do_remote_decode=True, transfer_id="id")
+    assert engine.side.matched(asked, 0) == (0, False)
+    blocks = engine.allocate(asked, 0, PROMPT)
+    assert not engine.start(asked, blocks, CHUNK).saves
+    metadata = engine.step({asked: PROMPT - CHUNK}, req_ids=["r"], new_block_ids=[None])
+    assert [save.blocks for save in metadata.saves] == [
+        tuple(blocks[:2]),
+        tuple(blocks[2:4]),
+        tuple(blocks[4:]),
+    ]
+    assert {save.transfer for save in metadata.saves} == {"id"}
+    assert not engine.step({asked: 1}, req_ids=["r"], new_block_ids=[None]).saves
+    assert engine.side.finished(asked) == reply("id")
+
+
+def test_a_request_that_ends_before_its_prompt_was_computed_hands_nothing_over() -> None:
+    engine = Engine(role="producer")
+    asked = request(do_remote_decode=True)
+    engine.side.matched(asked, 0)
+    engine.start(asked, engine.allocate(asked, 0, PROMPT), CHUNK)
+    assert engine.side.finished(asked) is None
+
+
+def test_the_consumer_takes_all_pieces_and_computes_one_token() -> None:
+    engine = Engine(role="consumer")
+    asked = request(**reply("id"))
+    assert engine.side.matched(asked, 0) == (None, False), "not there yet"
+    handed_over(engine, asked)
+    engine.clock.now += 0.1
+    assert engine.side.matched(asked, 0) == (PROMPT, True)
+    blocks = engine.allocate(asked, PROMPT, PROMPT)
+    (load,) = engine.step({}).loads
+    assert [chunk.blocks for chunk in load.chunks] == [
+        tuple(blocks[:2]),
+        tuple(blocks[2:4]),
+        tuple(blocks[4:]),
+    ]
+    assert {chunk.transfer for chunk in load.chunks} == {"id"}
+    assert not engine.buffer.pinned, "nothing is read that is to be taken"
+
+
+def test_pieces_that_vllm_has_are_taken_away_too() -> None:
+    engine = Engine(role="consumer")
+    asked = request(**reply("id"))
+    handed_over(engine, asked)
+    own = CHUNK + BLOCK
+    assert engine.side.matched(asked, own) == (PROMPT - own, True)
+    blocks = engine.allocate(asked, PROMPT - own, PROMPT)
+    (load,) = engine.step({}).loads
+    assert [(chunk.first, chunk.blocks) for chunk in load.chunks] == [
+        (3, ()),
+        (1, (blocks[3],)),
+        (0, tuple(blocks[4:])),
+    ]
+
+
+def test_what_was_never_sent_is_waited_for_and_then_computed() -> None:
+    """A second request with one id is the same: what was handed over is gone."""
+    engine = Engine(role="consumer", handoff_wait_seconds=5.0)
+    asked = request(**reply("id"))
+    engine.know(asked, [0])
+    questions = 0
+    while engine.side.matched(asked, 0) == (None, False):
+        engine.clock.now += 0.01
+        questions += 1
+    assert 490 <= questions <= 510
+    assert engine.side.matched(asked, 0) == (CHUNK, True), "what is stored for all still counts"
+    assert engine.side.counters.totals()["miss:not_handed_over"] == 1
+
+
+def test_the_node_is_asked_no_more_often_than_needed() -> None:
+    engine = Engine(role="consumer")
+    asked = request(**reply("id"))
+    for _ in range(100):
+        engine.side.matched(asked, 0)
+        engine.clock.now += 0.0005
+    assert len(engine.buffer.calls) <= 11
+
+
+def test_after_a_piece_was_lost_the_prompt_is_computed() -> None:
+    engine = Engine(role="consumer")
+    asked = request(**reply("id"))
+    handed_over(engine, asked)
+    engine.side.matched(asked, 0)
+    engine.allocate(asked, PROMPT, PROMPT)
+    engine.step({})
+    engine.side.heard(KvWorkerReport({}, {"r"}), {"r"})
+    assert engine.side.matched(asked, 0) == (0, False)
+
+
+def test_roles_do_not_mix() -> None:
+    engine = Engine(role="producer")
+    asked = request(**reply("id"))
+    handed_over(engine, asked)
+    assert engine.side.matched(asked, 0) == (0, False)
+    engine = Engine(role="consumer")
+    asked = request(do_remote_decode=True)
+    engine.side.matched(asked, 0)
+    assert not engine.start(asked, engine.allocate(asked, 0, PROMPT), PROMPT).saves
+
+
+@pytest.mark.parametrize("wrong", [None, 7, "", "x" * 257, ["id"], {"id": 1}])
+def test_whatever_a_client_writes_is_no_id_and_no_error(wrong: Any) -> None:
+    asked = SimpleNamespace(kv_transfer_params={"do_remote_prefill": True, "transfer_id": wrong})
+    assert taken_over(asked) == ""
+    asked = SimpleNamespace(kv_transfer_params={"do_remote_decode": True, "transfer_id": wrong})
+    assert len(handed_out(asked)) == 32, "one of our own"
+    odd: tuple[Any, ...] = (None, [], "text", {})
+    for params in odd:
+        assert taken_over(SimpleNamespace(kv_transfer_params=params)) == ""
+        assert handed_out(SimpleNamespace(kv_transfer_params=params)) == ""
+
+
+def test_what_is_left_of_a_prompt_is_named_by_all_of_it() -> None:
+    def rest(tokens: list[int], size: int = CHUNK) -> str:
+        chain = ChunkChain(SimpleNamespace(request_id="r", mm_features=[]), size, Adapters())
+        chain.grow(tokens, 100)
+        return chain.rest(tokens)
+
+    tokens = list(range(PROMPT))
+    others = [tokens[:-1], [9, *tokens[1:]], [*tokens[:-1], 9], tokens[:CHUNK], tokens[:3]]
+    assert len({rest(each) for each in [tokens, *others]}) == 6
+    assert rest(tokens) == rest(list(tokens))

@@ -1,0 +1,97 @@
+"""Which layouts of workers our connectors serve, by vLLM's own configurations of them."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm.config import ParallelConfig
+from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+
+from connectors.kv.engine import refuse_unfit_cache
+from connectors.settings import refuse_unfit_engine
+from lookup_buffer.errors import ConfigError
+from test_kv_start import FullAttentionSpec, cache, config
+
+EXTERNAL = "external_launcher"
+SERVED: dict[str, dict[str, Any]] = {
+    "one worker": {},
+    "tensor parallel": {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"},
+    "tensor and data parallel": {
+        "tensor_parallel_size": 2,
+        "data_parallel_size": 2,
+        "distributed_executor_backend": "mp",
+    },
+    "an engine on each of two hosts": {
+        "tensor_parallel_size": 2,
+        "data_parallel_size": 2,
+        "data_parallel_size_local": 1,
+        "nnodes": 2,
+        "distributed_executor_backend": "mp",
+    },
+    "one worker, launched from outside": {"distributed_executor_backend": EXTERNAL},
+}
+REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "launched from outside": (
+        {"tensor_parallel_size": 2, "distributed_executor_backend": EXTERNAL},
+        (EXTERNAL, "use the backend mp"),
+    ),
+    "by the executor's class": (
+        {
+            "tensor_parallel_size": 2,
+            "distributed_executor_backend": ExecutorWithExternalLauncher,
+        },
+        (EXTERNAL, "use the backend mp"),
+    ),
+    "data parallel, launched from outside": (
+        {"data_parallel_size": 2, "distributed_executor_backend": EXTERNAL},
+        (EXTERNAL, "use the backend mp"),
+    ),
+    "one engine on two hosts": (
+        {"tensor_parallel_size": 2, "nnodes": 2, "distributed_executor_backend": "mp"},
+        ("--nnodes", "keep each engine on one host"),
+    ),
+    "two engines on four hosts": (
+        {
+            "tensor_parallel_size": 2,
+            "data_parallel_size": 2,
+            "data_parallel_size_local": 1,
+            "nnodes": 4,
+            "distributed_executor_backend": "mp",
+        },
+        ("--nnodes", "keep each engine on one host"),
+    ),
+}
+
+
+def engine(arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("RANK", "0")  # as a launcher sets them
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    made = config()
+    made.model_config.multimodal_config = SimpleNamespace()
+    made.parallel_config = ParallelConfig(**arguments)
+    return made
+
+
+@pytest.mark.parametrize("layout", SERVED)
+def test_layouts_that_both_connectors_serve(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = engine(SERVED[layout], monkeypatch)
+    refuse_unfit_engine(made)
+    refuse_unfit_cache(made, cache(FullAttentionSpec))
+
+
+@pytest.mark.parametrize("layout", REFUSED)
+def test_others_are_refused_with_what_to_do(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments, named = REFUSED[layout]
+    made = engine(arguments, monkeypatch)
+    for refuse in (
+        refuse_unfit_engine,
+        lambda made: refuse_unfit_cache(made, cache(FullAttentionSpec)),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            refuse(made)
+        said = str(caught.value)
+        assert "\n" not in said
+        assert all(name in said for name in (*named, "start this engine without"))

@@ -1,0 +1,318 @@
+"""docker-compose.yml: what it says, and that what it starts works: see `deployment`."""
+
+import json
+import re
+import shutil
+import subprocess
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import jsonschema
+import pytest
+
+from deployment import (
+    Service,
+    Stack,
+    client_config,
+    document,
+    image_environment,
+    running_stack,
+    why_not_contained,
+)
+from lookup_buffer.client.buffer import LookupBuffer
+from lookup_buffer.errors import NodeRefused
+from lookup_buffer.namespace import Namespace
+from lookup_buffer.sizes import parse_bytes
+from nodes import MIB, ROOT, ClientProcess, key, tensor_of, wait_until
+from patience import scaled
+
+SERVICES = sorted(document()["services"])
+SCRAPED_SECONDS = 60.0
+
+
+@pytest.fixture(scope="module")
+def stack() -> Iterator[Stack]:
+    """Valkey and the two nodes."""
+    yield from running_stack("valkey", "node-a", "node-b")
+
+
+def _ask(url: str, **headers: str) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(
+            urllib.request.Request(url, headers=headers), timeout=5
+        ) as reply:
+            return reply.status, reply.read().decode()
+    except urllib.error.HTTPError as refused:
+        with refused:
+            return refused.code, refused.read().decode()
+
+
+def _client(stack: Stack, name: str, **changed: Any) -> LookupBuffer:
+    config = client_config(stack, Service(name)).model_copy(update=changed)
+    return LookupBuffer(config, Namespace.named("compose"))
+
+
+def _want(stack: Stack, *programs: str) -> None:
+    for program in programs:
+        if not (stack.base / "bin" / program).exists():
+            pytest.skip(f"no {program} on the PATH (scripts/install-system-packages installs it)")
+
+
+# -- what it says
+
+
+def test_it_is_valid() -> None:
+    """By the schema of the compose specification (of June 2026)."""
+    schema = json.loads((ROOT / "tests/docs/compose-spec.json").read_text())
+    checker = jsonschema.Draft7Validator(schema)
+    checker.validate(document())
+    broken = document() | {"services": {"node-a": {"mem_limits": "1g"}}}
+    assert not checker.is_valid(broken)
+
+
+def test_the_command_of_docker_finds_nothing_wrong(tmp_path: Path) -> None:
+    """Debian's docker-compose, where it is installed: it needs no engine to read the file."""
+    program = shutil.which("docker-compose")
+    if program is None:
+        pytest.skip("no docker-compose on the PATH")
+    done = subprocess.run(
+        [program, "--file", str(ROOT / "docker-compose.yml"), "config", "--services"],
+        capture_output=True, text=True, timeout=scaled(60), check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    core = {name for name in SERVICES if "profiles" not in document()["services"][name]}
+    assert core <= set(done.stdout.split())
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_a_service_may_do_no_more_than_it_has_to(name: str) -> None:
+    service = document()["services"][name]
+    assert service["read_only"] is True
+    assert service["cap_drop"] == ["ALL"]
+    assert service["security_opt"] == ["no-new-privileges:true"]
+    uid, _ = Service(name).user
+    assert uid > 0
+    assert service["mem_limit"]
+    assert service["pids_limit"]
+    assert service["restart"] == "unless-stopped"
+    assert service["healthcheck"]["test"][0] in ("CMD", "CMD-SHELL")
+    assert all(port.startswith("127.0.0.1:") for port in service.get("ports", []))
+    assert re.search(r":(local|v?\d+\.\d+[\w.-]*)$", service["image"]), "a version, never `latest`"
+    secret = [name for name in Service(name).environment if re.search("PASSWORD|TOKEN", name)]
+    assert all(name.endswith("_FILE") for name in secret)
+
+
+@pytest.mark.parametrize("name", ["replica-a", "replica-b", "encoder", "consumer"])
+def test_an_engine_may_write_where_libraries_keep_what_they_compile(name: str) -> None:
+    volumes = {volume.split(":")[1] for volume in Service(name).raw["volumes"]}
+    given = image_environment("vllm")
+    for variable in ("HOME", "HF_HOME", "VLLM_CACHE_ROOT"):  # Triton's, FlashInfer's are in HOME
+        assert any(f"{given[variable]}/".startswith(f"{place}/") for place in volumes), variable
+
+
+def test_what_is_mounted_exists_and_every_secret_is_made(tmp_path: Path) -> None:
+    shutil.copy(ROOT / "deploy/make-secrets", tmp_path)
+    for _ in range(2):  # the second time it changes nothing
+        subprocess.run([tmp_path / "make-secrets"], check=True, timeout=scaled(30))
+        made = {path.name: path.read_text() for path in (tmp_path / "secrets").iterdir()}
+        assert len(set(made.values())) == len(made)
+    assert {Path(each["file"]).name for each in document()["secrets"].values()} == set(made)
+    assert {mode := path.stat().st_mode & 0o777 for path in (tmp_path / "secrets").iterdir()} == {
+        0o444
+    }, mode
+    assert (tmp_path / "secrets").stat().st_mode & 0o777 == 0o700
+    for name in SERVICES:
+        assert set(document()["services"][name].get("secrets", [])) <= set(made)
+        for source, _ in Service(name).mounts:
+            assert (ROOT / source).exists() if "/" in source else source in document()["volumes"]
+
+
+@pytest.mark.parametrize("name", ["node-a", "node-b"])
+def test_a_node_has_room_for_its_arena(name: str) -> None:
+    """Shared memory counts against the limit of the container that touched it first."""
+    service = Service(name)
+    capacity = parse_bytes(service.environment["LOOKUP_BUFFER_CAPACITY_BYTES"])
+    limit = parse_bytes(service.raw["mem_limit"])
+    assert isinstance(capacity, int)
+    assert isinstance(limit, int)
+    assert limit >= capacity + 256 * MIB
+
+
+# -- what it starts
+
+
+def test_two_nodes_share_a_tensor(stack: Stack) -> None:
+    name, tensor = key(), tensor_of("shared", MIB)
+    with _client(stack, "node-a") as here, _client(stack, "node-b") as there:
+        here.insert(name, tensor)
+        got = there.select(name, timeout=10.0)
+        assert got is not None
+        assert got.equal(tensor)
+
+
+def test_the_store_wants_its_password(stack: Stack) -> None:
+    service = Service("valkey")
+    host = stack.translated(service, "127.0.0.1")
+    said = [
+        subprocess.run(
+            ["valkey-cli", "-h", host, "dbsize"], capture_output=True, text=True,
+            timeout=scaled(30), env=stack.environment(service) | password, check=False,
+        ).stdout
+        for password in ({}, {"REDISCLI_AUTH": stack.secret("store_password")})
+    ]  # fmt: skip
+    assert said[0].startswith("NOAUTH")
+    assert int(said[1]) > 0
+    words = Path(f"/proc/{stack.pid('valkey')}/cmdline").read_bytes()
+    assert stack.secret("store_password").encode() not in words
+
+
+def test_a_node_wants_its_tokens(stack: Stack) -> None:
+    service = Service("node-a")
+    url = stack.translated(service, "http://127.0.0.1:7731")
+    assert _ask(f"{url}/healthz") == (200, "ok\n")
+    assert _ask(f"{url}/metrics")[0] == 401
+    bearer = {"Authorization": f"Bearer {stack.secret('http_token')}"}
+    status, page = _ask(f"{url}/metrics", **bearer)
+    assert status == 200
+    assert 'node="node-a"' in page
+    with pytest.raises(NodeRefused, match="another token"):
+        _client(stack, "node-a", token=None)
+
+
+def test_doctor_finds_nothing_wrong(stack: Stack) -> None:
+    """As `docker compose exec node-a lookup-buffer doctor` runs it."""
+    done = stack.execute("node-a", ["lookup-buffer", "doctor"])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not [line for line in done.stdout.splitlines() if line.startswith(("fail", "warn"))]
+
+
+def test_prometheus_scrapes_both_nodes(stack: Stack) -> None:
+    _want(stack, "prometheus", "wget")
+    stack.start("prometheus", contained=why_not_contained() is None)
+    stack.wait_healthy("prometheus")
+    url = stack.translated(Service("prometheus"), "http://127.0.0.1:9090/api/v1")
+
+    def result(path: str) -> Any:
+        return json.loads(_ask(f"{url}/{path}")[1])["data"]
+
+    def scraped() -> bool:
+        found = result("query?query=lookup_buffer_build_info")["result"]
+        return {each["metric"]["node"] for each in found} == {"node-a", "node-b"}
+
+    wait_until(scraped, SCRAPED_SECONDS, "both nodes are scraped")
+    # How long an arena lasts, as docs/operations.md has it.
+    document = (ROOT / "docs/operations.md").read_text(encoding="utf-8")
+    (expression,) = re.findall(r"^    (lookup_buffer_.+)$", document, flags=re.MULTILINE)
+    asked = result("query?" + urllib.parse.urlencode({"query": expression}))
+    assert asked["resultType"] == "vector"
+    (group,) = result("rules")["groups"]
+    assert len(group["rules"]) >= 8
+    assert stack.stop("prometheus") == 0
+
+
+class _Replica(BaseHTTPRequestHandler):
+    """Answers as a vLLM server that is well, with the address that it was asked at."""
+
+    def do_GET(self) -> None:
+        body = str(self.connection.getsockname()[0]).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+def test_the_balancer_asks_whoever_is_well(stack: Stack) -> None:
+    _want(stack, "haproxy", "wget")
+    replicas = {}
+    for name in ("replica-a", "replica-b"):
+        server = ThreadingHTTPServer((stack.addresses[name], 8000), _Replica)
+        replicas[name] = server, Thread(target=server.serve_forever, daemon=True)
+        replicas[name][1].start()
+    try:
+        stack.start("balancer", contained=why_not_contained() is None)
+        stack.wait_healthy("balancer")
+        url = stack.translated(Service("balancer"), "http://127.0.0.1:8000/v1/models")
+
+        def answering() -> set[str]:
+            return {answer for _ in range(8) for status, answer in [_ask(url)] if status == 200}
+
+        both = {stack.addresses[name] for name in replicas}
+        wait_until(lambda: answering() == both, 20.0, "both replicas answer")
+        _end(*replicas.pop("replica-a"))
+        left = {stack.addresses["replica-b"]}
+        wait_until(lambda: answering() == left, 20.0, "the other one answers")
+        assert all(_ask(url)[0] == 200 for _ in range(8))
+    finally:
+        for server, thread in replicas.values():
+            _end(server, thread)
+    assert stack.stop("balancer") in (0, 143)
+
+
+def _end(server: ThreadingHTTPServer, thread: Thread) -> None:
+    server.shutdown()
+    server.server_close()
+    thread.join(10.0)
+
+
+# -- contained
+
+
+@pytest.fixture
+def contained(stack: Stack) -> Stack:
+    if (reason := why_not_contained()) is not None:
+        pytest.skip(reason)
+    return stack
+
+
+def test_a_node_runs_contained(contained: Stack) -> None:
+    """So all other tests here saw it as a container has it."""
+    pid = contained.pid("node-a")
+    status = Path(f"/proc/{pid}/status").read_text()
+    fields = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
+    assert fields["Uid"].split() == ["10001"] * 4
+    assert fields["CapBnd"] == fields["CapEff"] == "0" * 16
+    assert fields["NoNewPrivs"] == "1"
+    assert fields["NSpid"].split()[-1] == "1"
+    root = next(
+        line.split() for line in Path(f"/proc/{pid}/mountinfo").read_text().splitlines()
+        if line.split()[4] == "/"
+    )  # fmt: skip
+    assert "ro" in root[5].split(",")
+
+
+def test_pins_of_an_engine_in_another_container_go_with_it(contained: Stack) -> None:
+    """Its number says nothing to the node: it lives in another pid namespace."""
+    config = client_config(contained, Service("node-a"))
+    source = """
+name = TensorKey("held")
+buffer.insert(name, tensor_of("held", 10 << 20))
+say(buffer.prefetch([name], timeout=5.0)[0].state.value)
+hear()
+"""
+    with _client(contained, "node-a") as other:
+        before = other.stats()["open_files"]
+        with ClientProcess(config, source) as client:
+            assert client.hear() == "resident"
+            assert other.stats()["pinned_bytes"] == 10 * MIB
+            client.kill()
+            wait_until(lambda: other.stats()["pins"] == 0, 10.0, "the pins are given back")
+        wait_until(lambda: other.stats()["open_files"] <= before, 10.0, "and its descriptors")
+
+
+def test_sigterm_ends_each_in_order(stack: Stack) -> None:
+    """The last one, for it takes the stack down. As the first process of a pid namespace, too."""
+    assert stack.stop("node-b") == 0
+    url = stack.translated(Service("node-a"), "http://127.0.0.1:7731/metrics")
+    bearer = {"Authorization": f"Bearer {stack.secret('http_token')}"}
+    left = "\nlookup_buffer_nodes_alive 1.0\n"
+    wait_until(lambda: left in _ask(url, **bearer)[1], 10.0, "it took leave")
+    assert [stack.stop(name) for name in ("node-a", "valkey")] == [0, 0]

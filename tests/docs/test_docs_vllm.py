@@ -1,0 +1,54 @@
+"""docs/vllm.md says of each setting whether it separates engines, and why."""
+
+import dataclasses
+import re
+from typing import Any
+
+import pytest
+
+from connectors.kv.engine import KvSettings, kv_identity
+from connectors.namespace import IGNORED_MODEL, IGNORED_MULTIMODAL, Ignored, namespace_parts
+from nodes import ROOT
+from test_engine_namespace import SETTINGS, vllm_config
+from test_kv_start import BLOCK, config
+
+TEXT = (ROOT / "docs" / "vllm.md").read_text(encoding="utf-8")
+SECTION = TEXT.partition("### What decides whether two engines share")[2].partition("\n## ")[0]
+ROWS = {
+    cells[0]: cells[1:]
+    for line in SECTION.splitlines()
+    if len(cells := [cell.strip() for cell in line.strip("|").split(" | ")]) == 4
+}
+FIELDS = [*IGNORED_MODEL.items(), *IGNORED_MULTIMODAL.items()]
+
+
+@pytest.mark.parametrize(("name", "ignored"), FIELDS, ids=[name for name, _ in FIELDS])
+def test_each_field_that_does_not_count_has_a_row(name: str, ignored: Ignored) -> None:
+    for_ec = "yes" if ignored.reason.startswith("counts by a part of its own") else "no"
+    for_kv = "yes" if ignored.kv_counts else for_ec
+    assert ROWS[f"`{name}`"] == [for_ec, for_kv, ignored.reason]
+
+
+@pytest.mark.vllm
+def test_each_field_of_this_vllm_has_a_row() -> None:
+    """Also those that count."""
+    from vllm.config import ModelConfig, MultiModalConfig
+
+    kinds: list[tuple[Any, Any]] = [
+        (ModelConfig, IGNORED_MODEL), (MultiModalConfig, IGNORED_MULTIMODAL)
+    ]  # fmt: skip
+    for kind, ignored in kinds:
+        names = {field.name for field in dataclasses.fields(kind)}
+        assert ignored.keys() <= names, "a name that no field has"
+        for name in names - ignored.keys():
+            assert ROWS[f"`{name}`"][:2] == ["yes", "yes"]
+
+
+def test_each_part_of_a_namespace_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = set(re.findall(r"`(\w+)`", SECTION)) | {"protocol", "weights"}
+    assert namespace_parts(vllm_config(), SETTINGS).keys() <= parts
+    monkeypatch.setattr("connectors.kv.engine._instructions", lambda *_: "vec")
+    kv_parts = kv_identity(config(), KvSettings(weights_version="v"), BLOCK).parts.keys()
+    spelled = {"content", "vllm", "tensor_parallel_size", "layers", "kv_heads", "head_size"}
+    spelled |= {"kv_cache_dtype", "block_size", "positions", "speculation"}
+    assert kv_parts <= parts | spelled

@@ -1,0 +1,162 @@
+"""The documents against the code they speak of: names, commands, targets and links must exist."""
+
+import ast
+import importlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from connectors.settings import ConnectorSettings, parse_settings
+from lookup_buffer.config import SECRETS
+from lookup_buffer.inspection.findings import Code
+from lookup_buffer.protocol import messages
+from lookup_buffer.protocol.auth import PROTOCOL_VERSION
+from lookup_buffer.sizes import parse_bytes
+from patience import scaled
+from store import layout
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = (
+    "README.md",
+    "ARCHITECTURE.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "benchmarks/README.md",
+    "docs/cli.md",
+    "docs/compatibility.md",
+    "docs/dashboard.md",
+    "docs/decisions.md",
+    "docs/gpu.md",
+    "docs/library.md",
+    "docs/metrics.md",
+    "docs/operations.md",
+    "docs/pipes.md",
+    "docs/redis-keys.md",
+    "docs/scale.md",
+    "docs/tour.md",
+    "docs/vllm.md",
+    "docs/why.md",
+)
+LIBRARY = "".join(
+    (ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/library.md")
+)
+COMMANDS = (ROOT / "docs/cli.md").read_text(encoding="utf-8")
+
+
+def _blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", LIBRARY, flags=re.DOTALL | re.MULTILINE)
+
+
+def test_the_library_examples_import_only_what_there_is() -> None:
+    for example in _blocks("python"):
+        nodes = ast.walk(ast.parse(example))
+        imports = [node for node in nodes if isinstance(node, ast.ImportFrom)]
+        assert imports
+        for node in imports:
+            module = importlib.import_module(node.module or "")
+            for alias in node.names:
+                assert hasattr(module, alias.name), f"{node.module} has no {alias.name}"
+
+
+def test_the_example_of_a_pipe_runs() -> None:
+    (example,) = [block for block in _blocks("python") if "open_pipe" in block]
+    exec(compile(example, "docs/library.md", "exec"), {"torch": torch})
+
+
+def test_the_commands_that_are_listed_exist() -> None:
+    named = set(re.findall(r"^lookup-buffer ([a-z]+) ", COMMANDS, flags=re.MULTILINE))
+    assert len(named) >= 7
+    run = subprocess.run(
+        [Path(sys.executable).with_name("lookup-buffer"), "--help"],
+        capture_output=True, text=True, timeout=scaled(60), check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    missing = {name for name in named if not re.search(rf"\b{name}\b", run.stdout)}
+    assert not missing
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_make_target_that_is_named_exists(document: str) -> None:
+    text = (ROOT / document).read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    named = set(re.findall(r"(?:^ *|`)make ([a-z-]+)", text, flags=re.MULTILINE))
+    assert named <= targets
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_linked_file_exists(document: str) -> None:
+    text = (ROOT / document).read_text(encoding="utf-8")
+    links = [link for link in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in link]
+    missing = [link for link in links if not ((ROOT / document).parent / link).exists()]
+    assert not missing
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_nothing_is_left_to_be_filled_in(document: str) -> None:
+    text = (ROOT / document).read_text(encoding="utf-8")
+    open_places = [line for line in text.splitlines() if "TODO" in line]
+    assert not open_places
+
+
+def _rows(title: str, level: str = "##") -> list[list[str]]:
+    """The cells of the first table under a heading of docs/vllm.md, without its head."""
+    text = (ROOT / "docs/vllm.md").read_text(encoding="utf-8")
+    section = text.partition(f"\n{level} {title}\n")[2].partition("\n##")[0]
+    lines = [line for line in section.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+def test_every_setting_of_the_connector_is_explained_with_its_default() -> None:
+    explained = {row[0].strip("`"): row[1].strip("`") for row in _rows("Settings")}
+    fields = ConnectorSettings.model_fields
+    assert explained.keys() == fields.keys() - SECRETS
+    for name, field in fields.items():
+        shown = explained.get(name, "")
+        if name in SECRETS or shown.startswith("a "):
+            continue  # worked out from another setting
+        value = getattr(parse_settings({name: parse_bytes(shown)} if "iB" in shown else {}), name)
+        assert value == field.default, name
+        if "iB" not in shown:
+            plain = str(field.default).lower() if isinstance(field.default, bool) else field.default
+            assert shown in (str(plain), f"{plain:g}" if isinstance(plain, float) else ""), name
+
+
+def test_the_numbers_that_an_upgrade_may_change_are_those_of_the_code() -> None:
+    section = (ROOT / "docs/operations.md").read_text(encoding="utf-8").partition("## Upgrade")[2]
+    numbers = re.findall(r"^\| [^|]+ \| [^|]+, now (\d+) \|", section, re.MULTILINE)
+    assert numbers == [str(PROTOCOL_VERSION), str(messages.VERSION), layout.VERSION]
+
+
+def test_every_code_of_why_is_explained() -> None:
+    text = (ROOT / "docs" / "why.md").read_text(encoding="utf-8")
+    explained = re.findall(r"^\| `([a-z_]+)` \|", text.partition("## What it can say")[2], re.M)
+    assert sorted(explained) == sorted(code.value for code in Code)
+
+
+def test_every_metric_of_the_connector_is_explained() -> None:
+    pytest.importorskip("vllm")
+    from connectors.ec.prometheus import FAMILIES
+
+    explained = {row[0].strip("`"): row[1].strip("`") for row in _rows("What you see")}
+    assert explained == {f"{family.name}_total": family.label for family in FAMILIES}
+
+
+def test_the_settings_and_metrics_of_the_kv_connector_are_explained() -> None:
+    pytest.importorskip("vllm")
+    from connectors.kv.engine import KvSettings
+    from connectors.kv.stats import FAMILIES
+    from connectors.settings import SharedSettings
+
+    metrics = {row[0].strip("`"): row[1].strip("`") for row in _rows("What you see of it", "###")}
+    assert metrics == {f"{family.name}_total": family.label for family in FAMILIES}
+    own = {
+        name
+        for name, field in KvSettings.model_fields.items()
+        if name not in SharedSettings.model_fields
+        or field.default != SharedSettings.model_fields[name].default
+    }
+    assert {row[0].strip("`") for row in _rows("Settings of the KV connector", "###")} == own

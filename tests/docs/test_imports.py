@@ -1,0 +1,137 @@
+"""The arrow examples -> connectors -> lookup_buffer -> store, and what may be loaded when.
+
+The contracts live in pyproject.toml. Here they are run, and shown to be able to fail: each planted
+import must be caught and named.
+"""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from patience import scaled
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("connectors", "examples", "lookup_buffer", "store")
+HEAVY = ("torch", "numpy", "vllm", "redis", "pydantic")
+
+
+def _lint_imports(folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [Path(sys.executable).with_name("lint-imports"), "--no-logo", "--no-cache"],
+        cwd=folder, capture_output=True, text=True, timeout=scaled(60), check=False,
+    )  # fmt: skip
+
+
+def _loaded_by(module: str) -> set[str]:
+    """Which of the heavy packages a fresh interpreter has loaded after importing the module."""
+    code = (
+        f"import json, sys, {module}\n"
+        f"print(json.dumps([name for name in {HEAVY!r} if name in sys.modules]))"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=scaled(60),
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    return set(json.loads(run.stdout))
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    for package in PACKAGES:
+        shutil.copytree(
+            ROOT / package,
+            tmp_path / package,
+            ignore=shutil.ignore_patterns("*.jpg", "__pycache__"),
+        )
+    return tmp_path
+
+
+def test_the_contracts_hold() -> None:
+    run = _lint_imports(ROOT)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+@pytest.mark.parametrize(
+    ("module", "imported"),
+    [
+        ("store/planted.py", "lookup_buffer.errors"),
+        ("lookup_buffer/planted.py", "connectors"),
+        ("lookup_buffer/planted.py", "examples.demo.model"),
+        ("connectors/planted.py", "examples.demo.engine"),
+        ("lookup_buffer/planted.py", "vllm.config"),
+        ("store/planted.py", "vllm"),
+        ("lookup_buffer/planted.py", "torch"),
+        ("lookup_buffer/planted.py", "numpy"),
+        ("lookup_buffer/node/planted.py", "lookup_buffer.codec"),
+        ("lookup_buffer/node/planted.py", "lookup_buffer.cli.why"),
+        ("lookup_buffer/planted.py", "redis"),
+        ("connectors/planted.py", "redis.client"),
+        ("connectors/planted.py", "pickle"),
+        ("examples/planted.py", "pickle"),
+    ],
+)
+def test_a_planted_import_is_caught(copy: Path, module: str, imported: str) -> None:
+    # Inside a function, where a look at the top of the file would miss it.
+    (copy / module).write_text(f"def late() -> None:\n    import {imported}\n")
+    run = _lint_imports(copy)
+    assert run.returncode == 1, run.stdout + run.stderr
+    assert module.removesuffix(".py").replace("/", ".") in run.stdout
+    assert imported.split(".")[0] in run.stdout
+
+
+def test_the_command_line_loads_nothing_heavy() -> None:
+    assert _loaded_by("lookup_buffer.cli.commands") <= {"pydantic"}
+
+
+def test_the_library_loads_neither_torch_nor_redis_nor_vllm() -> None:
+    assert not _loaded_by("lookup_buffer") & {"torch", "numpy", "redis", "vllm"}
+
+
+@pytest.mark.parametrize("file", ["store/__init__.py", "store.py"])
+def test_a_store_that_hides_ours_is_named(tmp_path: Path, file: str) -> None:
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_text("")
+    installed = f"import sys; sys.path.append({str(ROOT)!r}); import lookup_buffer"
+    run = subprocess.run(
+        [sys.executable, "-c", installed],
+        cwd=tmp_path, capture_output=True, text=True, timeout=scaled(60), check=False,
+    )  # fmt: skip
+    last = run.stderr.splitlines()[-1]
+    assert last.startswith("ImportError: another package named 'store' shadows"), run.stderr
+    assert str(tmp_path / "store") in last
+
+
+def test_an_installation_of_links_is_ours(tmp_path: Path) -> None:
+    """As some installers make it: the folders are there, and each file is a link."""
+    for name in ("lookup_buffer", "store"):
+        (tmp_path / name).mkdir()
+        for path in (ROOT / name).iterdir():
+            (tmp_path / name / path.name).symlink_to(path)
+    subprocess.run(
+        [sys.executable, "-c", "import lookup_buffer"], cwd=tmp_path, timeout=scaled(60), check=True
+    )
+
+
+def test_the_store_loads_nothing_heavy() -> None:
+    assert not _loaded_by("store") & {"torch", "numpy", "redis", "vllm"}
+
+
+def test_the_plugin_entry_point_loads_nothing_heavy() -> None:
+    """vLLM runs it in every process, also for people who never configured us."""
+    assert not _loaded_by("connectors.plugin")
+
+
+def test_every_folder_with_modules_is_a_package() -> None:
+    """Without __init__.py a folder still imports, but import-linter does not see what is in it."""
+    folders = {path.parent for name in PACKAGES for path in (ROOT / name).rglob("*.py")}
+    assert not [folder for folder in folders if not (folder / "__init__.py").exists()]

@@ -1,0 +1,75 @@
+"""`redis` pipes: the contract, on Valkey; between processes on Redis 7.0 as well; what is left."""
+
+import subprocess
+import sys
+from contextlib import ExitStack
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from contract_pipe import Ends, MakeEnds, PipeContract, closing, threads
+from contract_pipe_limits import PipeLimitsContract
+from contract_pipe_processes import (
+    MakeListening,
+    ProcessContract,
+    listening,
+    start_child,
+)
+from lookup_buffer.pipes import PipeLimits, open_pipe
+from patience import scaled
+from store import EmbeddedServer
+
+__all__ = ["closing", "listening", "start_child", "threads"]
+_names = count()
+
+
+def uri_at(server: EmbeddedServer) -> str:
+    return f"{server.url}?pipe=test-{next(_names)}"
+
+
+# Servers are named in the arguments of fixtures, never asked for by `getfixturevalue`: they outlive
+# the test, and the guard against leaks has to know of them before it.
+
+
+def make_ends_at(server: EmbeddedServer, closing: ExitStack) -> MakeEnds:
+    def make(limits: PipeLimits | None = None) -> Ends:
+        a = open_pipe(uri_at(server), listen=True, limits=limits)
+        closing.callback(a.abort)
+        b = open_pipe(a.uri, limits=limits)
+        closing.callback(b.abort)
+        return a, b
+
+    return make
+
+
+class TestRedisPipe(PipeContract, PipeLimitsContract):
+    @pytest.fixture
+    def make_ends(self, valkey_server: EmbeddedServer, closing: ExitStack) -> MakeEnds:
+        return make_ends_at(valkey_server, closing)
+
+
+class TestRedisPipeOnTheOldestServer(PipeLimitsContract):
+    @pytest.fixture
+    def make_ends(self, redis_server: EmbeddedServer, closing: ExitStack) -> MakeEnds:
+        return make_ends_at(redis_server, closing)
+
+
+class TestRedisPipeProcesses(ProcessContract):
+    @pytest.fixture
+    def make_listening(self, valkey_server: EmbeddedServer) -> MakeListening:
+        return lambda limits: open_pipe(uri_at(valkey_server), listen=True, limits=limits)
+
+
+def test_the_example_runs_as_it_is(valkey_server: EmbeddedServer) -> None:
+    example = str(Path(__file__).resolve().parents[2] / "examples" / "pipe_redis.py")
+    uri = uri_at(valkey_server)
+    with subprocess.Popen([sys.executable, example, "send", uri]) as sending:
+        run = subprocess.run(
+            [sys.executable, example, "receive", uri],
+            capture_output=True, text=True, timeout=scaled(100), check=False,
+        )  # fmt: skip
+        assert run.returncode == 0, run.stderr
+        assert sending.wait(30.0) == 0
+    expected = [f"layer-{n}: (1024, 1024) of {n}" for n in (3, 0, 2, 1)]
+    assert run.stdout.splitlines() == expected

@@ -1,0 +1,263 @@
+"""The board: what it says is so, whatever is listed and struck off, also in the middle of it."""
+
+import os
+import struct
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lookup_buffer.key import QualifiedKey
+from lookup_buffer.protocol.header import DTYPES, TensorHeader
+from lookup_buffer.shm.index import (
+    BUCKET_ENTRIES,
+    BYTES_AN_ENTRY,
+    DIMENSIONS_MAX,
+    ENTRIES_MAX,
+    ENTRIES_MIN,
+    HEADER_BYTES,
+    IS_ORDERED,
+    LOCAL_ENTRY,
+    Board,
+    BoardReader,
+    Entry,
+    digest_of,
+    entries_for,
+)
+from patience import scaled
+
+pytestmark = pytest.mark.skipif(not IS_ORDERED, reason="the board stays empty on this machine")
+ROOT = Path(__file__).resolve().parents[2]
+BUCKETS = ENTRIES_MIN // BUCKET_ENTRIES
+NAMESPACE = "0123456789abcdef" * 4
+
+
+def crowded(bucket: int, count: int) -> list[QualifiedKey]:
+    """Addresses that all belong to one bucket of the smallest board."""
+    found: list[QualifiedKey] = []
+    number = 0
+    while len(found) < count:
+        address = (NAMESPACE, f"key{number}")
+        if int.from_bytes(digest_of(*address)[:8], "little") % BUCKETS == bucket:
+            found.append(address)
+        number += 1
+    return found
+
+
+CROWD = crowded(3, BUCKET_ENTRIES + 4) + crowded(BUCKETS - 1, 3)
+SHAPES = st.lists(st.integers(0, 9), max_size=DIMENSIONS_MAX).map(tuple)
+HEADERS = st.one_of(
+    st.just(TensorHeader.of_none()),
+    st.builds(TensorHeader.for_tensor, st.sampled_from(sorted(DTYPES)), SHAPES),
+)
+
+
+@dataclass
+class Both:
+    """A board and its reader."""
+
+    board: Board = field(default_factory=lambda: Board(1 << 20))
+    reader: BoardReader = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.reader = BoardReader(self.board.fd)
+
+    def find(self, address: QualifiedKey) -> Entry | None:
+        found = self.reader.find(digest_of(*address))
+        assert self.reader.lists(digest_of(*address)) == (found is not None)
+        return found
+
+    def __enter__(self) -> "Both":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.reader.close()
+        self.board.close()
+
+
+# (index into CROWD, what is listed there at which offset; None: struck off)
+CHANGES = st.lists(
+    st.tuples(
+        st.integers(0, len(CROWD) - 1),
+        st.one_of(st.none(), st.tuples(HEADERS, st.integers(0, (1 << 64) - 1))),
+    ),
+    max_size=60,
+)
+
+
+@given(CHANGES)
+@settings(deadline=None)
+def test_it_says_what_a_dictionary_would_as_far_as_there_is_room(
+    changes: list[tuple[int, tuple[TensorHeader, int] | None]],
+) -> None:
+    with Both() as both:
+        held: dict[QualifiedKey, tuple[TensorHeader, int]] = {}
+        seen: dict[QualifiedKey, Entry] = {}
+        left_off: set[QualifiedKey] = set()
+        for index, change in changes:
+            address = CROWD[index]
+            both.board.strike(address)
+            before = held.pop(address, None)
+            assert before is None or address not in seen or not both.reader.stands(seen[address])
+            seen.pop(address, None)
+            left_off.discard(address)
+            if change is not None:
+                crowd = CROWD[:-3] if address in CROWD[:-3] else CROWD[-3:]
+                listed = sum(other in held and other not in left_off for other in crowd)
+                held[address] = change
+                both.board.list(address, *change)
+                if listed == BUCKET_ENTRIES:
+                    left_off.add(address)
+            for other in CROWD:
+                entry = both.find(other)
+                if other not in held or other in left_off:
+                    assert entry is None
+                else:
+                    assert entry is not None, "there was room"
+                    assert (entry.header, entry.offset) == held[other]
+                    assert seen.setdefault(other, entry) == entry
+                    assert both.reader.stands(entry)
+
+
+def test_an_entry_does_not_stand_for_the_next_one_in_its_place() -> None:
+    """Also where all of it is the same, because the bytes were written anew."""
+    header, address = TensorHeader.for_tensor("uint8", (4,)), CROWD[0]
+    with Both() as both:
+        both.board.list(address, header, 64)
+        before = both.find(address)
+        both.board.strike(address)
+        both.board.list(address, header, 64)
+        after = both.find(address)
+        assert before is not None
+        assert after is not None
+        assert (before.position, before.offset) == (after.position, after.offset)
+        assert both.reader.stands(after)
+        assert not both.reader.stands(before)
+
+
+def test_what_is_half_written_is_not_there() -> None:
+    """A writer that was stopped in the middle: an offset that cannot be packed stops it."""
+    header = TensorHeader.for_tensor("uint8", (4,))
+    with Both() as both:
+        with pytest.raises(struct.error):
+            both.board.list(CROWD[0], header, -1)
+        assert digest_of(*CROWD[0]) in os.pread(
+            both.board.fd, HEADER_BYTES + ENTRIES_MIN * LOCAL_ENTRY.size, 0
+        )
+        assert both.find(CROWD[0]) is None
+        both.board.list(CROWD[1], header, 64)
+        assert both.find(CROWD[1]) is not None
+
+
+def test_more_dimensions_than_fit_are_left_off() -> None:
+    with Both() as both:
+        for dimensions in range(DIMENSIONS_MAX + 3):
+            address = (NAMESPACE, str(dimensions))
+            both.board.list(address, TensorHeader.for_tensor("int8", (1,) * dimensions), 0)
+            assert (both.find(address) is not None) == (dimensions <= DIMENSIONS_MAX)
+            both.board.strike(address)
+
+
+def test_the_largest_numbers_fit() -> None:
+    header = TensorHeader.for_tensor("uint8", (0, (1 << 63) - 1))
+    with Both() as both:
+        both.board.list(CROWD[0], header, (1 << 56) - 64)
+        entry = both.find(CROWD[0])
+        assert entry is not None
+        assert (entry.header, entry.offset) == (header, (1 << 56) - 64)
+
+
+def test_a_digest_in_the_wrong_place_is_not_found() -> None:
+    """A client chooses the sizes of what has no bytes: they may look like another's digest."""
+    honest, forged = CROWD[0], CROWD[1]
+    sizes = struct.unpack("<4Q", digest_of(*honest))
+    with Both() as both:
+        both.board.list(forged, TensorHeader.for_tensor("uint8", (0, *sizes)), 0)
+        assert both.find(honest) is None
+        both.board.list(honest, TensorHeader.for_tensor("uint8", (1,)), 64)
+        entry = both.find(honest)
+        assert entry is None or entry.offset == 64  # None: the node is asked
+
+
+def test_digests_that_begin_alike_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found by their first words, which who chooses keys can make equal."""
+    first, second, third = (bytes(8) + bytes([n]) * 24 for n in (1, 2, 3))
+    digests = {"first": first, "second": second}
+    monkeypatch.setattr("lookup_buffer.shm.index.digest_of", lambda _, key: digests[key])
+    with Both() as both:
+        for number, key in enumerate(digests):
+            both.board.list((NAMESPACE, key), TensorHeader.for_tensor("uint8", (1,)), 64 * number)
+        entries = [both.reader.find(digest) for digest in (first, second, third)]
+        assert [entry and entry.offset for entry in entries] == [0, 64, None]
+        both.board.strike((NAMESPACE, "first"))
+        assert not both.reader.lists(first)
+        assert both.reader.lists(second)
+
+
+def test_digests_differ_by_namespace_and_by_key() -> None:
+    digests = defaultdict(set)
+    for namespace in (NAMESPACE, NAMESPACE[::-1]):
+        for name in ("a", "b", "a b", " a", "a@1", "a#1"):
+            digests[digest_of(namespace, name)].add((namespace, name))
+    assert len(digests) == 12
+
+
+@pytest.mark.parametrize("capacity_bytes", [1, 1 << 20, 300 << 20, 8 << 30, 1 << 50])
+def test_its_size_is_a_power_of_two_within_bounds(capacity_bytes: int) -> None:
+    entries = entries_for(capacity_bytes)
+    assert entries & (entries - 1) == 0
+    assert ENTRIES_MIN <= entries <= ENTRIES_MAX
+    assert entries * BYTES_AN_ENTRY >= min(capacity_bytes, ENTRIES_MAX * BYTES_AN_ENTRY)
+
+
+# What the reader of another process checks: size and offset follow from the key.
+READER = """
+import sys, time
+from lookup_buffer.shm.index import BoardReader
+from lookup_buffer.shm.index import digest_of
+reader = BoardReader(int(sys.argv[1]))
+names = sys.argv[4:]
+digests = [digest_of(sys.argv[3], name) for name in names]
+until = time.monotonic() + float(sys.argv[2])
+found = missed = wrong = 0
+while time.monotonic() < until:
+    for number, digest in enumerate(digests):
+        entry = reader.find(digest)
+        if entry is None:
+            missed += 1
+        elif (entry.offset, entry.header.shape) != (number, (number,) * (number % 9)):
+            wrong += 1
+        else:
+            found += 1
+print(found, missed, wrong)
+"""
+
+
+def test_a_reader_of_another_process_never_sees_halves() -> None:
+    """While a writer lists and strikes off without pause, all in one bucket."""
+    with Both() as both:
+        headers = [TensorHeader.for_tensor("int8", (n,) * (n % 9)) for n in range(len(CROWD))]
+        reader = subprocess.Popen(
+            [sys.executable, "-c", READER, str(both.board.fd), "1.5", NAMESPACE]
+            + [key for _, key in CROWD],
+            pass_fds=[both.board.fd],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+        )
+        until = time.monotonic() + 20.0
+        turn = 0
+        while reader.poll() is None and time.monotonic() < until:
+            index = turn * 7 % len(CROWD)
+            both.board.list(CROWD[index], headers[index], index)
+            both.board.strike(CROWD[(turn - 4) * 7 % len(CROWD)])
+            turn += 1
+        output, _ = reader.communicate(timeout=scaled(5.0))
+        found, missed, wrong = map(int, output.split())
+    assert wrong == 0, f"{wrong} of {found + wrong}"
+    assert min(found, missed) > 100, "it must have happened at once"
