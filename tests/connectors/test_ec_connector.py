@@ -283,5 +283,5 @@ def test_data_parallel_engines_of_one_command_are_told_apart(
             rank=0, tensor_parallel_size=1, pipeline_parallel_size=1, **{attribute: index}
         )
         ec_seat.open_buffer(config, parse_settings({}), rank=None if len(seats) < 2 else 0)
-    first, second, worker_of_second = (client.engine_id for seat in seats)
+    first, second, worker_of_second = (seat.engine_id for seat in seats)
     assert first != second == worker_of_second
