@@ -16,8 +16,8 @@ from typing import Final
 _MAX_ADDRESS_BITS: Final = 56
 _PATIENCE: Final = 16
 _PATIENCE_MIN: Final = 64
-"""`eviction_window` examines one of `_PATIENCE` blocks by age, but at least `_PATIENCE_MIN`; then it
-walks over all by address. A block costs four times as much by age."""
+"""`eviction_window` examines one of `_PATIENCE` blocks by age, but at least `_PATIENCE_MIN`; after
+that it walks over all blocks by address. By age a block costs four times as much."""
 
 
 class Allocator:
