@@ -45,8 +45,8 @@ REMEMBERED_SECONDS: Final = LEASE_ANSWER_SECONDS + CALL_SECONDS
 link broke repeats it for `LEASE_ANSWER_SECONDS` after the lease, a client for `CALL_SECONDS`
 more."""
 HANDOFF_GONE_SECONDS: Final = 60
-"""How long the store keeps the reason for which a hand-off went. There are many hand-offs, and
-each is soon taken, so this is short."""
+"""Seconds for which the store keeps the reason of a hand-off's removal. There are many hand-offs,
+and each is soon taken, so this is short."""
 
 # -- heartbeats and failure detection
 

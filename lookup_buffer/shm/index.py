@@ -134,7 +134,7 @@ LOCAL_ENTRY: Final = struct.Struct("@Q32sQBBB13x8Q")
 """sequence, digest, offset, kind, dtype, dimensions, sizes; two cache lines."""
 DIMENSIONS_MAX: Final = 8
 BYTES_AN_ENTRY: Final = 256 << 10
-"""The index has one entry for each so many bytes of the arena; with smaller items it may be
+"""The index has one entry per this many bytes of the arena; with smaller items it may be
 incomplete."""
 ENTRIES_MIN, ENTRIES_MAX = 1024, 65536
 _DTYPE_NAMES: Final = tuple(DTYPES)
