@@ -1,6 +1,6 @@
-"""Lookup Buffer: put a tensor under a key on one host, get it by that key on any other.
+"""Lookup Buffer: store a tensor under a key on one host, read it by that key on any other.
 
-Everything a library user needs is here; importing it costs neither torch nor Redis:
+This module owns the public names of the library. Importing it imports neither torch nor Redis:
 
     from lookup_buffer import BufferConfig, LookupBuffer, Namespace, TensorKey
 
@@ -14,17 +14,18 @@ from importlib.machinery import PathFinder
 from os.path import abspath, dirname, realpath
 
 TYPE_CHECKING = False
-"""As `typing` has it, which alone would take longer to import than all of this."""
+"""As in `typing`, whose import alone would take longer than this whole module."""
 
 
 def _refuse_another_store() -> None:
-    """Ours lies beside us; a folder of that name in the working directory may come before it. To
-    import it and look would make this module, and so each command, slow to import."""
+    """Raise ImportError if another `store` package would be imported instead of ours, which lies
+    beside this package; a folder `store` in the working directory may precede it. The check does
+    not import `store`: that would slow the import of this module, and so each command."""
     found = PathFinder.find_spec("store")
     if found is None:
-        return  # who imports us otherwise than from a path knows why
+        return  # a custom importer loads this package, not the path
     places = list(found.submodule_search_locations or [found.origin or ""])
-    # As it is named and as it is: a folder may be a link, or each of its files.
+    # Compare both the given and the resolved path: a folder or its files may be symbolic links.
     ours = (dirname(dirname(abspath(__file__))), dirname(dirname(realpath(__file__))))
     if len(places) > 1 or not {dirname(abspath(places[0])), dirname(realpath(places[0]))} & {*ours}:
         raise ImportError(
@@ -89,7 +90,7 @@ __all__ = list(_HOME_OF)
 
 
 def __getattr__(name: str) -> "Any":
-    """Import what is asked for, when it is asked for: the CLI and the node need no torch."""
+    """Import a public name at its first use: the CLI and the node need no torch."""
     if name not in _HOME_OF:
         raise AttributeError(f"module 'lookup_buffer' has no attribute {name!r}")
     try:

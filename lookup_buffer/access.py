@@ -1,9 +1,9 @@
-"""How a process gets into its store: where it is, by which passwords, and how long it waits.
+"""Access to the metadata store: URL, passwords, timeout; and the node's runtime directory.
 
-Part of `BufferConfig`, and all that a command needs which asks a store and nobody else. Such a
-command is over in 0.2 s, which is what pydantic would take to import: so this does without.
-
-The directory of this host's node: sockets, lock, log, and the data of an embedded store.
+`StoreAccess` is the store part of `BufferConfig`, and all that a command needs that only queries
+the store. Such a command takes 0.2 s, as long as an import of pydantic would; so this module must
+not import it. The runtime directory holds the sockets, lock and log of this host's node, and the
+data of an embedded store. Any thread; starts none.
 """
 
 import os
@@ -19,10 +19,11 @@ from store.url import SCHEMES, parse
 
 
 def runtime_directory(named: Path | None) -> Path:
-    """The one that was named, or the user's own; created with mode 0700 and checked to be ours.
+    """The directory `named`, or the user's default; created with mode 0700, its owner and mode
+    checked.
 
     Raises:
-        ConfigError: it cannot be made, belongs to somebody else, or is open to others.
+        ConfigError: it cannot be created, belongs to another user, or is open to others.
     """
     path = named or _default_directory()
     try:
@@ -57,7 +58,8 @@ _SETTINGS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class StoreAccess:
-    """`url` as it was set; `directory` is the node's, whose embedded server may be meant."""
+    """Settings for the store. `url` is as set; `directory` is the node's runtime directory, in
+    which the embedded server listens if `url` is `embedded`."""
 
     url: str = EMBEDDED
     password: str | None = field(default=None, repr=False)
@@ -67,7 +69,8 @@ class StoreAccess:
 
     @classmethod
     def from_environment(cls, **said: str | Path | None) -> "StoreAccess":
-        """By the names that `BufferConfig` has for settings; what is said wins, None is not said.
+        """Settings from the environment, under the names of `BufferConfig`. A value in `said` wins
+        unless it is None.
 
         Raises:
             ConfigError: a setting is wrong.
@@ -88,21 +91,21 @@ class StoreAccess:
         return access
 
     def check_passwords(self) -> None:
-        """Raises StoreUrlError: the URL names a user, and there is no password for it."""
+        """Raises StoreUrlError: the URL names a user that has no password."""
         if self.url != EMBEDDED:
             parse(self.url).with_passwords(self.password, self.sentinel_password)
 
     def actual_url(self) -> str:
-        """The URL to dial. Raises ConfigError: the directory of the embedded server is unfit."""
+        """The URL to connect to. Raises ConfigError: see `runtime_directory`, for `embedded`."""
         if self.url == EMBEDDED:
             return embedded_url(runtime_directory(self.directory))
         return self.url
 
     def check_files(self) -> None:
-        """Raises ConfigError: of the TLS files that the URL names one cannot be used."""
+        """Raises ConfigError: a TLS file named in the URL cannot be used."""
         if self.url == EMBEDDED or not (files := dict(parse(self.url).tls_files)):
             return
-        from store.tls import TlsFileError, tls_context  # OpenSSL, which the others do not need
+        from store.tls import TlsFileError, tls_context  # imports OpenSSL, needed for TLS only
 
         try:
             tls_context(files)
@@ -110,7 +113,7 @@ class StoreAccess:
             raise ConfigError(f"setting 'store_url': {error}") from None
 
     def open(self, url: str, seconds: float) -> MetadataStore:
-        """The store at `url`, by these passwords and with these time-outs."""
+        """The store at `url`, with these passwords; `seconds` bounds each call and connect."""
         return open_store(
             url,
             call_timeout_seconds=seconds,
@@ -121,12 +124,12 @@ class StoreAccess:
 
 
 def embedded_url(directory: Path) -> str:
-    """Where the embedded server of the node in `directory` listens."""
+    """The URL of the embedded server of the node in `directory`."""
     return f"unix://{quote(str(directory))}/valkey/server.sock"
 
 
 def check_store_url(value: str) -> str:
-    """`value`, if it can be the URL of a store; ValueError says what is allowed."""
+    """`value`, if it is a valid store URL. Raises ValueError: it says what is allowed."""
     if value == EMBEDDED:
         return value
     if value.partition("://")[0].lower() not in SCHEMES:

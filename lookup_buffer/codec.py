@@ -1,12 +1,13 @@
-"""The codec: torch tensors as (header, bytes) and back, bit for bit. The one module with torch.
+"""The codec: torch tensors as (header, bytes) and back, bit for bit.
 
-Owns the mapping of dtype names to torch's, the way to a tensor's bytes without a copy, and the way
-from bytes to a tensor. Pure functions; any thread; the large copies run without the GIL. Knows
-nothing of where the bytes lie (arena, socket) or who wants them.
+Owns the mapping of dtype names to torch's, access to a tensor's bytes without a copy, and the
+construction of tensors from bytes. Pure functions; any thread; large copies run without the GIL.
+Knows neither the origin of the bytes (arena, socket) nor their use. The node must not load it:
+no other module outside `device`, `pipes` and `cli.speeds` loads torch.
 
-What travels is the value in row-major order: strides, gradients, device, and the lazy conjugate
-and negative bits do not. Sparse, nested, quantized and storage-less (meta, fake) tensors are not
-carried, because bytes, dtype and shape do not describe them.
+A value is encoded in row-major order. Strides, gradients, device, and the lazy conjugate and
+negative bits are not encoded. Sparse, nested, quantized and storage-less (meta, fake) tensors are
+not supported ("not carried"), because bytes, dtype and shape do not describe them.
 """
 
 import ctypes
@@ -28,13 +29,13 @@ _NAMES: Final = {dtype: name for name, dtype in _TORCH_DTYPES.items()}
 
 Tensor = torch.Tensor
 Value = Tensor | None
-"""What is stored and sent: None is a value."""
+"""A value to store or send; None is a value too."""
 
 _LENGTH: Final = struct.Struct(">I")
 _ALIGNMENT: Final = 64
-"""Of each of several values in one tensor: torch wants elements where their width divides."""
+"""Bytes, for each of several values in one tensor: torch needs elements aligned to their width."""
 
-# Integers of the same width stand in for dtypes that torch cannot copy, or only with a warning.
+# Integers of the same width replace dtypes that torch cannot copy, or copies with a warning.
 _CARRIERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -43,7 +44,7 @@ def torch_version() -> str:
 
 
 def header_of(tensor: torch.Tensor | None) -> TensorHeader:
-    """What describes this value.
+    """The header that describes this value.
 
     Raises:
         CodecError: a tensor of a kind that is not carried.
@@ -54,7 +55,7 @@ def header_of(tensor: torch.Tensor | None) -> TensorHeader:
 
 
 def copy_of(value: Value, out: torch.Tensor | None = None) -> Value:
-    """What a receiver gets of this value: a contiguous CPU tensor of its own, or `out`.
+    """The value as a receiver gets it: a new contiguous CPU tensor, or a copy in `out`.
 
     Raises:
         CodecError: a tensor of a kind that is not carried.
@@ -64,16 +65,16 @@ def copy_of(value: Value, out: torch.Tensor | None = None) -> Value:
     owner, address, nbytes = contiguous_bytes(value)
     copy = empty_tensor(header_of(value)) if out is None else out
     copy_into(copy, address, nbytes)
-    del owner  # kept until here: the address is its
+    del owner  # kept until here: it owns the address
     return copy
 
 
 def contiguous_bytes(tensor: torch.Tensor) -> tuple[torch.Tensor, int, int]:
     """The value's bytes in row-major order, as (owner, address, nbytes).
 
-    The address is good as long as the owner is kept. For a contiguous CPU tensor nothing is
+    The address is valid while the caller keeps the owner. For a contiguous CPU tensor nothing is
     copied and the owner shares its memory: a later write by the caller changes the bytes. A tensor
-    on another device is moved with `.cpu()`, which waits for the device.
+    on another device is copied with `.cpu()`, which waits for the device.
 
     Raises:
         CodecError: a tensor of a kind that is not carried.
@@ -88,7 +89,7 @@ def contiguous_bytes(tensor: torch.Tensor) -> tuple[torch.Tensor, int, int]:
 
 
 def writable_bytes(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor, which is kept as long as the view is."""
+    """A view of the memory of a contiguous CPU tensor; the view keeps the tensor alive."""
     return bytes_at(tensor.data_ptr(), tensor.nbytes, keep=tensor)
 
 
@@ -96,21 +97,21 @@ def empty_tensor(header: TensorHeader) -> torch.Tensor:
     """A new CPU tensor of this dtype and shape, with unspecified content.
 
     Raises:
-        CodecError: the header is that of a None, this torch lacks its dtype, or the memory.
+        CodecError: the header is of a None, this torch lacks its dtype, or memory is exhausted.
     """
     dtype = _torch_dtype(header)
     try:
         return _empty(header.shape, dtype)
-    except RuntimeError as error:  # what torch says where the system refuses memory
+    except RuntimeError as error:  # torch's error when the system refuses memory
         raise CodecError(f"no memory for a tensor of {header.nbytes} bytes") from error
 
 
 def tensor_over(buffer: bytes | bytearray | memoryview, header: TensorHeader) -> torch.Tensor:
     """A tensor that shares the memory of `buffer`, which may be read-only.
 
-    The buffer stays exported as long as the tensor or a view of it lives, so its owner (an mmap,
-    a bytearray) cannot be closed or resized meanwhile. torch knows no read-only tensors: writing
-    to one over read-only memory kills the process. The caller sees to it that nobody does.
+    The buffer stays exported while the tensor or a view of it lives, so its owner (an mmap, a
+    bytearray) cannot be closed or resized before. torch has no read-only tensors: a write to one
+    over read-only memory kills the process. The caller must ensure that nothing writes to it.
 
     Raises:
         CodecError: the buffer is not exactly `header.nbytes` long, or see `empty_tensor`.
@@ -129,7 +130,7 @@ def tensor_over(buffer: bytes | bytearray | memoryview, header: TensorHeader) ->
 
 
 def check_out(out: torch.Tensor, header: TensorHeader) -> None:
-    """Refuse a destination that this value cannot be copied into.
+    """Check that a value of `header` can be copied into `out`.
 
     Raises:
         CodecError: another dtype or shape, overlapping elements, or a kind that is not carried.
@@ -145,10 +146,10 @@ def check_out(out: torch.Tensor, header: TensorHeader) -> None:
 
 
 def check_place(out: torch.Tensor, header: TensorHeader, device: str | torch.device) -> None:
-    """Refuse a destination whose own memory this value cannot be received into.
+    """Check that a value of `header` can be received directly into the memory of `out`.
 
     Raises:
-        CodecError: see `check_out`; also where it is not contiguous, or on another device.
+        CodecError: see `check_out`; also if it is not contiguous, or on another device.
     """
     check_out(out, header)
     if not out.is_contiguous() or out.is_conj() or out.is_neg():
@@ -158,7 +159,7 @@ def check_place(out: torch.Tensor, header: TensorHeader, device: str | torch.dev
 
 
 def destination(out: torch.Tensor | None, header: TensorHeader) -> torch.Tensor:
-    """Where a value of `header` is copied to: `out`, if it fits, or a new tensor.
+    """The destination for a value of `header`: `out`, if it fits, or a new tensor.
 
     Raises:
         CodecError: see `check_out`.
@@ -176,7 +177,7 @@ def copy_into(out: torch.Tensor, address: int, nbytes: int) -> None:
     recorded. The caller keeps the memory at `address` readable until this returns.
 
     Raises:
-        CodecError: the destination has not exactly `nbytes` bytes.
+        CodecError: the destination does not have exactly `nbytes` bytes.
     """
     target = _strided(out)
     if _header_of(target).nbytes != nbytes:
@@ -198,21 +199,21 @@ def _strided(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor without its gradient, if it is of a kind that is carried."""
     if not isinstance(tensor, torch.Tensor):
         raise CodecError(f"a {type(tensor).__name__} is not a tensor")
-    # To detach gives away the interpreter lock, and where others want it that takes its time.
+    # `detach` releases the GIL; to get it back can take long while other threads want it.
     is_plain = type(tensor) is torch.Tensor and not tensor.requires_grad
     plain = tensor if is_plain else tensor.detach()
-    # A subclass that survives detach wraps its memory in something (fake, distributed, masked).
+    # A subclass that `detach` preserves wraps its memory (fake, distributed, masked).
     if type(plain) is not torch.Tensor or plain.layout is not torch.strided or plain.is_nested:
         raise CodecError(f"a {type(plain).__name__} of layout {plain.layout} is not carried")
     if plain.is_meta:
         raise CodecError("a meta tensor has no bytes")
-    if plain.untyped_storage().nbytes() < _reach(plain):  # to read it would end the process
+    if plain.untyped_storage().nbytes() < _reach(plain):  # a read would kill the process
         raise CodecError("a tensor whose storage was taken away has no bytes")
     return plain
 
 
 def _reach(plain: torch.Tensor) -> int:
-    """How many bytes of its storage it goes over, from the start."""
+    """The end of the tensor's elements within its storage, in bytes from the start."""
     count = plain.numel()
     if count and not plain.is_contiguous():
         strided = zip(plain.shape, plain.stride(), strict=True)
@@ -252,17 +253,17 @@ def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 def _tensor_at(
     address: int, nbytes: int, dtype: torch.dtype, shape: tuple[int, ...], *, keep: object
 ) -> torch.Tensor:
-    # torch.frombuffer warns of a read-only buffer, and silencing a warning is not thread-safe.
-    # So it gets a ctypes array, which is writable as far as it can tell, and which torch keeps.
+    # torch.frombuffer warns about a read-only buffer, and silencing a warning is not thread-safe.
+    # So it gets a ctypes array, which claims to be writable, and which torch keeps alive.
     array = array_at(address, nbytes, keep=keep)
     return torch.frombuffer(array, dtype=torch.uint8).view(dtype).view(shape)
 
 
 def packed(values: Sequence[Value]) -> torch.Tensor:
-    """Several values as one tensor of bytes, for what is to travel as a whole.
+    """Several values as one uint8 tensor, to be sent as a whole. `unpacked` reverses it.
 
     Raises:
-        CodecError: one of them is not carried.
+        CodecError: one of them is of a kind that is not carried.
     """
     headers = [header_of(value) for value in values]
     head = pack([header.to_fields() for header in headers])
@@ -276,16 +277,16 @@ def packed(values: Sequence[Value]) -> torch.Tensor:
         if value is not None:
             owner, address, _ = contiguous_bytes(value)
             ctypes.memmove(whole.data_ptr() + at, address, header.nbytes)
-            del owner  # kept until here: the address is its
+            del owner  # kept until here: it owns the address
         at += _aligned(header.nbytes)
     return whole
 
 
 def unpacked(whole: torch.Tensor) -> list[Value]:
-    """The values in what `packed` made; they share its memory.
+    """The values in a tensor made by `packed`; they share its memory.
 
     Raises:
-        ProtocolError: it is nothing that `packed` makes.
+        ProtocolError: `packed` cannot have made this tensor.
     """
     view = writable_bytes(whole)
     if len(view) < _LENGTH.size:

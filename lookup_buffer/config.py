@@ -1,6 +1,8 @@
-"""What a user may set, validated when built: `BufferConfig`.
+"""`BufferConfig`: the settings of a node and of its clients, validated on construction.
 
-Secrets are `SecretStr`: they show in no repr, error or log line.
+This module owns the settings' names, defaults and bounds, and the rule that a listener beyond
+loopback needs a token. Secrets are `SecretStr`: no repr, error or log line shows them. Immutable
+data; any thread. Knows nothing of sockets or of the store beyond its URL and TLS files.
 """
 
 import hashlib
@@ -50,7 +52,7 @@ _PLACEHOLDER = re.compile(
 
 
 def memory_bytes() -> int:
-    """Bytes of memory that this process may use: the smaller of the machine's and its cgroup's."""
+    """Bytes of memory that this process may use: the machine's, or its cgroup's limit if lower."""
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
@@ -75,42 +77,43 @@ class BufferConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
     store_url: str = EMBEDDED
-    """Where the metadata lives: `embedded` (a Valkey of this host) or a Redis or Valkey URL."""
+    """Metadata store: `embedded` (a Valkey on this host), or a Redis or Valkey URL."""
     store_password: SecretStr | None = None
     """Password for the store, kept out of the URL."""
     store_sentinel_password: SecretStr | None = None
-    """Password for the sentinels of the store, where they have one of their own."""
+    """Password for the store's sentinels, if they have a separate one."""
     store_timeout_seconds: float = Field(default=TIMEOUT_SECONDS, gt=0, le=TIMEOUT_SECONDS_MAX)
     """Bound on one call to the store."""
     mirror: bool = True
-    """Keep what the store said of keys, corrected by its push; off: ask it each time."""
+    """Keep a mirror of the store's records, updated by its push messages; off: ask each time."""
     capacity_bytes: Bytes = Field(default=4 * GIB, ge=1 << 20)
-    """Size of the arena, a number of bytes or `8GiB`."""
+    """Size of the arena: a number of bytes, or a size like `8GiB`."""
     node_socket: Path | None = None
-    """Unix socket of a running node; none means: find this host's node, or start it."""
+    """Unix socket of a running node; none: find this host's node, or start it."""
     directory: Path | None = None
-    """Runtime directory (sockets, lock, log); none means one per user."""
+    """Runtime directory (sockets, lock, log); none: one per user."""
     node_id: str | None = Field(default=None, pattern=r"^[A-Za-z0-9._-]{1,48}$")
-    """Name of the node in Redis; none means the host's name and a random suffix."""
+    """Name of the node in Redis; none: the host's name and a random suffix."""
     listen: str = "tcp://127.0.0.1:0"
     """Address on which the node serves other nodes; port 0 picks a free one."""
     advertise: str | None = None
-    """Address that other nodes are told; none means the address listened on."""
+    """Address that the node publishes to other nodes; none: the address of `listen`."""
     token: SecretStr | None = None
     """Secret that the nodes of a fleet share; needed to listen beyond loopback."""
     http_listen: str | None = None
-    """Address, as `http://127.0.0.1:7731`, of `/metrics` and `/healthz`; none: not served."""
+    """Address of `/metrics` and `/healthz`, as `http://127.0.0.1:7731`; none: not served."""
     http_token: SecretStr | None = None
-    """Secret that who reads `/metrics` sends as `Authorization: Bearer`; needed to serve it beyond
-    loopback. Another one than `token`, by which tensors may be had."""
+    """Secret that readers of `/metrics` send as `Authorization: Bearer`; needed to serve it beyond
+    loopback. Use another secret than `token`, which gives access to tensors."""
     record_ttl_seconds: float = Field(default=1800.0, ge=3, le=YEAR_SECONDS)
-    """How long Redis keeps a record that its holder stops renewing."""
+    """How long Redis keeps a record that its node no longer renews."""
     handoff_lease_seconds: float = Field(default=10.0, gt=0, le=600)
-    """How long a taker may have a hand-off of this node before others may; more for large ones."""
+    """How long a taker may lease a hand-off of this node; longer for large ones. Then others may
+    take it."""
     log_level: Literal["error", "warning", "info"] = "warning"
-    """What the node writes into its log; `info` names each hand-off that was taken."""
+    """Lowest level that the node logs; `info` includes each hand-off taken."""
     idle_exit_seconds: float = Field(default=600.0, gt=0, le=YEAR_SECONDS)
-    """A node that was started automatically ends when it had no client for so long."""
+    """An automatically started node ends after it had no client for this time."""
 
     @field_validator("store_url")
     @classmethod
@@ -171,10 +174,10 @@ class BufferConfig(BaseModel):
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> "BufferConfig":
-        """The configuration of `settings`.
+        """The configuration made of `settings`.
 
         Raises:
-            ConfigError: naming the first wrong setting, its value and what is allowed.
+            ConfigError: names the first wrong setting, its value and what is allowed.
         """
         try:
             return cls(**settings)
@@ -185,27 +188,27 @@ class BufferConfig(BaseModel):
     def from_environment(cls, **overrides: Any) -> "BufferConfig":
         """Settings from `LOOKUP_BUFFER_<NAME>` variables; `overrides` that are not None win.
 
-        `LOOKUP_BUFFER_TOKEN_FILE` and the like for the passwords name files instead.
+        `LOOKUP_BUFFER_<NAME>_FILE` names a file that holds the value instead, as for `token`.
         """
         settings: dict[str, Any] = dict(settings_of_environment(cls.model_fields))
         settings |= {name: value for name, value in overrides.items() if value is not None}
         return cls.of(settings)
 
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
-        """What repr and str show: not the password that a URL may hold."""
+        """The fields that repr and str show, without a password in a URL."""
         for name, value in super().__repr_args__():
             yield name, _shown(value)
 
     def runtime_directory(self) -> Path:
-        """The directory of this host's node, created with mode 0700 and checked to be ours.
+        """The directory of this host's node, created with mode 0700, its owner and mode checked.
 
         Raises:
-            ConfigError: it cannot be made, belongs to somebody else, or is open to others.
+            ConfigError: it cannot be created, belongs to another user, or is open to others.
         """
         return runtime_directory(self.directory)
 
     def store_access(self) -> StoreAccess:
-        """What of it is about the store."""
+        """The settings for the store."""
         return StoreAccess(
             self.store_url,
             self.store_password.get_secret_value() if self.store_password else None,
@@ -217,7 +220,8 @@ class BufferConfig(BaseModel):
         )
 
     def expectations(self) -> dict[str, str | int]:
-        """What a client and a node must agree on; compared when a session begins."""
+        """The settings that must be equal for a client and its node; compared when a session
+        begins."""
         token = self.token.get_secret_value() if self.token else ""
         return {
             "capacity_bytes": self.capacity_bytes,
@@ -231,7 +235,7 @@ class BufferConfig(BaseModel):
 
 
 def check_token(token: str) -> None:
-    """Raises ValueError: anybody could guess this token. The message does not show it."""
+    """Raises ValueError: the token is easy to guess. The message does not show it."""
     is_text = token.isprintable() and len(token.strip()) >= TOKEN_CHARACTERS_MIN
     if not is_text or _PLACEHOLDER.search(token):
         raise ValueError(
@@ -241,7 +245,7 @@ def check_token(token: str) -> None:
 
 
 def check_token_of(what: str, token: str | None) -> None:
-    """Raises ConfigError: `what` was given a token that anybody could guess."""
+    """Raises ConfigError: the token of `what` is easy to guess."""
     if token is not None:
         try:
             check_token(token)
@@ -250,15 +254,15 @@ def check_token_of(what: str, token: str | None) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this host's processes reach what listens at `host`."""
+    """Whether only processes of this host can reach a listener at `host`."""
     try:
         return ipaddress.ip_address(host).is_loopback
-    except ValueError:  # a name: what others mean may be resolved to any address
+    except ValueError:  # a name; names other than localhost may resolve to any address
         return host == "localhost"
 
 
 def guard_listener(what: str, host: str, needed: str, token: object) -> None:
-    """Refuse to listen where other hosts reach us, unless they need a token.
+    """Refuse a listener that other hosts can reach, unless it requires a token.
 
     Raises:
         ConfigError: `what` listens at `host`, which is not loopback, and `token` is None.
@@ -271,12 +275,12 @@ def guard_listener(what: str, host: str, needed: str, token: object) -> None:
 
 
 def parse_tcp(address: str) -> tuple[str, int]:
-    """Host and port of `tcp://host:port`; ValueError says what is allowed."""
+    """Host and port of `tcp://host:port`. Raises ValueError: it says what is allowed."""
     return _parse(address, "tcp")
 
 
 def parse_http(address: str) -> tuple[str, int]:
-    """Host and port of `http://host:port`; ValueError says what is allowed."""
+    """Host and port of `http://host:port`. Raises ValueError: it says what is allowed."""
     return _parse(address, "http")
 
 
@@ -290,10 +294,10 @@ def _parse(address: str, scheme: str) -> tuple[str, int]:
 def explain(
     error: ValidationError, model: type[BaseModel], settings: Mapping[str, Any]
 ) -> ConfigError:
-    """One line for the first thing that is wrong: the setting, its value, what is allowed."""
+    """An error of one line for the first wrong setting: its name, value and what is allowed."""
     first = error.errors(include_url=False, include_input=False, include_context=False)[0]
     allowed = first["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
-    if not first["loc"]:  # several settings that do not go together
+    if not first["loc"]:  # a conflict between settings
         return ConfigError(allowed)
     name = str(first["loc"][0])
     if first["type"] == "extra_forbidden":
@@ -307,16 +311,16 @@ def explain(
 
 
 def _nearest(name: str, model: type[BaseModel]) -> str:
-    from difflib import get_close_matches  # 6 ms that only a mistake should pay
+    from difflib import get_close_matches  # takes 6 ms; imported for errors only
 
     near = get_close_matches(name, model.model_fields, n=1)
     return f"; did you mean {near[0]!r}?" if near else f"; allowed: {sorted(model.model_fields)}"
 
 
 def _shown(value: object) -> object:
-    """`value` without the credentials that a URL may carry."""
+    """`value` without credentials, if it is a URL."""
     if not isinstance(value, str):
         return value
-    # Also without '@': redis://:password, which lacks its host.
+    # Also URLs without '@', as redis://:password without a host.
     of_store = value.partition("://")[0].lower() in SCHEMES
     return redact(value) if of_store or "@" in value or ("?" in value and "://" in value) else value

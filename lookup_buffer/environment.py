@@ -1,7 +1,8 @@
-"""Settings that stand in the environment: `LOOKUP_BUFFER_<NAME>`, and files that hold them.
+"""Settings from environment variables: `LOOKUP_BUFFER_<NAME>`, and files that hold them.
 
-The only module that reads the environment. Needs no pydantic, so that a command which asks a store
-one question need not wait for it.
+The only module that reads the environment. It must not import pydantic, so that a command with a
+single query to a store starts quickly. It does not know which settings exist or which values are
+valid. Any thread; starts none.
 """
 
 import os
@@ -14,8 +15,8 @@ ENVIRONMENT_PREFIX = "LOOKUP_BUFFER_"
 
 
 def settings_of_environment(names: Iterable[str]) -> dict[str, str]:
-    """What is said of these settings; `LOOKUP_BUFFER_<NAME>_FILE` names a file that says it. A
-    variable that is empty says nothing.
+    """The values of these settings that are set; `LOOKUP_BUFFER_<NAME>_FILE` names a file with the
+    value. An empty variable counts as not set.
 
     Raises:
         ConfigError: such a file cannot be read, or is empty.
@@ -31,9 +32,9 @@ def settings_of_environment(names: Iterable[str]) -> dict[str, str]:
 
 
 def misspelt_variables(names: Iterable[str]) -> dict[str, str]:
-    """Variables that say nothing because they are nearly the name of one that would, and that one.
-    What is less like one may be somebody else's, as those that Kubernetes sets for a service."""
-    from difflib import get_close_matches  # 6 ms that only who looks for mistakes should pay
+    """Variables without effect whose name nearly matches a known one, each with that known name.
+    Less similar names may belong to others, as the variables that Kubernetes sets for a service."""
+    from difflib import get_close_matches  # takes 6 ms; imported for this check only
 
     known = [form for name in names for form in (name.upper(), f"{name.upper()}_FILE")]
     misspelt = {}
@@ -47,8 +48,8 @@ def misspelt_variables(names: Iterable[str]) -> dict[str, str]:
 
 
 def environment_importing_from(folder: Path) -> dict[str, str]:
-    """This process's environment with `folder` first in PYTHONPATH, for a Python process and all
-    that it starts."""
+    """This process's environment with `folder` first in PYTHONPATH, for a Python process and its
+    descendants."""
     paths = [str(folder), os.environ.get("PYTHONPATH", "")]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
@@ -57,11 +58,11 @@ def read_secret(path: Path, what: str) -> str:
     """The text of a file, without white space around it.
 
     Raises:
-        ConfigError: it cannot be read, or nothing stands there; `what` is how the message calls it.
+        ConfigError: it cannot be read, or is empty; the message calls it `what`.
     """
     try:
         text = path.read_text(encoding="utf-8").strip()
-    except (OSError, ValueError) as error:  # not text, or a name that no file can have
+    except (OSError, ValueError) as error:  # not text, or an impossible file name
         why = getattr(error, "strerror", None) or "it is not text"
         raise ConfigError(f"{what}, {path}, cannot be read: {why}") from error
     if not text:

@@ -1,12 +1,12 @@
-"""The errors that callers of the lookup buffer see.
+"""The errors that callers of the lookup buffer see, and the reasons of misses.
 
-One small tree. Foreign exceptions (sockets, msgpack, torch, Redis) are translated into it where the
-I/O happens, with the cause chained. A miss is a value wherever the signature has room for one;
-`MissingTensor` exists for `select`, whose `None` is a stored value.
+All errors have one base class. Foreign exceptions (sockets, msgpack, torch, Redis) are translated
+where the I/O happens, with the cause chained. A miss is a return value if the signature permits
+one; `MissingTensor` exists for `select`, whose `None` is a stored value.
 
-Three questions tell the families apart: is it absent (`MissingTensor`, `LookupTimeout`), is there
-no room (`BufferFull`, `TensorTooLarge`), or is something broken (the rest)? Messages never contain
-a token, a password or tensor bytes.
+There are three families: the tensor is absent (`MissingTensor`, `LookupTimeout`), there is no room
+(`BufferFull`, `TensorTooLarge`), or something is broken (the rest). Messages never contain a
+token, a password or tensor bytes. Pure; any thread.
 """
 
 from enum import StrEnum
@@ -16,7 +16,7 @@ from typing import Literal
 class MissReason(StrEnum):
     """Why a look-up returned no tensor. The values are labels of metrics and part of messages."""
 
-    # Of a node, which counts them: docs/metrics.md.
+    # From a node, which counts them: docs/metrics.md.
     ABSENT = "absent"
     OWNER_DEAD = "owner_dead"
     STALE = "stale"
@@ -26,14 +26,14 @@ class MissReason(StrEnum):
     TIMEOUT = "timeout"
     NO_ROOM = "no_room"
     TAKEN = "taken"
-    # Of a node to an engine, or of a client that no node answers.
+    # From a node to an engine, or from a client without a node.
     RANKS_NOT_ATTACHED = "ranks_not_attached"
     NODE_DOWN = "node_down"
-    # Of an engine: docs/vllm.md.
+    # From an engine: docs/vllm.md.
     NAMESPACE_PENDING = "namespace_pending"
     """The weights are being hashed."""
     NAMESPACE_UNKNOWN = "namespace_unknown"
-    """Nothing says which weights these are, or they changed while the engine started."""
+    """The weights cannot be identified, or they changed while the engine started."""
     WEIGHTS_CHANGED = "weights_changed"
     SHAPE = "shape"
     DTYPE = "dtype"
@@ -46,7 +46,7 @@ class MissReason(StrEnum):
 
     @classmethod
     def of(cls, text: str) -> "MissReason":
-        """The reason that a message carries; OTHER for one of another version."""
+        """The reason in a message; OTHER for one of another version."""
         try:
             return cls(text)
         except ValueError:
@@ -70,10 +70,10 @@ class ConfigError(LookupBufferError, ValueError):
 
 
 class MissingTensor(LookupBufferError, KeyError):
-    """Nobody alive holds a complete copy under this key."""
+    """No live node holds a complete copy under this key."""
 
     def __str__(self) -> str:
-        # KeyError prints the repr of its argument, which is wrong for a sentence.
+        # KeyError prints the repr of its argument, but the argument is a sentence.
         return Exception.__str__(self)
 
 
@@ -98,15 +98,15 @@ class NodeUnavailable(LookupBufferError):
 
 
 class NodeRefused(LookupBufferError):
-    """The node is there and does not want us: another version, token or configuration."""
+    """The node refuses the client: another version, token or configuration."""
 
 
 class ProtocolError(LookupBufferError):
-    """Bytes that are no valid message: garbled, oversized, truncated, of a wrong type."""
+    """Bytes that are no valid message: garbled, oversized, truncated, or of a wrong type."""
 
 
 class CorruptTensor(LookupBufferError):
-    """The bytes arrived and are not those that were published (checksum, length, identity)."""
+    """The received bytes differ from the published ones (checksum, length, identity)."""
 
 
 class CodecError(LookupBufferError, ValueError):
@@ -126,4 +126,4 @@ class PipeBroken(PipeError):
 
 
 class PipeTimeout(PipeError, TimeoutError):
-    """The peer did not move its bytes before the operation's deadline."""
+    """The remote end did not move its bytes before the operation's deadline."""

@@ -1,7 +1,7 @@
-"""Keys: what a tensor is found by, and their one canonical text.
+"""Keys: the names of tensors, and their canonical text.
 
-Owns the text form that goes into frames, Redis and log lines: readable where a key is readable,
-reversible always. Pure data; any thread. Knows nothing of namespaces, nodes or Redis.
+Owns the text form used in frames, Redis and log lines: printable ASCII stays readable, and the
+form is always reversible. Pure data; any thread. Knows nothing of namespaces, nodes or Redis.
 """
 
 import re
@@ -11,9 +11,9 @@ from typing import Final
 from lookup_buffer.errors import InvalidKey
 
 MAX_KEY_CHARACTERS: Final = 4096
-"""Bound on the canonical text; it keeps a frame of many keys within its own bound."""
+"""Bound on the canonical text; with it, a frame of many keys stays within the frame's bound."""
 
-# What stands for itself: printable ASCII (space included) but the escape and the two separators.
+# Not escaped: printable ASCII (space included) except the escape and the two separators.
 _UNSAFE: Final = re.compile(r"[^ -~]|[%#@]")
 _PIECE: Final = r"(?:[ -\"$&-?A-~]|%[0-9A-F]{2})"
 _TEXT: Final = re.compile(rf"({_PIECE}+)(?:#({_PIECE}+))?(?:@({_PIECE}+))?")
@@ -28,8 +28,8 @@ class TensorKey:
     """The name of one tensor within a namespace.
 
     With `request_id=None` the key is *shared*: it names content, which never changes, for many
-    readers. With a request id it is a *hand-off* from one producer to one consumer. `part` tells
-    apart the tensors that belong to one item (a layer, a hidden state).
+    readers. With a request id it is a *hand-off* from one producer to one consumer. `part`
+    distinguishes the tensors of one item (a layer, a hidden state).
 
     Keys match exactly; there is no order and no prefix rule.
 
@@ -62,15 +62,15 @@ class TensorKey:
 
     @property
     def is_shared(self) -> bool:
-        """Whether this names content for many readers, and not a hand-off."""
+        """Whether this key names content for many readers, not a hand-off."""
         return self.request_id is None
 
     @classmethod
     def parse(cls, text: str) -> "TensorKey":
         """The key with exactly this canonical text.
 
-        A text that decodes but is not canonical (an escape that was not needed) is refused: two
-        texts for one key would be two entries in Redis.
+        A text that decodes but is not canonical (with an unnecessary escape) is refused: two texts
+        for one key would be two entries in Redis.
 
         Raises:
             InvalidKey: not the canonical text of any key.
@@ -95,7 +95,7 @@ class TensorKey:
 
 
 def is_handoff(text: str) -> bool:
-    """Whether a canonical text names a hand-off: nothing else in it is an '@'."""
+    """Whether a canonical text names a hand-off: only then does it contain an '@'."""
     return "@" in text
 
 
@@ -108,7 +108,7 @@ def _escaped(name: str, piece: object) -> str:
 
 
 def _escape(match: re.Match[str]) -> str:
-    # surrogatepass: a lone surrogate is a legal str and has to come back as it was.
+    # surrogatepass: a lone surrogate is legal in a str and must be restored unchanged.
     return "".join(f"%{byte:02X}" for byte in match[0].encode("utf-8", "surrogatepass"))
 
 

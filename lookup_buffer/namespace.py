@@ -1,7 +1,8 @@
-"""Namespace: the fingerprint of everything the bytes depend on and the key does not contain.
+"""Namespace: the fingerprint of everything that determines the bytes beside the key.
 
 Two users of one namespace promise that equal keys mean equal tensors. The parts stay readable:
 they are published in clear text beside the fingerprint, so that two namespaces can be compared.
+Pure data; any thread. Knows nothing of keys, nodes or Redis.
 """
 
 import hashlib
@@ -20,7 +21,7 @@ class Namespace:
     The order of the parts does not matter; any difference in a name or a value does.
 
     Raises:
-        ConfigError: a part that is no text, has an empty name, or too many of them.
+        ConfigError: a part is no text or has an empty name, or there are too many parts.
     """
 
     parts: Mapping[str, str]
@@ -38,7 +39,7 @@ class Namespace:
 
     @classmethod
     def named(cls, name: str) -> "Namespace":
-        """The namespace of a library user who tells contents apart by a name of their own."""
+        """The namespace of a library user, identified by a name of their choice only."""
         return cls({"name": name})
 
     def __hash__(self) -> int:

@@ -1,8 +1,9 @@
-"""Finding this host's node, and starting it where none runs.
+"""Finds this host's node, and starts one if none runs.
 
-One node a runtime directory, by `flock` and not by a file's existence. A node that is started
-here belongs to nobody: it is forked twice, has a session of its own, all the machine's cores, and
-ends by itself when no client has been there for a while.
+Each runtime directory has one node, guaranteed by `flock` and not by a file's existence. A node
+started here is independent of its starter: it is forked twice, has a session of its own and all
+the machine's cores, and ends by itself after a while without clients. Runs on the threads of its
+callers and starts none. Knows nothing of the node's protocol.
 """
 
 import fcntl
@@ -26,10 +27,10 @@ _PACKAGES = Path(__file__).resolve().parent.parent
 
 
 def node_socket(config: BufferConfig, *, timeout: float) -> Path:
-    """The unix socket of the node to use; starts the node where the configuration names none.
+    """The unix socket of the node to use; starts the node if the configuration names none.
 
     Raises:
-        NodeUnavailable: there is none and it could not be started within `timeout` seconds.
+        NodeUnavailable: no node runs and none could be started within `timeout` seconds.
     """
     path = config.socket_path()
     if config.node_socket is not None or timeout <= 0 or _answers(path):
@@ -47,7 +48,7 @@ def lock(path: Path, *, timeout: float) -> Iterator[None]:
     """Hold an exclusive `flock` on `path`.
 
     Raises:
-        NodeUnavailable: somebody else holds it for longer than `timeout` seconds.
+        NodeUnavailable: another process holds it for longer than `timeout` seconds.
     """
     deadline = time.monotonic() + timeout
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -66,7 +67,7 @@ def lock(path: Path, *, timeout: float) -> Iterator[None]:
 
 
 def to_json(config: BufferConfig) -> str:
-    """The configuration with its secrets, for a pipe and never for a command line."""
+    """The configuration with its secrets. Send it through a pipe, never on a command line."""
     settings = config.model_dump(mode="json", exclude_none=True)
     for name in SECRETS:
         if name in settings:
@@ -76,7 +77,7 @@ def to_json(config: BufferConfig) -> str:
 
 def _start(config: BufferConfig, directory: Path, path: Path, deadline: float) -> None:
     log = directory / "node.log"
-    # -P and an explicit path: a folder named `store` in the working directory must not shadow.
+    # -P and an explicit path: a folder `store` in the working directory must not shadow ours.
     program = (
         f"import sys; sys.path.insert(0, {str(_PACKAGES)!r}); "
         "from lookup_buffer.node.main import main; main()"
@@ -103,7 +104,7 @@ def _answers(path: Path) -> bool:
         try:
             probe.connect(str(path))
         except BlockingIOError:
-            return True  # its queue is full: a node is there, busy or stopped
+            return True  # its queue is full: a node exists, busy or stopped
         except OSError:
             return False
     return True

@@ -1,4 +1,8 @@
-"""Sizes as people write them."""
+"""Parses sizes in human-readable form, as `8GiB`.
+
+A pure function without dependencies, for settings and command options; any thread. It does not
+know which sizes are valid.
+"""
 
 import re
 
@@ -7,7 +11,8 @@ _SIZE_STEPS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
 def parse_bytes(value: object) -> object:
-    """Bytes of `8GiB`, `512MB` or a plain number; anything else is passed on to be refused."""
+    """The bytes of `8GiB`, `512MB` or a plain number; any other value is returned unchanged, for
+    the caller to refuse."""
     if isinstance(value, str) and len(value) < 32 and (match := _SIZE.fullmatch(value)):
         number, step, suffix = match.groups()
         base = 1000 if suffix in ("b", "B") and step else 1024

@@ -1,26 +1,15 @@
-"""`LookupBuffer`: what programs use. Puts tensors under keys on this host, gets them from any.
+"""`LookupBuffer`: the public API. Stores tensors under keys on this host, reads them from any host.
 
-Bytes are copied here, between the caller's tensors and shared memory; what this host holds is read
-by the board, everything else is asked of the node. The ways:
+This module owns the calls of a program and the copies between its tensors and shared memory:
 
-    insert: tensor → staging area → (node copies, hashes) → arena → listed, published
-    select: board → arena → the caller's tensor → board again: unchanged
+    insert: tensor → staging area → (node copies, hashes) → arena → indexed, published
+    select: local index → arena → the caller's tensor → local index again: unchanged
        else node locates, fetches, pins → arena → the caller's tensor → unpinned
     drop_select: node takes, pins → arena → the caller's tensor → acknowledged, unpinned
 
-A client's inserts: bytes into the staging area, and the node is asked to take them.
-
-Any thread; each insert has a channel of its own meanwhile.
-
-Where in an engine a client sits.
-
-A client's selects of what the board does not list: the node locates, fetches and pins it.
-
-Any thread. What the board lists is read without the node: see `local_reads`.
-
-A client's takes: a hand-off is had, copied, acknowledged, and only then returned.
-
-Any thread. What fails before the acknowledgement gives the hand-off back.
+Calls run on the caller's thread; any thread may call. Each insert and each take uses a connection
+of its own. A take that fails before its acknowledgement gives the hand-off back. The module must
+not know how the node locates, fetches or publishes; `local` reads what the local index lists.
 """
 
 import time
@@ -127,16 +116,16 @@ def _fill(channel: Channel, tensor: Tensor, header: TensorHeader, timeout: float
 
 @dataclass(frozen=True, slots=True)
 class EngineSeat:
-    """Which place in which engine a client has. `rank` None is the scheduler's side, whose
-    tickets end when all `world_size` ranks have said done."""
+    """The engine of a client and its rank there. `rank` is None for the scheduler's side, whose
+    tickets end when all `world_size` ranks have sent `Done`."""
 
     engine_id: str
     rank: int | None
     world_size: int
     encodes: bool = False
-    """Whether what the engine gets here spares it an encode: outputs of its encoder."""
+    """Whether each tensor read here saves the engine an encode: outputs of its encoder."""
     device: str = ""
-    """On what this client's tensors were computed: up to 12 printable ASCII characters."""
+    """The device that computes this client's tensors: up to 12 printable ASCII characters."""
 
     def to_wire(self) -> list[Any]:
         return list(astuple(self))
@@ -165,7 +154,7 @@ class Selecting:
 
     @contextmanager
     def _pinned(self, key: TensorKey, timeout: float) -> Iterator[LoadOrder]:
-        """Where the bytes of `key` lie on this host, pinned meanwhile."""
+        """The order for the bytes of `key` on this host, pinned inside the `with`."""
         wait = waiting(timeout)
         request = Select(next_request_id(), self._attachment.namespace, key.text, wait)
         reply = self._attachment.call(request, wait + CALL_SECONDS)
@@ -194,8 +183,8 @@ class Taking:
             )
         deadline = time.monotonic() + timeout
         while True:
-            # The same connection for all of it: who has taken must not stand in line for another
-            # behind those who wait, while his lease runs.
+            # One connection for the whole exchange: while its lease runs, a taker must not wait
+            # for a free connection behind callers that only wait for a key.
             bound = waiting(deadline - time.monotonic()) + CALL_SECONDS
             with self._attachment.channel(bound) as channel:
                 wait = waiting(deadline - time.monotonic())
@@ -210,7 +199,8 @@ class Taking:
                         return tensor
                 finally:
                     self._loading.release(order)
-            # The lease was over before the node heard of it: it is another's, or to be had again.
+            # The lease expired before the acknowledgement: another taker has the hand-off, or it
+            # is available again.
 
     def _loaded(self, order: LoadOrder, token: int, out: Tensor | None) -> Value:
         try:
@@ -228,7 +218,8 @@ class Taking:
             bound = lease_seconds + LEASE_ANSWER_SECONDS + CALL_SECONDS
             return bool(channel.call(request, bound)["won"])
         except NodeUnavailable:
-            # That connection broke, perhaps not the session: the answer is the same as it was.
+            # The connection broke, perhaps not the session. A repeated acknowledgement gets the
+            # same answer.
             return bool(self._attachment.call(request, CALL_SECONDS)["won"])
 
 
@@ -246,12 +237,12 @@ __all__ = ["EngineSeat", "InsertOutcome", "LookupBuffer"]
 class LookupBuffer:
     """A client of this host's node, for one namespace. Thread-safe; not to be used after a fork.
 
-    An engine's client may be opened without one and `enter` it later; until then it may load what
-    an order names, and nothing else.
+    An engine's client may be opened without a namespace and `enter` it later. Until then it can
+    only load orders.
 
     Keys match exactly and never wait for each other. Faults of Redis or of other nodes are
-    misses; a fault of this host's node is `NodeUnavailable` within the call's time, and the
-    client attaches again by itself.
+    misses. A fault of this host's node raises `NodeUnavailable` within the call's time, and the
+    client reconnects by itself.
 
     Raises:
         NodeUnavailable: no node runs and none could be started; not raised with `required=False`.
@@ -294,12 +285,12 @@ class LookupBuffer:
 
     @property
     def namespace(self) -> str:
-        """The fingerprint of the namespace; empty until there is one."""
+        """The fingerprint of the namespace; empty until one is set."""
         return self._attachment.namespace
 
     def enter(self, fingerprint: str, parts: Mapping[str, str] | None = None) -> None:
-        """Keys lie in this namespace from now on. `parts` is its clear text, to be published; of an
-        engine's clients one gives it. Never raises."""
+        """Use this namespace for all keys from now on. `parts` is its clear text, which the node
+        publishes; one client of each engine passes it. Never raises."""
         self._attachment.namespace = fingerprint
         if parts is not None:
             self._parts = dict(parts)
@@ -318,22 +309,22 @@ class LookupBuffer:
     ) -> InsertOutcome:
         """Store `tensor`, or `None` as a value, under `key`.
 
-        When it returns, the tensor may be changed again, and this host's readers see the key; other
-        hosts as soon as Redis knows. The insert of a hand-off waits for that, unless Redis does not
-        answer.
+        After the return the caller may change the tensor, and this host's readers see the key.
+        Other hosts see it once its record is in Redis. The insert of a hand-off waits for that
+        record, unless Redis does not answer.
 
-        A shared key that is there already stays as it is. A hand-off replaces what was under its
-        key on this host; while another host has one, it is EXISTS, and nothing is stored. It is
-        never evicted, and ends after `ttl_seconds` (else 300); where they fill half of the arena,
-        an insert waits up to `timeout` seconds for one to be taken. `on_stored` is told the
-        checksum of the bytes, where it is STORED.
+        An existing shared key stays as it is. A hand-off replaces the value under its key on this
+        host. While another host holds a hand-off under the key, the outcome is EXISTS, and nothing
+        is stored. A hand-off is never evicted, and expires after `ttl_seconds` (default 300). Once
+        hand-offs fill half of the arena, an insert waits up to `timeout` seconds for one to be
+        taken. `on_stored` is called with the checksum of the bytes if the outcome is STORED.
 
         Raises:
-            TensorTooLarge: larger than the arena; a hand-off, than half of it.
-            BufferFull: no room; everything that is left is pinned, being written, or handed off.
-            NodeUnavailable: the node did not take it in time, or another one that may have such a
+            TensorTooLarge: larger than the arena; for a hand-off, larger than half of it.
+            BufferFull: no room; every remaining item is pinned, being written, or a hand-off.
+            NodeUnavailable: the node did not answer in time, or another node that may hold this
                 hand-off did not answer within `timeout`.
-            ConfigError: `ttl_seconds` is none.
+            ConfigError: `ttl_seconds` is not a valid time.
         """
         return self._inserting.insert(key, tensor, ttl_seconds, timeout, on_stored)
 
@@ -342,14 +333,15 @@ class LookupBuffer:
     def select(
         self, key: TensorKey, *, timeout: float = 0.0, out: "torch.Tensor | None" = None
     ) -> "torch.Tensor | None":
-        """The tensor under `key`, a copy; into `out` where given (much quicker when warm).
+        """A copy of the tensor under `key`, in `out` if given (much faster if the memory of `out`
+        was used before).
 
-        What this host holds is copied without asking the node. `timeout` bounds the wait for the
-        key to appear; a transfer that has begun has a bound of its own, by its size. After an
-        error the content of `out` is undefined.
+        A tensor that this host holds is copied without a request to the node. `timeout` bounds the
+        wait for the key to appear; a transfer in progress has a separate bound, by its size. After
+        an error the content of `out` is undefined.
 
         Raises:
-            MissingTensor: nobody alive holds it.
+            MissingTensor: no live node holds it.
             LookupTimeout: it did not appear within `timeout` seconds.
             CodecError: `out` does not fit.
             NodeUnavailable: the node did not answer in time.
@@ -363,18 +355,19 @@ class LookupBuffer:
     def drop_select(
         self, key: TensorKey, *, timeout: float = 0.0, out: "torch.Tensor | None" = None
     ) -> "torch.Tensor | None":
-        """Take the hand-off under `key`: the tensor, which is then gone. Exactly one taker wins.
+        """Take the hand-off under `key`: return its tensor and remove it. Exactly one taker wins.
 
-        It is returned after its owner, the node that it was inserted on, has said that it is ours;
-        if this process dies or is stopped before, it is to be had again. `timeout` bounds the wait
-        for it to appear, and in line behind other takers; see `select` for the rest.
+        The call returns after the owner, the node on which it was inserted, has confirmed the take.
+        If this process dies or is stopped before that, the hand-off becomes available again.
+        `timeout` bounds the wait for it to appear and the wait in the queue of takers; for the rest
+        see `select`.
 
         Raises:
-            MissingTensor: nobody alive holds it; or who held it died, which ends the wait.
-            LookupTimeout: it was not to be had within `timeout` seconds; also where it was inserted
-                while Redis was away, and lost with its node: nobody else knew of it.
-            InvalidKey: the key is shared; what has many readers is not taken away.
-            BufferFull: it lies on another host, and there is no room for a copy of it here.
+            MissingTensor: no live node holds it; the death of its owner also ends the wait.
+            LookupTimeout: it was not available within `timeout` seconds; also if it was inserted
+                while Redis was down and lost with its node, because no record of it exists.
+            InvalidKey: the key is shared; a key with many readers cannot be taken.
+            BufferFull: it is on another host, and this host has no room for a copy.
             CodecError: `out` does not fit; the hand-off stays where it was.
             NodeUnavailable: the node did not answer; the hand-off may be lost with it.
         """
@@ -383,7 +376,7 @@ class LookupBuffer:
     def view(
         self, key: TensorKey, *, timeout: float = 0.0
     ) -> "AbstractContextManager[torch.Tensor | None]":
-        """The tensor in place: read-only shared memory, pinned inside the `with`, not copied.
+        """The tensor itself, not a copy: read-only shared memory, pinned inside the `with`.
 
         Raises:
             As `select`.
@@ -391,10 +384,10 @@ class LookupBuffer:
         return self._selecting.view(key, timeout)
 
     def has_caches(self, keys: Sequence[TensorKey], *, timeout: float = 0.05) -> list[bool]:
-        """For each key, whether a live node holds a complete copy; in doubt False.
+        """For each key, whether a live node holds a complete copy; False if unknown.
 
-        What is known on this host is looked up without asking the node; with a `timeout` of 0, only
-        whether this host holds it. At most one round trip to the store for 4,096 keys.
+        The indexes of this host are read first, without a request to the node. With a `timeout` of
+        0 the answer covers this host only. At most one round trip to the store for 4,096 keys.
         """
         return self._local_reads.present(keys, timeout)
 
@@ -403,59 +396,60 @@ class LookupBuffer:
     ) -> list[Prefetched]:
         """Bring `keys` to this host and pin them; one handle each, in order.
 
-        Returns when all have settled or `timeout` seconds passed; what is PENDING then settles
-        later. What nobody holds is MISSING at once, or, with `wait_seconds`, PENDING until it is
-        published and here, for so long at most; hand-offs are not waited for. Each handle is to be
-        given to `release`, settled or not. Never raises for a fault of the node, of Redis or of a
-        peer: those are MISSING or FAILED with a reason.
+        Returns when all have settled or `timeout` seconds have passed; a PENDING handle settles
+        later. A key that no node holds is MISSING at once. With `wait_seconds` it is PENDING until
+        it is published and fetched, for at most that time; hand-offs are not waited for. The caller
+        passes each handle to `release`, settled or not. Never raises for a fault of the node, of
+        Redis or of a peer: such handles are MISSING or FAILED with a reason.
         """
         return self._prefetching.prefetch(keys, timeout, wait_seconds=waiting(wait_seconds))
 
     def prefetch_and_claim(
         self, keys: Sequence[TensorKey], *, wait_seconds: float, timeout: float = 0.0
     ) -> tuple[list[Prefetched], ClaimSet]:
-        """`prefetch`, and `claim_all` of the same keys, in one message: what is nowhere is ours to
-        produce one round trip earlier. Returns as `prefetch`; the set may settle later."""
+        """`prefetch` and `claim_all` of the same keys in one message. This saves one round trip for
+        the claims of absent keys. Returns as `prefetch`; the set may settle later."""
         claims = self._claiming.begin(keys)
         wait = waiting(wait_seconds)
         claimer = claims.request_id
-        # Where the claims cannot be had nobody waits for them, nor for the bytes.
+        # If the set cannot be claimed (too many keys), nothing waits for claims or bytes.
         handles = self._prefetching.prefetch(keys, timeout, claimer, wait if claimer else 0.0)
         if any(handle.reason == MissReason.NODE_DOWN for handle in handles):
             self._claiming.fail([claims.request_id])
         return handles, claims
 
     def release(self, held: Prefetched | LoadOrder) -> None:
-        """Let go of a pin. One-way; idempotent; never raises."""
+        """Release a pin. One-way; idempotent; never raises."""
         if isinstance(held, Prefetched):
             self._prefetching.release(held)
         else:
             self._loading.release(held)
 
     def load(self, order: LoadOrder, *, out: "torch.Tensor | None" = None) -> "torch.Tensor | None":
-        """Copy pinned bytes out of the arena: no socket, no node needed.
+        """Copy pinned bytes out of the arena, without a socket call; works without a live node.
 
         Raises:
-            NodeUnavailable: the arena of that boot is not mapped in this process, or the pool of
-                this process does not hold what came by a lane.
+            NodeUnavailable: the arena of that boot is not mapped in this process, or the device
+                pool of this process does not hold the bytes that a lane received.
             CodecError: `out` does not fit.
         """
         return self._loading.load(order, out)
 
     def arena(self, boot: str) -> memoryview:
-        """All of the arena of `boot`, read-only, mapped until view and slices of it are released;
-        what lies where an order says is the order's as long as it is pinned. Raises as `load`."""
+        """The whole arena of `boot`, read-only, mapped until the view and its slices are released.
+        The bytes at an order's offset belong to the order while it is pinned. Raises as `load`."""
         return self._loading.arena(boot)
 
     def done(self, orders: Sequence[LoadOrder]) -> None:
-        """This rank of the engine has taken its copies of `orders`. One-way; never raises."""
+        """Report that this rank of the engine has copied `orders`. One-way; never raises."""
         self._loading.done(orders, self._rank)
 
     # -- devices
 
     def join_lane(self, lane: JoinedPool) -> None:
-        """What this process's pool may receive from others comes there from now on: such an order
-        names a lane, and is loaded from the pool. Once; the pool is the caller's to close."""
+        """Receive into this device pool, from now on, what other processes' pools can send. Such an
+        order names a lane, and `load` reads it from the pool. Call once; the caller closes the
+        pool."""
         self._pooling.join(lane)
 
     # -- claims and inspection
@@ -468,36 +462,37 @@ class LookupBuffer:
         state: ClaimState = ClaimState.ENCODING,
         timeout: float = 0.0,
     ) -> ClaimAnswer:
-        """Ask for the right to produce `key`; asking again, as ENCODING, renews it, and an INTENT
-        lasts for a second at most.
+        """Claim the right to produce `key`. A repeated call, as ENCODING, renews the claim; an
+        INTENT lasts a second at most.
 
-        Where another has it, wait up to `timeout` seconds for the key to appear or for the claim
-        to be free. Inserting the key, or closing this client, gives the claim back. A store that
-        is down grants it: producing twice is the most that a fault may cost.
+        While another client holds the claim, wait up to `timeout` seconds for the key to appear or
+        for the claim to be free. Inserting the key, or closing this client, gives the claim back.
+        If the store is down the claim is granted: a fault costs at most a second production.
         """
         return self._claiming.claim(key, lease_seconds, state, timeout)
 
     def release_claim(self, key: TensorKey) -> bool:
-        """Give the claim back; whether it was still ours."""
+        """Give the claim back. Returns whether this client still held it."""
         return self._claiming.release(key)
 
     def claim_all(
         self, keys: Sequence[TensorKey], *, wait_seconds: float, timeout: float = 0.0
     ) -> ClaimSet:
-        """Ask for the right to produce all of `keys`, as intents, or for none of them.
+        """Claim the right to produce all of `keys`, as intents, or none of them.
 
-        Returns when that is settled, another turns out to have one of them, or `timeout` seconds
-        passed. What others have is waited for up to `wait_seconds`, holding nothing meanwhile; the
-        set settles later. To be given to `unclaim` unless all are produced. Never raises.
+        Returns when the set has settled, when another client is known to hold one of the keys, or
+        after `timeout` seconds. The node waits up to `wait_seconds` for claims that others hold,
+        and holds none of the set during that wait; the set then settles later. The caller passes
+        the set to `unclaim` unless all keys are produced. Never raises.
         """
         return self._claiming.claim_all(keys, wait_seconds, timeout)
 
     def encoding(self, keys: Sequence[TensorKey], *, lease_seconds: float) -> None:
-        """`keys` are being produced: claim them, or renew the claims. One-way; never raises."""
+        """Claim `keys`, which are being produced, or renew the claims. One-way; never raises."""
         self._claiming.encoding(keys, lease_seconds)
 
     def unclaim(self, keys: Sequence[TensorKey], waiter: ClaimSet | None = None) -> None:
-        """Give the claims for `keys` back, and let `waiter` wait no longer. One-way; idempotent;
+        """Give the claims for `keys` back, and end the wait of `waiter`. One-way; idempotent;
         never raises."""
         self._claiming.unclaim(keys, waiter)
 
@@ -507,17 +502,17 @@ class LookupBuffer:
 
     @property
     def attached(self) -> bool:
-        """Whether there is a node now."""
+        """Whether a node is connected now."""
         return self._attachment.attached
 
     @property
     def boot(self) -> str:
-        """The start of the node attached to, "" while there is none. Orders of another boot load
-        for a while longer, but their pins are gone."""
+        """The boot id of the connected node, "" without one. Orders of an earlier boot can be
+        loaded for a while longer, but their pins are gone."""
         return self._attachment.boot
 
     def close(self) -> None:
-        """Idempotent and bounded. What this client had pinned is released."""
+        """Close the session. Idempotent and bounded; the pins of this client are released."""
         self._attachment.close()
 
     def __enter__(self) -> "LookupBuffer":
@@ -545,4 +540,4 @@ class LookupBuffer:
             try:
                 self._attachment.post(request)
             except LookupBufferError:
-                pass  # lost again already; the next attachment says it
+                pass  # the session is lost again; the next one sends the parts

@@ -1,9 +1,9 @@
-"""What a prefetch is told: one `Prefetched` a key, and the `LoadOrder` of what is here.
+"""Handles and results of a client's calls: `Prefetched`, `LoadOrder`, `ClaimAnswer`, `ClaimSet`.
 
-A handle settles on the client's listening thread while others read it; reading a field is one
-attribute access and never waits.
-
-What a client is told that asked for a claim, or for a set of claims.
+A prefetch returns one `Prefetched` for each key, with a `LoadOrder` once the bytes are on this
+host. A claim returns a `ClaimAnswer`, a set of claims a `ClaimSet`. Handles settle on the client's
+listening thread while other threads read them; reading a field is one attribute access and never
+waits. The module knows no sockets and sends no requests.
 """
 
 import enum
@@ -21,20 +21,20 @@ from store import ClaimState
 
 class PrefetchState(enum.Enum):
     RESIDENT = "resident"
-    """Here and pinned: `order` says where."""
+    """On this host and pinned: `order` gives its location."""
     PENDING = "pending"
-    """Being located, on its way, or waited for."""
+    """Being located, being fetched, or waiting for its publication."""
     MISSING = "missing"
-    """Nobody alive holds it; `reason` says why."""
+    """No live node holds it; `reason` says why."""
     FAILED = "failed"
-    """It could not be brought here; `reason` says why."""
+    """It could not be fetched; `reason` says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadOrder:
-    """Where pinned bytes lie. Plain data: the scheduler sends it to the workers.
+    """The location of pinned bytes. Plain data: the scheduler sends it to the workers.
 
-    It stands for a pin; whoever holds it releases it, or every rank says done.
+    It represents a pin. Its holder releases the pin, or every rank sends `Done`.
     """
 
     boot: str
@@ -44,8 +44,8 @@ class LoadOrder:
     generation: int
     header: TensorHeader
     lane: str = ""
-    """By which the bytes came, where they lie in the readers' own pools under the ticket, on their
-    devices; "" where they lie in the arena."""
+    """The lane that received the bytes: they are in the readers' device pools, under the ticket;
+    "" if they are in the arena."""
 
     @classmethod
     def of(cls, entry: Mapping[str, Any]) -> "LoadOrder":
@@ -64,7 +64,7 @@ class LoadOrder:
 
 @dataclass(slots=True, eq=False)
 class Prefetched:
-    """How one key stands. Not to be changed by its readers."""
+    """The state of one prefetched key. Readers must not change it."""
 
     key: TensorKey
     settled: threading.Condition = field(repr=False)
@@ -75,7 +75,7 @@ class Prefetched:
     """'local', or the node it was fetched from."""
     order: LoadOrder | None = None
     released: bool = False
-    """Given up by its owner: a pin that comes later goes straight back."""
+    """Released by its owner: a pin that arrives later is released at once."""
 
     def wait(self, timeout: float) -> PrefetchState:
         """The state once it is settled, or PENDING after `timeout` seconds."""
@@ -86,9 +86,10 @@ class Prefetched:
 
 @dataclass(frozen=True, slots=True)
 class ClaimAnswer:
-    """`holder` and `state` are our own where it is granted, and empty where nobody has it.
+    """The answer to one claim. `holder` and `state` are this client's own if it was granted, and
+    empty if no client holds the claim.
 
-    `remaining_seconds` is 0 where it was granted because the store did not answer.
+    `remaining_seconds` is 0 if it was granted because the store did not answer.
     """
 
     outcome: ClaimOutcome
@@ -110,21 +111,22 @@ class ClaimAnswer:
 
 @dataclass(slots=True, eq=False)
 class ClaimSet:
-    """How a set of claims stands. Settles on the client's listening thread, as `Prefetched`; not
-    to be changed by its readers."""
+    """The state of a set of claims. Settles on the client's listening thread, as `Prefetched`;
+    readers must not change it."""
 
     keys: Sequence[TensorKey]
     settled: threading.Condition = field(repr=False)
     """Notified when any set of the client settles, or begins to wait."""
     state: ClaimOutcome = ClaimOutcome.PENDING
     key: str = ""
-    """Text of the key that decided, or that is waited for."""
+    """Text of the key that decided the outcome, or for whose claim the set waits."""
     holder: str = ""
-    """Who has it, as `node:boot`; while PENDING, that another has it is known by this."""
+    """The claimant of `key`, as `node:boot`; set while PENDING if another client holds `key`."""
     request_id: int = 0
 
     def hear(self, timeout: float) -> None:
-        """Until it is settled or known to wait for another, for `timeout` seconds at most."""
+        """Wait until the set has settled or is known to wait for another claimant, for at most
+        `timeout` seconds."""
         if timeout > 0:
             with self.settled:
                 self.settled.wait_for(

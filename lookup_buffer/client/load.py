@@ -1,9 +1,9 @@
-"""A client's loads: what an order stands for, its bytes and its pin. Any thread.
+"""A client's loads: the bytes and the pin of an order, and the link to the process's device pool.
 
-Pooling: between a client's session and the pool that its process has on a device.
-
-The pool itself is made and closed by the program (see `device.lane`), for it needs torch and a
-device; a client without one has nothing to do here. Events come on the listening thread.
+`Loading` copies the bytes of an order and releases its pin; any thread may call it. `Pooling`
+forwards requests and events between the client's session and the device pool of its process, if it
+has one. Events arrive on the client's listening thread. The program creates and closes the pool
+(see `device.lane`), because that needs torch and a device: this module must not.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 
 class JoinedPool(Protocol):
-    """What a client wants of a pool; see `device.lane.DeviceLane`. None of these raises or waits,
-    but `tensor`, which raises NodeUnavailable."""
+    """What a client needs of a device pool; see `device.lane.DeviceLane`. No method raises or
+    waits, except `tensor`, which raises NodeUnavailable."""
 
     def attached(self, to_node: Callable[[Request], None]) -> None: ...
 
@@ -44,7 +44,8 @@ class Pooling:
             pool.attached(self._post)
 
     def load(self, order: LoadOrder, out: "torch.Tensor | None") -> "torch.Tensor":
-        """What came by a lane: the pool's own tensor, not to be written to; or a copy, in `out`."""
+        """The tensor that a lane received: the pool's own, which callers must not write to, or a
+        copy in `out`."""
         if self._pool is None:
             raise NodeUnavailable("this process has no pool, and the bytes came to one by a lane")
         tensor = self._pool.tensor(order.ticket)
@@ -69,7 +70,7 @@ class Pooling:
         try:
             self._attachment.post(request)
         except LookupBufferError:
-            pass  # the node is gone, and will be told anew what it has to know
+            pass  # the node is gone; the pool sends its state again to the next one
 
 
 class Loading:
@@ -95,7 +96,7 @@ class Loading:
             return memory.arena.view[:]
 
     def release(self, order: LoadOrder) -> None:
-        """Let go of its pin. One-way; idempotent; never raises."""
+        """Release its pin. One-way; idempotent; never raises."""
         if order.boot != self._attachment.boot:
             return  # that node is gone, and its pins with it
         try:

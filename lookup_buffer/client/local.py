@@ -1,8 +1,9 @@
-"""Reads of what this host holds, by the board: no round trip, no pin.
+"""Reads of what this host holds, through the local index: no round trip, no pin.
 
-The bytes are copied first and the board is looked at again: if the item went meanwhile, what was
-copied is worthless and the node is asked instead. What was read is told to the node now and then,
-so that hits are counted and what is used is not evicted. Any thread.
+A read copies the bytes and then checks the index entry again. If the item was removed during the
+copy, the copy is invalid and the caller asks the node instead. The module counts its reads and
+reports them to the node from time to time: the node then counts hits and does not evict items in
+use. Any thread. It must not know how the node locates or fetches.
 """
 
 import threading
@@ -23,11 +24,11 @@ if TYPE_CHECKING:
     import torch
 
 TOLD_BYTES_MAX: Final = 32 << 10
-"""Keys of one message together: it fits where there is room at all."""
+"""Bound on the keys of one report: it fits into a socket buffer that has any room."""
 
 
 class NotHere(Exception):
-    """The board does not list the key, or no longer."""
+    """The local index does not list the key, or no longer does."""
 
 
 class LocalReads:
@@ -38,12 +39,12 @@ class LocalReads:
         self._read: Counter[str] = Counter()
 
     def select(self, key: TensorKey, out: "torch.Tensor | None") -> "torch.Tensor | None":
-        """A copy of the tensor under `key`, in `out` where given.
+        """A copy of the tensor under `key`, in `out` if given.
 
         Raises:
             NotHere: ask the node. `out` may have been written to.
             CodecError: `out` does not fit.
-            NodeUnavailable: there is no node now.
+            NodeUnavailable: no node is connected now.
         """
         with self._attachment.memory() as memory:
             entry = memory.board.find(digest_of(self._attachment.namespace, key.text))
@@ -62,8 +63,8 @@ class LocalReads:
         return tensor
 
     def holds(self, keys: Sequence[TensorKey], *, elsewhere: bool) -> list[bool]:
-        """For each key, whether the board lists it, or the table of what lies `elsewhere`; False
-        where the node has to be asked."""
+        """For each key, whether the local index lists it or, with `elsewhere`, the remote index;
+        False if the node must be asked."""
         digests = [digest_of(self._attachment.namespace, key.text) for key in keys]
         try:
             with self._attachment.memory() as memory:
@@ -75,7 +76,7 @@ class LocalReads:
             return [False] * len(keys)
 
     def present(self, keys: Sequence[TensorKey], timeout: float) -> list[bool]:
-        """See `LookupBuffer.has_caches`: by the board, and for the rest by asking the node."""
+        """See `LookupBuffer.has_caches`: by the indexes, and for the rest by a request."""
         deadline = time.monotonic() + waiting(timeout)
         present = self.holds(keys, elsewhere=timeout > 0)
         unknown = [index for index, known in enumerate(present) if not known and timeout > 0]
@@ -92,11 +93,11 @@ class LocalReads:
         return present
 
     def tell(self) -> None:
-        """Tell the node what was read since the last time. Never raises, never waits.
+        """Report to the node the reads since the last report. Never raises, never waits.
 
-        What a busy node has no room for now is told the next time.
+        Reads for which the socket has no room are reported the next time.
         """
-        with self._telling:  # whoever closes waits for what another thread is about to tell
+        with self._telling:  # `close` waits for a report in progress on another thread
             if not self._read:
                 return
             with self._lock:
@@ -110,6 +111,6 @@ class LocalReads:
                     for key in keys:
                         del read[key]
             except LookupBufferError:
-                return  # the node is gone, and what it counted
+                return  # the node is gone, and with it its counts
             with self._lock:
                 self._read.update(read)

@@ -1,10 +1,9 @@
-"""The handles of a client's prefetches: registered, settled by events, released.
+"""A client's prefetches and claims: requests whose answers arrive later, as events.
 
-Any thread may prefetch and release; events come on the attachment's listening thread.
-
-A client's claims: asked for and waited for, or as sets that settle later, by events.
-
-Any thread may ask; events come on the attachment's listening thread.
+This module owns the handles and claim sets that have not settled, and settles them by events of
+the node. A claim of one key is a plain request with a reply. Any thread may call; events arrive on
+the session's listening thread. When the node is lost, all pending handles and sets fail. The module
+must not know how the node locates, fetches or decides.
 """
 
 import threading
@@ -44,8 +43,8 @@ class Prefetching:
     def prefetch(
         self, keys: Sequence[TensorKey], timeout: float, claimer: int = 0, wait_seconds: float = 0.0
     ) -> list[Prefetched]:
-        """See `LookupBuffer.prefetch`; `claimer` as in `Prefetch`, for what one message takes, and
-        then it is the claims that wait for `wait_seconds`."""
+        """See `LookupBuffer.prefetch`. `claimer` is as in `Prefetch`: only for keys that fit one
+        message; if it is not 0, the claims wait for `wait_seconds`, not the prefetch."""
         handles = [Prefetched(key, self._settled) for key in keys]
         left = iter(handles)
         for part in split([key.text for key in keys]):
@@ -90,7 +89,7 @@ class Prefetching:
                 self._loading.release(order)
 
     def on_lost(self) -> None:
-        """The node is gone: nothing that was asked of it will be answered."""
+        """The node is gone: fail all pending handles, which it will not answer."""
         with self._settled:
             waiting = list(self._waiting)
         self._fail(waiting)
@@ -113,7 +112,7 @@ def _settle(handle: Prefetched, entry: dict[str, Any], order: LoadOrder | None) 
     handle.order = order
     handle.reason = MissReason.of(entry["reason"]) if "reason" in entry else ""
     handle.source = entry.get("source", "")
-    handle.state = PrefetchState(entry["state"])  # last: readers look at it first
+    handle.state = PrefetchState(entry["state"])  # last: readers read it first
 
 
 class Claiming:
@@ -149,8 +148,8 @@ class Claiming:
         return one
 
     def begin(self, keys: Sequence[TensorKey]) -> ClaimSet:
-        """A set that waits for its events. FAILED where there are more keys than one message takes,
-        which cannot be had all or not at all."""
+        """A set that waits for its events. FAILED if one message cannot carry all keys, because
+        they could then not be claimed all or none."""
         if len(list(split([key.text for key in keys]))) > 1:
             return ClaimSet(keys, self._settled, ClaimOutcome.FAILED)
         one = ClaimSet(keys, self._settled, request_id=next_request_id())
@@ -180,7 +179,7 @@ class Claiming:
         with self._settled:
             one = self._pending.get(message["id"])
             if one is None:
-                return  # given up; its `unclaim` says so
+                return  # abandoned; its `unclaim` tells the node
             one.key = message["key"]
             one.holder = message["holder"]
             one.state = ClaimOutcome(message["outcome"])
@@ -189,13 +188,13 @@ class Claiming:
             self._settled.notify_all()
 
     def on_lost(self) -> None:
-        """The node is gone, and with it all that was claimed by it."""
+        """The node is gone, and with it its claims: fail all pending sets."""
         with self._settled:
             pending = list(self._pending)
         self.fail(pending)
 
     def fail(self, request_ids: Sequence[int]) -> None:
-        """They will not be answered."""
+        """Settle these sets as FAILED: no answer will come."""
         with self._settled:
             for request_id in request_ids:
                 one = self._pending.pop(request_id, None)
@@ -204,7 +203,7 @@ class Claiming:
             self._settled.notify_all()
 
     def _post(self, request: Request) -> bool:
-        """Whether there was a node to tell."""
+        """Whether the request could be sent to a node."""
         try:
             self._attachment.post(request)
         except LookupBufferError:

@@ -1,18 +1,12 @@
-"""The attachment: a client's session with its node, kept up.
+"""A client's session with its node: connections, shared memory, reconnects.
 
-It finds or starts the node, keeps a pool of channels, and listens on the session's first connection
-(the anchor) for what the node pushes. When the node is lost it says so, and a thread of its own
-attaches again. What the node shares with it is mapped by `node_memory`.
-
-A channel: one blocking connection of a client to its node.
-
-Requests and replies take turns, one caller at a time; the attachment keeps a pool of channels for
-many. A channel that missed a deadline is closed: its late reply can never be taken for another's.
-
-What nodes share with this process: mapped for reading, a while longer than its node lives.
-
-An arena that was mapped stays readable after its node died, so what was promised from it can still
-be loaded. Any thread; what is being read is unmapped by its last reader.
+`Attachment` finds or starts the node, keeps a pool of connections, and opens a new session when
+the node is lost. Its listening thread receives the node's events on the session's main connection.
+`Channel` is one blocking connection, for one caller at a time. A connection that missed a deadline
+is closed, so a late reply is never taken for the reply to another request. `NodeMemories` maps the
+memory of each boot read-only, and keeps it mapped for a while after the node's death: pinned bytes
+can still be loaded. The last reader of retired memory unmaps it. Any thread may call. The module
+must not know what requests and events mean.
 """
 
 import array
@@ -49,10 +43,11 @@ DESCRIPTORS_MAX = 4
 HEADER_MAX_BYTES = 4 << 20
 STAGING_BYTES_MIN = 1 << 20
 FULL_SECONDS = 0.05
-"""So long, and once, a full socket may hold up who only says something: its session then ends."""
+"""How long in total a full socket may delay a one-way request; after that its session ends."""
 TRANSFER_SECONDS = 5.0
 TRANSFER_BYTES_PER_SECOND_MIN = 20e6
-"""A transfer that the node announces may take so long on top, and so much for its size."""
+"""Time for a transfer, from its announcement by the node: `TRANSFER_SECONDS` plus its bytes over
+this rate."""
 
 _request_ids = itertools.count(1)
 
@@ -62,7 +57,8 @@ def next_request_id() -> int:
 
 
 class Channel:
-    """Not thread-safe, but `close` may come from any thread and wakes who waits."""
+    """A blocking connection to the node. Not thread-safe, except `close`: any thread may call it,
+    and it wakes a waiting one."""
 
     def __init__(self, path: Path, timeout: float) -> None:
         self._path = path
@@ -127,15 +123,16 @@ class Channel:
                 raise self._failed(error) from error
 
     def readable_within(self, seconds: float) -> bool:
-        """Whether `receive` has something to say (be it the end) within so long."""
+        """Whether `receive` can return or raise without waiting, within `seconds`; also at the end
+        of the connection."""
         return self._ready(select.POLLIN, seconds)
 
     def has_room(self) -> bool:
-        """Whether `send_now` takes some 100 KB without waiting."""
+        """Whether `send_now` can send about 100 KB without waiting."""
         return self._ready(select.POLLOUT, 0.0)
 
     def receive(self, deadline: float | None) -> list[dict[str, Any]]:
-        """The next messages; at least a wait for bytes that may not complete one."""
+        """Read once and return the messages that the bytes complete, perhaps none."""
         try:
             wait = None if deadline is None else max(deadline - time.monotonic(), 1e-6)
             self._socket.settimeout(wait)
@@ -147,7 +144,7 @@ class Channel:
         return self._decode(data)
 
     def receive_with_descriptors(self, deadline: float) -> tuple[dict[str, Any], list[int]]:
-        """The first message and the descriptors beside it; the caller owns them."""
+        """The first message and the descriptors sent with it, which the caller owns."""
         descriptors: list[int] = []
         while True:
             try:
@@ -164,7 +161,7 @@ class Channel:
                 return message, descriptors
 
     def stage(self, nbytes: int, timeout: float) -> Staging:
-        """This channel's staging area, grown to hold `nbytes`."""
+        """This connection's staging area, grown to hold `nbytes`."""
         if self._staging is None or self._staging.nbytes < nbytes:
             staging = Staging(max(STAGING_BYTES_MIN, 1 << (nbytes - 1).bit_length()))
             request = Stage(next_request_id())
@@ -224,13 +221,13 @@ def _error_of(message: dict[str, Any]) -> LookupBufferError:
 
 
 LOST_SECONDS: Final = 120.0
-"""How long the memory of a lost node stays mapped: longer than any engine step."""
+"""How long the memory of a lost node stays mapped; longer than any engine step."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeMemory:
-    """Of one boot of a node: its arena, the board that says what lies in it, and the table of what
-    lies elsewhere."""
+    """The shared memory of one boot of a node: its arena, the local index of the arena's items,
+    and the remote index of keys on other nodes."""
 
     arena: Mapping
     board: BoardReader
@@ -238,10 +235,10 @@ class NodeMemory:
 
     @classmethod
     def adopt(cls, descriptors: Sequence[int], arena_bytes: int) -> "NodeMemory":
-        """Map what a node has sent; the descriptors stay the caller's.
+        """Map the memory that a node sent. The caller keeps ownership of the descriptors.
 
         Raises:
-            OSError, ValueError: they are not what they should be.
+            OSError, ValueError: the descriptors are not the expected ones.
         """
         arena, board, elsewhere = descriptors
         return cls(
@@ -265,20 +262,20 @@ class _Mapped:
 
 
 class NodeMemories:
-    """By the boots of nodes. Thread-safe."""
+    """Mapped memory, by the boot ids of nodes. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._mapped: dict[str, _Mapped] = {}
 
     def add(self, boot: str, memory: NodeMemory) -> None:
-        """Of a boot that was attached to; closed by us from now on."""
+        """Add the memory of a new session's boot. This object closes it from now on."""
         with self._lock:
             self._mapped[boot] = _Mapped(memory)
 
     @contextmanager
     def use(self, boot: str) -> Iterator[NodeMemory]:
-        """The memory of `boot`, kept mapped meanwhile.
+        """The memory of `boot`, kept mapped inside the `with`.
 
         Raises:
             NodeUnavailable: it is not mapped here.
@@ -297,14 +294,14 @@ class NodeMemories:
                     mapped.memory.close()
 
     def lose(self, boot: str) -> None:
-        """The node is gone."""
+        """Note that the node is gone; its memory is retired after `LOST_SECONDS`."""
         with self._lock:
             mapped = self._mapped.get(boot)
-            if mapped is not None:  # else it was closed meanwhile
+            if mapped is not None:  # else it is closed by now
                 mapped.lost_at = time.monotonic()
 
     def retire_lost(self) -> None:
-        """Unmap what was lost long ago. To be called now and then."""
+        """Unmap memory lost more than `LOST_SECONDS` ago. Call it periodically."""
         now = time.monotonic()
         with self._lock:
             for boot, mapped in list(self._mapped.items()):
@@ -312,7 +309,7 @@ class NodeMemories:
                     self._retire(boot)
 
     def close(self) -> None:
-        """Unmap all of it. Idempotent."""
+        """Unmap all memory. Idempotent."""
         with self._lock:
             for boot in list(self._mapped):
                 self._retire(boot)
@@ -329,7 +326,7 @@ CHANNELS_MAX = 16
 RETRY_SECONDS_MIN = 0.1
 RETRY_SECONDS_MAX = 2.0
 TICK_SECONDS = 0.1
-"""How often `on_tick` is called, at the least."""
+"""Longest pause between two calls of `on_tick` during a session."""
 
 
 @dataclass(slots=True, eq=False)
@@ -344,10 +341,10 @@ class _Live:
 
 
 class Attachment:
-    """Thread-safe, but never to be used in a forked child.
+    """A client's session with its node. Thread-safe, but must not be used in a forked child.
 
-    `on_event(message)`, `on_lost()` and `on_tick()` are called on the listening thread, `on_tick()`
-    once more by `close`. None of them may raise.
+    The listening thread calls `on_event(message)`, `on_lost()` and `on_tick()`. `close` calls
+    `on_tick()` once more, and `on_lost()` if a session is open. None of them may raise.
     """
 
     def __init__(
@@ -367,7 +364,7 @@ class Attachment:
         self._on_lost = on_lost
         self._on_tick = on_tick
         self.namespace = ""
-        """The fingerprint under which this client's keys lie; empty until it has one."""
+        """The fingerprint of the namespace of this client's keys; empty until it is set."""
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._send_lock = threading.Lock()
@@ -378,11 +375,11 @@ class Attachment:
         self._listener = threading.Thread(target=self._listen, name="lb-client", daemon=True)
 
     def open(self, *, required: bool) -> None:
-        """Attach and begin to listen.
+        """Open a session and start the listening thread.
 
         Raises:
             NodeRefused: the node that runs has another configuration.
-            NodeUnavailable: there is none; not raised where it is not `required`.
+            NodeUnavailable: no node runs; not raised if it is not `required`.
         """
         try:
             self._attach()
@@ -396,14 +393,14 @@ class Attachment:
         return self._live is not None
 
     def call(self, request: Request, timeout: float) -> dict[str, Any]:
-        """One round trip; see `Channel.call`. `timeout` bounds all of it."""
+        """One round trip; see `Channel.call`. `timeout` bounds the whole call."""
         deadline = time.monotonic() + timeout
         with self.channel(timeout) as channel:
             return channel.call(request, deadline - time.monotonic())
 
     @contextmanager
     def channel(self, timeout: float = CALL_SECONDS) -> Iterator[Channel]:
-        """A channel for one caller, back in the pool afterwards if it is still sound."""
+        """A connection for one caller. It returns to the pool afterwards if it is still open."""
         live = self._current()
         deadline = time.monotonic() + min(timeout, CALL_SECONDS)
         if not self._slots.acquire(timeout=timeout):
@@ -418,17 +415,18 @@ class Attachment:
             self._slots.release()
 
     def post(self, request: Request) -> None:
-        """Send a one-way request, without waiting for anything but room in the socket.
+        """Send a one-way request. Waits only for room in the socket.
 
         Raises:
-            NodeUnavailable: there is no node now.
+            NodeUnavailable: no node is connected now.
         """
         live = self._current()
         with self._send_lock:
             live.anchor.send_now(request)
 
     def mention(self, request: Request) -> bool:
-        """As `post`, but only where there is room (for a few 10 KB) now; whether it was sent."""
+        """As `post`, but only if the socket has room (for a few 10 KB) now. Returns whether it was
+        sent."""
         live = self._current()
         with self._send_lock:
             if not live.anchor.has_room():
@@ -437,7 +435,7 @@ class Attachment:
         return True
 
     def memory(self, boot: str | None = None) -> AbstractContextManager[NodeMemory]:
-        """The memory of `boot` (None: the node's now), kept mapped meanwhile.
+        """The memory of `boot` (None: of the current node), kept mapped inside the `with`.
 
         Raises:
             NodeUnavailable: it is not mapped here.
@@ -448,16 +446,16 @@ class Attachment:
 
     @property
     def boot(self) -> str:
-        """The boot id of the node attached to, "" when there is none."""
+        """The boot id of the connected node, "" without one."""
         live = self._live
         return live.boot if live else ""
 
     def close(self) -> None:
-        """Idempotent and bounded; the node releases at once what the session held."""
+        """Close the session. Idempotent and bounded; the node releases its pins at once."""
         if self._closing.is_set():
             return
         if self._pid != os.getpid():
-            self._closing.set()  # and no more: the connections are the parent's
+            self._closing.set()  # nothing else: the parent process owns the connections
             return
         self._on_tick()
         self._closing.set()
@@ -467,7 +465,7 @@ class Attachment:
                 with self._send_lock:  # not `post`, which is closed by now
                     live.anchor.send_now(Goodbye(next_request_id()))
             except LookupBufferError:
-                pass  # it is gone, and our session with it
+                pass  # the node is gone, and the session with it
             live.anchor.close()
         if self._listener.is_alive() and self._listener is not threading.current_thread():
             self._listener.join(timeout=2.0)
@@ -533,10 +531,10 @@ class Attachment:
                 self._closing.wait(retry_seconds)
                 retry_seconds = min(2 * retry_seconds, RETRY_SECONDS_MAX)
             self._memories.retire_lost()
-        self._lose(self._live)  # attached while it was being closed
+        self._lose(self._live)  # a session that was opened during `close`
 
     def _pump(self, live: _Live) -> None:
-        """Pass on what the node pushes, until the session ends."""
+        """Dispatch the node's events until the session ends."""
         while not self._closing.is_set():
             if live.anchor.readable_within(TICK_SECONDS):
                 for message in live.anchor.receive(None):

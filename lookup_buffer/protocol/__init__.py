@@ -1,1 +1,1 @@
-"""What processes say to each other: frames, headers, messages, authentication."""
+"""The protocol between processes: frames, headers, messages, authentication."""

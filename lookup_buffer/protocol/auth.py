@@ -1,7 +1,9 @@
-"""The handshake: two ends that have just met agree on a version, and prove that they know a token.
+"""The handshake: the two ends of a new connection check versions and prove that they know a token.
 
-Over anything that carries frames (`introduce`, `admit`), and how a link comes to be by it. Each
-proves by HMAC-SHA256 over both ends' nonces and its own role; the token never travels.
+`introduce` and `admit` run it over anything that carries frames; `connect` and `accept_handshake`
+make a `Link` with it. Each end proves its knowledge by HMAC-SHA256 over both ends' nonces and its
+own role; the token itself is never sent. Runs on the threads of its callers. Knows nothing of the
+messages that follow.
 """
 
 import hmac
@@ -29,17 +31,17 @@ _HANDSHAKE_LIMITS: Final = LinkLimits(max_header_bytes=HELLO_BYTES, max_payload_
 def connect(
     host: str, port: int, *, token: str | None, timeout: float, limits: LinkLimits | None = None
 ) -> Link:
-    """A link to a listening peer, after the handshake; both within `timeout` (but for the time
-    that the system takes to resolve a host name).
+    """A link to a listening remote end, after the handshake. `timeout` in seconds bounds both,
+    except the time that the system takes to resolve a host name.
 
-    With a token each end proves that it knows it, by HMAC-SHA256 over both ends' nonces and its
-    own role; the token never travels. This authenticates the ends as they meet. It does not
-    encrypt, nor protect the bytes that follow from somebody on the path.
+    With a token, each end proves that it knows it: HMAC-SHA256 over both ends' nonces and its own
+    role; the token itself is never sent. This authenticates the ends at connection time only. It
+    does not encrypt, and does not protect the later bytes against an attacker on the path.
 
     Raises:
-        NodeRefused: the peer is of another version, or one end has no token or another one.
-        PipeError: not reachable, too slow, or gone meanwhile.
-        ProtocolError: the peer does not speak this protocol.
+        NodeRefused: the remote end has another version, or one end has no token or another one.
+        PipeError: not reachable, too slow, or disconnected during the handshake.
+        ProtocolError: the remote end does not speak this protocol.
     """
     deadline = time.monotonic() + timeout
     stream = connected_socket(host, port, deadline)
@@ -50,7 +52,7 @@ def connect(
 def request_handshake(
     stream: socket.socket, *, token: str | None, timeout: float, limits: LinkLimits | None = None
 ) -> Link:
-    """See `connect`; for a socket just connected, which it owns from the call on."""
+    """See `connect`; for a newly connected socket, which the function owns from the call on."""
     deadline = time.monotonic() + timeout
     link = Link(stream, _HANDSHAKE_LIMITS)
     with _aborting(link):
@@ -62,13 +64,15 @@ def request_handshake(
 def accept_handshake(
     stream: socket.socket, *, token: str | None, timeout: float, limits: LinkLimits | None = None
 ) -> Link:
-    """The other side of `connect`, for a socket just accepted. Owns the socket from the call on.
+    """The accepting side of `connect`, for a newly accepted socket. Owns the socket from the call
+    on.
 
-    The client proves itself first, so a stranger learns nothing but that a token is wanted.
+    The client sends its proof first, so an unauthenticated client learns only that a token is
+    required.
 
     Raises:
-        NodeRefused: the client is of another version, or has no token or another one.
-        PipeError: the client said too little in time, or left.
+        NodeRefused: the client has another version, or has no token or another one.
+        PipeError: the client did not send enough in time, or disconnected.
         ProtocolError: the client does not speak this protocol.
     """
     deadline = time.monotonic() + timeout
@@ -81,7 +85,8 @@ def accept_handshake(
 
 @contextmanager
 def _aborting(link: Link) -> Iterator[None]:
-    """Leave no half-open link behind. A refusal already sent still arrives."""
+    """Close the link on any error, so that none stays half-open. A refusal already sent still
+    arrives."""
     try:
         yield
     except NodeRefused:
@@ -93,7 +98,7 @@ def _aborting(link: Link) -> Iterator[None]:
 
 
 def introduce(link: Frames, token: str | None, deadline: float) -> None:
-    """As the one who connects. For the errors see `connect`."""
+    """Run the connecting side. For the errors see `connect`."""
     mine = os.urandom(_NONCE_BYTES)
     _say(link, deadline, ["hello", PROTOCOL_VERSION, mine, token is not None])
     version, theirs, has_token = _hello(_hear(link, deadline))
@@ -107,8 +112,8 @@ def introduce(link: Frames, token: str | None, deadline: float) -> None:
 
 
 def admit(link: Frames, token: str | None, deadline: float) -> None:
-    """As the one who listens: a stranger learns nothing but the version, and whether a token is
-    wanted."""
+    """Run the listening side. An unauthenticated client learns only the version and whether a
+    token is required."""
     version, theirs, has_token = _hello(_hear(link, deadline))
     if version != PROTOCOL_VERSION:
         _say(link, deadline, ["refused", PROTOCOL_VERSION])
@@ -160,7 +165,7 @@ def _hello(message: list[Any]) -> tuple[int, bytes, bool]:
 
 
 def _proof(token: str, role: bytes, client_nonce: bytes, server_nonce: bytes) -> bytes:
-    # The role keeps a proof from being sent back as the other end's.
+    # With the role, a proof cannot be reflected as the proof of the other end.
     said = b"lookup-buffer link %d %s " % (PROTOCOL_VERSION, role) + client_nonce + server_nonce
     return hmac.digest(token.encode("utf-8", "surrogatepass"), said, "sha256")
 

@@ -1,20 +1,17 @@
-"""Frames: how messages are cut out of a byte stream.
+"""Frames: the format of messages on a byte stream, and strict msgpack for their headers.
 
 A frame is a 16-byte prologue, a header and a payload:
 
     magic b"LB01" | header length, u32 | payload length, u64 | header | payload
 
-Numbers are big endian; the header is a msgpack map or list of plain data; the payload is bytes
-that this module never sees. Owns the prologue, its bounds, and the incremental decoder for
-non-blocking control sockets. No I/O; an object belongs to one thread at a time.
+Numbers are big endian; the header is a msgpack map or list of plain data: None, bool, int (64 bit),
+float, str, bytes, list, and dict with str keys. No extension types, no pickle, nothing that runs
+code. No other module turns bytes from outside into Python values. It also owns the decoder for
+non-blocking control sockets; it never sees payload bytes. No I/O; functions run on any thread, an
+object belongs to one thread at a time.
 
-Plain data as strict msgpack: the one place that turns bytes from outside into Python values.
-
-Plain data is None, bool, int (64 bit), float, str, bytes, list, and dict with str keys. No
-extension types, no pickle, nothing that runs code. Pure functions; any thread.
-
-A msgpack list states its length up front and the decoder allocates it at once, so a few bytes that
-open list in list would cost gigabytes. Hence two bounds: list length and nesting depth.
+The decoder allocates a msgpack list by its declared length, so a few bytes of nested lists could
+cost gigabytes. Hence two bounds: list length and nesting depth.
 """
 
 import re
@@ -30,8 +27,8 @@ MAX_LIST_ITEMS: Final = 16_384
 
 MAX_DEPTH: Final = 16
 
-# The decoder knows no depth bound, so it is checked before; exactly, but only where it can matter.
-# Few markers of a long list (they may also be part of a string or number) cannot claim much.
+# msgpack's decoder has no depth bound, so a check runs before it: exact, but only if it can matter.
+# A few markers of a long list (which may also be bytes of a string or number) cannot allocate much.
 _HARMLESS_LONG_LISTS: Final = 16
 _LONG_LIST: Final = re.compile(rb"[\xdc\xdd]")
 
@@ -57,7 +54,7 @@ def pack(value: object) -> bytes:
 
 
 def unpack(data: bytes | bytearray | memoryview) -> Any:
-    """The plain data in exactly these bytes; memory stays in proportion to `len(data)`.
+    """The plain data in exactly these bytes; memory use is proportional to `len(data)`.
 
     Raises:
         ProtocolError: truncated, trailing bytes, or outside the bounds of this module.
@@ -83,7 +80,7 @@ def _refuse_extension(code: int, data: bytes) -> NoReturn:
 
 
 def _check_depth(data: bytes) -> None:
-    """Walk the structure without building it; a malformed tail is left for the decoder to name."""
+    """Walk the structure without building it; the decoder reports a malformed tail."""
     open_counts: list[int] = []  # values still to come, per open container
     position, end = 0, len(data)
     while position < end:
@@ -138,7 +135,7 @@ class Frame(NamedTuple):
 def encode_frame(
     header: Header, payload_nbytes: int = 0, *, max_header_bytes: int = MAX_HEADER_BYTES
 ) -> bytes:
-    """Prologue and header; the payload's bytes are to follow them on the stream.
+    """Prologue and header; the caller sends the payload's bytes after them.
 
     Raises:
         ProtocolError: the header is not plain data, or larger than the bound.
@@ -186,14 +183,13 @@ def decode_header(packed: bytes | bytearray | memoryview) -> Any:
 
 
 class FrameDecoder:
-    """Cuts the headers out of a control stream that arrives in arbitrary pieces.
+    """Decodes the frames of a control stream that arrives in arbitrary pieces.
 
     Control streams carry headers only. A payload length other than zero (up to
-    `max_payload_bytes`) announces bytes that travel beside the stream, in shared memory; they are
-    never part of it.
+    `max_payload_bytes`) announces bytes in shared memory, which are never part of the stream.
 
     Between two calls it holds at most one incomplete frame: `max_header_bytes` and a prologue.
-    After a ProtocolError it stays failed, because the stream's next boundary is unknown.
+    After a ProtocolError it stays failed, because the stream's next frame boundary is unknown.
     """
 
     def __init__(
@@ -202,7 +198,7 @@ class FrameDecoder:
         self._max_header_bytes = max_header_bytes
         self._max_payload_bytes = max_payload_bytes
         self._pending = bytearray()
-        self._wanted_bytes = PROLOGUE_BYTES  # of the incomplete frame, as far as it is known
+        self._wanted_bytes = PROLOGUE_BYTES  # of the incomplete frame, as known so far
         self._failed = False
 
     @property
@@ -211,7 +207,7 @@ class FrameDecoder:
         return len(self._pending)
 
     def feed(self, data: bytes | bytearray | memoryview) -> list[Frame]:
-        """The frames that these bytes complete, in order.
+        """The frames completed by these bytes, in order.
 
         Raises:
             ProtocolError: a frame is not valid. Frames before it in the same call are lost; close
@@ -231,7 +227,7 @@ class FrameDecoder:
         pending = self._pending
         position = 0
         while position < len(data):
-            # Only what the current frame is known to need, so that the bound holds at all times.
+            # Only the bytes that the current frame is known to need: the bound always holds.
             piece = data[position : position + self._wanted_bytes - len(pending)]
             pending += piece
             position += len(piece)

@@ -1,7 +1,7 @@
-"""Headers: what is said of a tensor beside its bytes, and the check that it can be true.
+"""Headers: the description of a tensor beside its bytes, and its validation.
 
 Owns the dtype table (names and widths, so a node needs no torch) and the validation of headers
-from outside. Everything is checked before anybody allocates by it: a header is a claim.
+from outside. A header is not trusted: every field is checked before memory is allocated for it.
 Pure data; any thread. Knows nothing of torch, sockets or Redis.
 """
 
@@ -36,11 +36,11 @@ DTYPES: Final[Mapping[str, int]] = {
     "float8_e5m2fnuz": 1,
     "float8_e8m0fnu": 1,
     "float4_e2m1fn_x2": 1,
-    # torch keeps each element of these in a byte of its own.
+    # torch stores each element of these in one byte.
     **{f"int{bits}": 1 for bits in range(1, 8)},
     **{f"uint{bits}": 1 for bits in range(1, 8)},
 }
-"""The dtypes that travel: torch's name without `torch.` → bytes of one element."""
+"""The supported dtypes: torch's name without `torch.` → bytes of one element."""
 
 MAX_DIMENSIONS: Final = 16
 MAX_TENSOR_BYTES: Final = 1 << 40
@@ -60,7 +60,7 @@ class TensorHeader:
     """Dtype, shape and size of a value. Plain data: it can be pickled and put into msgpack.
 
     `kind` is "tensor", or "none" for a stored `None`, whose other fields are `""`, `()` and 0.
-    Building one checks nothing; `validate` does.
+    The constructor checks nothing; `validate` does.
     """
 
     dtype: str
@@ -75,7 +75,7 @@ class TensorHeader:
 
     @classmethod
     def for_tensor(cls, dtype: str, shape: tuple[int, ...]) -> "TensorHeader":
-        """The header of a tensor, with its size worked out. `dtype` must be in `DTYPES`."""
+        """The header of a tensor, with its computed size. `dtype` must be in `DTYPES`."""
         nbytes = DTYPES[dtype]
         for size in shape:
             nbytes *= size
@@ -131,11 +131,11 @@ class TensorHeader:
 
 @dataclass(frozen=True, slots=True)
 class PayloadHeader:
-    """What precedes a tensor's bytes on the way between nodes: which one it is, and how to check.
+    """The header before a tensor's bytes between nodes: its identity, checksum and expiry.
 
-    The receiver compares namespace, key and generation with what it asked for and the checksum
-    with the bytes, because Redis is only a hint. `ttl_ms` is what remains of the time to live
-    (None: no end), so that a copy expires with its original.
+    The receiver compares namespace, key and generation with its request, and the checksum with the
+    bytes, because Redis is only a hint. `ttl_ms` is the remaining time to live (None: no expiry),
+    so that a copy expires with its original.
     """
 
     namespace: str
@@ -224,7 +224,7 @@ def _checked_fields(fields: object, names: frozenset[str]) -> dict[str, Any]:
 
 
 def _checked_int(name: str, value: object, low: int, end: int) -> int:
-    # bool is an int to Python and not to anybody else.
+    # In Python a bool is an int; in this protocol it is not.
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value < end:
         raise ProtocolError(f"bad header: {name} is no integer of the allowed range")
     return value

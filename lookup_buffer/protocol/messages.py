@@ -1,38 +1,13 @@
-"""What a client says to its node over the unix socket: one class per request.
+"""The messages between a client and its node over the unix socket: one class per request.
 
-Requests are header-only frames (see `wire`): a map with `op`, the number `id` that the reply
-repeats, and the fields below. `parse` validates all that comes from outside; a field's name
-decides how, so it means the same in every request. Requests marked *one-way* get no reply.
-Replies carry `id` and the fields named in each docstring, or `error` (a class of
-`lookup_buffer.errors`) and `message`. `Prefetch` and `ClaimAll` are answered by events on the first
-connection of a session (the anchor), so that their caller need not wait.
-
-Nothing larger than a header crosses the socket: bytes lie in shared memory.
-
-Lanes: ways from one process's device to another's, beside the one over the hosts. Plain data.
-
-What the node, its clients and the metrics have to agree on; how bytes take a lane is `device`'s.
-
-What a field of a request may hold, by its name, and the limits. Pure.
-
-All that comes from outside is checked by this before anything is done with it (see `messages`).
-
-Request: what all that a client says to its node has in common. See `messages`.
-
-What a process that has a pool on a device says to its node, and the other way round.
-
-Requests as in `messages`, all one-way. The node answers on the anchor of the pool's session:
-
-    receive     id (a ticket), namespace, key, header, seconds, sources: bring it into the pool and
-                hold it under the ticket; say `Received`
-    pools       there: other nodes' processes' pools that are new, each as the fields of a
-                `SeenPool`; gone: ids of those that it was told of and that are no more. So that a
-                pair can be made before anything is wanted
-    let_go      tickets: these are held no longer, and what is still on its way is not wanted;
-                keys: [namespace, key] of copies of the node that are no more, so that what is
-                beside them in the pool is not either
-
-What an insert and a claim came to.
+Requests are header-only frames (see `framing`): a map with `op`, the number `id` that the reply
+repeats, and the fields below. `parse` validates every request from outside; `CHECKS` has one check
+per field name, so a name means the same in every request. Replies carry `id` and the fields after
+"→" in each docstring, or `error` (a class of `lookup_buffer.errors`) and `message`. Requests marked
+*one-way* get no reply. The node answers `Prefetch` and `ClaimAll` by events on the session's main
+connection (the first), so that their caller need not wait. Tensor bytes never cross the socket:
+they are in shared memory. Pure data and functions; any thread. No I/O; how lanes (transfers between
+the devices of two processes) move bytes belongs to `device`.
 """
 
 import re
@@ -48,16 +23,16 @@ LANES: Final = ("gloo", "nccl")
 
 
 class Fallback(StrEnum):
-    """Why what could have come by a lane came over the hosts:
+    """Why a transfer that could have used a lane went over the hosts:
 
-    cold, abandoned     no communicator with that pool yet; or it failed, and is left alone a while
-    version             the other end has another kind of lane, or another version of its library
-    stale               the pool has it no more
-    checksum            other bytes came than the record tells of
-    peer_failed         the other process died, closed, or broke off
-    timeout             it did not come in the time given
-    no_room, device     no room in the pool, or never any; or the device had none, or failed
-    busy, ended         too many are on their way; the process that was to receive it has gone
+    cold, abandoned     no communicator with that pool yet; or it failed, and is not retried yet
+    version             the remote end has another kind of lane, or another version of its library
+    stale               the pool no longer holds the tensor
+    checksum            the received bytes differ from the record's checksum
+    peer_failed         the remote process died, closed, or broke off
+    timeout             the bytes did not arrive in the given time
+    no_room, device     no room in the pool now, or ever; or the device had none, or failed
+    busy, ended         too many transfers in flight; the receiving process has ended
     """
 
     COLD = "cold"
@@ -74,18 +49,19 @@ class Fallback(StrEnum):
 
 
 MaybeFallback = Fallback | Literal[""]
-"""Empty: it comes by the lane."""
+"""Empty: the transfer uses the lane."""
 
 
 KEYS_MAX: Final = 4096
 """Bound on the keys or tickets of one request."""
 KEYS_BYTES_MAX: Final = 256 << 10
-"""Bound on the keys of one request together, that `split` keeps; a frame takes four times that."""
+"""Bound on the total size of the keys of one request, which `split` keeps; a frame may hold four
+times as much."""
 COUNT_MAX: Final = (1 << 31) - 1
-"""Bound on the hits of a key that one request can tell: no sum of them outgrows a counter."""
+"""Bound on the hits of a key in one request: no sum of them overflows a counter."""
 TEXT_MAX: Final = 4096
 PARTS_MAX: Final = 256
-"""Bound on the entries of a map: parts of a namespace, what a client expects, a header."""
+"""Bound on the entries of a map: parts of a namespace, a client's `expects`, a header."""
 SECONDS_MAX: Final = 86_400.0
 
 
@@ -104,7 +80,7 @@ def _is_text(value: object) -> bool:
 def is_seconds(value: object) -> bool:
     if not isinstance(value, int | float) or isinstance(value, bool):
         return False
-    return 0 <= value <= SECONDS_MAX  # which infinity and NaN are not
+    return 0 <= value <= SECONDS_MAX  # excludes infinity and NaN
 
 
 def _list_of(check: Callable[[object], bool]) -> Callable[[object], bool]:
@@ -138,13 +114,15 @@ def _is_seat(value: object) -> bool:
 
 
 def is_parts(value: object) -> bool:
-    """Whether these are parts of a namespace that a node takes."""
+    """Whether these are valid parts of a namespace."""
     return _is_small_map(value) and all(isinstance(part, str) for part in value.values())  # type: ignore[attr-defined]
 
 
 _FINGERPRINT = re.compile(r"[0-9a-f]{64}")
 _LIBRARY, _POOL = re.compile(r"[0-9a-f]{8}"), re.compile(r"[0-9a-f]{12}")
-_CLAIM_STATES = [state.value for state in ClaimState]  # a list: what is looked up may be unhashable
+_CLAIM_STATES = [
+    state.value for state in ClaimState
+]  # a list: the value to check may be unhashable
 CHECKS: Final[Mapping[str, Callable[[Any], bool]]] = {
     "id": is_count,
     "version": is_count,
@@ -193,7 +171,7 @@ class Request:
 
 
 class DeskRequest(Request):
-    """What the desk answers for a session that is open."""
+    """A request that the node's dispatch handles within an open session."""
 
     __slots__ = ()
 
@@ -202,7 +180,7 @@ _names: Final[dict[type[Request], tuple[str, ...]]] = {}
 
 
 def names_of(kind: type[Request]) -> tuple[str, ...]:
-    """The fields of a kind of request, in their order."""
+    """The field names of a kind of request, in their order."""
     names = _names.get(kind)
     if names is None:
         names = _names[kind] = tuple(item.name for item in fields(kind))
@@ -210,7 +188,7 @@ def names_of(kind: type[Request]) -> tuple[str, ...]:
 
 
 class SeenPool(NamedTuple):
-    """A pool of another node's process, and how it is reached."""
+    """A device pool of another node's process, and its address."""
 
     host: str
     lane: str
@@ -221,10 +199,19 @@ class SeenPool(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class OpenPool(DeskRequest):
-    """This session has a pool, which others reach by a `lane` at `port` of this host.
+    """One-way. This session has a device pool, reachable by a `lane` at `port` of this host.
 
-    It holds `pool_bytes` at most. Of one that `receives` nothing nothing is asked, and one that
-    `offers` nothing is named to nobody.
+    It holds at most `pool_bytes`. Without `receives` the node sends it no `receive`. Without
+    `offers` the node does not announce it to others. The node's events for the pool, on the
+    session's main connection:
+
+    receive     id (a ticket), namespace, key, header, seconds, sources: receive it into the pool,
+                hold it under the ticket, and send `Received`
+    pools       there: new pools of other nodes' processes, each as the fields of a `SeenPool`;
+                gone: ids of announced pools that no longer exist. With these, pairs can be set
+                up before the first transfer
+    let_go      tickets: stop holding these, and cancel those still in transit; keys:
+                [namespace, key] of copies that the node no longer has: drop the pool's entries
     """
 
     op = "open_pool"
@@ -239,9 +226,9 @@ class OpenPool(DeskRequest):
 
 @dataclass(frozen=True, slots=True)
 class Prepare(DeskRequest):
-    """The pool holds as its entry `mark` what this client is about to insert under `key`, so that
-    it is published with the copy: who waits for that is told of both. Followed by `Offer`, where
-    it was stored, or by `Retract`."""
+    """One-way. The pool's entry `mark` holds the tensor that this client is about to insert under
+    `key`. It is published with the copy, so that waiters learn of both. Followed by `Offer` if the
+    insert stored the tensor, else by `Retract`."""
 
     op = "prepare"
     namespace: str
@@ -251,8 +238,8 @@ class Prepare(DeskRequest):
 
 @dataclass(frozen=True, slots=True)
 class Offer(DeskRequest):
-    """The pool holds, as its entry `mark`, what was stored under `key` with this checksum. Where
-    the node has it no more, or other bytes of another producer, it says `let_go`."""
+    """One-way. The pool's entry `mark` holds the tensor stored under `key` with this checksum. If
+    the node no longer has it, or has other bytes of another producer, it sends `let_go`."""
 
     op = "offer"
     namespace: str
@@ -263,7 +250,7 @@ class Offer(DeskRequest):
 
 @dataclass(frozen=True, slots=True)
 class Retract(DeskRequest):
-    """The pool holds these no more."""
+    """One-way. The pool no longer holds these."""
 
     op = "retract"
     namespace: str
@@ -272,8 +259,9 @@ class Retract(DeskRequest):
 
 @dataclass(frozen=True, slots=True)
 class Received(DeskRequest):
-    """What the node asked for by `ticket` is held by the pool, or why not (see `lane.Fallback`).
-    `source` says which one of the sources it came from, counted from 1; 0: the pool had it."""
+    """One-way. The pool holds the tensor of `ticket`, or `reason` says why not (see `Fallback`).
+    `source` is the number of the source that sent it, counted from 1; 0: the pool already had
+    it."""
 
     op = "received"
     ticket: int
@@ -286,13 +274,13 @@ VERSION: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class Hello(Request):
-    """Open a session. → session, node, boot, arena_bytes, and the descriptors of
-    arena, board and what lies elsewhere.
+    """Open a session. → session, node, boot, arena_bytes, and the descriptors of the arena, the
+    local index and the remote index.
 
-    `seat` is [engine id, rank or None for the scheduler, world size, whether what it gets spares it
-    an encode, on what it computes], or None for a client that is no engine. `expects` names what
-    the client's configuration says of the node (capacity, store, digest of the token); a node that
-    differs refuses, naming both.
+    `seat` is [engine id, rank or None for the scheduler, world size, whether each tensor read saves
+    it an encode, its device], or None for a client that is no engine. `expects` holds the values
+    that the client's configuration expects of the node (capacity, store, digest of the token). A
+    node with other values refuses the session; its error names both.
     """
 
     op = "hello"
@@ -303,7 +291,7 @@ class Hello(Request):
 
 @dataclass(frozen=True, slots=True)
 class Join(Request):
-    """One more connection for a session that is open. → nothing."""
+    """Add a connection to an open session. → nothing."""
 
     op = "join"
     session: int
@@ -311,14 +299,14 @@ class Join(Request):
 
 @dataclass(frozen=True, slots=True)
 class Stage(Request):
-    """The staging area of this connection; its descriptor comes with the frame. → nothing."""
+    """Set the staging area of this connection; its descriptor is sent with the frame. → nothing."""
 
     op = "stage"
 
 
 @dataclass(frozen=True, slots=True)
 class Contains(DeskRequest):
-    """→ present: list of booleans, False where in doubt when `budget_seconds` have passed."""
+    """→ present: list of booleans, False for keys still unknown after `budget_seconds`."""
 
     op = "contains"
     namespace: str
@@ -328,10 +316,10 @@ class Contains(DeskRequest):
 
 @dataclass(frozen=True, slots=True)
 class Insert(DeskRequest):
-    """Take the first bytes of this connection's staging area. → outcome: stored or exists;
-    and the `checksum` of what was stored.
+    """Insert the first bytes of this connection's staging area. → outcome: stored or exists;
+    and the `checksum` of the stored bytes.
 
-    A hand-off for which there is no room waits for it, `wait_seconds` at most.
+    A hand-off without room waits for room, for at most `wait_seconds`.
     """
 
     op = "insert"
@@ -344,9 +332,9 @@ class Insert(DeskRequest):
 
 @dataclass(frozen=True, slots=True)
 class Select(DeskRequest):
-    """→ ticket, offset, generation, header, source; or state: missing, and why.
+    """→ ticket, offset, generation, header, source; or state: missing, and the reason.
 
-    While bytes are on their way from another node, an interim reply with `fetching` says so.
+    During a transfer from another node, an interim reply announces its bytes as `fetching`.
     """
 
     op = "select"
@@ -357,11 +345,12 @@ class Select(DeskRequest):
 
 @dataclass(frozen=True, slots=True)
 class Take(DeskRequest):
-    """Take a hand-off. → as for `Select`, with token and lease_seconds: to be acknowledged or given
-    back within that time.
+    """Take a hand-off. → as for `Select`, with token and lease_seconds: the client acknowledges it
+    or gives it back within that time.
 
     From node to node → token, lease_seconds, generation and checksum, with state leased, or state
-    absent; while another has it, and there is time, that comes later, or upon `Leave`.
+    absent. While another taker has the lease, and `wait_seconds` last, that reply comes later, or
+    upon `Leave`.
     """
 
     op = "take"
@@ -372,7 +361,8 @@ class Take(DeskRequest):
 
 @dataclass(frozen=True, slots=True)
 class Acknowledge(DeskRequest):
-    """The hand-off arrived. → won: whether the lease was good. Its ticket goes in either case."""
+    """The hand-off arrived. → won: whether the lease was still valid. Its ticket is released in
+    either case."""
 
     op = "acknowledge"
     token: int
@@ -380,7 +370,7 @@ class Acknowledge(DeskRequest):
 
 @dataclass(frozen=True, slots=True)
 class GiveBack(DeskRequest):
-    """One-way. The taker does not want the hand-off after all."""
+    """One-way. The taker gives the hand-off back without taking it."""
 
     op = "give_back"
     token: int
@@ -388,7 +378,7 @@ class GiveBack(DeskRequest):
 
 @dataclass(frozen=True, slots=True)
 class Leave(Request):
-    """One-way, from node to node. Who asked by the `Take` of this number waits no longer."""
+    """One-way, from node to node. Ends the wait of the `Take` with this id."""
 
     op = "leave"
     take: int
@@ -396,7 +386,8 @@ class Leave(Request):
 
 @dataclass(frozen=True, slots=True)
 class Holds(Request):
-    """From node to node → state: present where there is that hand-off, be it leased, or absent."""
+    """From node to node → state: present if the node has that hand-off, leased or not, else
+    absent."""
 
     op = "holds"
     namespace: str
@@ -405,12 +396,12 @@ class Holds(Request):
 
 @dataclass(frozen=True, slots=True)
 class Prefetch(DeskRequest):
-    """One-way. Answered by `settled` events on the anchor: `entries` of [index of the key, entry],
-    an entry as for `Select`, with state pending, and then another event, where it goes on.
+    """One-way. Answered by `settled` events on the main connection: `entries` of [index of the key,
+    entry], an entry as for `Select`. An entry with state pending is followed by another event.
 
-    What is shared and nobody has is waited for, up to `wait_seconds`, until it is published. But
-    where `claimer` is not 0 it is also a `ClaimAll` of that id, for the same keys, in any order,
-    and it is the claims that wait."""
+    A shared key that no node holds is waited for, up to `wait_seconds`, until it is published. If
+    `claimer` is not 0, the request is also a `ClaimAll` of that id, for the same keys, in any
+    order; then the claims wait, not the prefetch."""
 
     op = "prefetch"
     namespace: str
@@ -421,7 +412,7 @@ class Prefetch(DeskRequest):
 
 @dataclass(frozen=True, slots=True)
 class Release(DeskRequest):
-    """One-way. The owner lets go of these tickets."""
+    """One-way. The client releases these tickets."""
 
     op = "release"
     tickets: list[int]
@@ -429,7 +420,7 @@ class Release(DeskRequest):
 
 @dataclass(frozen=True, slots=True)
 class Touch(DeskRequest):
-    """One-way. How often the client read each of these keys by the board: hits, and uses."""
+    """One-way. How often the client read each key through the local index: hits, and uses."""
 
     op = "touch"
     namespace: str
@@ -438,7 +429,7 @@ class Touch(DeskRequest):
 
 @dataclass(frozen=True, slots=True)
 class Done(DeskRequest):
-    """One-way. This rank has taken its copies."""
+    """One-way. This rank has made its copies."""
 
     op = "done"
     tickets: list[int]
@@ -448,10 +439,10 @@ class Done(DeskRequest):
 @dataclass(frozen=True, slots=True)
 class Claim(DeskRequest):
     """→ outcome (a `ClaimOutcome`): granted, held (by another: holder, state, remaining_seconds)
-    or stored (a live node holds the key), after `wait_seconds` at most where it is held.
+    or stored (a live node holds the key). While it is held the reply waits, at most `wait_seconds`.
 
-    `state` is how far the client has come: intent or encoding. The claim ends with the session at
-    the latest.
+    `state` is the client's stage: intent or encoding. The claim ends with the session at the
+    latest.
     """
 
     op = "claim"
@@ -474,8 +465,9 @@ class ReleaseClaim(DeskRequest):
 @dataclass(frozen=True, slots=True)
 class ClaimAll(DeskRequest):
     """One-way: claim all of `keys`, in their order, or none, as intents. Answered by `claimed`
-    events on the anchor: `outcome` granted, stored (a live node holds `key`), held (by `holder`,
-    all the while) or refused; before that, at most once, waiting (`holder` has `key`)."""
+    events on the main connection: `outcome` granted, stored (a live node holds `key`), held (by
+    `holder`, until the end of the wait) or refused; before that, at most once, waiting (`holder`
+    has `key`)."""
 
     op = "claim_all"
     namespace: str
@@ -485,7 +477,7 @@ class ClaimAll(DeskRequest):
 
 @dataclass(frozen=True, slots=True)
 class Encoding(DeskRequest):
-    """One-way. The client is at work on `keys`: claims them for `lease_seconds` from now."""
+    """One-way. The client is producing `keys`: claims them for `lease_seconds` from now."""
 
     op = "encoding"
     namespace: str
@@ -530,7 +522,7 @@ def parse(message: object) -> Request:
     """The request in a decoded frame.
 
     Raises:
-        ProtocolError: unknown, or a field is missing, unknown, or of a wrong type or size.
+        ProtocolError: unknown request, or a field is missing, unknown, or of a wrong type or size.
     """
     if not isinstance(message, dict):
         raise ProtocolError("bad request: not a map")
@@ -551,7 +543,7 @@ def parse(message: object) -> Request:
 
 
 def strange_hello(message: object) -> tuple[int, int] | None:
-    """(id, version) of a `Hello` of another version, whose other fields may be any; else None."""
+    """(id, version) of a `Hello` of another version, whatever its other fields; else None."""
     if isinstance(message, dict) and message.get("op") == Hello.op:
         number, version = message.get("id"), message.get("version")
         if is_count(number) and is_count(version) and version != VERSION:
@@ -560,7 +552,7 @@ def strange_hello(message: object) -> tuple[int, int] | None:
 
 
 def split(keys: Sequence[str], nbytes_max: int = KEYS_BYTES_MAX) -> Iterator[Sequence[str]]:
-    """Any number of keys, cut into what one request takes."""
+    """Any number of keys, split into parts that fit one request each."""
     start = nbytes = 0
     for index, key in enumerate(keys):
         nbytes += len(key)
@@ -575,7 +567,7 @@ def lasting(name: str, value: float) -> float:
     """`value` in seconds, if a request may carry it.
 
     Raises:
-        ConfigError: it is negative, no number, or more than a day.
+        ConfigError: it is negative, not a number, or more than a day.
     """
     if not is_seconds(value):
         raise ConfigError(f"{name} is {value!r}; allowed: 0 to {SECONDS_MAX:.0f} seconds")
@@ -583,7 +575,7 @@ def lasting(name: str, value: float) -> float:
 
 
 def waiting(timeout: float) -> float:
-    """As much of a caller's timeout as a request may carry."""
+    """A caller's timeout in seconds, limited to what a request may carry."""
     return min(max(0.0, float(timeout)), SECONDS_MAX)
 
 
@@ -607,27 +599,27 @@ _KINDS: Final[Mapping[str, type[Request]]] = {
 class InsertOutcome(Enum):
     STORED = "stored"
     EXISTS = "exists"
-    """The key was there already; shared content never changes, so nothing was done. Of a hand-off:
-    another node has one under that key, which nobody has taken; this one was dropped."""
+    """The key already existed; shared content never changes, so nothing was done. For a hand-off:
+    another node holds one under that key that is not taken yet; this one was dropped."""
 
 
 class ClaimOutcome(StrEnum):
-    """How a claim, or a set of claims, was decided. The values are those of messages.
+    """The outcome of a claim or of a set of claims. The values are those of messages.
 
-    The store decides between two of them (`store.ClaimAnswer.granted`): it does not know which
-    nodes are alive, and so not whether a key is STORED.
+    The store decides only between GRANTED and HELD (`store.ClaimAnswer.granted`): it does not know
+    which nodes are alive, and therefore not whether a key is STORED.
     """
 
     GRANTED = "granted"
-    """The right to produce the key is ours, until the lease ends. Of a set: all are ours, as
+    """This client may produce the key, until the lease ends. For a set: it has all claims, as
     intents of a second at most."""
     HELD = "held"
-    """Another engine has it: `holder`. Of a set: none is ours, for `holder` had `key` until the
-    end of the wait."""
+    """Another engine, `holder`, has the claim. For a set: it has no claim, because `holder` had
+    `key` until the end of the wait."""
     STORED = "stored"
-    """Nobody needs to produce it: a live node holds a complete copy. Of a set: none is ours, for a
-    live node holds `key`; look for the keys again."""
+    """No production is needed: a live node holds a complete copy. For a set: it has no claim,
+    because a live node holds `key`; look the keys up again."""
     PENDING = "waiting"
-    """Only of a set: not answered yet, or waiting for what others hold."""
+    """Only for a set: not answered yet, or waiting for claims that others hold."""
     FAILED = "refused"
-    """Only of a set: the node refused it, or did not answer."""
+    """Only for a set: the node refused it, or did not answer."""

@@ -1,4 +1,4 @@
-"""What a plain socket lacks: safe closing between threads, deadlines, errors in our words.
+"""Additions to a plain socket: safe closing between threads, deadlines, this package's errors.
 
 Owns the moment at which a descriptor is closed, and the translation of socket errors. Runs on the
 threads of its callers. Knows nothing of frames.
@@ -19,18 +19,18 @@ _TIMEVAL: Final = struct.Struct("@ll")
 _LONGEST_SECONDS: Final = 1e6
 _RESET_ON_CLOSE: Final = struct.pack("@ii", 1, 0)
 
-# On one host the two ends share caches: with small socket buffers the bytes are still in them when
-# they are read (1.1 times the speed of the default at 8 and 64 MiB; half or twice the size is
-# slower). Between hosts the kernel sizes the buffers by bandwidth and delay: leave it alone.
+# On one host the two ends share caches. With small socket buffers the bytes are still cached when
+# they are read: 1.1 times the speed of the default at 8 and 64 MiB; half or twice the size is
+# slower. Between hosts the kernel sizes the buffers by bandwidth and delay; do not change that.
 _ONE_HOST_BUFFER_BYTES: Final = 256 << 10
 
 
 class SocketGuard:
     """Counts the operations on a socket, so that its descriptor is closed after the last one.
 
-    Closing it under a thread that is about to enter a system call could make that thread read
-    from whatever connection the kernel gives the same number next. Also the one place where
-    socket errors become ours, and where a failed operation ends the connection.
+    If a descriptor is closed while a thread is about to enter a system call, that thread could
+    read from the next connection that gets the same number. The guard also translates socket
+    errors into this package's errors, and ends the connection after a failed operation.
 
     `with guard:` is one operation. Any thread.
     """
@@ -41,7 +41,8 @@ class SocketGuard:
         self._operations = 0
         self.closed = False
         self.failure: BaseException | None = None
-        """What ended the connection, where an operation did; others then only find it closed."""
+        """The error of the operation that ended the connection, if one did; other operations only
+        raise PipeClosed."""
 
     def __enter__(self) -> None:
         self._enter()
@@ -66,7 +67,8 @@ class SocketGuard:
             raise ours from error
 
     def watch(self, wait: Callable[[float], bool], seconds: float) -> bool:
-        """An operation that moves no bytes: its failure, such as an interrupt, ends nothing."""
+        """An operation that moves no bytes. Its failure, such as an interrupt, does not end the
+        connection."""
         self._enter()
         try:
             return wait(seconds)
@@ -74,7 +76,7 @@ class SocketGuard:
             self._leave()
 
     def detach(self) -> socket.socket:
-        """The connection itself, for another owner; from here it looks closed.
+        """The socket, for a new owner; this guard then counts as closed.
 
         Raises:
             PipeClosed: it is closed, or another thread uses it.
@@ -86,7 +88,7 @@ class SocketGuard:
             return socket.socket(fileno=self._socket.detach())
 
     def shut(self, *, reset: bool = False) -> None:
-        """End the connection, wake its threads; with `reset` drop what is under way. Idempotent."""
+        """End the connection and wake its threads; with `reset`, drop unsent bytes. Idempotent."""
         with self._lock:
             if self.closed:
                 return
@@ -97,9 +99,9 @@ class SocketGuard:
             linger = (socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
             ignore_errors(lambda: self._socket.setsockopt(*linger))
         if others or not reset:
-            # Wakes the others. It also says an orderly end, which a reset is not to say first.
-            # Not in a TLS socket's own way, which forgets its keys first: what another thread is
-            # just about to send would then go in the clear.
+            # Wakes the other threads. It also sends an orderly end, which must not precede a reset.
+            # Not `shutdown` of a TLS socket, which drops its keys first: bytes that another thread
+            # is about to send would then go out unencrypted.
             ignore_errors(lambda: socket.socket.shutdown(self._socket, socket.SHUT_RDWR))
         self._leave()
 
@@ -128,9 +130,9 @@ def _translated(error: BaseException) -> BaseException:
 class KernelTimeout:
     """The timeout of one direction of a blocking socket, set to meet deadlines.
 
-    SO_RCVTIMEO or SO_SNDTIMEO, and not `settimeout`, because they belong to a direction, so that
-    a sending and a receiving thread do not change each other's, and because a read then costs
-    one system call, not two. One thread at a time.
+    Uses SO_RCVTIMEO or SO_SNDTIMEO, not `settimeout`, for two reasons. They belong to a direction,
+    so a sending and a receiving thread do not change each other's timeout. And a read costs one
+    system call, not two. One thread at a time.
     """
 
     def __init__(self, stream: socket.socket, option: int) -> None:
@@ -141,10 +143,10 @@ class KernelTimeout:
     def allow_until(self, deadline: float) -> None:
         """Let the next system call wait until a monotonic time, or up to a tenth longer.
 
-        The tenth saves most of the calls that would set it anew.
+        The tenth saves most of the calls that set the timeout again.
 
         Raises:
-            TimeoutError: that time has passed.
+            TimeoutError: the deadline has passed.
         """
         remaining = deadline - time.monotonic()
         if remaining <= self._set_seconds <= remaining * 1.1:
@@ -153,22 +155,22 @@ class KernelTimeout:
             raise TimeoutError("the deadline passed")
         self._set_seconds = min(remaining * 1.05, _LONGEST_SECONDS)
         seconds = int(self._set_seconds)
-        # Never 0.0, which would mean "for ever".
+        # Never 0.0, which would mean "no timeout".
         microseconds = max(1, int((self._set_seconds - seconds) * 1e6))
         value = _TIMEVAL.pack(seconds, microseconds)
         self._socket.setsockopt(socket.SOL_SOCKET, self._option, value)
 
 
 def connected_socket(host: str, port: int, deadline: float) -> socket.socket:
-    """A TCP socket connected to the first address of `host` that answers.
+    """A TCP socket connected to the first address of `host` that accepts.
 
     Raises:
-        PipeBroken: no address, or none that takes the connection.
+        PipeBroken: no address, or none that accepts the connection.
         PipeTimeout: the deadline, a monotonic time, passed.
     """
     failure: OSError | None = None
-    # A `str` would be encoded by a codec that Python imports at first use: 3 ms of a node's first
-    # transfer, 10 ms where the disk has to be asked, and only names beyond ASCII need it.
+    # Python would encode a `str` by a codec that it imports at first use. That costs 3 ms of a
+    # node's first transfer, 10 ms if it is read from disk; only non-ASCII names need it.
     name = host.encode() if host.isascii() else host
     try:
         targets = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
@@ -193,7 +195,7 @@ def connected_socket(host: str, port: int, deadline: float) -> socket.socket:
 
 
 def tune(stream: socket.socket) -> None:
-    """No delay for small frames; small buffers where both ends are on one host."""
+    """Disable the delay of small frames; use small buffers if both ends are on one host."""
     if stream.family not in (socket.AF_INET, socket.AF_INET6):
         return
     ignore_errors(lambda: _tune(stream))
@@ -207,7 +209,7 @@ def _tune(stream: socket.socket) -> None:
 
 
 def watch_over(stream: socket.socket) -> None:
-    """Let the kernel end a connection whose other host is gone, though nothing is to be sent."""
+    """Let the kernel end an idle connection whose remote host is gone (TCP keep-alive)."""
     options = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3))
     for option, value in options:
         ignore_errors(partial(stream.setsockopt, socket.IPPROTO_TCP, option, value))
@@ -215,8 +217,8 @@ def watch_over(stream: socket.socket) -> None:
 
 
 def ignore_errors(action: Callable[[], object]) -> None:
-    """Do something to a socket that may be dead already, where that changes nothing."""
+    """Run a socket operation that may fail without consequence, because the socket may be dead."""
     try:
         action()
     except OSError:
-        return  # the peer was faster
+        return  # the remote end closed first

@@ -1,17 +1,12 @@
-"""A link: frames over a connected stream socket, with a deadline on everything.
+"""Frames over a connected stream socket (`Link`), and the acceptor of a listening socket.
 
-Owns the socket and the deadlines; how a link comes to be: `handshake`. Runs on the threads of its
-callers and starts none. Knows bytes only: no tensors, no keys, no Redis.
-
-Frames: what a `Link` does, for those who do not mind whether a socket or something else does it.
-
-`link.Link` is the one over a stream socket; `pipes.redis_link.RedisLink` goes by way of a database.
-Threads, deadlines and errors are as `Link` says.
-
-Greetings: those who have connected to a listening socket, each on a thread of its own.
-
-So who says nothing keeps nobody out; and so many are served at once, and no more, that a crowd of
-those cannot take all threads. Of nodes and of pipes.
+`Link` owns a socket and the deadlines of its operations; `auth` makes links by a handshake.
+`Frames` is its interface for callers that do not depend on a socket: `pipes.redis_link.RedisLink`
+has it too, over a database. `Link` runs on the threads of its callers and starts none. `Greetings`
+serves the connections of a listening socket, of nodes and of pipes, each on a thread of its own.
+So a silent client does not block others, and the bound on the number of connections served at a
+time keeps silent clients from taking all threads. This module knows bytes only: no tensors, no
+keys, no Redis.
 """
 
 import errno
@@ -40,20 +35,20 @@ from lookup_buffer.protocol.framing import (
 from lookup_buffer.protocol.sockets import KernelTimeout, SocketGuard, tune
 
 HASH_STEP_BYTES: Final = 4 << 20
-"""The hash follows the bytes at this distance: small enough to find them still in a cache."""
+"""The hash runs this many bytes behind the receive: few enough to be still in a cache."""
 
 _SCRATCH_BYTES: Final = 4096  # takes prologue and header of nearly every frame in one read
 
 
 class Hasher(Protocol):
-    """What follows received bytes; `xxhash.xxh3_64()` is one."""
+    """A running hash of received bytes; `xxhash.xxh3_64()` is one."""
 
     def update(self, data: memoryview, /) -> Any: ...
 
 
 @dataclass(frozen=True, slots=True)
 class LinkLimits:
-    """What a link accepts from its peer, and how slow the peer may be."""
+    """What a link accepts from its remote end, and the lowest rate that it tolerates."""
 
     max_header_bytes: int = MAX_HEADER_BYTES
     max_payload_bytes: int = 1 << 40
@@ -61,30 +56,30 @@ class LinkLimits:
 
 
 class Link:
-    """Frames in both directions over a socket that it owns from now on.
+    """Frames in both directions over a socket, which the link owns from now on.
 
-    Threads: one may send while another receives; two of the same kind may not. `close` and
-    `abort` may be called by any thread at any time and wake the others.
+    Threads: one may send while another receives; two threads must not do the same. Any thread may
+    call `close` and `abort` at any time; they wake the others.
 
     Deadlines: each operation has one, its `timeout` plus its bytes over the minimum rate. A
-    stopped or slow peer cannot hold a caller longer (but for a tenth), however it spreads its
-    bytes.
+    stopped or slow remote end cannot hold a caller longer (except by a tenth), however it spreads
+    its bytes.
 
     Errors:
         PipeClosed: an end was closed between two frames, or this one by another thread.
-        PipeBroken: the connection was reset, or ended within a frame (a killed peer).
+        PipeBroken: the connection was reset, or ended within a frame (a killed remote end).
         PipeTimeout: the deadline passed.
-        ProtocolError: the peer sent what is no frame, or exceeds the limits.
-    After any of these out of an operation on the stream the link is aborted, so that a stream is
-    never read from its middle. A frame that cannot be encoded is refused before, and changes
-    nothing.
+        ProtocolError: the remote end sent bytes that are no frame, or that exceed the limits.
+    After one of these errors from an operation on the stream the link is aborted, so that a stream
+    is never read from the middle of a frame. A frame that cannot be encoded is refused before
+    anything is sent, and the link stays usable.
     """
 
     def __init__(self, stream: socket.socket, limits: LinkLimits | None = None) -> None:
         self._socket = stream
         self._limits = limits or LinkLimits()
         self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
-        self._start = self._end = 0  # the part of the scratch that is read and not yet consumed
+        self._start = self._end = 0  # the bytes in the scratch that are not consumed yet
         self._peeked: Frame | None = None
         self._payload_left = 0
         self._guard = SocketGuard(stream)
@@ -104,16 +99,16 @@ class Link:
     ) -> None:
         """Send one frame. `payload` is a contiguous view of bytes; it may be reused on return.
 
-        Returning says that the kernel has the bytes, not that the peer does. `before` is the header
-        of a frame without payload that goes out first, for less than a call of its own; `begun` is
-        what `begin` has returned for the same.
+        On return the kernel has the bytes; the remote end may not have them. `before` is the header
+        of a frame without payload that is sent first, at less cost than a call of its own. `begun`
+        is the result of `begin` for the same arguments.
         """
         nbytes = 0 if payload is None else payload.nbytes
         frame = self._encoded(header, nbytes, before)
         deadline = self._deadline(timeout, nbytes)
         with self._guard:
             self._send_timeout.allow_until(deadline)
-            # One call for both: no second packet for a small payload, no wait for an ACK.
+            # One call for header and payload: no second packet, no wait for an ACK.
             sent = begun or self._socket.sendmsg((frame, payload or b""))
             while sent < len(frame) + nbytes:
                 self._send_timeout.allow_until(deadline)
@@ -125,9 +120,10 @@ class Link:
     def begin(
         self, header: Header, payload: memoryview | None = None, before: Header | None = None
     ) -> int | None:
-        """As `send`, what the kernel takes at once: so many bytes, None where that is all.
+        """As `send`, but only the bytes that the kernel takes without waiting. Returns their
+        number, None if that is all.
 
-        The rest is to go out before anything else, by `send` of the same.
+        The caller sends the rest before anything else, by `send` with the same arguments.
         """
         nbytes = 0 if payload is None else payload.nbytes
         frame = self._encoded(header, nbytes, before)
@@ -144,7 +140,7 @@ class Link:
         return frame if before is None else encode_frame(before, max_header_bytes=most) + frame
 
     def recv_header(self, timeout: float) -> Frame:
-        """The next frame's header; its payload, if any, is to be received next."""
+        """The next frame's header; the caller receives its payload, if any, next."""
         if self._payload_left and not self.closed:
             raise RuntimeError("the payload of the previous frame was not received")
         frame, self._peeked = self._peeked, None
@@ -166,9 +162,9 @@ class Link:
         return frame
 
     def peek(self) -> Frame | None:
-        """What `recv_header` returns next, if that has come; waits for nothing.
+        """What `recv_header` returns next, if it has arrived. Never waits.
 
-        None also where the stream has ended, and for a header that is larger than usual.
+        None also if the stream has ended, and for a header too large for the scratch buffer.
         """
         if self._peeked is None and not self._payload_left:
             with self._guard:
@@ -178,7 +174,7 @@ class Link:
         return self._peeked
 
     def has_come(self, nbytes: int) -> bool:
-        """Whether so many bytes that follow what `peek` returned can be received at once."""
+        """Whether `nbytes` bytes after the frame header of `peek` can be received at once."""
         missing = nbytes - (self._end - self._start)
         if missing <= 0:
             return True
@@ -189,7 +185,7 @@ class Link:
 
     @property
     def holds_more(self) -> bool:
-        """Whether it holds something that it has read and nobody has received."""
+        """Whether the link has read bytes or a header that no caller has received."""
         return self._peeked is not None or self._start < self._end
 
     def recv_into(
@@ -197,8 +193,9 @@ class Link:
     ) -> None:
         """Fill `buffer` with the next bytes of the current frame's payload.
 
-        `buffer` is a writable contiguous view of bytes, best of memory that was touched before.
-        A payload may be received in several parts. `hasher` is given the bytes as they arrive.
+        `buffer` is a writable contiguous view of bytes; memory that was used before is fastest.
+        A payload may be received in several parts. `hasher` is updated with the bytes as they
+        arrive.
         On an error the content of the buffer is unspecified.
         """
         if buffer.nbytes > self._payload_left:
@@ -209,10 +206,11 @@ class Link:
             self._payload_left -= buffer.nbytes
 
     def wait_readable(self, timeout: float, wait: Callable[[float], bool] | None = None) -> bool:
-        """Whether there is something to receive (a frame, or the end) within this time.
+        """Whether there is something to receive (a frame, or the end) within `timeout` seconds.
 
-        The one wait that leaves the link usable when its time passes, or it is interrupted. With
-        `wait` the caller does that himself, and says whether `descriptor` was readable.
+        No other wait leaves the link usable after its time has passed or after an interrupt. If
+        `wait` is given, it does the waiting: it takes seconds and returns whether `descriptor` was
+        readable.
         """
         if self.holds_more:
             return True
@@ -220,45 +218,47 @@ class Link:
 
     @property
     def descriptor(self) -> int:
-        """What can be polled; open while an operation on the link is under way."""
+        """The socket's descriptor, for polling; open during an operation on the link."""
         return self._socket.fileno()
 
     @property
     def closed(self) -> bool:
-        """Whether this end was closed or aborted; says nothing of the peer."""
+        """Whether this end was closed or aborted, whatever the state of the remote end."""
         return self._guard.closed
 
     @property
     def failure(self) -> BaseException | None:
-        """What ended this link, where that was neither `close` nor `abort`."""
+        """The error that ended this link; None if none did, or `close` or `abort` ended it."""
         return self._guard.failure
 
     @property
     def local_host(self) -> str:
-        """The address of this end, which is one that the peer reaches."""
+        """The address of this end, which the remote end can reach."""
         return str(self._socket.getsockname()[0])
 
     def close(self) -> None:
-        """Orderly end: what was sent still arrives. Idempotent; waits for nothing."""
+        """Orderly end: bytes already sent still arrive. Idempotent; never waits."""
         self._guard.shut()
 
     def abort(self) -> None:
-        """End now: the peer sees a reset, unsent bytes are dropped. Idempotent, never raises."""
+        """End now: the remote end sees a reset, unsent bytes are dropped. Idempotent, never
+        raises."""
         self._guard.shut(reset=True)
 
     def detach(self) -> socket.socket:
-        """Give the socket away, between two frames and before the peer sends the next one.
+        """Return the socket to a new owner, between two frames and before the remote end sends the
+        next one.
 
         Raises:
             PipeClosed: this link is closed, or another thread uses it.
-            ProtocolError: the peer has sent something already.
+            ProtocolError: the remote end has already sent something.
         """
         if self._payload_left or self.holds_more:
             raise ProtocolError("the peer sent more than it was asked for")
         return self._guard.detach()
 
     def set_limits(self, limits: LinkLimits) -> None:
-        """Replace the limits, for the frames from the next on."""
+        """Replace the limits, from the next frame on."""
         self._limits = limits
 
     def __enter__(self) -> "Link":
@@ -274,7 +274,7 @@ class Link:
         return time.monotonic() + timeout + nbytes / self._limits.minimum_bytes_per_second
 
     def _prologue(self) -> tuple[int, int]:
-        """Of the frame at the start of the scratch, which has it: bytes of header and payload."""
+        """(header bytes, payload bytes) by the complete prologue at the start of the scratch."""
         return decode_prologue(
             self._scratch[self._start : self._start + PROLOGUE_BYTES],
             max_header_bytes=self._limits.max_header_bytes,
@@ -282,7 +282,7 @@ class Link:
         )
 
     def _next_frame(self) -> Frame | None:
-        """The frame whose header the scratch has in full."""
+        """The next frame, if the scratch holds its whole header."""
         if self._end - self._start < PROLOGUE_BYTES:
             return None
         header_nbytes, payload_nbytes = self._prologue()
@@ -293,7 +293,7 @@ class Link:
         return Frame(decode_header(self._scratch[start : self._start]), payload_nbytes)
 
     def _take_more(self) -> bool:
-        """Whether the scratch has more now than it had."""
+        """Read into the scratch without waiting. Returns whether bytes were added."""
         self._make_room()
         try:
             more = self._socket.recv_into(self._scratch[self._end :], 0, socket.MSG_DONTWAIT)
@@ -313,7 +313,7 @@ class Link:
         return bool(poller.poll(max(0.0, seconds) * 1000))
 
     def _fill(self, nbytes: int, deadline: float, *, within_frame: bool = False) -> None:
-        """Read until the scratch holds this many unconsumed bytes; more may come with them."""
+        """Read until the scratch holds at least `nbytes` unconsumed bytes."""
         if self._end - self._start >= nbytes:
             return
         self._make_room()
@@ -329,7 +329,7 @@ class Link:
         self._start += got
         hashed = 0
         while got < buffer.nbytes:
-            # Always the full remainder: the kernel hands over all it has in one call.
+            # Always ask for the full remainder: the kernel returns all it has in one call.
             read = self._read(buffer[got:], deadline)
             if read == 0:
                 raise _ended(within_frame=True)
@@ -352,7 +352,8 @@ def _ended(*, within_frame: bool) -> PipeClosed | PipeBroken:
 
 
 class Frames(Protocol):
-    """One may send while another receives; `close` and `abort` any thread, at any time."""
+    """The interface of `Link`, with the same threads, deadlines and errors: one thread may send
+    while another receives; any thread may call `close` and `abort` at any time."""
 
     def send(
         self,
@@ -363,8 +364,8 @@ class Frames(Protocol):
         before: Header | None = None,
         begun: int = 0,
     ) -> None:
-        """`before` is the header of a frame without payload that goes out first, `begun` the number
-        of bytes that have gone out already."""
+        """`before` is the header of a frame without payload that is sent first, `begun` the number
+        of bytes already sent."""
         ...
 
     def recv_header(self, timeout: float) -> Frame: ...
@@ -376,9 +377,10 @@ class Frames(Protocol):
     def begin(
         self, header: Header, payload: memoryview | None = None, before: Header | None = None
     ) -> int | None:
-        """Send what can be sent without waiting: so many bytes, None where that is all.
+        """Send the bytes that can be sent without waiting. Returns their number, None if that is
+        all.
 
-        The rest is to go out before anything else, by `send` of the same.
+        The caller sends the rest before anything else, by `send` with the same arguments.
         """
         ...
 
@@ -392,15 +394,15 @@ class Frames(Protocol):
 
 GREETINGS_MAX: Final = 256
 HANDSHAKE_SECONDS: Final = 5.0
-"""How long one may take."""
+"""How long one handshake may take."""
 TRY_AGAIN_SECONDS: Final = 0.05
 
 
 def listening(host: str, port: int) -> tuple[socket.socket, str]:
-    """A socket that listens there, and HOST:PORT with the port that was really taken.
+    """A socket that listens at the address, and HOST:PORT with the actual port.
 
     Raises:
-        OSError: the address is taken or not ours.
+        OSError: the address is in use, or is not an address of this host.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.create_server((host, port), family=family, backlog=GREETINGS_MAX)
@@ -414,8 +416,8 @@ class Greetings:
         self._thread_name = thread_name
 
     def serve(self, listener: socket.socket, greet: Callable[[socket.socket], object]) -> None:
-        """Greet all who connect, until the listener is shut down; then close it. While there is no
-        place they wait in the kernel's queue: those who say nothing will have to leave theirs."""
+        """Run `greet` for each connection until the listener is shut down; then close it. At the
+        limit, connections wait in the kernel's queue; the handshake timeout ends silent ones."""
         with listener:
             while True:
                 self._places.acquire()
@@ -423,15 +425,15 @@ class Greetings:
                     stream, _ = listener.accept()
                 except OSError as error:
                     self.leave()
-                    if error.errno == errno.EINVAL:  # it was shut down
+                    if error.errno == errno.EINVAL:  # the listener was shut down
                         return
-                    time.sleep(TRY_AGAIN_SECONDS)  # no descriptor is free, or who came has left
+                    time.sleep(TRY_AGAIN_SECONDS)  # no free descriptor, or the client disconnected
                     continue
                 self._begin(partial(greet, stream))
 
     def begin(self, greet: Callable[[], object]) -> bool:
-        """Whether there was a place; then `greet` runs, and raises nothing. Where it returns True
-        its place is taken until somebody calls `leave`."""
+        """Run `greet` on a thread if the limit allows; returns whether it does. `greet` must not
+        raise. If it returns True, its slot stays taken until a call of `leave`."""
         if not self._places.acquire(blocking=False):
             return False
         self._begin(greet)

@@ -1,9 +1,10 @@
-"""The allocator: which part of one contiguous range of bytes belongs to whom.
+"""The allocator: divides one contiguous range of bytes into allocated blocks and gaps.
 
 Pure bookkeeping: no memory, no I/O, no clock. Not thread-safe; the owner of the range calls it.
+It must not know what the blocks hold.
 
-The allocated blocks lie in one list by address. A gap is what lies between two neighbours there,
-so gaps are joined by construction; a second list holds them by size, for best fit.
+One list holds the allocated blocks by address. A gap is the space between two neighbours in it,
+so adjacent gaps are merged by construction. A second list holds the gaps by size, for best fit.
 """
 
 import math
@@ -15,8 +16,8 @@ from typing import Final
 _MAX_ADDRESS_BITS: Final = 56
 _PATIENCE: Final = 16
 _PATIENCE_MIN: Final = 64
-"""One block of so many, and so many at least, are looked at by their age, which costs four times as
-much each, before all are walked over by address."""
+"""`eviction_window` examines one of `_PATIENCE` blocks by age, but at least `_PATIENCE_MIN`; after
+that it walks over all blocks by address. By age a block costs four times as much."""
 
 
 class Allocator:
@@ -26,9 +27,9 @@ class Allocator:
     every block has an offset of its own. All sizes reported here are rounded sizes.
 
     `allocate` and `free` cost two or three binary searches and insertions into flat lists (about
-    15 µs among 100,000 blocks). `eviction_window` looks at no more blocks than it has to, from the
-    oldest on: at one where all are of one size, at some hundreds of 100,000 where two neighbours
-    have to go; at all, which takes 0.1 s, where eight have to.
+    15 µs among 100,000 blocks). `eviction_window` examines as few blocks as possible, from the
+    oldest on: one if all have one size, some hundreds of 100,000 if two neighbours must be
+    evicted; all, which takes 0.1 s, if eight must be.
     """
 
     def __init__(self, capacity_bytes: int, alignment: int = 64) -> None:
@@ -49,7 +50,7 @@ class Allocator:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes in gaps, of whatever size these are."""
+        """Bytes in gaps of any size."""
         return self.capacity_bytes - self._used_bytes
 
     @property
@@ -73,15 +74,15 @@ class Allocator:
         return self._sizes[offset]
 
     def rounded_bytes(self, nbytes: int) -> int:
-        """What a block of so many bytes takes."""
+        """The bytes that a block of `nbytes` takes."""
         if nbytes < 0:
             raise ValueError(f"a block of {nbytes} bytes")
         return max(1, -(-nbytes // self.alignment)) * self.alignment
 
     def allocate(self, nbytes: int) -> int | None:
-        """The offset of a new block, or None where no gap is large enough.
+        """The offset of a new block, or None if no gap is large enough.
 
-        Takes the smallest gap that fits, the lowest among equals, from its low end.
+        Uses the low end of the smallest gap that fits; among equal gaps, of the lowest.
         """
         size = self.rounded_bytes(nbytes)
         position = bisect_left(self._gaps, size << _MAX_ADDRESS_BITS)
@@ -96,7 +97,7 @@ class Allocator:
         return offset
 
     def free(self, offset: int) -> None:
-        """Give a block back; its bytes join the gaps on both sides.
+        """Free a block; its bytes merge with the gaps on both sides.
 
         Raises:
             KeyError: there is no such block (freed twice, or never allocated).
@@ -115,11 +116,11 @@ class Allocator:
     ) -> list[int] | None:
         """The blocks to free so that `allocate(nbytes)` succeeds, chosen by their age.
 
-        `oldest_first` names the blocks that may go: the time of their last use, ascending, and
-        their offset. Among all runs of neighbouring ones whose bytes and gaps together suffice,
-        the answer is the one whose youngest block is oldest; among equals the one that evicts the
-        fewest bytes, then the lowest. Empty if a gap suffices already; None if no run does. Frees
-        nothing itself.
+        `oldest_first` lists the evictable blocks: the time of their last use, ascending, and their
+        offset. A run is a sequence of neighbouring evictable blocks; it suffices if its bytes and
+        gaps together hold `nbytes`. Of these the result is the run whose youngest block is oldest;
+        among equals the one that evicts the fewest bytes, then the lowest. Empty if a gap suffices
+        already; None if no run does. The method itself frees nothing.
         """
         size = self.rounded_bytes(nbytes)
         if self.largest_free_bytes >= size:
@@ -134,15 +135,15 @@ class Allocator:
     def _where_room_comes(
         self, size: int, oldest_first: Iterator[tuple[float, int]], times: dict[int, float]
     ) -> tuple[int, int]:
-        """From which block to which the best run has to be looked for, by their indexes; `times`
-        becomes those of the blocks that may be in it.
+        """The indexes of the first and the last block between which the best run lies. Fills
+        `times` with the times of the blocks that may be in that run.
 
-        Takes one block after another, from the oldest on, and joins it to neighbours that were
-        taken before, until that makes a run that suffices: no younger block is in the best one.
+        Takes one block after another, from the oldest on, and joins it to its neighbours taken
+        before, until a run suffices: the best run contains no younger block.
         """
         patience = max(_PATIENCE_MIN, len(self) // _PATIENCE)
-        last_of: dict[int, int] = {}  # by the first block of each run that was joined so far
-        first_of: dict[int, int] = {}  # by the last
+        last_of: dict[int, int] = {}  # last block of each run so far, by its first block
+        first_of: dict[int, int] = {}  # first block, by its last block
         lowest, highest, found_time = len(self), -1, math.inf
         for time, offset in oldest_first:
             if time > found_time:
@@ -154,7 +155,7 @@ class Allocator:
             first, last = first_of.pop(index - 1, index), last_of.pop(index + 1, index)
             last_of[first], first_of[last] = last, first
             if self._start_of(last + 1) - self._end_of(first - 1) >= size:
-                # Others of the same age may be in a run with fewer bytes: so it goes on.
+                # Continue: other blocks of the same age may form a run with fewer bytes.
                 lowest, highest, found_time = min(lowest, first), max(highest, last), time
         if highest >= 0:
             return lowest, highest
@@ -164,20 +165,21 @@ class Allocator:
     def _best_run(
         self, size: int, times: Mapping[int, float], lowest: int, highest: int
     ) -> slice | None:
-        """The run that `eviction_window` wants, among these blocks and those that have a time."""
+        """The best run for `eviction_window` from block `lowest` to `highest`, made of blocks that
+        have a time."""
         offsets, sizes = self._offsets, self._sizes
         best_time, best_bytes = math.inf, 0
         best_run: slice | None = None
         youngest: deque[tuple[float, int]] = deque()  # (time, index) in the run, times descending
         first = lowest  # the run is offsets[first : last + 1]
-        start = self._end_of(lowest - 1)  # where the gap before the run begins
+        start = self._end_of(lowest - 1)  # start of the gap before the run
         run_bytes = 0
         for last in range(lowest, highest + 1):
             offset = offsets[last]
             block_bytes = sizes[offset]
             time = times.get(offset)
             if time is None or time > best_time:
-                # No run with this block can be taken, or be better than the best so far.
+                # No run with this block is evictable, or better than the best so far.
                 first, start, run_bytes = last + 1, offset + block_bytes, 0
                 youngest.clear()
                 continue
@@ -188,7 +190,7 @@ class Allocator:
             end = self._start_of(last + 1)
             if end - start < size:
                 continue
-            # Of the runs that end here the shortest is best: its blocks are part of all others.
+            # Of the runs that end here the shortest is best: all others contain its blocks.
             while first < last and end - (after := self._end_of(first)) >= size:
                 run_bytes -= sizes[offsets[first]]
                 first, start = first + 1, after
@@ -200,11 +202,11 @@ class Allocator:
         return best_run
 
     def _start_of(self, index: int) -> int:
-        """Where the block begins, or the range ends after the last one."""
+        """The start of the block; after the last block, the end of the range."""
         return self._offsets[index] if index < len(self._offsets) else self.capacity_bytes
 
     def _end_of(self, index: int) -> int:
-        """Where the block ends, or the range begins before the first one."""
+        """The end of the block; before the first block, the start of the range."""
         if index < 0:
             return 0
         offset = self._offsets[index]

@@ -1,26 +1,14 @@
-"""A digest table: entries in shared memory, found by the digest of (namespace, key).
+"""The local and the remote index: digest tables in shared memory, written by the node only.
 
-One writes, the node; clients map the table read-only and find entries without asking it. An entry
-begins with a sequence that is never given twice, 0 while nothing is there or it is being written.
-Whoever finds the same sequence before and after has read what belongs together (a seqlock).
-
-Relies on stores being seen in their order, which x86-64 promises: elsewhere tables stay empty.
-
-The board: what the node holds, for every client of the host to read without asking.
-
-A digest table beside the arena. The node lists an item once its bytes are complete and strikes it
-off before they can be given to another. A reader takes an entry, copies the bytes, and looks again:
-if the entry is unchanged, so were the bytes. So a read on one host costs no round trip, and a
-stopped node holds nobody up. What is not on the board is asked for.
-
-An entry that does not fit (a full bucket, too many dimensions) or that would need a clock (a time
-to live) is left off.
-
-Elsewhere: keys that other nodes hold, for every client of the host to see without asking.
-
-A digest table beside the board. The node lists a key that its mirror knows to be held by a node
-that lives, and strikes it off the moment either may no longer be so. What is not listed, also what
-nobody holds, is asked of the node.
+A digest table finds entries by the digest of (namespace, key). Clients map it read-only and read
+it on any thread without a request. An entry begins with a sequence number that is never reused; 0
+means empty or being written. A reader that finds the same number before and after has read a
+consistent entry (a seqlock). This needs stores to become visible in order, which x86-64
+guarantees; on other machines the tables stay empty. The local index (`Board`) lists complete items
+of the arena, except those with a time to live, too many dimensions or a full bucket. The node
+removes an entry before the item's bytes are reused, so an unchanged entry means unchanged bytes. A
+stopped node therefore blocks no local read. The remote index (`Elsewhere`) lists the keys that the
+node's mirror knows on live nodes, until either may no longer hold. Unlisted keys need a request.
 """
 
 import hashlib
@@ -42,13 +30,13 @@ BUCKET_ENTRIES: Final = 8
 DIGEST_BYTES: Final = 32
 WORD_BYTES: Final = 8
 HEADER_BYTES: Final = 64
-"""At the beginning of a table: words for its owner."""
+"""At the start of a table: words for the use of its owner."""
 _NO_DIGEST: Final = bytes(DIGEST_BYTES)
 
 
-@lru_cache(maxsize=4096)  # hashing 32 keys anew is a quarter of looking them up
+@lru_cache(maxsize=4096)  # hashing 32 keys again is a quarter of the cost of looking them up
 def digest_of(namespace: str, key: str) -> bytes:
-    """What an entry is found by; cryptographic, because clients may choose keys."""
+    """The digest that finds an entry; cryptographic, because clients may choose keys."""
     return hashlib.blake2b(f"{namespace} {key}".encode(), digest_size=DIGEST_BYTES).digest()
 
 
@@ -63,8 +51,8 @@ class _Table:
         self._buckets = (len(view) - HEADER_BYTES) // self._bucket_bytes
 
     def find(self, digest: bytes) -> tuple[int, int] | None:
-        """Where the entry of `digest` begins, and the sequence that was there meanwhile."""
-        # By the digests' first words, a third of what a search for the whole digest takes.
+        """(position, sequence) of the entry of `digest`, None if there is none."""
+        # By the first words of the digests: a third of the time of a search for whole digests.
         tag = int.from_bytes(digest[:WORD_BYTES], "little")
         start = self._bucket_of(tag)
         word = start // WORD_BYTES
@@ -95,21 +83,22 @@ class _Table:
 
 
 class DigestTable(_Table):
-    """The writer's side; one thread at a time."""
+    """A digest table, for the node that writes it; one thread at a time."""
 
     def __init__(self, name: str, entries: int, entry: struct.Struct) -> None:
         self._memory = SealedMemory(name, HEADER_BYTES + entries * entry.size)
         super().__init__(self._memory.view, entry.size)
         self._entry = entry
         self.sequence = 0
-        """The last one that was given."""
+        """The last sequence number in use."""
 
     @property
     def fd(self) -> int:
         return self._memory.fd
 
     def oldest(self, digest: bytes) -> tuple[int, int]:
-        """Where a new entry of `digest` may go with the least loss, and the sequence there."""
+        """(position, sequence) of the empty or oldest entry that a new one of `digest` may
+        replace."""
         start = self._bucket_of(int.from_bytes(digest[:WORD_BYTES], "little"))
         positions = range(start, start + self._bucket_bytes, self._entry_bytes)
         return min((self.words[at // WORD_BYTES], at) for at in positions)[::-1]
@@ -130,7 +119,7 @@ class DigestTable(_Table):
 
 
 class DigestReader(_Table):
-    """A client's side. Any thread."""
+    """A digest table, for a client that reads it. Any thread."""
 
     def __init__(self, fd: int, entry: struct.Struct) -> None:
         self._mapping = Mapping(fd, os.fstat(fd).st_size, writable=False)
@@ -145,7 +134,8 @@ LOCAL_ENTRY: Final = struct.Struct("@Q32sQBBB13x8Q")
 """sequence, digest, offset, kind, dtype, dimensions, sizes; two cache lines."""
 DIMENSIONS_MAX: Final = 8
 BYTES_AN_ENTRY: Final = 256 << 10
-"""An arena of this many bytes per entry is expected; smaller items may be left off."""
+"""The index has one entry per this many bytes of the arena; with smaller items it may be
+incomplete."""
 ENTRIES_MIN, ENTRIES_MAX = 1024, 65536
 _DTYPE_NAMES: Final = tuple(DTYPES)
 _DTYPE_CODES: Final = {name: code for code, name in enumerate(_DTYPE_NAMES)}
@@ -158,7 +148,7 @@ def entries_for(capacity_bytes: int) -> int:
 
 
 class Board:
-    """The node's side. Called under the shelf's lock."""
+    """The local index, for the node that writes it. The caller holds the arena's lock."""
 
     def __init__(self, capacity_bytes: int) -> None:
         entries = entries_for(capacity_bytes)
@@ -170,7 +160,7 @@ class Board:
         return self._table.fd
 
     def list(self, address: QualifiedKey, header: TensorHeader, offset: int) -> None:
-        """Put a complete item up, where it fits."""
+        """Add a complete item, if it fits."""
         if not IS_ORDERED or len(header.shape) > DIMENSIONS_MAX:
             return
         digest = digest_of(*address)
@@ -183,7 +173,7 @@ class Board:
         self._positions[address] = position
 
     def strike(self, address: QualifiedKey) -> None:
-        """Take an item off, before its bytes can be given to another."""
+        """Remove an item, before its bytes can be reused."""
         position = self._positions.pop(address, None)
         if position is not None:
             self._table.erase(position)
@@ -194,7 +184,7 @@ class Board:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Where an item lay when the board was read. Good as long as `BoardReader.stands`."""
+    """The location of an item when the local index was read. Valid while `BoardReader.stands`."""
 
     position: int
     sequence: int
@@ -203,17 +193,17 @@ class Entry:
 
 
 class BoardReader:
-    """A client's side. Any thread."""
+    """The local index, for a client that reads it. Any thread."""
 
     def __init__(self, fd: int) -> None:
         self._table = DigestReader(fd, LOCAL_ENTRY)
 
     def lists(self, digest: bytes) -> bool:
-        """Whether the item is here; False where the node has to be asked."""
+        """Whether this host has the item; False if the node must be asked."""
         return self._table.find(digest) is not None
 
     def find(self, digest: bytes) -> Entry | None:
-        """The entry of an item that is here, None where the node has to be asked."""
+        """The entry of an item on this host, None if the node must be asked."""
         place = self._table.find(digest)
         if place is None:
             return None
@@ -228,7 +218,7 @@ class BoardReader:
         return Entry(*place, header, offset)
 
     def stands(self, entry: Entry) -> bool:
-        """Whether the entry is unchanged, and with it the bytes that were read since."""
+        """Whether the entry is unchanged; if so, the bytes read since then are valid."""
         return self._table.stands(entry.position, entry.sequence)
 
     def close(self) -> None:
@@ -236,18 +226,18 @@ class BoardReader:
 
 
 ENTRIES: Final = 65536
-"""2.6 MB where all are used; past it those that were listed longest ago make room."""
+"""2.6 MB if all are used. In a full bucket a new entry replaces the one listed longest ago."""
 REMOTE_ENTRY: Final = struct.Struct("@Q32s")
 """sequence, digest"""
 BELIEVED_SECONDS: Final = 1.0
-"""A node that did not confirm its table for so long is frozen, and knows no more than we do."""
+"""A node that has not confirmed its table for so long is frozen; its table may be out of date."""
 _FLOOR, _CONFIRMED_AT = 0, 1
-"""Words of the header: the last sequence that is void, and nanoseconds of CLOCK_MONOTONIC, which
-all processes of a host share. (Where they do not, in a time namespace, nothing is believed.)"""
+"""Words of the header: the last invalid sequence number, and nanoseconds of CLOCK_MONOTONIC, which
+all processes of a host share. (In another time namespace, with another clock, no entry counts.)"""
 
 
 class Elsewhere:
-    """The node's side. One thread."""
+    """The remote index, for the node that writes it. One thread."""
 
     def __init__(self) -> None:
         self._table = DigestTable("lookup-buffer-elsewhere", ENTRIES, REMOTE_ENTRY)
@@ -264,7 +254,7 @@ class Elsewhere:
         self._table.write(position, digest)
 
     def strike(self, address: QualifiedKey) -> None:
-        """Take a key off; one that is not listed is no matter."""
+        """Remove a key, if it is listed."""
         found = self._table.find(digest_of(*address))
         if found is not None:
             self._table.erase(found[0])
@@ -273,7 +263,7 @@ class Elsewhere:
         self._table.words[_FLOOR] = self._table.sequence
 
     def confirm(self) -> None:
-        """What is listed is so now. To be called more often than each `BELIEVED_SECONDS`."""
+        """Confirm that the table is current. Call it more often than every `BELIEVED_SECONDS`."""
         self._table.words[_CONFIRMED_AT] = time.monotonic_ns()
 
     def close(self) -> None:
@@ -281,19 +271,19 @@ class Elsewhere:
 
 
 class ElsewhereReader:
-    """A client's side. Any thread."""
+    """The remote index, for a client that reads it. Any thread."""
 
     def __init__(self, fd: int, clock: Callable[[], int] = time.monotonic_ns) -> None:
         self._table = DigestReader(fd, REMOTE_ENTRY)
         self._clock = clock
 
     def is_current(self) -> bool:
-        """Whether the node has confirmed lately what is listed."""
+        """Whether the node has confirmed the table within `BELIEVED_SECONDS`."""
         age = self._clock() - self._table.words[_CONFIRMED_AT]
         return 0 <= age < BELIEVED_SECONDS * 1e9
 
     def lists(self, digest: bytes) -> bool:
-        """Whether a living node holds the key; False where this host's node has to be asked."""
+        """Whether a live node holds the key; False if this host's node must be asked."""
         found = self._table.find(digest)
         return found is not None and found[1] > self._table.words[_FLOOR]
 

@@ -1,21 +1,15 @@
 """Shared memory: the node's `Arena`, its read-only `Mapping` in clients, and a client's `Staging`.
 
-All are memfds, passed over the unix socket by descriptor: there is nothing in /dev/shm to leak or
-to name. The arena is sealed against shrinking, growing *and future writable mappings* once the
-node has mapped it: only the node ever writes it, so bytes that were promised to an engine cannot
-be changed or cut off by any client, whatever it does with the descriptor. Clients hand bytes in
-through a staging area of their own, which the node maps read-only after it has checked its seals.
+All are memfds, passed over the unix socket by descriptor: /dev/shm holds nothing that could leak
+or clash. Once the node has mapped the arena, it is sealed against shrinking, growing *and future
+writable mappings*. Only the node writes it: no client can change or truncate bytes promised to an
+engine, whatever it does with the descriptor. A client passes bytes through a staging area of its
+own, which the node maps read-only after a check of its seals.
 
-Nothing here knows what lies where; see `allocator` and `inventory`.
-
-Advice: what the kernel is told of memory before it is used.
-
-Without the interpreter lock, which mmap.madvise would hold for the whole call. Any thread; knows
-addresses only. A kernel that does not know an advice ignores it, and so do we.
-
-Pointers: where a buffer's bytes lie, also of read-only memory, and buffers of what lies there.
-
-ctypes' own `from_buffer` refuses memory that is read-only. Pure; any thread.
+The module also owns madvise and addresses of buffers. `madvise` runs without the GIL, which
+mmap.madvise holds for the whole call; an advice unknown to the kernel has no effect. ctypes' own
+`from_buffer` refuses read-only memory. Any thread. Nothing here knows the content of the memory;
+see `allocator` and `node.inventory`.
 """
 
 import ctypes
@@ -29,7 +23,7 @@ from lookup_buffer.errors import ProtocolError
 
 PAGE_BYTES: Final = 4096
 HUGE_BYTES: Final = 4 << 20
-"""From this size on huge pages pay: two of the usual 2 MiB."""
+"""From this size on, huge pages are worth their cost: two of the usual 2 MiB."""
 _DONTNEED: Final = 4
 _HUGEPAGE: Final = 14
 _POPULATE_READ: Final = 22
@@ -40,19 +34,19 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def populate(address: int, nbytes: int, *, writable: bool) -> bool:
-    """Fault the pages in; False where the kernel (before 5.14) cannot."""
+    """Fault the pages in; False if the kernel (before 5.14) cannot."""
     advice = _POPULATE_WRITE if writable else _POPULATE_READ
     return bool(_libc.madvise(address, nbytes, advice) == 0)
 
 
 def discard(address: int, nbytes: int) -> None:
-    """Give whole pages back to the system: to unmap them then takes no time."""
+    """Return whole pages to the system; unmapping them later then takes no time."""
     _libc.madvise(address, nbytes, _DONTNEED)
 
 
 def prefer_huge_pages(address: int, nbytes: int) -> None:
-    """For large memory that was not touched yet: a first copy into it is up to four times as fast
-    where the kernel gives huge pages to who asks for them, as most do.
+    """Request huge pages for large memory before its first use. The first copy into it is then up
+    to four times as fast, if the kernel grants huge pages on request, as most do.
     """
     if nbytes < HUGE_BYTES:
         return
@@ -79,7 +73,7 @@ class _PyBuffer(ctypes.Structure):
     )
 
 
-# A pair of functions of our own: the prototypes on ctypes.pythonapi are shared by the process.
+# Separate function objects: the prototypes on ctypes.pythonapi are shared by the whole process.
 _get_buffer: Final = ctypes.PYFUNCTYPE(
     ctypes.c_int, ctypes.py_object, ctypes.POINTER(_PyBuffer), ctypes.c_int
 )(("PyObject_GetBuffer", ctypes.pythonapi))
@@ -89,7 +83,7 @@ _release_buffer: Final = ctypes.PYFUNCTYPE(None, ctypes.POINTER(_PyBuffer))(
 
 
 def pointer_to(buffer: mmap.mmap | memoryview) -> int:
-    """The address of the first byte; good as long as the caller keeps `buffer` open.
+    """The address of the first byte; valid while the caller keeps `buffer` open.
 
     Raises:
         BufferError: the bytes are not contiguous.
@@ -102,14 +96,14 @@ def pointer_to(buffer: mmap.mmap | memoryview) -> int:
 
 
 def array_at(address: int, nbytes: int, *, keep: object) -> "ctypes.Array[ctypes.c_ubyte]":
-    """A buffer of what lies there; `keep` is alive as long as the buffer or a view of it."""
+    """A buffer over the memory at `address`. The buffer and its views keep `keep` alive."""
     array = (ctypes.c_ubyte * nbytes).from_address(address)
     array.__dict__["keep"] = keep
     return array
 
 
 def bytes_at(address: int, nbytes: int, *, keep: object) -> memoryview:
-    """A view of bytes over `array_at`; writable, whoever the memory belongs to."""
+    """A view of bytes over `array_at`; always writable, also over read-only memory."""
     return memoryview(array_at(address, nbytes, keep=keep)).cast("B")
 
 
@@ -121,7 +115,7 @@ _FIXED_SIZE = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 class Mapping:
     """A memfd mapped into this process: `view` for Python, `address` for memmove.
 
-    `close` unmaps it, or leaves that to the garbage collector while views are still held.
+    `close` unmaps it; while views are still held, the garbage collector unmaps it later.
     """
 
     def __init__(self, fd: int, nbytes: int, *, writable: bool) -> None:
@@ -135,9 +129,10 @@ class Mapping:
         self._populating: threading.Thread | None = None
 
     def populate_in_background(self, *, skip_bytes: int = 0, most_bytes: int | None = None) -> None:
-        """Fault the pages in from a thread of its own, so that no copy pays for it later.
+        """Fault the pages in on a separate thread, so that later copies have no page faults.
 
-        Once; further calls do nothing. `most_bytes`: only so far from the start.
+        Runs once; further calls do nothing. `most_bytes` limits it to that many bytes from the
+        start.
         """
         if self._populating is not None:
             return
@@ -164,11 +159,11 @@ class Mapping:
             self.view.release()
             self._map.close()
         except BufferError:
-            pass  # a tensor over these bytes is still alive; the last one to go unmaps them
+            pass  # a tensor over these bytes is still alive; the last one unmaps them
 
 
 class _Memfd(Mapping):
-    """A memfd of our own making, mapped writable and then sealed."""
+    """A memfd that this process creates, mapped writable and then sealed."""
 
     def __init__(self, name: str, nbytes: int, seals: int) -> None:
         self.fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -184,7 +179,7 @@ class _Memfd(Mapping):
 
 
 class SealedMemory(_Memfd):
-    """Memory that only its maker writes: `fd` may be handed to anyone, it can only be read."""
+    """Memory that only its creator can write. Any process may get `fd`; it can only read."""
 
     def __init__(self, name: str, nbytes: int) -> None:
         super().__init__(name, nbytes, _FIXED_SIZE | F_SEAL_FUTURE_WRITE)
@@ -198,24 +193,24 @@ class Arena(SealedMemory):
 
 
 class Staging(_Memfd):
-    """A client's area through which it hands bytes to the node; warm after its first use."""
+    """A client's area for passing bytes to the node; its pages stay mapped after first use."""
 
     def __init__(self, nbytes: int) -> None:
         super().__init__("lookup-buffer-staging", nbytes, _FIXED_SIZE)
 
 
 def adopt_staging(fd: int, capacity_bytes: int) -> Mapping:
-    """Map a staging descriptor that a client sent; the caller keeps owning `fd`.
+    """Map a staging descriptor from a client. The caller keeps ownership of `fd`.
 
     Raises:
-        ProtocolError: when it is no memfd of fixed size (its owner could then truncate it and kill
-            the node by SIGBUS), is empty, or is larger than the arena could ever take.
+        ProtocolError: it is no memfd of fixed size (its owner could then truncate it and kill the
+            node by SIGBUS), is empty, or is larger than twice the arena.
     """
     return adopt(fd, most_bytes=2 * capacity_bytes)
 
 
 def adopt(fd: int, *, most_bytes: int) -> Mapping:
-    """Map memory that another process sent, to be read; the caller keeps owning `fd`.
+    """Map memory from another process, read-only. The caller keeps ownership of `fd`.
 
     Raises:
         ProtocolError: see `adopt_staging`.
