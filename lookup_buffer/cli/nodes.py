@@ -45,7 +45,7 @@ def nodes(
 
 
 def _facts(node: str, beat: Beat, info: NodeInfo | None, alive: bool) -> dict[str, Any]:
-    """The stable JSON form of a node. Fields of an unknown (no longer kept) description are null."""
+    """The stable JSON form of a node. Without a description (`info`) its fields are null."""
     if info is None:
         said = dict.fromkeys(field.name for field in fields(NodeInfo))
     else:
