@@ -37,7 +37,7 @@ class Histogram:
             self._sum_seconds += seconds
 
     def read(self) -> tuple[list[int], float]:
-        """Cumulative counts, one per bound of `BOUNDS_SECONDS` and one for all; the sum in seconds."""
+        """Cumulative counts, one for each of `BOUNDS_SECONDS` and one for all; the sum."""
         with self._lock:
             return list(accumulate(self._counts)), self._sum_seconds
 

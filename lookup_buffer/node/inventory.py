@@ -271,7 +271,7 @@ class Inventory:
     def reserve_handoff(
         self, address: QualifiedKey, header: TensorHeader, *, ttl_seconds: float, wanted: bool
     ) -> Item:
-        """Reserve room for a hand-off, or for its next generation. It is found once it is committed.
+        """Reserve room for a hand-off, or for its next generation. It is found once committed.
 
         If the share cannot hold both, an unpinned item at the same address is removed.
         `wanted`: a taker waits, so the item will not stay. It may then use the share of pins, so
