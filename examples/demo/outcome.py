@@ -177,8 +177,8 @@ class Result:
 def judge(result: Result, *, times_count: bool) -> list[Promise]:
     """The promises of the demo, each kept or broken.
 
-    `times_count` says whether times are among them. They are for the heavy model; the tiny one
-    encodes in the time that a hit takes.
+    `times_count`: whether promises about times are included. They are for the heavy model; the
+    tiny one encodes in the time that a hit takes.
     """
     promises = [
         Promise(

@@ -121,6 +121,7 @@ LOOPBACK = ("127.", "localhost", "[::1]")
 
 
 def fleet_checks(store: MetadataStore, token: str | None) -> Iterator[Check]:
+    """Checks of the nodes with a beat. Watches their beats for 2 s at most."""
     watch = BeatWatch(store)
     watch.settle()
     alive = [node for node in watch.last if watch.alive(node)]
@@ -219,6 +220,7 @@ ARENA_PART_MAX = 0.75
 
 
 def host_checks(config: "BufferConfig") -> Iterator[Check]:
+    """Checks of this host: variables, runtime directory, node and arena."""
     yield from _variables(config)
     try:
         path = config.socket_path()
@@ -361,6 +363,7 @@ PING_SECONDS_MAX = 0.005
 
 
 def store_checks(config: "BufferConfig") -> Iterator[Check]:
+    """Checks of the client library and the store, and of the fleet if the store is usable."""
     yield from _client()
     access = config.store_access()
     try:

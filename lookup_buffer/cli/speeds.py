@@ -181,7 +181,7 @@ START_SECONDS: Final = 60.0
 LATENCY_SECONDS: Final = 100e-6
 """Allowance beyond the copies: for messages and for waking threads."""
 TOLERANCE: Final = 1.5
-"""A pipe is slow above so many times the expected time: hosts differ, and have other load."""
+"""A pipe is called slow above this multiple of the expected time: hosts and their load differ."""
 
 
 @dataclass(frozen=True, slots=True)

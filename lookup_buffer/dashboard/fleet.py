@@ -46,12 +46,16 @@ HIT_BYTES = tuple(_SERIES["hit_bytes"].values())
 
 @dataclass(frozen=True, slots=True)
 class Seen:
+    """One sample for the page: the present state, and what was counted since the last sample."""
+
     now: dict[str, Any]
     point: dict[str, Any] | None
     """None for the first sample."""
 
 
 class FleetWatch:
+    """Samples the fleet; keeps the samples of the last minute. Used by one thread."""
+
     def __init__(self, store: MetadataStore, walker: Executor) -> None:
         self._store = store
         self._walker = walker

@@ -211,6 +211,13 @@ class Activity:
 def take_sample(
     store: MetadataStore, reader: "Traces", namespaces: list[str], now: float
 ) -> Sample:
+    """Read a sample; `now` is the monotonic clock in seconds.
+
+    Hits are those of the HOTTEST keys in `namespaces`.
+
+    Raises:
+        StoreError: the store does not answer.
+    """
     beats = store.beats()
     hottest = reader.hottest(namespaces, HOTTEST)
     return Sample(

@@ -26,6 +26,8 @@ bucket of their own."""
 
 
 class Histogram:
+    """Durations in seconds, counted in the buckets of BOUNDS_SECONDS. Thread-safe."""
+
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._counts = [0] * (len(BOUNDS_SECONDS) + 1)

@@ -126,6 +126,8 @@ HANDOFF_FRACTION: Final = 1 / 2
 
 @dataclass(slots=True)
 class Shares:
+    """The bytes charged to readers, writers and hand-offs, and their limits. Not thread-safe."""
+
     capacity_bytes: int
     pinned_bytes: int = 0
     reserved_bytes: int = 0
@@ -183,6 +185,8 @@ class Pin:
 
 @dataclass(frozen=True, slots=True)
 class Gauges:
+    """The state of an inventory at one moment, in numbers."""
+
     items: int
     used_bytes: int
     pinned_bytes: int
@@ -365,6 +369,7 @@ class Inventory:
             self._free(item)
 
     def remove_expired(self) -> None:
+        """Remove all items whose time to live is over."""
         now = self.clock()
         for item in list(self._mortal.values()):
             if item.expires_at is not None and item.expires_at <= now:
@@ -420,6 +425,7 @@ class Inventory:
             self.unpin(pin_id, pin.owner)
 
     def pins_of(self, owner: int) -> list[int]:
+        """The ids of the pins of `owner`."""
         return [pin_id for pin_id, pin in self._pins.items() if pin.owner == owner]
 
     def gauges(self) -> Gauges:
