@@ -1,1 +1,1 @@
-"""The demo: two real vLLM engines share encoder outputs through a real Redis."""
+"""The demonstration: two real vLLM engines share encoder outputs through a real Redis."""

@@ -1,8 +1,10 @@
 """`python -m examples.demo`, also behind `lookup-buffer demo`: the whole story on one machine.
 
-Exit codes: 0 every promise kept but perhaps times, 1 another one broken (both are named in the
-output), 2 something did not start or answer, 130 interrupted. Whatever the end, every process that
-was started is gone.
+Starts store, nodes and engines, runs the requests, prints and writes the result. Main thread.
+
+Exit codes: 0 every promise is kept, except perhaps those about times; 1 another promise is broken
+(the output names both kinds); 2 something did not start or answer; 130 interrupted. In every case
+all processes that were started are ended.
 """
 
 import argparse
@@ -44,7 +46,7 @@ def main() -> int:
             highlight=False, soft_wrap=True,
         )  # fmt: skip
         return 2
-    # So that an orderly end by a supervisor cleans up as Ctrl-C does.
+    # SIGTERM, from a supervisor, cleans up as Ctrl-C does.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         return _demo(SIZES[arguments.model], arguments.directory, arguments.json, console)
@@ -149,7 +151,7 @@ def _engine(
 
 
 def _cores(index: int) -> tuple[int, ...]:
-    """The share of the machine's cores that engine number `index` gets; all get equally many."""
+    """The cores of the machine for engine number `index`; all engines get equally many."""
     cores = sorted(os.sched_getaffinity(0))
     each = min(max(len(cores) // len(_ENGINES), 1), _CORES_PER_ENGINE_MAX)
     first = index * each % len(cores)
@@ -157,7 +159,7 @@ def _cores(index: int) -> tuple[int, ...]:
 
 
 def _wait_for_hits(story: Story) -> None:
-    """Nodes count hits in batches; give them the time to arrive."""
+    """Wait, for _HITS_WAIT_SECONDS at most, until all hits are in Redis: nodes write in batches."""
     expected = sum(bool(outcome.source) for outcome in story.outcomes)
     deadline = time.monotonic() + _HITS_WAIT_SECONDS
     while sum(record.hits for record in story.records()) < expected:

@@ -1,4 +1,4 @@
-"""vLLM's scheduler, writing down what it schedules. Runs in the process of vLLM's engine core.
+"""vLLM's scheduler with a log of what it schedules. Runs in the process of vLLM's engine core.
 
 Only the demo and the end-to-end tests use it, through vLLM's `scheduler_cls`. It changes no
 decision and knows no connector.
@@ -27,7 +27,7 @@ class CountingScheduler(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         path = Path(self.vllm_config.additional_config[LOG_SETTING])
-        # Line buffered: a line is complete in the file before the step's answer can leave.
+        # Line buffered: a line is complete in the file before the step's output is returned.
         self._demo_log = path.open("a", buffering=1, encoding="utf-8")
         self._demo_steps = 0
         self._demo_external: dict[str, list[int]] = {}
@@ -65,5 +65,8 @@ class CountingScheduler(Scheduler):
 
 
 class CountingAsyncScheduler(CountingScheduler, AsyncScheduler):
-    """The same for engines that schedule a step while the one before it runs: vLLM's default on
-    GPUs. On CPU vLLM itself switches that off, and this one plans one step at a time."""
+    """The same for engines that schedule a step while the previous one runs.
+
+    That is vLLM's default on GPUs. On CPU vLLM switches it off; this class then schedules one step
+    at a time.
+    """

@@ -1,8 +1,8 @@
-"""One real vLLM engine in processes of its own, as the demo and the end-to-end tests see it.
+"""One real vLLM engine in its own processes, as the demo and the end-to-end tests use it.
 
 Runs in the commanding process and imports neither vLLM nor torch. The engine is a session leader
-with its own process group: a Ctrl-C in the terminal does not reach it, and whatever it started
-ends with it.
+with its own process group: a Ctrl-C in the terminal does not reach it, and every process that it
+started ends with it.
 """
 
 import contextlib
@@ -26,14 +26,14 @@ from examples.demo.schedule_log import ScheduleLog
 
 _LOG_TAIL_LINES = 40
 _POLL_SECONDS = 0.02
-# For a machine ten times slower than two idle cores, where it is 40 s and 6 s.
+# Enough for a machine ten times slower than two idle cores, which take 40 s and 6 s.
 START_SECONDS = 600.0
 ANSWER_SECONDS = 300.0
 _NAMED = re.compile(r"lookup buffer: (namespace [0-9a-f]{64}|.*shares nothing)")
 
 
 class EngineFailure(Exception):
-    """The engine did not start, did not answer in time, or ended. The text holds its log's tail."""
+    """The engine did not start, did not answer in time, or ended. The text has its log's tail."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Question:
     prompt: str
     tokens: int = 8
     token_ids: tuple[int, ...] = ()
-    """Instead of `prompt`, where there are some."""
+    """Used instead of `prompt`, if not empty."""
     kv_transfer_params: Mapping[str, Any] | None = field(default=None, hash=False)
     """As in vLLM's requests, for its KV connector."""
 
@@ -55,7 +55,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What an engine answered, and how it came by the images."""
+    """What an engine answered, and how it got the encodings of the images."""
 
     request: str
     tokens: tuple[int, ...]
@@ -66,9 +66,9 @@ class Answer:
     origins: tuple[str, ...]
     """"encoded" or "loaded" for each image that vLLM's own encoder cache did not hold."""
     identifiers: tuple[str, ...]
-    """vLLM's names of the same images."""
+    """vLLM's identifiers of the same images."""
     kv_transfer_params: Mapping[str, Any] | None = None
-    """What vLLM's KV connector says of the request, for another engine."""
+    """What vLLM's KV connector returns for the request, to be passed to another engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,12 +116,15 @@ class DemoEngine:
 
     @property
     def pid(self) -> int:
-        """Process and process group of the engine; all it started is in the group."""
+        """Id of the engine's process and of its process group, which has all that it started."""
         return self._process.pid
 
     def wait_ready(self, *, timeout_seconds: float = START_SECONDS) -> StartFacts:
-        """Returns when the engine can answer, and shares if it ever will; raises EngineFailure if
-        it never answers."""
+        """Return when the engine can answer and its connector, if any, has its namespace or none.
+
+        Raises:
+            EngineFailure: it was not ready in time, or ended.
+        """
         if self.facts is None:
             deadline = time.monotonic() + timeout_seconds
             facts = StartFacts(**self._receive("ready", timeout_seconds))
@@ -130,7 +133,7 @@ class DemoEngine:
         return self.facts
 
     def _wait_named(self, deadline: float) -> None:
-        """Until the connector's log says under which namespace it shares, or that it does not."""
+        """Wait until the connector's log names its namespace, or says that it shares nothing."""
         arguments = json.dumps(engine_arguments(self.settings), default=str)
         if CONNECTOR_NAME not in arguments and KV_CONNECTOR_NAME not in arguments:
             return
@@ -145,7 +148,7 @@ class DemoEngine:
         return self.collect(timeout_seconds=timeout_seconds)[0]
 
     def submit(self, questions: Sequence[Question]) -> None:
-        """Hands over questions that the engine works on together."""
+        """Send questions that the engine works on together."""
         self._send({"generate": [asdict(question) for question in questions]})
 
     def collect(self, *, timeout_seconds: float = ANSWER_SECONDS) -> list[Answer]:
@@ -162,7 +165,7 @@ class DemoEngine:
 
     @property
     def encoder_runs(self) -> int:
-        """Images that vLLM's scheduler had encoded since the start."""
+        """The number of images that vLLM's scheduler has had encoded since the start."""
         return self.schedule.encoder_runs()
 
     def log_tail(self) -> str:
@@ -170,11 +173,11 @@ class DemoEngine:
         return "\n".join(text.splitlines()[-_LOG_TAIL_LINES:])
 
     def kill(self) -> None:
-        """Ends every process of the engine at once, as a crash of the machine would."""
+        """Kill every process of the engine at once, as a crash of the machine would."""
         self._end(patience_seconds=0.0)
 
     def close(self, *, timeout_seconds: float = 15.0) -> None:
-        """Asks the engine to end, and kills what is left of it after the timeout."""
+        """Ask the engine to end; kill the processes that remain after the timeout."""
         if self._closed:
             return
         with contextlib.suppress(EngineFailure):
@@ -190,7 +193,7 @@ class DemoEngine:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # In a hurry when something failed or the user pressed Ctrl-C.
+        # Without waiting if something failed or the user pressed Ctrl-C.
         self.close(timeout_seconds=15.0 if kind is None else 0.0)
 
     def _end(self, *, patience_seconds: float) -> None:
@@ -198,8 +201,8 @@ class DemoEngine:
             return
         self._closed = True
         deadline = time.monotonic() + patience_seconds
-        # WNOWAIT leaves the process unreaped: its number, which is also that of the group, stays
-        # ours until the group was killed.
+        # WNOWAIT leaves the process unreaped: its id, which is also that of the group, is not
+        # reused before the group is killed.
         options = os.WEXITED | os.WNOWAIT | os.WNOHANG
         while os.waitid(os.P_PID, self.pid, options) is None and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)

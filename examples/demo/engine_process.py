@@ -1,7 +1,7 @@
 """The engine's own process: one real vLLM engine, commanded by JSON lines over a socket.
 
 Main thread: vLLM. A second thread reads the socket, so that the end of the commanding process is
-noticed in the middle of an answer too; this process then takes its whole process group with it.
+noticed during an answer too; it then kills its whole process group.
 """
 
 import json
@@ -16,7 +16,7 @@ from typing import Any
 
 Message = dict[str, Any]
 
-# For vLLM's own children to end in peace; connectors give back what they hold in that time.
+# Time for vLLM's own children to end in order; connectors release what they hold in that time.
 _SHUTDOWN_SECONDS = 10.0
 
 
@@ -37,11 +37,11 @@ def main() -> None:
             if "stop" in command:
                 break
             _send(connection, {"answers": engine.answer(command["generate"])})
-    except Exception as error:  # the top of this process: the commander must hear why it ends
+    except Exception as error:  # top of this process: report why it ends
         _send(connection, {"error": f"{type(error).__name__}: {error}"})
         raise
     engine.close()
-    # The engine is down; taking 3,000 modules apart would be another three seconds.
+    # The engine is shut down; unloading 3,000 modules would take another three seconds.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
@@ -53,7 +53,7 @@ class _Engine:
     def __init__(self, start: Message) -> None:
         began = time.monotonic()
         if start["cores"]:
-            # vLLM binds a worker to its cores only where it has a process of its own.
+            # vLLM binds a worker to its cores only if the worker has its own process.
             os.sched_setaffinity(0, start["cores"])
         from PIL import Image
         from vllm import LLM, SamplingParams
@@ -88,7 +88,7 @@ class _Engine:
         return [self._describe(output) for output in outputs]
 
     def _sample(self, question: Message) -> Any:
-        """Greedy, and always as many tokens as asked for: a random model may say "end" early."""
+        """Greedy, always with the requested number of tokens: a random model may emit "end"."""
         transfer = question["kv_transfer_params"]
         return self._sampling(
             temperature=0.0,
@@ -120,7 +120,7 @@ def _read_commands(connection: socket.socket, commands: "queue.Queue[Message]") 
             commands.put(command)
             if "stop" in command:
                 return
-    # End of file without "stop": the commander is gone. Nobody is left to clean up after us.
+    # End of file without "stop": the commanding process has ended and cannot clean up any more.
     os.killpg(os.getpgid(0), signal.SIGKILL)
 
 

@@ -1,4 +1,7 @@
-"""What one demo engine is started with, and how that reads in vLLM's own arguments."""
+"""The settings of one demo engine, and the vLLM arguments and environment that they become.
+
+Pure: imports no vLLM and starts nothing.
+"""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -7,12 +10,12 @@ from typing import Any
 
 from examples.demo.model_size import ModelSize
 
-# Longest prompt text that the demo and the tests use, in tokens (the tokenizer has one a byte).
+# Longest prompt text of the demo and the tests, in tokens (the tokenizer has one per byte).
 _PROMPT_TOKENS_MAX = 128
 _ANSWER_TOKENS_MAX = 64
 # A token costs 2 KiB of KV cache in both sizes of the model.
 _KV_CACHE_BYTES = 64 << 20
-# glibc takes no larger one; the largest tensor of the heavy model has 12 MB.
+# The largest value that glibc accepts; the largest tensor of the heavy model has 12 MB.
 _MMAP_THRESHOLD_MAX = 32 << 20
 
 
@@ -25,14 +28,14 @@ class Placement(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """One engine. Two engines that are to share must get the same `model_directory`: the path is
-    part of vLLM's content hash."""
+    """One engine. Engines that shall share need the same `model_directory`: the path is part of
+    vLLM's content hash."""
 
     name: str
     size: ModelSize
     model_directory: Path
     work_directory: Path
-    """Holds the engine's log and schedule; made if missing, not removed."""
+    """Holds the engine's log and schedule; created if missing, not removed."""
     placement: Placement = Placement.TWO_PROCESSES
     ec_transfer_config: dict[str, Any] | None = None
     """As in vLLM's `--ec-transfer-config`; None is an engine without any connector."""
@@ -40,8 +43,8 @@ class EngineSettings:
     """How many images vLLM's own encoder cache holds."""
     images_per_prompt: int = 1
     cores: tuple[int, ...] = ()
-    """Cores that do the engine's arithmetic; none named leaves it to vLLM. Engines whose tokens are
-    compared need equally many: the number of threads decides the order of floating-point sums."""
+    """Cores for the engine's arithmetic; if empty, vLLM chooses. Engines whose tokens are compared
+    need equally many: the number of threads decides the order of floating-point sums."""
     environment: dict[str, str] = field(default_factory=dict)
     """Added to the engine's environment."""
     extra_arguments: dict[str, Any] = field(default_factory=dict)
@@ -64,11 +67,11 @@ def engine_environment(settings: EngineSettings) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "TOKENIZERS_PARALLELISM": "false",
-        # An engine imports 3,000 modules in each of its processes: compiled ones halve its start.
+        # An engine imports 3,000 modules in each of its processes: bytecode files halve its start.
         "PYTHONDONTWRITEBYTECODE": "",
-        # glibc would hand freed tensors back to the system, by chance of where they lie on its
-        # heap: the same prefill then took 0 to 15,000 page faults, 43 to 68 ms. vLLM's pages on
-        # CPU preload TCMalloc, which keeps memory; these two make glibc keep it.
+        # glibc returns freed tensors to the system, depending on their place on its heap: the same
+        # prefill then took 0 to 15,000 page faults, 43 to 68 ms. vLLM's documentation for CPU
+        # preloads TCMalloc, which keeps memory; these two make glibc keep it.
         "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
         "MALLOC_MMAP_THRESHOLD_": str(_MMAP_THRESHOLD_MAX),
     }
@@ -82,8 +85,8 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
     """Arguments of `vllm.LLM`, without the scheduler's class.
 
     vLLM's encoder cache has no setting of its own: it holds as many embeddings as a step may have
-    tokens. That a repeated image reaches it needs the prefix cache off; that an image then keeps
-    its content hash as identifier needs the processor's cache on.
+    tokens. A repeated image reaches that cache only with the prefix cache off. The image then keeps
+    its content hash as identifier only with the processor's cache on.
     """
     one_image = settings.size.embeddings_per_image
     images = settings.images_per_prompt

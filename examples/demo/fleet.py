@@ -1,7 +1,7 @@
 """The demo's fleet without its engines: a Valkey, and two nodes that act as two hosts.
 
-The nodes have their own names, directories and sockets, and reach each other over TCP only. All of
-it runs on embedded parts and ends with this process, however that ends.
+The nodes have their own names, directories and sockets, and reach each other over TCP only. All
+of it runs on embedded parts and ends with this process, however this process ends.
 """
 
 import contextlib
@@ -26,13 +26,13 @@ _NODE_READY_SECONDS = 60.0
 _NODE_END_SECONDS = 15.0
 _POLL_SECONDS = 0.02
 _STORE_SECONDS = 5.0
-# An engine that waits too long encodes by itself, which the demo would show as a broken promise. So
-# on a busy machine its engines wait longer than by default; on an idle one nothing waits so long.
+# An engine whose wait times out encodes by itself, and the demo would report a broken promise. So
+# these limits are longer than the defaults, for a busy machine; an idle one never reaches them.
 _PATIENCE = {"fetch_wait_seconds": 60.0, "claim_wait_seconds": 100.0}
 
 
 class NodeFailure(Exception):
-    """A node did not start; the text holds the end of its log."""
+    """A node did not start; the text has the end of its log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +70,12 @@ class DemoNode:
 
 
 def start_node(name: str, directory: Path, store_url: str, log_path: Path) -> DemoNode:
-    """A node called `name`; it answers before this returns, and ends with the calling process.
+    """Start a node called `name`; it answers before this returns, and ends with this process.
 
-    `directory` must be short: it holds Unix sockets. Raises NodeFailure.
+    `directory` must be short: it holds Unix sockets.
+
+    Raises:
+        NodeFailure: the node did not start.
     """
     config = BufferConfig(
         node_id=name,
@@ -93,7 +96,7 @@ def start_node(name: str, directory: Path, store_url: str, log_path: Path) -> De
         )
     node = DemoNode(config, process)
     try:
-        # On standard input, not in the arguments: a configuration may hold secrets.
+        # On standard input, not in the arguments, since a configuration may hold secrets.
         assert process.stdin is not None
         with process.stdin as pipe:
             pipe.write(to_json(config).encode())
@@ -115,7 +118,7 @@ def _wait_until_ready(node: DemoNode, log_path: Path) -> None:
 
 
 class Fleet:
-    """A store and the nodes, as a context: entering starts them, leaving ends them."""
+    """A store and the nodes as a context: entering starts them, leaving ends them."""
 
     def __init__(self, node_names: tuple[str, ...], log_directory: Path) -> None:
         self._node_names = node_names
@@ -130,7 +133,7 @@ class Fleet:
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
-            # Short, for Unix sockets allow 107 bytes: a checkout may lie deep.
+            # A short path: a Unix socket allows 107 bytes, and the path of a checkout may be long.
             root = stack.enter_context(tempfile.TemporaryDirectory(prefix="lb-demo-"))
             server = EmbeddedServer.start(
                 Path(root) / "valkey", timeout_seconds=_NODE_READY_SECONDS
@@ -149,7 +152,7 @@ class Fleet:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # A second Ctrl-C must not leave half of it running.
+        # A second Ctrl-C must not leave processes running.
         previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
             self._stack.close()

@@ -1,10 +1,12 @@
-"""How the demo starts Python programs of ours."""
+"""The command line for starting the demo's Python modules as processes."""
 
 import sys
 
 
 def python_command(module: str, *arguments: str) -> list[str]:
-    """Runs `module` as this process was run: with -P, no folder of the working directory (which
-    may well be called `store`) gets in the way of a package."""
+    """The command that runs `module` with this interpreter.
+
+    -P: no folder of the working directory, such as one called `store`, shadows a package.
+    """
     safe = ("-P",) if sys.flags.safe_path else ()
     return [sys.executable, *safe, "-m", module, *arguments]

@@ -1,7 +1,7 @@
 """Writes the demo's model to a directory from which vLLM loads it without any download.
 
 Files: configuration, image processor (the PIL one: no torchvision), a byte-level tokenizer of 512
-entries, and seeded random weights (`weights.py`). Nothing here imports vLLM or transformers.
+entries, and seeded random weights (`weights.py`). Imports neither vLLM nor transformers.
 """
 
 import json
@@ -113,7 +113,7 @@ def model_config(size: ModelSize) -> dict[str, Any]:
 
 
 def image_processor_config(size: ModelSize) -> dict[str, Any]:
-    """The content of preprocessor_config.json: one square tile a photograph."""
+    """The content of preprocessor_config.json: one square tile per photograph."""
     edge = {"longest_edge": size.vision.image_size}
     return {
         "image_processor_type": "Idefics3ImageProcessorPil",
@@ -143,7 +143,7 @@ def _token_id(token: str) -> int:
 
 
 def _write_tokenizer(directory: Path) -> None:
-    # Imported here: only who writes a model needs it, it comes with vLLM.
+    # Imported here: only writing a model needs it. It is installed with vLLM.
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -173,7 +173,7 @@ def _write_tokenizer(directory: Path) -> None:
 def _write_weights(
     size: ModelSize, directory: Path, *, seed: int, progress: Progress | None
 ) -> None:
-    # torch takes seconds to import; `--help` and the tests of the configuration do without.
+    # Imported here: torch takes seconds, and `--help` and tests of the configuration need none.
     from safetensors.torch import save_file
 
     from examples.demo.weights import make_tensor, plan_weights

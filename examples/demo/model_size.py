@@ -1,7 +1,7 @@
-"""What the demo's model looks like: sizes and file names, nothing random and nothing on disk.
+"""Sizes and file names of the demo's model. Pure: nothing random, nothing on disk.
 
 The model is an Idefics3 (the architecture of SmolVLM): a SigLIP-like vision tower, one projection
-and a small Llama. It knows nothing; it exists so that a real engine really encodes a photograph.
+and a small Llama. It is not trained; it exists so that a real engine really encodes a photograph.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ FORMULA_VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class VisionSize:
-    """The tower; one photograph becomes one square tile of `image_size` pixels."""
+    """The vision tower; one photograph becomes one square tile of `image_size` pixels."""
 
     image_size: int
     patch_size: int
@@ -26,7 +26,7 @@ class VisionSize:
 
 @dataclass(frozen=True, slots=True)
 class TextSize:
-    """The language model behind the tower; kept small, it is not what the demo is about."""
+    """The language model after the tower; small, since the demo is about encoding."""
 
     hidden: int
     intermediate: int
@@ -55,7 +55,7 @@ class ModelSize:
         return self.embeddings_per_image * self.text.hidden * 4
 
     def digest(self, seed: int) -> str:
-        """Names the weights: twelve hex digits of everything they are made from."""
+        """The name of the weights: twelve hex digits of a hash of all that they are made from."""
         made_from = {"formula": FORMULA_VERSION, "seed": seed, "size": asdict(self)}
         return hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()[:12]
 
@@ -68,9 +68,9 @@ TINY = ModelSize(
     text=TextSize(hidden=256, intermediate=512, layers=2, heads=4, kv_heads=2, head_dim=64),
 )
 
-# The tower has the measures of SigLIP-so400m. With one output row per patch (scale factor 1) and
-# a text model 3,072 wide, one photograph becomes 676 rows, 8.3 MB in float32. Beyond its width the
-# text model is as small as can be: what is left of the time after a hit is mostly its prefill.
+# The tower has the dimensions of SigLIP-so400m. With one output row per patch (scale factor 1) and
+# a text model 3,072 wide, one photograph becomes 676 rows, 8.3 MB in float32. Apart from its width
+# the text model is as small as possible: the time that remains after a hit is mostly its prefill.
 HEAVY = ModelSize(
     name="heavy",
     vision=VisionSize(

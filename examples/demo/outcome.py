@@ -1,4 +1,4 @@
-"""What the demo's requests came to, and whether that is what the demo promises. Pure."""
+"""The results of the demo's requests, and which of the demo's promises they keep. Pure."""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -6,14 +6,14 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
-# What a hit from another engine may cost on top of a repeat on the engine that encoded the image,
-# and as a part of an encode.
+# Most time of a hit from another engine: beyond that of a repeat on the engine that encoded the
+# image, and as a part of an encode's.
 HIT_OVER_REPEAT_SECONDS = 0.030
 HIT_PART_OF_ENCODE = 0.1
 
 
 class Purpose(StrEnum):
-    """Why a request is asked; each has its place in the story."""
+    """The purpose of a request; each has its place in the story."""
 
     WARM_UP = "warm-up"
     """Shown and compared with the engine without a connector, but in none of the figures."""
@@ -25,7 +25,7 @@ class Purpose(StrEnum):
 
 
 class Origin(StrEnum):
-    """How an engine came by the image's encoding."""
+    """How an engine got the encoding of the image."""
 
     ENCODED = "encoded"
     LOADED = "loaded"
@@ -41,13 +41,13 @@ class Outcome:
     photograph: str
     origin: Origin
     source: str
-    """Where a loaded image lay before, in words; empty otherwise."""
+    """Where the encoding of a loaded image was before, in words; otherwise empty."""
     queued_seconds: float
-    """The part of the next that the request waited for its turn, or for bytes on their way."""
+    """The part of `ttft_seconds` in which the request waited for its turn, or for a transfer."""
     ttft_seconds: float
     tokens: tuple[int, ...]
     tokens_expected: tuple[int, ...]
-    """Those of the engine without a connector."""
+    """The tokens of the engine without a connector."""
 
     @property
     def tokens_equal(self) -> bool:
@@ -56,7 +56,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class KeyFacts:
-    """One record as it stands in Redis."""
+    """One record as it is in Redis."""
 
     photograph: str
     namespace: str
@@ -70,18 +70,18 @@ class KeyFacts:
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """Something the demo claims, and what was found."""
+    """A claim of the demo, and what was found."""
 
     text: str
     kept: bool
     found: str
     is_time: bool = False
-    """Times depend on what else the machine does, so a missed one is named and fails nothing."""
+    """Times depend on the machine's other load: a missed one is reported, but is no failure."""
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """All that the demo found out."""
+    """All results of the demo."""
 
     model: str
     nbytes_per_image: int
@@ -98,7 +98,7 @@ class Result:
 
     @property
     def tokens_differ(self) -> bool:
-        """Whether each photograph has its own tokens: only then does equality mean anything."""
+        """Whether each photograph has its own tokens; if not, equal tokens prove nothing."""
         by_photograph = {o.photograph: o.tokens_expected for o in self.outcomes}
         return len(by_photograph) > 1 and len(set(by_photograph.values())) == len(by_photograph)
 
@@ -113,13 +113,13 @@ class Result:
 
     @property
     def hits_in_redis(self) -> int:
-        """What the nodes counted, without the warm-up's photograph."""
+        """The hits that the nodes counted, without the warm-up's photograph."""
         counted = self.photographs_counted
         return sum(record.hits for record in self.records if record.photograph in counted)
 
     @property
     def photographs_counted(self) -> set[str]:
-        """All but the warm-up's."""
+        """All photographs except the warm-up's."""
         return {outcome.photograph for outcome in self.outcomes_counted}
 
     @property
@@ -131,7 +131,7 @@ class Result:
         return sum(outcome.origin is Origin.LOADED for outcome in outcomes)
 
     def ttft(self, purpose: Purpose, origin: Origin) -> float | None:
-        """Median seconds to the first token of such requests; None where there was none."""
+        """Median seconds to the first token of such requests; None if there are none."""
         seconds = [
             outcome.ttft_seconds
             for outcome in self.outcomes
@@ -175,10 +175,10 @@ class Result:
 
 
 def judge(result: Result, *, times_count: bool) -> list[Promise]:
-    """What the demo promises, each kept or not.
+    """The promises of the demo, each kept or broken.
 
-    `times_count` says whether times are among them. They are for the heavy model; the tiny one
-    encodes in the time that a hit takes.
+    `times_count`: whether promises about times are included. They are for the heavy model; the
+    tiny one encodes in the time that a hit takes.
     """
     promises = [
         Promise(
@@ -209,7 +209,7 @@ def judge(result: Result, *, times_count: bool) -> list[Promise]:
 
 
 def exit_code(promises: Sequence[Promise]) -> int:
-    """0, or 1 where a promise is broken that is no time."""
+    """1 if a promise other than one about times is broken, else 0."""
     return int(any(not promise.kept and not promise.is_time for promise in promises))
 
 

@@ -1,4 +1,4 @@
-"""Shows the demo's result in a terminal. Pure: builds what is to be printed, prints nothing."""
+"""The demo's result for a terminal, as rich renderables and lines. Pure: it prints nothing."""
 
 from collections.abc import Mapping, Sequence
 
@@ -18,7 +18,7 @@ def milliseconds(seconds: float) -> str:
 
 
 def describe(outcome: Outcome) -> str:
-    """One line, told while the demo runs."""
+    """One line for one outcome, shown while the demo runs."""
     return (
         f"  {outcome.purpose}: {outcome.photograph} to {outcome.engine}: {_had(outcome)}, "
         f"first token after {milliseconds(outcome.ttft_seconds)}"
@@ -37,7 +37,7 @@ def summary(result: Result, promises: Sequence[Promise]) -> list[RenderableType]
 
 
 def _table(title: str) -> Table:
-    # No frame: it takes a quarter of 80 columns.
+    # No frame: it would take a quarter of 80 columns.
     return Table(
         title=title,
         title_justify="left",
@@ -50,7 +50,7 @@ def _table(title: str) -> Table:
 
 
 def _had(outcome: Outcome) -> str:
-    """How the engine came by the image's encoding."""
+    """How the engine got the encoding of the image."""
     if outcome.origin is Origin.LOADED:
         return f"loaded: {outcome.source}"
     return str(outcome.origin)
@@ -147,7 +147,7 @@ def _kept(promise: Promise) -> str:
 
 
 def verdict(promises: Sequence[Promise]) -> list[str]:
-    """One line for each promise that was not kept, with rich's markup."""
+    """One line, with rich's markup, for each broken promise."""
     return [
         f"{'[yellow]Time missed' if promise.is_time else '[red]Not kept'}:[/] "
         f"{promise.text} ({promise.found})"

@@ -1,7 +1,7 @@
 """What vLLM's own scheduler did, step by step, as JSON lines in a file.
 
-The scheduler process writes (`counting_scheduler.py`), the process that commands the engine reads.
-It is the demo's independent witness: it counts what was scheduled and asks no connector.
+The scheduler's process writes the file (`counting_scheduler.py`); the process that commands the
+engine reads it. The log is evidence independent of the connector: it counts what was scheduled.
 """
 
 import json
@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One image of one request, by the names that vLLM gave to both."""
+    """One image of one request, by vLLM's identifiers of both."""
 
     request: str
     identifier: str
@@ -26,9 +26,9 @@ class Step:
     tokens: int
     requests: tuple[str, ...]
     encoded: tuple[Item, ...]
-    """Images that the vision tower was told to encode in this step."""
+    """Images that were scheduled to be encoded by the vision tower in this step."""
     loaded: tuple[Item, ...]
-    """Images that the scheduler took from the connector instead."""
+    """Images that the scheduler had loaded by the connector instead."""
 
     def to_line(self) -> str:
         fields = {
@@ -53,7 +53,7 @@ class Step:
 
 
 class ScheduleLog:
-    """Reads the steps written so far; a last line still being written is left for the next call."""
+    """Reads the steps written so far; an incomplete last line is left for the next call."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -69,11 +69,11 @@ class ScheduleLog:
         return sum(len(step.encoded) for step in self.steps())
 
     def images(self, request: str) -> list[tuple[str, Item]]:
-        """How each image of a request was had, in the order of the schedule.
+        """(origin, image) for each image of a request, in the order of the schedule.
 
-        "encoded" here, "loaded" through the connector; an image that vLLM's own encoder cache
-        held, or that another request of the same step brought, leaves no trace and is not listed.
-        `request` is the id the engine's caller knows; vLLM appends a random suffix to it.
+        The origin is "encoded", or "loaded" through the connector. An image that vLLM's own encoder
+        cache held, or that another request of the same step brought, is not in the log and not
+        listed. `request` is the id that the engine's caller has; vLLM adds a random suffix to it.
         """
         found = []
         for step in self.steps():

@@ -1,6 +1,7 @@
-"""The demo's requests, in their order, to two running engines.
+"""The demo's requests to two running engines, in their order.
 
-Runs in the commanding process; knows engines and the store, not how they were started.
+Runs in the commanding process. It uses the engines and the store; it does not know how they were
+started.
 """
 
 import time
@@ -17,7 +18,7 @@ _OWN_REPEATS = 3
 _WARM_UP_REQUESTS = 4
 _WARM_UPS = 3
 # A vLLM worker spins on its core for a second after each step. On few cores that would slow down
-# the other engine's next request, which no two hosts would do to each other.
+# the other engine's next request, which would not happen on two hosts.
 _REST_SECONDS = 1.2
 _PHOTOGRAPHS = Path(__file__).parent / "photographs"
 FIRST_PHOTOGRAPH, SECOND_PHOTOGRAPH, WARM_UP_PHOTOGRAPH = "cat", "coffee", "rocket"
@@ -31,10 +32,10 @@ def question(photograph: str) -> Question:
 
 
 def warm_up_text(engine: DemoEngine, size: ModelSize) -> None:
-    """Runs the text model a few times, on a prompt as long as the real ones, without any image.
+    """Run the text model _WARM_UPS times, on a prompt as long as the real ones, without any image.
 
-    The first passes of a fresh engine pay for its memory and its threads, wherever
-    an encoding comes from. `Story.warm_up` does the same for the paths of images.
+    The first passes of a fresh engine include the set-up of its memory and threads, regardless of
+    where an encoding comes from. `Story.warm_up` does the same for the paths of images.
     """
     prompt = "." * (size.embeddings_per_image + len(PROMPT))
     for _ in range(_WARM_UPS):
@@ -42,7 +43,7 @@ def warm_up_text(engine: DemoEngine, size: ModelSize) -> None:
 
 
 def reference_tokens(baseline: DemoEngine) -> dict[str, tuple[int, ...]]:
-    """The tokens that every other engine has to reproduce, from one without a connector."""
+    """The tokens that all other engines must reproduce, from an engine without a connector."""
     return {
         photograph: baseline.generate(question(photograph)).tokens
         for photograph in (WARM_UP_PHOTOGRAPH, FIRST_PHOTOGRAPH, SECOND_PHOTOGRAPH)
@@ -50,7 +51,7 @@ def reference_tokens(baseline: DemoEngine) -> dict[str, tuple[int, ...]]:
 
 
 class Story:
-    """Asks, and notes what came of it. `engines` maps a node's name to the engine on that node."""
+    """Sends the requests and records outcomes. `engines` maps a node's name to its engine."""
 
     def __init__(
         self,
@@ -69,16 +70,16 @@ class Story:
 
     @property
     def encoder_runs(self) -> dict[str, int]:
-        """By vLLM's own count, without those of the warm-up."""
+        """Images encoded per engine, by vLLM's own count, without those of the warm-up."""
         before = self.encoder_runs_of_warm_up
         return {name: e.encoder_runs - before[name] for name, e in self._engines.items()}
 
     def warm_up(self) -> None:
-        """Each engine's first photograph ever: the first engine encodes it, the second loads it.
+        """Each engine's first photograph: the first engine encodes it, the second loads it.
 
-        Then both repeat it, the same number of times: the first passes of an engine over a
-        photograph pay for its memory and its kernels, wherever the encoding comes from. A server
-        at work is past that; the other requests are about such servers.
+        Then both repeat it, the same number of times. The first passes of an engine over a
+        photograph include the set-up of memory and kernels, regardless of where the encoding comes
+        from. The other requests measure servers past that set-up.
         """
         for name in self._engines:
             for _ in range(_WARM_UP_REQUESTS):
@@ -88,7 +89,7 @@ class Story:
 
     def run(self) -> None:
         """All requests that count. Each engine's own cache holds one image, so the second
-        photograph drives the first one out."""
+        photograph evicts the first one."""
         first, second = self._engines
         self._ask(Purpose.FIRST, first, FIRST_PHOTOGRAPH)
         for _ in range(_OWN_REPEATS):
@@ -139,7 +140,7 @@ class Story:
         self._tell(outcome)
 
     def _source(self, name: str, holders: tuple[str, ...]) -> str:
-        """Where the bytes lay when the request was asked, going by the records in Redis then."""
+        """Where the bytes were when the request was sent, by the records in Redis at that time."""
         if name in holders:
             return f"arena of {name}"
         others = holders or tuple(other for other in self._engines if other != name)
@@ -152,7 +153,7 @@ class Story:
         }
 
     def records(self) -> tuple[KeyFacts, ...]:
-        """All records as they stand in Redis now, oldest first."""
+        """All records that are in Redis now, oldest first."""
         return tuple(
             KeyFacts(
                 photograph=self._photographs.get(record.key, ""),

@@ -1,10 +1,10 @@
 """Seeded random weights for the demo's model, tensor by tensor.
 
-Each tensor has its own generator, seeded by its name, so the values do not depend on the order in
-which they are made. The scales keep every layer's signal near one: the tokens then depend on the
-photograph and on the prompt, while rounding errors stay far below the gap between the two most
-likely tokens. (Weights near zero, as a load format "dummy" makes them, give every photograph the
-same tokens, and a comparison of tokens would prove nothing.)
+Each tensor has its own generator, seeded by its name, so the values do not depend on the order of
+creation. The scales keep the signal of every layer near one. The tokens then depend on the
+photograph and the prompt, and rounding errors stay far below the gap between the two most likely
+tokens. (Weights near zero, as a load format "dummy" makes them, give every photograph the same
+tokens, and a comparison of tokens would prove nothing.)
 """
 
 import hashlib
@@ -16,14 +16,14 @@ import torch
 
 from examples.demo.model_size import ModelSize, TextSize, VisionSize
 
-# The text model. Attention writes into the residual stream as strongly as the token's own embedding
-# does, and its scores are sharp enough that another token looks at other parts of the photograph;
-# without either, a long prompt of image rows averages out and every answer is one repeated token.
+# The text model. Attention contributes as much to the residual stream as the token's own embedding.
+# Its scores are sharp enough that different tokens attend to different parts of the photograph.
+# Without either, a long prompt of image rows averages out and every answer is one repeated token.
 _TOKEN_STD = 1.0
 _ATTENTION_GAIN = 2.0
 _SHARPNESS_GAIN = 2.0
 _LOGIT_GAIN = 8.0
-# The tower.
+# The vision tower.
 _POSITION_STD = 0.3
 _PATCH_GAIN = 2.0
 _BIAS_STD = 0.1

@@ -1,4 +1,8 @@
-"""`lookup-buffer bench`: how fast this host's pipes are, and whether that is what it should be."""
+"""`lookup-buffer bench`: the speed of this host's pipes, against memcpy and a bare socket.
+
+Checks the options, the memory and the server first. Then it measures by `cli.speeds`, which needs
+torch and is therefore imported last, and prints a table or JSON. Runs on the main thread.
+"""
 
 import importlib.util
 import sys
@@ -17,10 +21,10 @@ if TYPE_CHECKING:
 SIZES: Final = ("2MiB", "8MiB", "64MiB")
 SMALLEST_BYTES, LARGEST_BYTES = 1 << 10, 1 << 30
 COPIES: Final = 8
-"""Of the largest message, that are in memory at once, in both processes and in pipes."""
+"""Copies of the largest message in memory at once: in both processes and in the pipes."""
 START_SECONDS: Final = 5.0
 QUIET_SECONDS: Final = 2.0
-"""Who waits for longer is told what for."""
+"""A command that takes longer shows a progress note at a terminal."""
 
 
 @click.command()
@@ -73,14 +77,19 @@ def bench(sizes: tuple[str, ...], seconds: float, redis: str | None, json: bool)
 
 def _checked(text: str) -> int:
     size = size_of("--size", text)
-    assert size is not None  # it was said
+    assert size is not None  # the option has a value
     if not SMALLEST_BYTES <= size <= LARGEST_BYTES:
         raise CommandError(f"--size is {text!r}; allowed: 1KiB to 1GiB", ExitCode.USAGE)
     return size
 
 
 def _check_server(url: str) -> None:
-    """Before anything is measured: raises what the pipe would raise last."""
+    """Connect to the server before anything is measured; its pipe is the last one measured.
+
+    Raises:
+        CommandError: the URL holds a password.
+        StoreError: the server cannot be used, as opening the pipe would raise.
+    """
     from store.dialling import dial
 
     refuse_password("--redis", url)

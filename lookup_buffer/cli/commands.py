@@ -1,11 +1,11 @@
-"""The commands, one module each, joined here.
+"""The group of all commands, one module each, and the options for shell completion.
 
-Starting must cost nothing: modules of this package import at their top only what `--help` needs.
-What a command needs for its work (pydantic, rich, and the driver behind `store`) it imports inside.
+Starting must be cheap: modules of this package import at their top only what `--help` needs.
+A command imports what its work needs (pydantic, rich, and the driver behind `store`) inside its
+function.
 
-Shell completion: the script that a shell loads, shown or put where the shell looks for it.
-
-The script asks the command itself for what fits, by variables of the environment: see click.
+Shell completion: the script that a shell loads is printed, or written to where the shell finds it.
+The script runs the command itself for proposals, controlled by environment variables: see click.
 """
 
 from collections.abc import Callable
@@ -33,7 +33,7 @@ PLACES: Final = {
     "zsh": ".zfunc/_lookup-buffer",
     "fish": ".config/fish/completions/lookup-buffer.fish",
 }
-"""Below the home directory, by shell."""
+"""Path of the completion script below the home directory, by shell."""
 _REST: Final = {
     "bash": "a new shell has it where the package bash-completion is installed; where it is not, "
     "add to ~/.bashrc: source {path}",
@@ -44,7 +44,7 @@ _REST: Final = {
 
 
 def completion_options(command: Callable[..., None]) -> Callable[..., None]:
-    """`--install-completion SHELL` and `--show-completion SHELL`."""
+    """Add the options `--install-completion SHELL` and `--show-completion SHELL`."""
     for name, callback, text in (
         ("--show-completion", _show, "Print the completion script for a shell, and exit."),
         ("--install-completion", _install, "Put it where the shell looks for it, and exit."),
@@ -71,7 +71,7 @@ def _install(context: click.Context, _: click.Parameter, shell: str | None) -> N
         return
     try:
         path = Path.home() / PLACES[shell]
-    except RuntimeError as error:  # a user without an entry, as in containers, and without HOME
+    except RuntimeError as error:  # no passwd entry, as in containers, and no HOME
         raise CommandError("nobody says what your home is: set HOME", ExitCode.FOUND) from error
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

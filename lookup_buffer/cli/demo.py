@@ -1,4 +1,7 @@
-"""`lookup-buffer demo`: becomes `python -m examples.demo`, which only a checkout holds."""
+"""`lookup-buffer demo`: replaces this process by `python -m examples.demo`.
+
+Only a checkout has that package; the installed wheel does not.
+"""
 
 import os
 import sys
@@ -24,16 +27,16 @@ def demo(context: click.Context) -> None:
     """
     from lookup_buffer.environment import environment_importing_from
 
-    # -P: a folder named `store` in the working directory must not shadow ours. This process is
-    # replaced, so Ctrl-C, signals and exit codes are the demo's own. Every process of the demo gets
-    # the checkout's root by the environment, also those that vLLM starts.
+    # -P: a folder named `store` in the working directory must not shadow our package. This process
+    # is replaced, so Ctrl-C, signals and exit codes are the demo's own. The environment passes the
+    # checkout's root to every process of the demo, also to those that vLLM starts.
     command = [sys.executable, "-P", "-m", "examples.demo", *context.args]
     os.execve(command[0], command, environment_importing_from(_checkout()))
 
 
 def _checkout() -> Path:
-    """The root of the checkout that holds this package, as after `pip install -e`, else the working
-    directory.
+    """The root of the checkout that holds this package, as after `pip install -e`; otherwise the
+    working directory.
 
     Raises:
         CommandError: neither is the root of a checkout.

@@ -1,12 +1,11 @@
-"""`lookup-buffer doctor`: looks at everything that has to be right, and says what to do.
+"""`lookup-buffer doctor`: checks store, host, node and fleet, and says what to do.
 
-What `doctor` finds: one `Check` for each thing it looked at.
+One `Check` for each thing that was examined:
+- the store: client library, server, rights, memory policy, clock, records, nodes' keys;
+- the fleet: whether the nodes with a beat are alive, reachable, and accept our token;
+- this host: variables, runtime directory, node, memory for its arena.
 
-What `doctor` asks of the nodes that beat in the store: whether they live, and let us in.
-
-What `doctor` asks of this host: variables, runtime directory, node, memory for its arena.
-
-What `doctor` asks of the store: the client library, the server, the nodes that beat there.
+Runs on the main thread. Network calls have timeouts; a failed check is a result, no exception.
 """
 
 import os
@@ -47,13 +46,13 @@ if TYPE_CHECKING:
 class Verdict(StrEnum):
     OK = "ok"
     WARN = "warn"
-    """It works, but perhaps not as well or as long as you think."""
+    """It works, but perhaps not as well or as long as expected."""
     FAIL = "fail"
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """`name` and the verdicts are stable; `found` and `advice` are for people."""
+    """One result. `name` and `verdict` are stable; `found` and `advice` are for people."""
 
     name: str
     verdict: Verdict
@@ -114,14 +113,15 @@ def _print(checks: list[Check]) -> None:
 
 
 CONNECT_SECONDS = 1.0
-"""To be reached, and again to be let in."""
+"""Timeout for connecting to a node, and again for the handshake."""
 TRIED_MAX = 16
-"""Nodes whose ports are tried, for one that is cut off takes all of that time."""
+"""Most nodes whose ports are tried: an unreachable one takes all of CONNECT_SECONDS."""
 NAMED_MAX = 5
 LOOPBACK = ("127.", "localhost", "[::1]")
 
 
 def fleet_checks(store: MetadataStore, token: str | None) -> Iterator[Check]:
+    """Checks of the nodes with a beat. Watches their beats for 2 s at most."""
     watch = BeatWatch(store)
     watch.settle()
     alive = [node for node in watch.last if watch.alive(node)]
@@ -148,8 +148,10 @@ def _versions(infos: Sequence[NodeInfo]) -> Check:
 
 
 def peers_checks(infos: Sequence[NodeInfo], token: str | None) -> Iterator[Check]:
-    """Whether the addresses that nodes tell each other lead to them, and whether they let in who
-    has this configuration's token: tried from this host, as one node does with another."""
+    """Whether nodes are reachable at the endpoints that they publish, and accept this token.
+
+    `token` is this configuration's. Each node is tried from this host, as another node would do.
+    """
     tried = sorted(infos, key=lambda info: info.node)[:TRIED_MAX]
     unreached, refusing = [], []
     for info in tried:
@@ -179,7 +181,7 @@ def _token(refusing: Sequence[str], reached: int, token: str | None) -> Check:
     if not refusing:
         return ok("token", f"of nodes that take this configuration's: {reached}")
     found = f"not let in by {_named(refusing)}"
-    if token is None:  # the nodes of this host may have one, which we were not told
+    if token is None:  # this host's nodes may have one that this configuration lacks
         return warn(
             "token", f"{found}; none is set here", "set LOOKUP_BUFFER_TOKEN_FILE to have it tried"
         )
@@ -196,7 +198,12 @@ def _named(nodes: Sequence[str]) -> str:
 
 
 def _knock(info: NodeInfo, token: str | None) -> None:
-    """Raises NodeRefused, or of another kind: the node is not reached, or somebody else is."""
+    """Connect to the node and do the handshake.
+
+    Raises:
+        NodeRefused: the node refuses the token.
+        LookupBufferError, OSError, ValueError: the node is not reached, or another program is.
+    """
     from lookup_buffer.protocol.auth import request_handshake
 
     host, _, port = info.endpoint.removeprefix("tcp://").rpartition(":")
@@ -209,10 +216,11 @@ def _knock(info: NodeInfo, token: str | None) -> None:
 ANSWER_SECONDS = 2.0
 SOCKET_PATH_BYTES_MAX = 107
 ARENA_PART_MAX = 0.75
-"""An arena that takes more of the machine leaves engines too little."""
+"""Largest part of the machine's memory for an arena; a larger one leaves engines too little."""
 
 
 def host_checks(config: "BufferConfig") -> Iterator[Check]:
+    """Checks of this host: variables, runtime directory, node and arena."""
     yield from _variables(config)
     try:
         path = config.socket_path()
@@ -234,14 +242,14 @@ def host_checks(config: "BufferConfig") -> Iterator[Check]:
 
 
 def _variables(config: "BufferConfig") -> Iterator[Check]:
-    """Others are not refused, for they need not be ours; so who misspells one is told here."""
+    """Warn of misspelt variables: unknown ones are not refused, since they need not be ours."""
     for variable, meant in misspelt_variables(type(config).model_fields).items():
         yield warn("variables", f"{variable} is set, and no setting", f"is {meant} meant?")
 
 
 def _directory(config: "BufferConfig", path: Path) -> Check:
     directory = config.runtime_directory()
-    # The longest of the sockets in it.
+    # The longest path of a socket in the directory.
     longest = max(len(os.fsencode(path)), len(os.fsencode(directory / "valkey" / "server.sock")))
     if longest > SOCKET_PATH_BYTES_MAX:
         return fail(
@@ -283,7 +291,7 @@ def _node(config: "BufferConfig", path: Path) -> Iterator[Check]:
 
 
 def arena_check(capacity_bytes: int) -> Check:
-    """The arena against all the memory there is."""
+    """The arena against all memory of the machine."""
     from lookup_buffer.config import memory_bytes
 
     memory = memory_bytes()
@@ -296,7 +304,7 @@ def arena_check(capacity_bytes: int) -> Check:
 
 
 def _room(config: "BufferConfig") -> Check:
-    """For a node that is still to be started, what is free counts too."""
+    """The arena of a node that does not run yet: free memory counts too."""
     check = arena_check(config.capacity_bytes)
     free = available_bytes()
     if check.advice or free is None or config.capacity_bytes <= free:
@@ -309,18 +317,18 @@ def _room(config: "BufferConfig") -> Check:
 
 
 def available_bytes() -> int | None:
-    """Of memory that programs may still take; None where the system does not say."""
+    """Memory that programs can still allocate; None if the system does not report it."""
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
     except (OSError, ValueError):
-        pass  # another kernel; nothing is known then
+        pass  # another kernel: unknown
     return None
 
 
 def ask_node(path: Path, expects: Mapping[str, str | int]) -> dict[str, Any]:
-    """Open a session that expects so much, and end it: node, boot, and its stats.
+    """Open a session with the expectations `expects` and end it. Returns node, boot and stats.
 
     Raises:
         NodeRefused: the node has another configuration.
@@ -335,7 +343,7 @@ def ask_node(path: Path, expects: Mapping[str, str | int]) -> dict[str, Any]:
         hello = Hello(next_request_id(), VERSION, None, dict(expects))
         channel.send(hello, deadline=deadline)
         welcome, descriptors = channel.receive_with_descriptors(deadline)
-        for descriptor in descriptors:  # of its memory, which we do not read
+        for descriptor in descriptors:  # of the node's memory, which is not read here
             os.close(descriptor)
         reply = channel.call(Stats(next_request_id()), ANSWER_SECONDS)
         channel.send_now(Goodbye(next_request_id()))
@@ -347,14 +355,15 @@ def ask_node(path: Path, expects: Mapping[str, str | int]) -> dict[str, Any]:
 OLDEST = {"redis": (7, 0), "valkey": (8, 0)}
 SERVER_MEMORY_PART_MAX = 0.8
 RECORDS_MAX = 10_000
-"""Records looked at; the server names them in no order, so they stand for all."""
+"""Most records examined. The server lists them in no order, so they are a sample of all."""
 PINGS = 5
 CLOCK_SECONDS_MAX = 2.0
 PING_SECONDS_MAX = 0.005
-"""A look-up is one round trip; slower than this a hit is no longer nearly free."""
+"""Round trip above which there is a warning: a look-up is one, and a hit should be nearly free."""
 
 
 def store_checks(config: "BufferConfig") -> Iterator[Check]:
+    """Checks of the client library and the store, and of the fleet if the store is usable."""
     yield from _client()
     access = config.store_access()
     try:
@@ -368,9 +377,9 @@ def store_checks(config: "BufferConfig") -> Iterator[Check]:
             yield ok("store", f"{shown_url(access)} answers")
             yield from _answering(config, store)
     except CommandError as error:
-        if error.code is ExitCode.UNREACHABLE:  # the embedded one, which a node would start
+        if error.code is ExitCode.UNREACHABLE:  # the embedded server, which a node would start
             yield _embedded(str(error))
-        # Else it is the directory's fault, which the checks of this host explain.
+        # Otherwise the directory is the cause, which the checks of this host report.
     except ConfigError:
         pass  # likewise
     except StoreError as error:
@@ -382,7 +391,7 @@ def store_checks(config: "BufferConfig") -> Iterator[Check]:
 
 
 def _embedded(found: str) -> Check:
-    """Of the embedded server, which does not run."""
+    """The check of the embedded server, which does not run. `found` is the store's error."""
     try:
         find_server()
     except EmbeddedServerError as error:
@@ -398,12 +407,12 @@ def _client() -> Iterator[Check]:
 
 
 def _answering(config: "BufferConfig", store: MetadataStore) -> Iterator[Check]:
-    """Checks of a store that answers. What makes the later ones pointless is the last of them."""
+    """Checks of a store that answers. A failure that makes the later checks pointless ends them."""
     inspection = _inspection(store)
     try:
         info = store.server_info()
     except StoreError:
-        info = None  # not allowed to ask, as the next check will tell
+        info = None  # not permitted, which the next check reports
     if info is not None:
         first = (mode_check(config.store_url, info), version_check(info))
         yield from first
@@ -421,7 +430,7 @@ def _answering(config: "BufferConfig", store: MetadataStore) -> Iterator[Check]:
 
 
 def mode_check(url: str, info: ServerInfo) -> Check:
-    """Whether the URL names the server as what it is."""
+    """Whether the URL's scheme fits the mode in which the server runs."""
     topology = "standalone" if url == "embedded" else parse(url).topology
     if (topology == "cluster") == (info.mode == "cluster") and info.mode != "sentinel":
         return ok("store mode", topology)
@@ -451,14 +460,14 @@ def _server(config: "BufferConfig", store: MetadataStore, info: ServerInfo) -> I
 
 
 def _inspection(store: MetadataStore) -> "Inspection":
-    from store.redis_store import RedisStore  # slow to import, and by now it is
+    from store.redis_store import RedisStore  # slow to import; imported by now
 
-    assert isinstance(store, RedisStore)  # all that a node may be configured with
+    assert isinstance(store, RedisStore)  # a node can be configured with no other
     return store.inspection()
 
 
 def rights_check(inspection: "Inspection") -> Check:
-    """All commands that a node needs, tried."""
+    """Try all commands that a node needs."""
     refused = inspection.refused()
     if refused is None:
         return ok("store rights", "every command that a node needs is allowed")
@@ -473,7 +482,7 @@ def rights_check(inspection: "Inspection") -> Check:
 
 
 def records_check(inspection: "Inspection") -> Check:
-    """Records of another version, or written by hand, are a miss to every node."""
+    """Unreadable records: of another version, or written by hand. To every node they are a miss."""
     examined = inspection.examine_records(RECORDS_MAX)
     found = f"looked at: {examined.looked_at}"
     if not examined.unreadable:
@@ -489,7 +498,10 @@ def records_check(inspection: "Inspection") -> Check:
 
 
 def nodes_check(inspection: "Inspection") -> Check:
-    """Where something foreign stands in their place, nodes cannot say that they live, or where."""
+    """Foreign values under the nodes' keys.
+
+    With such a value a node cannot publish that it is alive, or its endpoint.
+    """
     foreign = inspection.foreign_nodes()
     if not foreign:
         return ok("nodes", "their keys are theirs")
@@ -510,7 +522,7 @@ def version_check(info: ServerInfo) -> Check:
 
 
 def policy_check(info: ServerInfo) -> Check:
-    """Records may be evicted; the beats of nodes and claims must not go at random."""
+    """The eviction policy: records may be evicted, beats and claims must not go at random."""
     advice = "CONFIG SET maxmemory-policy volatile-lru, and in the server's configuration file"
     if "random" in info.policy or info.policy == "volatile-ttl":
         return fail(
@@ -540,7 +552,10 @@ def memory_check(info: ServerInfo) -> Check:
 
 
 def clock_check(ahead_seconds: float | None) -> Iterator[Check]:
-    """Nothing rests on clocks but what is told to people; nothing is told where we may not ask."""
+    """The server's clock against this host's. Only the ages that are shown to people depend on it.
+
+    `ahead_seconds` is None if the server may not be asked: then there is no check.
+    """
     if ahead_seconds is None:
         return
     found = (

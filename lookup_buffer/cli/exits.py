@@ -1,4 +1,8 @@
-"""How a command ends: the exit codes, and one line for every error that is to be expected."""
+"""How a command ends: an expected error becomes one line on stderr and an exit code.
+
+Holds the click group of all commands, and the mapping of error classes to codes and advice. Runs
+on the main thread. It must not know the single commands.
+"""
 
 import os
 import sys
@@ -15,14 +19,14 @@ from store import StoreCorrupt, StoreError, StoreRefused, StoreUnavailable, Stor
 
 
 class Commands(click.Group):
-    """Turns expected errors of any command into one line and an exit code, without a traceback."""
+    """Turns an expected error of any command into one line and an exit code, without traceback."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """As they were added, not by name."""
+        """The commands in the order in which they were added, not by name."""
         return list(self.commands)
 
     def make_context(self, *args: Any, **extra: Any) -> click.Context:
-        """Here options act that print something and end: --help, --version and the like."""
+        """Parse the options. Options that print something and end (--help, --version) act here."""
         with _one_line():
             return super().make_context(*args, **extra)
 
@@ -33,7 +37,7 @@ class Commands(click.Group):
             try:
                 return super().invoke(ctx)
             finally:
-                sys.stdout.flush()  # now, while it can still be told that it fails
+                sys.stdout.flush()  # now, while a failure can still be reported
 
 
 @contextmanager
@@ -72,11 +76,11 @@ def _one_line() -> Iterator[None]:
 
 
 def _write_no_more() -> None:
-    """Python would try once more at its end, and complain."""
+    """Point stdout at /dev/null: Python flushes it again at exit and would repeat the error."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _end(sentence: str, code: ExitCode) -> NoReturn:
-    # One line, whatever a server or the system put into its message.
+    # One line, also if the message of a server or of the system has several.
     click.echo(f"lookup-buffer: {shown(' '.join(sentence.split()))}", err=True)
     raise click.exceptions.Exit(code)

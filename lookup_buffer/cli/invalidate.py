@@ -1,4 +1,8 @@
-"""`lookup-buffer invalidate NAMESPACE`: every node drops what it holds of it."""
+"""`lookup-buffer invalidate NAMESPACE`: every node drops its items of the namespace.
+
+Marks the namespace as invalid, removes its records, waits for the beats of all nodes, and removes
+the records that were written meanwhile. Runs on the main thread; blocks on the store alone.
+"""
 
 import time
 from pathlib import Path
@@ -12,7 +16,7 @@ from lookup_buffer.protocol.messages import is_fingerprint
 from store import MetadataStore
 
 BEATS = 2
-"""Who has beaten so often since has read the mark between two of them."""
+"""Beats to wait for: a node that has beaten so often since the mark was set has read the mark."""
 
 
 @click.command()
@@ -43,7 +47,7 @@ def invalidate(
             watch = BeatWatch(store)
             watch.settle()
             silent |= {node for node, beat in watch.last.items() if not watch.alive(node)}
-        count += store.clear(space)  # what a node wrote before it heard
+        count += store.clear(space)  # records that a node wrote before it read the mark
     if json:
         print_json({"namespace": space, "records": count, "silent_nodes": sorted(silent)})
     else:
@@ -55,7 +59,11 @@ def invalidate(
 
 
 def _the_one(store: MetadataStore, beginning: str) -> str:
-    """The namespace that is meant: one that is described, or any that is spelled out."""
+    """The namespace that begins with `beginning`: a described one, or any complete fingerprint.
+
+    Raises:
+        CommandError: no namespace begins so, or several do.
+    """
     found = sorted(name for name in store.namespaces() if name.startswith(beginning))
     if beginning in found or (not found and is_fingerprint(beginning)):
         return beginning

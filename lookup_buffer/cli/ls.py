@@ -1,6 +1,7 @@
-"""`lookup-buffer ls`: what is stored, and where.
+"""`lookup-buffer ls`: which records the store holds, and on which nodes.
 
-The records that `ls` lists: found page by page, so that the first can be shown at once.
+Records are read from the store page by page, so that the first page is shown at once. Runs on the
+main thread; blocks on the store alone.
 """
 
 from collections.abc import Iterable, Iterator
@@ -29,15 +30,15 @@ from lookup_buffer.protocol.messages import is_fingerprint
 from store import MetadataStore, Record
 
 LOOKED_AT = 500
-"""Records that are looked at together: half a page of a scan, a few milliseconds."""
+"""Records that are examined together: half a page of a scan, a few milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Which records are asked for; None is no bound. Ages are in seconds."""
+    """The filter: which records are listed. None is no bound. Ages are in seconds."""
 
     namespace: str = ""
-    """How it begins."""
+    """A prefix of the namespace."""
     node: str | None = None
     older_than: float | None = None
     younger_than: float | None = None
@@ -46,7 +47,7 @@ class Wanted:
     hits_min: int = 0
 
     def matches(self, record: Record) -> bool:
-        """Whether all but its hits are as asked for."""
+        """Whether the record passes the filter; hits are not examined here."""
         age = age_since(record.created)
         return (
             record.namespace.startswith(self.namespace)
@@ -60,16 +61,16 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """Some records, each listed once, and their hits by (namespace, key)."""
+    """Some records, none twice, and their hits by (namespace, key)."""
 
     records: list[Record]
     hits: dict[tuple[str, str], int]
 
 
 def pages_of(store: MetadataStore, wanted: Wanted) -> Iterator[Page]:
-    """All records that are wanted, in the order in which the store finds them. None is empty."""
+    """All records that pass the filter, in the order of the store's scan. No page is empty."""
     whole = wanted.namespace if is_fingerprint(wanted.namespace) else None
-    seen: set[int] = set()  # hashes, for there may be millions
+    seen: set[int] = set()  # hashes, since there may be millions
     records = iter(store.scan(whole))
     while looked_at := list(islice(records, LOOKED_AT)):
         found = [record for record in _unseen(looked_at, seen) if wanted.matches(record)]
@@ -81,7 +82,7 @@ def pages_of(store: MetadataStore, wanted: Wanted) -> Iterator[Page]:
 
 
 def _unseen(records: Iterable[Record], seen: set[int]) -> Iterator[Record]:
-    """A scan may name one twice."""
+    """The records not returned before: a scan may return one twice."""
     for record in records:
         address = hash((record.namespace, record.key))
         if address not in seen:
@@ -146,7 +147,7 @@ def ls(
 
 
 class _Listing:
-    """One run of the command. `truncated` is known when all pages were taken."""
+    """One run of the command. `truncated` is valid once all pages have been read."""
 
     def __init__(self, store: MetadataStore, wanted: Wanted, limit: int) -> None:
         self.truncated = False
@@ -174,7 +175,10 @@ class _Listing:
             print_line(f"the first {count} that were found; --limit 0 lists all")
 
     def _first(self, pages: Iterator[Page], limit: int) -> Iterator[Page]:
-        """Up to `limit` records, each page by age; it is known then whether their holders live."""
+        """Up to `limit` records (0: all), each page sorted by age.
+
+        When a page is yielded, it is known which nodes with its records are alive.
+        """
         left = limit
         for page in pages:
             if limit and not left:

@@ -1,4 +1,7 @@
-"""`lookup-buffer nodes`: which nodes there are, whether they live, and how full they are."""
+"""`lookup-buffer nodes`: the nodes of the fleet, which are alive, and how full they are.
+
+Reads the store alone, on the main thread; watches the beats for 2 s at most.
+"""
 
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -42,7 +45,7 @@ def nodes(
 
 
 def _facts(node: str, beat: Beat, info: NodeInfo | None, alive: bool) -> dict[str, Any]:
-    """The stable JSON form. What a node said of itself is null where it is not known any more."""
+    """The stable JSON form of a node. Without a description (`info`) its fields are null."""
     if info is None:
         said = dict.fromkeys(field.name for field in fields(NodeInfo))
     else:

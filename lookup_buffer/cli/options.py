@@ -1,7 +1,8 @@
-"""The options that commands share, and the configuration that comes of them.
+"""The options that commands share, and the configuration that results from them.
 
-What an option does not say comes from the configuration file, where there is one, then from the
-environment, then from the defaults of `BufferConfig`.
+A value comes from the option; otherwise from the configuration file, if there is one; otherwise
+from the environment; otherwise from the defaults of `BufferConfig`. Secrets come from files or
+variables only. Imports `BufferConfig` late, so that `--help` stays fast.
 """
 
 import json
@@ -52,8 +53,13 @@ as_json: Final = click.option("--json", "json", is_flag=True, help="Print one JS
 
 
 def of_store(command: Callable[..., None]) -> Callable[..., None]:
-    """What every command takes that looks into a store: where it is, and in which form to tell."""
-    for option in (as_json, directory, store_password_file, store_url):  # the last is shown first
+    """Add the options of commands that read a store: where it is, and the output's form."""
+    for option in (
+        as_json,
+        directory,
+        store_password_file,
+        store_url,
+    ):  # click shows the last one first
         command = option(command)
     return command
 
@@ -61,11 +67,11 @@ def of_store(command: Callable[..., None]) -> Callable[..., None]:
 def store_access(
     store_url: str | None, store_password_file: Path | None, directory: Path | None
 ) -> StoreAccess:
-    """The way to the store, which is all that most commands are configured with.
+    """The access to the store, the only configuration that most commands need.
 
     Raises:
         ConfigError: a setting is wrong, or the file cannot be read.
-        CommandError: a password stands on the command line.
+        CommandError: the command line holds a password.
     """
     refuse_password("--store-url", store_url)
     password = None
@@ -87,11 +93,11 @@ def configure(
     store_sentinel_password_file: Path | None = None,
     **settings: Any,
 ) -> "BufferConfig":
-    """The configuration; `settings` that are None are not said.
+    """The configuration. A value of None in `settings` means that the option was not given.
 
     Raises:
         ConfigError: a setting is wrong, or a file of a secret cannot be read.
-        CommandError: `config_file` cannot be read, or a secret stands on the command line.
+        CommandError: `config_file` cannot be read, or the command line holds a secret.
     """
     from lookup_buffer.config import BufferConfig
 
@@ -109,19 +115,19 @@ def configure(
     merged = (_read_settings(config_file) if config_file is not None else {}) | said
     for name in ("directory", "node_socket"):
         if merged.get(name):
-            merged[name] = Path(merged[name]).absolute()  # it goes into URLs, and nodes move to /
+            merged[name] = Path(merged[name]).absolute()  # used in URLs; a node runs in /
     return BufferConfig.from_environment(**merged)
 
 
 def refuse_password(option: str, url: str | None) -> None:
-    """Raise a CommandError where one stands in a URL on the command line."""
+    """Raise a CommandError if `url`, from the command line, holds a password."""
     from store import StoreUrlError
     from store.url import parse
 
     try:
         exposed = url is not None and parse(url).password is not None
     except StoreUrlError:
-        return  # 'embedded', or no URL: the configuration says so and names the setting
+        return  # 'embedded', or no URL, which the configuration reports with the setting
     if exposed:
         advice = "name a server that wants none"
         if option == "--store-url":

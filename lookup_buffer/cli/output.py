@@ -1,8 +1,9 @@
 """What commands print: tables and fields for people, one JSON document for programs.
 
-At a terminal a table fits its width. In a pipe nothing is cut, and
-there is neither colour nor markup. Texts from the store are not ours: control characters in them
-are shown as escapes, so that no key can drive a terminal.
+At a terminal a table fits the width. In a pipe nothing is cut, and there is neither colour nor
+markup. Texts from the store are untrusted: control characters in them are shown as escapes, so
+that no key can control a terminal. Writes to stdout, on the main thread. It must not know what
+the texts mean.
 """
 
 import json
@@ -22,7 +23,7 @@ def print_json(document: Mapping[str, Any]) -> None:
 def print_json_list(
     name: str, items: Iterable[Mapping[str, Any]], rest: Callable[[], Mapping[str, Any]]
 ) -> None:
-    """One document with a list of any length, written as it comes; `rest` is asked afterwards."""
+    """One document with a list of any length, written item by item; `rest` is called last."""
     print(f'{{\n  "{name}": [', end="")
     separator = "\n"
     for item in items:
@@ -39,15 +40,15 @@ def print_table(
     numeric: Sequence[str] = (),
     cut: Sequence[str] = (),
 ) -> None:
-    """See TextTable."""
+    """Print one TextTable with all its rows."""
     TextTable(columns, numeric=numeric, cut=cut).print(rows)
 
 
 class TextTable:
-    """A table without lines. The columns named in `numeric` end at the right.
+    """A table without lines. The columns named in `numeric` are aligned at the right.
 
-    Where a terminal is too narrow, the columns named in `cut` end in …; of the others, what is too
-    long goes on below. Rows may come in several lots: then columns keep at least their width.
+    If a terminal is too narrow, the columns named in `cut` end in …; the others are wrapped. Rows
+    may be printed in several calls: then columns keep at least their width.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class TextTable:
 
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=not self._headed)
         for name, width in zip(self.columns, self._widths, strict=True):
-            # Numbers keep their width; of the other columns the widest gives way first.
+            # Numbers keep their width; of the other columns the widest shrinks first.
             table.add_column(
                 name,
                 justify="right" if name in self._numeric else "left",
@@ -109,12 +110,12 @@ class TextTable:
 
 
 def print_fields(fields: Mapping[str, str]) -> None:
-    """One name and value a line; long values go on below, so that nothing is cut."""
+    """One name and value per line; long values are wrapped, so that nothing is cut."""
     _print_grid([((shown(name), "bold"), shown(value)) for name, value in fields.items()])
 
 
 def print_outline(rows: Sequence[tuple[tuple[str, str], str, str]]) -> None:
-    """Rows of (a word and its style, a name, sentences that may go on below)."""
+    """Rows of ((word, style), name, sentences); the sentences may be wrapped."""
     _print_grid(
         [
             (word, shown(name), "\n".join(map(shown, sentences.split("\n"))))
@@ -124,14 +125,14 @@ def print_outline(rows: Sequence[tuple[tuple[str, str], str, str]]) -> None:
 
 
 def print_line(text: str = "") -> None:
-    """A sentence between tables."""
+    """One line of text, as between tables."""
     _print_grid([(shown(text),)])
 
 
 def _print_grid(rows: Sequence[Sequence[str | tuple[str, str]]]) -> None:
-    """Cells below each other; the last of a row may have lines, and goes on below at a terminal.
+    """Aligned cells. The last cell of a row may have several lines; a terminal wraps it.
 
-    A cell is a text, or a text and its style, and fit to be shown.
+    A cell is a text, or a text and its style, and has no control characters (see `shown`).
     """
     lines = [[(cell, "") if isinstance(cell, str) else cell for cell in row] for row in rows]
     if sys.stdout.isatty():
@@ -163,7 +164,7 @@ def _print_grid_at_terminal(rows: list[list[tuple[str, str]]]) -> None:
 
 
 def shown(text: str) -> str:
-    """`text` with everything that is not printable as an escape."""
+    """`text` with every character that is not printable as an escape."""
     if text.isprintable():
         return text
     return "".join(
@@ -178,5 +179,5 @@ def _print(table: "Table") -> None:
 
 
 def _tolerate() -> None:
-    """Whatever the locale, no character is an error."""
+    """Replace characters that the locale cannot encode, instead of raising."""
     sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]

@@ -1,6 +1,6 @@
-"""`lookup-buffer serve`: be this host's node, in the foreground, until told to stop.
+"""`lookup-buffer serve`: run this host's node in the foreground until SIGTERM or Ctrl-C.
 
-The node runs on the main thread.
+The node runs on the main thread. Raises a CommandError if another node runs in the directory.
 """
 
 import sys

@@ -1,4 +1,7 @@
-"""`lookup-buffer show KEY`: one record in full, or why there is none."""
+"""`lookup-buffer show KEY`: one record in full, or the reason why there is none.
+
+Reads the store alone, on the main thread.
+"""
 
 import time
 from pathlib import Path
@@ -78,11 +81,11 @@ def show(
 
 
 def _find(store: MetadataStore, key: str, namespace: str, spaces: list[str]) -> list[Record]:
-    """The records of `key` itself; else those of the one key that begins so."""
+    """The records of `key`; if there are none, those of the one key that begins with it."""
     exact = [record for space in spaces for record in store.locate(space, [key]) if record]
     if exact:
         return exact
-    # Either a beginning, or a key in a namespace that nobody described.
+    # Either the beginning of a key, or a key in a namespace that is not described.
     addresses = sorted(
         {
             address

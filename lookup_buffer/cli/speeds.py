@@ -1,11 +1,8 @@
-"""How fast pipes are on this host: measured in rounds, beside memcpy and a bare socket.
+"""Time the ways to bring bytes from another process: pipes, a bare socket, memcpy.
 
-Needs torch. The other end is a process of its own, which ends with this one's connections.
-
-Ways to bring bytes from another process, to be timed side by side: pipes, a bare socket, memcpy.
-
-`lookup-buffer bench` and `benchmarks/pipes.py` measure by them. The other process is `serve`, which
-`python -m lookup_buffer.cli.speeds URI BARE` runs.
+`lookup-buffer bench` and `benchmarks/pipes.py` measure by this module; it needs torch. Ways are
+timed in turns, round by round. The other process runs `serve`, by
+`python -m lookup_buffer.cli.speeds URI BARE NBYTES_MAX`; it ends when its connections end.
 """
 
 import os
@@ -36,7 +33,7 @@ TIMEOUT_SECONDS: Final = 60.0
 MESSAGES_MAX: Final = 100
 SIZE: Final = struct.Struct(">Q")
 BareAddress = str | tuple[str, int]
-"""Of a unix socket, or of a TCP one."""
+"""The address of the bare socket: the path of a unix socket, or (host, port) for TCP."""
 
 
 def bare_connection(address: BareAddress) -> socket.socket:
@@ -50,7 +47,7 @@ def bare_connection(address: BareAddress) -> socket.socket:
 
 
 def serve(uri: str, bare: BareAddress, nbytes_max: int) -> None:
-    """The other process: answers over the pipe and over the bare socket until they end."""
+    """The other process: answer requests on the pipe and on the bare socket until they end."""
     payload = torch.zeros(nbytes_max, dtype=torch.uint8)
     stream = bare_connection(bare)
 
@@ -65,7 +62,7 @@ def serve(uri: str, bare: BareAddress, nbytes_max: int) -> None:
 
 
 def answer(pipe: KVPipe, payload: torch.Tensor) -> None:
-    """Send what is asked for through the pipe, until a None comes."""
+    """Send the requested messages through the pipe until a None is received."""
     while (asked := pipe.recv_tensor()) is not None:
         nbytes, count = asked.tolist()
         for number in range(count):
@@ -75,10 +72,10 @@ def answer(pipe: KVPipe, payload: torch.Tensor) -> None:
 
 
 class Ways:
-    """What is measured with messages of one size; each gives seconds per message.
+    """The ways to measure with messages of `nbytes`; each method returns seconds per message.
 
-    Without a bare socket there is no `bare`. `round_bytes` is what one call brings altogether, and
-    what is kept in memory to copy from.
+    `bare` needs the bare socket. `round_bytes` is what one call moves in all, in 2 to MESSAGES_MAX
+    messages; as much is kept in memory as the source of copies.
     """
 
     def __init__(
@@ -92,39 +89,39 @@ class Ways:
         self._target = torch.ones(nbytes, dtype=torch.uint8)
 
     def memcpy(self) -> float:
-        """One copy of bytes that no cache holds into memory that was touched before."""
+        """One copy of bytes that are in no cache, into memory that was touched before."""
         return self._once(lambda: self._copy(lambda: self._target)) / self._messages
 
     def memcpy_new(self) -> float:
-        """The same into a new tensor."""
+        """As `memcpy`, into a new tensor."""
         new = partial(torch.empty, self._nbytes, dtype=torch.uint8)
         return self._once(lambda: self._copy(new)) / self._messages
 
     def bare(self) -> float:
-        """One message asks, `sendall` answers, `recv_into` of the full remainder receives."""
+        """A request, an answer by `sendall`, received by `recv_into` of the full remainder."""
         return self._once(self._repeated(self._fetch_bare)) / self._messages
 
     def ask(self) -> float:
-        """A message asks through the pipe; the answer is sent then, and received by key."""
+        """A request through the pipe; the answer is sent on it, and received by key."""
         return self._once(self._repeated(lambda: self._fetch(self._target))) / self._messages
 
     def ask_new(self) -> float:
-        """The same into a new tensor."""
+        """As `ask`, into a new tensor."""
         return self._once(self._repeated(lambda: self._fetch(None))) / self._messages
 
     def receive(self) -> float:
-        """What was sent before, by key, the last one first."""
+        """Receive messages that were sent before, by key, the last one first."""
         return self._received(self._target)
 
     def receive_new(self) -> float:
-        """The same into a new tensor."""
+        """As `receive`, into a new tensor."""
         return self._received(None)
 
     def _copy(self, targets: Callable[[], torch.Tensor]) -> None:
         for source in self._sources:
             target = targets()
             copy_bytes(target.data_ptr(), source.data_ptr(), self._nbytes)
-            del target  # before the next one is made: the allocator may use its memory again
+            del target  # before the next allocation, which may then reuse the memory
 
     def _received(self, out: torch.Tensor | None) -> float:
         self._pipe.send_tensor(torch.tensor([self._nbytes, self._messages]))
@@ -170,7 +167,7 @@ def main() -> None:
     try:
         serve(uri, (host, int(port)) if host else bare, int(nbytes_max))
     except (LookupBufferError, OSError):
-        sys.exit(1)  # who asked has ended, or says why
+        sys.exit(1)  # the measuring process has ended, or reports the error
 
 
 if __name__ == "__main__":
@@ -180,16 +177,16 @@ if __name__ == "__main__":
 ROUND_BYTES: Final = 16 << 20
 ROUNDS_MIN: Final = 3
 START_SECONDS: Final = 60.0
-"""For the other process to import torch."""
+"""Limit for the start of the other process, which imports torch."""
 LATENCY_SECONDS: Final = 100e-6
-"""More than the copies take, for messages and for threads that are woken."""
+"""Allowance beyond the copies: for messages and for waking threads."""
 TOLERANCE: Final = 1.5
-"""Times what is expected, before it is called slow: hosts differ, and have other work."""
+"""A pipe is called slow above this multiple of the expected time: hosts and their load differ."""
 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """One pipe with messages of one size: seconds are medians, ratios are of speeds."""
+    """The result for one pipe and one message size. Seconds are medians, ratios are of speeds."""
 
     pipe: str
     nbytes: int
@@ -202,9 +199,10 @@ class Speed:
 
     @property
     def expected_seconds(self) -> float | None:
-        """What it should take at most, by what pipes took where they were made.
+        """Most seconds that a message should take; None if there is no expectation.
 
-        In memory a message is two copies, in and out; over TCP it is what a bare socket does.
+        From what pipes took on the machine where they were developed: in memory two copies, in
+        and out, at 0.8 of memcpy's speed; over TCP 0.9 of a bare socket's speed.
         """
         if self.pipe in ("inproc", "shm"):
             return 2 * self.memcpy_seconds / 0.8 + LATENCY_SECONDS
@@ -225,7 +223,7 @@ class Speed:
 
 
 class Gauge:
-    """One open pipe, with somebody at its other end who answers."""
+    """One open pipe; a thread or process at its other end answers requests."""
 
     def __init__(self, name: str, pipe: KVPipe, bare: socket.socket | None) -> None:
         self.name = name
@@ -233,14 +231,17 @@ class Gauge:
         self._bare = bare
 
     def measure(self, nbytes: int, seconds: float) -> Speed:
-        """For so long, but for three rounds at least. A slow moment falls on all ways alike."""
+        """Measure for `seconds`, and for ROUNDS_MIN rounds at least.
+
+        Each round times every way once, so that a slow moment affects all of them alike.
+        """
         ways = Ways(self._pipe, self._bare, nbytes, ROUND_BYTES)
         timed: dict[str, Callable[[], float]] = {"memcpy": ways.memcpy, "ask": ways.ask}
         if self._bare is not None:
             timed["bare"] = ways.bare
         spent: dict[str, list[float]] = {name: [] for name in timed}
         for way in timed.values():
-            way()  # to warm up
+            way()  # warm-up
         ends_at = time.monotonic() + seconds
         while len(spent["ask"]) < ROUNDS_MIN or time.monotonic() < ends_at:
             for name, way in timed.items():
@@ -262,7 +263,7 @@ def _ratio(theirs: list[float], ours: list[float]) -> float:
 
 
 class Bench:
-    """Opens pipes to measure, one after the other."""
+    """Opens the pipes to measure, one after the other."""
 
     def __init__(self, nbytes_max: int) -> None:
         self._nbytes_max = nbytes_max
@@ -279,7 +280,7 @@ class Bench:
         """`pipe`: inproc, shm, tcp, or the URL of a server for the pipe `redis`.
 
         Raises:
-            CommandError: the other process does not come up.
+            CommandError: the other process does not start.
             LookupBufferError, StoreError: see `open_pipe`.
         """
         unique = f"lb-bench-{os.getpid()}"
@@ -326,11 +327,11 @@ class Bench:
     @contextmanager
     def _other(self, uri: str, bare: str) -> Iterator["subprocess.Popen[bytes]"]:
         process = subprocess.Popen(
-            # -P: a folder named `store` in the working directory must not shadow ours.
+            # -P: a folder named `store` in the working directory must not shadow our package.
             [sys.executable, "-P", "-m", "lookup_buffer.cli.speeds", uri, bare,
              str(self._nbytes_max)],
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is for us, who then end it
+            start_new_session=True,  # Ctrl-C reaches this process only, which then ends that one
         )  # fmt: skip
         try:
             yield process
@@ -350,5 +351,5 @@ def _accepted(listener: socket.socket, process: "subprocess.Popen[bytes]") -> so
 
 
 def _with_name(url: str, name: str) -> str:
-    """The address of a pipe by the server at `url`."""
+    """The URL of the pipe called `name` by the server at `url`."""
     return f"{url}{'&' if urlsplit(url).query else '?'}pipe={name}"

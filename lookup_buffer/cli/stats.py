@@ -1,4 +1,7 @@
-"""`lookup-buffer stats`: the counters of all nodes, as they flushed them to the store."""
+"""`lookup-buffer stats`: the counters of all nodes, as they were last flushed to the store.
+
+Reads the store alone, on the main thread.
+"""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -76,8 +79,8 @@ def _print(counters: Mapping[str, Mapping[str, int]], totals: Counter[str]) -> N
 
 
 def _seconds_saved(totals: Mapping[str, int]) -> float | None:
-    """What the encodes that were saved would have taken, at the mean of those that ran. None where
-    no node has timed any."""
+    """Estimated seconds of the encodes that were saved: their number times the mean of those that
+    ran. None if no node has timed an encode."""
     encodes, milliseconds, saved = (totals.get(name, 0) for name in _ENCODES)
     return round(saved * milliseconds / encodes / 1e3, 3) if encodes else None
 

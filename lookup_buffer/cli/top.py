@@ -1,4 +1,7 @@
-"""`lookup-buffer top`: the fleet at work, live."""
+"""`lookup-buffer top`: nodes, hits, misses and the hottest keys, live or once.
+
+Takes samples of the store on the main thread; asks no node.
+"""
 
 import sys
 import time
@@ -20,9 +23,9 @@ if TYPE_CHECKING:
     from rich.console import Group
 
 NAMESPACES_SECONDS = 30.0
-"""Between two walks for namespaces, which look at all keys of the server."""
+"""Between two scans for namespaces, each of which reads all keys of the server."""
 WINDOW_SECONDS = 5.0
-"""What rates are taken over: nodes beat, and write what they counted, once a second."""
+"""The period of the rates. Nodes write their beats and counters once a second."""
 _HITS = ("hits_local", "hits_remote", "hits_lane")
 
 
@@ -82,7 +85,7 @@ def _watch(store: MetadataStore, interval: float) -> None:
                 if now >= walk_at:
                     spaces, walk_at = _namespaces(store), now + NAMESPACES_SECONDS
                 samples.append(take_sample(store, traces_of(store), spaces, now))
-            except StoreUnavailable as error:  # it may come back
+            except StoreUnavailable as error:  # try again: the store may come back
                 samples.clear()
                 live.update(Text(shown(str(error))), refresh=True)
             if samples and now - samples[0].at >= SILENT_SECONDS:
@@ -119,7 +122,7 @@ def _print(activity: Activity) -> None:
 
 
 def _screen(activity: Activity, width: int) -> "Group":
-    """As wide as that; on a narrow one there is less of each."""
+    """The screen for a terminal of `width` columns; a narrow one shows fewer columns."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text

@@ -1,4 +1,7 @@
-"""`lookup-buffer why KEY`: the history of a key in words, and what to do about it."""
+"""`lookup-buffer why KEY`: why a key is a miss, in sentences, and what to do about it.
+
+Prints the findings of `lookup_buffer.inspection`; reads the store alone, on the main thread.
+"""
 
 from dataclasses import asdict
 from itertools import groupby

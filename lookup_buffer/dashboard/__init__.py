@@ -1,1 +1,1 @@
-"""The dashboard: the process that watches the fleet for it, and the page itself, in `page`."""
+"""The dashboard: the process that samples the fleet, and the files of the page, in `page`."""

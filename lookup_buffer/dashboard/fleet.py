@@ -1,9 +1,9 @@
-"""The fleet as the page shows it: looked at each second, by the store alone.
+"""The fleet as the page shows it, sampled each second from the store alone.
 
-What is counted comes as differences from second to second (`point`), which the page adds up over
-its window, and as totals (`now`). Used by one thread.
-
-Answers to `why`, for the page: what the command line would say, or why it cannot say it.
+Counters are given as differences since the last sample (`point`), which the page adds up over its
+window, and as totals (`now`). `FleetWatch` is used by one thread; it scans for namespaces on the
+executor that it gets. `answer` gives the findings of `why` for the page, or the sentence that the
+command would print; any thread may call it. It must not know HTTP or the page.
 """
 
 import time
@@ -26,47 +26,54 @@ from store import MetadataStore, StoreError, StoreRefused, StoreUnavailable
 from store.record import SAFE_NAME
 
 RATE_SECONDS = 10
-"""What rates of nodes are taken over."""
+"""The period of the nodes' rates."""
 HOTTEST_SHOWN = 12
 HOT_SECONDS = 60
-"""What the hits of keys are taken over."""
+"""The period of the keys' hit rates."""
 WALK_SECONDS = 5.0
 WALK_SHARE = 0.02
-"""Between two walks for namespaces, which look at all keys of the server, and what part of the time
-walking may take where that is a long way."""
+"""The pause between two scans for namespaces, each of which reads all keys of the server; and the
+largest part of the time that scans may take, which lengthens the pause on a large server."""
 GONE_SECONDS = 15 * 60.0
 GONE_MAX = 50
-"""So long nodes are shown that left, and so many of them."""
+"""How long nodes that left are shown, and at most how many."""
 _SERIES = {family.name: family.series for family in FAMILIES}
 TRANSFERS = _SERIES["transfer_bytes"]
-"""The counter of each way that bytes take, by direction and pipe."""
+"""The counter of transferred bytes, by direction and pipe."""
 HITS = tuple(_SERIES["hits"].values())
 HIT_BYTES = tuple(_SERIES["hit_bytes"].values())
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
+    """One sample for the page: the present state, and what was counted since the last sample."""
+
     now: dict[str, Any]
     point: dict[str, Any] | None
-    """None where there is nothing before it."""
+    """None for the first sample."""
 
 
 class FleetWatch:
+    """Samples the fleet; keeps the samples of the last minute. Used by one thread."""
+
     def __init__(self, store: MetadataStore, walker: Executor) -> None:
         self._store = store
         self._walker = walker
         self._samples: deque[Sample] = deque(maxlen=HOT_SECONDS + 1)
         self._liveness = Liveness()
         self._first: dict[str, tuple[str, int]] = {}
-        """The first beat of each node: who was silent before is not alive until it moves."""
+        """The first beat seen of each node; a node is not alive while its beat equals it.
+
+        It is ("", 0) once the beat has changed, or the node's description was fresh.
+        """
         self._gone: dict[str, float] = {}
-        """Nodes that left, and when that was seen."""
+        """Nodes that left, and when that was noticed (the samples' clock, seconds)."""
         self._spaces: list[str] = []
         self._walk: Future[tuple[list[str], float]] | None = None
         self._walk_at = 0.0
 
     def look(self) -> Seen:
-        """What is now.
+        """Take a sample: the present state, and what was counted since the last one.
 
         Raises:
             StoreError: the store did not answer.
@@ -151,13 +158,13 @@ class FleetWatch:
             for node, at in sorted(self._gone.items())
         ]
 
-    # -- what is counted
+    # -- counters
 
     def _since(self, seconds: int) -> Sample:
         return self._samples[max(0, len(self._samples) - 1 - seconds)]
 
     def _transfers(self, sample: Sample) -> list[dict[str, Any]]:
-        """What went each way, altogether and within the last seconds."""
+        """Bytes by direction and pipe: in all, and per second over RATE_SECONDS."""
         recent = Activity(self._since(RATE_SECONDS), sample)
         lately = recent.of_all()
         return [
@@ -171,7 +178,7 @@ class FleetWatch:
         ]
 
     def _hottest(self, sample: Sample) -> list[dict[str, Any]]:
-        """Those with most hits a second first, then those with most in all."""
+        """The hottest keys: most hits per second first; among equals, most hits in all."""
         speeds = {address: self._speed(address, sample) for address in sample.hits}
         hottest = sorted(speeds, key=lambda one: (-speeds[one], -sample.hits[one], one))
         return [
@@ -185,7 +192,7 @@ class FleetWatch:
         ]
 
     def _speed(self, address: Address, sample: Sample) -> float:
-        """Hits a second, since the first look of the last minute that listed the key."""
+        """Hits per second, since the first sample of the last minute that has the key."""
         first = next(one for one in self._samples if address in one.hits)
         hits = max(0, sample.hits[address] - first.hits[address])
         return hits / max(1.0, sample.at - first.at)
@@ -193,7 +200,7 @@ class FleetWatch:
     # -- namespaces
 
     def _walk_namespaces(self) -> None:
-        """Where that is due, beside what is done each second."""
+        """Start a scan for namespaces if one is due, or take the result of a finished one."""
         if self._walk is None:
             if time.monotonic() >= self._walk_at:
                 self._walk = self._walker.submit(_namespaces, self._store)
@@ -232,18 +239,18 @@ def _hits(counted: Mapping[str, int]) -> int:
 
 
 def _misses(counted: Mapping[str, int]) -> dict[str, int]:
-    """By reason, those that there were."""
+    """The number of misses by reason, without reasons that did not occur."""
     found = {reason: counted.get(f"misses_{reason}", 0) for reason in MISS_REASONS}
     return {reason: count for reason, count in found.items() if count}
 
 
 def _is_fresh(age_seconds: float | None) -> bool:
-    """Whether who described itself then lives, for whoever sees it for the first time."""
+    """Whether a node with a description of this age is alive, when its beat is seen first."""
     return age_seconds is not None and age_seconds <= DEAD_AFTER_SECONDS
 
 
 def answer(store: MetadataStore, key: str, namespace: str) -> dict[str, Any]:
-    """The findings of `key`, or with `problem` a sentence; never an error."""
+    """The findings of `key`, or a sentence under `problem`; never raises."""
     try:
         history = history_of(store, key, namespace)
         findings = list(history.findings())
@@ -251,8 +258,8 @@ def answer(store: MetadataStore, key: str, namespace: str) -> dict[str, Any]:
         return {"key": key, "problem": str(error)}
     except StoreError as error:
         return {"key": key, "problem": trouble_text(error)}
-    except Exception:  # noqa: BLE001 -- top of a thread: a bug of ours must leave no page waiting
-        traceback.print_exc()  # into the node's log
+    except Exception:  # noqa: BLE001 -- top of a thread: a bug of ours must not keep the page waiting
+        traceback.print_exc()  # stderr goes into the node's log
         return {"key": key, "problem": "that question failed; the node's log says why"}
     return {
         "key": history.key,
@@ -262,7 +269,7 @@ def answer(store: MetadataStore, key: str, namespace: str) -> dict[str, Any]:
 
 
 def trouble_text(error: StoreError) -> str:
-    """Why the store says nothing, and what to do."""
+    """Why the store gave no answer, and what to do."""
     text = " ".join(str(error).split())
     if isinstance(error, StoreRefused) and error.forbidden:
         return f"{text}; give the user the rights in docs/redis-keys.md"

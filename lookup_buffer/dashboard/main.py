@@ -1,9 +1,11 @@
-"""The observer's process: told by its node whom it is for, it says a line each second.
+"""The observer: a process that a node starts to sample the fleet for the dashboard's page.
 
-Standard input: first the node's name and settings, then questions, one a line. Standard output:
-`point` (what happened since the last), `now` (all that the page shows), `trouble` (why there is
-neither) and `answer N`, each with a JSON value behind it. It asks the store alone, as the command
-line does, with whose code it finds things out; it ends when its input does.
+Standard input: first the node's name and settings, then questions, one JSON value a line.
+Standard output, one line each: `point` (what was counted since the last one), `now` (all that the
+page shows), `trouble` (why there is neither) or `answer N`, followed by a JSON value.
+
+The main thread samples once a second; a second thread reads the questions, which a pool answers.
+The process reads the store alone, with the code of the commands. It ends when its input ends.
 """
 
 import json
@@ -21,14 +23,14 @@ from lookup_buffer.inspection.records import PATIENCE_SECONDS
 from store import MetadataStore, StoreError
 
 INTERVAL_SECONDS = 1.0
-"""Nodes beat, and write what they counted, once a second."""
+"""Between two samples. Nodes write their beats and counters once a second."""
 NICENESS = 10
-"""Who looks on waits for who works."""
+"""Lower priority than engines and the node: watching must not slow them down."""
 QUESTIONS_AT_ONCE = 2
 
 
 class Lines:
-    """What is said to the node. From any thread."""
+    """Writes the lines for the node to stdout. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -41,14 +43,14 @@ class Lines:
 
 
 def observe(store: MetadataStore, node: str, lines: Lines) -> None:
-    """Look each second, for ever."""
+    """Take a sample each second; never returns. BrokenPipeError: the node has ended."""
     with ThreadPoolExecutor(1, "namespaces") as walker:
         watch = FleetWatch(store, walker)
         due = time.monotonic()
         while True:
             try:
                 seen = watch.look()
-            except StoreError as error:  # it may come back
+            except StoreError as error:  # try again: the store may come back
                 lines.say("trouble", trouble_text(error))
             else:
                 if seen.point is not None:
@@ -60,7 +62,7 @@ def observe(store: MetadataStore, node: str, lines: Lines) -> None:
 
 
 def heed(questions: Iterable[str], store: MetadataStore, lines: Lines) -> None:
-    """Answer, until the node has gone: then so does this process."""
+    """Answer questions until the input ends, as the node has ended; then end this process."""
     pool = ThreadPoolExecutor(QUESTIONS_AT_ONCE, "question")
 
     def find_out(asked: dict[str, Any]) -> None:

@@ -1,1 +1,1 @@
-"""What commands and the dashboard ask a fleet."""
+"""Read a fleet through its store: what the commands and the dashboard have in common."""

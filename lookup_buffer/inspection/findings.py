@@ -1,10 +1,11 @@
-"""What `why` finds, in words: one `Finding` for each thing that is known of a key.
+"""Findings of `why`: one `Finding`, a sentence and a hint, for each fact known of a key.
 
-Pure: told what stands in the store and which nodes live, it says what that means and what to do.
+Input: what the store holds of a key (`Trace`) and which nodes are alive (`Fleet`). Output: what it
+means and what to do. Also compares the parts of two namespaces; a part that is a JSON object, as
+the connector's are, is compared member by member.
 
-In which parts two namespaces differ. Pure.
-
-A part may be a JSON object, as the connector's are: then its members are compared one by one.
+Pure: no I/O, no thread of its own; any thread may call it. It must not know how findings are
+shown, on a terminal or on the page.
 """
 
 import json
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Code(StrEnum):
-    """What a finding is about: the stable word for programs."""
+    """The kind of a finding: a stable word for programs."""
 
     STORED = "stored"
     OFFERED = "offered"
@@ -59,7 +60,7 @@ UNDER_WAY: Final = frozenset([Code.ENCODING, Code.INTENDED])
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """`code`, names of nodes and namespaces and numbers are for programs, sentences for people."""
+    """One fact of a key. `code`, names and numbers are for programs, the sentences for people."""
 
     code: Code
     namespace: str | None
@@ -68,22 +69,22 @@ class Finding:
     hint: str = ""
     node: str | None = None
     seconds: float | None = None
-    """Since when, or until when: see the sentence."""
+    """The age of the fact, or the time left; the sentence says which."""
     other_namespace: str | None = None
     differs: Mapping[str, tuple[str | None, str | None]] = field(default_factory=dict)
-    """Parts in which the namespace and the other one differ: the value here, and there."""
+    """Parts in which `namespace` and `other_namespace` differ: (value here, value there)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """Who lives, and how those went that do not."""
+    """Which nodes are alive, and how the other nodes left."""
 
     watch: BeatWatch
     departures: Mapping[str, "Departure"]
 
 
 def findings_of(trace: "Trace", fleet: Fleet) -> list[Finding]:
-    """All that is known of one key in one namespace; nothing where nothing is."""
+    """All findings of one key in one namespace; empty if nothing is known of it."""
     found = list(_findings(trace, fleet))
     if not found and trace.hits:
         times = f"{trace.hits} times" if trace.hits > 1 else "once"
@@ -269,7 +270,7 @@ def _gone(trace: "Trace", gone: "Gone") -> Finding:
     code, sentence, hint = _GONE.get(gone.reason, unknown)
     kept: float = GONE_SECONDS
     if is_handoff(trace.key) and gone.remaining_seconds <= HANDOFF_GONE_SECONDS:
-        kept = HANDOFF_GONE_SECONDS  # but who clears a namespace does not tell them apart
+        kept = HANDOFF_GONE_SECONDS  # `clear` keeps hand-offs for GONE_SECONDS too
     ago = max(0.0, kept - gone.remaining_seconds)
     node = gone.node or "a node"
     text = f"{sentence.format(node=node, reason=gone.reason)} ({age_text(ago)} ago)"
@@ -298,7 +299,7 @@ def _failed(trace: "Trace") -> Finding:
 
 
 def absent(key: str, namespace: str | None, where: str = "") -> Finding:
-    """There is no trace of it, in `namespace` or anywhere."""
+    """The finding that there is no trace of `key`, in `namespace` or anywhere."""
     ago = "a minute" if is_handoff(key) else "an hour"
     return Finding(
         Code.ABSENT, namespace, key,
@@ -309,7 +310,7 @@ def absent(key: str, namespace: str | None, where: str = "") -> Finding:
 
 
 def no_namespace(key: str, namespace: str, known: Sequence[str]) -> Finding:
-    """Nobody uses such a namespace."""
+    """The finding that no namespace begins with `namespace`."""
     named = ", ".join(each[:12] for each in known[:5]) + (", …" if len(known) > 5 else "")
     return Finding(
         Code.NO_NAMESPACE, namespace, key,
@@ -319,7 +320,7 @@ def no_namespace(key: str, namespace: str, known: Sequence[str]) -> Finding:
 
 
 Described = Mapping[str, Mapping[str, str]]
-"""What namespaces stand for: their parts, by fingerprint; nothing where nobody says so."""
+"""The parts of each namespace, by fingerprint; without the namespaces that nobody described."""
 Differences = dict[str, tuple[str | None, str | None]]
 
 _SHOWN_CHARACTERS = 32
@@ -327,7 +328,7 @@ _NAMED_MAX = 6
 
 
 def differences(ours: Mapping[str, str], theirs: Mapping[str, str]) -> Differences:
-    """By name of the part: its value here and there, None where there is no such part."""
+    """The parts that differ, by name: (value here, value there). None: that side lacks the part."""
     here, there = _flat(ours), _flat(theirs)
     return {
         name: (here.get(name), there.get(name))
@@ -339,10 +340,10 @@ def differences(ours: Mapping[str, str], theirs: Mapping[str, str]) -> Differenc
 def most_alike(
     described: Described, without: Iterable[str], having: Iterable[str]
 ) -> dict[str, str]:
-    """Beside each of `without` the one of `having` that is most like it; the most alike first.
+    """For each namespace of `without` the most similar one of `having`; the most similar first.
 
-    That is by how many parts differ, and by fingerprint among equals. Last come those of which
-    nobody says what they stand for, or what those stand for that have it.
+    Similar means that few parts differ; among equals the lower fingerprint comes first. Pairs in
+    which a namespace is not described come last.
     """
     holders = sorted(having)
     flat = {
@@ -359,7 +360,7 @@ def most_alike(
 
 
 def difference_text(found: Differences) -> str:
-    """`dtype (float16 here, bfloat16 there), …`."""
+    """The differences as text: `dtype (float16 here, bfloat16 there), …`."""
     named = [
         f"{name} ({_shown(here)} here, {_shown(there)} there)"
         for name, (here, there) in list(found.items())[:_NAMED_MAX]

@@ -1,8 +1,11 @@
-"""The history of a key: all that the store knows of it, gathered from every namespace.
+"""The history of a key, from every namespace; and samples of the fleet for rates.
 
-Works against the store alone; no node is asked.
+`history_of` collects all that the store knows of one key, for `why` and the dashboard.
+`take_sample` reads beats, node descriptions, counters and the hottest keys at one moment;
+`Activity` is what was counted between two samples, for `top` and the dashboard.
 
-What `top` shows: the fleet at one moment, and what was counted since the moment before.
+Reads the store alone; it connects to no node. The functions block on the store, on the caller's
+thread. It must not know how results are shown.
 """
 
 from collections import Counter
@@ -35,16 +38,17 @@ if TYPE_CHECKING:
 NAMED_WHEN_AMBIGUOUS = 5
 FOUND_MAX = 10_000
 OTHERS_MAX = 5
-"""Namespaces without the key that are told of where none was named: those most like one with it."""
+"""At most so many namespaces without the key are reported if the caller named none: those most
+similar to one that has the key."""
 
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """What is known of one key everywhere."""
+    """What is known of one key in all namespaces."""
 
     key: str
     namespace: str
-    """How the namespaces begin that were asked about."""
+    """The prefix of the namespaces that were asked for."""
     described: Mapping[str, Mapping[str, str]]
     traces: Mapping[str, "Trace"]
     fleet: Fleet
@@ -73,7 +77,7 @@ class History:
         return any(one.code is Code.STORED for one in found)
 
     def _elsewhere(self, space: str, other: str) -> Finding:
-        """`space` beside one that has it."""
+        """The finding that `other` has the key and `space` has not."""
         ours, theirs = self.described.get(space, {}), self.described.get(other, {})
         differs = differences(ours, theirs) if ours and theirs else {}
         if differs:
@@ -92,17 +96,17 @@ class History:
 
 
 def history_of(store: MetadataStore, key: str, namespace: str) -> History:
-    """What is known of `key`, or of the one key that has it in it, wherever it is.
+    """What is known of `key`, or of the only key that contains it, in all namespaces.
 
-    `namespace`: how the namespaces begin that are asked about; "" is all.
+    `namespace`: the prefix of the namespaces that are asked for; "" is all.
 
     Raises:
-        CommandError: several keys have it in them.
-        InvalidKey: it is part of no key, and can be part of none.
+        CommandError: several keys contain it.
+        InvalidKey: no key contains it, and no valid key can.
         StoreError: the store does not answer.
     """
     if not 0 < len(key) <= MAX_KEY_CHARACTERS:
-        TensorKey.parse(key)  # says what is wrong
+        TensorKey.parse(key)  # raises, and says what is wrong
     watch = BeatWatch(store)
     described = {name: parts for name, parts in store.namespaces().items() if SAFE_NAME.match(name)}
     reader = traces_of(store)
@@ -118,8 +122,13 @@ def history_of(store: MetadataStore, key: str, namespace: str) -> History:
 
 
 def _search(reader: "Traces", part: str, namespace: str) -> list["Trace"]:
-    """The traces of the one key that has `part` in it: in the namespaces that are asked about, or
-    else in whatever namespace; then all that is known of that key."""
+    """All traces of the one key that contains `part`. A key in the namespaces that are asked for
+    goes before keys in other namespaces.
+
+    Raises:
+        CommandError: several keys contain `part`.
+        InvalidKey: no key contains `part`, and no valid key can.
+    """
     found: set[tuple[str, str]] = set()
     for address in reader.find(part):
         found.add(address)
@@ -134,7 +143,7 @@ def _search(reader: "Traces", part: str, namespace: str) -> list["Trace"]:
         more = ", …" if len(keys) > NAMED_WHEN_AMBIGUOUS else ""
         raise CommandError(f"{len(keys)} keys have {part!r} in them: {named}{more}", ExitCode.USAGE)
     if not keys:
-        TensorKey.parse(part)  # nobody can have such a key: say so
+        TensorKey.parse(part)  # raises if no valid key can contain it
     return [t for t in reader.of(sorted(a for a in found if a[1] in keys)) if not t.is_empty]
 
 
@@ -144,7 +153,7 @@ Address = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """All that is read at one moment, `at` by the monotonic clock."""
+    """All that was read at one moment, `at` on the monotonic clock in seconds."""
 
     at: float
     beats: Mapping[str, Beat]
@@ -155,7 +164,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """What happened from one sample to a later one."""
+    """What happened between a sample and a later one."""
 
     first: Sample
     last: Sample
@@ -165,11 +174,14 @@ class Activity:
         return max(self.last.at - self.first.at, 1e-3)
 
     def alive(self, node: str) -> bool:
-        """Whether its beat has moved."""
+        """Whether the beat of `node` changed between the samples."""
         return self.last.beats.get(node) != self.first.beats.get(node)
 
     def of_node(self, node: str) -> Counter[str]:
-        """What a node has counted. One that began anew has counted all that it says."""
+        """What a node counted between the samples.
+
+        A counter below its earlier value was reset by a restart: its whole value counts.
+        """
         before, now = self.first.counters.get(node, {}), self.last.counters.get(node, {})
         return Counter(
             {
@@ -185,7 +197,10 @@ class Activity:
         return total
 
     def hottest(self) -> list[tuple[Address, int, int]]:
-        """Keys with their hits meanwhile and altogether, those with most meanwhile first."""
+        """The HOTTEST keys: (address, hits between the samples, hits in all).
+
+        Those with the most hits between the samples come first.
+        """
         found = [
             (address, max(0, hits - self.first.hits.get(address, hits)), hits)
             for address, hits in self.last.hits.items()
@@ -196,10 +211,17 @@ class Activity:
 def take_sample(
     store: MetadataStore, reader: "Traces", namespaces: list[str], now: float
 ) -> Sample:
+    """Read a sample; `now` is the monotonic clock in seconds.
+
+    Hits are those of the HOTTEST keys in `namespaces`.
+
+    Raises:
+        StoreError: the store does not answer.
+    """
     beats = store.beats()
     hottest = reader.hottest(namespaces, HOTTEST)
     return Sample(
         now, beats, store.node_infos(sorted(beats)), store.stats(),
-        # By hand there may stand what is too long for a key, and for whoever is to show it.
+        # A name written by hand may be longer than any key, and too long to be shown.
         {at: hits for at, hits in hottest.items() if len(at[1]) <= MAX_KEY_CHARACTERS},
     )  # fmt: skip

@@ -1,11 +1,12 @@
-"""Records as people and programs are shown them.
+"""Records as commands show them, liveness of nodes by their beats, and access to the store.
 
-Which nodes live, found out within a command: their beats are read until they have moved.
+Liveness within one command: a node beats once a second, and `BeatWatch` reads the beats until
+they have changed. No clock of another machine takes part. Only a change of the beat tells a node
+that is alive from one that was killed a moment ago.
 
-A node beats once a second. No clock of another machine takes part, so nothing less than seeing a
-beat change tells a node that lives from one that was killed a moment ago.
-
-The way to the store that commands inspect. No node is needed for it, and none is started.
+`opened_store` opens the store that a command inspects. It needs no node and starts none.
+Everything runs on the caller's thread and may block on the store. It must not know the single
+commands.
 """
 
 import socket
@@ -31,17 +32,17 @@ _AGES = ((86_400.0, "d"), (3_600.0, "h"), (60.0, "min"), (1.0, "s"))
 class ExitCode(IntEnum):
     OK = 0
     FOUND = 1
-    """Something wrong was found, or the key is not there."""
+    """Something wrong was found, or the key is absent."""
     USAGE = 2
     UNREACHABLE = 3
     INTERRUPTED = 130
-    """By Ctrl-C; as a shell says it of who was killed by the signal."""
+    """Ended by Ctrl-C: 128 + SIGINT, as a shell reports a process that the signal killed."""
     NOBODY_READS = 141
-    """Whoever read the output has left, as `head` does; likewise."""
+    """The reader of the output closed it, as `head` does: 128 + SIGPIPE, likewise."""
 
 
 class CommandError(Exception):
-    """A command cannot go on. The text is one line that says what to do."""
+    """A command cannot continue. The text is one line that says what to do."""
 
     def __init__(self, sentence: str, code: ExitCode) -> None:
         super().__init__(sentence)
@@ -49,7 +50,7 @@ class CommandError(Exception):
 
 
 def size_text(nbytes: float) -> str:
-    """`1.6 MiB`."""
+    """A size as text: `1.6 MiB`."""
     if nbytes < 1024:
         return f"{nbytes:.0f} B"
     for unit in ("KiB", "MiB", "GiB"):
@@ -60,7 +61,7 @@ def size_text(nbytes: float) -> str:
 
 
 def age_text(seconds: float) -> str:
-    """`5 min`: the largest unit of which there is one, rounded down."""
+    """An age as text: `5 min`. The largest unit of which there is at least one, rounded down."""
     for unit_seconds, unit in _AGES:
         if seconds >= unit_seconds:
             return f"{int(seconds // unit_seconds)} {unit}"
@@ -68,7 +69,7 @@ def age_text(seconds: float) -> str:
 
 
 def age_since(created: float) -> float:
-    """Seconds since the wall clock of the first publisher said `created`; never negative."""
+    """Seconds since `created`, the wall clock of the first publisher; never negative."""
     return max(0.0, time.time() - created)
 
 
@@ -76,7 +77,10 @@ POLL_SECONDS = 0.1
 
 
 class BeatWatch:
-    """Begins to watch when it is made; other work may be done before `settle`."""
+    """Which nodes are alive. Reads all beats when it is made and again in `settle`.
+
+    Other work may be done between the two. Not thread-safe.
+    """
 
     def __init__(
         self,
@@ -92,10 +96,13 @@ class BeatWatch:
         self._first = store.beats()
         self.last: dict[str, Beat] = dict(self._first)
         self._fresh: dict[str, str] = {}
-        """Boots that described themselves a moment before somebody glanced at them."""
+        """Boot by node, for nodes whose description was younger than SILENT_SECONDS in `glance`."""
 
     def settle(self, nodes: Iterable[str] | None = None) -> None:
-        """Look until each of `nodes` (None: all that beat) has moved, or the time is up."""
+        """Read beats until the beat of each of `nodes` has changed, or the time is up.
+
+        None means all nodes with a beat. The time ends SILENT_SECONDS after this object was made.
+        """
         if nodes is None:
             nodes = self._first
         waited_for = [node for node in nodes if node in self._first]
@@ -107,10 +114,10 @@ class BeatWatch:
                 self.last = self._store.beats()
 
     def glance(self, nodes: Iterable[str]) -> None:
-        """Take those for alive that described themselves a moment ago, without waiting for a beat.
+        """Count nodes as alive that described themselves within SILENT_SECONDS; wait for no beat.
 
-        Where nobody did, though nodes are listed, they may have been refused (a full server keeps
-        beats only): then it is waited as `settle` does.
+        If no node did so far, descriptions may have been refused: a full server keeps beats only.
+        Then this waits for `nodes` as `settle` does.
         """
         nodes = [node for node in nodes if node in self._first and node not in self._fresh]
         ages = self._store.node_ages(nodes)
@@ -121,7 +128,10 @@ class BeatWatch:
             self.settle(nodes)
 
     def alive(self, node: str, boot: str | None = None) -> bool:
-        """Whether `node` moved, and is still the start of it that `boot` names."""
+        """Whether the beat of `node` changed, or `glance` found its description fresh.
+
+        With `boot`: and the node still runs as that boot.
+        """
         beat = self.last.get(node)
         if beat is None or not (self._moved(node) or self._fresh.get(node) == beat.boot):
             return False
@@ -132,7 +142,7 @@ class BeatWatch:
 
 
 def _note(text: str) -> AbstractContextManager[object]:
-    """A note of what takes so long, gone afterwards; only for a person at a terminal."""
+    """Show `text` while the block runs and remove it afterwards; only if stderr is a terminal."""
     if not sys.stderr.isatty():
         return nullcontext()
     from rich.console import Console
@@ -141,7 +151,7 @@ def _note(text: str) -> AbstractContextManager[object]:
 
 
 def hits_of(store: MetadataStore, records: Sequence[Record]) -> dict[tuple[str, str], int]:
-    """Hits by (namespace, key), in bounded requests."""
+    """Hits by (namespace, key), read in requests of at most 1,000 keys."""
     by_namespace: dict[str, list[str]] = {}
     for record in records:
         by_namespace.setdefault(record.namespace, []).append(record.key)
@@ -159,8 +169,11 @@ def nodes_of(records: Iterable[Record]) -> set[str]:
 
 
 def to_json(record: Record, hits: int, watch: BeatWatch) -> dict[str, Any]:
-    """The stable JSON form of a record. What a node only offers, a hand-off that waits for room
-    there, has no checksum as yet. `lane` is by what it can be had from a device of that node."""
+    """The stable JSON form of a record.
+
+    A location that is only offered (a hand-off that waits for room at that node) has no checksum
+    yet. `lane` is the kind of transfer by which a device of that node gives the tensor, or None.
+    """
     lanes = {device.node: device.kind for device in record.devices}
     return {
         "namespace": record.namespace,
@@ -187,14 +200,14 @@ def to_json(record: Record, hits: int, watch: BeatWatch) -> dict[str, Any]:
 
 
 def tensor_text(record: Record) -> str:
-    """`bfloat16 729x1152`; `none` for a stored None."""
+    """Dtype and shape as text: `bfloat16 729x1152`; `none` for a stored None."""
     if record.kind == "none":
         return "none"
     return f"{record.dtype} {'x'.join(map(str, record.shape)) or 'scalar'}"
 
 
 def nodes_text(record: Record, watch: BeatWatch) -> str:
-    """`+host-a -host-b ~host-c`: alive, not alive, and alive but only offering it."""
+    """`+host-a -host-b ~host-c`: alive; not alive; alive, but only offering the item."""
     return " ".join(_mark(location, watch) + location.node for location in record.locations)
 
 
@@ -205,29 +218,31 @@ def _mark(location: Location, watch: BeatWatch) -> str:
 
 
 def traces_of(store: MetadataStore) -> "Traces":
-    """The closer look at single keys that only a server gives."""
-    from store.redis_store import RedisStore  # slow to import, and by now it is
+    """The reader of traces of single keys, which only a store on a server offers."""
+    from store.redis_store import RedisStore  # slow to import; imported by now
 
-    assert isinstance(store, RedisStore)  # all that a node may be configured with
+    assert isinstance(store, RedisStore)  # a node can be configured with no other
     return store.traces()
 
 
 PATIENCE_SECONDS = 3.0
-"""A person waits longer than an engine does, and pages of a scan are large."""
+"""Least timeout of the store for commands: a person waits longer than an engine, and pages of a
+scan are large."""
 
 
 @contextmanager
 def opened_store(access: StoreAccess) -> Iterator[MetadataStore]:
-    """The store, closed afterwards.
+    """The store as a context; it is closed at the end.
 
     Raises:
         ConfigError: a TLS file that the URL names cannot be used.
-        CommandError: the store is the embedded server, and none runs or its directory is unfit.
+        CommandError: the store is the embedded server, and it does not run or its directory
+            cannot be used.
     """
     access.check_files()
     try:
         url = access.actual_url()
-    except OSError as error:  # the runtime directory cannot be made
+    except OSError as error:  # the runtime directory cannot be created
         raise CommandError(
             f"{error.filename}: {error.strerror}; choose another --directory", ExitCode.USAGE
         ) from error
@@ -242,7 +257,7 @@ def opened_store(access: StoreAccess) -> Iterator[MetadataStore]:
 
 
 def shown_url(access: StoreAccess) -> str:
-    """The store's URL without credentials, as another command would have to name it."""
+    """The store's URL without credentials, in the form that other commands accept."""
     return redact(access.actual_url())
 
 
@@ -252,7 +267,7 @@ def socket_of(url: str) -> Path:
 
 
 def answers(path: Path) -> bool:
-    """Whether somebody listens on the unix socket at `path`."""
+    """Whether a process listens on the unix socket at `path`; tried for at most 1 s."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(1.0)
         try:

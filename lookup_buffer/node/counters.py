@@ -1,11 +1,11 @@
-"""The node's counters: what happened, by reason. Names form a closed set; see `COUNTERS`.
+"""The node's counters, by reason, and histograms of seconds.
 
-Any thread may count. Totals are for clients of the node; deltas go to Redis in batches, and so do
-hits per key, so that a hit never costs a round trip.
+The names of counters form a closed set, `COUNTERS`. Totals are for clients of the node and for
+`/metrics`; differences go to Redis in batches, and so do hits per key, so that a hit costs no
+round trip. A histogram has fixed buckets, cumulative as Prometheus wants them, and a sum.
 
-A histogram of seconds with fixed buckets, as Prometheus wants it: cumulative, and a sum.
-
-Any thread may observe. It costs 0.5 µs, for it is on the way of every transfer.
+Any thread may count and observe, under one short lock each. To observe costs 0.5 µs, since it is
+part of every transfer. It must not know how the figures are published.
 """
 
 import threading
@@ -21,10 +21,13 @@ from lookup_buffer.protocol.messages import LANES, ClaimOutcome, Fallback
 from store import GoneReason
 
 BOUNDS_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
-"""From a small tensor on one rack to 130 MB over a slow link; what is beyond has a bucket too."""
+"""Upper bounds: from a small tensor on one rack to 130 MB over a slow link. Longer times have a
+bucket of their own."""
 
 
 class Histogram:
+    """Durations in seconds, counted in the buckets of BOUNDS_SECONDS. Thread-safe."""
+
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._counts = [0] * (len(BOUNDS_SECONDS) + 1)
@@ -36,7 +39,7 @@ class Histogram:
             self._sum_seconds += seconds
 
     def read(self) -> tuple[list[int], float]:
-        """How many took at most each of `BOUNDS_SECONDS`, and how many in all; their sum."""
+        """Cumulative counts, one for each of `BOUNDS_SECONDS` and one for all; the sum."""
         with self._lock:
             return list(accumulate(self._counts)), self._sum_seconds
 
@@ -52,18 +55,18 @@ MISS_REASONS: Final = (
     MissReason.NO_ROOM,
     MissReason.TAKEN,
 )
-"""Those that a node counts."""
+"""The reasons of misses that a node counts."""
 FETCH_FAILURES: Final = (
     MissReason.STALE,
     MissReason.CHECKSUM,
     MissReason.PEER_FAILED,
     MissReason.NO_ROOM,
 )
-"""Why one source was passed over, whether or not another had the tensor."""
+"""Why a fetch from one source failed, whether or not another source had the tensor."""
 REMOVAL_REASONS: Final = (GoneReason.EVICTED, GoneReason.EXPIRED, GoneReason.INVALIDATED)
-"""Why what may be had from here is here no more, but by its taker."""
+"""Why this node removed an item that readers could find, other than by its taker."""
 RENEWED: Final = "renewed"
-"""A claim that its engine had already was granted again."""
+"""A claim was granted again to the engine that already held it."""
 UNASKED: Final = "unasked"
 """A claim was granted because the store did not answer."""
 CLAIM_ANSWERS: Final = (
@@ -110,13 +113,13 @@ COUNTERS: Final = frozenset(
 
 ENCODES: Final = "encodes"
 ENCODE_MILLISECONDS: Final = "encode_milliseconds"
-"""Encodes that were timed, and how long they took in all: `Counters.encode_seconds`, for Redis."""
+"""The number of timed encodes, and their total time: `Counters.encode_seconds`, for Redis."""
 HITS_KEYS_MAX: Final = 100_000
-"""Bound on keys whose hits wait for a store that is away; the hits of further keys are not kept."""
+"""Most keys whose hits are kept while the store is away; hits of further keys are dropped."""
 
 
 class Counters:
-    """Totals since the node's start, and what has not been flushed yet."""
+    """Totals since the node's start, and the part that is not flushed yet. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -124,9 +127,9 @@ class Counters:
         self._unflushed: Counter[str] = Counter()
         self._hits: Counter[QualifiedKey] = Counter()
         self.fetch_seconds = Histogram()
-        """Of fetches that brought the tensor, from the request to the verified bytes."""
+        """Successful fetches, from the request to the verified bytes."""
         self.encode_seconds = Histogram()
-        """Of encodes that ended with their output here, from the step that was to run them."""
+        """Encodes whose output was stored here, from the step that was to run them."""
 
     def add(self, name: str, amount: int = 1) -> None:
         assert name in COUNTERS, name
@@ -135,12 +138,12 @@ class Counters:
             self._unflushed[name] += amount
 
     def spare(self, encodes: int) -> None:
-        """Readers were engines that need not encode what they got."""
+        """Count encodes that engines were spared, because they read the output."""
         if encodes:
             self.add("encodes_saved", encodes)
 
     def encoded(self, seconds: float) -> None:
-        """An engine stored what it had said that it encodes so long before."""
+        """An engine stored an output, `seconds` after it reported the start of the encode."""
         self.encode_seconds.observe(seconds)
         with self._lock:
             for name, amount in ((ENCODES, 1), (ENCODE_MILLISECONDS, round(seconds * 1e3))):
@@ -148,19 +151,19 @@ class Counters:
                 self._unflushed[name] += amount
 
     def hit(self, item: Item, count: int = 1) -> None:
-        """Readers got `item`, that a client of this node stored or that was fetched."""
+        """Count hits of `item`, local or remote by its origin, and by its key."""
         with self._lock:
             self._count_source(item, count)
             self._count_hits(item.address, count)
 
     def hit_lane(self, address: QualifiedKey, nbytes: int) -> None:
-        """A reader's process has the bytes in its pool."""
+        """Count a hit whose bytes are in the device pool of the reader's process."""
         with self._lock:
             self._count_to("lane", 1, nbytes)
             self._count_hits(address, 1)
 
     def hit_handoff(self, item: Item, count: int = 1) -> None:
-        """Not by key: each is hit once, and would drive what is hit often out of the list."""
+        """Count hits of a hand-off, not by key: each is hit once, and would displace hot keys."""
         with self._lock:
             self._count_source(item, count)
 
@@ -169,7 +172,7 @@ class Counters:
             return dict(self._totals)
 
     def take_unflushed(self) -> tuple[dict[str, int], dict[QualifiedKey, int]]:
-        """Counters and hits since the last call; give them back by `put_back` on failure."""
+        """Counters and hits since the last call; on failure return them by `put_back`."""
         with self._lock:
             counters, hits = self._unflushed, self._hits
             self._unflushed, self._hits = Counter(), Counter()

@@ -1,22 +1,13 @@
-"""What the arena holds: items, reservations, pins, and who may be evicted.
+"""What the arena holds: items, reservations and pins; their places, their shares, and eviction.
 
 Pure bookkeeping: no I/O, no lock, no thread; the clock is an argument. The node calls it under
-its own lock. Bytes are charged when a reservation is made and released exactly once, when the
-item has gone and its last pin with it.
+its own lock. `Inventory` decides what may be evicted, `Room` where items lie, `Shares` how many
+bytes readers, writers and hand-offs may hold. The rest can be evicted, so room can be made.
 
-Hand-offs are never evicted, so they have a share of their own, and pinning one costs nothing: no
-reader can be refused what would make room. What is on loan from another node is never found here.
-
-Item: one tensor in the arena.
-
-Room: where in the arena items lie, and which of them give way when there is no room.
-
-Pure bookkeeping, like the inventory, which decides what may be evicted and what it means.
-
-The shares of the arena: how many bytes of it readers, writers and hand-offs may hold.
-
-What they leave can be evicted, so that there is always room to be made. Pure bookkeeping, as
-`inventory`, whose items these bytes are.
+Bytes are charged when a reservation is made. They are released exactly once: when the item is
+gone and its last pin is released. Hand-offs are never evicted, so they have their own share.
+Pinning one charges nothing: a taker, who makes room, is never refused. A loan (a copy of another
+node's hand-off) is never returned by a look-up. It must not know sockets, the store or clients.
 """
 
 import itertools
@@ -36,7 +27,7 @@ from store import GoneReason
 class Item:
     """One tensor in the arena. `ready` once its bytes are complete and verified.
 
-    An item that is `gone` from the start is on loan: a copy for those who have it pinned.
+    An item that is `gone` from the start is a loan: a copy that exists only for its pins.
     """
 
     address: QualifiedKey
@@ -52,9 +43,9 @@ class Item:
     pins: int = 0
     gone: bool = False
     handoff_bytes: int = 0
-    """What it takes of the share of hand-offs; 0 where it is none of ours."""
+    """Bytes charged to the share of hand-offs; 0 if it is not a hand-off of this node."""
     device: str = ""
-    """On what the client that inserted it had computed it; empty where nobody said."""
+    """The device on which the inserting client computed it; empty if unknown."""
     wanted: bool = False
     """A hand-off that is charged like a pin, because its taker waits: see `reserve_handoff`."""
 
@@ -64,18 +55,21 @@ class Item:
 
     @property
     def is_handoff(self) -> bool:
-        """Whether it is a hand-off of this node, and not what another has lent."""
+        """Whether it is a hand-off of this node; False for a loan of another node's."""
         return self.handoff_bytes > 0
 
 
 class Room:
-    """Not thread-safe. All sizes reported here are rounded as `Allocator` has it."""
+    """Where items lie in the arena, and in which order they may be evicted.
+
+    Not thread-safe. All sizes that it returns are rounded as `Allocator` rounds them.
+    """
 
     def __init__(self, capacity_bytes: int) -> None:
         self._allocator = Allocator(capacity_bytes)
         self._at: dict[int, Item] = {}
         self._by_use: OrderedDict[int, Item] = OrderedDict()
-        """By offset: the items that may be evicted unless they are pinned, the least recently used
+        """By offset, the items that may be evicted unless they are pinned; least recently used
         first."""
 
     @property
@@ -87,33 +81,33 @@ class Room:
         return self._allocator.used_bytes
 
     def rounded_bytes(self, nbytes: int) -> int:
-        """What an item of so many bytes takes."""
+        """The bytes that an item of `nbytes` occupies."""
         return self._allocator.rounded_bytes(nbytes)
 
     def find(self, nbytes: int) -> int | None:
-        """The offset of so many bytes that are the caller's now; None where there are none."""
+        """Allocate `nbytes`; returns the offset, or None if no gap is large enough."""
         return self._allocator.allocate(nbytes)
 
     def in_the_way(self, nbytes: int) -> list[Item] | None:
-        """What has to go so that `find` has an answer; None where that would not do.
+        """The items to evict so that `find` succeeds; None if no eviction suffices.
 
-        Neighbours, of which the youngest was not used for longest: see
-        `Allocator.eviction_window`.
+        They are neighbours. Among all such runs, the most recently used item of this one was
+        used least recently: see `Allocator.eviction_window`.
         """
         window = self._allocator.eviction_window(nbytes, self._oldest_first())
         return None if window is None else [self._at[offset] for offset in window]
 
     def settle(self, item: Item) -> None:
-        """The item lies at its offset, which was found for it."""
+        """Register the item at its offset, which `find` returned."""
         self._at[item.offset] = item
 
     def used(self, item: Item) -> None:
-        """The item was used later than all others. It may be evicted from the first time on."""
+        """Mark the item as the most recently used. From the first call on it may be evicted."""
         self._by_use[item.offset] = item
         self._by_use.move_to_end(item.offset)
 
     def free(self, item: Item) -> None:
-        """Its bytes are anybody's."""
+        """Free the bytes of the item."""
         del self._at[item.offset]
         self._by_use.pop(item.offset, None)
         self._allocator.free(item.offset)
@@ -125,24 +119,26 @@ class Room:
 
 
 HELD_FRACTION: Final = 1 / 3
-"""Share of the arena that pins and reservations may take together. One item alone may exceed it."""
+"""Share of the arena for pins and reservations together. One item alone may exceed it."""
 HANDOFF_FRACTION: Final = 1 / 2
-"""Share of the arena that hand-offs may take together: they are never evicted."""
+"""Share of the arena for all hand-offs together: they are never evicted."""
 
 
 @dataclass(slots=True)
 class Shares:
+    """The bytes charged to readers, writers and hand-offs, and their limits. Not thread-safe."""
+
     capacity_bytes: int
     pinned_bytes: int = 0
     reserved_bytes: int = 0
     handoff_bytes: int = 0
     wanted_bytes: int = 0
-    """Of hand-offs for whose share there was no room and whose takers wait: held like pins."""
+    """Bytes of hand-offs beyond their share whose takers wait: charged like pins."""
 
     def check_held(self, nbytes: int) -> None:
-        """Raise BufferFull where pins and reservations would exceed their share."""
+        """Raise BufferFull if pins and reservations would exceed their share."""
         held_bytes = self.pinned_bytes + self.reserved_bytes + self.wanted_bytes
-        # What has no bytes always passes, else its writer could be refused the pin at commit.
+        # An item of 0 bytes always passes; otherwise its writer could be refused the pin at commit.
         if nbytes and held_bytes and held_bytes + nbytes > self.capacity_bytes * HELD_FRACTION:
             raise BufferFull(
                 f"{held_bytes} bytes are pinned or being written; {nbytes} more exceed "
@@ -158,12 +154,12 @@ class Shares:
             )
 
     def takes_handoff(self, nbytes: int, *, without: int = 0) -> bool:
-        """Whether the share has room for so much, were `without` bytes of it given back."""
+        """Whether the share has room for `nbytes` once `without` bytes of it are released."""
         used_bytes = self.handoff_bytes - without
         return used_bytes + nbytes <= self.capacity_bytes * HANDOFF_FRACTION
 
     def check_handoff(self, nbytes: int) -> None:
-        """Raise BufferFull where hand-offs would exceed their share."""
+        """Raise BufferFull if hand-offs would exceed their share."""
         if not self.takes_handoff(nbytes):
             raise BufferFull(
                 f"hand-offs take {self.handoff_bytes} bytes; {nbytes} more exceed half of "
@@ -179,16 +175,18 @@ class Shares:
 
 @dataclass(slots=True)
 class Pin:
-    """A reader's hold on an item, owned by a session; a ticket where ranks must report."""
+    """A reader's hold on an item, owned by a session. With ranks it is a ticket."""
 
     item: Item
     owner: int
     ranks: set[int] | None
-    """Ranks that have not said done yet; None where the owner itself releases."""
+    """Ranks that have not reported done yet; None if the owner releases the pin itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gauges:
+    """The state of an inventory at one moment, in numbers."""
+
     items: int
     used_bytes: int
     pinned_bytes: int
@@ -211,7 +209,7 @@ class Inventory:
     """The complete items that expire."""
     _pins: dict[int, Pin] = field(default_factory=dict)
     room_came: bool = False
-    """Whether bytes were freed, or may be evicted, since somebody set this to False."""
+    """Whether bytes were freed, or became evictable, since the caller set this to False."""
     _generations: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     _pin_ids: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     _removed: list[tuple[Item, str]] = field(default_factory=list)
@@ -222,10 +220,13 @@ class Inventory:
         self._shares = Shares(self.capacity_bytes)
         self._room = Room(self.capacity_bytes)
 
-    # -- look up
+    # -- look-up
 
     def find(self, address: QualifiedKey) -> Item | None:
-        """The complete item at `address`, marked as used now; None where there is none."""
+        """The complete item at `address`, marked as used now; None if there is none.
+
+        An expired item is removed.
+        """
         item = self._items.get(address)
         if item is None or not item.ready:
             return None
@@ -239,12 +240,12 @@ class Inventory:
         return item
 
     def peek(self, address: QualifiedKey) -> Item | None:
-        """As `find`, without marking it as used and without removing what has expired."""
+        """As `find`, but does not mark the item as used and does not remove an expired one."""
         item = self._items.get(address)
         return item if item is not None and item.ready else None
 
     def holds(self, address: QualifiedKey) -> bool:
-        """Whether `address` is taken, be it by a complete item or by a reservation."""
+        """Whether `address` is in use, by a complete item or by a reservation."""
         return address in self._items
 
     def items(self) -> list[Item]:
@@ -256,11 +257,12 @@ class Inventory:
     def reserve(
         self, address: QualifiedKey, header: TensorHeader, *, origin: str, ttl_seconds: float | None
     ) -> Item:
-        """Room for an item; evicts what is oldest where that is needed. Then commit or abandon.
+        """Reserve room for an item; evicts the oldest items if needed. Then commit or abandon.
 
         Raises:
             TensorTooLarge: it exceeds the whole arena.
-            BufferFull: what could be evicted does not make the room.
+            BufferFull: pins and reservations would exceed their share, or evicting all that may
+                be evicted does not make enough room.
         """
         assert address not in self._items, "the caller looks first"
         self._check_size(header.nbytes)
@@ -273,15 +275,16 @@ class Inventory:
     def reserve_handoff(
         self, address: QualifiedKey, header: TensorHeader, *, ttl_seconds: float, wanted: bool
     ) -> Item:
-        """Room for a hand-off, or for its next generation: found only when it is committed.
+        """Reserve room for a hand-off, or for its next generation. It is found once committed.
 
-        What has the address and is used by nobody gives way where the share would not hold both.
-        `wanted`: its taker waits, so it will not stay. It may then take what pins may take, so that
-        a full share keeps no taker from what makes room in it.
+        If the share cannot hold both, an unpinned item at the same address is removed.
+        `wanted`: a taker waits, so the item will not stay. It may then use the share of pins, so
+        that a full share of hand-offs blocks no taker, who makes room in it.
 
         Raises:
             TensorTooLarge: it exceeds the share of hand-offs.
-            BufferFull: they have used it up, or what could be evicted does not make the room.
+            BufferFull: that share (or, if `wanted`, also that of pins) is used up, or evicting all
+                that may be evicted does not make enough room.
         """
         charged_bytes = self._room.rounded_bytes(header.nbytes)
         shares = self._shares
@@ -305,12 +308,12 @@ class Inventory:
         return item
 
     def offered(self, address: QualifiedKey, header: TensorHeader) -> Item:
-        """A hand-off for which there is no room, with a generation before the one that it gets."""
+        """A hand-off without room yet. Its generation is lower than the one it gets with room."""
         generation, now = next(self._generations), self.clock()
         return Item(address, header, 0, generation, "local", now, None, gone=True)
 
     def reserve_loan(self, address: QualifiedKey, header: TensorHeader, *, origin: str) -> Item:
-        """Room for a copy of another node's hand-off, which only its pins keep here.
+        """Reserve room for a loan: a copy of another node's hand-off, kept only by its pins.
 
         Raises:
             As `reserve`.
@@ -323,16 +326,16 @@ class Inventory:
         return item
 
     def commit(self, item: Item, checksum: int) -> None:
-        """The bytes of a reservation are complete: readers may have it from now on.
+        """The bytes of a reservation are complete: from now on readers can find the item.
 
-        Reserved bytes become pinned ones without a check when the writer pins at once. A hand-off
-        becomes a new generation, in the place of what had its address.
+        Reserved bytes become pinned bytes without a check if the writer pins at once. A hand-off
+        becomes a new generation and replaces the item at its address.
         """
         if item.is_handoff:
             replaced = self._items.get(item.address)
             if replaced is not None:
                 self.remove(replaced, "replaced")
-            item.generation = next(self._generations)  # by the order in which they can be had
+            item.generation = next(self._generations)  # in the order in which they become available
             self._items[item.address] = item
         else:
             self._shares.reserved_bytes -= item.nbytes
@@ -345,7 +348,7 @@ class Inventory:
             self._mortal[item.address] = item
 
     def abandon(self, item: Item) -> None:
-        """Give a reservation back."""
+        """Release a reservation."""
         if not item.is_handoff:
             self._shares.reserved_bytes -= item.nbytes
         if self._items.get(item.address) is item:
@@ -354,7 +357,7 @@ class Inventory:
         self._free(item)
 
     def remove(self, item: Item, reason: str) -> None:
-        """Take a complete item away; its bytes stay until the last pin has gone."""
+        """Remove a complete item; its bytes stay until its last pin is released."""
         if item.gone:
             return
         item.gone = True
@@ -366,6 +369,7 @@ class Inventory:
             self._free(item)
 
     def remove_expired(self) -> None:
+        """Remove all items whose time to live is over."""
         now = self.clock()
         for item in list(self._mortal.values()):
             if item.expires_at is not None and item.expires_at <= now:
@@ -376,14 +380,14 @@ class Inventory:
         return bool(self._removed)
 
     def take_removed(self) -> list[tuple[Item, str]]:
-        """Items removed since the last call, and why: they are still to be withdrawn."""
+        """Items removed since the last call, and why. Their records are still to be withdrawn."""
         removed, self._removed = self._removed, []
         return removed
 
     # -- pins
 
     def pin(self, item: Item, owner: int, ranks: Iterable[int] | None = None) -> int:
-        """Hold `item` for `owner`; the answer is the pin's id (the ticket).
+        """Pin `item` for `owner`; returns the id of the pin (the ticket).
 
         Raises:
             BufferFull: pins and reservations together would exceed their share of the arena.
@@ -397,7 +401,7 @@ class Inventory:
         return pin_id
 
     def unpin(self, pin_id: int, owner: int) -> None:
-        """Let go. A pin that is not there (any more), or is another's, is no error."""
+        """Release a pin. It is no error if the pin is absent or has another owner."""
         pin = self._pins.get(pin_id)
         if pin is None or pin.owner != owner:
             return
@@ -412,7 +416,7 @@ class Inventory:
                 self._free(item)
 
     def done(self, pin_id: int, rank: int) -> None:
-        """One rank has taken its copy; after the last one the pin goes."""
+        """One rank has its copy; after the last rank the pin is released."""
         pin = self._pins.get(pin_id)
         if pin is None or pin.ranks is None:
             return
@@ -421,6 +425,7 @@ class Inventory:
             self.unpin(pin_id, pin.owner)
 
     def pins_of(self, owner: int) -> list[int]:
+        """The ids of the pins of `owner`."""
         return [pin_id for pin_id, pin in self._pins.items() if pin.owner == owner]
 
     def gauges(self) -> Gauges:

@@ -1,4 +1,4 @@
-// The curve of the hit rate with hits and misses a second below it, and small columns for bytes.
+// The chart of the hit rate, with hits and misses per second below it; and small bar charts of bytes.
 
 import { BUCKET_SECONDS } from "./history.js";
 import { clock, make, rate, share } from "./format.js";
@@ -6,7 +6,7 @@ import { clock, make, rate, share } from "./format.js";
 const SVG = "http://www.w3.org/2000/svg";
 const LEFT = 46;
 const BOTTOM = 20;
-const STRIP = 54; // of the columns
+const STRIP = 54; // height of the columns
 const GAP = 16;
 
 function draw(name, attributes = {}, text = "") {
@@ -54,7 +54,7 @@ export class RateChart {
     const height = this.#box.clientHeight;
     if (!this.#now || width < 100) return;
     const floor = height - BOTTOM;
-    const foot = floor - STRIP - GAP; // of the curve
+    const foot = floor - STRIP - GAP; // the bottom of the curve
     const parts = [hatch()];
     for (const percent of [0, 50, 100]) {
       const y = 8 + (foot - 8) * (1 - percent / 100);
@@ -167,7 +167,7 @@ function hatch() {
   return definitions;
 }
 
-/** Columns for numbers, in an SVG that is there. */
+/** Draws one column per number into an existing SVG element. */
 export function sparkline(svg, numbers, words) {
   svg.setAttribute("viewBox", `0 0 ${numbers.length} 22`);
   const most = Math.max(...numbers, 1e-9);

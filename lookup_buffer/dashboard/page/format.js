@@ -1,5 +1,5 @@
-// Numbers, sizes and times in words; and text into the page, always as text: keys are written by
-// strangers.
+// Numbers, sizes and times as text, and helpers that put text into the page. They never write HTML:
+// keys are untrusted input.
 
 const whole = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 const short = new Intl.NumberFormat("en", { minimumFractionDigits: 1, maximumFractionDigits: 1 });
@@ -11,7 +11,7 @@ export const rate = (number) => (number >= 100 || number === 0 ? whole : short).
 export function share(part, of) {
   if (!of) return "–";
   const percent = (100 * part) / of;
-  // What is not all is not called all.
+  // A part that is less than the whole is never shown as 100 %.
   if (part < of && percent > 99.9) return "99.9 %";
   return `${percent === 100 || percent === 0 ? whole.format(percent) : percent.toFixed(1)} %`;
 }
@@ -37,14 +37,14 @@ export const clock = (at, options = {}) =>
     hour: "2-digit", minute: "2-digit", second: "2-digit", hour12: false, ...options,
   });
 
-/** Sets the text of an element, where it is another than it was. */
+/** Sets the text of an element if it has changed. */
 export function put(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
 export const byId = (id) => document.getElementById(id);
 
-/** An element with a class and texts or elements in it. */
+/** A new element with a class (optional) and with texts or elements inside. */
 export function make(name, className, ...inside) {
   const element = document.createElement(name);
   if (className) element.className = className;
@@ -52,7 +52,7 @@ export function make(name, className, ...inside) {
   return element;
 }
 
-/** Has `body` hold one row for each of `items`, in their order; rows are kept from time to time. */
+/** Makes `body` hold one row for each of `items`, in their order; existing rows are reused by name. */
 export function rows(body, items, nameOf, build, update) {
   const old = new Map([...body.children].map((row) => [row.dataset.name, row]));
   items.forEach((item, place) => {

@@ -1,4 +1,4 @@
-// What happened within the last quarter of an hour, from second to second, and added up.
+// The points of the last 15 minutes, one per second, and their sums.
 
 const KEPT_SECONDS = 15 * 60;
 export const BUCKET_SECONDS = 10;
@@ -25,13 +25,13 @@ export class History {
     if (past) this.#points.splice(0, past);
   }
 
-  /** Since when there is anything, in seconds before `now`. */
+  /** The age of the oldest point in seconds before `now`; KEPT_SECONDS at most. */
   span(now) {
     const first = this.#points[0];
     return first ? Math.min(KEPT_SECONDS, now - first.at + first.seconds) : 0;
   }
 
-  /** Sums over the last `seconds`: hits, misses and how many of which reason. */
+  /** Sums over the last `seconds`: hits, misses, and misses by reason. */
   sums(now, seconds = KEPT_SECONDS) {
     const sums = { hits: 0, misses: 0, reasons: new Map(), seconds: 0 };
     for (let place = this.#points.length - 1; place >= 0; place -= 1) {
@@ -42,14 +42,14 @@ export class History {
     return sums;
   }
 
-  /** How many minutes a chart shows: enough for what there is. */
+  /** The minutes that a chart shows: the shortest window that has all points. */
   window(now) {
     const span = this.span(now);
     return WINDOWS_MINUTES.find((minutes) => span <= 60 * minutes) ?? KEPT_SECONDS / 60;
   }
 
-  /** One sum for each ten seconds (or another length) of so many minutes, the newest last; null
-   *  where nobody looked. */
+  /** One sum for each `length` seconds of the last `minutes`, the newest last; null without a
+   *  point. */
   buckets(now, minutes, length = BUCKET_SECONDS) {
     const count = (60 * minutes) / length;
     const newest = Math.floor(now / length);

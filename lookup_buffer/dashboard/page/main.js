@@ -1,4 +1,4 @@
-// The page: hears the stream, shows what it says, asks questions, and asks for the token.
+// The page: reads the stream, shows its events, sends questions, and prompts for the token.
 
 import { byId, clock, put } from "./format.js";
 import { History } from "./history.js";
@@ -29,7 +29,7 @@ function warn() {
   byId("board").classList.toggle("stale", Boolean(text));
 }
 
-/** At most once a frame, however fast news come; and not at all while nobody sees the page. */
+/** Draws at most once per frame, however fast events come, and not while the page is hidden. */
 function draw() {
   frame ||= requestAnimationFrame(() => {
     frame = 0;

@@ -1,4 +1,4 @@
-// What the node says, put into the page.
+// The panels of the page, filled from the node's events.
 
 import { RateChart, sparkSvg, sparkline } from "./charts.js";
 import { age, byId, clock, count, make, put, rate, rows, share, size } from "./format.js";

@@ -1,6 +1,6 @@
-// The live stream: server-sent events, read by fetch, for only that can send the token's header.
+// The live stream: server-sent events, read by fetch, since EventSource cannot send the token's header.
 
-const QUIET_MS = 20_000; // the node says something every five seconds
+const QUIET_MS = 20_000; // the node sends something every five seconds
 const PAUSES_MS = [1000, 2000, 4000, 8000];
 
 export class Refused extends Error {}
@@ -10,8 +10,9 @@ export function headers() {
   return token ? { Authorization: `Bearer ${token}` } : {};
 }
 
-/** Hears events for ever: `on(name, value)`; `state(name, text)` says how the connection is.
- *  Ends with Refused where the node wants another token. */
+/** Reads events without end and calls `on(name, value)` for each; connects again after a failure.
+ *  Calls `state(name, text)` when the state of the connection changes. Throws Refused if the node
+ *  refuses the token. */
 export async function listen(on, state) {
   for (let failed = 0; ; failed += 1) {
     let why = "the node does not answer";

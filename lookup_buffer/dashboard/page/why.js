@@ -1,4 +1,4 @@
-// The question why something is a miss, and its answer in words.
+// The form that asks why a key is a miss, and the answer in sentences.
 
 import { byId, make } from "./format.js";
 import { headers } from "./stream.js";
@@ -35,7 +35,7 @@ function head(key) {
   return make("div", "head", make("h2", "", "Why ", make("bdi", "mono", key)), close);
 }
 
-/** Texts, and what stands between backticks as code. */
+/** Text nodes, and code elements for the parts between backticks. */
 function marked(sentence) {
   return sentence.split("`").map((part, place) => (place % 2 ? make("code", "", part) : part));
 }
@@ -45,7 +45,7 @@ function found(answer) {
   const list = make("ul", "findings");
   for (const [place, one] of answer.findings.entries()) {
     const words = make("div", "", make("p", "", ...marked(one.sentence)));
-    const again = answer.findings[place + 1]?.hint === one.hint; // it is said once, behind the last
+    const again = answer.findings[place + 1]?.hint === one.hint; // equal hints: shown once, after the last
     if (one.hint && !again) words.append(make("p", "soft", "→ ", ...marked(one.hint)));
     if (one.namespace) words.append(make("p", "note", "namespace ", make("bdi", "mono", one.namespace.slice(0, 12))));
     const item = make("li", one.state, make("span", "verdict", VERDICTS[one.state]), words);
