@@ -1,7 +1,7 @@
 """Counters and limits that both connectors use: event counts, a rate-limited log, metrics, pass
 time.
 
-A counter is named by an event and, behind a colon, its reason. `Counters` and `RateLimitedLog` may
+A counter is named by an event and, after a colon, its reason. `Counters` and `RateLimitedLog` may
 be used from any thread of one process. `EventCounts` carries counts since the last report through
 vLLM's own statistics; it is pure. `CountedFamilies` runs in the API server and is made once there.
 It puts the counts of scheduler and workers on vLLM's own `/metrics`; each family takes one or a few
@@ -29,7 +29,7 @@ LOG_INTERVAL_SECONDS = 30.0
 
 
 class Counters:
-    """Named counts since the start. A name is an event and, behind a colon, its reason."""
+    """Named counts since the start. A name is an event and, after a colon, its reason."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

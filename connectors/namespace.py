@@ -1,5 +1,4 @@
-"""The namespace of an engine: everything that encoder outputs depend on and item hashes do not
-hold.
+"""The namespace of an engine: all that encoder outputs depend on and item hashes do not hold.
 
 Made once per connector from vLLM's configuration, before the model is loaded. The weights' part
 follows: at once, or when `Naming` has hashed the files, on a thread. `Naming` belongs to the

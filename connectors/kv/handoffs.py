@@ -1,8 +1,7 @@
 """Hand-off of one request's KV from a prefill engine to a decode engine.
 
 The engine that computes the prompt hands all of its KV to one other engine, under a transfer id. A
-router copies the id from the answer of one engine to the request of the other, in
-`kv_transfer_params`:
+router copies it from one engine's answer to the other's request, in `kv_transfer_params`:
 
     to the producer      {"do_remote_decode": true}, and "transfer_id" where the router has one
     from the producer    {"do_remote_prefill": true, "transfer_id": ...}
