@@ -43,8 +43,8 @@ def reach_encoder(vllm_config: Any) -> bool:
 
 
 class Adapters:
-    """Digests of adapters. Each is read once, when vLLM loads it; later changes of its files do not
-    matter.
+    """Digests of adapters. Each is read once, as vLLM loads it once; later changes of its files do
+    not matter.
 
     Args:
         encode: whether adapters influence encoder outputs.

@@ -2,9 +2,9 @@
 
 `weights_source` names them by a version or a commit, or by every byte of their files. It runs
 before the model is loaded and costs a stat of each file. `hash_files` reads each file once per
-host; for large files `namespace.Naming` runs it on a thread, for minutes. `DigestCache` keeps
-digests in the user's cache, under the file's device, inode, size and times of change. The next
-start only looks them up.
+host; for large files `namespace.Naming` runs it on a thread, which may take minutes. `DigestCache`
+keeps digests in the user's cache, under the file's device, inode, size and times of change. The
+next start only looks them up.
 
 `WeightsWatch` runs in the worker, in the model's thread, and notices changes; vLLM reports them to
 no connector. `WeightsFlag` carries the fact to the scheduler before it promises another load.
