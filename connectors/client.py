@@ -1,10 +1,11 @@
-"""How the scheduler side and the workers of an engine come by their client of the buffer.
+"""How the scheduler side and the workers of an engine open their client of the buffer.
 
-The buffer's client for a scheduler side that may have nothing to share.
+`open_client` runs at start, in the process of the scheduler or of a worker. The scheduler's client
+is a `CurrentBuffer`; only the scheduler's thread uses it. It shares once its namespace is known,
+and as long as the weights are those of the start. While it does not share, each item is missing
+with a reason, pins count as lost, no claim is taken and nothing is stored.
 
-It shares once its namespace is known, and as long as the weights are those of the start. While it
-does not, each item is missing with a reason, what is pinned counts as lost, no claim is taken and
-nothing is stored. Owned by the scheduler's thread.
+Serves both connectors; knows neither how items are named nor what their bytes are.
 """
 
 import re
@@ -34,12 +35,12 @@ _REASONS = frozenset(
 
 
 class CurrentBuffer:
-    """Has what the scheduler side uses of `LookupBuffer`, with its contract.
+    """The methods of `LookupBuffer` that the scheduler side uses, with the same contract.
 
     Args:
-        buffer: without a namespace; enters that of `naming` when it is known.
-        naming: closed with this.
-        flag: of the worker; None where there is none on this host.
+        buffer: without a namespace; it enters the namespace of `naming` when that is known.
+        naming: `close` closes it too.
+        flag: the flag of the worker; None where this host has none.
     """
 
     def __init__(
@@ -61,7 +62,8 @@ class CurrentBuffer:
 
     @property
     def unshared(self) -> MaybeMissed:
-        """Why nothing is shared now; empty where it is. Weights change between two passes."""
+        """Why nothing is shared now; empty while the engine shares. Weights change only between two
+        scheduling passes."""
         if not self._outdated and self._flag is not None and self._flag.is_up():
             self._outdated = True
             logger.warning(
@@ -75,7 +77,7 @@ class CurrentBuffer:
 
     @property
     def namespace(self) -> str:
-        """The fingerprint under which is stored and loaded; empty while nothing is shared."""
+        """The fingerprint of what is stored and loaded; empty while nothing is shared."""
         return "" if self.unshared else self._namespace
 
     def prefetch(
@@ -117,7 +119,7 @@ class CurrentBuffer:
             self._buffer.encoding(keys, lease_seconds=lease_seconds)
 
     def unclaim(self, keys: "Sequence[TensorKey]", waiter: ClaimSet | None = None) -> None:
-        if self._namespace:  # else none was ever taken
+        if self._namespace:  # else no claim was ever taken
             self._buffer.unclaim(keys, waiter)
 
     def release(self, held: Prefetched | LoadOrder) -> None:
@@ -141,8 +143,8 @@ _MAKER = re.compile(r"^(?:NVIDIA |AMD |Intel |Instinct |GeForce |Tesla )+")
 def open_client(
     settings: "SharedSettings", seat: EngineSeat, identity: Identity, connector: str
 ) -> LookupBuffer:
-    """The client of the scheduler (the seat's rank is None) or of one worker. A worker's has no
-    namespace: it enters the one that comes with the steps of its scheduler.
+    """Open the client of the scheduler (the seat's rank is None) or of one worker. A worker's
+    client starts without a namespace: it enters the one that its scheduler sends with each step.
 
     Raises:
         LookupBufferError: the configuration is refused, or node or store are required and absent.
@@ -153,22 +155,25 @@ def open_client(
             _check_reachable(buffer, settings)
             return _current(buffer, seat.engine_id, identity)
     except LookupBufferError as error:
-        if seat.rank in (None, 0):  # the first of them ends the start, so this is said once
+        if seat.rank in (None, 0):  # the first error ends the start: log it once
             logger.error("%s: %s", connector, error)
         raise
     return buffer
 
 
 def engine_id(common: object, parallel: Any) -> str:
-    """vLLM tells data-parallel engines apart for KV connectors only; ours would share their claims,
-    and one would take the other's workers for its own."""
+    """The engine's id, with the data-parallel index where it is not 0.
+
+    vLLM gives data-parallel engines distinct ids for KV connectors only. With one id, engines
+    would share their claims, and one would take the other's workers for its own.
+    """
     index = getattr(parallel, "data_parallel_index", getattr(parallel, "data_parallel_rank", 0))
     suffix = f"_dp{index}"
     return f"{common}{suffix}" if index and not str(common).endswith(suffix) else str(common)
 
 
 def device_name() -> str:
-    """What a worker computes on, as records name it: cpu, or the accelerator without its maker."""
+    """The worker's device, as records name it: cpu, or the accelerator without its maker's name."""
     from vllm.platforms import current_platform
 
     kind = str(current_platform.device_type)
@@ -176,14 +181,14 @@ def device_name() -> str:
         return kind
     try:
         name = _MAKER.sub("", str(current_platform.get_device_name()))
-    except Exception:  # noqa: BLE001 -- not every platform says it
+    except Exception:  # noqa: BLE001 -- not every platform has a device name
         name = kind
     printable = "".join(letter for letter in name if " " <= letter <= "~")
     return printable[:DEVICE_NAME_MAX].strip()
 
 
 def _current(buffer: LookupBuffer, engine: str, identity: Identity) -> LookupBuffer:
-    """The client for as long as this engine has the weights that its namespace names."""
+    """Wrap the client so that it shares only while the engine has the weights of its namespace."""
     try:
         flag = WeightsFlag.adopt(engine)
     except OSError:
@@ -193,7 +198,11 @@ def _current(buffer: LookupBuffer, engine: str, identity: Identity) -> LookupBuf
 
 
 def _check_reachable(buffer: LookupBuffer, settings: "SharedSettings") -> None:
-    """Say at start what would otherwise only show as misses."""
+    """Report at start what would otherwise only show as misses: no node, or no store.
+
+    Raises:
+        NodeUnavailable: the store cannot be reached, and setting `required` is on.
+    """
     if not buffer.attached:
         logger.warning("lookup buffer: no node yet; until there is one, nothing is shared")
     elif not _store_comes_up(buffer):
@@ -205,7 +214,8 @@ def _check_reachable(buffer: LookupBuffer, settings: "SharedSettings") -> None:
 
 
 def _store_comes_up(buffer: LookupBuffer) -> bool:
-    """Whether the node reaches its store; a node that just started is given time to connect."""
+    """Whether the node reaches its store. A node that just started gets `STORE_SECONDS` to
+    connect."""
     deadline = time.monotonic() + STORE_SECONDS
     while time.monotonic() < deadline:
         try:

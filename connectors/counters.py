@@ -1,19 +1,15 @@
-"""What the connector counts, and how often it may speak about it.
+"""Counters and limits that both connectors use: event counts, a rate-limited log, metrics, pass
+time.
 
-`Counters` and `RateLimitedLog` may be used from any thread of one process.
+A counter is named by an event and, after a colon, its reason. `Counters` and `RateLimitedLog` may
+be used from any thread of one process. `EventCounts` carries counts since the last report through
+vLLM's own statistics; it is pure. `CountedFamilies` runs in the API server and is made once there.
+It puts the counts of scheduler and workers on vLLM's own `/metrics`; each family takes one or a few
+events, and its one label tells them apart.
 
-Counters of ours on vLLM's own `/metrics`.
-
-Made once in the API server; `observe` gets what scheduler and workers counted since the last time.
-A counter of ours is an event and, behind a colon, its reason; a family here takes one event or a
-few, and its one label tells them apart.
-
-Counts per event since the last report, as vLLM's own statistics carry them. Pure.
-
-Pass time: what a scheduling pass of vLLM may spend on waiting for the node.
-
-vLLM schedules nothing else meanwhile, so each kind of wait has a budget that all requests of a pass
-share. In vLLM's scheduler thread; serves both connectors.
+Pass time is what a scheduling pass may spend on waiting for the node. vLLM schedules nothing else
+meanwhile, so each kind of wait has a budget that all requests of a pass share. It belongs to vLLM's
+scheduler thread.
 """
 
 import logging
@@ -25,15 +21,15 @@ from typing import Any, Final, Self, TypeVar
 
 from prometheus_client import Counter
 
-# A child of vLLM's own logger: the host configures handlers for `vllm` and for nothing else, so
-# under our own name warnings would come out bare and everything below them not at all.
+# A child of vLLM's own logger: vLLM configures handlers for `vllm` and for nothing else. Under a
+# name of our own, warnings would have no format, and lower levels would not be logged at all.
 logger = logging.getLogger("vllm.lookup_buffer")
 
 LOG_INTERVAL_SECONDS = 30.0
 
 
 class Counters:
-    """Named counts since the start. A name is an event and, behind a colon, its reason."""
+    """Named counts since the start. A name is an event and, after a colon, its reason."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -61,7 +57,7 @@ class Counters:
 
 
 class RateLimitedLog:
-    """Reports at most once per reason and interval; the next line says how many it stands for.
+    """Logs at most one line per reason and interval. The next line says how many were left out.
 
     Reasons are few and fixed, so the memory is bounded.
     """
@@ -91,14 +87,14 @@ class RateLimitedLog:
 
 
 REASONS_MAX: Final = 64
-"""Values of one label; more are counted as `other`. Reasons are words of ours, and few."""
+"""Values of one label; more are counted as `other`. Reasons are a small fixed set."""
 OTHER: Final = "other"
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One metric. `events` maps an event to its value of `label`; "" stands for the event's own
-    reason."""
+    """One metric. `events` maps an event to the value of `label`; "" means the reason that the
+    counter's name contains."""
 
     name: str
     text: str
@@ -140,7 +136,8 @@ class CountedFamilies:
             metric.labels(*labels).inc(count)
 
     def _begin_at_zero(self, family: Family, metric: Any) -> None:
-        """What is known to come is there from the start, so that a rate sees the first one."""
+        """Create the series whose labels are known, at 0, so that a rate includes the first
+        event."""
         for labels in self._engines.values():
             if not family.label:
                 metric.labels(*labels)
@@ -156,8 +153,8 @@ def _bounded(value: str, values: set[str]) -> str:
 
 
 class EventCounts:
-    """What vLLM wants its connectors' statistics to be able to; `data` maps a counter's name to
-    what it grew by."""
+    """The methods that vLLM requires of its connectors' statistics. `data` maps a counter's name to
+    its growth."""
 
     data: dict[str, int]
 
@@ -180,7 +177,7 @@ Answer = TypeVar("Answer")
 
 
 class PassTime:
-    """So many seconds of each pass.
+    """A budget of seconds for each pass.
 
     Args:
         seconds: of one pass, for all its requests together.
@@ -198,7 +195,8 @@ class PassTime:
         return self._left <= 0
 
     def spend_on(self, ask: Callable[[float], Answer]) -> Answer:
-        """What `ask` says, which is told how long it may take: nothing where the time is over."""
+        """Call `ask` with the seconds that are left (0 where the budget is used up) and return its
+        result."""
         started = self._clock()
         answer = ask(max(self._left, 0.0))
         self._left -= self._clock() - started
@@ -206,11 +204,11 @@ class PassTime:
 
 
 class IdleTime:
-    """So many seconds of each pass that follows one in which nothing ran.
+    """A budget of seconds for each pass that follows an idle one, in which nothing ran.
 
-    vLLM asks again at once whether a request may be scheduled, and where none may it rests for a
-    millisecond and asks again, which keeps a core busy that node and store could use. Such a pass
-    may as well wait for the answer.
+    vLLM asks again at once whether a request may be scheduled. Where none may, it sleeps for a
+    millisecond and asks again. That keeps a core busy that node and store could use, so such a pass
+    waits for the answer instead.
 
     Args:
         seconds: of one idle pass, for all its requests together.
@@ -222,7 +220,7 @@ class IdleTime:
         self._left = 0.0
 
     def begin_pass(self, *, is_idle: bool) -> None:
-        """`is_idle`: the pass before found nothing to run."""
+        """`is_idle`: the previous pass found nothing to run."""
         self._left = self._seconds if is_idle else 0.0
 
     @property
@@ -230,25 +228,26 @@ class IdleTime:
         return self._left <= 0
 
     def spend_on(self, wait: Callable[[float], bool]) -> bool:
-        """What `wait` says, which is told how long it may take."""
+        """Call `wait` with the seconds that are left and return its result: whether it was
+        satisfied. An unsuccessful wait uses up the budget."""
         if self.is_over:
             return wait(0.0)
         started = self._clock()
         has_come = wait(self._left)
-        # Who waited in vain has used it up, also by a clock that stands still.
+        # An unsuccessful wait uses up the budget, even by a clock that stands still.
         self._left = self._left - (self._clock() - started) if has_come else 0.0
         return has_come
 
 
 @dataclass(frozen=True, slots=True)
 class PassTimes:
-    """Both, as one pass has them."""
+    """Both budgets of one pass."""
 
     first_sights: PassTime
-    """For answers about what a request asks for the first time, or anew."""
+    """For answers to the first question of a request, or to one that it repeats anew."""
     idle: IdleTime
 
     def begin_pass(self, *, is_idle: bool) -> None:
-        """`is_idle`: the pass before found nothing to run."""
+        """`is_idle`: the previous pass found nothing to run."""
         self.first_sights.begin_pass()
         self.idle.begin_pass(is_idle=is_idle)

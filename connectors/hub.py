@@ -1,11 +1,13 @@
-"""Which commit of a hub's repository an engine runs, read from vLLM's configuration and from the
-folders in which huggingface_hub keeps what it downloaded:
+"""Which commit of a hub's repository an engine runs.
+
+Read from vLLM's configuration and from the folders in which huggingface_hub keeps its downloads:
 
     <cache>/models--ORG--NAME/refs/<revision>       the commit that a branch or tag stood for
     <cache>/models--ORG--NAME/snapshots/<commit>/   its files
 
 With the hub offline vLLM replaces the model's id by the snapshot's path, so both forms name one
-model. Imports neither vLLM nor huggingface_hub until it is asked.
+model. Runs in vLLM's processes at start; holds no state. Imports vLLM and huggingface_hub only
+inside the functions that need them.
 """
 
 import functools
@@ -17,7 +19,7 @@ from typing import Any, NamedTuple
 _SNAPSHOT = re.compile(r"(?:.*/)?models--([^/]+)/snapshots/([0-9a-f]{40})/?\Z")
 _COMMIT = re.compile(r"[0-9a-f]{40}\Z")
 _SEPARATOR = "--"
-"""Between organisation and name; no id of a repository contains it."""
+"""Separates organisation and name; no id of a repository contains it."""
 _OURS = "_lookup_buffer_by_repository"
 
 
@@ -28,21 +30,23 @@ class Snapshot(NamedTuple):
 
 
 def snapshot_at(path: str) -> Snapshot | None:
-    """What the path of a snapshot in a hub's cache stands for; None for any other text."""
+    """Repository and commit of the path of a snapshot in a hub's cache; None for any other text."""
     match = _SNAPSHOT.match(path)
     return match and Snapshot(match[1].replace(_SEPARATOR, "/"), match[2])
 
 
 def repository(model: str) -> str:
-    """ORG/NAME for the path of a snapshot; any other text as it is."""
+    """ORG/NAME for the path of a snapshot; any other text unchanged."""
     snapshot = snapshot_at(model)
     return snapshot.repository if snapshot else model
 
 
 def hash_by_repository() -> None:
-    """Have vLLM take ORG/NAME into the hash of an item where the model is a snapshot's path, as it
-    does where the model is an id: else engines with the hub offline and online give one image two
-    names. Idempotent; a vLLM that hashes in another way is left alone."""
+    """Patch vLLM to use ORG/NAME in the hash of an item where the model is a snapshot's path.
+
+    vLLM does so where the model is an id. Without the patch, engines with the hub offline and
+    online give one image two names. Idempotent. A vLLM that hashes in another way is not changed.
+    """
     try:
         from vllm.multimodal.processing.inputs import ProcessorInputs
 
@@ -62,9 +66,9 @@ def hash_by_repository() -> None:
 
 
 def commit_of(model_config: Any, load_config: Any) -> str:
-    """The commit of the model that vLLM loads; empty where that cannot be told.
+    """The commit of the model that vLLM loads; empty where it cannot be determined.
 
-    To be asked before the model is loaded, and again afterwards: a host that does not settle the
+    Call it before the model is loaded, and again afterwards: a vLLM that does not resolve the
     commit itself may load another one, if a branch moves meanwhile.
     """
     name = str(model_config.model)
@@ -72,7 +76,7 @@ def commit_of(model_config: Any, load_config: Any) -> str:
     if snapshot:
         return snapshot.commit
     if Path(name).exists():
-        return ""  # a folder of that name is what vLLM loads
+        return ""  # vLLM loads the folder of that name
     revision = getattr(model_config, "revision", None)
     settled = getattr(revision, "resolved", None)  # by vLLM 0.32 and newer
     known = settled or _commit_of_config(model_config, name)
@@ -84,7 +88,8 @@ def commit_of(model_config: Any, load_config: Any) -> str:
 
 
 def _commit_of_config(model_config: Any, name: str) -> str | None:
-    """What transformers before 5 writes into a configuration, if it comes with the model."""
+    """The commit that transformers before 5 writes into a configuration, if the configuration is
+    the model's own."""
     if (getattr(model_config, "hf_config_path", None) or name) != name:
         return None
     return getattr(getattr(model_config, "hf_config", None), "_commit_hash", None)

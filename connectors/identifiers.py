@@ -1,19 +1,15 @@
-"""Which of vLLM's item identifiers name content, and under which key it may be shared.
+"""Which item identifiers of vLLM name content, and under which key an item may be shared.
 
-Any thread. An identifier is normally a hash over the media and the processor
-settings, or a client's uuid. With vLLM's processor cache and its prefix cache both off it is only a
-counter, which says nothing about the content and repeats on every instance and after every restart.
+An identifier is normally a hash over the media and the processor settings, or a uuid of the client.
+With vLLM's processor cache and its prefix cache both off it is only a counter. A counter says
+nothing about the content, and repeats on every instance and after every restart.
 
-LoRA adapters by content.
+For LoRA, vLLM only puts the adapter's name in front of the identifier, and two instances may load
+different adapters under one name. So items that an adapter influences are shared under a digest of
+its files. `Adapters` reads them on a thread of its own; until that ends such items are not shared.
 
-vLLM puts only an adapter's name in front of an item's identifier, and two instances may load
-different adapters under one name. So what an adapter had a part in is shared under a digest of its
-files. Reading them takes a moment, on a thread of this module's; until then such items are not
-shared.
-
-What a request carries for one multimodal item: media to encode, embeddings, or only metadata.
-
-Pure but for one lazy question to vLLM about the model's metadata fields. Scheduler thread.
+Also here: what a request carries for an item (media, embeddings, metadata). The connectors call
+this on vLLM's scheduler thread; only `MetadataFields` and its resolver query vLLM, lazily.
 """
 
 import enum
@@ -29,27 +25,29 @@ from lookup_buffer.errors import ConfigError, InvalidKey
 from lookup_buffer.key import MAX_KEY_CHARACTERS, TensorKey
 
 SUFFIXES: Final = (".safetensors", ".bin", ".pt", ".json")
-"""Files that make an adapter: its weights, its configuration, its embeddings."""
+"""Files of an adapter: its weights, its configuration, its embeddings."""
 ADAPTERS_MAX: Final = 4096
 UNNAMED_MAX: Final = 1 << 16
-"""Of items that adapters encoded under names without the adapter's; beyond, no item is shared."""
+"""Bound on items that adapters encoded under names without the adapter's name. Once it is reached,
+every name without an adapter's is ambiguous and not shared."""
 _CHUNK_BYTES: Final = 1 << 20
 
 _Adapter = tuple[str, int, str]
-"""Name, vLLM's number and path: a new one where an adapter is loaded again under its name."""
+"""Name, vLLM's number and path. Loading an adapter again under its name gives a new tuple."""
 
 
 def reach_encoder(vllm_config: Any) -> bool:
-    """Whether a request's adapter has a part in what its media are encoded to."""
+    """Whether LoRA adapters influence encoder outputs in this engine."""
     lora = getattr(vllm_config, "lora_config", None)
     return bool(getattr(lora, "enable_tower_connector_lora", False))
 
 
 class Adapters:
-    """Digests of adapters, each read once: as vLLM loads it, what lies there later is no matter.
+    """Digests of adapters. Each is read once, as vLLM loads it once; later changes of its files do
+    not matter.
 
     Args:
-        encode: whether they have a part in encoder outputs.
+        encode: whether adapters influence encoder outputs.
     """
 
     def __init__(self, *, encode: bool = False) -> None:
@@ -57,14 +55,15 @@ class Adapters:
         self._unnamed: set[str] = set()
         self._lock = threading.Lock()
         self._digests: dict[_Adapter, str] = {}
-        """Empty while it is being read, and for ever where that did not succeed."""
+        """Empty while the adapter is being read, and for ever where reading it failed."""
         self._unread: deque[_Adapter] = deque()
         self._reader: threading.Thread | None = None
         self._replaced: set[str] = set()
-        """Names of adapters that were changed in place: the engine may hold outputs of both."""
+        """Names of adapters that were changed in place: the engine may hold outputs of the old and
+        of the new one."""
 
     def digest_of(self, lora_request: Any) -> str:
-        """The digest of a request's adapter, empty where it is not known (yet). Never waits."""
+        """The digest of a request's adapter; empty while it is not known. Never waits."""
         name: str = lora_request.lora_name
         adapter = (name, int(lora_request.lora_int_id), str(lora_request.lora_path))
         with self._lock:
@@ -83,17 +82,18 @@ class Adapters:
         return ""
 
     def encoded_unnamed(self, identifier: str) -> None:
-        """A request with an adapter calls an item by a name without it, as vLLM's Rust front end
-        does: from now on vLLM's own caches may have outputs of any adapter under it."""
+        """Record that a request with an adapter names an item without the adapter, as vLLM's Rust
+        front end does. From now on vLLM's own caches may hold outputs of any adapter under that
+        name."""
         if len(self._unnamed) < UNNAMED_MAX:
             self._unnamed.add(identifier)
 
     def is_ambiguous(self, identifier: str) -> bool:
-        """Whether vLLM may mean the output of some adapter by this name."""
+        """Whether this name may stand for the output of some adapter."""
         return identifier in self._unnamed or len(self._unnamed) >= UNNAMED_MAX
 
     def _read(self) -> None:
-        """Until nothing is left to be read."""
+        """The thread: reads adapters until none is left."""
         while True:
             with self._lock:
                 if not self._unread:
@@ -108,7 +108,7 @@ class Adapters:
 def content_digest(folder: Path) -> str:
     """A digest of all files of an adapter; empty where they cannot be read, or change meanwhile.
 
-    What is not a folder of this host (a name on a hub, a tensorizer URI) has none.
+    It is also empty for a path that is no folder of this host (a name on a hub, a tensorizer URI).
     """
     try:
         before = _files(folder)
@@ -121,12 +121,12 @@ def content_digest(folder: Path) -> str:
                 while chunk := file.read(_CHUNK_BYTES):
                     digest.update(chunk)
         return digest.hexdigest() if _files(folder) == before else ""
-    except (OSError, ValueError):  # no file has a name with a zero in it
+    except (OSError, ValueError):  # ValueError: a path with a null character
         return ""
 
 
 def _files(folder: Path) -> list[tuple[Path, int, int]]:
-    """Path, size and time of change of each file that counts."""
+    """Path, size in bytes and mtime in ns of each file that belongs to the adapter, by path."""
     found = []
     for path in sorted(folder.iterdir()):
         if path.suffix in SUFFIXES and path.is_file():
@@ -141,21 +141,21 @@ _COUNTED_IN_REQUEST = re.compile(r"(?:^|:)([^:]+)-(?:image|video|audio|vision_ch
 
 
 class NotShareable(Exception):
-    """This item must stay on this instance. The text is a counter's name."""
+    """This item must stay on this instance. The text is the reason, part of a counter's name."""
 
 
 def shared_key(
     identifier: str, request: Any, adapters: Adapters, mm_hash: str | None = None
 ) -> TensorKey:
-    """The key under which all instances know what `identifier` names on this one.
+    """The key that stands, on all instances, for what `identifier` names on this one.
 
     Args:
-        mm_hash: the item's name without an adapter's, where the host says it.
+        mm_hash: the item's name without an adapter's name, where the host supplies it.
 
     Raises:
-        NotShareable: it may name something else on another instance.
+        NotShareable: the identifier may name something else on another instance.
     """
-    if len(identifier) > MAX_KEY_CHARACTERS:  # a client's name may be of any length
+    if len(identifier) > MAX_KEY_CHARACTERS:  # a client may choose any length
         raise NotShareable("identifier_length")
     if _COUNTED_BY_RENDERER.search(identifier):
         raise NotShareable("identifier_counted")
@@ -169,16 +169,16 @@ def shared_key(
         if adapters.encode:
             _refuse_unnamed(identifier, lora, adapters, mm_hash)
         return _key(identifier)
-    # The prefix is the adapter's name, and two instances may load different adapters under one.
+    # The prefix is the adapter's name, and instances may load different adapters under one name.
     digest = adapters.digest_of(lora)
     if not digest:
         raise NotShareable("lora")
-    # A part, which nobody can write into an identifier of his own.
+    # A part of the key: no client can write it into an identifier.
     return _key(identifier.removeprefix(f"{lora.lora_name}:"), part=f"lora-{digest}")
 
 
 def _is_prefixed(identifier: str, lora: Any, mm_hash: str | None) -> bool:
-    """Whether the adapter of the request stands in front of the item's name."""
+    """Whether the identifier begins with the name of the request's adapter."""
     if lora is None:
         return False
     prefix: str = lora.lora_name + ":"
@@ -186,10 +186,11 @@ def _is_prefixed(identifier: str, lora: Any, mm_hash: str | None) -> bool:
 
 
 def _refuse_unnamed(identifier: str, lora: Any, adapters: Adapters, mm_hash: str | None) -> None:
-    """Adapters have a part in outputs, and this name says of none that it had.
+    """Refuse a name without an adapter that may stand for an adapter's output. Called only where
+    adapters influence outputs.
 
     Raises:
-        NotShareable: one may have had it all the same.
+        NotShareable: an adapter may have influenced the output.
     """
     if lora is not None:
         adapters.encoded_unnamed(identifier)
@@ -206,7 +207,7 @@ def _key(identifier: str, part: str = "") -> TensorKey:
 
 
 def refuse_counted_identifiers(vllm_config: Any) -> None:
-    """Refuse a host whose identifiers are counters.
+    """Refuse an engine whose identifiers are counters.
 
     Raises:
         ConfigError: vLLM's processor cache and prefix caching are both off.
@@ -222,29 +223,30 @@ def refuse_counted_identifiers(vllm_config: Any) -> None:
         )
 
 
-# A field with at least so many bytes is no grid, count or list of timestamps.
+# A field of at least this size is no grid, count or list of timestamps.
 _SURELY_MEDIA_BYTES = 1024
 _EMBEDDING_SUFFIXES = ("embeds", "embedding", "embeddings")
 
 
 class Carried(enum.Enum):
-    """What the engine could do with the item if nobody else had encoded it."""
+    """What the engine can do with the item if no other engine has encoded it."""
 
     MEDIA = "media"
     """Encode it here; the output may be stored."""
     EMBEDDINGS = "embeddings"
-    """Use what the client supplied. Never stored, never looked up: it is not ours to vouch for."""
+    """Use what the client supplied. Never stored and never looked up: its content is not
+    verified."""
     METADATA = "metadata"
-    """Nothing: the request can only run with bytes from elsewhere."""
+    """Nothing: the request can only run with an output from another engine."""
 
 
 def carried_by(feature: Any, metadata_fields: Callable[[str], set[str]]) -> Carried:
-    """Look at the fields of one `MultiModalFeatureSpec`.
+    """What the fields of one `MultiModalFeatureSpec` contain.
 
     Args:
         feature: the item, with `modality` and `data`.
-        metadata_fields: names of the modality's metadata fields, asked only in doubt (it may build
-            the model's processor).
+        metadata_fields: returns the names of the modality's metadata fields. Called only in doubt,
+            as it may build the model's processor.
     """
     if feature.modality == "prompt_embeds":
         return Carried.EMBEDDINGS
@@ -257,8 +259,8 @@ def carried_by(feature: Any, metadata_fields: Callable[[str], set[str]]) -> Carr
         return Carried.EMBEDDINGS
     if any(getattr(value, "nbytes", 0) >= _SURELY_MEDIA_BYTES for value in present.values()):
         return Carried.MEDIA
-    # vLLM's renderer hands on the fields that stay on the CPU, too. A modality without fields of
-    # its own cannot be asked for in a chat without its media.
+    # vLLM's renderer also passes on the fields that stay on the CPU. A chat cannot refer to a
+    # modality without fields of its own unless it carries the media.
     sizes = {name for name in present if _stays_on_cpu(data[name])}
     if present.keys() <= sizes or present.keys() <= sizes | metadata_fields(feature.modality):
         return Carried.METADATA
@@ -270,7 +272,8 @@ def _stays_on_cpu(element: Any) -> bool:
 
 
 class MetadataFields:
-    """Asks vLLM once per modality which processed fields only size the placeholder."""
+    """The processed fields of a modality that only size the placeholder, as vLLM names them.
+    Imports vLLM on first use."""
 
     def __init__(self, model_config: Any) -> None:
         self._model_config = model_config
@@ -283,14 +286,15 @@ class MetadataFields:
                     PlaceholderMetadataResolver,
                 )
             except ImportError:
-                return set()  # hosts without it have no metadata-only requests either
+                return set()  # a vLLM without it has no metadata-only requests
             self._resolver = PlaceholderMetadataResolver(self._model_config)
         fields: set[str] = self._resolver.fields_for(modality)
         return fields
 
     def report(self, features: Sequence[Any]) -> dict[str, dict[str, Any]]:
-        """By identifier, what a request needs that shall carry an item without its media; in the
-        form of vLLM's own connectors, so that their routers understand it."""
+        """By identifier, what a later request needs in order to carry an item without its media.
+        The form is that of vLLM's own connectors, so their routers can read it. Empty for a vLLM
+        without that function."""
         try:
             from vllm.distributed.ec_transfer.ec_connector.utils import collect_ec_item_metadata
         except ImportError:

@@ -1,21 +1,15 @@
 """The namespace of an engine: all that encoder outputs depend on and item hashes do not hold.
 
-Made once per connector from vLLM's configuration, before the model is loaded; the weights' part
-follows (see `naming`). The device is no part: an encoder on one kind of GPU makes outputs for
-consumers on another. The parts are published in clear text, so they hold no secret and no path: see
-`disclosure`.
+Made once per connector from vLLM's configuration, before the model is loaded. The weights' part
+follows: at once, or when `Naming` has hashed the files, on a thread. `Naming` belongs to the
+scheduler side. The device is no part: an encoder on one kind of GPU makes outputs for consumers on
+another. The parts are published in clear text, so they hold no secret and no path (see
+`settings.disclosed`).
 
-Which fields of vLLM's configuration decide whether two engines share.
-
-Every field of `ModelConfig` and `MultiModalConfig` counts, but for those named here: so a field of
-a later vLLM counts until somebody has looked at it. A field that counts without need costs sharing;
-one that is left out by mistake gives wrong answers. docs/vllm.md has a row for each name.
-
-How an engine comes by its namespace: at once, or when its weights have been hashed.
-
-`identify` is called before the model is loaded, `Naming` by the scheduler's side afterwards. Where
-scheduler and worker share a process they share the configuration's objects too, and a model may
-change its own configuration while it loads: so the worker, which comes first, leaves its answer.
+Every field of `ModelConfig` and `MultiModalConfig` counts, except those in `IGNORED_MODEL` and
+`IGNORED_MULTIMODAL`. So a field of a later vLLM counts until it has been reviewed. A field that
+counts without need costs sharing; one that is left out by mistake gives wrong answers. docs/vllm.md
+has a row for each name.
 """
 
 import hashlib
@@ -49,11 +43,11 @@ from lookup_buffer.namespace import Namespace
 
 @dataclass(frozen=True, slots=True)
 class Ignored:
-    """A field that does not count."""
+    """A field of vLLM's configuration that does not count, with the reason."""
 
     reason: str
     kv_counts: bool = False
-    """Whether it counts for KV all the same: it reaches the language model, not the encoder."""
+    """Whether it nevertheless counts for KV: it affects the language model, not the encoder."""
 
 
 _OWN = "counts by a part of its own"
@@ -65,7 +59,7 @@ _CACHE = "how processed media are kept and passed on between vLLM's processes"
 _ROLE = "vLLM sets it by the connector's role, or the user to spare an engine its encoder"
 _SCALES = "calibration that is written for later starts"
 _DEPTH_MAX = 16
-"""Of values in values; what lies deeper counts by its type."""
+"""Bound on the nesting of values; a deeper value counts only by its type."""
 
 IGNORED_MODEL: Final[Mapping[str, Ignored]] = {
     "model": Ignored(f"{_OWN}: `model`"),
@@ -144,7 +138,8 @@ IGNORED_MULTIMODAL: Final[Mapping[str, Ignored]] = {
 
 
 def counted(config: Any, ignored: Mapping[str, Ignored], *, for_kv: bool) -> dict[str, Any]:
-    """The fields of `config` that count, by name, as plain values; None and empty are left out."""
+    """The fields of `config` that count, by name, as plain values. None and empty ones are left
+    out."""
     chosen: dict[str, Any] = {}
     for name in _names(config):
         row = ignored.get(name)
@@ -163,7 +158,7 @@ def _names(config: Any) -> list[str]:
 
 
 def plain(value: Any, depth: int = _DEPTH_MAX) -> Any:
-    """`value` in JSON's own types, the same in every process: no address, no order of a set."""
+    """`value` in JSON's own types, the same in every process: without addresses, sets sorted."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Enum):
@@ -179,7 +174,7 @@ def plain(value: Any, depth: int = _DEPTH_MAX) -> Any:
     if isinstance(value, list | tuple):
         return [plain(member, depth - 1) for member in value]
     if not isinstance(value, Mapping):
-        # torch's dtypes and devices have no members, and a text of their own.
+        # torch's dtypes and devices have no members; their text describes them.
         members = {name: getattr(value, name, None) for name in _names(value)}
         if not members:
             return str(value)
@@ -189,21 +184,26 @@ def plain(value: Any, depth: int = _DEPTH_MAX) -> Any:
 
 CLOSE_SECONDS = 2.0
 AT_ONCE_BYTES = 32 << 20
-"""Hashed before the engine starts, which takes some hundredths of a second."""
+"""Up to this size, files are hashed before the engine starts: a few hundredths of a second."""
 _CHANGED = "the model's files changed while the engine started"
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What an engine is known by, as far as that can be told before the model is loaded."""
+    """What identifies an engine, as far as it is known before the model is loaded."""
 
     parts: dict[str, str]
-    """Of the namespace, but for the weights."""
+    """The parts of the namespace, without the weights."""
     weights: WeightsSource
 
 
 def remembered(owner: Any, name: str, make: Callable[[], Identity]) -> Identity:
-    """What `make` returned the first time for this object of vLLM's configuration."""
+    """What `make` returned the first time for this object of vLLM's configuration.
+
+    Scheduler and worker may share a process, and then the configuration's objects too. A model may
+    change its own configuration while it loads. So the worker, which is made first, leaves its
+    identity on the object.
+    """
     identity: Identity | None = getattr(owner, name, None)
     if identity is None:
         identity = make()
@@ -212,8 +212,10 @@ def remembered(owner: Any, name: str, make: Callable[[], Identity]) -> Identity:
 
 
 class Naming:
-    """The scheduler side's. `close` ends the hashing. Logs one line when the namespace is known, or
-    why it will not be.
+    """Determines the namespace, on the scheduler side: at once, or on a thread when the weights
+    have been hashed. Logs one line with the namespace, or with the reason why there will be none.
+
+    `close` ends the hashing.
 
     Args:
         mark: the worker's `WeightsSource.mark` where it runs in another process; empty where it is
@@ -228,9 +230,9 @@ class Naming:
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
         self.namespace: Namespace | None = None
-        """Once it is known."""
+        """None until it is known."""
         self.reason = MissReason.NAMESPACE_PENDING
-        """Why it is not known."""
+        """Why the namespace is not known."""
         weights = identity.weights
         if mark not in (b"", weights.mark):
             self._fail(_CHANGED)
@@ -242,7 +244,7 @@ class Naming:
             self._begin(cache or DigestCache())
 
     def _begin(self, cache: DigestCache) -> None:
-        """At once where all files are known or small, else by a thread."""
+        """Hash at once where all digests are cached or the files are small, else on a thread."""
         files = self._identity.weights.files
         known = cache.known(files)
         if all(file.state in known for file in files):
@@ -265,7 +267,7 @@ class Naming:
             self._settle(combined(files, hash_files(files, cache, self._stopped)))
         except Stopped:
             pass
-        except Exception as error:  # noqa: BLE001 -- whatever it is, it must not stay pending
+        except Exception as error:  # noqa: BLE001 -- after any error the namespace must not stay pending
             self._fail(f"the weights cannot be hashed: {error!r}")
 
     def _settle(self, digest: str) -> None:
@@ -296,12 +298,12 @@ class Naming:
 
 
 PROTOCOL_VERSION = "1"
-# Differ between two copies of one model, or between transformers' releases, without a meaning.
+# Fields that differ between copies of one model, or between transformers' releases, without effect.
 _VOLATILE = frozenset({"_name_or_path", "_commit_hash", "transformers_version"})
 _PROCESSOR_FILES = ("*processor*.json", "*feature_extract*.json", "*.py")
-"""In a folder: how media become the encoder's input, and the code that a model brings along."""
-# Of vLLM's environment. Videos are named by the file as the client sent it, whatever frames are
-# taken out of it; the others change what the encoder's layers compute.
+"""Files in a model's folder: how media become the encoder's input, and the model's own code."""
+# Variables of vLLM's environment. A video is named by the file that the client sent, whichever
+# frames are taken from it; the other variables change what the encoder's layers compute.
 _VARIABLES = (
     "VLLM_VIDEO_LOADER_BACKEND", "VLLM_MEDIA_CONNECTOR", "VLLM_FLOAT32_MATMUL_PRECISION",
     "VLLM_MARLIN_INPUT_DTYPE", "VLLM_HUMMING_ONLINE_QUANT_CONFIG",
@@ -310,11 +312,11 @@ _VARIABLES = (
 _SUMMARY = ("model_type", "hidden_size", "d_model", "image_size", "patch_size", "num_hidden_layers")
 _TOWERS = ("vision_config", "audio_config", "thinker_config", "vision_encoder", "audio_encoder")
 _DEVICE_BUILD = re.compile(r"(?:cpu|cu\d+|rocm\d*|xpu|tpu|hpu|precompiled)\Z")
-"""What a release's local version says of the device that it was built for."""
+"""A label in a release's local version that names the device it was built for."""
 
 
 def engine_identity(vllm_config: Any, settings: SharedSettings) -> Identity:
-    """What this engine shares under. To be called before the model is loaded.
+    """The engine's identity for encoder outputs. Call it before the model is loaded.
 
     Raises:
         OSError: a file of the model cannot be read; the engine could not load it either.
@@ -326,7 +328,7 @@ def engine_identity(vllm_config: Any, settings: SharedSettings) -> Identity:
 def namespace_parts(
     vllm_config: Any, settings: SharedSettings, *, for_kv: bool = False
 ) -> dict[str, str]:
-    """Name and readable value of each part but the weights."""
+    """Name and readable value of each part except the weights."""
     model = vllm_config.model_config
     hf_config = _hf_config(model)
     commit = hub.commit_of(model, vllm_config.load_config)
@@ -353,7 +355,7 @@ def namespace_parts(
 
 
 def _vllm_version() -> str:
-    """Without what the release was built for: the device is no part."""
+    """vLLM's version without the labels of its device build: the device is no part."""
     from vllm import __version__
 
     public, _, local = str(__version__).partition("+")
@@ -368,7 +370,7 @@ def _transformers_version() -> str:
 
 
 def canonical(value: object) -> str:
-    """JSON that is equal for equal values, whatever their order, and that everybody may read."""
+    """JSON that is equal for equal values, whatever their order, without secrets and paths."""
     return json.dumps(disclosed(plain(value)), sort_keys=True, separators=(",", ":"))
 
 
@@ -395,7 +397,7 @@ def _without_volatile(value: Any) -> Any:
 
 
 def _summary(hf_config: Mapping[str, Any]) -> str:
-    """What a person recognises: the architecture and the towers' sizes."""
+    """A readable summary: the architecture and the towers' sizes."""
     shown: dict[str, Any] = {"architectures": hf_config.get("architectures")}
     for tower in _TOWERS:
         values = hf_config.get(tower)
@@ -405,16 +407,18 @@ def _summary(hf_config: Mapping[str, Any]) -> str:
 
 
 def _implementation(model: Any) -> str:
-    """The class that vLLM found for the model: its own or one of transformers', or a plugin's."""
+    """The class that vLLM chose for the model: vLLM's own, one of transformers, or a plugin's."""
     name = str(getattr(model, "architecture", None) or "")
     replaced = getattr(model, "model_class_overrides", None)
     return canonical({"class": name, "replaced": replaced}) if replaced else name
 
 
 def _quantization(model: Any, hf_config: Mapping[str, Any]) -> str:
-    """The method; with options of its own (what it leaves out, say) those as well. A checkpoint
-    that is quantised says its method itself: vLLM puts a kernel's name, which depends on the
-    device, in its place."""
+    """The method, and its options where there are any (what it leaves out, for example).
+
+    A quantised checkpoint names its method itself. That name is used: vLLM replaces it by a
+    kernel's name, which depends on the device.
+    """
     own = hf_config.get("quantization_config") or {}
     method = str(own.get("quant_method") or getattr(model, "quantization", None) or "")
     options = getattr(model, "quantization_config", None)
@@ -436,8 +440,8 @@ def _processor(model: Any, *, for_kv: bool) -> str:
 
 
 def _without_device(settings: dict[str, Any]) -> None:
-    """Take out where media are decoded and processed. On an encode-only engine with a GPU vLLM sets
-    that itself, and a decoder of videos with it."""
+    """Remove the device on which media are decoded and processed. On an encode-only engine with a
+    GPU vLLM sets it itself, together with a decoder of videos."""
     options = settings.get("mm_processor_kwargs")
     if isinstance(options, dict):
         options.pop("device", None)
@@ -452,7 +456,8 @@ def _without_device(settings: dict[str, Any]) -> None:
 
 
 def _processor_files(model: Any) -> str:
-    """Of a local folder; those of a repository are told apart by its commit."""
+    """A digest of the processor's files in a local folder. Those of a repository are identified by
+    its commit."""
     folder = Path(str(model.model))
     paths = {path for pattern in _PROCESSOR_FILES for path in folder.glob(pattern)}
     digests = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
@@ -469,7 +474,8 @@ def _load_format(vllm_config: Any) -> str:
 
 
 def _lora(vllm_config: Any) -> str:
-    """Whether adapters reach the encoder. Which adapter is part of an item's identifier."""
+    """Whether adapters influence the encoder. The adapter itself is part of an item's
+    identifier."""
     if not reach_encoder(vllm_config):
         return ""
     dtype = getattr(vllm_config.lora_config, "lora_dtype", "")

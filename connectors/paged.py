@@ -1,13 +1,14 @@
-"""Between a paged KV cache and contiguous tensors. Torch only; any thread; no state.
+"""Copies between a paged KV cache and contiguous tensors. Torch only; any thread; no state.
 
-Two ways to name places. By *blocks*: a chunk is `[layers, blocks, *page]`, one page a block and
-layer, whatever lies in a page (keys and values side by side, one latent vector for both, a packing
-that only its kernel knows). By *slots*, the tokens' places: what a slot mapping speaks of.
+Two ways to address the cache. By *blocks*: a chunk is `[layers, blocks, *page]`, one page for each
+block and layer. What a page contains does not matter: keys and values side by side, one latent
+vector for both, or a packing that only its kernel knows. By *slots*, the positions of tokens that a
+slot mapping lists.
 
-A layer is a tensor with a block along one of its dimensions:
+A layer is a tensor with the blocks along one of its dimensions:
 
     [B, H, N, C]      vLLM 0.32 on CPU and GPU, C = 2 · D; MLA with H = 1; in memory also N before H
-    [2, B, N, H, D]   keys and values of former releases (FlashAttention)
+    [2, B, N, H, D]   keys and values of earlier releases (FlashAttention)
     [B, 2, N, H, D]   likewise (FlashInfer)
     [2, B, N · H · D] the first releases, whose cache a slot mapping addresses
 """
@@ -22,8 +23,8 @@ Layers = Sequence[torch.Tensor]
 def pages_of(layer: torch.Tensor, num_blocks: int, block_dim: int = 0) -> torch.Tensor:
     """A view of `layer` with the manager's blocks along its first dimension.
 
-    Kernels may divide a block of the manager into several of their own, which then follow each
-    other.
+    Kernels may divide a block of the manager into several blocks of their own. Those lie one after
+    the other.
 
     Raises:
         ValueError: the layer has no whole number of kernel blocks for each of `num_blocks`.
@@ -40,7 +41,8 @@ def pages_of(layer: torch.Tensor, num_blocks: int, block_dim: int = 0) -> torch.
 def gather_blocks(
     pages: Layers, block_ids: Sequence[int], out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`[layers, blocks, *page]`, contiguous, of the blocks in the order that they are named in."""
+    """Copy blocks, in the order of `block_ids`, to a contiguous `[layers, blocks, *page]`: `out`,
+    or a new tensor."""
     first = pages[0]
     if out is None:
         shape = (len(pages), len(block_ids), *first.shape[1:])
@@ -59,7 +61,7 @@ def gather_blocks(
 def scatter_blocks(
     pages: Layers, block_ids: Sequence[int], chunk: torch.Tensor, first: int = 0
 ) -> None:
-    """Put the blocks `first` and following of a chunk where `block_ids` says."""
+    """Copy the blocks of a chunk, from its block `first` on, to the blocks `block_ids`."""
     part = chunk[:, first : first + len(block_ids)]
     run = _run(block_ids)
     if run is not None:
@@ -72,12 +74,12 @@ def scatter_blocks(
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory: torch has no indexing for floats of eight bits."""
+    """The same memory; as bytes for eight-bit floats, which torch cannot index."""
     return tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
 
 
 def _run(block_ids: Sequence[int]) -> slice | None:
-    """The slice that the blocks are, where each follows the one before."""
+    """The blocks as a slice where they are consecutive, else None."""
     start = block_ids[0] if block_ids else 0
     if list(block_ids) == list(range(start, start + len(block_ids))):
         return slice(start, start + len(block_ids))
@@ -85,22 +87,22 @@ def _run(block_ids: Sequence[int]) -> slice | None:
 
 
 def slots_of(blocks: torch.Tensor, heads: int, head_size: int) -> torch.Tensor:
-    """The keys, or the values, of one layer as `[slots, heads, head_size]`, a view: a token's place
-    is its block's number times the block size, and its offset therein.
+    """A view of the keys, or the values, of one layer as `[slots, heads, head_size]`. A token's
+    slot is its block's number times the block size, plus its offset in the block.
 
     Raises:
-        RuntimeError: the layer lies in memory such that there is no such view.
+        RuntimeError: the layout of the layer in memory allows no such view.
     """
     return blocks.view(-1, heads, head_size)
 
 
 def gather_slots(layers: Layers, slots: torch.Tensor) -> torch.Tensor:
-    """`[layers, tokens, heads, head_size]` of the tokens whose places are named."""
+    """Copy the tokens in `slots` to `[layers, tokens, heads, head_size]`."""
     gathered = torch.stack([_plain(layer).index_select(0, slots) for layer in layers])
     return gathered.view(layers[0].dtype)
 
 
 def scatter_slots(layers: Layers, slots: torch.Tensor, tokens: torch.Tensor) -> None:
-    """Put `[layers, tokens, ...]`, of the layers' dtype and on any device, where `slots` says."""
+    """Copy `[layers, tokens, ...]`, of the layers' dtype and on any device, to `slots`."""
     for layer, source in zip(layers, tokens, strict=True):
         _plain(layer).index_copy_(0, slots, _plain(source.to(layer.device)))

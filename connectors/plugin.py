@@ -1,10 +1,10 @@
-"""vLLM's entry point `vllm.general_plugins`: makes the connectors' names known, and images of one
-model have one name whether the hub is offline or not.
+"""vLLM's entry point `vllm.general_plugins`: registers the connectors' names, and makes vLLM hash
+the images of one model alike whether the hub is offline or not.
 
-Runs on the main thread of every vLLM process (API server, engine core, workers), in some of them
-more than once, also for people who merely have this package installed. So it imports little but
-vLLM's registry, and never raises: vLLM calls plugins unguarded, and an error here would keep
-engines from starting that have nothing to do with us.
+Runs on the main thread of every vLLM process (API server, engine core, workers), in some more than
+once. It also runs for users who merely have this package installed. So it imports little besides
+vLLM's registry, and never raises. vLLM does not guard its calls of plugins: an error here would
+stop engines that do not use this package from starting.
 """
 
 import logging
@@ -24,7 +24,7 @@ def register() -> None:
     try:
         from vllm.distributed.ec_transfer.ec_connector.factory import ECConnectorFactory
     except ImportError:
-        pass  # vLLM before 0.11.1, or none: there is no registry to put a name into
+        pass  # vLLM before 0.11.1, or no vLLM: there is no registry
     else:
         _put(ECConnectorFactory, CONNECTOR_NAME, CONNECTOR_MODULE)
     try:
@@ -50,6 +50,6 @@ def _put(registry: Any, name: str, module: str) -> None:
     try:
         registry.register_connector(name, module, name)
     except ValueError:
-        pass  # already there: vLLM may load plugins more than once in a process
+        pass  # already registered: vLLM may load plugins more than once in a process
     except Exception as error:  # noqa: BLE001 -- an unknown registry must not break vLLM's start
         logger.warning("%s is not registered with this vLLM: %r", name, error)

@@ -1,8 +1,9 @@
-"""Encoder outputs, or KV, on their way into the buffer, without holding up the model.
+"""A bounded queue that stores encoder outputs, or KV, in the buffer without blocking the model.
 
-`offer` runs in the model's thread and only keeps a reference; one background thread does the rest.
-An output is immutable once computed: vLLM reads it and may drop its own reference meanwhile. What
-it is, a tensor or the promise of one, is a matter between who offers and `insert`; it has `nbytes`.
+`offer` runs in the model's thread and only keeps a reference. One background thread does the rest.
+An output is immutable once computed: vLLM reads it, and may drop its own reference meanwhile. The
+queue needs only an output's `nbytes`. Whether it is a tensor or the promise of one concerns only
+the caller of `offer` and `insert`.
 """
 
 import os
@@ -20,12 +21,12 @@ class SaveQueue:
     """A bounded queue and its thread.
 
     Args:
-        insert: stores one output under the text of a key and says whether it was new; may raise
+        insert: stores one output under the text of a key; returns whether it was new. May raise
             any `LookupBufferError`.
-        dropped: told the key of each output that is not stored; from either thread.
-        bytes_max: bound on the bytes that wait. One output is always taken, whatever its size.
+        dropped: called with the key of each output that is not stored; on either thread.
+        bytes_max: bound on the bytes that wait. One output is always accepted, whatever its size.
         items_max: bound on the number of outputs that wait.
-        what: how one of them is called in the log.
+        what: the name of one output in the log.
     """
 
     def __init__(
@@ -55,7 +56,8 @@ class SaveQueue:
         self._thread.start()
 
     def offer(self, key: str, output: Any) -> bool:
-        """Take the output, or count it as skipped. Never waits for room, never raises."""
+        """Accept the output, or count it as skipped. Returns whether it was accepted. Never waits
+        for room, never raises."""
         nbytes = output.nbytes
         with self._changed:
             is_full = self._waiting_items > 0 and (
@@ -75,12 +77,13 @@ class SaveQueue:
         return accepted
 
     def drain(self, timeout: float) -> bool:
-        """Wait until all that was offered is dealt with; False when the time was too short."""
+        """Wait until the queue is empty and idle, at most `timeout` seconds; False at the
+        timeout."""
         with self._changed:
             return self._changed.wait_for(lambda: self._waiting_items == 0, timeout)
 
     def close(self, timeout: float) -> None:
-        """Store what waits, for at most `timeout` seconds. Idempotent."""
+        """Store what is queued, for at most `timeout` seconds. Idempotent."""
         deadline = time.monotonic() + timeout
         with self._changed:
             was_closed, self._closed = self._closed, True
@@ -95,7 +98,7 @@ class SaveQueue:
             key, output = entry
             nbytes = output.nbytes
             self._store(key, output)
-            del entry, output  # not a reference longer than needed: vLLM counts this memory as free
+            del entry, output  # drop the references at once: vLLM counts this memory as free
             with self._changed:
                 self._waiting_items -= 1
                 self._waiting_bytes -= nbytes
@@ -124,9 +127,12 @@ class SaveQueue:
 
 
 def use_every_core() -> None:
-    """vLLM binds each CPU worker to one core, which its threads inherit; a copy there would steal
-    the model's time. In Linux this concerns the calling thread alone."""
+    """Let the calling thread run on every core; on Linux no other thread is affected.
+
+    vLLM binds each CPU worker to one core, and its threads inherit that. A copy on that core would
+    take time from the model.
+    """
     try:
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
     except OSError:
-        pass  # a sandbox may forbid it; it is only slower then
+        pass  # a sandbox may forbid it; then copies are only slower

@@ -1,17 +1,15 @@
-"""Everything a vLLM user may write into `ec_connector_extra_config`, validated before use, and what
-of it `kv_connector_extra_config` shares (`SharedSettings`).
+"""The settings in `ec_connector_extra_config`, and those that `kv_connector_extra_config` shares
+with them (`SharedSettings`). They are validated before use.
 
 The buffer's own settings keep their names (`store_url`, `capacity_bytes`, `node_socket`, ...; see
-`BufferConfig`); here are those of the connector. Pure, but for the two files that may hold secrets.
+`BufferConfig`); this module adds those of the connector. Parsing is pure, except that it reads the
+files that hold secrets.
 
-Engines in which no connector can do its work, and what their owner is to do instead.
-
-Called at start, before the weights are loaded, on the scheduler's side and on the workers'.
-
-What of an engine's settings everybody may read who reads Redis. Pure.
-
-A namespace is published in clear text. Of a credential, or what is named like one, a digest stays,
-and of a path on this machine its last part and a digest: what differs goes on to differ.
+Also here: which engines no connector can serve, with what their operator is to do instead (called
+at start, before the weights are loaded, for scheduler and workers); and `disclosed`. A namespace is
+published in clear text to everyone who reads Redis. `disclosed` replaces a credential, or a value
+named like one, by a digest, and a path on this machine by its last part and a digest. So different
+values stay different.
 """
 
 import hashlib
@@ -40,10 +38,10 @@ Settings = TypeVar("Settings", bound="SharedSettings")
 
 
 class SharedSettings(BufferConfig):
-    """What both connectors take. Immutable; unknown names are refused."""
+    """The settings of both connectors. Immutable; unknown names are refused."""
 
     required: bool = False
-    """Whether the engine shall refuse to start when node or store cannot be reached."""
+    """Whether the engine refuses to start when node or store cannot be reached."""
     token_file: Path | None = None
     """File with the fleet's token, instead of `token`."""
     http_token_file: Path | None = None
@@ -53,24 +51,26 @@ class SharedSettings(BufferConfig):
     store_sentinel_password_file: Path | None = None
     """File with the sentinels' password, instead of `store_sentinel_password`."""
     weights_version: str = Field(default="", max_length=256)
-    """Names the weights where their content cannot be seen: change it when they change in place."""
+    """Names the weights where their content cannot be read: change it when they change in place."""
     namespace_extra: str = Field(default="", max_length=256)
-    """Kept apart from engines with another value, e.g. one per tenant."""
+    """Engines with different values do not share, e.g. one value per tenant."""
     ttl_seconds: float | None = Field(default=None, ge=1, le=SECONDS_MAX)
-    """How long what is stored lives; none means until it is evicted."""
+    """Lifetime of what is stored; none means until it is evicted."""
     fetch_wait_seconds: float = Field(default=2.0, ge=0, le=600)
-    """How long one request may wait, in all, for bytes on their way before it computes itself; and,
-    before that, as long for room among the bytes that other requests hold (`prefetch_bytes`)."""
+    """How long one request may wait, in all, for bytes in flight; then the engine computes them.
+    Before that it may wait as long again for room in the budget that other requests hold
+    (`prefetch_bytes`)."""
     first_sight_seconds: float = Field(default=MILLISECOND_SECONDS, ge=0, le=1)
-    """How long one scheduling pass may wait, in all, for answers about requests new to it."""
+    """How long one scheduling pass may wait, in all, for the node's answers about new requests."""
     prefetch_bytes: Bytes | None = Field(default=None, ge=0)
-    """Bound on bytes held for requests that wait; none means a quarter of the arena."""
+    """Bound on bytes pinned for requests that wait; none means a quarter of the arena."""
     save_queue_bytes: Bytes = Field(default=GIB // 2, ge=0)
-    """Bound on what waits to be stored; one is always taken, whatever its size."""
+    """Bound on the bytes that wait to be stored. One tensor is always accepted, whatever its
+    size."""
     save_queue_items: int = Field(default=256, ge=1, le=65536)
     """Bound on the number of tensors that wait to be stored."""
     drain_seconds: float = Field(default=2.0, ge=0, le=60)
-    """How long an engine that ends waits for what is still to be stored."""
+    """How long an engine that shuts down waits until its queue is stored."""
 
     @field_validator("store_url")
     @classmethod
@@ -81,11 +81,11 @@ class SharedSettings(BufferConfig):
 
     @property
     def pin_budget_bytes(self) -> int:
-        """Most bytes that waiting requests may hold. The node allows a third of its arena."""
+        """The most bytes that waiting requests may pin. The node allows a third of its arena."""
         return self.capacity_bytes // 4 if self.prefetch_bytes is None else self.prefetch_bytes
 
     def buffer_config(self) -> BufferConfig:
-        """The part that concerns the buffer."""
+        """The settings of the buffer."""
         return BufferConfig(**{name: getattr(self, name) for name in BufferConfig.model_fields})
 
 
@@ -93,27 +93,31 @@ class ConnectorSettings(SharedSettings):
     """Settings of one engine's encoder-cache connector."""
 
     metadata_wait_seconds: float = Field(default=30.0, ge=0, le=600)
-    """How long one request may wait, in all, for items of which it carries only metadata; longer,
-    up to 600 seconds in all, while another engine has the claim for one of them. Then it fails."""
+    """How long one request may wait, in all, for items of which it carries only metadata. While
+    another engine holds the claim for one of them it may wait longer, up to 600 seconds in all.
+    Then the request fails."""
     claim_wait_seconds: float | None = Field(default=None, ge=0, le=600)
-    """How long one request may wait, in all, while other engines encode its items; none means five
-    times what an encode took here, within 10 to 60 seconds. 0: no claims, so nobody waits."""
+    """How long one request may wait, in all, while other engines encode its items. None means five
+    times the duration of an encode here, within 10 to 60 seconds. 0: no claims, so no waiting."""
     claim_lease_seconds: float = Field(default=20.0, ge=1, le=600)
-    """How long others take this engine's word that it encodes; longer than any of its steps."""
+    """Lease of this engine's claims: how long other engines wait for its encode without a renewal.
+    Must be longer than any of its steps."""
     idle_wait_seconds: float = Field(default=2 * MILLISECOND_SECONDS, ge=0, le=1)
-    """How long a scheduling pass may wait, in all, for what its requests wait for, where the pass
-    before it found nothing to run: vLLM would only ask again. 0: it asks again and again."""
+    """How long a scheduling pass may block, in all, for what its requests wait for, where the pass
+    before it found nothing to run. vLLM would only ask again at once. 0: it polls without a
+    pause."""
     sync_fetch_seconds: float = Field(default=0.0, ge=0, le=10)
-    """vLLM before 0.23 only, which holds no request back: how long one scheduling pass may wait, in
-    all, for bytes of other hosts. Nothing else runs meanwhile; 0 means `first_sight_seconds`."""
+    """For vLLM before 0.23 only, which cannot hold a request back: how long one scheduling pass may
+    wait, in all, for bytes of other hosts. Nothing else runs meanwhile. 0 means
+    `first_sight_seconds`."""
     device_lane: Literal["off", "gloo", "nccl"] = "off"
     """Whether outputs also go from device to device: nccl between GPUs, gloo between CPUs."""
     device_pool_bytes: Bytes = Field(default=GIB, ge=1 << 20)
-    """What each worker keeps on its device for that, besides what vLLM has there."""
+    """Device memory that each worker reserves for that, on top of vLLM's own."""
     device_lane_host: str | None = Field(default=None, min_length=1, max_length=255)
     """Address that the workers' pools listen on; none means the host that `listen` names."""
     device_lane_forced: bool = False
-    """Use a lane beside tensor parallelism all the same, where it may hang the engine."""
+    """Use a device lane together with tensor parallelism, although it may hang the engine."""
 
     @model_validator(mode="after")
     def _guarded_lane(self) -> "ConnectorSettings":
@@ -132,7 +136,7 @@ def parse_as(kind: type[Settings], raw: Mapping[str, Any], where: str) -> Settin
 
     Raises:
         ConfigError: one line that names the first wrong setting, its value (unless it is a secret)
-            and what is allowed; for an unknown name, the one that was probably meant.
+            and what is allowed; for an unknown name, the most similar known one.
     """
     secrets: dict[str, str] = {}
     for file_setting, name in SECRET_FILES.items():
@@ -144,7 +148,7 @@ def parse_as(kind: type[Settings], raw: Mapping[str, Any], where: str) -> Settin
         settings = kind(**(dict(raw) | secrets))
     except ValidationError as error:
         raise explain(error, kind, raw) from None
-    except TypeError as error:  # a key that is no string cannot be a keyword
+    except TypeError as error:  # a key that is no string cannot be a keyword argument
         raise ConfigError(f"{where}: every name must be a text") from error
     if settings.store_url != "embedded" and parse(settings.store_url).with_secret:
         raise ConfigError(
@@ -158,11 +162,11 @@ _WITHOUT_US = "start this engine without --ec-transfer-config"
 
 
 def refuse_unfit_engine(vllm_config: Any) -> None:
-    """Refuse an engine that has no encoder outputs to share, or whose outputs change their meaning.
+    """Refuse an engine that has no encoder outputs to share, or whose weights change in place.
 
     Raises:
         ConfigError: a model without media, an encoder-decoder, weights that change in place, or
-            workers that the connector does not reach.
+            workers that the connector does not reach. The text says what to do.
     """
     if why := unfit_ranks(vllm_config.parallel_config):
         raise ConfigError(f"{why}; {_WITHOUT_US}")
@@ -174,7 +178,7 @@ def refuse_unfit_engine(vllm_config: Any) -> None:
             f"{_WITHOUT_US}"
         )
     if getattr(model, "is_encoder_decoder", False):
-        # vLLM's workers ask a connector to load nothing for those: a promised item ends the engine.
+        # For those vLLM's workers never call a connector to load: a promised item ends the engine.
         raise ConfigError(
             f"the model {name} is an encoder-decoder, whose encoder outputs vLLM takes from no "
             f"connector; {_WITHOUT_US}"
@@ -188,10 +192,10 @@ def refuse_unfit_engine(vllm_config: Any) -> None:
 
 
 def unfit_ranks(parallel: Any) -> str:
-    """Why no connector of ours serves workers in this layout, "" where it does.
+    """Why the connectors cannot serve workers in this layout; "" where they can.
 
-    One scheduler has to tell all workers of its engine what to load, and all of them map the arena
-    of one node. Data parallel engines have a scheduler each, so each counts for itself.
+    One scheduler decides for all workers of its engine what to load, and all of them map the arena
+    of one node. Data parallel engines have a scheduler each, so each counts as an engine.
 
     Args:
         parallel: vLLM's ParallelConfig.
@@ -226,7 +230,7 @@ _DIGITS = 16
 
 
 def disclosed(value: Any) -> Any:
-    """`value`, however nested, as it may be read by others. Equal for equal values."""
+    """`value`, however nested, without secrets and paths. Equal for equal values."""
     if isinstance(value, str):
         return _text(value)
     if isinstance(value, Mapping):

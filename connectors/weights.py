@@ -1,26 +1,13 @@
-"""Which weights an engine runs: named by a version or a commit, or by every byte of their files.
+"""Which weights an engine runs, and whether they change while it runs.
 
-`weights_source` is asked before the model is loaded and costs a stat of each file. Hashing them is
-`weights_digest`'s, on a thread that may take minutes: see `naming`.
+`weights_source` names them by a version or a commit, or by every byte of their files. It runs
+before the model is loaded and costs a stat of each file. `hash_files` reads each file once per
+host; for large files `namespace.Naming` runs it on a thread, which may take minutes. `DigestCache`
+keeps digests in the user's cache, under the file's device, inode, size and times of change. The
+next start only looks them up.
 
-The flag by which an engine's worker tells its scheduler that its weights have changed.
-
-One byte that two processes of a host map, and what the worker saw of the weights' files before it
-loaded them. Nothing else leads from worker to scheduler without a
-step of the engine, and the next pass has to know. The worker makes the file; the scheduler, which
-vLLM makes later, takes its name away, so that nothing is left behind, however they end.
-
-Weights that change in a running engine, noticed by a worker before its scheduler promises again.
-
-vLLM tells no connector of it. But all its ways to new weights (`reload_weights`, a worker extension
-of a training framework) end in the model's `load_weights`, or write into its parameters, and all
-of them run in the workers between two steps, while the scheduler waits. So the worker puts up its
-flag before the first tensor changes.
-
-The digest of an engine's weight files: every byte of them, each file read once per host.
-
-What a file's content was is kept in the user's cache, under the file's device, inode, size and
-times of change, so that the next start of an engine only looks those up.
+`WeightsWatch` runs in the worker, in the model's thread, and notices changes; vLLM reports them to
+no connector. `WeightsFlag` carries the fact to the scheduler before it promises another load.
 """
 
 import fcntl
@@ -48,29 +35,29 @@ if TYPE_CHECKING:
     import torch
 
 
-# Formats that put the checkpoint's own values into the model. Any other (dummy, a registered
-# loader) makes weights in a way that only its name, its settings and the seed describe.
+# Formats that load the checkpoint's own values into the model. For any other (dummy, a registered
+# loader) only the format's name, its settings and the seed describe the weights.
 CHECKPOINT_FORMATS = frozenset(
     {"auto", "hf", "pt", "safetensors", "fastsafetensors", "instanttensor", "npcache", "mistral",
      "runai_streamer", "runai_streamer_sharded", "sharded_state", "tensorizer", "ipc_cache"}
 )  # fmt: skip
 _ELSEWHERE: Final = frozenset({"tensorizer", "ipc_cache"})
-"""Of these, the formats whose weights do not come from the model's folder or repository."""
+"""Formats whose weights do not come from the model's folder or repository."""
 WEIGHT_SUFFIXES: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 
 FileState = tuple[int, int, int, int, int]
-"""Device, inode, bytes, mtime and ctime in ns: no write leaves all of them as they were."""
+"""Device, inode, bytes, mtime and ctime in ns: every write changes at least one of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightFile:
     name: str
-    """Within its folder, the same on every host."""
+    """Path relative to its folder, the same on every host."""
     path: Path
     state: FileState
 
     def is_current(self) -> bool:
-        """Whether the file is the one that was found, unchanged."""
+        """Whether the file is still the same and unchanged."""
         try:
             return state_of(self.path) == self.state
         except OSError:
@@ -79,18 +66,19 @@ class WeightFile:
 
 @dataclass(frozen=True, slots=True)
 class WeightsSource:
-    """What names an engine's weights: one of the three."""
+    """What names an engine's weights: one of the three fields. All are empty for made weights."""
 
     version: str = ""
-    """Names them without a look at any file; empty for weights that are made, not read."""
+    """Names them without reading any file; empty for weights that are made, not read."""
     files: tuple[WeightFile, ...] = ()
-    """To be hashed."""
+    """The files to hash."""
     unknown: str = ""
     """Why nothing names them."""
 
     @property
     def mark(self) -> bytes:
-        """16 bytes that differ where another process found something else."""
+        """16 bytes that differ where another process found another version, other files or another
+        reason."""
         states = [(file.name, file.state) for file in self.files]
         found = repr((self.version, states, self.unknown))
         return hashlib.sha256(found.encode("utf-8", "surrogatepass")).digest()[:16]
@@ -103,7 +91,7 @@ def weights_source(vllm_config: Any, weights_version: str) -> WeightsSource:
     """What names the weights that vLLM is about to load.
 
     Raises:
-        OSError: a file cannot be looked at; the engine could not load it either.
+        OSError: the state of a file cannot be read; the engine could not load it either.
     """
     if weights_version:
         return WeightsSource(weights_version)
@@ -119,7 +107,7 @@ def weights_source(vllm_config: Any, weights_version: str) -> WeightsSource:
     if other and not Path(other).exists():
         return WeightsSource(unknown="--model-weights names no folder of this host")
     files = tuple(_files_of(str(model.model)))
-    if other:  # which of the two is read depends on the loader
+    if other:  # the loader decides which of the two is read
         files += tuple(_files_of(other))
     if files:
         return WeightsSource(files=files)
@@ -129,12 +117,12 @@ def weights_source(vllm_config: Any, weights_version: str) -> WeightsSource:
 
 
 def format_of(load_config: Any) -> str:
-    """vLLM's name of how the weights are read or made."""
+    """vLLM's name of the format in which weights are read or made."""
     return str(getattr(load_config.load_format, "value", load_config.load_format))
 
 
 def _files_of(text: str) -> Iterator[WeightFile]:
-    """Of a folder and those below it; of the one that a file lies in, that folder alone."""
+    """The weight files of a folder and its subfolders. For a file, those of its folder alone."""
     place = Path(text)
     if place.is_dir():
         paths = sorted(place.rglob("*"))
@@ -154,11 +142,17 @@ def state_of(path: Path) -> FileState:
 
 
 _DIRECTORY = Path("/dev/shm")
-"""Where vLLM's own processes share memory, too; the engine's id is not to be guessed."""
+"""vLLM's own processes share memory here, too. The engine's id cannot be guessed."""
 
 
 class WeightsFlag:
-    """Either side's; see `make` and `adopt`."""
+    """The flag by which a worker tells its scheduler that the weights have changed.
+
+    Two processes of a host map one byte, and the mark of the weights' files that the worker saw
+    before it loaded them. Nothing else leads from worker to scheduler without a step of the engine,
+    and the next pass needs the fact. The worker makes the file (`make`). The scheduler, which vLLM
+    makes later, opens and unlinks it (`adopt`), so no file is left, however the processes end.
+    """
 
     def __init__(self, path: Path, flags: int, mark: bytes = b"") -> None:
         self._path = path
@@ -174,22 +168,22 @@ class WeightsFlag:
 
     @classmethod
     def make(cls, engine_id: str, mark: bytes = b"") -> Self:
-        """The worker's.
+        """The worker makes the flag.
 
         Raises:
-            OSError: it cannot be made.
+            OSError: the file cannot be made.
         """
         path = _path(engine_id)
         with suppress(FileNotFoundError):
-            path.unlink()  # of an engine that had this id, and ended while it started
+            path.unlink()  # of an engine with this id that ended during its start
         return cls(path, os.O_CREAT | os.O_EXCL, mark)
 
     @classmethod
     def adopt(cls, engine_id: str) -> Self:
-        """The scheduler's.
+        """The scheduler opens the worker's flag and unlinks its file.
 
         Raises:
-            OSError: no worker of this engine made one on this host.
+            OSError: no worker of this engine made a flag on this host.
         """
         flag = cls(_path(engine_id), 0)
         flag._path.unlink()
@@ -197,7 +191,7 @@ class WeightsFlag:
 
     @property
     def mark(self) -> bytes:
-        """What the worker gave; empty where that was nothing."""
+        """The mark that the worker gave; empty where it gave none."""
         return self._byte[1:]
 
     def put_up(self) -> None:
@@ -207,7 +201,7 @@ class WeightsFlag:
         return self._byte[0] != 0
 
     def close(self) -> None:
-        """The worker ends, perhaps before there was a scheduler. Idempotent."""
+        """Remove the file where the worker ends before a scheduler adopted it. Idempotent."""
         self._path.unlink(missing_ok=True)
 
 
@@ -216,23 +210,30 @@ def _path(engine_id: str) -> Path:
     return _DIRECTORY / f"lookup-buffer-weights-{os.getuid()}-{name}"
 
 
-# Names under which checkpoints keep the parts that make encoder outputs.
+# Names that checkpoints give to the parts that compute encoder outputs.
 ENCODER_NAMES = (
     "vision", "visual", "vit", "image", "audio", "speech", "whisper", "tower", "encoder", "patch",
     "projector", "projection", "connector", "merger", "aligner", "multi_modal", "mm_", "resampler",
 )  # fmt: skip
 _ENCODES = "embed_multimodal"
-"""What vLLM calls to have media encoded, since 0.12."""
+"""The method that vLLM calls to encode media, since 0.12."""
 
 
 class WeightsWatch:
-    """In the model's thread. Made before the model is; `start`, then `begin` once it is loaded.
+    """Notices in a worker that the weights of the running engine have changed.
+
+    vLLM tells no connector of it. But all its ways to new weights (`reload_weights`, a worker
+    extension of a training framework) end in the model's `load_weights`, or write into its
+    parameters. All of them run in the workers between two steps, while the scheduler waits. So the
+    worker sets its flag before the first tensor changes.
+
+    For the model's thread. Make it before the model; call `start`, then `begin` once it is loaded.
 
     Args:
         engine_id: names the flag.
-        names: parameters with one of these in their name are looked at; where there are none, any.
-        experts_move: whether vLLM puts experts into each other's places (`enable_eplb`), which
-            changes parameters and nothing that is computed with them.
+        names: parameters with one of these in their name are watched; where there are none, all.
+        experts_move: whether vLLM exchanges the places of experts (`enable_eplb`), which changes
+            parameters but no result that is computed with them.
         mark: of the weights' files before the model was loaded; see `WeightsSource`.
     """
 
@@ -253,12 +254,12 @@ class WeightsWatch:
         self._flag: WeightsFlag | None = None
         self._changed = False
         self._loaders: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-        """Modules that load weights, as far as they have parts."""
+        """Modules with `load_weights`; the hook finds those that have parts."""
         self._parts: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._hook: Any = register_module_module_registration_hook(self._built)
         self._parameters: list[torch.nn.Parameter] = []
         self._version = 0
-        """The sum of their version counters, which only grow."""
+        """The sum of the parameters' version counters, which only grow."""
 
     def _built(self, module: "torch.nn.Module", _: str, part: "torch.nn.Module | None") -> None:
         if hasattr(module, "load_weights"):
@@ -267,10 +268,10 @@ class WeightsWatch:
             self._parts.add(part)
 
     def find(self) -> None:
-        """The model is there already: find it. Takes some tenths of a second."""
+        """Find a model that exists already. Takes some tenths of a second."""
         from torch.nn import Module
 
-        # By its type: an object may say of itself what it is not, or load a library to say so.
+        # By type: an object may report a false `__class__`, or load a library to answer.
         modules = [thing for thing in gc.get_objects() if issubclass(type(thing), Module)]
         for module in modules:
             if hasattr(module, "load_weights"):
@@ -278,7 +279,7 @@ class WeightsWatch:
             self._parts.update(module.children())
 
     def start(self) -> None:
-        """Before there is a scheduler. Never raises."""
+        """Make the flag, before there is a scheduler. Never raises."""
         try:
             self._flag = WeightsFlag.make(self._engine_id, self._mark)
         except OSError as error:
@@ -286,7 +287,7 @@ class WeightsWatch:
             logger.warning(message, error)
 
     def begin(self) -> None:
-        """The model is loaded: what is written into it from now on is a change. Idempotent."""
+        """The model is loaded: from now on every write into it is a change. Idempotent."""
         if self._hook is None:
             return
         self._hook.remove()
@@ -294,7 +295,7 @@ class WeightsWatch:
         whole = list(self._loaders - self._parts)
         if not whole:
             logger.warning("lookup buffer: no model found; weights that change are not noticed")
-        # Not a draft model beside it.
+        # Skip a draft model beside the model.
         for model in [model for model in whole if hasattr(model, _ENCODES)] or whole:
             self._watch(model)
         self._version = self._current_version()
@@ -308,7 +309,7 @@ class WeightsWatch:
             self._notice()
             if own is not None:
                 return own(*args, **kwargs)
-            # Looked up now: a training framework may have replaced it meanwhile.
+            # Looked up at the call: a training framework may have replaced it meanwhile.
             kind: Any = type(model)
             return kind.load_weights(model, *args, **kwargs)
 
@@ -323,7 +324,7 @@ class WeightsWatch:
         self._parameters += encoder or [p for _, p in named]
 
     def _experts_of(self, model: "torch.nn.Module") -> "set[torch.nn.Parameter]":
-        """Parameters of layers that vLLM asks for the weights of their experts."""
+        """Parameters of layers from which vLLM reads the weights of experts."""
         layers = [module for module in model.modules() if hasattr(module, "get_expert_weights")]
         return {parameter for layer in layers for parameter in layer.parameters()}
 
@@ -338,8 +339,8 @@ class WeightsWatch:
                 self._flag.put_up()
 
     def changed(self) -> bool:
-        """Whether the weights are no longer those that the engine started with."""
-        self.begin()  # hosts that do not say when the model is loaded
+        """Whether the weights differ from those that the engine started with."""
+        self.begin()  # for hosts that do not report when the model is loaded
         if not self._changed and self._version != self._current_version():
             self._notice()
         return self._changed
@@ -355,7 +356,7 @@ class WeightsWatch:
 CHUNK_BYTES = 4 << 20
 FILES_KEPT = 4096
 LOCK_SECONDS = 600.0
-"""How long another process that hashes is waited for; then this one hashes beside it."""
+"""How long to wait for another process that hashes; then this one hashes in parallel."""
 LOCK_POLL_SECONDS = 0.1
 PROGRESS_SECONDS = 30.0
 SETTLED_NS = 2_000_000_000
@@ -363,13 +364,13 @@ _HEX_DIGITS = 32
 
 
 class Stopped(Exception):
-    """The engine ends."""
+    """The engine shuts down while files are hashed."""
 
 
 class DigestCache:
     """Digests of files by their state, in one file that all engines of a user share.
 
-    A cache that cannot be read or written is an empty one. Thread-safe, between processes too.
+    A cache that cannot be read or written acts as an empty one. Safe between threads and processes.
     """
 
     def __init__(self, directory: Path | None = None) -> None:
@@ -381,7 +382,7 @@ class DigestCache:
         return {f.state: digests[_key(f.state)] for f in files if _key(f.state) in digests}
 
     def add(self, state: FileState, digest: str) -> None:
-        """To be called by who holds the lock."""
+        """Call it only while holding the lock."""
         digests = self._read()
         digests.pop(_key(state), None)
         digests[_key(state)] = digest
@@ -405,10 +406,13 @@ class DigestCache:
 
     @contextmanager
     def lock(self, is_stopped: threading.Event) -> Iterator[None]:
-        """Held by who hashes, so that engines that start together read each file once.
+        """Hold this while hashing, so that engines that start together read each file once.
+
+        Where the lock file cannot be made, it locks nothing. After `LOCK_SECONDS` of waiting it
+        goes on without the lock.
 
         Raises:
-            Stopped: before it was to be had.
+            Stopped: `is_stopped` was set before the lock was acquired.
         """
         try:
             self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -434,7 +438,7 @@ class DigestCache:
 
 
 def combined(files: Sequence[WeightFile], digests: dict[FileState, str]) -> str:
-    """The digest of all files, by their names and contents; equal on every host."""
+    """The digest of all files, from their names and contents; equal on every host."""
     lines = sorted(f"{file.name}:{file.state[2]}:{digests[file.state]}\n" for file in files)
     return hashlib.sha256("".join(lines).encode("utf-8", "surrogatepass")).hexdigest()
 
@@ -442,11 +446,11 @@ def combined(files: Sequence[WeightFile], digests: dict[FileState, str]) -> str:
 def hash_files(
     files: Sequence[WeightFile], cache: DigestCache | None, is_stopped: threading.Event
 ) -> dict[FileState, str]:
-    """The digest of each file by its state; from the cache, where there is one and it has it.
+    """The digest of each file by its state, from the cache where it has one.
 
     Raises:
         OSError: a file cannot be read.
-        Stopped: see `is_stopped`.
+        Stopped: `is_stopped` was set.
     """
     with cache.lock(is_stopped) if cache else nullcontext():
         digests = cache.known(files) if cache else {}
@@ -474,7 +478,7 @@ def _hash(path: Path, on_bytes: Callable[[int], None], is_stopped: threading.Eve
 
 
 class _Progress:
-    """A line in the log now and then, where hashing takes long."""
+    """Logs a line every `PROGRESS_SECONDS` while files are hashed."""
 
     def __init__(self, total: int) -> None:
         self._total = total
@@ -503,7 +507,8 @@ def _take(descriptor: int, is_stopped: threading.Event) -> None:
 
 
 def _is_settled(state: FileState) -> bool:
-    """Whether a later write would show: file systems keep times by ticks, the coarsest by 2 s."""
+    """Whether a later write would change the file's times: file systems keep times in ticks, the
+    coarsest of 2 s."""
     return time.time_ns() - max(state[3:]) > SETTLED_NS
 
 
@@ -513,5 +518,5 @@ def _key(state: FileState) -> str:
 
 def _user_cache() -> Path:
     base = os.environ.get("XDG_CACHE_HOME") or ""
-    # Not `expanduser` of a path, which raises where there is no home.
+    # Not `Path.expanduser`, which raises where there is no home.
     return Path(base if base.startswith("/") else os.path.expanduser("~/.cache")) / "lookup-buffer"

@@ -1,1 +1,3 @@
-"""`LookupBufferKVConnector`: engines share KV. vLLM calls `connector`, older hosts `first`."""
+"""`LookupBufferKVConnector`: engines share KV. vLLM loads `connector`; for the first KV interface
+see `kv_v0`.
+"""

@@ -1,8 +1,8 @@
-"""What a chunk of KV cache is called: the chain hash of all that its bytes depend on. Pure.
+"""Names of chunks of KV cache: a chain hash over everything that the bytes depend on. Pure.
 
-A chunk is a fixed number of tokens. Its name is a hash over the name of the chunk before it, its
-own tokens and the media that reach into it; the first one begins with the adapter and the cache
-salt. So equal names mean an equal prompt up to the end of the chunk, within one namespace.
+A chunk is a fixed number of tokens. Its name is a hash over the name of the previous chunk, its own
+tokens and the media that overlap it. The chain starts with the adapter's digest and the cache salt.
+So equal names mean an equal prompt up to the end of the chunk, within one namespace.
 """
 
 import hashlib
@@ -13,24 +13,24 @@ from typing import Any, Final
 from connectors.identifiers import Adapters, NotShareable, shared_key
 from lookup_buffer.key import TensorKey
 
-_TOKEN: Final = "q"  # 64 bits each, so that no two lists of tokens have the same bytes
+_TOKEN: Final = "q"  # 64 bits a token, so that two lists of tokens never have the same bytes
 
 
 def key_of(name: str, rank: int, transfer: str = "") -> TensorKey:
-    """What one rank's part of a chunk is stored under; with a transfer id, handed over."""
+    """The key of one rank's part of a chunk; with a transfer id, the key of its hand-off."""
     return TensorKey(name, request_id=transfer or None, part=str(rank))
 
 
 class ChunkChain:
-    """The names of one request's whole chunks, as far as its tokens are known.
+    """The names of one request's whole chunks, as far as its tokens are known. The list only grows.
 
     Args:
-        request: vLLM's; its tokens only ever grow.
+        request: of vLLM; its tokens are only appended to.
         chunk_tokens: how many tokens a chunk has.
         adapters: digests of LoRA adapters.
 
     Raises:
-        NotShareable: the request's KV depends on what no other instance could name.
+        NotShareable: the request's KV depends on something that other instances cannot name.
     """
 
     def __init__(self, request: Any, chunk_tokens: int, adapters: Adapters) -> None:
@@ -51,13 +51,14 @@ class ChunkChain:
         self.names: list[str] = []
 
     def grow(self, tokens: Sequence[int], count: int) -> list[str]:
-        """The names of the first `count` chunks, or of fewer where `tokens` end before."""
+        """The names of the first `count` chunks, or of fewer where `tokens` end earlier."""
         for index in range(len(self.names), min(count, len(tokens) // self._tokens)):
             self._add(index, tokens)
         return self.names[:count]
 
     def rest(self, tokens: Sequence[int]) -> str:
-        """The name of what comes behind the whole chunks of `tokens`, which were all named."""
+        """The name of the tokens after the last whole chunk of `tokens`. Call `grow` for all whole
+        chunks before."""
         start = len(tokens) // self._tokens * self._tokens
         link = bytes.fromhex(self.names[start // self._tokens - 1]) if start else self._first
         return self._digest(link, tokens, start, len(tokens)).hex()

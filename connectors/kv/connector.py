@@ -2,10 +2,10 @@
 
 vLLM makes one instance for the scheduler and one per worker, in one process or in several. A method
 here forwards to the delegate of its side and does nothing on the other. vLLM's API server imports
-this module only for the class methods, so it imports no delegate until an instance is made.
+this module only for the class methods. So it imports no delegate until an instance is made.
 
-Parameter names are vLLM's: it passes some by keyword. Without `SupportsHMA` vLLM switches its
-hybrid cache manager off by itself, unless its user insists; so there is one kind of block.
+Parameter names are vLLM's: it passes some by keyword. The class does not declare `SupportsHMA`. So
+vLLM disables its hybrid cache manager, unless the user insists, and there is one kind of block.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
     from connectors.kv.scheduler import KvScheduler
     from connectors.kv.worker import KvWorker
 
-# vLLM's MultiConnector looks up by name whose statistics it was sent, and ends the engine where a
-# name is not registered; so this is said again, for where plugins are off.
+# vLLM's MultiConnector looks up connectors by the names in their statistics, and ends the engine
+# where a name is not registered. So register again here, in case plugins are off.
 register()
-# vLLM only asks that these count as its own; inheriting would make plain data import vLLM.
+# vLLM only requires virtual subclasses; inheritance would make the plain data import vLLM.
 KVConnectorMetadata.register(KvStepMetadata)
 KVConnectorWorkerMetadata.register(KvWorkerReport)
 
@@ -58,7 +58,7 @@ class LookupBufferKVConnector(KVConnectorBase_V1):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """No: what is not stored is computed again."""
+        """False: KV that is not stored is computed again."""
         return False
 
     # -- worker --------------------------------------------------------------------------------
@@ -76,19 +76,19 @@ class LookupBufferKVConnector(KVConnectorBase_V1):
             self.worker.load(self._get_connector_metadata())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Requests are scheduled after all of their layers have come."""
+        """Nothing: a request is scheduled only after all of its layers have been loaded."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: "torch.Tensor", attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Whole chunks are stored, after all of their layers have been computed."""
+        """Nothing: whole chunks are stored, after all of their layers have been computed."""
 
     def wait_for_save(self) -> None:
         if self.worker is not None:
             self.worker.save(self._get_connector_metadata())
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """For hosts and wrappers that do not ask for `get_transfer_results`."""
+        """For vLLM releases and wrappers that do not call `get_transfer_results`."""
         if self.worker is None:
             return None, None
         metadata = self._connector_metadata
@@ -139,15 +139,15 @@ class LookupBufferKVConnector(KVConnectorBase_V1):
         return False, self.scheduler.finished(request)
 
     def reset_cache(self) -> bool | None:
-        """vLLM forgets its own prefix cache; `/pause` and `/sleep` do that too. Nothing to forget
-        here: chunks are what these weights compute, and other weights are noticed by the workers.
+        """vLLM drops its own prefix cache; `/pause` and `/sleep` do that too. Nothing is dropped
+        here: chunks stay valid for these weights, and the workers notice other weights.
         """
         return True
 
     # -- both ----------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> Any:
-        # A worker's counts come with its report, so that they are not added twice.
+        # A worker's counts come with its report; here they would be counted twice.
         fresh = self.scheduler.counters.take() if self.scheduler is not None else {}
         return self.build_kv_connector_stats(fresh) if fresh else None
 
@@ -177,7 +177,12 @@ class LookupBufferKVConnector(KVConnectorBase_V1):
 
 
 def _checked_settings(vllm_config: Any, role: Any, kv_cache_config: Any) -> "KvSettings":
-    """The settings, or vLLM's start ends here with one line of ours that says why."""
+    """Parse the settings and check the engine.
+
+    Raises:
+        ConfigError: the settings or the engine are refused. One logged line says why, and vLLM's
+            start ends.
+    """
     from connectors.counters import logger
     from connectors.identifiers import refuse_counted_identifiers
     from connectors.kv.engine import demand_recomputation, parse_kv_settings, refuse_unfit_cache

@@ -1,19 +1,12 @@
-"""Where an engine's scheduler and workers sit, as far as its KV cache is concerned, read from
-vLLM's configuration. Called at start.
+"""What an engine is to the KV connector: its settings, namespace, cache shape, ranks and fitness.
 
-Everything a vLLM user may write into `kv_connector_extra_config`, validated before use. Pure.
+Read from vLLM's configuration at start, on the scheduler's side and on the workers'. The settings
+are those in `kv_connector_extra_config`, validated before use. Engines whose KV cache cannot be
+shared are refused here, with what their operator is to do instead.
 
-The namespace of an engine's KV cache: all that its bytes depend on and chunk names do not hold.
-
-What the encoder outputs depend on, KV does too; on top of it all that says how KV lies in a block.
-Scheduler and workers of one engine build equal ones. In doubt a part is in: a part too few gives
-wrong answers.
-
-What the scheduler side has to know about its engine's KV cache.
-
-Engines whose KV cache cannot be shared, and what their owner is to do instead.
-
-Called at start, on the scheduler's side and on the workers'.
+The namespace names everything that the KV's bytes depend on and chunk names do not hold: all that
+encoder outputs depend on, and how KV lies in a block. Scheduler and workers of one engine build
+equal ones. In doubt a part is included: a missing part gives wrong answers.
 """
 
 from collections.abc import Mapping
@@ -38,13 +31,13 @@ class KvSettings(SharedSettings):
     """Settings of one engine's KV connector. Immutable; unknown names are refused."""
 
     chunk_tokens: int = Field(default=128, ge=1, le=65536)
-    """Tokens of one chunk, the unit that is stored and loaded; rounded up to whole blocks."""
+    """Tokens of one chunk, the unit of storing and loading; rounded up to whole blocks."""
     store_generated: bool = True
-    """Whether the KV of generated tokens is stored too, for prompts that go on from an answer."""
+    """Whether the KV of generated tokens is stored too, for prompts that continue an answer."""
     handoff_wait_seconds: float = Field(default=5.0, ge=0, le=600)
-    """How long a request waits for what another engine is to hand over, before it goes without."""
+    """How long a request waits for the hand-off of another engine, before it goes on without it."""
     save_queue_bytes: Bytes = Field(default=4 * GIB, ge=0)
-    """Bound on the KV that waits to be stored. It lies in vLLM's own blocks until it is copied."""
+    """Bound on the bytes of KV that wait to be stored. They stay in vLLM's blocks until copied."""
     save_queue_items: int = Field(default=4096, ge=1, le=65536)
     """Bound on the number of chunks that wait to be stored."""
 
@@ -59,13 +52,13 @@ _GROWING_ROPES = ("longrope", "dynamic")
 
 
 def kv_identity(vllm_config: Any, settings: KvSettings, block_size: int) -> Identity:
-    """See `engine_identity`."""
+    """The engine's identity for KV. Raises as `engine_identity`."""
     source = weights_source(vllm_config, settings.weights_version)
     return Identity(kv_namespace_parts(vllm_config, settings, block_size), source)
 
 
 def kv_namespace_parts(vllm_config: Any, settings: KvSettings, block_size: int) -> dict[str, str]:
-    """Name and readable value of each part but the weights."""
+    """Name and readable value of each part except the weights."""
     parts = namespace_parts(vllm_config, settings, for_kv=True)
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     cache = vllm_config.cache_config
@@ -85,20 +78,21 @@ def kv_namespace_parts(vllm_config: Any, settings: KvSettings, block_size: int) 
 
 
 def chunk_blocks(chunk_tokens: int, block_size: int) -> int:
-    """Whole blocks of a chunk."""
+    """The blocks of a chunk, rounded up."""
     return -(-chunk_tokens // block_size)
 
 
 def _layout(vllm_config: Any, block_size: int) -> str:
-    """What lies in a block, as far as it is known before the model is loaded: who wrote it."""
+    """What determines the layout of a block, as far as it is known before the model is loaded:
+    device and attention backend."""
     from vllm.platforms import current_platform
 
     attention = getattr(vllm_config, "attention_config", None)
     backend = getattr(getattr(attention, "backend", None), "name", "auto")
     device = str(current_platform.device_type)
-    if device == "cpu":  # keys are packed for the instructions that read them
+    if device == "cpu":  # keys are packed for the instruction set that reads them
         device = f"{device}-{_instructions(vllm_config, block_size)}"
-    else:  # which kernels there are, and vLLM chooses, follows from it
+    else:  # it determines which kernels exist and which one vLLM chooses
         device = f"{device}-{current_platform.get_device_capability()}"
     return f"{device}, {backend}"
 
@@ -117,7 +111,7 @@ def _positions(model: Any) -> str:
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None)
     if not isinstance(rope, Mapping):
         return ""
-    # Of all layers, or of each kind of layers by its name.
+    # One for all layers, or one for each kind of layer by its name.
     each = [rope, *(value for value in rope.values() if isinstance(value, Mapping))]
     kinds = {values.get("rope_type", values.get("type", "")) for values in each}
     return "" if kinds.isdisjoint(_GROWING_ROPES) else str(model.max_model_len)
@@ -134,7 +128,7 @@ def _speculation(vllm_config: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class KvShape:
-    """Plain facts, known at start."""
+    """Facts of an engine's KV cache for the scheduler side, known at start."""
 
     is_producer: bool
     is_consumer: bool
@@ -143,13 +137,13 @@ class KvShape:
     chunk_tokens: int
     """Tokens of a chunk, whole blocks."""
     chunk_bytes: int
-    """Of all ranks together."""
+    """Bytes of a chunk, of all ranks together."""
     ranks: int
     stores_generated: bool
-    """Whether chunks that end in generated tokens are stored: not with speculation, where what was
-    computed may be taken back."""
+    """Whether chunks that end in generated tokens are stored. Not with speculation, where computed
+    tokens may be rejected."""
     adapters_encode: bool = False
-    """Whether LoRA adapters have a part in encoder outputs."""
+    """Whether LoRA adapters influence encoder outputs."""
 
 
 _IDENTITY = "_lookup_buffer_kv_identity"
@@ -173,7 +167,7 @@ def kv_shape(vllm_config: Any, kv_cache_config: Any, settings: KvSettings) -> Kv
 
 
 def ranks_of(vllm_config: Any) -> int:
-    """Workers with a part of the cache."""
+    """The number of workers that hold a part of the cache."""
     return int(vllm_config.parallel_config.tensor_parallel_size)
 
 
@@ -183,14 +177,14 @@ def rank_of(vllm_config: Any) -> int:
 
 def engine_id(vllm_config: Any) -> str:
     transfer = vllm_config.kv_transfer_config
-    # Beside our other connector in one engine: each has weights to watch by a flag of its own.
+    # The suffix: with both connectors in one engine, each needs a weights flag of its own.
     return client.engine_id(f"{transfer.engine_id}-kv", vllm_config.parallel_config)
 
 
 def open_buffer(
     vllm_config: Any, kv_cache_config: Any, settings: KvSettings, rank: int | None
 ) -> LookupBuffer:
-    """The client of the scheduler (`rank` None) or of one worker. Raises as `open_client`."""
+    """Open the client of the scheduler (`rank` None) or of one worker. Raises as `open_client`."""
     place = EngineSeat(
         engine_id(vllm_config),
         rank,
@@ -202,7 +196,7 @@ def open_buffer(
 
 
 def identity(vllm_config: Any, kv_cache_config: Any, settings: KvSettings) -> Identity:
-    """One per engine. vLLM makes KV connectors when the model is loaded already."""
+    """The engine's one identity. vLLM makes KV connectors after the model is loaded."""
     block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
     owner = vllm_config.kv_transfer_config
     return remembered(owner, _IDENTITY, lambda: kv_identity(vllm_config, settings, block_size))
@@ -212,11 +206,11 @@ _WITHOUT_US = "start this engine without LookupBufferKVConnector"
 
 
 def refuse_unfit_cache(vllm_config: Any, kv_cache_config: Any) -> None:
-    """Refuse an engine whose KV is not that of plain attention over all tokens, or changes its
-    meaning.
+    """Refuse an engine whose KV is not that of plain attention over all tokens, whose KV changes
+    while it runs, or whose workers the connector does not reach.
 
     Raises:
-        ConfigError: see the texts.
+        ConfigError: the text says why and what to do.
     """
     for why in (_refused_model(kv_cache_config), _refused_engine(vllm_config)):
         if why:
@@ -261,9 +255,11 @@ def _refused_engine(vllm_config: Any) -> str:
 
 
 def demand_recomputation(transfer_config: Any) -> None:
-    """vLLM's default fails a request whose KV did not load; it is read after connectors are made.
+    """Set vLLM's policy so that KV that did not load is recomputed, and log it.
 
-    Inside of a MultiConnector this is a copy, and only the outer option counts: hence the line.
+    By default vLLM fails such a request. It reads the policy after connectors are made. Inside of a
+    MultiConnector this configuration is a copy, and only the outer option counts: hence the log
+    line.
     """
     if transfer_config.kv_load_failure_policy != "recompute":
         transfer_config.kv_load_failure_policy = "recompute"

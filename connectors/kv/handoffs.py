@@ -1,16 +1,15 @@
-"""Prefill here, decode there: what one request's KV is handed over under. Pure.
+"""Hand-off of one request's KV from a prefill engine to a decode engine.
 
-The engine that computes the prompt hands all of its KV to one other engine, under an id that a
-router carries from one's answer to the other's request, in `kv_transfer_params`:
+The engine that computes the prompt hands all of its KV to one other engine, under a transfer id. A
+router copies it from one engine's answer to the other's request, in `kv_transfer_params`:
 
     to the producer      {"do_remote_decode": true}, and "transfer_id" where the router has one
-    the producer says    {"do_remote_prefill": true, "transfer_id": ...}
-    to the consumer      what the producer said
+    from the producer    {"do_remote_prefill": true, "transfer_id": ...}
+    to the consumer      what the producer returned
 
-The pieces are chunks as any others, and the blocks of what is left of the prompt. Their names hold
-the prompt's tokens, so an id that is used with another prompt finds nothing.
-
-Everything here belongs to the scheduler's thread.
+The pieces are ordinary chunks, and the blocks of the rest of the prompt. Their names contain the
+prompt's tokens, so an id that is used with another prompt finds nothing. Runs in the scheduler's
+thread. Its only calls outwards are the buffer's `has_caches`.
 """
 
 import uuid
@@ -35,7 +34,8 @@ ASK_AGAIN_SECONDS: Final = 5e-3
 
 
 def handed_out(request: Any) -> str:
-    """The id under which this engine is to hand the request's KV over; empty where it is not."""
+    """The id under which this engine has to hand over the request's KV; empty without a
+    hand-off."""
     params = _params(request)
     if not params.get("do_remote_decode"):
         return ""
@@ -43,18 +43,19 @@ def handed_out(request: Any) -> str:
 
 
 def taken_over(request: Any) -> str:
-    """The id under which another engine handed the request's KV over; empty where none did."""
+    """The id under which another engine handed over the request's KV; empty without a hand-off."""
     params = _params(request)
     return _transfer_id(params) if params.get("do_remote_prefill") else ""
 
 
 def reply(transfer: str) -> dict[str, Any]:
-    """What the producer says in its answer, and the consumer is to be told."""
+    """The `kv_transfer_params` of the producer's answer, which the router passes to the
+    consumer."""
     return {"do_remote_prefill": True, "do_remote_decode": False, "transfer_id": transfer}
 
 
 def pieces(chain: "ChunkChain", request: Any) -> list[str]:
-    """The names of the prompt's whole chunks, and of what is left behind them."""
+    """The names of the prompt's whole chunks, and of the rest behind them."""
     tokens = request.all_token_ids[: request.num_prompt_tokens]
     return [*chain.grow(tokens, len(tokens)), chain.rest(tokens)]
 
@@ -65,7 +66,7 @@ def _params(request: Any) -> Mapping[str, Any]:
 
 
 def _transfer_id(params: Mapping[str, Any]) -> str:
-    """Empty where it is none: whatever a client writes there fails no engine."""
+    """The id in `params`; empty where it is no valid id. No input of a client fails the engine."""
     given = params.get("transfer_id")
     if not isinstance(given, str) or not 0 < len(given) <= ID_CHARACTERS_MAX:
         return ""
@@ -77,7 +78,7 @@ def _transfer_id(params: Mapping[str, Any]) -> str:
 
 
 class Handoffs:
-    """What the scheduler side does about requests that come from or go to another engine."""
+    """The scheduler side of requests whose KV comes from or goes to another engine."""
 
     def __init__(
         self,
@@ -95,15 +96,18 @@ class Handoffs:
         self._clock = clock
 
     def awaited(self, state: "KvRequest", computed: int) -> int | None:
-        """How many tokens beyond `computed` were handed over; 0 when that is to be asked again,
-        None when the request goes without, for it waited long enough."""
+        """How many tokens beyond `computed` were handed over.
+
+        0 means: not yet, ask again. None means: the request goes on without them, because nothing
+        is left to load or the wait of `handoff_wait_seconds` has ended.
+        """
         assert state.chain is not None
         left = int(state.request.num_prompt_tokens) - computed
         now = self._clock()
         if not state.deadline:
             state.deadline = now + self._wait_seconds
         if left > 0 and not state.is_taken_over and now >= state.ask_next:
-            # The last piece comes last: when it is there, all are.
+            # The producer stores the last piece last: when it is there, all are.
             last = pieces(state.chain, state.request)[-1]
             keys = [key_of(last, rank, state.taken_over) for rank in range(self._shape.ranks)]
             state.is_taken_over = all(self._buffer.has_caches(keys, timeout=ASK_SECONDS))
@@ -117,7 +121,8 @@ class Handoffs:
         return None
 
     def take_over(self, state: "KvRequest") -> RequestLoad:
-        """vLLM has made room. Every piece is taken away, those too that vLLM has by itself."""
+        """The load of a hand-off, once vLLM has allocated blocks. It takes every piece out of the
+        buffer, also those that vLLM has already."""
         assert state.chain is not None
         transfer, state.taken_over, state.deadline = state.taken_over, "", 0.0
         known = state.computed // self._shape.block_size
@@ -129,7 +134,8 @@ class Handoffs:
         return RequestLoad(state.request.request_id, tuple(chunks))
 
     def hand_out(self, state: "KvRequest") -> list[ChunkSave]:
-        """The step completes the prompt: all of its KV goes to one other engine, the last last."""
+        """The saves of a hand-off, for the step that completes the prompt; the last piece is last.
+        Empty where they were returned before."""
         if state.is_handed_out:
             return []
         state.is_handed_out = True
@@ -140,7 +146,7 @@ class Handoffs:
         ]
 
     def _spans(self, state: "KvRequest") -> list[tuple[str, int, int]]:
-        """Of each piece: its name, and which of the request's blocks it is."""
+        """For each piece: its name, and its range of the request's blocks."""
         assert state.chain is not None
         block = self._shape.block_size
         per_chunk = self._shape.chunk_tokens // block

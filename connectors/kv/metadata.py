@@ -1,7 +1,8 @@
-"""What the scheduler side tells the workers about one step, and what they tell it.
+"""Messages between the scheduler side and the workers for one step, in both directions.
 
-Written by `KvScheduler.build_metadata` in the scheduler's thread, carried to every rank by vLLM's
-own channel (which pickles; we never do), read by `KvWorker`. Plain data without vLLM or torch.
+`KvScheduler.build_metadata` writes `KvStepMetadata` in the scheduler's thread. vLLM's own channel
+carries it to every rank; it pickles, this module never does. `KvWorker` reads it, and returns a
+`KvWorkerReport`. Plain data without vLLM or torch.
 """
 
 from dataclasses import dataclass, field
@@ -13,18 +14,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ChunkLoad:
-    """One chunk, or its last blocks, to be copied from the arena."""
+    """One chunk, or its last blocks, that a worker copies from the arena."""
 
     name: str
     blocks: tuple[int, ...]
-    """Where to, by vLLM's numbers."""
+    """The destination, by vLLM's block numbers."""
     first: int
-    """Which block of the chunk goes into the first of them; those before it are here already."""
+    """Index of the block of the chunk that goes into the first of `blocks`. vLLM has those before
+    it."""
     orders: tuple["LoadOrder", ...] = ()
-    """Where the bytes of each rank lie, pinned until the request's load has ended; none of what was
-    handed over."""
+    """Where the bytes of each rank lie, pinned until the request's load has ended. Empty for a
+    hand-off."""
     transfer: str = ""
-    """The id under which it was handed over: it is to be taken away, even if no block needs it."""
+    """The id of its hand-off. The worker must take the chunk out of the buffer, even if no block
+    needs it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +43,7 @@ class ChunkSave:
     name: str
     blocks: tuple[int, ...]
     transfer: str = ""
-    """The id under which it is handed over, instead of stored for everybody."""
+    """The id of its hand-off to one engine; empty for a chunk that is stored for all."""
 
 
 @dataclass(slots=True)
@@ -48,20 +51,22 @@ class KvStepMetadata:
     """Loads and saves of one step."""
 
     is_idle: bool = False
-    """Whether the step runs no model: vLLM would only ask again, at once, whether a load ended."""
+    """Whether the step runs no model. vLLM would then ask again at once whether a load has
+    ended."""
     written: list[int] = field(default_factory=list)
-    """Blocks that get new content from this step on: what of them is still to be stored is copied
+    """Blocks that get new content from this step on. Queued chunks in them are copied out
     before."""
     loads: list[RequestLoad] = field(default_factory=list)
     saves: list[ChunkSave] = field(default_factory=list)
     namespace: str = ""
-    """Of loads and saves; the scheduler side alone knows it. Empty: nothing is shared."""
+    """The fingerprint for loads and saves; only the scheduler side knows it. Empty: nothing is
+    shared."""
 
 
 @dataclass(slots=True)
 class KvWorkerReport:
-    """What a worker counted since the step before, and whose load failed; vLLM adds up those of all
-    ranks."""
+    """What a worker counted since the previous step, and the requests whose load failed. vLLM
+    aggregates the reports of all ranks."""
 
     counts: dict[str, int]
     failed: set[str] = field(default_factory=set)

@@ -1,17 +1,11 @@
-"""The scheduler side: how much of a prompt is here, and what the workers are to load and store.
+"""The scheduler side: how much of a prompt's KV is on this host, and what workers load and store.
 
-Runs in vLLM's scheduler thread. Imports neither vLLM nor torch.
+Runs in vLLM's scheduler thread, which owns all state here. Imports neither vLLM nor torch.
 
-The first time that a request is seen its chunks are asked for, in one message: the node brings them
-to this host and pins them. vLLM is promised those that lie here, pinned, in one run from the
-first that it lacks. Until that is known it is told to ask again, for a bounded time.
-
-What the scheduler side remembers of one request. Owned by the scheduler's thread.
-
-Chunks that were asked for and are held on this host: for which requests, within one budget.
-
-Owned by the scheduler's thread. As `ec.pins` is for encoder outputs; but what is held is one run of
-chunks, from the first that vLLM lacks.
+When vLLM first shows a request, its chunks are requested in one message: the node fetches them to
+this host and pins them. The pins of all requests share one budget. vLLM is promised the pinned
+chunks of one run, from the first that it lacks. Until that run is known vLLM is asked to call
+again, for a bounded time. Pins work as in `ec.pins`, but here a request holds one run of chunks.
 """
 
 import time
@@ -43,14 +37,15 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class ChunkPin:
-    """One chunk that was asked for: a handle for each rank."""
+    """One requested chunk: a handle for each rank."""
 
     name: str
     handles: "list[Prefetched]"
 
     @property
     def state(self) -> PrefetchState:
-        """RESIDENT when all ranks' parts are, PENDING while none is known to be missing."""
+        """RESIDENT when the parts of all ranks are. FAILED or MISSING when one part is. Else
+        PENDING."""
         states = {handle.state for handle in self.handles}
         if states == {PrefetchState.RESIDENT}:
             return PrefetchState.RESIDENT
@@ -75,47 +70,47 @@ class ChunkPin:
 
 @dataclass(slots=True, eq=False)
 class KvRequest:
-    """See the module."""
+    """What the scheduler side knows of one request."""
 
     request: Any
-    """vLLM's own."""
+    """vLLM's request."""
     chain: "ChunkChain | None"
-    """None where nothing of it may be shared."""
+    """None where nothing of the request may be shared."""
     pins: list[ChunkPin] = field(default_factory=list)
-    """What was asked for, in order from chunk `first` on."""
+    """The requested chunks, in order from chunk `first` on."""
     first: int = 0
     present: int = 0
-    """So many of them are known to be here, from the first on."""
+    """How many of `pins`, from the first on, are known to be on this host."""
     asked: bool = False
     deadline: float = 0.0
-    """Until when it may wait for what is on its way, or for room."""
+    """Until when it may wait for chunks in flight, or for room; 0 before it waits."""
     ask_next: float = 0.0
-    """When it is worth while to ask again whether it was handed over."""
+    """When to ask the node again whether the hand-off is complete."""
     computed: int = 0
-    """Tokens that vLLM had when it was last told how many there are here."""
+    """Tokens that vLLM had computed at its last call of `matched`."""
     loading: bool = False
-    """vLLM was promised a load, whose end was not heard of yet."""
+    """A load was promised to vLLM, and its end is not reported yet."""
     failed: bool = False
-    """A load failed: what is missing is computed, whatever lies in the buffer."""
+    """A load failed: vLLM computes what is missing, even if the buffer has it."""
     blocks: list[int] = field(default_factory=list)
-    """vLLM's blocks for its tokens, as far as it was told."""
+    """vLLM's blocks for its tokens, as far as vLLM has reported them."""
     handed_out: str = ""
-    """The id under which its prompt's KV is handed over."""
+    """The transfer id under which this engine hands over its prompt's KV; empty without one."""
     is_handed_out: bool = False
     taken_over: str = ""
-    """The id under which another engine handed it over, until that was loaded or given up."""
+    """The transfer id of the hand-off to this engine, until that is loaded or given up."""
     is_taken_over: bool = False
-    """vLLM was promised what was handed over."""
+    """All pieces of the hand-off to this engine are in the buffer."""
     stored: int = 0
-    """So many of its first chunks are in the buffer, or need not be stored."""
+    """How many of its first chunks are in the buffer, or need not be stored."""
 
 
 class KvPins:
-    """All pins of one engine.
+    """The requested chunks of all requests of one engine, within one budget.
 
     Args:
         budget_bytes: bound on the bytes of all pins together.
-        times: what a pass may wait for answers.
+        times: how long a pass may wait for answers.
     """
 
     def __init__(
@@ -134,7 +129,7 @@ class KvPins:
         self._held_bytes = 0
 
     def ask(self, state: KvRequest, names: Sequence[str]) -> bool:
-        """Ask for these chunks, as many as there is room for; False if there is none."""
+        """Request these chunks, as many as there is room for; False where there is no room."""
         room = (self._budget_bytes - self._held_bytes) // self._shape.chunk_bytes
         if names and room < 1:
             return False
@@ -158,7 +153,7 @@ class KvPins:
         self._held_bytes += len(names) * self._shape.chunk_bytes
 
     def present(self, state: KvRequest) -> tuple[int, bool]:
-        """How many chunks are here in one run, and whether it is known that there are no more."""
+        """How many chunks are on this host in one run, and whether that number is final."""
         for pin in state.pins[state.present :]:
             found = pin.state
             if found is not PrefetchState.RESIDENT:
@@ -167,14 +162,18 @@ class KvPins:
         return state.present, True
 
     def rest(self, pin: ChunkPin) -> None:
-        """The pass before found nothing to run, and vLLM would ask again at once, keeping Python's
-        lock from the thread that hears the node's answers."""
+        """Wait for one chunk, within the budget for idle passes.
+
+        After a pass that found nothing to run vLLM would ask again at once. That would keep
+        Python's lock from the thread that receives the node's answers.
+        """
         for handle in pin.handles:
             if handle.state is PrefetchState.PENDING and not self._times.idle.is_over:
                 self._times.idle.spend_on(partial(_wait, handle))
 
     def keep_only(self, state: KvRequest, count: int) -> None:
-        """Let go of what comes after the first gap, and say once why there is one."""
+        """Release the chunks after the first `count`, and count one miss with the reason of the
+        first of them."""
         beyond = state.pins[count:]
         if not beyond:
             return
@@ -186,7 +185,7 @@ class KvPins:
         self._release(beyond)
 
     def forget(self, state: KvRequest) -> None:
-        """Nothing is asked for, held or loaded for the request any more."""
+        """Release all pins of the request, and reset it to not requested and not loading."""
         pins, state.pins, state.present = state.pins, [], 0
         state.asked = state.loading = False
         state.deadline = 0.0
@@ -204,15 +203,16 @@ def _wait(handle: "Prefetched", seconds: float) -> bool:
 
 
 Answer = tuple[int | None, bool]
-"""See `KvScheduler.matched`."""
+"""The return value of `KvScheduler.matched`."""
 IDLE_SECONDS = 2e-3
-"""What a pass that follows an idle one waits for answers."""
+"""How long a pass that follows an idle one waits for answers."""
 NOTHING: Answer = (0, False)
 ASK_AGAIN: Answer = (None, False)
 
 
 class KvScheduler:
-    """See the module. No method raises for a fault of the node, of Redis or of a peer."""
+    """The connector's scheduler side. No method raises for a fault of the node, of Redis or of a
+    peer."""
 
     def __init__(
         self,
@@ -232,10 +232,10 @@ class KvScheduler:
         self._adapters = Adapters(encode=shape.adapters_encode)
         self._requests: dict[str, KvRequest] = {}
         self._ended: dict[str, KvRequest] = {}
-        """Requests aborted while they loaded: their pins are held until that has ended."""
+        """Requests that ended while they loaded. Their pins are held until the load has ended."""
         self._loads: list[RequestLoad] = []
         self._fresh: dict[str, list[int]] = {}
-        """Blocks that were allocated since the last step, by request."""
+        """Blocks allocated since the last step, by request."""
         self._times = PassTimes(
             PassTime(settings.first_sight_seconds, clock), IdleTime(IDLE_SECONDS, clock)
         )
@@ -247,8 +247,8 @@ class KvScheduler:
     # -- before a request is scheduled
 
     def matched(self, request: Any, computed: int) -> Answer:
-        """How many tokens beyond the first `computed` can be loaded, None where that is to be
-        asked again; and whether loading them takes a while."""
+        """How many tokens beyond the first `computed` can be loaded, and whether they load
+        asynchronously. None tokens: vLLM has to ask again."""
         state = self._known(request)
         state.computed = computed
         may_load = self._shape.is_consumer and not state.failed
@@ -286,19 +286,23 @@ class KvScheduler:
         return state
 
     def _ask(self, state: KvRequest, computed: int) -> bool:
-        """Ask for what a request lacks, as much as there is room for; False if there is none."""
+        """Request the chunks that a request lacks, as many as there is room for; False where there
+        is no room."""
         assert state.chain is not None
         tokens = state.request.all_token_ids
         size = self._shape.chunk_tokens
-        # One token at least is left to be computed: somebody has to say what comes next.
+        # vLLM has to compute at least one token, to sample the next one.
         last = (len(tokens) - 1) // size
         state.first = computed // size
         wanted = state.chain.grow(tokens, last)[state.first :]
         return self._pins.ask(state, wanted)
 
     def _ask_anew(self, state: KvRequest) -> None:
-        """While the request waited vLLM gave away blocks of its own prefix cache, and what was
-        asked for begins behind them. It waits no longer for all of it than it would have."""
+        """Drop the pins, so that the next `_ask` starts at an earlier chunk.
+
+        While the request waited, vLLM evicted blocks of its own prefix cache, and the requested
+        chunks begin behind them. The deadline stays.
+        """
         deadline = state.deadline
         self._pins.forget(state)
         state.deadline, state.first = deadline, 0
@@ -312,10 +316,11 @@ class KvScheduler:
     # -- when blocks were allocated for it
 
     def allocated(self, request: Any, blocks: Any, external: int) -> None:
-        """vLLM has made room, and `external` tokens are to be loaded."""
+        """vLLM has allocated blocks for the request, `external` tokens of which are to be
+        loaded."""
         state = self._known(request)
         state.blocks = list(blocks.get_block_ids()[0])
-        # Where nothing is to be loaded by us, another connector of a MultiConnector may load.
+        # Even if this connector loads nothing, another one of a MultiConnector may load into them.
         self._fresh[request.request_id] = state.blocks[state.computed // self._shape.block_size :]
         if external <= 0:
             if not state.loading:
@@ -341,10 +346,10 @@ class KvScheduler:
             self.counters.add(f"loaded_{pin.source}_bytes", self._shape.chunk_bytes)
         self._loads.append(RequestLoad(request.request_id, tuple(chunks)))
 
-    # -- when a step was planned
+    # -- when a step is planned
 
     def build_metadata(self, output: Any) -> KvStepMetadata:
-        """What the workers are told with the step that was just planned."""
+        """The metadata that vLLM sends to the workers with the step that was just planned."""
         is_idle = not output.num_scheduled_tokens
         self._times.begin_pass(is_idle=is_idle)
         namespace = self._buffer.namespace
@@ -374,17 +379,17 @@ class KvScheduler:
     def _starts(
         self, metadata: KvStepMetadata, request_id: str, blocks: list[int], computed: int
     ) -> None:
-        """A request runs for the first time, or again after it was preempted."""
+        """Record a request that runs for the first time, or again after a preemption."""
         self._fresh.pop(request_id, None)
         metadata.written.extend(blocks[computed // self._shape.block_size :])
         state = self._requests.get(request_id)
         if state is not None:
             state.blocks = list(blocks)
-            # What vLLM has of it came from the buffer, or went there when it was computed.
+            # What vLLM has computed of it came from the buffer, or was stored there then.
             state.stored = computed // self._shape.chunk_tokens
 
     def _completes(self, metadata: KvStepMetadata, request_id: str, scheduled: int) -> None:
-        """Chunks whose last token this step computes are to be stored."""
+        """Add the saves of the chunks whose last token this step computes."""
         state = self._requests.get(request_id)
         if state is None or state.chain is None:
             return
@@ -409,7 +414,8 @@ class KvScheduler:
     # -- afterwards
 
     def heard(self, report: KvWorkerReport | None, loaded: set[str]) -> None:
-        """What the workers told of a step, and whose loads have ended, well or not."""
+        """Process the workers' report of a step, and the requests whose loads have ended, with or
+        without success."""
         if report is not None:
             for name, count in report.counts.items():
                 self.counters.add(name, count)
@@ -423,8 +429,11 @@ class KvScheduler:
                 self._pins.forget(state)
 
     def finished(self, request: Any) -> dict[str, Any] | None:
-        """The request is over. What loads for it goes on to hold its pins. Returns what another
-        engine is to be told."""
+        """The request has ended. Its pins are released; where a load runs, when that has ended.
+
+        Returns:
+            The `kv_transfer_params` for the engine that takes the hand-off; None without one.
+        """
         state = self._requests.pop(request.request_id, None)
         if state is None:
             return None

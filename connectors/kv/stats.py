@@ -1,8 +1,8 @@
-"""What vLLM's own statistics carry of the KV connector.
+"""The KV connector's counters in vLLM's statistics and on its `/metrics`, as
+`vllm:lookup_buffer_kv_*`.
 
-Made in scheduler and workers, merged and printed in the API server.
-
-The KV connector's counters on vLLM's own `/metrics`, as `vllm:lookup_buffer_kv_*`.
+`KvStats` is made in scheduler and workers, merged and printed in the API server. `KvPromMetrics`
+runs in the API server. The counting itself is in `connectors.counters`.
 """
 
 from dataclasses import dataclass, field

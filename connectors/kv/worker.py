@@ -1,23 +1,15 @@
-"""The worker side: vLLM's blocks from the arena, and into it.
+"""The worker side: copies chunks of KV from the arena into vLLM's blocks, and out of them.
 
-The model's thread puts loads and saves into queues. It copies by itself only what lies in a block
-that is about to get other content.
+The model's thread only puts loads and saves into queues. `LoadQueue` has one thread that loads one
+request at a time. `SaveQueue` has one thread that copies chunks out and stores them. The model's
+thread copies a chunk itself only where vLLM is about to give its blocks other content.
 
-Chunks of KV on their way into vLLM's blocks: one thread, one request at a time.
+On the host a copy runs on the thread that requests it. On a device, copies are enqueued on streams
+of their own, after all work that the model's stream had at `mark`. The thread that requests a copy
+waits for it; that is a queue's thread, except for the forced copies above.
 
-What does not load is told by the numbers of its blocks, and the request counts as loaded all the
-same: that is how vLLM wants to hear that it has to compute them.
-
-The paged KV cache of one worker, as chunks see it: copied out, and copied into.
-
-On the host copies happen where they are asked for. A device's are enqueued on streams of their
-own, behind what the model was told to do before `mark`; whoever asks waits for them, and that is
-never the model's thread.
-
-Chunks of KV on their way out of vLLM's blocks.
-
-The model's thread only says which blocks to store. They are copied by the thread of the
-`SaveQueue`; where vLLM is about to give a block other content before, by the model's thread, then.
+A failed load is reported by the numbers of its blocks, and its request as loaded. That is how vLLM
+requires it: it then computes those blocks.
 """
 
 import queue
@@ -47,19 +39,19 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class LoadResults:
-    """What has ended since the last time."""
+    """The loads that have ended since the last `take`."""
 
     loaded: set[str] = field(default_factory=set)
-    """Requests, whether or not all of their chunks came."""
+    """Requests whose load has ended, with or without all of their chunks."""
     lost_blocks: set[int] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
 
 
 class LoadQueue:
-    """Requests whose chunks are to be copied.
+    """Queue and thread for requests whose chunks are to be copied into vLLM's blocks.
 
     Args:
-        copy: puts one chunk where it belongs; may raise any `LookupBufferError`.
+        copy: copies one chunk into its blocks; may raise any `LookupBufferError`.
     """
 
     def __init__(
@@ -77,15 +69,19 @@ class LoadQueue:
         self._thread.start()
 
     def put(self, load: RequestLoad, after: Any) -> None:
-        """In the model's thread; `after` is what the model was told to do until now."""
+        """Enqueue a load, in the model's thread. `after` marks the work enqueued for the model so
+        far."""
         with self._changed:
             self._pending += 1
         self._queue.put((load, after))
 
     def take(self, timeout: float) -> LoadResults:
-        """Both halves of one request's end come together: vLLM counts on it. Where something loads
-        and nothing has ended, waits for that, at most `timeout` seconds: a thread that asks again
-        and again keeps Python's lock from the one that copies."""
+        """What has ended since the last call.
+
+        A request and its lost blocks come in one result; vLLM relies on that. While something loads
+        and nothing has ended, this waits for an end, at most `timeout` seconds. Otherwise the
+        polling thread would keep Python's lock from the thread that copies.
+        """
         with self._changed:
             if self._pending and timeout > 0:
                 self._changed.wait_for(lambda: bool(self._results.loaded), timeout)
@@ -113,14 +109,14 @@ class LoadQueue:
                 self._changed.notify_all()
 
     def _load(self, load: RequestLoad, after: Any) -> set[int]:
-        """The blocks that could not be filled: from the first chunk on that did not load, for vLLM
-        takes nothing behind a gap."""
+        """Load the chunks; return the blocks that were not filled. These begin with the first chunk
+        that did not load: vLLM uses nothing behind a gap."""
         for index, chunk in enumerate(load.chunks):
             try:
                 self._copy(chunk, after)
             except LookupBufferError as error:
                 self._report("lost", error)
-            except Exception as error:  # noqa: BLE001 -- top of a thread; vLLM waits for an answer
+            except Exception as error:  # noqa: BLE001 -- top of a thread; vLLM waits for a result
                 self._report("internal", error)
             else:
                 continue
@@ -132,18 +128,18 @@ class LoadQueue:
         self._log.report(reason, "KV did not load as promised and is computed: %s", error)
 
 
-_cuda: Any = torch.cuda  # much of it has no types
+_cuda: Any = torch.cuda  # much of torch.cuda has no types
 
 
 class Pages(ABC):
-    """All layers of a rank.
+    """The paged KV cache of one rank, all its layers, with copies of chunks out and in.
 
     Args:
-        layers: by name, as vLLM registers them; one that shares another's memory counts once.
+        layers: by name, as vLLM registers them; layers that share memory count once.
         num_blocks: of vLLM's block manager.
 
     Raises:
-        ValueError: layers that differ in shape or dtype have no one tensor for a chunk.
+        ValueError: the layers differ in shape or dtype, so no one tensor can hold a chunk.
     """
 
     def __init__(self, layers: Mapping[str, torch.Tensor], num_blocks: int) -> None:
@@ -158,15 +154,17 @@ class Pages(ABC):
 
     @abstractmethod
     def mark(self) -> Any:
-        """In the model's thread: all that the model was told to do until now."""
+        """In the model's thread: a mark of all work that was enqueued for the model so far."""
 
     @abstractmethod
     def gather(self, blocks: Sequence[int], after: Any) -> torch.Tensor:
-        """The chunk in these blocks as it is after `after`, on the host. Waits for the copy."""
+        """Copy the chunk in `blocks`, as it is at the mark `after`, to the host. Waits for the
+        copy."""
 
     @abstractmethod
     def scatter(self, blocks: Sequence[int], chunk: torch.Tensor, first: int, after: Any) -> None:
-        """Put the blocks `first` and following of a host's chunk there. Waits for the copy."""
+        """Copy the blocks of a chunk on the host, from its block `first` on, to `blocks`, after the
+        mark `after`. Waits for the copy."""
 
 
 class HostPages(Pages):
@@ -214,7 +212,7 @@ class CudaPages(Pages):
 
 
 class PagedChunk:
-    """A chunk that still lies in vLLM's blocks, or was copied out of them."""
+    """A chunk to be stored, still in vLLM's blocks or copied out of them. Thread-safe."""
 
     def __init__(self, pages: "Pages", blocks: Sequence[int], after: Any) -> None:
         self._pages = pages
@@ -227,11 +225,11 @@ class PagedChunk:
 
     @property
     def is_out(self) -> bool:
-        """Whether the blocks are no longer needed for it."""
+        """Whether it no longer needs its blocks."""
         return self._done or self._copy is not None
 
     def copy_out(self) -> "torch.Tensor":
-        """Its bytes, copied once, by whoever asks first; not to be asked for after `let_go`.
+        """Its bytes. The first call copies them. Do not call this after `let_go`.
 
         Raises:
             BufferFull: its blocks got other content before there was memory for a copy.
@@ -244,22 +242,22 @@ class PagedChunk:
             return self._copy
 
     def secure(self) -> None:
-        """Its blocks get other content: what is still needed of them is copied."""
+        """Copy it out, unless that is done, before its blocks get other content."""
         with self._lock:
             if not self.is_out:
                 self._copy = self._pages.gather(self.blocks, self._after)
 
     def let_go(self) -> None:
-        """Nobody will ask for it any more: it was stored, or will not be."""
+        """Drop the copy: the chunk was stored, or will not be."""
         with self._lock:
             self._done, self._copy = True, None
 
 
 class BlocksInUse:
-    """Which blocks hold chunks that are still to be copied. The model's thread only.
+    """The queued chunks, by the blocks that still hold them. The model's thread only.
 
-    A block may belong to several: prompts that begin alike share vLLM's blocks up to there, within
-    a chunk, and each may be handed over.
+    A block may belong to several chunks: prompts with a common beginning share vLLM's blocks up to
+    its end, within a chunk, and each prompt may be handed over.
     """
 
     def __init__(self) -> None:
@@ -269,8 +267,8 @@ class BlocksInUse:
         self._chunks.append(chunk)
 
     def give_way(self, written: Iterable[int]) -> int:
-        """Blocks that get other content now: what is in them is copied first, or given up where
-        there is no memory for that. How many chunks."""
+        """Copy the chunks in the blocks `written` out, before those get other content. Where there
+        is no memory for a copy, the chunk is dropped. Returns how many chunks were affected."""
         if not self._chunks:
             return 0
         self._chunks = [chunk for chunk in self._chunks if not chunk.is_out]
@@ -279,7 +277,7 @@ class BlocksInUse:
         for chunk in due:
             try:
                 chunk.secure()
-            except Exception:  # noqa: BLE001 -- in the model's thread: vLLM goes on without it
+            except Exception:  # noqa: BLE001 -- the model's thread: vLLM must go on without this chunk
                 chunk.let_go()
         return len(due)
 
@@ -291,7 +289,8 @@ CLOSE_SECONDS = 5.0
 
 
 class KvWorker:
-    """One rank. All methods but those of the queues' threads belong to the model's."""
+    """The connector's worker side of one rank. The model's thread calls all methods, except those
+    that are marked as the queues' threads'."""
 
     def __init__(
         self,
@@ -310,7 +309,7 @@ class KvWorker:
         self.counters = counters or Counters()
         self._log = RateLimitedLog()
         if weights is not None:
-            if rank == 0:  # one flag for the engine; what each rank stores is its own matter
+            if rank == 0:  # one flag for the engine; each rank checks its own weights for saves
                 weights.start()
             weights.find()
             weights.begin()
@@ -330,12 +329,12 @@ class KvWorker:
         )
 
     def register(self, layers: "Mapping[str, torch.Tensor]") -> None:
-        """vLLM's cache, once it is allocated."""
+        """Register vLLM's cache, once it is allocated. Raises as `Pages`."""
         kind = CudaPages if next(iter(layers.values())).is_cuda else HostPages
         self._pages = kind(layers, self._num_blocks)
 
     def give_way(self, metadata: KvStepMetadata) -> None:
-        """Before a step writes into blocks: what is still to be stored of them is copied."""
+        """Before a step writes into blocks: copy queued chunks out of them."""
         forced = self._in_use.give_way(metadata.written)
         if forced:
             self.counters.add("copied_early", forced)
@@ -343,7 +342,7 @@ class KvWorker:
     def load(self, metadata: KvStepMetadata) -> None:
         if not metadata.loads:
             return
-        self._weights_changed()  # what was promised is loaded all the same
+        self._weights_changed()  # sets the flag; promised loads still run
         self._enter(metadata.namespace)
         assert self._pages is not None
         after = self._pages.mark()
@@ -351,7 +350,7 @@ class KvWorker:
             self.loads.put(load, after)
 
     def save(self, metadata: KvStepMetadata) -> None:
-        """The step's model has run, or was told to: what it completed is stored."""
+        """Queue the chunks that the step completes. The step's model has run, or is enqueued."""
         if not metadata.saves:
             return
         if self._weights_changed():
@@ -367,7 +366,7 @@ class KvWorker:
                 self._in_use.add(chunk)
 
     def _enter(self, namespace: str) -> None:
-        """An engine has one namespace; it is known only after the workers started."""
+        """Enter the engine's namespace, which is known only after the workers have started."""
         if namespace and self._buffer.namespace != namespace:
             self._buffer.enter(namespace)
 
@@ -375,7 +374,8 @@ class KvWorker:
         return self._weights is not None and self._weights.changed()
 
     def results(self, *, is_idle: bool = False) -> LoadResults:
-        """Loads that have ended. A step that runs no model has the time to wait for one."""
+        """Loads that have ended. A step that runs no model waits for one, at most
+        `IDLE_SECONDS`."""
         results = self.loads.take(IDLE_SECONDS if is_idle else 0.0)
         self._failed |= results.failed
         return results
@@ -393,12 +393,12 @@ class KvWorker:
             self._take(chunk, after)
             return
         order = chunk.orders[self._rank]
-        # Keeps the arena mapped as long as it lives; its bytes are pinned until the load has ended.
+        # The view keeps the arena mapped; its bytes are pinned until the load has ended.
         window = self._buffer.arena(order.boot)[order.offset : order.offset + order.nbytes]
         self._place(chunk, codec.tensor_over(window, order.header), after)
 
     def _take(self, chunk: ChunkLoad, after: Any) -> None:
-        """What was handed over; for whose last blocks there is no use it is taken all the same."""
+        """Take a chunk of a hand-off out of the buffer, even if vLLM needs none of its blocks."""
         key = key_of(chunk.name, self._rank, chunk.transfer)
         source = self._buffer.drop_select(key, timeout=TAKE_SECONDS)
         if source is not None and chunk.blocks:
@@ -428,10 +428,10 @@ class KvWorker:
         return outcome is InsertOutcome.STORED
 
     def _dropped(self, _: str) -> None:
-        """Nobody waits for what is not stored."""
+        """Nothing to do: no request waits for a chunk to be stored."""
 
     def close(self) -> None:
-        """Store what waits, within `drain_seconds`, and disconnect. Idempotent."""
+        """Store what is queued, within `drain_seconds`, and disconnect. Idempotent."""
         self.saves.close(self._settings.drain_seconds)
         self.loads.close(CLOSE_SECONDS)
         self._buffer.close()

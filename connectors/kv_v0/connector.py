@@ -1,17 +1,13 @@
 """`LookupBufferKVConnectorV0`: the first interface of vLLM's KV connectors, on the lookup buffer.
 
-For hosts that drive prefill batches with a slot mapping; see `kv.host`. Chunks of each sequence are
-stored under exact keys, for any number of consumers: their KV, and beside it the hidden states. A
-consumer takes what there is, up to the first gap, and leaves the rest to its model. Nothing waits
-for what is not there.
+For hosts that drive prefill batches with a slot mapping. A *prefill batch* has the tokens of all
+sequences one after the other. The host assigns a slot to each token, its position in the paged
+cache; `slot_mapping` has the slots of all tokens of the batch. Nothing of vLLM is imported: the
+classes here describe the attributes that the connector reads.
 
-What hosts of the first KV connectors pass, as far as we read it. Nothing of vLLM is here.
-
-A *prefill batch* has the tokens of all sequences behind each other. The host gives to each token a
-slot, its place in the paged cache; `slot_mapping` has those of all tokens of the batch.
-
-Prefill batches of hosts with a slot mapping: which sequences they begin, and what is left of a
-batch when some of the KV is there. Pure data; see `kv.host`.
+Chunks of each sequence are stored under exact keys, for any number of consumers: the KV, and beside
+it the hidden states. A consumer takes what there is, up to the first gap, and leaves the rest to
+its model. It never waits for a missing chunk. Runs on the thread of its host.
 """
 
 import hashlib
@@ -37,7 +33,7 @@ if TYPE_CHECKING:
 class AttentionMetadata(Protocol):
     @property
     def seq_lens(self) -> Sequence[int]:
-        """Tokens of each sequence, those included that were computed in earlier batches."""
+        """Tokens of each sequence, including those that were computed in earlier batches."""
 
     @property
     def context_lens(self) -> Sequence[int]:
@@ -49,15 +45,15 @@ class AttentionMetadata(Protocol):
 
     @property
     def num_prefill_tokens(self) -> int:
-        """Tokens of sequences that are being prefilled. Those that decode come behind them."""
+        """Tokens of sequences that are being prefilled. Those of decoding sequences follow them."""
 
 
 class ModelInput(Protocol):
-    """It may have `OTHER_INPUTS` besides."""
+    """A batch of the host. It may also have the attributes in `OTHER_INPUTS`."""
 
     @property
     def input_tokens(self) -> torch.Tensor:
-        """Of the batch."""
+        """The tokens of the batch."""
 
     @property
     def attn_metadata(self) -> AttentionMetadata: ...
@@ -70,7 +66,7 @@ OTHER_INPUTS: Final = (
     "encoder_input_tokens",
     "inputs_embeds",
 )
-"""What the KV of a batch depends on besides its tokens. None or empty where there is nothing."""
+"""Attributes that the KV of a batch depends on besides its tokens. None or empty where unused."""
 
 KvCaches = list[torch.Tensor]
 """One for each layer of the stage: `[2, blocks, block size * heads * head size]`, or with
@@ -78,18 +74,18 @@ KvCaches = list[torch.Tensor]
 
 
 class IntermediateTensors(Protocol):
-    """What a stage of a pipeline hands to the next one, by names; a row for each token."""
+    """What a stage of a pipeline passes to the next one, by name; a row for each token."""
 
     @property
     def tensors(self) -> Mapping[str, torch.Tensor]: ...
 
 
 States = torch.Tensor | IntermediateTensors
-"""Behind the last layer, or behind a stage that is not the last."""
+"""The states after the last layer, or after a stage that is not the last."""
 
 
 class KVConnectorBase(ABC):
-    """The first interface of vLLM's KV connectors, before its second engine.
+    """The first interface of vLLM's KV connectors, before vLLM's V1 engine.
 
     Args:
         rank: of this process among all.
@@ -112,24 +108,24 @@ class KVConnectorBase(ABC):
         kv_caches: KvCaches,
         hidden_or_intermediate_states: States,
     ) -> None:
-        """Send what a prefill batch has computed: the KV of its tokens, and the states.
+        """Store what a prefill batch has computed: the KV of its tokens, and the states.
 
         Args:
-            model_input: the batch that ran; after a `recv_…` without bypass the one that it
-                returned, the object itself, which knows the tokens that are not in it.
+            model_input: the batch that ran. After a `recv_…` without bypass, pass the very object
+                that it returned: it knows the tokens that are no longer in the batch.
         """
 
     @abstractmethod
     def recv_kv_caches_and_hidden_states(
         self, model_executable: Any, model_input: ModelInput, kv_caches: KvCaches
     ) -> tuple[States | None, bool, ModelInput]:
-        """Put what others have computed of a prefill batch into the cache.
+        """Load into the cache what other instances have computed of a prefill batch.
 
         Returns:
             The states of all tokens, in the order of the batch, and True: the model need not run.
-            Or None and False: it has to, with the model input that is returned, whose tokens are
-            those that are still to be computed. It is `model_input` itself, or has the attributes
-            of `ModelInput` alone.
+            Or None and False: the model has to run with the returned model input, which has the
+            tokens that are still to be computed. That is `model_input` itself, or an object with
+            the attributes of `ModelInput` alone.
         """
 
 
@@ -143,18 +139,18 @@ class Prefilled:
     tokens: list[int]
     slots: torch.Tensor
     start: int
-    """Where in the batch the first token is that is there."""
+    """Index in the batch of the sequence's first token that the batch contains."""
     known: int = 0
-    """Of its tokens, the first ones: not in the batch, for their KV came from others."""
+    """How many of its first tokens are not in the batch, because their KV was loaded."""
 
     @property
     def spans(self) -> list[tuple[int, int]]:
-        """Of its chunks, the last of which may be shorter."""
+        """Begin and end of each chunk, in tokens of the sequence. The last chunk may be shorter."""
         end = len(self.tokens)
         return [(begin, min(begin + CHUNK_TOKENS, end)) for begin in range(0, end, CHUNK_TOKENS)]
 
     def names(self) -> list[str]:
-        """Each holds all tokens up to the chunk's end."""
+        """The name of each chunk: a chain hash of all tokens up to the chunk's end."""
         link, names = b"", []
         for begin, end in self.spans:
             tokens = array("q", self.tokens[begin:end]).tobytes()
@@ -163,7 +159,7 @@ class Prefilled:
         return names
 
     def rows(self, begin: int, end: int) -> slice:
-        """Of the batch, those of its tokens from `begin` on."""
+        """The batch's rows for the sequence's tokens from `begin` to `end`."""
         first = self.start - self.known
         return slice(first + begin, first + end)
 
@@ -183,15 +179,17 @@ class RestOfBatch:
     input_tokens: torch.Tensor
     attn_metadata: AttentionMetadata
     begun: list[Prefilled]
-    """The sequences with all their tokens, which are not in the batch any more: what the model
-    computes behind those that are known is stored by all of them."""
+    """The sequences with all their tokens, also those no longer in the batch. The names of the
+    chunks that the model still computes depend on all of them."""
 
 
 def begun_in(model_input: ModelInput) -> list[Prefilled]:
-    """The sequences that this batch prefills from their first token on. What another batch began
-    cannot be named by the tokens that are here, and what decodes is not prefilled. None, where the
-    KV depends on more than tokens, and none of which the cache does not keep every token (a window
-    of attention: such slots are negative)."""
+    """The sequences that this batch prefills from their first token on.
+
+    Left out are sequences that an earlier batch began, as their tokens here do not suffice for
+    names; sequences that decode; and sequences of which the cache does not keep every token (window
+    attention: such slots are negative). Empty where the KV depends on more than tokens.
+    """
     if isinstance(model_input, RestOfBatch):
         return model_input.begun
     if any(_is_given(getattr(model_input, name, None)) for name in OTHER_INPUTS):
@@ -216,8 +214,8 @@ def _is_given(value: Sequence[object] | None) -> bool:
 def without_known(
     model_input: ModelInput, sequences: list[Prefilled], counts: list[int]
 ) -> ModelInput:
-    """The same batch without the first tokens of `sequences`, as many as `counts` says; of each
-    sequence one token at least is left, for its states are wanted."""
+    """The same batch without the first tokens of `sequences`; `counts` says how many of each. At
+    least one token of each sequence stays, because its states are needed."""
     if not any(counts):
         return model_input
     known = {sequence.start: count for sequence, count in zip(sequences, counts, strict=True)}
@@ -243,7 +241,7 @@ def without_known(
 
 KV_PART, STATES_PART = "kv", "hidden"
 BATCH_SECONDS: Final = 10.0
-"""After so long a batch asks the buffer for nothing more."""
+"""After this time a batch makes no more requests to the buffer."""
 INSERT_SECONDS: Final = 2.0
 
 Agree = Callable[[list[int]], list[int]]
@@ -255,39 +253,39 @@ class Intermediate:
 
     names: tuple[str, ...]
     pack: Callable[[dict[str, torch.Tensor]], IntermediateTensors]
-    """Makes what the host hands to the next stage."""
+    """Makes the object that the host passes to the next stage."""
 
 
 @dataclass(frozen=True, slots=True)
 class FirstConfig:
-    """What the host says of itself, for hosts without a configuration of vLLM's."""
+    """What the host declares of itself, for hosts without a configuration of vLLM."""
 
     buffer: "BufferConfig"
     namespace: Namespace
-    """Names model, weights and dtype; what follows and the rank are added."""
+    """Names model, weights and dtype. The connector adds the fields below and the rank."""
     layers: range
-    """Those of this rank's stage, among all of the model."""
+    """The layers of this rank's stage, among all layers of the model."""
     heads: int
-    """Of this rank; 1 where latent vectors are kept."""
+    """Heads of this rank; 1 for latent vectors."""
     head_size: int
     dtype: torch.dtype
-    """Of the cache."""
+    """The dtype of the cache."""
     latent: bool = False
-    """Whether the cache has one vector for key and value of a token (MLA)."""
+    """Whether the cache has one vector for both key and value of a token (MLA)."""
     intermediate: Intermediate | None = None
     """None: the stage is the last, or the only one."""
     world_size: int = 1
     agree: Agree | None = None
-    """The lowest of each number over all ranks, an `all_reduce(MIN)` of the host; each calls it
-    once a batch. Ranks compute a batch together, or all of them leave the same out."""
+    """Returns the lowest of each number over all ranks: an `all_reduce(MIN)` of the host. Each rank
+    calls it once a batch. So all ranks skip the same tokens, or compute the batch together."""
 
 
 class LookupBufferKVConnectorV0(KVConnectorBase):
-    """See the module. One thread at a time, as its host's.
+    """The connector; see the module. One thread at a time may use it, as with its host.
 
     Raises:
-        ConfigError: several ranks, and no way to agree; or, in use, caches that are not as the
-            configuration says.
+        ConfigError: several ranks without `agree`; or, in use, caches or states that do not match
+            the configuration.
     """
 
     def __init__(self, rank: int, local_rank: int, config: FirstConfig) -> None:
@@ -308,7 +306,7 @@ class LookupBufferKVConnectorV0(KVConnectorBase):
         self._buffer = LookupBuffer(config.buffer, namespace, required=False)
         self._until = 0.0
         self.loaded_tokens = 0
-        """Tokens whose KV was taken from others."""
+        """Tokens whose KV was loaded from the buffer."""
 
     def close(self) -> None:
         self._buffer.close()
@@ -359,8 +357,8 @@ class LookupBufferKVConnectorV0(KVConnectorBase):
     def _receive(
         self, sequence: Prefilled, sides: list[Layers]
     ) -> tuple[int, list[list[torch.Tensor]]]:
-        """How many of its tokens have their KV in the cache now, and the states of the first: for
-        each chunk, by parts."""
+        """Load one sequence. Returns how many of its first tokens have their KV in the cache now,
+        and the states of its first chunks: for each chunk, a tensor for each part."""
         config = self._config
         count, states = 0, list[list[torch.Tensor]]()
         for name, (begin, end) in zip(sequence.names(), sequence.spans, strict=True):
@@ -382,7 +380,7 @@ class LookupBufferKVConnectorV0(KVConnectorBase):
     def _states(
         self, found: list[tuple[int, list[list[torch.Tensor]]]], device: torch.device
     ) -> States:
-        """Of all tokens, as the host's model would have handed them on."""
+        """The states of all tokens, in the form in which the host's model returns them."""
         chunks = [chunk for _, states in found for chunk in states]
         columns = [torch.cat(column).to(device) for column in zip(*chunks, strict=True)]
         intermediate = self._config.intermediate
@@ -401,7 +399,8 @@ class LookupBufferKVConnectorV0(KVConnectorBase):
         return dict(zip(self._parts, tensors, strict=True))
 
     def _insert(self, key: TensorKey, tensor: torch.Tensor) -> bool:
-        """Whether it is there now. If not, others compute it: never the host's concern."""
+        """Whether the tensor is in the buffer now. A failure is no error for the host: consumers
+        compute the tokens."""
         if time.monotonic() > self._until:
             return False
         try:
@@ -423,12 +422,17 @@ class LookupBufferKVConnectorV0(KVConnectorBase):
             return None
 
     def _note(self, error: LookupBufferError) -> None:
-        """A node that did not answer costs its time once a batch, not once a sequence."""
+        """After a node that did not answer, end the batch's requests: a timeout costs its time once
+        a batch, not once a sequence."""
         if isinstance(error, NodeUnavailable):
             self._until = 0.0
 
     def _sides(self, kv_caches: KvCaches) -> list[Layers]:
-        """Keys and values of each layer, by slots; of latent vectors there is one side."""
+        """Views by slot of the keys and of the values of each layer; one side for latent vectors.
+
+        Raises:
+            ConfigError: the caches differ in number, dtype or form from the configuration.
+        """
         config = self._config
         if len(kv_caches) != len(config.layers):
             raise ConfigError(f"{len(kv_caches)} caches for the layers {config.layers}")
@@ -445,5 +449,5 @@ class LookupBufferKVConnectorV0(KVConnectorBase):
 
 
 def _rows(states: list[list[torch.Tensor]]) -> int:
-    """For how many tokens there are states."""
+    """The number of tokens for which there are states."""
     return sum(len(chunk[0]) for chunk in states)
