@@ -283,12 +283,12 @@ class Naming:
         self.namespace = namespace
 
     def _fail(self, why: str) -> None:
-        self.reason = MissReason.NAMESPACE_UNKNOWN
         logger.error(
             "lookup buffer: %s; this engine shares nothing. Setting 'weights_version' names the "
             "weights where nothing else does",
             why,
         )
+        self.reason = MissReason.NAMESPACE_UNKNOWN
 
     def close(self) -> None:
         """Idempotent."""

@@ -205,8 +205,8 @@ def _checked_settings(vllm_config: Any, role: Any, kv_cache_config: Any) -> "KvS
 def _make_scheduler(
     vllm_config: Any, kv_cache_config: Any, settings: "KvSettings"
 ) -> "KvScheduler":
-    from connectors.kv.engine import kv_shape, open_buffer
     from connectors.kv.scheduler import KvScheduler
+    from connectors.kv.seat import kv_shape, open_buffer
 
     shape = kv_shape(vllm_config, kv_cache_config, settings)
     buffer = open_buffer(vllm_config, kv_cache_config, settings, rank=None)
@@ -214,7 +214,7 @@ def _make_scheduler(
 
 
 def _make_worker(vllm_config: Any, kv_cache_config: Any, settings: "KvSettings") -> "KvWorker":
-    from connectors.kv.engine import engine_id, identity, open_buffer, rank_of
+    from connectors.kv.seat import engine_id, identity, open_buffer, rank_of
     from connectors.kv.worker import KvWorker
     from connectors.weights import WeightsWatch
 

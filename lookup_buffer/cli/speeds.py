@@ -170,10 +170,6 @@ def main() -> None:
         sys.exit(1)  # the measuring process has ended, or reports the error
 
 
-if __name__ == "__main__":
-    main()
-
-
 ROUND_BYTES: Final = 16 << 20
 ROUNDS_MIN: Final = 3
 START_SECONDS: Final = 60.0
@@ -353,3 +349,7 @@ def _accepted(listener: socket.socket, process: "subprocess.Popen[bytes]") -> so
 def _with_name(url: str, name: str) -> str:
     """The URL of the pipe called `name` by the server at `url`."""
     return f"{url}{'&' if urlsplit(url).query else '?'}pipe={name}"
+
+
+if __name__ == "__main__":
+    main()

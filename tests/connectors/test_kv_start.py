@@ -11,12 +11,11 @@ pytest.importorskip("vllm")
 from connectors.kv.engine import (
     KvSettings,
     demand_recomputation,
-    engine_id,
     kv_namespace_parts,
-    kv_shape,
     parse_kv_settings,
     refuse_unfit_cache,
 )
+from connectors.kv.seat import engine_id, kv_shape
 from lookup_buffer.errors import ConfigError
 from test_engine_namespace import change, vllm_config
 
