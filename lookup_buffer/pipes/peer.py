@@ -7,8 +7,8 @@ callers also write and read frames on their own threads (see `io`):
     ["pull", n]                            a request for its bytes
     ["data", n] + bytes                    the requested bytes
     ["gone", n]                            the sender had given up before the request came
-    ["withdraw", n, key]                   the sender gives up now
-    ["received", n, …]                     messages whose bytes came with their offer were received
+    ["withdraw", n, key]                   the sender gives up now, without a request
+    ["received", n, …]                     received: bytes from an offer, or from shared memory
     ["beat"]   ["bye"]
 
 If the two ends share memory (see `carrier`), the bytes may lie there instead of in a frame:

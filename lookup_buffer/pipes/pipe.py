@@ -50,7 +50,7 @@ class PipeLimits:
     inbox_bytes: int | None = None
     """Bound on the unreceived data here of each other end: keys, and the bytes of messages up to 64
     KiB (larger ones are sent on request), at least 1 KiB a message. An end that sends more is
-    disconnected (ProtocolError); an end that keeps to its budget does not. None: twice
+    disconnected (ProtocolError); an end that keeps to its budget never does. None: twice
     `buffer_bytes`, and 1 MiB at the least. It must be more than the `buffer_bytes` of the other
     end."""
     silence_seconds: float = 10.0
@@ -114,8 +114,8 @@ class KVPipe(ABC):
             a transfer.
         ProtocolError: the other end does not speak this protocol, or sent more than `inbox_bytes`.
     A listening end serves several connecting ends: it receives from all, and ends with the last. It
-    can send only while it has exactly one peer. Without one it waits, or raises PipeClosed after
-    the last has left.
+    can send only while it has exactly one peer. Without one it waits, or raises the error with
+    which the last one ended. With several it raises ConfigError.
     """
 
     uri: str
