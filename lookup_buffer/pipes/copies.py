@@ -28,9 +28,8 @@ class _Block:
         prefer_huge_pages(self.address, nbytes)
 
     def __del__(self) -> None:
-        discard(
-            self.address, self.nbytes
-        )  # takes a millisecond for 8 MiB; other processes can use the memory
+        # Takes a millisecond for 8 MiB. Other processes can then use the memory.
+        discard(self.address, self.nbytes)
 
 
 class _Copy:

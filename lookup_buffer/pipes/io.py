@@ -207,7 +207,7 @@ class _Frame:
     out: Outgoing | None
     before: list[Any] | None
     begun: int | None = None
-    """Number of bytes written; None if nothing was begun."""
+    """Number of bytes written; None: not begun, or written in full."""
 
     @property
     def payload(self) -> memoryview | None:

@@ -262,9 +262,8 @@ class PairLink:
         except Exception as error:  # noqa: BLE001 -- a device's too: threads wait for the result
             kind = type(error) if isinstance(error, LookupBufferError) else PipeBroken
             with self._changed:
-                self._error = kind(
-                    str(error)
-                )  # without its traceback, which would keep descriptors
+                # Without its traceback, which would keep descriptors.
+                self._error = kind(str(error))
                 self._changed.notify_all()
             self._link.abort()  # threads that read or write fail at once, at both ends
             return

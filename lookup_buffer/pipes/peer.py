@@ -203,9 +203,8 @@ class Peer:
 
     def lose(self, error: LookupBufferError, *, reset: bool = True) -> None:
         """End the peer with this error. The first reason stays."""
-        error = type(error)(
-            str(error)
-        )  # a copy without its traceback, which would keep frames and their memory alive
+        # A copy without its traceback, which would keep frames and their memory alive.
+        error = type(error)(str(error))
         with self._changed:
             if self._error is not None:
                 return

@@ -1,5 +1,4 @@
-"""RespLane: sends large values to a Redis or Valkey server and receives them, without a client
-library.
+"""RespLane: moves large values to and from a Redis or Valkey server, without a client library.
 
 A client library parses a reply into an object of its own, which is then copied. Here a value is
 sent from its own memory, and received directly into its destination: five to ten times as fast for
