@@ -6,20 +6,8 @@ frames:
     ["pair", name, value]      while a communicator is made: a value for the other end
     ["data", n, nbytes]        announces so many bytes through the communicator
 
-A `Communicator` moves bytes between two ranks; rank 0 is the listening end. It has no keys and no
-tags: what is sent in one direction is received in the same order. The control link fixes that
-order. The writing thread of an end announces a payload, then sends it, before it writes anything
-else. The reading thread of the other end reads the announcement, then receives the payload, before
-it reads anything else. So in each direction both ends use the communicator in the order of the
-announcements.
-
-Two directions at once cannot deadlock. The writing thread of one end waits only for the reading
-thread of the other, which never waits for its own writing thread. For this a communicator must keep
-its two directions independent; that is part of its contract.
-
-The communicator is made when the first large message is requested (both ends start then), on a
-thread of its own, so that the control link goes on. It lives as long as the link. This module does
-not know Gloo or NCCL.
+The peer's threads write and read; a thread of its own makes the communicator. This module does not
+know Gloo or NCCL: they implement `Communicator`, and find each other by an `Exchange`.
 """
 
 import threading
@@ -47,8 +35,11 @@ VALUE_BYTES_MAX: Final = 4096
 
 
 class Communicator(Protocol):
-    """Moves bytes between two ranks. One thread sends while another receives; a third calls
-    `abort`.
+    """Moves bytes between two ranks; rank 0 is the listening end. One thread sends while another
+    receives; a third calls `abort`.
+
+    It has no keys and no tags: what is sent in one direction is received in the same order. Its two
+    directions must be independent: neither ever waits for the other (see `PairLink`).
 
     Errors of `send` and `recv`, after which it cannot be used any more:
         PipeTimeout: the other end did not move the bytes within the time.
@@ -141,6 +132,18 @@ def agree(link: Link, kind: str, version: str, deadline: float) -> None:
 class PairLink:
     """See `Link`; a peer uses this in its place. The bytes of `data` frames come through the
     communicator, so only the reading thread may read.
+
+    The control link fixes the order of the communicator. The writing thread of an end announces a
+    payload, then sends it, before it writes anything else. The reading thread of the other end
+    reads the announcement, then receives the payload, before it reads anything else. So in each
+    direction both ends use the communicator in the order of the announcements.
+
+    Two directions at once cannot deadlock. The writing thread of one end waits only for the reading
+    thread of the other, which never waits for its own writing thread. This requires a communicator
+    with independent directions.
+
+    The communicator is made when the first large message is requested (both ends start then), on a
+    thread of its own, so that the control link goes on. It lives as long as the link.
 
     Args:
         make: makes the communicator.

@@ -11,7 +11,7 @@ callers also write and read frames on their own threads (see `io`):
     ["received", n, …]                     received: bytes from an offer, or from shared memory
     ["beat"]   ["bye"]
 
-If the two ends share memory (see `carrier`), the bytes may lie there instead of in a frame:
+If the two ends share memory (see `Carrier`), the bytes may lie there instead of in a frame:
 
     ["offer", n, key, header, at]          the offset of the bytes, until they are "received"
     ["data", n, at]                        likewise, for bytes copied there after the offer

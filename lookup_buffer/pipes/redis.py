@@ -1,8 +1,9 @@
 """`redis://HOST:PORT/DATABASE?pipe=NAME`: a pipe through a Redis or Valkey server.
 
-Both ends reach the server. The address is its store URL, with the pipe's name as an additional option. One end
-listens at the name, on a thread of its own. A connecting end pushes its session id to a list (the
-"door") that the listening end reads. The handshake then runs over the session's own lists.
+Both ends reach the server. The address is its store URL, with the pipe's name as an additional
+option. One end listens at the name, on a thread of its own. A connecting end pushes its session id
+to a list (the "door") that the listening end reads. The handshake then runs over the session's own
+lists.
 
 This module makes connections; `redis_link` owns the frames and their names in the database.
 """
