@@ -1,1 +1,2 @@
-"""Tensors that stay on a device: the pool of a process, and the lanes to other processes' pools."""
+"""Tensors that stay on a device: a process's device pool, and the lanes to the pools of other
+processes."""

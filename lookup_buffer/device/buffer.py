@@ -1,7 +1,10 @@
-"""DeviceBuffer: a `LookupBuffer` whose tensors stay on this process's device as well.
+"""DeviceBuffer: a `LookupBuffer` whose tensors also stay on this process's device.
 
-What is inserted goes to the host, as ever, and is kept in the pool; what is read comes from another
-process's pool where a lane joins the two, and else over the hosts and onto the device.
+An insert writes to the host buffer as usual and keeps a copy in the device pool. A select reads
+from another process's pool where a lane connects the two. Otherwise the bytes travel over the hosts
+and are copied onto the device.
+
+All methods run on the caller's thread. This module does not know how a lane moves bytes.
 """
 
 import time
@@ -23,11 +26,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 SETTLE_SECONDS: Final = 30.0
-"""Bound on a read beyond its timeout: what is on its way has deadlines of its own, by its size."""
+"""Upper bound on a read beyond its timeout. A transfer in flight has its own deadline, by its
+size."""
 
 
 class DeviceBuffer:
-    """Thread-safe. The lane is closed with it.
+    """Thread-safe. `close` also closes the lane.
 
     Raises:
         As `LookupBuffer`.
@@ -42,7 +46,7 @@ class DeviceBuffer:
         self.lane = lane
         self._namespace = namespace or Namespace.named("default")
         self.host = LookupBuffer(config, self._namespace)
-        """The buffer over the hosts, for all else."""
+        """The buffer over the hosts, for everything else."""
         self.host.join_lane(lane)
 
     def insert(
@@ -53,7 +57,8 @@ class DeviceBuffer:
         ttl_seconds: float | None = None,
         timeout: float = 10.0,
     ) -> InsertOutcome:
-        """See `LookupBuffer.insert`. What is shared and new is kept on the device, too."""
+        """See `LookupBuffer.insert`. A new tensor without a request id is also kept on the
+        device."""
         kept, stored = None, list[int]()
         if tensor is not None and key.request_id is None:
             of = self._namespace.fingerprint
@@ -68,8 +73,8 @@ class DeviceBuffer:
     def select(
         self, key: TensorKey, *, timeout: float = 0.0, out: "torch.Tensor | None" = None
     ) -> "torch.Tensor | None":
-        """See `LookupBuffer.select`; the tensor is on the lane's device. What appears only while it
-        waits comes over the hosts."""
+        """See `LookupBuffer.select`. The tensor is on the lane's device. A tensor that is inserted
+        only during the wait comes over the hosts."""
         with self.view(key, timeout=timeout) as there:
             if there is None:
                 return None
@@ -82,8 +87,9 @@ class DeviceBuffer:
 
     @contextmanager
     def view(self, key: TensorKey, *, timeout: float = 0.0) -> "Iterator[torch.Tensor | None]":
-        """The tensor on the device, not to be written to; the pool's own, held inside the `with`,
-        where it came by a lane.
+        """The tensor on the device; the caller must not write to it.
+
+        A tensor that came by a lane is the pool's own, and is held inside the `with`.
 
         Raises:
             As `LookupBuffer.select`.

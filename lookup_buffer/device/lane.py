@@ -1,14 +1,15 @@
-"""DeviceLane: a process's pool on its device, joined to its node and to other processes' pools.
+"""DeviceLane: a process's device pool, connected to its node and to the pools of other processes.
 
-    prepare,     the producer: what it inserts into the buffer stays here as well, and is offered
+    prepare,     called by the producer: keep an inserted tensor in the pool, and offer it
     settle
-    on_event     the node: bring this into the pool, and hold it under a ticket; or let go of it;
-                 or, there are pools, to begin a pair with
-    tensor       the reader: what a ticket holds
+    on_event     called for messages of the node: bring a tensor into the pool and hold it under a
+                 ticket; release tickets; or start pairs with pools that the node has seen
+    tensor       called by the reader: the tensor that a ticket holds
 
-Whatever fails here is told to the node, which then has the bytes brought over the hosts; it is
-counted by reason, and said in the log once for each reason. The node and its client come first:
-without them there is a pool that nobody asks for anything.
+Each failure is reported to the node, which then has the bytes brought over the hosts. Failures are
+counted by reason, and logged once for each reason. Receiving runs on the lane's own threads, all
+else on the caller's. A pool works without a node or its client, but then nothing requests its
+tensors.
 """
 
 import secrets
@@ -54,33 +55,37 @@ if TYPE_CHECKING:
     import torch
 
 RECEIVERS: Final = 4
-"""How many are received at a time."""
+"""How many tensors are received at a time."""
 SILENCE_SECONDS: Final = 5.0
 CLOSE_SECONDS: Final = 10.0
 
 
 class ToNode(Protocol):
-    """What the pool says to its node. Never raises; without a node nothing is said."""
+    """Sends a request of the pool to its node. Never raises; without a node it does nothing."""
 
     def __call__(self, request: Request) -> None: ...
 
 
 class DeviceLane:
-    """Thread-safe. Nothing here raises for a fault of a peer, of the node or of the device, but
-    what says so.
+    """Thread-safe. A fault of a peer, of the node or of the device raises only where a method says
+    so.
 
     Args:
+        lane: gloo or nccl.
         device: as torch names it.
-        receives: whether this process ever reads; one that does not begins no pair.
-        offers: whether it ever keeps what others may want; one that does not is named to nobody.
-        host: address to listen at, which other hosts reach as they reach the node.
-        token: of the fleet; at least 16 characters.
-        dialect: to announce another version than this process has; none means what it has.
-        place: where the tensors lie; none means `device`.
+        pool_bytes: capacity of the pool.
+        receives: whether this process ever reads; if not, it starts no pair.
+        offers: whether it ever keeps tensors that others may want; if not, no other process learns
+            of it.
+        host: address to listen at; other hosts must reach it as they reach the node.
+        token: the fleet's secret; at least 16 characters.
+        silence_seconds: a peer that sends nothing for so long is lost.
+        dialect: the library version to announce; None means the version of this process.
+        place: where the tensors lie; None means `device`.
 
     Raises:
-        ConfigError: this process cannot speak that lane, or not listen at `host`: beyond loopback
-            only with a token. Or anybody could guess that token.
+        ConfigError: this process cannot use that kind of lane, or cannot listen at `host` (beyond
+            loopback only with a token), or the token is easy to guess.
     """
 
     def __init__(
@@ -114,7 +119,7 @@ class DeviceLane:
         self._closed = False
         self._notes = Notes(self.dialect.lane)
         self._under_way: set[int] = set()
-        """Tickets that are still wanted, and not held yet."""
+        """Tickets that are still wanted and do not hold an entry yet."""
         self._orphans: list[tuple[float, list[int]]] = []
         self._serving = Serving(
             self.pool, self._place, self.dialect, self.id,
@@ -128,13 +133,13 @@ class DeviceLane:
 
     @property
     def port(self) -> int:
-        """At which other pools reach this one."""
+        """The port at which other pools reach this one."""
         return self._serving.port
 
     # -- the node
 
     def attached(self, to_node: ToNode) -> None:
-        """There is a node (again): tell it of the pool, and of what it offers."""
+        """A node is connected (again): send it this pool and the entries that it offers."""
         self._to_node = to_node
         opened = OpenPool(
             next_request_id(), self.dialect.lane, self.dialect.library, self.port, self.id,
@@ -145,9 +150,10 @@ class DeviceLane:
             self._offer(entry)
 
     def lost(self) -> None:
-        """The node is gone. What it promised from this pool is still to be loaded, for a while."""
+        """The connection to the node is lost. Tickets that it issued can still be loaded for
+        `ORPHANED_SECONDS`."""
         with self._lock:
-            self._under_way.clear()  # nobody would let go of what is still to come
+            self._under_way.clear()  # no node would release what arrives from now on
             self._orphans.append((time.monotonic(), self.pool.tickets()))
         self._end_orphans()
 
@@ -160,7 +166,8 @@ class DeviceLane:
             self.pool.end(tickets)
 
     def on_event(self, message: dict[str, Any]) -> None:
-        """What the node says; see `pool_messages`. On the listening thread, so it never waits."""
+        """Handle a message of the node; see `protocol.messages`. Runs on the listening thread, so
+        it never waits."""
         if message["event"] == "pools":
             self._pairs.forget(message["gone"])
             for fields in message["there"]:
@@ -195,10 +202,11 @@ class DeviceLane:
     def prepare(
         self, namespace: str, key: str, tensor: "torch.Tensor", *, immutable: bool
     ) -> Entry | None:
-        """Keep what is about to be inserted under this key; None where it is not kept. To be given
-        to `settle`.
+        """Keep in the pool the tensor that is about to be inserted under this key.
 
-        `immutable`: nobody will write to it, so it may be kept as it is.
+        `immutable`: nothing will write to the tensor, so it may be kept without a copy.
+
+        Returns the entry, which the caller passes to `settle`; None if the tensor is not kept.
         """
         address = (namespace, key)
         if self.pool.has(address):
@@ -211,7 +219,7 @@ class DeviceLane:
             return None
         try:
             value = self._place.keep(tensor, immutable=immutable)
-        except (LookupBufferError, RuntimeError) as error:  # the latter is a device's
+        except (LookupBufferError, RuntimeError) as error:  # a device raises RuntimeError
             self.pool.cancel(nbytes)
             self._notes.count("kept_not")
             self._notes.warn(Fallback.DEVICE, error)
@@ -221,12 +229,15 @@ class DeviceLane:
         return entry
 
     def settle(self, entry: Entry | None, checksum: int | None) -> None:
-        """Its insert is over: offer it, if it was stored, with this checksum; or, for None, forget
-        it, for the buffer has other bytes, or none."""
+        """The insert of this entry is over.
+
+        If it was stored, `checksum` is its checksum, and the entry is offered. None means that the
+        buffer has other bytes or none; then the entry is forgotten.
+        """
         if entry is None:
             return
         namespace, key = entry.address
-        # While it is held: what the pool loses, it loses, and retracts, after this.
+        # The entry is still held here, so the pool can evict and retract it only after this offer.
         if checksum is not None and not entry.gone:
             entry.checksum = checksum
             self._offer(entry)
@@ -237,7 +248,7 @@ class DeviceLane:
         self.pool.let_go(entry)
 
     def _offer(self, entry: Entry) -> None:
-        if entry.checksum is not None:  # else it is when its insert is over
+        if entry.checksum is not None:  # without one, `settle` offers it after its insert
             of = (next_request_id(), *entry.address)
             self._to_node(Offer(*of, entry.mark, entry.checksum))
 
@@ -252,8 +263,10 @@ class DeviceLane:
     # -- readers
 
     def tensor(self, ticket: int) -> "torch.Tensor":
-        """What the ticket holds, for whatever the caller's stream does from now on. Not to be
-        written to. It stays as long as it is kept, in the pool or not.
+        """The tensor that the ticket holds, ready for any later work on the caller's stream.
+
+        The caller must not write to it. It stays valid as long as the caller keeps it, in the pool
+        or not.
 
         Raises:
             NodeUnavailable: the ticket holds nothing here.
@@ -265,7 +278,7 @@ class DeviceLane:
         return self._place.hand_out(tensor, ready)
 
     def onto_device(self, tensor: "torch.Tensor") -> "torch.Tensor":
-        """The same on this lane's device, where it came over the hosts."""
+        """A copy on this lane's device of a tensor that came over the hosts."""
         return tensor.to(self._place.device)
 
     # -- the threads
@@ -284,31 +297,33 @@ class DeviceLane:
         self._say_received(ticket, reason, source)
 
     def _give(self, ticket: int, entry: Entry) -> bool:
-        """Whether it still is wanted: then the ticket holds it, from the same moment on."""
+        """Returns whether the ticket is still wanted. If so, it holds the entry from the same
+        moment on."""
         with self._lock:
             wanted = ticket in self._under_way
             if wanted:
                 self._under_way.discard(ticket)
                 self.pool.give(ticket, entry)
-        if not wanted:  # it came too late
+        if not wanted:  # the entry came too late
             self.pool.let_go(entry)
         return wanted
 
     # -- what it did
 
     def stats(self) -> dict[str, int]:
-        """Tensors kept, served, and those that did not come, by reason."""
+        """Counts of tensors kept and served, and of tensors that did not arrive, by reason."""
         return {**self._notes.counts(), "served": self._serving.served}
 
     def gauges(self) -> PoolGauges:
         return self.pool.gauges()
 
     def pairs(self) -> int:
-        """Communicators that are open, to others and from others."""
+        """Number of open communicators, started by this process or by others."""
         return self._pairs.open_pairs() + self._serving.pairs()
 
     def close(self) -> None:
-        """Idempotent and bounded. The pool is gone for others; what was handed out stays."""
+        """Idempotent and bounded. Other processes can no longer use the pool; tensors handed out
+        stay valid."""
         with self._lock:
             if self._closed:
                 return

@@ -1,13 +1,15 @@
-"""Pairs: this process's ends of the lanes to other pools.
+"""Pairs: this process's ends of the lanes to other pools, and receiving tensors over them.
 
-Made in the background when a pool is first seen, or else named by a record, with a probe that takes
-the communicator; never while somebody waits. A bounded number, the least recently used goes, and
-those with pools that are gone. A pair that failed is left alone for a while, longer each time.
+`Pairs` makes a pair in the background, when a pool is first seen or when a record names it. A probe
+makes the communicator at once, so no read waits for that. The number of pairs is bounded: the least
+recently used one is closed, and so are pairs with pools that are gone. After a failure a pair
+pauses before it is made again, longer after each failure.
 
-Receiving: from another pool into this one, and what may go wrong on the way.
+`Receiving` brings a tensor from another pool into this one. It runs on the lane's threads (see
+`lane.RECEIVERS`). Each failure is returned as a reason (see `messages.Fallback`); the bytes then
+come over the hosts.
 
-On the crew's threads. Whatever fails is a reason (see `lane.Fallback`): the bytes then come over
-the hosts.
+Neither knows the node: `lane` reports the results.
 """
 
 import threading
@@ -48,19 +50,21 @@ from lookup_buffer.protocol.messages import Fallback, MaybeFallback, SeenPool
 
 PAIRS_MAX: Final = 16
 WARM_MAX: Final = 8
-"""Pairs that there may be when one is made only because its pool was seen. A communicator on a GPU
-takes 50 to 100 MB at each end, wanted or not; and there is room for what is wanted."""
+"""A pair is made for a pool that was only seen while there are fewer pairs than this. A
+communicator on a GPU takes 50 to 100 MB at each end, used or not. The remaining pairs are left for
+pools that are wanted."""
 PAUSE_SECONDS: Final = 1.0
 PAUSE_SECONDS_MAX: Final = 60.0
 MAKE_SECONDS: Final = 30.0
 AT_SIGHT_SECONDS: Final = 10.0
-"""How long a communicator may take that nobody wants as yet."""
+"""How long making a communicator may take when no read needs it yet."""
 MAKERS: Final = 2
-"""Threads of their own: whoever cannot be reached takes seconds, and holds up no reception."""
+"""Threads that only make pairs. A pool that cannot be reached takes seconds, and must not delay
+receiving."""
 
 
 class Source(NamedTuple):
-    """Where another pool has what is wanted."""
+    """Where another pool holds a wanted tensor."""
 
     host: str
     mark: int
@@ -73,14 +77,15 @@ class Source(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Pair:
-    """One pool, and the pipe to it while there is one."""
+    """One remote pool, and the pipe to it while it is open."""
 
     pool: str
     pipe: StreamPipe | None = None
     is_making: bool = False
-    """Or waits for its turn to be made."""
+    """The pair is being made, or is queued for it."""
     waits_at_sight: bool = False
-    """It waits only because its pool was seen: whoever wants it does not wait for that turn."""
+    """It is queued only because its pool was seen. A read that wants it does not wait for that
+    queue."""
     failures: int = 0
     rests_until: float = 0.0
     last_ask: int = 0
@@ -88,7 +93,7 @@ class Pair:
 
     @property
     def is_open(self) -> bool:
-        """Whether its pipe is there, and the other end not known to have gone."""
+        """Whether its pipe exists and the other end is not known to be gone."""
         return self.pipe is not None and not self.pipe.is_lost
 
 
@@ -96,7 +101,9 @@ class Pairs:
     """Thread-safe.
 
     Args:
-        notes: told why one cannot be made.
+        notes: receives the reason when a pair cannot be made.
+        pairs_max: bound on the pairs; the least recently used ones beyond it are closed.
+        clock: monotonic seconds.
     """
 
     def __init__(
@@ -129,8 +136,8 @@ class Pairs:
             return sum(pair.is_open for pair in self._pairs.values())
 
     def why_not(self, source: Source) -> MaybeFallback:
-        """Why nothing comes from there now (see `lane.Fallback`), "" where it may; a pair that is
-        not there yet is begun."""
+        """The reason why nothing can be received from there now (see `messages.Fallback`); "" if it
+        can. Starts making the pair if it does not exist."""
         if (source.lane, source.library) != (self._dialect.lane, self._dialect.library):
             return Fallback.VERSION
         with self._lock:
@@ -153,8 +160,10 @@ class Pairs:
         return reason
 
     def warm(self, seen: SeenPool) -> None:
-        """Begin a pair with a pool that was just seen, where there is room to spare; never in
-        another's place, and once: a record that names the pool tries again."""
+        """Start a pair with a pool that was just seen, if there is spare capacity.
+
+        It never replaces another pair. It is tried once; a record that names the pool tries again.
+        """
         if (seen.lane, seen.library) != (self._dialect.lane, self._dialect.library):
             return
         with self._lock:
@@ -162,14 +171,15 @@ class Pairs:
             if self._closed or seen.pool in self._pairs or used >= WARM_MAX:
                 return
             pair = self._pairs[seen.pool] = Pair(seen.pool, is_making=True, waits_at_sight=True)
-            self._pairs.move_to_end(seen.pool, last=False)  # it was never used
+            self._pairs.move_to_end(seen.pool, last=False)  # never used, so the first to be closed
         if not self._at_sight.soon(lambda: self._make_at_sight(pair, seen)):
             with self._lock:
                 pair.is_making = pair.is_making and not pair.waits_at_sight
                 pair.waits_at_sight = False
 
     def forget(self, pools: Iterable[str]) -> None:
-        """These pools are gone, as their nodes say. One that is being used ends by itself."""
+        """Close the pairs with these pools, which are gone according to their nodes. A pair in use
+        ends by itself."""
         pipes = []
         with self._lock:
             for pool in pools:
@@ -181,7 +191,8 @@ class Pairs:
             pipe.abort()
 
     def _surplus(self) -> list[StreamPipe]:
-        """Under the lock: forget the least recently used, beyond the bound."""
+        """Call with the lock held. Removes the least recently used pairs beyond the bound, and
+        returns their pipes."""
         pipes = []
         for name, pair in list(self._pairs.items())[: max(0, len(self._pairs) - self._pairs_max)]:
             if not (pair.users or pair.is_making):
@@ -192,11 +203,12 @@ class Pairs:
     def receive(
         self, source: Source, namespace: str, key: str, out: torch.Tensor, timeout: float
     ) -> None:
-        """Fill `out` from there. Where this fails the pair rests.
+        """Receive the tensor from there into `out`, within `timeout` seconds. If that fails, the
+        pair pauses.
 
         Raises:
-            MissingTensor: the pool has it no more. The pair stays.
-            PipeClosed: the other end has ended it; another one may be made.
+            MissingTensor: the pool no longer has it. The pair stays open.
+            PipeClosed: the other end closed the pair in order; another one may be made.
             LookupBufferError: the pair failed.
         """
         with self._lock:
@@ -221,12 +233,12 @@ class Pairs:
             pipe.recv_tensor(protocol.payload_key(ask), timeout=left, out=out)
         except MissingTensor:
             raise
-        except PipeClosed:  # in order, for nobody asked for long: there will be another
+        except PipeClosed:  # orderly, after a long idle time: another pair can be made
             with self._lock:
                 pair.pipe = None if pair.pipe is pipe else pair.pipe
             pipe.abort()
             raise
-        except CodecError as error:  # `out` is what the record tells of
+        except CodecError as error:  # `out` has the dtype and shape of the record
             self.fail(source.pool, pipe)
             raise ProtocolError(
                 f"a pool sent something else than its node published: {error}"
@@ -239,7 +251,8 @@ class Pairs:
                 pair.users -= 1
 
     def fail(self, pool: str, pipe: StreamPipe | None = None) -> None:
-        """The pair to this pool does not work, as its user has seen: it rests. Never waits."""
+        """The user of the pair to this pool saw it fail: close it, and let it pause. Never
+        waits."""
         with self._lock:
             pair = self._pairs.get(pool)
             if pair is None or pair.pipe is None or (pipe is not None and pair.pipe is not pipe):
@@ -256,7 +269,7 @@ class Pairs:
         return broken
 
     def close(self, timeout: float) -> None:
-        """Idempotent; waits so long at most for one that is being made."""
+        """Idempotent. Waits at most `timeout` seconds for pairs that are being made."""
         with self._lock:
             self._closed = True
             pipes = [pair.pipe for pair in self._pairs.values() if pair.pipe is not None]
@@ -272,15 +285,15 @@ class Pairs:
     def _make_at_sight(self, pair: Pair, seen: SeenPool) -> None:
         with self._lock:
             is_due, pair.waits_at_sight = pair.waits_at_sight, False
-        if is_due:  # else somebody wanted it before its turn came
+        if is_due:  # else a read wanted it first, and `why_not` queued it
             self._make(pair, seen.host, seen.port, at_sight=True)
 
     def _make(self, pair: Pair, host: str, port: int, *, at_sight: bool = False) -> None:
         pipe, is_refused = None, False
         try:
             pipe = self._open(host, port, at_sight)
-        except Exception as error:  # noqa: BLE001 -- a device's, too: or it would be made for ever
-            # Refused is who wants nothing as yet of a pool that has many; a record begins it anew.
+        except Exception as error:  # noqa: BLE001 -- a device's, too: else `is_making` would stay
+            # A pool with many pairs refuses one made at sight. A record that names it tries again.
             is_refused = at_sight and isinstance(error, PipeClosed)
             if not is_refused:
                 self._warn(Fallback.ABANDONED, f"no pair with {host}:{port}: {error}")
@@ -333,7 +346,11 @@ class Receiving:
         deadline: float,
         is_wanted: Callable[[], bool],
     ) -> tuple[Entry | None, MaybeFallback, int]:
-        """From the first that has it: the entry, or why there is none, and which source it was."""
+        """Receive from the first source that has the tensor.
+
+        Returns the entry, "" and the number of that source, counted from 1. Without an entry: None,
+        the reason, and 0.
+        """
         reason: MaybeFallback = Fallback.STALE
         header = TensorHeader.from_fields(message["header"])
         for number, fields in enumerate(message["sources"], start=1):
@@ -361,8 +378,8 @@ class Receiving:
         reason: MaybeFallback = ""
         try:
             with self._place.working():
-                # Here, so that a GPU's memory comes from the pool's stream, and what the model
-                # still has to do with what lay there before is waited for.
+                # Allocated here, so that a GPU's memory belongs to the pool's stream. The stream
+                # then waits for the model's pending work on the former content of that memory.
                 tensor = self._place.empty(header)
                 left = max(0.0, deadline - time.monotonic())
                 self._pairs.receive(source, *address, tensor, left)
@@ -384,7 +401,7 @@ class Receiving:
         except LookupBufferError as error:
             reason = Fallback.PEER_FAILED
             self._notes.warn(reason, error)
-        except Exception as error:  # noqa: BLE001 -- a device that failed, as torch says it
+        except Exception as error:  # noqa: BLE001 -- a failed device, with any error of torch
             reason = Fallback.DEVICE
             self._pairs.fail(source.pool)
             self._notes.warn(reason, error)
@@ -392,7 +409,8 @@ class Receiving:
         return None, reason
 
     def _check(self, tensor: "torch.Tensor", source: Source) -> None:
-        """On the host; what is on a GPU is checked by nobody: it would have to leave it."""
+        """Verify the checksum of a tensor on the host. A GPU's is not verified: it would have to be
+        copied off."""
         if tensor.device.type != "cpu":
             return
         if xxh3_64_intdigest(writable_bytes(tensor)) != source.checksum:

@@ -1,7 +1,7 @@
-"""DevicePool: what a process keeps on its device, within a budget of bytes.
+"""DevicePool: the tensors that a process keeps on its device, within a budget of bytes.
 
-Pure bookkeeping under one lock; the values are somebody else's (`place` knows how they are made and
-read). The least recently used entry that nobody holds goes first. Any thread.
+Pure bookkeeping under one lock; any thread may call it. It does not know how values are made or
+read: see `memory.Place`. At capacity, the least recently used entry without a pin is evicted.
 """
 
 import threading
@@ -16,19 +16,19 @@ from lookup_buffer.key import QualifiedKey
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """One tensor. `mark` is drawn anew for each, so that what is asked for by it is this one."""
+    """One tensor. Each entry gets a new `mark`, so a request by mark finds exactly this entry."""
 
     address: QualifiedKey
     value: Any
     nbytes: int
     mark: int
     checksum: int | None
-    """Of the bytes; None of what was put here by its producer and is not stored yet."""
+    """Checksum of the bytes. None: its producer put it here, and it is not stored yet."""
     is_own: bool = False
-    """Whether its producer put it here."""
+    """Whether its producer, in this process, put it here."""
     pins: int = 0
     gone: bool = False
-    """Not to be found any more; its bytes are charged until nobody holds it."""
+    """The entry can no longer be found. Its bytes stay charged until the last pin is released."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class DevicePool:
     """Thread-safe.
 
     Args:
-        on_evicted: told, without the lock, what had to go for something else.
+        on_evicted: called, without the lock, with the addresses evicted to make room.
     """
 
     def __init__(
@@ -63,11 +63,12 @@ class DevicePool:
     # -- what is put in
 
     def reserve(self, nbytes: int) -> None:
-        """Room for so many bytes, which `put` fills or `cancel` gives back.
+        """Reserve so many bytes, which `put` fills or `cancel` returns. Evicts entries where
+        necessary.
 
         Raises:
             TensorTooLarge: more than the whole pool.
-            BufferFull: the rest is held.
+            BufferFull: the rest of the pool is pinned or reserved.
         """
         if nbytes > self._capacity_bytes:
             raise TensorTooLarge(f"{nbytes} bytes; the pool holds {self._capacity_bytes}")
@@ -95,8 +96,8 @@ class DevicePool:
     def put(
         self, address: QualifiedKey, value: Any, nbytes: int, checksum: int | None = None
     ) -> Entry:
-        """The entry for what was reserved, held once for the caller; it takes the place of an
-        earlier one of that address."""
+        """Add the entry for a reservation, pinned once for the caller. It replaces an earlier entry
+        of that address."""
         with self._lock:
             former = self._entries.get(address)
             if former is not None:
@@ -116,7 +117,8 @@ class DevicePool:
         mark: int | None = None,
         checksums: Collection[int] | None = None,
     ) -> Entry | None:
-        """The entry, held until `let_go`; None where there is none, or not that one."""
+        """The entry, pinned until `let_go`. None if there is none, or its mark or checksum
+        differs."""
         with self._lock:
             entry = self._entries.get(address)
             if entry is None or (mark is not None and entry.mark != mark):
@@ -136,7 +138,7 @@ class DevicePool:
             self._unpin(entry)
 
     def forget(self, addresses: Iterable[QualifiedKey]) -> None:
-        """These are not to be had any more; who holds one still finishes."""
+        """Remove these entries from lookup. A holder of a pin can still finish."""
         with self._lock:
             for address in addresses:
                 entry = self._entries.get(address)
@@ -144,14 +146,14 @@ class DevicePool:
                     self._forget(entry)
 
     def own(self) -> list[Entry]:
-        """What was put here by its producer."""
+        """The entries that their producer put here."""
         with self._lock:
             return [entry for entry in self._entries.values() if entry.is_own]
 
-    # -- tickets: holds that go by a number
+    # -- tickets: pins known by a number
 
     def give(self, ticket: int, entry: Entry) -> None:
-        """The caller's hold is the ticket's from now on."""
+        """Transfer the caller's pin to the ticket."""
         with self._lock:
             self._tickets[ticket] = entry
 
@@ -160,7 +162,7 @@ class DevicePool:
             return self._tickets.get(ticket)
 
     def end(self, tickets: Iterable[int]) -> None:
-        """Idempotent."""
+        """Release the pins of these tickets. Idempotent."""
         with self._lock:
             for ticket in tickets:
                 entry = self._tickets.pop(ticket, None)

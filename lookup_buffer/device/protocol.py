@@ -1,18 +1,17 @@
-"""Dialect: what two pools have to have in common so that a lane can join them.
+"""Protocol: what two pools must have in common to be connected by a lane, and their messages.
 
-Names the kind of lane and the version of its library, and imports what is behind it only when a
-process has chosen it.
+A `Dialect` is the kind of lane and the version of its library. The library is imported only when a
+process has chosen that kind. Any thread may call this module; it does no I/O of its own.
 
-What two pools say to each other over the pipe of their pair.
+The connecting end sends questions; the listening end replies. The reply's keys contain the
+question's number. Questions and verdicts are small messages; the payload goes through the
+communicator:
 
-The end that connected asks; the end that listens answers, under keys that the question's number
-makes. Both are small messages beside the payload, which goes through the communicator:
-
-    question    without a key: {ask, pool, namespace, key, mark}; mark 0: a probe, to make the
-                communicator before it is needed; with `at_sight` where nobody needs it as yet:
-                whoever has many already ends that pair instead
+    question    without a key: {ask, pool, namespace, key, mark}. Mark 0 is a probe, which makes the
+                communicator before it is needed. With `at_sight` nothing needs that pair yet: a
+                pool that has many pairs already ends it instead
     verdict     under `v<ask>`: {status: ok or stale, header}
-    payload     under `p<ask>`, where the status is ok
+    payload     under `p<ask>`, if the status is ok
 """
 
 import hashlib
@@ -30,7 +29,7 @@ from lookup_buffer.pipes.stream import HostMemory, Memory
 from lookup_buffer.protocol.framing import pack, unpack
 
 Joining = Callable[[bool, float], Joined]
-"""Of whether this end listens, and how long a communicator may take to be made."""
+"""Called with: whether this end listens; how many seconds making a communicator may take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,15 +40,15 @@ class Dialect:
 
     @property
     def library(self) -> str:
-        """The version as records carry it: eight hex digits that differ where it does."""
+        """The version as records carry it: eight hex digits, which differ between versions."""
         return hashlib.blake2b(self.version.encode(), digest_size=4).hexdigest()
 
 
 def dialect_of(lane: str, place: Place) -> Dialect:
-    """What this process speaks.
+    """The dialect of this process for that kind of lane.
 
     Raises:
-        ConfigError: it cannot speak that, and why.
+        ConfigError: this process cannot use that kind of lane; the text says why.
     """
     if lane == "gloo":
         from lookup_buffer.pipes import gloo
@@ -67,7 +66,7 @@ def dialect_of(lane: str, place: Place) -> Dialect:
 
 
 def joining(dialect: Dialect, place: Place) -> Joining:
-    """How a link becomes one that moves payload by this dialect."""
+    """Returns what turns a link into one that moves payload by this dialect."""
     if dialect.lane == "gloo":
         from lookup_buffer.pipes import gloo
 
@@ -82,7 +81,7 @@ def joining(dialect: Dialect, place: Place) -> Joining:
 
 
 def memory_of(dialect: Dialect, place: Place) -> Memory:
-    """Where the bytes of a lane's pipe lie."""
+    """The memory in which the bytes of a lane's pipe lie."""
     if dialect.lane == "gloo":
         return LaneMemory(HostMemory())
     from lookup_buffer.pipes.nccl import DeviceMemory
@@ -92,22 +91,22 @@ def memory_of(dialect: Dialect, place: Place) -> Memory:
 
 QUESTION_BYTES_MAX: Final = 64 << 10
 INBOX_BYTES: Final = 4 << 20
-"""Of what the other end sent and nobody here asked for, or not yet; ends that do as this module
-says have a fraction of it under way."""
+"""Bound on messages from the other end that were not received yet. An end that follows this
+protocol has only a fraction of it in flight."""
 PROBE_BYTES: Final = 128 << 10
-"""More than what comes with its offer: so it takes the communicator."""
+"""More than the bytes sent inline with an offer, so a probe goes through the communicator."""
 
 
 def message(fields: dict[str, Any]) -> torch.Tensor:
-    """Fields as a value that a pipe carries."""
+    """The fields as a tensor that a pipe can carry: uint8, one dimension."""
     return torch.frombuffer(bytearray(pack(fields)), dtype=torch.uint8)
 
 
 def fields_in(value: Value) -> dict[str, Any]:
-    """The reverse.
+    """The fields of such a tensor; the reverse of `message`.
 
     Raises:
-        ProtocolError: it is nothing of that kind.
+        ProtocolError: the value is not a message of this protocol.
     """
     if value is None or value.dtype != torch.uint8 or value.dim() != 1:
         raise ProtocolError("that is neither a question nor a verdict")

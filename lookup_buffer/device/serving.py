@@ -1,8 +1,11 @@
-"""Serving: other processes take from this one's pool what they ask for.
+"""Serving: sends tensors of this process's pool to other processes on request.
 
-One thread a pair, a bounded number of pairs: the one that was not asked for longest makes place for
-another. What is asked for is what the reader knows of, by its mark, or else *stale*. A reader that
-dies or hangs costs its pair, and so does a device that fails.
+One thread serves each pair; the number of pairs is bounded. At the limit, the pair whose last
+request is oldest is closed. A request that names the pool and the mark of its entry gets the entry,
+or else the verdict *stale*. A reader that dies or hangs loses its pair, and so does one for which
+the device fails.
+
+This module decides nothing about the content of the pool: it only pins entries while it sends them.
 """
 
 import socket
@@ -34,11 +37,11 @@ from lookup_buffer.protocol.stream import HANDSHAKE_SECONDS, Greetings, listenin
 
 PEERS_MAX: Final = 32
 AT_SIGHT_MAX: Final = 16
-"""From so many on there is no place for those that want nothing as yet."""
+"""From so many pairs on, a connection that wants nothing yet (`at_sight`) is refused."""
 STRANGERS_MAX: Final = 32
-"""Who have connected and are no peers yet; each has `HANDSHAKE_SECONDS`."""
+"""Connections that have not sent a request yet; each has `HANDSHAKE_SECONDS`."""
 IDLE_SECONDS: Final = 300.0
-"""A pair that nobody asked anything for so long is ended; its reader makes another when it asks."""
+"""A pair without a request for so long is closed; its reader makes another when it needs one."""
 SEND_SECONDS: Final = 10.0
 
 
@@ -46,12 +49,14 @@ class Serving:
     """Thread-safe.
 
     Args:
-        pool_id: what this process's pool is called in the records.
+        pool_id: the name of this process's pool in the records.
+        host: address to listen at.
+        token: the fleet's secret, or None.
         limits: of the pipes of all pairs.
-        notes: told of a device that fails.
+        notes: receives the failures of the device.
 
     Raises:
-        ConfigError: `host` is no address to listen at.
+        ConfigError: this process cannot listen at `host`.
     """
 
     def __init__(
@@ -76,7 +81,7 @@ class Serving:
         self._dialect = dialect
         self._lock = threading.Lock()
         self._pipes: OrderedDict[KVPipe, None] = OrderedDict()
-        """Whose peer asked last, last."""
+        """In the order of their last request; the most recent is last."""
         self._closed = False
         try:
             self._listener, shown = listening(host, 0)
@@ -84,7 +89,7 @@ class Serving:
             raise ConfigError(f"a pool cannot listen at {host}: {error.strerror}") from error
         self.port = int(shown.rpartition(":")[2])
         self.served = 0
-        """How many tensors were sent."""
+        """Number of tensors sent."""
         self._accepting = threading.Thread(
             target=Greetings(PEERS_MAX + STRANGERS_MAX, "lb-lane-peer").serve,
             args=(self._listener, self._greet),
@@ -123,18 +128,20 @@ class Serving:
         except Closed:
             is_ended_in_order = True
         except LookupBufferError:
-            pass  # whoever that was, he is no peer, or is gone
+            pass  # the connection was not a valid peer, or it is gone
         except Exception as error:  # noqa: BLE001 -- top of a thread; a device that failed
             self._notes.warn_of_serving(error)
         with self._lock:
             has_place = pipe in self._pipes
             self._pipes.pop(pipe, None)
-        if has_place or not is_ended_in_order:  # else who took its place is about to end it
+        if has_place or not is_ended_in_order:  # else the thread that evicted this pipe closes it
             pipe.abort()
 
     def _has_place(self, pipe: KVPipe, question: dict[str, object]) -> bool:
-        """Whether who asks this is one of the peers, or becomes one, where necessary in place of
-        one who has asked nothing for longer."""
+        """Whether the pipe of this question is admitted as a peer.
+
+        At the limit it is admitted in place of the peer whose last request is oldest.
+        """
         surplus = None
         with self._lock:
             is_crowded = pipe not in self._pipes and len(self._pipes) >= AT_SIGHT_MAX
@@ -145,12 +152,12 @@ class Serving:
             if len(self._pipes) > PEERS_MAX:
                 surplus, _ = self._pipes.popitem(last=False)
         if surplus is not None:
-            surplus.close()  # in order: its reader makes another when it asks
+            surplus.close()  # orderly: its reader makes another pair when it needs one
         return True
 
     def _serve(self, pipe: KVPipe) -> None:
         with self._place.working():
-            seconds = HANDSHAKE_SECONDS  # a stranger, until it asks
+            seconds = HANDSHAKE_SECONDS  # until its first request
             while not self._closed:
                 try:
                     question = protocol.fields_in(pipe.recv_tensor(timeout=seconds))
@@ -176,7 +183,7 @@ class Serving:
                 "key": str(key),
                 "mark": int(mark),
             }:
-                # A pool that has gone may have left its port to this one.
+                # This process may have the port of a pool that is gone.
                 mine = pool_id == self._pool_id
                 entry = self._pool.hold((namespace, key), mark=mark) if mine else None
                 self._send(pipe, ask, entry)

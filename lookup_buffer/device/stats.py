@@ -1,6 +1,8 @@
-"""Notes: what a lane did and did not, counted by reason, and said once for each. Any thread.
+"""Stats and threads of a device lane. Thread-safe; knows nothing of pools, pairs or pipes.
 
-Crew: threads of a lane, and the bounded queue of what they have to do.
+`Notes` counts what a lane did and which operations failed, by reason. It logs each reason once.
+
+`Crew` is a thread pool with a bounded queue of jobs.
 """
 
 import logging
@@ -23,7 +25,7 @@ class Notes:
         self._counts: Counter[str] = Counter()
 
     def count(self, name: str) -> int:
-        """The answer is how often, with this time."""
+        """Increment this counter, and return its new value."""
         with self._lock:
             self._counts[name] += 1
             return self._counts[name]
@@ -41,7 +43,7 @@ class Notes:
             )  # fmt: skip
 
     def warn_of_serving(self, why: object) -> None:
-        """Of what another process asked for, and did not get."""
+        """Log once that a request of another process failed."""
         if self.count("warned:serving") == 1:
             logger.warning(
                 "lookup buffer: a reader's %s lane was ended, and it has its bytes over the hosts: "
@@ -55,7 +57,7 @@ QUEUE_MAX: Final = 256
 
 class Crew:
     """Thread-safe. The threads are daemons: one that hangs in a device's driver ends with the
-    process, and holds nobody up before."""
+    process and does not delay its exit."""
 
     def __init__(self, notes: Notes, name: str, threads: int) -> None:
         self._notes = notes
@@ -68,7 +70,7 @@ class Crew:
             thread.start()
 
     def soon(self, job: Callable[[], None]) -> bool:
-        """Have it done; False where too much is waiting already. Never waits."""
+        """Queue the job. Returns False if the queue is full, or the pool is closed. Never waits."""
         if self._closed:
             return False
         try:
@@ -78,7 +80,8 @@ class Crew:
         return True
 
     def close(self, timeout: float) -> None:
-        """What was begun is finished, within that time; what was not is left. Idempotent."""
+        """Finish the running jobs, waiting at most `timeout` seconds; drop the queued ones.
+        Idempotent."""
         self._closed = True
         deadline = time.monotonic() + timeout
         try:

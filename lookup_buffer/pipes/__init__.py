@@ -4,7 +4,7 @@
         pipe.send_tensor(tensor)               # received in the order of sending
         pipe.send_tensor(other, "layer-7")     # or under a key, received in any order
 
-The scheme picks the pipe, and is imported on its first use. `pipe.KVPipe` is the contract.
+The scheme selects the pipe's module, which is imported on first use. `pipe.KVPipe` is the contract.
 """
 
 from lookup_buffer.pipes.pipe import ANY_KEY, SCHEMES, KVPipe, PipeLimits, open_pipe

@@ -1,8 +1,10 @@
-"""The carrier: memory that both ends of a pipe see, so that bytes need not go through a socket.
+"""Carrier: memory that both ends of a pipe share, so that bytes need not go through a socket.
 
-`Carrier` is what the outbox and the peer know of it. `SharedMemory` is the one there is: two
-memfds, of which each end writes one and reads the other. They are passed by descriptor and have no
-name, so nothing remains of them but in the processes that use them.
+`Carrier` is the interface that the outbox and the peer use. `SharedMemory` is its implementation:
+two memfds, of which each end writes one and reads the other. They are passed by descriptor and have
+no name, so the memory is gone once both processes have closed it.
+
+Any thread may call this module. It knows nothing of frames or keys.
 """
 
 import threading
@@ -20,9 +22,9 @@ from lookup_buffer.shm.memory import (
 )
 
 PLACED_BYTES: Final = 8 << 10
-"""Fewer go with their frame, for less than their place costs."""
+"""Fewer bytes go with their frame: that costs less than a block of shared memory."""
 PREFAULT_BYTES: Final = 64 << 20
-"""So much becomes real with the first message, the rest as it is used for the first time."""
+"""So many bytes are prefaulted with the first message; later pages on their first use."""
 MEMORY_BYTES_MAX: Final = 1 << 40
 
 
@@ -30,31 +32,32 @@ class Carrier(Protocol):
     """Thread-safe."""
 
     def put(self, source: memoryview) -> tuple[memoryview, int] | None:
-        """A copy of these bytes and its place; None where it is better, or only, sent."""
+        """Copy these bytes into the shared memory. Returns the copy and its offset; None if the
+        bytes should go with their frame, or there is no room."""
         ...
 
     def free(self, at: int) -> None:
-        """The other end has no more use for what was put there."""
+        """Free the block at this offset; the other end no longer needs it."""
         ...
 
     def get(self, at: int, nbytes: int) -> memoryview:
-        """What the other end has put there. The view is good also after `close`.
+        """The bytes that the other end has put at this offset. The view stays valid after `close`.
 
         Raises:
-            ProtocolError: there is no such place.
+            ProtocolError: the range is not within the shared memory.
         """
         ...
 
     def close(self) -> None:
-        """Give the memory back, once the last view is gone. Idempotent."""
+        """Release the memory once the last view is gone. Idempotent."""
         ...
 
 
 class SharedMemory:
-    """A `Carrier`; see there. `descriptor` is to be sent to the other end, and its to `adopt`.
+    """See `Carrier`. Send `descriptor` to the other end, and pass the other end's one to `adopt`.
 
-    Nobody else writes what lies in ours: see `SealedMemory`. The other end's may change under
-    our eyes, if that end is malicious, but not vanish: its bytes are only ever copied.
+    Only this end writes its own memory: see `SealedMemory`. A malicious other end can change its
+    memory during a read, but cannot take it away. Its bytes are only ever copied.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -66,10 +69,10 @@ class SharedMemory:
         self.descriptor = self._ours.fd
 
     def adopt(self, descriptor: int) -> None:
-        """The other end's memory; the caller keeps owning the descriptor.
+        """Map the other end's memory; the caller keeps owning the descriptor.
 
         Raises:
-            ProtocolError: its owner could take it away, or it has no possible size.
+            ProtocolError: its owner could take the memory away, or its size is not possible.
         """
         self._theirs = adopt(descriptor, most_bytes=MEMORY_BYTES_MAX)
 

@@ -1,4 +1,9 @@
-"""How the ends of a pipe meet over TCP: one end listens, the others connect to it."""
+"""Connects the ends of a pipe over TCP: one end listens, the others connect to it.
+
+A listening end accepts on a thread of its own, and runs each handshake on another one. A connecting
+end connects and does its handshake on the caller's thread. The scheme's module supplies what
+happens to a new link (`Joined`); this module knows nothing of messages.
+"""
 
 import socket
 import threading
@@ -18,7 +23,7 @@ TRY_AGAIN_SECONDS: Final = 0.05
 
 
 Joined = Callable[[Link, float], Frames]
-"""What a pipe does with a new link, until a deadline, before it is a peer's."""
+"""Turns a new link into the frames of a peer, until a deadline (a monotonic time)."""
 
 
 def as_it_is(link: Link, _: float) -> Frames:
@@ -77,10 +82,16 @@ def meet(
     joined: Joined = as_it_is,
     memory: Memory | None = None,
 ) -> StreamPipe:
-    """See `open_pipe`. The scheme of `uri` is the caller's.
+    """Open an end over TCP; see `open_pipe`. The caller has checked the scheme of `uri`.
 
     Args:
-        joined: called for each new link, on both ends; what it returns is the peer's.
+        joined: called for each new link, on both ends; the peer uses what it returns.
+        memory: where the bytes of messages lie; None means host memory.
+
+    Raises:
+        ConfigError: `uri` has no host and port, or listening there needs a token.
+        PipeTimeout: no end listens there within `timeout` seconds.
+        As `open_pipe`.
     """
     scheme, _, rest = uri.partition("://")
     try:

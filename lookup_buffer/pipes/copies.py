@@ -1,7 +1,9 @@
-"""Copies of what is sent: in memory that is used again.
+"""Copies of sent tensors, in memory that is reused.
 
-A copy into new memory costs two to six times one into memory that was touched before, in page
-faults; and a pipe makes one of each large message.
+A pipe copies each large message that it sends. A copy into new memory costs two to six times as
+much as into memory that was used before, because of page faults.
+
+Any thread may call this module. It knows nothing of messages.
 """
 
 import mmap
@@ -11,11 +13,11 @@ from typing import Final
 from lookup_buffer.shm.memory import bytes_at, copy_bytes, discard, pointer_to, prefer_huge_pages
 
 LEAST_BYTES: Final = 1 << 20
-"""Fewer the allocator gives again by itself."""
+"""For fewer bytes the system's allocator reuses memory by itself."""
 KEPT_BYTES: Final = 64 << 20
-"""Of memory without a copy in it, at the most, while nothing is sent."""
+"""Bound on the free memory that is kept while nothing is sent."""
 _STEP_BYTES: Final = 2 << 20
-"""The size of a block is a multiple: so more sizes fit into it later."""
+"""Block sizes are multiples of this, so that a block fits more sizes later."""
 
 
 class _Block:
@@ -26,11 +28,12 @@ class _Block:
         prefer_huge_pages(self.address, nbytes)
 
     def __del__(self) -> None:
-        discard(self.address, self.nbytes)  # a millisecond for 8 MiB, which others can use
+        # Takes a millisecond for 8 MiB. Other processes can then use the memory.
+        discard(self.address, self.nbytes)
 
 
 class _Copy:
-    """Lives as long as somebody sees the copy; then its block can be used again."""
+    """Lives as long as a view of the copy exists; then its block can be reused."""
 
     def __init__(self, copies: "Copies", block: _Block) -> None:
         self._copies = copies
@@ -44,7 +47,7 @@ class Copies:
     """Thread-safe."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # a copy may end wherever a garbage collection begins
+        self._lock = threading.RLock()  # a garbage collection may end a copy at any point
         self._free: list[_Block] = []
         self._ended = False
 
@@ -57,21 +60,21 @@ class Copies:
         return bytes_at(block.address, nbytes, keep=_Copy(self, block))
 
     def end(self) -> None:
-        """Keep nothing, now and later. Copies that somebody sees stay."""
+        """Release all free blocks, now and later. Copies that are still in use stay valid."""
         with self._lock:
             self._ended = True
             dropped, self._free = self._free, []
-        del dropped  # without the lock, for it takes time
+        del dropped  # without the lock, because it takes time
 
     def rest(self) -> None:
-        """For now nothing is sent: keep no more than is worth it.
+        """Called when nothing was sent for a while: reduce the free memory to `KEPT_BYTES`.
 
-        Not before, for it takes longer than the copies do, and would be paid in between them.
+        Not earlier: releasing memory takes longer than the copies, and would delay the next ones.
         """
         dropped = []
         with self._lock:
             kept_bytes = sum(block.nbytes for block in self._free)
-            while kept_bytes > KEPT_BYTES:  # the oldest goes: nobody had a use for it
+            while kept_bytes > KEPT_BYTES:  # the oldest first: it was unused for longest
                 dropped.append(self._free.pop(0))
                 kept_bytes -= dropped[-1].nbytes
         del dropped  # as in `end`
@@ -82,12 +85,12 @@ class Copies:
                 self._free.append(block)
 
     def _take(self, nbytes: int) -> _Block | None:
-        """The smallest that is large enough, but not one that is many times too large."""
+        """The smallest block that is large enough, but not one that is many times too large."""
         with self._lock:
             most = 4 * nbytes + _STEP_BYTES
             fitting = [block for block in self._free if nbytes <= block.nbytes <= most]
             if not fitting:
                 return None
-            best = min(reversed(fitting), key=lambda block: block.nbytes)  # the warmest of those
+            best = min(reversed(fitting), key=lambda block: block.nbytes)  # the last used
             self._free.remove(best)
             return best

@@ -1,8 +1,11 @@
 """`gloo://HOST:PORT`: control as in `tcp`, large payload by Gloo, in host memory.
 
-The process group is our own: torch's default group is neither used nor touched. The two ends find
-each other over the control link, so there is no store that somebody would have to run, and no port
-but those of the pair's connection, which is bound to the addresses of the control link.
+It owns a process group of its own; torch's default group is neither used nor touched. The two ends
+find each other over the control link. So no store has to be run, and no port is used except those
+of the pair's connection, which is bound to the addresses of the control link.
+
+`PairLink` calls the communicator on the peer's threads. An exit handler wakes the threads that are
+in Gloo when the process ends (see `_All`). This module knows nothing of keys or messages.
 """
 
 import atexit
@@ -32,15 +35,15 @@ from lookup_buffer.protocol.stream import Link
 _AT_ONCE: Final = timedelta(milliseconds=1)
 _LENGTH_BYTES, _FAMILY_BYTES = 8, 2
 _DATA, _OVER, _RECEIVED, _ABORT = range(4)
-"""Tags. One byte follows the payload, and one answers it: see `GlooCommunicator`."""
+"""Tags. One byte follows the payload, and one byte acknowledges it: see `GlooCommunicator`."""
 
 
-_dist: Any = dist  # its types leave out most of what is used here
+_dist: Any = dist  # its type stubs lack most of what is used here
 Gloo: Any = getattr(_dist, "ProcessGroupGloo", None)
 
 
 class _ExchangeStore(_dist.Store):  # type: ignore[misc]
-    """What Gloo wants of a store, over an exchange."""
+    """The part of a store that Gloo needs, over an exchange."""
 
     def __init__(self, exchange: Exchange, deadline: float) -> None:
         super().__init__()
@@ -61,7 +64,7 @@ class _ExchangeStore(_dist.Store):  # type: ignore[misc]
         return theirs
 
     def _ours_like(self, key: str) -> list[bytes]:
-        """Under names that differ by their rank, with which they end."""
+        """This end's values whose names differ only in the rank at their end."""
         kind = key.rstrip(digits)
         return [value for name, value in self._ours.items() if name.rstrip(digits) == kind]
 
@@ -71,16 +74,18 @@ class _ExchangeStore(_dist.Store):  # type: ignore[misc]
 
 
 def _are_alike(theirs: bytes, ours: bytes) -> bool:
-    """Gloo believes the lengths in such a value, and reads past its end where they lie.
+    """Whether a value of the other end has the form of this end's value.
 
-    It is `host bytes | host | address bytes | address | numbers`; an older one names the host by
-    itself, and an address that is as long as ours.
+    Gloo trusts the lengths in such a value, and reads past its end if they are wrong. The form is
+    `host bytes | host | address bytes | address | numbers`. An older form is the host name alone,
+    with an address as long as this end's.
     """
     return _form(theirs) == _form(ours) or ours == socket.gethostname().encode()
 
 
 def _form(value: bytes) -> tuple[int, bytes, int]:
-    """How long the address is and of which family, and what follows; or how long all of it is."""
+    """Length of the address, its family, and length of the rest; or the length of the whole
+    value."""
     at = _LENGTH_BYTES + _length_at(value, 0)
     nbytes = _length_at(value, at)
     at += _LENGTH_BYTES
@@ -95,12 +100,12 @@ def _length_at(value: bytes, at: int) -> int:
 
 ABORT_SECONDS: Final = 4.0
 STAY_SECONDS: Final = 10.0
-"""Longer than an interpreter takes to end; a bound for who waits for such a thread even then."""
+"""Longer than an interpreter takes to end. It bounds the wait of other code for such a thread."""
 
 
 @dataclass(eq=False, slots=True)
 class _Use:
-    """Of a communicator, by a thread that sends or receives."""
+    """One use of a communicator by a thread that sends or receives."""
 
     deadline: float
     ended_late: bool = False
@@ -110,27 +115,29 @@ class _Use:
 
 
 class GlooCommunicator:
-    """See `Communicator`. Its directions are apart: Gloo matches by the sender's rank, on one
-    full-duplex connection that a thread of its own serves.
+    """See `Communicator`. Its directions are independent: Gloo matches by the sender's rank, on one
+    full-duplex connection, served by a thread of its own.
 
-    When a connection ends Gloo tells those operations that have not begun to move, and leaves the
-    one in the middle of its bytes to its deadline. So nobody waits for a payload itself: who
-    receives waits for the byte that follows it, who sends for the byte that answers. Gloo keeps
-    the order of one connection, so the payload is complete when they come.
+    When a connection ends, Gloo fails the operations whose bytes have not begun to move. An
+    operation in the middle of its bytes waits until its deadline. So no thread waits for a payload
+    itself: the receiver waits for the byte that follows it, the sender for the byte that
+    acknowledges it. Gloo keeps the order of one connection, so the payload is complete when those
+    bytes arrive.
     """
 
     def __init__(self, exchange: Exchange, rank: int, host: str, deadline: float) -> None:
         self._other = 1 - rank
         self._answer: Any = None
-        """Kept until it has gone out: the sender says nothing more before."""
+        """The acknowledgement, kept until it was sent: the sender sends nothing more before
+        that."""
         self._changed = threading.Condition()
         self._uses: list[_Use] = []
-        """Of those who use it now."""
+        """The uses in progress."""
         self._group: Any = None
-        # The options have an underscore, and are the only way to bind a group to an address.
+        # These options are private (underscore), but the only way to bind a group to an address.
         options = Gloo._Options()
         options._timeout = until(deadline)
-        options._threads = 1  # of collectives, which are not used
+        options._threads = 1  # threads for collectives, which are not used
         with _all.being_made(exchange, deadline):
             try:
                 options._devices = [Gloo.create_device(hostname=host)]
@@ -152,7 +159,7 @@ class GlooCommunicator:
             group.send([_byte()], self._other, _OVER),
         ]
         received.wait(until(deadline))
-        del under_way  # kept until here: Gloo drops what nobody keeps
+        del under_way  # kept until here: Gloo drops an operation without a reference
 
     def _recv(self, group: Any, memory: memoryview, deadline: float) -> None:
         payload = group.recv([_flat(memory)], self._other, _DATA)
@@ -184,11 +191,14 @@ class GlooCommunicator:
                 self._uses.remove(use)
                 self._changed.notify_all()
         if failure is not None:
-            raise failure  # here, so that it keeps no frame, and so no group
+            raise failure  # raised here, so that its traceback does not keep the group alive
 
     def _tell_who_was_late(self) -> None:
-        """When the time of one passes Gloo ends the connection, and the other one hears of that,
-        perhaps when the first has gone already."""
+        """Mark all uses as late if one of them is.
+
+        At the deadline of one use Gloo ends the connection. The other use then fails too, perhaps
+        after the first one has returned.
+        """
         if any(use.is_over() for use in self._uses):
             for use in self._uses:
                 use.ended_late = True
@@ -197,29 +207,32 @@ class GlooCommunicator:
         with self._changed:
             if self._group is None:
                 return
-            # `ProcessGroupGloo.abort` wakes nobody. An operation whose time passes does: Gloo then
-            # ends the connection, and tells all who wait on it.
+            # `ProcessGroupGloo.abort` wakes no waiting thread. An operation that times out does:
+            # Gloo then ends the connection, and fails all operations on it.
             try:
                 self._group.recv([_byte()], self._other, _ABORT).wait(_AT_ONCE)
             except RuntimeError:
-                pass  # as it is to be
+                pass  # the expected timeout
             self._changed.wait_for(lambda: not self._uses, ABORT_SECONDS)
             self._group = self._answer = None
 
 
 class _All:
-    """Communicators of this process. A daemon thread that is in torch when the interpreter ends
-    terminates the process, so the end wakes those that are, and waits for them, which is bounded.
+    """The communicators of this process, and their end when the interpreter ends.
 
-    To free a tensor is enough: torch gives the interpreter's lock away for it. So whoever comes out
-    of Gloo then goes no further, with all that it holds, and wakes nobody who holds something.
+    A daemon thread that is in torch when the interpreter ends terminates the process. So the exit
+    handler wakes such threads, and waits for them, which is bounded.
+
+    Even freeing a tensor counts: torch releases the interpreter's lock for it. So a thread that
+    returns from Gloo then stops (`stay_at_the_end`) with all objects that it holds, and wakes no
+    thread that holds such objects.
     """
 
     def __init__(self) -> None:
         self.made: WeakSet[GlooCommunicator] = WeakSet()
         self._changed = threading.Condition()
         self._making: dict[Exchange, float] = {}
-        """Until when."""
+        """The deadline of each exchange, a monotonic time."""
         self._ended = False
         atexit.register(self._end)
 
@@ -238,7 +251,8 @@ class _All:
             self.stay_at_the_end()
 
     def stay_at_the_end(self) -> None:
-        """Where the process ends: until it is gone."""
+        """If the process is ending, keep this daemon thread here until then (at most
+        `STAY_SECONDS`)."""
         if self._ended and threading.current_thread().daemon:
             time.sleep(STAY_SECONDS)
 
@@ -265,7 +279,8 @@ def _flat(memory: memoryview) -> Value:
 
 
 def until(deadline: float) -> timedelta:
-    """Up to that time, and never less: Gloo counts whole milliseconds, and drops the rest."""
+    """The time until the deadline, rounded up: Gloo counts whole milliseconds, and drops the
+    rest."""
     left = math.ceil((deadline - time.monotonic()) * 1000)
     return max(_AT_ONCE, timedelta(milliseconds=left))
 
@@ -285,10 +300,10 @@ def open_end(
 
 
 def dialect() -> str:
-    """What the other end has to have as well.
+    """The version of this end, which the other end must have too.
 
     Raises:
-        ConfigError: there is no Gloo here.
+        ConfigError: torch was built without Gloo.
     """
     if Gloo is None:
         raise ConfigError(f"torch {torch_version()} was built without Gloo")
@@ -296,12 +311,13 @@ def dialect() -> str:
 
 
 def joining(spoken: str, *, listen: bool, make_seconds: float) -> Joined:
-    """Of a link to another end of the dialect `spoken`: that with a communicator beside it."""
+    """Returns what turns a link to an end of the same dialect (`spoken`) into one with a
+    communicator."""
 
     def joined(link: Link, deadline: float) -> PairLink:
         agree(link, "gloo", spoken, deadline)
 
-        host = link.local_host  # now: the link may have ended when it is wanted
+        host = link.local_host  # read now: the link may have ended when it is needed
 
         def make(exchange: Exchange, until: float) -> Communicator:
             return GlooCommunicator(exchange, 0 if listen else 1, host, until)

@@ -1,4 +1,8 @@
-"""The inbox: what the other ends have offered to one end and nobody has received yet."""
+"""Inbox: what the other ends have offered to this end and no caller has received yet.
+
+Pure bookkeeping under one lock. The threads that read a peer put offers in; callers take them out.
+It bounds the memory of each source. It does not know how bytes are transferred.
+"""
 
 import itertools
 import threading
@@ -15,7 +19,7 @@ from lookup_buffer.protocol.header import TensorHeader
 
 
 class Source(Protocol):
-    """Where an offer came from."""
+    """The origin of an offer (a peer)."""
 
     def receive(self, offer: "Offer", memory: memoryview, spare: "Spare | None" = None) -> bool: ...
 
@@ -23,21 +27,22 @@ class Source(Protocol):
 
 
 Spare = Callable[[], memoryview]
-"""Makes memory for bytes that may still come after whoever waited for them has given up."""
+"""Makes memory for bytes that may still arrive after the caller that waited for them has given
+up."""
 
 
 @dataclass(slots=True, eq=False)
 class Arrival:
-    """The bytes of an offer on their way into memory that the receiver made."""
+    """The requested bytes of an offer, on their way into the receiver's memory."""
 
     memory: memoryview
     moving: bool = False
-    """They are being written there now."""
+    """The bytes are being written there now."""
     over: bool = False
     gone: bool = False
-    """The sender gave up before it was asked."""
+    """The sender gave up before it got the request."""
     payload: memoryview | None = None
-    """Where they lie, if that is not `memory`."""
+    """Where the bytes lie, if not in `memory`."""
 
 
 @dataclass(slots=True, eq=False)
@@ -46,25 +51,25 @@ class Offer:
 
     source: Source
     number: int
-    """The source's."""
+    """Its number at the source."""
     key: bytes | None
     header: TensorHeader
     payload: bytearray | memoryview | None
-    """The bytes, where they came with it or lie in memory that both ends see; else they are to be
-    asked for."""
+    """The bytes, if they came with the offer or lie in shared memory; None if they must be
+    requested."""
     arrival: Arrival | None = None
-    """Set once they were asked for."""
+    """Set once the bytes were requested."""
     value: Any = None
-    """Whose memory that is, unless it is the caller's."""
+    """The tensor that owns the arrival's memory; None if that is the caller's."""
     arrived: int = field(default_factory=itertools.count().__next__)
-    """In the order in which offers came."""
+    """Numbers increase in the order in which offers arrived."""
     cost: int = 0
-    """What it takes here: set when it is put into the inbox."""
+    """Its bytes charged to the source; set when it is put into the inbox."""
 
 
 @dataclass(slots=True)
 class Inbox:
-    """Thread-safe. Of each source it takes `most_bytes`."""
+    """Thread-safe. Accepts at most `most_bytes` from each source."""
 
     most_bytes: int
     _changed: threading.Condition = field(default_factory=threading.Condition)
@@ -75,11 +80,12 @@ class Inbox:
     _end: LookupBufferError | None = None
 
     def put(self, offer: Offer) -> None:
-        """
+        """Add an offer, and charge it to its source.
+
         Raises:
-            ProtocolError: its source has offered too much that nobody has received.
+            ProtocolError: the source has more than `most_bytes` in unreceived offers.
         """
-        # What lies in memory that both ends see is its sender's.
+        # A payload in shared memory is charged to the sender.
         here = len(offer.payload) if type(offer.payload) is bytearray else 0
         offer.cost = max(here + len(offer.key or b""), MESSAGE_BYTES)
         with self._changed:
@@ -92,7 +98,7 @@ class Inbox:
             self._changed.notify_all()
 
     def put_back(self, offer: Offer) -> None:
-        """It was taken and not received: the next one gets it."""
+        """Put back an offer that was taken and not received; the next `take` of its key gets it."""
         with self._changed:
             self._held_bytes[offer.source] += offer.cost
             self._offers[offer.key].appendleft(offer)
@@ -104,7 +110,8 @@ class Inbox:
         deadline: float,
         check: Callable[[Offer], None] | None = None,
     ) -> Offer:
-        """The oldest under that key, or under any. It stays where `check` raises.
+        """Remove and return the oldest offer under that key, or under any key. If `check` raises,
+        the offer stays.
 
         Raises:
             LookupTimeout: there was none by the deadline, a monotonic time.
@@ -126,28 +133,29 @@ class Inbox:
             return offer
 
     def remove(self, source: Source, number: int, key: bytes | None) -> None:
-        """Its sender takes it back, if it is still there."""
+        """Remove an offer that its sender withdrew, if it is still there."""
         with self._changed:
             self._keep(key, lambda offer: (offer.source, offer.number) != (source, number))
 
     def lose(self, source: Source) -> None:
-        """The source is gone; what has come with its offer, or lies here, stays."""
+        """The source is gone: remove its offers, except those whose bytes are here already."""
         with self._changed:
             for key in list(self._offers):
                 self._keep(key, lambda o: o.source is not source or o.payload is not None)
 
     def settled(self, key: "bytes | AnyKey | None") -> bool:
-        """Whether `take` has something to return or to raise at this moment."""
+        """Whether `take` would return or raise at once."""
         with self._changed:
             return self._end is not None or bool(self._queue_of(key))
 
     @property
     def empty(self) -> bool:
-        """At this moment; to be asked without its lock."""
+        """Whether there is no offer at this moment. Needs no lock."""
         return not self._offers
 
     def end(self, error: LookupBufferError | None, *, clear: bool = False) -> None:
-        """What those are told who find nothing; None: to wait again."""
+        """Set the error for `take` when it finds nothing; None: wait again. `clear` drops all
+        offers."""
         with self._changed:
             self._end = error
             if clear:

@@ -1,6 +1,7 @@
-"""`inproc://NAME`: between threads of a process. Also the reference that the others are held to.
+"""`inproc://NAME`: a pipe between threads of a process; also the reference for the other pipes.
 
-Two ends and a conduit for each direction, all under one lock; no thread of its own.
+It owns two ends and one queue structure (`_Conduit`) for each direction, all under one lock. It has
+no thread of its own: each call runs on the caller's thread.
 """
 
 import itertools
@@ -30,9 +31,9 @@ class _Message:
     value: Value
     cost: int
     number: int = field(default_factory=itertools.count().__next__)
-    """In the order in which they were sent."""
+    """Numbers increase in the order of sending."""
     held: bool = False
-    """Whether the bytes are the conduit's own; else the sender waits with his."""
+    """Whether `value` is the conduit's own copy; if not, it is the waiting sender's tensor."""
     received: bool = False
 
 
@@ -45,10 +46,10 @@ class _Conduit:
     )
     used: int = 0
     end: LookupBufferError | None = None
-    """What whoever receives is told once it is empty: the sending end has ended."""
+    """The error for receivers once it is empty: the sending end has ended."""
 
     def queue_of(self, lane: bytes | Any | None) -> "deque[_Message] | None":
-        """Where the next message of that lane is; None where there is none."""
+        """The queue whose first message is the next one for that key; None if there is none."""
         for name in [name for name, queue in self.queues.items() if not queue]:
             del self.queues[name]
         if not isinstance(lane, Any):
@@ -62,7 +63,7 @@ class _Conduit:
 
 
 class InprocPipe(KVPipe):
-    """See `KVPipe`. `silence_seconds` and `linger_seconds` mean nothing here."""
+    """See `KVPipe`. `silence_seconds` and `linger_seconds` have no effect here."""
 
     def __init__(
         self, uri: str, limits: PipeLimits, changed: threading.Condition, conduits: list[_Conduit]
@@ -72,7 +73,7 @@ class InprocPipe(KVPipe):
         self._changed = changed
         self._out, self._in = conduits
         self._end: LookupBufferError | None = None
-        """What whoever uses this end is told: it was ended here."""
+        """The error for callers of this end, once it was ended here."""
 
     def send_tensor(
         self, tensor: Value, key: str | TensorKey | None = None, *, timeout: float = TIMEOUT_SECONDS
@@ -125,7 +126,7 @@ class InprocPipe(KVPipe):
             self._in.used -= message.cost if message.held else 0
             self._changed.notify_all()
             self._limits.check_received(0 if value is None else header_of(value).nbytes)
-            if not message.held:  # it is the sender's, who goes on once he may have this lock
+            if not message.held:  # the sender's tensor: it waits for this lock
                 return copy_of(value, out)
         return value if out is None else copy_of(value, out)
 
@@ -156,7 +157,7 @@ class InprocPipe(KVPipe):
         return InprocPipe(self.uri, limits, self._changed, [self._in, self._out])
 
     def _check(self, other: LookupBufferError | None) -> None:
-        """Raise why this end, or the other one, is of no use."""
+        """Raises the error of this end or else `other`, if there is one."""
         error = self._end or other
         if error is not None:
             raise type(error)(str(error))
@@ -174,7 +175,7 @@ _appeared = threading.Condition()
 def open_end(
     uri: str, *, listen: bool, timeout: float, token: str | None, limits: PipeLimits
 ) -> KVPipe:
-    """See `open_pipe`. A name is free again once its second end has come."""
+    """See `open_pipe`. A name is free again once its second end has connected."""
     if token is not None:
         raise ConfigError("a pipe within a process takes no token")
     with _appeared:

@@ -1,19 +1,17 @@
-"""The speaker: what one end says to a peer goes out in order, by whichever thread may write it.
+"""Writes and reads the frames of one link. It does not know what the frames mean.
 
-Who says something writes it, as far as the link takes it at once: that saves waking a thread, which
-costs more than writing what is small. A thread writes the rest.
+`Speaker` writes frames in order. The thread that queues a frame also writes it, as far as the link
+accepts it without waiting. That avoids waking a thread, which costs more than writing a small
+frame. The speaker's own thread writes the rest. `Outgoing` is the state of a sent message, shared
+with the outbox.
 
-A message on its way out: what the outbox keeps of it, and the speaker sends.
+`Reading` reads frames. One thread at a time has the right to read (a lock). The reading thread has
+it while no caller waits for a message. A waiting caller takes the right if it is free, and reads
+itself: a message then wakes its receiver directly, not by way of another thread. Passing the right
+never wakes the reading thread, because its epoll ignores the link meanwhile.
 
-Reading: who reads what a peer says. The right to read is one, and goes from hand to hand.
-
-A thread has it while nobody waits. Who waits for what is to come takes it, where he can, and reads
-himself: what he waits for then wakes him at once, and not another thread first, which would have to
-wake him. The thread is woken neither when the right is taken from it nor when it has it again, for
-it waits by an epoll that does not look at the link meanwhile.
-
-Who waits has a deadline, so he reads only what is there already, and what he waits for. All else,
-such as the bytes of somebody else, he leaves to the thread, and waits for what it finds.
+A waiting caller has a deadline. So it reads only frames that have already arrived, and the bytes
+that it waits for. It leaves all else, such as the bytes of another message, to the reading thread.
 """
 
 import math
@@ -33,38 +31,39 @@ from lookup_buffer.protocol.stream import Frames, Link
 
 @dataclass(slots=True, eq=False)
 class Outgoing:
-    """A message that was offered and not received."""
+    """A message that was offered and is not received yet."""
 
     key: bytes | None
     memory: memoryview
-    """The caller's, until there is room for a copy."""
+    """The caller's memory, until there is room for a copy."""
     cost: int
     at: int | None = None
-    """Where the copy lies, if the other end sees it there."""
+    """Offset of the copy in the shared memory, if it lies there."""
     charged: bool = False
     number: int = 0
     inline: bool = False
     copying: bool = False
-    """Its bytes are not all in `memory` yet."""
+    """The copy into `memory` is not complete yet."""
     pulled: bool = False
     over: bool = False
-    """Received, or as good as: its bytes are the kernel's."""
+    """Received, or all of its bytes are in the kernel's buffers."""
 
 
 BEAT_SECONDS: Final = 0.5
-"""A quarter of the shortest silence that an end may be told to bear."""
+"""A quarter of the least `silence_seconds` that an end can be configured with."""
 PUT_OFF_MAX: Final = 256
 
 
 class Speaker:
-    """Of one link. `say` and `put` are called with the peer's lock, all else without it.
+    """Writes the frames of one link. Call `say`, `put`, `put_off`, `put_put_off` and `stop` with
+    the peer's lock, all else without it.
 
     Args:
-        check: raises, under the lock, where the peer is of no use any more.
-        sent: is told of a frame that has gone out.
-        failed: is told, on any thread and without the lock, why nothing goes out any more.
-        seconds: bounds how long the link may take for one, beside its bytes.
-        rest: is called, without the lock, when there was nothing to say for a while.
+        check: raises, under the lock, if the peer cannot be used any more.
+        sent: called with each frame that was written in full.
+        failed: called, on any thread and without the lock, with the reason why writing has ended.
+        seconds: bounds how long the link may take for one frame, beside its bytes.
+        rest: called, without the lock, when there was nothing to write for a while.
     """
 
     def __init__(
@@ -86,39 +85,40 @@ class Speaker:
         self._seconds = seconds
         self._frames: deque[tuple[list[Any], Outgoing | None]] = deque()
         self._begun: _Frame | None = None
-        """A frame that has not gone out in full; the thread finishes it."""
+        """A frame that was written in part; the thread finishes it."""
         self._received: list[int] = []
-        """Put off, see `put_off`; all go out with the next frame."""
+        """Numbers from `put_off`; all are written with the next frame."""
         self._more = threading.Condition(lock)
         self._writing = threading.Lock()
-        """Held from taking a frame out of the queue until it is written, or `_begun`."""
+        """Held from taking a frame out of the queue until it is written or is `_begun`."""
 
     def say(self, header: list[Any], out: Outgoing | None = None) -> None:
-        """The thread will write it. For those who must not wait for the link."""
+        """Queue a frame for the thread to write. For callers that must not wait for the link."""
         self._frames.append((header, out))
         self._more.notify()
 
     def put(self, header: list[Any], out: Outgoing | None = None) -> None:
-        """For those who call `write` as soon as they have given back the lock."""
+        """Queue a frame. For callers that call `write` as soon as they have released the lock."""
         self._frames.append((header, out))
 
     def put_off(self, number: int) -> None:
-        """That this message was received is said with the next frame: who has received is about to
-        answer, or to receive more, and the other end seldom waits for this."""
+        """Send the "received" of this message with the next frame. A receiver usually replies or
+        receives more at once, and the other end seldom waits for this."""
         self._received.append(number)
         if len(self._received) >= PUT_OFF_MAX:
             self.put_put_off()
 
     def put_put_off(self) -> None:
-        """As `put`, what was put off: there may not be a next frame."""
+        """Queue the delayed "received" numbers as a frame, as `put` does, because there may be no
+        next frame."""
         if self._received:
             self._frames.append((["received", *self._received], None))
             self._received.clear()
 
     def write(self) -> None:
-        """Write what can be written without waiting, and leave the rest to the thread."""
+        """Write what the link accepts without waiting, and leave the rest to the thread."""
         try:
-            while self._writing.acquire(blocking=False):  # else who writes looks again afterwards
+            while self._writing.acquire(blocking=False):  # else the writer rechecks
                 try:
                     while self._begin_next():
                         pass
@@ -134,7 +134,7 @@ class Speaker:
             self._failed(error)
 
     def run(self) -> None:
-        """The thread's: until it has said goodbye, or, by an error, until the end of the peer."""
+        """The thread's loop. It ends after writing "bye", or with an error, which ends the peer."""
         try:
             over = False
             while not over:
@@ -153,13 +153,13 @@ class Speaker:
             self._failed(error)
 
     def stop(self) -> None:
-        """Under the lock: nothing is to be said any more."""
+        """Call with the lock held. Drop all queued frames and wake the thread."""
         self._frames.clear()
         self._received.clear()
         self._more.notify_all()
 
     def _begin_next(self) -> bool:
-        """Whether a frame has gone out, without waiting for anything."""
+        """Write the next frame without waiting. Returns whether it was written in full."""
         with self._lock:
             if self._begun is not None or not self._frames or self._next_is_last():
                 return False
@@ -172,7 +172,7 @@ class Speaker:
         return True
 
     def _finish_next(self) -> "_Frame | None":
-        """Write the frame that was begun, or else the next one; return what it was."""
+        """Write the frame that was begun, or else the next one; returns it."""
         with self._lock:
             frame = self._begun
             if frame is None:
@@ -197,7 +197,7 @@ class Speaker:
         return _Frame(header, out, before)
 
     def _next_is_last(self) -> bool:
-        """The last word is the thread's: it ends with it."""
+        """Whether the next frame is "bye". Only the thread writes it, and then ends."""
         return bool(self._frames) and self._frames[0][0] == ["bye"]
 
 
@@ -207,7 +207,7 @@ class _Frame:
     out: Outgoing | None
     before: list[Any] | None
     begun: int | None = None
-    """How many bytes have gone out, unless those are all."""
+    """Number of bytes written; None: not begun, or written in full."""
 
     @property
     def payload(self) -> memoryview | None:
@@ -216,17 +216,18 @@ class _Frame:
 
 SOON_SECONDS: Final = 0.001
 TURN_SECONDS: Final = 0.1
-"""The thread, awake, waits so long for who reads, before it looks whether the peer is silent."""
+"""How long the thread waits for the right to read before it checks again whether the peer is
+silent."""
 
 
 class Reading:
-    """Of one link.
+    """Reads the frames of one link.
 
     Args:
-        heard: is told each frame, and receives its bytes; under the right to read.
-        failed: is told, on any thread, why nothing is read any more.
-        come_by: what the thread does soon after `soon`.
-        silence_seconds: how long the peer may say nothing, or take for a frame, beside its bytes.
+        heard: called with each frame, and reads its bytes; the caller has the right to read.
+        failed: called, on any thread, with the reason why reading has ended.
+        come_by: called on the thread soon after `soon`.
+        silence_seconds: how long the peer may send nothing, or take for a frame, beside its bytes.
     """
 
     def __init__(
@@ -246,13 +247,13 @@ class Reading:
         self._right = threading.Lock()
         self._over = False
         self._due: float | None = None
-        """When the thread comes by next, if it does."""
+        """When the thread calls `come_by` next; None if it is not scheduled."""
         self._was_read = False
-        """Somebody who waits has read since it came by."""
+        """A waiting caller has read since the last `come_by`."""
         self._watches = _Watches(link) if isinstance(link, Link) else None
 
     def run(self) -> None:
-        """The thread's, until the other end has said goodbye, or the link fails."""
+        """The thread's loop. It ends after the other end's "bye", or when the link fails."""
         try:
             while not self._over:
                 now = time.monotonic()
@@ -282,12 +283,13 @@ class Reading:
                 self._right.release()
 
     def until(self, done: Callable[[], bool], deadline: float, number: int | None = None) -> None:
-        """Read on the caller's thread until `done`, or a deadline, a monotonic time.
+        """Read on the caller's thread until `done`, or a deadline (a monotonic time).
 
-        Sooner where somebody else reads, or has to: then he is to wait for what that one finds.
+        Returns earlier if another thread reads, or has to read. The caller then waits for the
+        result of that thread.
 
         Args:
-            number: of the message whose bytes he waits for, if it is that.
+            number: of the message whose bytes the caller waits for, if any.
         """
         watches = self._watches
         if watches is None or not self._right.acquire(blocking=False):
@@ -320,7 +322,8 @@ class Reading:
                 self.soon()
 
     def _read_at_once(self, link: Link, number: int | None) -> bool:
-        """Whether that was possible."""
+        """Read one frame if that needs no wait for bytes of another message. Returns whether it
+        did."""
         frame = link.peek()
         if frame is None:
             return False
@@ -337,28 +340,32 @@ class Reading:
             self._heard(frame.header, frame.payload_nbytes)
         except LookupBufferError:
             raise
-        except BaseException:  # an interrupted caller: nobody knows where the stream is
+        except BaseException:  # an interrupted caller: the position in the stream is unknown
             self._failed(PipeBroken("who read from the pipe was interrupted in a frame"))
             raise
         self._silent_since = time.monotonic()
 
     def end(self) -> None:
-        """Told by `heard`: this was the last frame."""
+        """Called by `heard` after the last frame."""
         self._over = True
 
     def call(self) -> None:
-        """Who reads while he waits is to look whether he is done."""
+        """Wake a caller that reads, so that it checks `done` again."""
         if self._watches is not None:
             self._watches.waiters.call()
 
     def attend(self) -> None:
-        """The thread is to read what comes from now on, unless somebody does who waits."""
+        """Let the thread read from now on, unless a waiting caller reads."""
         if self._watches is not None and self._right.acquire(blocking=False):
             self._watches.threads.look(True)
             self._right.release()
 
     def soon(self) -> bool:
-        """Whether the thread comes by soon; if nobody reads any more, it then does again."""
+        """Schedule `come_by` on the thread. If no caller reads by then, the thread also resumes
+        reading.
+
+        Returns whether that is supported by this link.
+        """
         if self._due is None and self._watches is not None:
             self._due = time.monotonic() + SOON_SECONDS
             self._watches.threads.call()
@@ -374,7 +381,7 @@ class Reading:
             self.attend()
 
     def _close(self) -> None:
-        """Nobody reads any more; who still does is woken by the end of the link."""
+        """End reading. A caller that still reads is woken by the end of the link."""
         with self._right:
             self._over = True
         if self._watches is not None:
@@ -383,8 +390,10 @@ class Reading:
 
 
 class _Watches:
-    """Of a link over a socket. Over anything else, and where bytes come on another way, the thread
-    reads alone."""
+    """The two waits for a link over a socket: the thread's and the callers'.
+
+    With any other link, or where bytes come another way, only the thread reads.
+    """
 
     def __init__(self, link: Link) -> None:
         self.link = link
@@ -392,7 +401,7 @@ class _Watches:
 
 
 class _Watch:
-    """Waits for something to read, or to be called."""
+    """Waits until the link is readable, or `call` is called."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -400,12 +409,12 @@ class _Watch:
         self._epoll.register(descriptor, select.EPOLLIN)
         self._looks = True
         self._ready = os.eventfd(1)
-        """Always readable; looked at once, when there is a call."""
+        """Always readable; `call` enables it for one wait."""
         self._epoll.register(self._ready, 0)
         self._lock = threading.Lock()
 
     def wait(self, seconds: float) -> bool:
-        """Whether there is something to read, or the link has ended."""
+        """Wait up to `seconds`. Returns whether the link is readable or has ended."""
         return self._descriptor in dict(self._epoll.poll(seconds))
 
     def call(self) -> None:
@@ -414,7 +423,7 @@ class _Watch:
                 self._epoll.modify(self._ready, select.EPOLLIN | select.EPOLLONESHOT)
 
     def look(self, at_link: bool) -> None:
-        """Whether to wait for something to read at all; of a link that has ended there is none."""
+        """Set whether to wait for the link at all. Has no effect on a link that has ended."""
         if at_link == self._looks:
             return
         with self._lock:

@@ -1,15 +1,15 @@
 """`nccl://HOST:PORT[?device=cuda:N]`: control as in `tcp`, large payload by NCCL, between GPUs.
 
-Each end has a GPU of its own: the one that its address names, where it then also receives to, or
-torch's current one, from where it receives to host memory, as the contract has it.
+Each end uses one GPU. If its address names a GPU, it receives into that GPU's memory. If not, it
+uses torch's current GPU, and receives into host memory, as the contract says. Not run on a GPU: see
+docs/pipes.md.
 
-Not run on a GPU: see docs/pipes.md.
+`Nccl` binds libnccl by ctypes: the nine functions that a pair of ranks needs. nccl4py is not used:
+it does not import without cuda-bindings, and its extras fix a major version of CUDA and bring a
+second NCCL beside torch's, which is the one to use. Calls by ctypes run without the interpreter
+lock.
 
-libnccl by ctypes: the nine functions that a pair of ranks needs.
-
-Not nccl4py: it does not import without cuda-bindings, its extras fix a major version of CUDA and
-bring an NCCL of their own beside torch's, and torch's is the one to use. What ctypes calls runs
-without the interpreter lock.
+`PairLink` calls the communicator on the peer's threads. This module knows nothing of keys.
 """
 
 import ctypes
@@ -48,7 +48,8 @@ class _UniqueId(ctypes.Structure):
 
 
 class _Config(ctypes.Structure):
-    """`ncclConfig_t` of NCCL 2.14; later ones take it, and fill in what they added."""
+    """`ncclConfig_t` of NCCL 2.14; later versions accept it, and fill in the fields that they
+    added."""
 
     _fields_ = (
         ("size", ctypes.c_size_t),
@@ -59,13 +60,13 @@ class _Config(ctypes.Structure):
 
 
 class Nccl:
-    """The library. A communicator is its handle; one thread at a time uses it."""
+    """The library. A communicator is an opaque handle; only one thread at a time may use it."""
 
     def __init__(self, name: str = "libnccl.so.2") -> None:
-        """Load it: the one that torch has loaded already, where there is one.
+        """Load the library: the one that torch has already loaded, if any.
 
         Raises:
-            ConfigError: it is not there, or older than 2.14.
+            ConfigError: it cannot be loaded, or is older than 2.14.
         """
         try:
             self._library = ctypes.CDLL(name)
@@ -84,7 +85,8 @@ class Nccl:
         return bytes(identity)
 
     def init(self, rank: int, unique_id: bytes) -> ctypes.c_void_p:
-        """A communicator of two ranks on the current device, not yet of use: see `in_progress`."""
+        """Start a communicator of two ranks on the current device. It is not usable yet: see
+        `in_progress`."""
         config = _Config(ctypes.sizeof(_Config), 0xCAFEBEEF, 21400, 0)
         communicator = ctypes.c_void_p()
         self._check(
@@ -116,7 +118,7 @@ class Nccl:
         self._check(function(where, how_many, UINT8, peer, handle, ctypes.c_void_p(stream)))
 
     def in_progress(self, communicator: ctypes.c_void_p) -> bool:
-        """Whether the last call on it has not come to its end yet.
+        """Whether the last call on this communicator is still in progress.
 
         Raises:
             PipeBroken: it failed.
@@ -127,7 +129,7 @@ class Nccl:
         return state.value == IN_PROGRESS
 
     def abort(self, communicator: ctypes.c_void_p) -> None:
-        """End it, whatever it does. Has been seen to hang."""
+        """End this communicator, also in the middle of a call. Has been seen to hang."""
         self._library.ncclCommAbort(communicator)
 
     def _check(self, result: int) -> None:
@@ -141,26 +143,26 @@ _loaded: list[Nccl] = []
 
 
 def loaded() -> Nccl:
-    """The process's one."""
+    """The library of this process, loaded on first use."""
     with _loading:
         if not _loaded:
             _loaded.append(Nccl())
         return _loaded[0]
 
 
-_cuda: Any = torch.cuda  # it has no types for streams and events
+_cuda: Any = torch.cuda  # torch has no types for its streams and events
 POLL_SECONDS: Final = 20e-6
 ABORT_SECONDS: Final = 5.0
 
 
 class NcclCommunicator:
-    """See `Communicator`. Its memory is the GPU's.
+    """See `Communicator`. It sends from and receives into GPU memory.
 
-    Two communicators of NCCL, one for each direction: NCCL has no tags, sends and receives of one
-    pair match in the order in which they are issued, and opposite sends that are not in one group
-    wait for each other. With one for each direction there is one order in each (`pair`), and one
-    thread that uses it, which NCCL asks for too. A kernel of the one never waits for one of the
-    other; what a GPU without room for both would cost is bounded by the deadline.
+    It consists of two NCCL communicators, one for each direction. NCCL has no tags: sends and
+    receives of one pair match in the order in which they are issued. Opposite sends that are not in
+    one group wait for each other. With one communicator for each direction, each has one order (see
+    `pair`), and one thread that uses it, as NCCL requires. A kernel of one never waits for a kernel
+    of the other. On a GPU without room for both kernels, the deadline bounds the wait.
     """
 
     def __init__(
@@ -173,7 +175,8 @@ class NcclCommunicator:
         self._handles: list[Any] = []
         self._busy = (threading.Lock(), threading.Lock())
         self._kept: dict[int, memoryview] = {}
-        """The last ones: the kernel of a transfer that was given up may still touch them."""
+        """The memory of the last transfers: the kernel of an abandoned transfer may still access
+        it."""
         names = ("from rank 0", "from rank 1")
         ours = {name: nccl.unique_id() for name in names} if rank == 0 else {}
         for name, unique_id in ours.items():
@@ -215,9 +218,9 @@ class NcclCommunicator:
                 moved = _cuda.Event()
                 moved.record(stream)
                 while not moved.query():
-                    self._nccl.in_progress(handle)  # raises what went wrong
+                    self._nccl.in_progress(handle)  # raises if it failed
                     self._pause(deadline)
-        except RuntimeError as error:  # torch's, of a device
+        except RuntimeError as error:  # torch reports a device's failure so
             raise PipeBroken("the GPU failed in the middle of a transfer") from error
 
     def _pause(self, deadline: float) -> None:
@@ -230,17 +233,17 @@ class NcclCommunicator:
     def abort(self) -> None:
         self._stopped = True
         for busy in self._busy[: len(self._handles)]:
-            busy.acquire(timeout=ABORT_SECONDS)  # nobody else may be in NCCL with it
+            busy.acquire(timeout=ABORT_SECONDS)  # no other thread may be in NCCL with it
         for handle in self._handles:
             self._nccl.abort(handle)
         self._kept.clear()
 
 
 class DeviceMemory:
-    """See `Memory`. What goes through the communicator lies on the GPU, on both ends.
+    """See `Memory`. Bytes that go through the communicator lie on the GPU, at both ends.
 
-    Its views of device memory are addresses with a length; nothing on the host reads them. What
-    comes with its offer is in host memory on its way.
+    Its views of device memory are only an address and a length; nothing on the host reads them.
+    Bytes that are sent with their offer are in host memory on the way.
     """
 
     def __init__(self, device: torch.device, to: torch.device) -> None:
@@ -263,7 +266,7 @@ class DeviceMemory:
     def place(self, offer: Offer, out: torch.Tensor | None) -> torch.Tensor:
         device = torch.device("cpu") if offer.payload is not None else self._device
         value = out if out is not None and out.device == device else empty_tensor(offer.header)
-        if value.device != device:  # by its bytes: a new tensor of some dtypes brings a warning
+        if value.device != device:  # made from bytes: torch warns for new tensors of some dtypes
             there = torch.empty(value.nbytes, dtype=torch.uint8, device=device)
             value = there.view(value.dtype).view(value.shape)
         _wait_for(device)  # its memory may still be in use by earlier work
@@ -282,7 +285,7 @@ class DeviceMemory:
 
 
 class _DeviceBytes:
-    """The bytes of a value that is sent."""
+    """The bytes of a value to send."""
 
     def __init__(self, value: Value, device: torch.device, copies: Copies) -> None:
         self._value = value
@@ -297,7 +300,7 @@ class _DeviceBytes:
     def copied(self) -> memoryview:
         few = self._value is None or self._value.nbytes <= INLINE_BYTES
         if few and not self._lent:
-            return HostBytes(self._value, self._copies).copied()  # they come with their offer
+            return HostBytes(self._value, self._copies).copied()  # sent with their offer
         return self._view(copy=True)
 
     def _view(self, *, copy: bool) -> memoryview:
@@ -311,7 +314,7 @@ class _DeviceBytes:
 
 
 def _wait_for(device: torch.device) -> None:
-    """Until all that was put on the caller's stream is done: the communicator has another one."""
+    """Block until all work on the caller's stream is done: the communicator uses another stream."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 
@@ -336,7 +339,7 @@ def open_end(
 
 
 def dialect() -> str:
-    """What the other end has to have as well.
+    """The NCCL version of this end, which the other end must have too.
 
     Raises:
         ConfigError: there is no NCCL here, or it is too old.
@@ -345,7 +348,8 @@ def dialect() -> str:
 
 
 def joining(spoken: str, device: torch.device, *, listen: bool, make_seconds: float) -> Joined:
-    """Of a link to another end of the dialect `spoken`: that with a communicator beside it."""
+    """Returns what turns a link to an end of the same dialect (`spoken`) into one with a
+    communicator."""
     nccl = loaded()
 
     def joined(link: Link, deadline: float) -> PairLink:
@@ -360,7 +364,11 @@ def joining(spoken: str, device: torch.device, *, listen: bool, make_seconds: fl
 
 
 def _devices(uri: str, query: str) -> tuple[torch.device, torch.device]:
-    """This end's GPU, and where it receives to."""
+    """This end's GPU, and the device that it receives to.
+
+    Raises:
+        ConfigError: there is no GPU, or the query does not name one of this host.
+    """
     named = parse_qs(query)
     if not torch.cuda.is_available():
         raise ConfigError(f"{uri!r} needs a GPU, and torch {torch.__version__} sees none")

@@ -1,9 +1,13 @@
-"""The outbox: what one end has sent to a peer and the peer has not received; it has a budget.
+"""Outbox: what this end has sent to a peer and the peer has not received, within a budget.
 
-Three ways for a message: it has room, is copied (which goes on while a large one is offered, for it
-is asked for a moment later at the earliest), and the sender goes on; it has none, and its
-sender waits until it has; or, while he waits, it is asked for, and goes out from his own memory.
-So a full budget never keeps a receiver from the one message that it wants.
+A message goes one of three ways. If there is room, it is copied and the sender returns; a large one
+is copied while its offer is in flight, because the request for it arrives later. If there is no
+room, the sender waits for room. If the peer requests the message during that wait, its bytes are
+sent from the sender's own memory. So a full budget never keeps a receiver from the message that it
+wants.
+
+Senders run on their own threads; requests of the peer come from the thread that reads. The outbox
+does not know sockets: `io.Speaker` writes its frames.
 """
 
 import threading
@@ -18,11 +22,11 @@ from lookup_buffer.pipes.pipe import PipeLimits
 from lookup_buffer.protocol.header import TensorHeader
 
 INLINE_BYTES: Final = 64 << 10
-"""So many come with their offer, for less than a round trip costs."""
+"""Up to so many bytes are sent with their offer: that costs less than a round trip."""
 
 
 class Bytes(Protocol):
-    """The bytes of a message, as its sender has them."""
+    """The bytes of a message in the sender's memory: a view of them, or a copy."""
 
     def lent(self) -> memoryview: ...
 
@@ -30,12 +34,12 @@ class Bytes(Protocol):
 
 
 class Outbox:
-    """Under the lock of its peer, `changed`, which is notified of all that happens.
+    """Guarded by the peer's lock, `changed`, which is notified of every change.
 
     Args:
-        check: raises, under the lock, where the peer is of no use any more.
-        carrier: where copies are best put; there are pipes that have none.
-        attend: is called before something is said that the other end will answer.
+        check: raises, under the lock, if the peer cannot be used any more.
+        carrier: where copies are put if possible; None for pipes without shared memory.
+        attend: called before a frame is sent that the other end will reply to.
     """
 
     def __init__(
@@ -56,17 +60,21 @@ class Outbox:
         self._messages: dict[int, Outgoing] = {}
         self._last_number = 0
         self._ending: LookupBufferError | None = None
-        """Set while it is only there for what was sent before."""
+        """The error for new sends, while it only finishes what was sent before."""
         self.used_bytes = 0
-        """Of the budget: 0 once all that was sent was received, or given up."""
+        """Bytes of the budget in use: 0 once all that was sent was received or given up."""
 
     def send(
         self, key: bytes | None, header: TensorHeader, bytes_of: "Bytes", deadline: float
     ) -> None:
-        """Offer a message; return when its bytes are copied, or the kernel has them."""
+        """Offer a message. Returns when its bytes are copied, or are in the kernel's buffers.
+
+        Raises:
+            BufferFull: there was no room by `deadline`, a monotonic time.
+        """
         cost = self._limits.cost(header.nbytes)
         if self._charge(cost):
-            # What is to be asked for is copied while its offer is on the way.
+            # A large message is copied while its offer is in flight.
             copying = self._carrier is None and header.nbytes > INLINE_BYTES
             out = Outgoing(key, memoryview(b""), cost, charged=True, copying=copying)
             try:
@@ -80,7 +88,7 @@ class Outbox:
                 raise
             if copying:
                 self._copy_offered(out, bytes_of)
-        elif deadline <= time.monotonic():  # not offered: who reads it now would find it withdrawn
+        elif deadline <= time.monotonic():  # do not offer it: it would be withdrawn at once
             raise self._no_room(header.nbytes)
         else:
             out = Outgoing(key, bytes_of.lent(), cost)
@@ -119,7 +127,8 @@ class Outbox:
         self._speaker.write()
 
     def _wait_for_room(self, out: Outgoing, bytes_of: "Bytes", deadline: float) -> None:
-        """Until it can be copied, or was asked for and has gone out from the caller's memory."""
+        """Wait until the message can be copied, or was requested and sent from the caller's
+        memory."""
         with self._changed:
             try:
                 while not (out.over or out.pulled):
@@ -141,7 +150,7 @@ class Outbox:
                 out.memory, out.at = copied, at
                 return
             self._free(at)
-            while not out.over:  # once it is under way it ends by itself, or with the link
+            while not out.over:  # in flight: it ends by itself, or with the link
                 self._check_link()
                 self._changed.wait()
 
@@ -149,7 +158,8 @@ class Outbox:
         return BufferFull(f"no room for {nbytes} bytes in time")
 
     def _copy(self, bytes_of: "Bytes") -> tuple[memoryview, int | None]:
-        """Where it lies, and how the other end calls that place."""
+        """Copy the bytes. Returns the copy, and its offset in the shared memory, if it lies
+        there."""
         placed = self._carrier.put(bytes_of.lent()) if self._carrier else None
         return placed or (bytes_of.copied(), None)
 
@@ -173,7 +183,8 @@ class Outbox:
             self._changed.notify_all()
 
     def drain(self, ending: LookupBufferError, deadline: float) -> None:
-        """Wait until all that was sent is received; whoever waits for anything else is told."""
+        """Wait until all that was sent is received, at most until `deadline`. Other waiting callers
+        get `ending`."""
         with self._changed:
             self._ending = ending
             self._changed.notify_all()
@@ -183,7 +194,8 @@ class Outbox:
             )
 
     def settle(self, number: int) -> None:
-        """The message of that number needs nothing of us any more."""
+        """The message of that number is finished: release its memory and its share of the
+        budget."""
         with self._changed:
             out = self._messages.pop(number, None)
             if out is None:
@@ -195,13 +207,13 @@ class Outbox:
             self._changed.notify_all()
 
     def pull(self, number: int) -> None:
-        """The other end wants its bytes."""
+        """The other end requests the bytes of this message."""
         with self._changed:
             out = self._messages.get(number)
             if out is None or out.inline or out.pulled:
                 self._speaker.put(["gone", number])
             elif out.at is not None:
-                self._speaker.put(["data", number, out.at])  # it was put there since its offer
+                self._speaker.put(["data", number, out.at])  # copied there since its offer
             else:
                 out.pulled = True
                 if not out.copying:
@@ -209,7 +221,7 @@ class Outbox:
         self._speaker.write()
 
     def clear(self) -> None:
-        """Under the lock: nobody will receive anything."""
+        """Call with the lock held. Drop all messages: no receiver is left."""
         self._messages.clear()
         self.used_bytes = 0
 

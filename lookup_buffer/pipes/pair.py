@@ -1,25 +1,13 @@
 """PairLink: a link whose large payload goes through a communicator of its two ends.
 
-Keys, offers, inline payload, beats and goodbyes stay on the control link. Two frames are its own:
+Keys, offers, inline payload, beats and goodbyes stay on the control link. `PairLink` adds two
+frames:
 
     ["pair", name, value]      while a communicator is made: a value for the other end
-    ["data", n, nbytes]        so many bytes now come through the communicator
+    ["data", n, nbytes]        announces so many bytes through the communicator
 
-Order, and why two directions at once cannot wait for each other: the writing thread of an end
-announces, then sends, before it says anything else; the reading thread of the other end hears the
-announcement, then receives, before it hears anything else. So in each direction the two ends use
-the communicator in the order of the announcements. The writing thread of one end waits only for
-the reading thread of the other, which never waits for its own writing thread: there is no circle,
-as long as the communicator keeps its two directions apart, which is what it has to promise.
-
-The communicator is made when the first large message is asked for (who asks and who is asked both
-begin), on a thread of its own, so that the control link goes on; it then lives as long as the link.
-
-Communicators: what moves the large payload of a pair of ends, and how the two find each other.
-
-A communicator joins two ranks: rank 0 is the end that listens. It knows nothing of keys and has no
-tags: what is sent in one direction is received there in the same order, which the two ends agree
-on over their control link (see `pair`).
+The peer's threads write and read; a thread of its own makes the communicator. This module does not
+know Gloo or NCCL: they implement `Communicator`, and find each other by an `Exchange`.
 """
 
 import threading
@@ -47,11 +35,15 @@ VALUE_BYTES_MAX: Final = 4096
 
 
 class Communicator(Protocol):
-    """One thread sends while another receives; `abort` comes from a third.
+    """Moves bytes between two ranks; rank 0 is the listening end. One thread sends while another
+    receives; a third calls `abort`.
 
-    Errors of `send` and `recv`, after which it is of no use any more:
+    It has no keys and no tags: what is sent in one direction is received in the same order. Its two
+    directions must be independent: neither ever waits for the other (see `PairLink`).
+
+    Errors of `send` and `recv`, after which it cannot be used any more:
         PipeTimeout: the other end did not move the bytes within the time.
-        PipeBroken: it is gone, or this end was aborted.
+        PipeBroken: the other end is gone, or this end was aborted.
     """
 
     def send(self, memory: memoryview, timeout: float) -> None: ...
@@ -59,13 +51,13 @@ class Communicator(Protocol):
     def recv(self, memory: memoryview, timeout: float) -> None: ...
 
     def abort(self) -> None:
-        """Wake whoever sends or receives, and give everything back. May take long: call it on a
-        thread of its own. Once."""
+        """Wake the threads that send or receive, and release all resources. May take long: call it
+        on a thread of its own. Call it once."""
         ...
 
 
 class Exchange:
-    """Values that each end names for the other one while a communicator is made. Any thread."""
+    """Values that the two ends exchange while a communicator is made. Any thread."""
 
     def __init__(self, say: Callable[[str, bytes], None]) -> None:
         self._say = say
@@ -74,15 +66,15 @@ class Exchange:
         self._ended = False
 
     def put(self, name: str, value: bytes) -> None:
-        """Tell the other end."""
+        """Send this value to the other end."""
         self._say(name, value)
 
     def get(self, name: str, deadline: float) -> bytes:
-        """What the other end has put under that name.
+        """The value that the other end has put under that name.
 
         Raises:
-            PipeTimeout: nothing by the deadline, a monotonic time.
-            PipeClosed: it does not matter any more.
+            PipeTimeout: it did not arrive by the deadline, a monotonic time.
+            PipeClosed: the exchange was ended.
         """
         with self._changed:
             while name not in self._theirs:
@@ -93,10 +85,10 @@ class Exchange:
             return self._theirs[name]
 
     def heard(self, name: str, value: bytes) -> None:
-        """The other end put this.
+        """Store a value of the other end.
 
         Raises:
-            ProtocolError: more than making a communicator takes.
+            ProtocolError: it is more than making a communicator needs.
         """
         with self._changed:
             known = len(self._theirs)
@@ -106,24 +98,26 @@ class Exchange:
             self._changed.notify_all()
 
     def end(self) -> None:
-        """Wake whoever waits for the other end."""
+        """End the exchange, and wake the threads that wait for a value."""
         with self._changed:
             self._ended = True
             self._changed.notify_all()
 
 
 ABORT_SECONDS: Final = 5.0
-"""How long an orderly end waits for a communicator to be given back; then it is left to itself."""
+"""How long an orderly end waits for the communicator's release; after that it no longer waits."""
 
 MakeCommunicator = Callable[[Exchange, float], Communicator]
-"""Of the two ends' exchange, until a deadline, a monotonic time."""
+"""Makes a communicator with the two ends' exchange, until a deadline (a monotonic time)."""
 
 
 def agree(link: Link, kind: str, version: str, deadline: float) -> None:
-    """The first words of both ends: what moves the payload, which must be the same.
+    """Exchange the first frames of both ends: kind and version of the communicator, which must be
+    equal.
 
     Raises:
-        NodeRefused: the other end has another one; both are named.
+        NodeRefused: the other end has another kind or version; the text names both.
+        ProtocolError: the other end is not a pipe of this kind.
     """
     link.send(["pair", kind, version], timeout=deadline - time.monotonic())
     match link.recv_header(deadline - time.monotonic()).header:
@@ -136,11 +130,24 @@ def agree(link: Link, kind: str, version: str, deadline: float) -> None:
 
 
 class PairLink:
-    """See `Link`, whose place it takes in a peer; bytes come through the communicator, whose turns
-    the reading thread is to take.
+    """See `Link`; a peer uses this in its place. The bytes of `data` frames come through the
+    communicator, so only the reading thread may read.
+
+    The control link fixes the order of the communicator. The writing thread of an end announces a
+    payload, then sends it, before it writes anything else. The reading thread of the other end
+    reads the announcement, then receives the payload, before it reads anything else. So in each
+    direction both ends use the communicator in the order of the announcements.
+
+    Two directions at once cannot deadlock. The writing thread of one end waits only for the reading
+    thread of the other, which never waits for its own writing thread. This requires a communicator
+    with independent directions.
+
+    The communicator is made when the first large message is requested (both ends start then), on a
+    thread of its own, so that the control link goes on. It lives as long as the link.
 
     Args:
-        make_seconds: bounds how long a communicator may take to be made.
+        make: makes the communicator.
+        make_seconds: bounds how long making the communicator may take.
     """
 
     def __init__(self, link: Link, make: MakeCommunicator, make_seconds: float) -> None:
@@ -153,10 +160,10 @@ class PairLink:
         self._communicator: Communicator | None = None
         self._making = False
         self._error: LookupBufferError | None = None
-        """Why there is none, and never will be."""
+        """The reason why making the communicator failed; final."""
         self._ended = False
         self._announced = 0
-        """Bytes that come through the communicator next."""
+        """Number of bytes announced that come through the communicator next."""
 
     def send(
         self,
@@ -210,7 +217,7 @@ class PairLink:
         match frame.header:
             case ["pair", str(name), bytes(value)] if not frame.payload_nbytes:
                 self._exchange.heard(name, value)
-                return Frame(["beat"], 0)  # nothing for others
+                return Frame(["beat"], 0)  # nothing for the peer
             case ["pull", _]:
                 self._begin()
             case ["data", int(number), int(nbytes)] if not frame.payload_nbytes:
@@ -255,12 +262,13 @@ class PairLink:
     def _run(self) -> None:
         try:
             communicator = self._make(self._exchange, time.monotonic() + self._make_seconds)
-        except Exception as error:  # noqa: BLE001 -- a device's as well: others wait for this
+        except Exception as error:  # noqa: BLE001 -- a device's too: threads wait for the result
             kind = type(error) if isinstance(error, LookupBufferError) else PipeBroken
             with self._changed:
-                self._error = kind(str(error))  # without frames, which keep descriptors
+                # Without its traceback, which would keep descriptors.
+                self._error = kind(str(error))
                 self._changed.notify_all()
-            self._link.abort()  # who reads or writes hears of it at once, here and there
+            self._link.abort()  # threads that read or write fail at once, at both ends
             return
         with self._changed:
             if not self._ended:
@@ -270,7 +278,8 @@ class PairLink:
         communicator.abort()
 
     def _made(self, *, beat: bool) -> Communicator:
-        """It, once it is there: making it is bounded. The other end hears of us meanwhile."""
+        """The communicator, once it is made; that time is bounded. With `beat`, sends beats
+        meanwhile."""
         while True:
             with self._changed:
                 if self._communicator is None:
@@ -285,7 +294,8 @@ class PairLink:
                 self._say(["beat"])
 
     def _end(self, seconds: float) -> None:
-        """Abort it on a side thread: that wakes who uses it, and has been seen to hang."""
+        """Abort the communicator on another thread. That wakes the threads that use it, and has
+        been seen to hang. Waits for it for up to `seconds`."""
         with self._changed:
             if self._ended:
                 return
@@ -306,7 +316,8 @@ class PairLink:
 
     @contextmanager
     def _telling_why(self) -> Iterator[None]:
-        """The link was aborted because there is no communicator: that is the reason to tell."""
+        """Replaces errors of a link that was aborted for lack of a communicator by the reason for
+        that."""
         try:
             yield
         except PipeError:

@@ -1,25 +1,24 @@
-"""A peer: the other end of a stream, as one end of a pipe sees it.
+"""Peer: the other end of a stream, as one end of a pipe sees it.
 
-Frames over a `Link`, in both directions at once, by two threads that live as long as it does (and,
-where they are small, by who says them: see `speaker`):
+It exchanges frames over a `Link`, in both directions at once. Two threads live as long as the peer;
+callers also write and read frames on their own threads (see `io`):
 
-    ["offer", n, key, header] + bytes      a message; its bytes only if they are few
-    ["pull", n]                            its bytes are wanted
-    ["data", n] + bytes                    here they are
-    ["gone", n]                            the sender gave up before he was asked
-    ["withdraw", n, key]                   he gives up now
-    ["received", n, …]                     what came with its bytes was received
+    ["offer", n, key, header] + bytes      a message; with its bytes only if they are few
+    ["pull", n]                            a request for its bytes
+    ["data", n] + bytes                    the requested bytes
+    ["gone", n]                            the sender had given up before the request came
+    ["withdraw", n, key]                   the sender gives up now, without a request
+    ["received", n, …]                     received: bytes from an offer, or from shared memory
     ["beat"]   ["bye"]
 
-Where the two ends share memory (see `carrier`), the bytes may lie there instead of in a frame:
+If the two ends share memory (see `Carrier`), the bytes may lie there instead of in a frame:
 
-    ["offer", n, key, header, at]          where they lie, until they are "received"
-    ["data", n, at]                        likewise, of what was put there since it was offered
+    ["offer", n, key, header, at]          the offset of the bytes, until they are "received"
+    ["data", n, at]                        likewise, for bytes copied there after the offer
 
-Offers always pass, large payload is asked for: so neither the order in which a receiver wants keys
-nor a full budget can make the two ends wait for each other. Who reads (the thread for it, or who
-waits for what is to come: see `reading`) never waits for anything but bytes of a frame that has
-begun.
+Offers always pass, and large payload is requested. So neither the order in which a receiver wants
+keys nor a full budget can deadlock the two ends. A thread that reads never waits for anything but
+the bytes of a frame that has begun. This module knows no tensors, only bytes and headers.
 """
 
 import threading
@@ -47,14 +46,14 @@ from lookup_buffer.shm.memory import copy_bytes, pointer_to
 BYE_SECONDS: Final = 1.0
 MINIMUM_BYTES_PER_SECOND: Final = 16e6
 LARGE_BYTES: Final = 1 << 20
-"""A sender may wait for the room of so many: that the last was received is said at once."""
+"""From so many bytes on, "received" is sent at once, because a sender may wait for the room."""
 
 
 class Peer:
-    """Thread-safe. `outbox` sends, `receive` receives what the inbox was given.
+    """Thread-safe. `outbox` sends; `receive` receives an offer from the inbox.
 
-    `lost` is told once, on any thread, why it is of no use any more; `rest` is called when there
-    was nothing to send for a while.
+    `lost` is called once, on any thread, with the reason why the peer cannot be used any more.
+    `rest` is called when there was nothing to send for a while.
     """
 
     def __init__(
@@ -105,10 +104,14 @@ class Peer:
         self._reading.call()
 
     def receive(self, offer: Offer, memory: memoryview, spare: Spare | None = None) -> bool:
-        """Put the bytes of an offer into `memory`; False where its sender gave up.
+        """Put the bytes of an offer into `memory`. Returns False if its sender gave up.
 
-        Where they are on their way already, they are in the memory of who asked for them. Once
-        this has returned or raised, nobody writes to `memory`, if there is `spare` memory instead.
+        If an earlier caller requested the bytes, they arrive in that caller's memory. Once this has
+        returned or raised, nothing is written to `memory` any more, if there is `spare` memory
+        instead.
+
+        Raises:
+            LookupTimeout: the bytes did not come in time.
         """
         if offer.payload is not None:
             return self._take(offer, offer.payload, memory)
@@ -119,8 +122,8 @@ class Peer:
                 self._speaker.put(["pull", offer.number])
             self._speaker.write()
         arrival = offer.arrival
-        # Twice: until they begin to come, and then the deadline of who reads for them, which has to
-        # pass first: it says that the peer is lost, not only late.
+        # Twice: once until the bytes begin to come, and once for the deadline of the thread that
+        # reads them. That one must pass first: it means that the peer is lost, not only late.
         limit = 2 * self._limits.silence_seconds
         limit += offer.header.nbytes / MINIMUM_BYTES_PER_SECOND
         deadline = time.monotonic() + limit
@@ -137,7 +140,7 @@ class Peer:
         return not arrival.gone
 
     def _wait_for(self, arrival: Arrival, deadline: float) -> None:
-        """Until it is over, or nobody is, or will be, within its memory."""
+        """Wait until the arrival is over, or no thread writes, or will write, to its memory."""
         try:
             while not arrival.over:
                 self._check()
@@ -146,12 +149,12 @@ class Peer:
                     raise LookupTimeout("the bytes did not come in time")
                 self._changed.wait(left if left > 0 else None)
         except LookupBufferError:
-            # Where that is because the link has ended, who reads is about to leave it.
+            # If the link has ended, the thread that reads is about to stop.
             self._changed.wait_for(lambda: not arrival.moving, self._limits.silence_seconds)
             raise
 
     def discard(self, offer: Offer) -> None:
-        """It is not to be received: its sender need not keep it."""
+        """Drop an offer that is not received, so that its sender can release it."""
         with self._changed:
             self._arrivals.pop(offer.number, None)
         self._say_received(offer)
@@ -181,10 +184,10 @@ class Peer:
     # -- the end
 
     def close(self) -> None:
-        """Say goodbye, and wait until the other end has heard it. Bounded, idempotent.
+        """Send "bye", and wait until the other end has read it. Bounded, idempotent.
 
-        Were the socket closed at once, with something unread in it, the kernel would reset the
-        connection, and the other end might read that instead.
+        If the socket were closed at once with unread data in it, the kernel would reset the
+        connection. The other end might then read the reset instead of "bye".
         """
         with self._changed:
             self._said_bye = True
@@ -199,8 +202,9 @@ class Peer:
         self.lose(error, reset=True)
 
     def lose(self, error: LookupBufferError, *, reset: bool = True) -> None:
-        """It is of no use any more. The first reason stands."""
-        error = type(error)(str(error))  # kept: so without frames, which would keep their memory
+        """End the peer with this error. The first reason stays."""
+        # A copy without its traceback, which would keep frames and their memory alive.
+        error = type(error)(str(error))
         with self._changed:
             if self._error is not None:
                 return
@@ -218,11 +222,11 @@ class Peer:
         self._tell_lost(self, error)
 
     def _fail(self, error: LookupBufferError) -> None:
-        """One of the threads cannot go on; the other one may have been the first."""
+        """One of the threads failed; the other one may have failed before it."""
         cause = self._link.failure
         error = cause if isinstance(cause, LookupBufferError) else error
         if isinstance(error, PipeClosed) and not self._said_bye:
-            # Ends say goodbye; who does not was killed.
+            # A living end sends "bye" first; one that does not was killed.
             error = PipeBroken("the other end of the pipe ended without a word")
         self.lose(error)
 
@@ -234,11 +238,11 @@ class Peer:
         if header[0] == "data" and out is not None:
             self.outbox.settle(out.number)
 
-    # -- reading: the thread's, or whose who waits
+    # -- reading: on the thread, or on a waiting caller's
 
     def _read(self) -> None:
         self._reading.run()
-        self.lose(PipeClosed("the other end was closed"), reset=False)  # unless that has failed
+        self.lose(PipeClosed("the other end was closed"), reset=False)  # no effect after a failure
 
     def _heard(self, header: Any, nbytes: int) -> None:
         match header:

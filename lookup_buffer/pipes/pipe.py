@@ -1,9 +1,10 @@
-"""KVPipe: the contract of all pipes.
+"""KVPipe, the contract of all pipes, and `open_pipe`, which opens one by its address.
 
-The interface of vLLM's first `KVPipeBase` (`send_tensor`, `recv_tensor`, `close`), with the `key`
-that its authors noted was missing. Code written for that one runs unchanged.
+The interface is that of vLLM's first `KVPipeBase` (`send_tensor`, `recv_tensor`, `close`), with the
+`key` that its authors noted was missing. Code written for that interface runs unchanged.
 
-From an address to a pipe: the scheme names the module, which is imported on its first use.
+The scheme of an address names the module, which is imported on first use. This module has no
+thread, and knows no transport.
 """
 
 import enum
@@ -21,9 +22,9 @@ from lookup_buffer.key import MAX_KEY_CHARACTERS, TensorKey
 from store import redact
 
 TIMEOUT_SECONDS: Final = 300.0
-"""Of an operation that names none; as long as vLLM's first pipe waited for its store."""
+"""Timeout of an operation that names none: as long as vLLM's first pipe waited for its store."""
 MESSAGE_BYTES: Final = 1024
-"""What a message costs of the budget at the least: so much is kept of each, also of no bytes."""
+"""Least cost of a message in the budget: each message takes so much memory, also an empty one."""
 
 
 class Any(enum.Enum):
@@ -37,25 +38,28 @@ ANY_KEY: Final = Any.KEY
 
 @dataclass(frozen=True, slots=True)
 class PipeLimits:
-    """How much a pipe holds, and how long it is patient."""
+    """The budgets and deadlines of a pipe."""
 
     buffer_bytes: int = 1_000_000_000
-    """Bytes that this end has sent and the other one has not received. A sender waits for room."""
+    """Bytes that this end has sent and the other end has not received. Beyond it a sender waits for
+    room."""
     message_bytes: int | None = None
-    """The largest message that this end receives. Of a larger one its receiver is told, before
-    there is memory for it, and then it is gone. None: `buffer_bytes`, so with the same limits at
-    both ends nothing is larger."""
+    """The largest message that this end receives. A larger one raises TensorTooLarge at its
+    receiver, before memory is allocated for it, and is then dropped. None: `buffer_bytes`, so with
+    the same limits at both ends no message is too large."""
     inbox_bytes: int | None = None
-    """What each other end may have sent here that was not received: keys, and the bytes of messages
-    up to 64 KiB (larger ones are asked for), at least 1 KiB a message. Who sends more is lost
-    (ProtocolError): ends that keep to their budget do not. None: twice `buffer_bytes`, and 1 MiB
-    at the least; it has to be more than the `buffer_bytes` of the other end."""
+    """Bound on the unreceived data here of each other end: keys, and the bytes of messages up to 64
+    KiB (larger ones are sent on request), at least 1 KiB a message. An end that sends more is
+    disconnected (ProtocolError); an end that keeps to its budget never does. None: twice
+    `buffer_bytes`, and 1 MiB at the least. It must be more than the `buffer_bytes` of the other
+    end."""
     silence_seconds: float = 10.0
-    """A peer that says nothing for so long is lost: stopped, or cut off. It beats twice a second.
-    At least 2 s; who holds Python's interpreter lock for longer looks like one that was stopped.
+    """A peer that sends nothing for so long is lost: it was stopped, or the network is down. A peer
+    sends a beat twice a second. At least 2 s. A process that holds Python's interpreter lock for
+    longer looks like one that was stopped.
     """
     linger_seconds: float = 5.0
-    """How long `close` waits for the peer to receive what it was sent."""
+    """How long `close` waits until the peer has received what was sent."""
 
     def __post_init__(self) -> None:
         least = {
@@ -68,13 +72,14 @@ class PipeLimits:
                 raise ConfigError(f"{name} of a pipe is {value!r}; allowed is {bound} or more")
 
     def cost(self, nbytes: int) -> int:
-        """What a message of so many bytes takes of the budget; more than all of it if too large."""
+        """Cost of a message of so many bytes in the budget; more than the whole budget if it is too
+        large."""
         if nbytes > self.buffer_bytes:
             return nbytes
         return min(max(nbytes, MESSAGE_BYTES), self.buffer_bytes)
 
     def check_received(self, nbytes: int) -> None:
-        """Raises TensorTooLarge: this end receives no such message."""
+        """Raises TensorTooLarge: the message is larger than this end receives."""
         most = self.buffer_bytes if self.message_bytes is None else self.message_bytes
         if nbytes > most:
             raise TensorTooLarge(
@@ -89,35 +94,37 @@ class PipeLimits:
 
 
 class KVPipe(ABC):
-    """One end. Both ends send and receive; any thread may, at any time.
+    """One end of a pipe. Both ends send and receive; any thread may, at any time.
 
-    Without a key messages are a FIFO. Under a key they are found by it, in any order; several
-    under one key are a FIFO among themselves. Messages without a key and under different keys
-    never wait for each other. `None` is a message.
+    Messages without a key are a FIFO. Messages with a key are received by it, in any order; several
+    under one key are a FIFO among themselves. Messages without a key and messages under different
+    keys never wait for each other. `None` is a message.
 
     Errors of the operations, after which the pipe is as before:
-        LookupTimeout: nothing came within the time that was given.
+        LookupTimeout: nothing came within the given time.
         BufferFull: the other end received too little within it.
-        TensorTooLarge: more than the whole budget, said at once; or than this end receives.
-        CodecError, InvalidKey: this cannot be carried, or not be received so. Nothing was sent.
-    After which it is of no use any more, to anybody who waits or comes later:
+        TensorTooLarge: larger than the whole budget, raised at once; or larger than this end
+            receives.
+        CodecError, InvalidKey: this value cannot be sent, or not be received so. Nothing was sent.
+    Errors after which the pipe cannot be used any more; current and later callers get them:
         Closed: this end was closed.
         PipeClosed: the other end was closed, and all that it sent was received.
-        PipeBroken: the other end died, or this one was aborted; what was under way is lost.
-        PipeTimeout: the other end did not say anything for `silence_seconds`, or did not move a
-            transfer's bytes.
-        ProtocolError: what the other end said is no pipe's, or more than `inbox_bytes`.
-    An end that listens serves several that connect: it receives from all, and ends with the last.
-    It can send only while it has exactly one peer (else PipeClosed says so, or it waits for one).
+        PipeBroken: the other end died, or this one was aborted; data in flight is lost.
+        PipeTimeout: the other end sent nothing for `silence_seconds`, or did not move the bytes of
+            a transfer.
+        ProtocolError: the other end does not speak this protocol, or sent more than `inbox_bytes`.
+    A listening end serves several connecting ends: it receives from all, and ends with the last. It
+    can send only while it has exactly one peer. Without one it waits, or raises the error with
+    which the last one ended. With several it raises ConfigError.
     """
 
     uri: str
-    """Where the other end connects to."""
+    """The address to which the other end connects."""
 
     @property
     @abstractmethod
     def used_bytes(self) -> int:
-        """What of the budget is taken: 0 when all that this end sent was received, or given up."""
+        """Bytes of the budget in use: 0 when all that this end sent was received or given up."""
 
     @abstractmethod
     def send_tensor(
@@ -125,10 +132,10 @@ class KVPipe(ABC):
     ) -> None:
         """Send a tensor (any dtype, shape, strides; bit for bit), or None.
 
-        On return the tensor may be changed: its bytes were copied, or are received. Waits at most
-        `timeout` seconds for room in the budget. While it waits the other end can already see the
-        message, and takes its bytes from the caller's tensor if it wants just this one: a full
-        budget never keeps a receiver from the key that it waits for.
+        On return the caller may change the tensor: its bytes were copied, or received. Waits at
+        most `timeout` seconds for room in the budget. During that wait the other end can already
+        see the message. If it requests this message, the bytes are sent directly from the caller's
+        tensor. So a full budget never keeps a receiver from the key that it waits for.
         """
 
     @abstractmethod
@@ -141,24 +148,25 @@ class KVPipe(ABC):
     ) -> Value:
         """The next message without a key, or the next one under `key`, as a CPU tensor.
 
-        `ANY_KEY` is the oldest of those that have one.
-        `timeout` bounds the wait for it to appear; a transfer that has begun is given the time
-        that its size takes on top. A message that is not taken in time is not lost.
+        `ANY_KEY` returns the oldest message that has a key. `timeout` bounds the wait for the
+        message to appear; a transfer in progress gets additional time by its size. A message that
+        is not received in time is not lost.
 
-        `out` is filled and returned: a contiguous tensor of the message's dtype and shape, where
-        this end receives to. Into memory that was touched before the bytes come several times as
-        fast as into a new tensor. A message that it does not fit stays where it is (CodecError); a
-        None leaves it as it is. After another error its content is unspecified, and final.
+        `out` is filled and returned: a contiguous tensor of the message's dtype and shape, on the
+        device that this end receives to. Receiving into memory that was used before is several
+        times as fast as into a new tensor. If the message does not fit `out`, it stays in the pipe
+        (CodecError). A None leaves `out` unchanged. After any other error the content of `out` is
+        unspecified, but is not written to any more.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """End in order: what was sent is received, within `linger_seconds`. Wakes all waiters of
-        this end, who get Closed. Idempotent; any thread."""
+        """Close in order: waits at most `linger_seconds` until the other end has received what was
+        sent. Waiting callers of this end get Closed. Idempotent; any thread."""
 
     @abstractmethod
     def abort(self) -> None:
-        """End at once; what is under way is lost. Idempotent; any thread; never waits."""
+        """Close at once; data in flight is lost. Idempotent; any thread; never waits."""
 
     def __enter__(self) -> Self:
         return self
@@ -172,14 +180,15 @@ class KVPipe(ABC):
         if error is None:
             self.close()
         else:
-            self.abort()  # the other end must not take what there is for all there was to be
+            self.abort()  # the other end must not take an incomplete stream for a complete one
 
 
 def key_bytes(key: str | TensorKey | None) -> bytes | None:
-    """How a key travels, and is looked up: any text is one, also what UTF-8 does not allow.
+    """The encoded form of a key, for transfer and lookup. Any text is valid, also text that UTF-8
+    does not allow.
 
     Raises:
-        InvalidKey: it is no text, or too long.
+        InvalidKey: the key is not text, or too long.
     """
     if key is None:
         return None
@@ -205,7 +214,7 @@ SCHEMES: Final[Mapping[str, str]] = {
     "nccl": "nccl://HOST:PORT[?device=cuda:N], between GPUs, large payload by NCCL",
 }
 _MODULES: Final = dict.fromkeys(("rediss", "valkey", "valkeys", "unix"), "redis")
-"""Of those schemes whose module has another name."""
+"""Modules of the schemes whose module has another name."""
 OPEN_SECONDS: Final = 30.0
 
 
@@ -217,18 +226,18 @@ def open_pipe(
     token: str | None = None,
     limits: PipeLimits | None = None,
 ) -> KVPipe:
-    """One end of the pipe at `uri`; one end listens, the other (or several) connect.
+    """Open one end of the pipe at `uri`; one end listens, the other (or several) connect.
 
-    A listening end returns at once; where it was given port 0, `pipe.uri` says which it got. A
+    A listening end returns at once. If the address has port 0, `pipe.uri` names the actual port. A
     connecting end waits up to `timeout` seconds for the other one to listen.
 
     Args:
-        token: both ends must know the same; see `link.connect`. At least 16 characters; needed to
-            listen beyond loopback. Not for `inproc`.
+        token: the secret, the same at both ends; see `protocol.auth.connect`. At least 16
+            characters; required to listen beyond loopback. Not for `inproc`.
 
     Raises:
         ConfigError: the address is not one of `SCHEMES`, or it needs another token.
-        PipeTimeout: nobody listens there within the time.
+        PipeTimeout: no end listens there within the time.
         PipeError: see `KVPipe`.
         NodeRefused: the other end has another token or version.
     """

@@ -1,7 +1,11 @@
-"""`redis://HOST:PORT/DATABASE?pipe=NAME`: by way of a Redis or Valkey server that both ends reach.
+"""`redis://HOST:PORT/DATABASE?pipe=NAME`: a pipe through a Redis or Valkey server.
 
-The address is a store URL of one server, with the pipe's name for an option more. One end listens
-at the name, the others knock: they leave the name of their session at its door.
+Both ends reach the server. The address is its store URL, with the pipe's name as an additional
+option. One end listens at the name, on a thread of its own. A connecting end pushes its session id
+to a list (the "door") that the listening end reads. The handshake then runs over the session's own
+lists.
+
+This module makes connections; `redis_link` owns the frames and their names in the database.
 """
 
 import re
@@ -33,7 +37,7 @@ from store.url import parse
 
 TRY_AGAIN_SECONDS: Final = 0.05
 DOOR_SECONDS: Final = 60.0
-"""A session at the door expires, as all that is written does."""
+"""A session id at the door expires, like everything that a pipe writes."""
 PREFIX: Final = "lb:pipe:"
 _NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _SESSION: Final = re.compile(r"[0-9a-f]{32}")
@@ -44,7 +48,7 @@ _OPTION: Final = "pipe="
 class _Address:
     uri: str
     url: str
-    """Of the server."""
+    """The store URL of the server."""
     name: str
 
     @classmethod
@@ -77,14 +81,19 @@ class _Address:
 
     @property
     def door_channel(self) -> bytes:
-        """Unlike keys, channels are the same in all databases."""
+        """The channel of the listening end. Its name has the database's number, because a server's
+        channels, unlike its keys, are shared by all databases."""
         return self.door + b"@%d" % parse(self.url).database
 
     def session(self, session: str) -> Session:
         return Session(f"{PREFIX}{self.name}:{session}")
 
     def lane(self, deadline: float) -> RespLane:
-        """Raises PipeBroken: the server is not there, or refuses us."""
+        """Connect to the server; retries until `deadline`, a monotonic time.
+
+        Raises:
+            PipeBroken: the server cannot be reached, or refuses the connection.
+        """
         while True:
             try:
                 return RespLane(dial(self.url, max((deadline - time.monotonic()) / 2, 0.01)))
@@ -98,7 +107,7 @@ class _Address:
     def link(
         self, session: str, deadline: float, silence_seconds: float, *, listens: bool
     ) -> RedisLink:
-        """To be greeted yet, so it accepts little."""
+        """A link for a session. Before the handshake it accepts only small frames."""
         names = self.session(session)
         reader = self.lane(deadline)
         try:
@@ -153,7 +162,7 @@ class _Listening(StreamPipe):
                     session = _session_of(reply)
                     self._greetings.begin(partial(self._greet, session))
         except LookupBufferError as error:
-            # Without the database this end is of no use, also while nobody is connected to it.
+            # Without the database this end cannot be used, even if no other end is connected.
             if not self._leaving and self._end_here(error):
                 for peer in list(self._peers):
                     peer.abort(error)

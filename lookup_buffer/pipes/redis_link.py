@@ -1,23 +1,20 @@
-"""RedisLink: frames between two ends that both reach one database server, and not each other.
+"""RedisLink: frames between two ends that both reach one database server, but not each other.
 
-What is written, and under which names: `redis_layout`. The bytes of a large frame are written a few
-batches at a time: the writer waits until the reader has taken them, which is also when its message
-counts as received.
+A list for each direction holds the frames. They are numbered, so that a lost one is detected. The
+bytes of a large frame lie in chunks of one mebibyte under keys of their own, in batches:
 
-Who reads a list has subscribed to the channel of the same name, by the connection that reads: with
-its process the connection ends, and the other end sees that nobody is subscribed any more. Nobody
-ever publishes anything there. A process that is only stopped keeps its connection, and is silent.
-
-What a `redis` pipe writes into the database: names, and the elements of its lists. Pure.
-
-A list for each direction holds the frames, numbered, so that a lost one is noticed. The bytes of a
-large one lie beside it, in chunks of a mebibyte under names of their own, in batches.
-
-    <session>:up               LIST    frames to the end that listens; `down`: to the other one
+    <session>:up               LIST    frames to the listening end; `down`: to the other one
     <session>:up:<frame>:<i>   STRING  a chunk of a frame's bytes
     <session>:up:had           LIST    which batches of them were taken, or missing
 
-All that is written expires.
+Everything that is written expires. A large frame is written a few batches at a time: the writer
+waits until the reader has taken them. Its message then counts as received.
+
+The connection that reads a list subscribes to the channel of the same name. When its process ends,
+the connection ends, and the other end sees that the channel has no subscriber. Nothing is ever
+published there. A process that is only stopped keeps its connection, but is silent.
+
+The peer's two threads call it. It knows nothing of the frames' meaning, except "bye" and "batch".
 """
 
 import struct
@@ -47,14 +44,14 @@ BATCH_BYTES: Final = BATCH_CHUNKS * CHUNK_BYTES
 
 _NUMBER: Final = struct.Struct(">Q")
 ABORTED: Final = _NUMBER.pack((1 << 64) - 1)
-"""In the place of a frame, from an end that was aborted."""
+"""Sent instead of a frame by an end that was aborted."""
 _HAD: Final = struct.Struct(">QQ?")
-"""The frame's number, the batch's, and whether all of it was there."""
+"""The frame's number, the batch's number, and whether the batch was complete."""
 
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """The names that belong to two ends which have met."""
+    """The names of the lists of two connected ends."""
 
     prefix: str
 
@@ -63,7 +60,7 @@ class Session:
 
 
 def had_list(frames: bytes) -> bytes:
-    """The list that says what of the bytes of `frames` was taken."""
+    """The list of the batches of `frames` that were taken or missing."""
     return frames + b":had"
 
 
@@ -88,12 +85,16 @@ def read_numbered(element: bytes) -> tuple[int, memoryview]:
 
 
 def had(number: int, batch: int, *, all_of_it: bool) -> bytes:
-    """That a batch of a frame was taken, or that some of it was missing."""
+    """An element that says that a batch of a frame was taken, or was incomplete."""
     return _HAD.pack(number, batch, all_of_it)
 
 
 def read_had(element: bytes) -> tuple[int, int, bool]:
-    """The reverse of `had`: frame, batch, and whether all of it was there."""
+    """The reverse of `had`: frame, batch, and whether the batch was complete.
+
+    Raises:
+        ProtocolError: the element has another length.
+    """
     if len(element) != _HAD.size:
         raise ProtocolError("no word of a batch")
     number, batch, all_of_it = _HAD.unpack(element)
@@ -101,7 +102,11 @@ def read_had(element: bytes) -> tuple[int, int, bool]:
 
 
 def element_of(reply: Any) -> bytes:
-    """What BLPOP has found."""
+    """The element in a reply of BLPOP.
+
+    Raises:
+        ProtocolError: the reply is not one of BLPOP.
+    """
     match reply:
         case [_, bytes(element)]:
             return element
@@ -115,7 +120,7 @@ def batches_of(nbytes: int) -> int:
 def chunks_of(
     frames: bytes, number: int, batch: int, nbytes: int
 ) -> Iterator[tuple[bytes, int, int]]:
-    """Name, start and end of each chunk of a batch, of a frame with so many bytes."""
+    """Name, start and end (bytes) of each chunk of a batch, for a frame with so many bytes."""
     for index in range(batch * BATCH_CHUNKS, (batch + 1) * BATCH_CHUNKS):
         start = index * CHUNK_BYTES
         if start < nbytes:
@@ -123,13 +128,13 @@ def chunks_of(
 
 
 BATCHES_AHEAD: Final = 4
-"""So much of a frame lies in the server at the most: 16 MiB."""
+"""Bound on the batches of a frame in the server at a time: 16 MiB."""
 TRIES: Final = 3
-"""How often a batch is written of which the server has lost something."""
+"""How often a batch is written if the server loses a part of it."""
 EXPIRY_SECONDS: Final = 60.0
-"""Of all that is written, at the least; lists are renewed with every beat."""
+"""Least expiry of everything that is written; lists are renewed with every beat."""
 LOOK_SECONDS: Final = 1.0
-"""Who has waited so long looks whether the other end is still connected."""
+"""After so long a wait, an end checks whether the other end is still connected."""
 MINIMUM_BYTES_PER_SECOND: Final = 16e6
 MAX_PAYLOAD_BYTES: Final = 1 << 40
 
@@ -140,12 +145,13 @@ class RedisLink:
     """See `Frames`; the errors are those of `Link`.
 
     Args:
-        reader: has subscribed to the channel of the list that this end reads; see the module.
-        silence_seconds: how long the server may take for an answer.
+        reader: subscribed to the channel of the list that this end reads; see the module.
+        silence_seconds: how long the server may take to reply.
     """
 
     failure: BaseException | None = None
-    """Its two connections fail each for itself, and each operation with its own reason."""
+    """Always None: its two connections fail separately, and each operation raises its own
+    reason."""
 
     def __init__(
         self,
@@ -165,7 +171,7 @@ class RedisLink:
         self._sent = self._received = 0
         self._said_bye = False
         self._element: bytes | None = None
-        """A frame that has come and was not looked at."""
+        """A frame that was read and not processed yet."""
         self._payload: memoryview | None = None
         self._large_nbytes = 0
         self._most_header_bytes, self._most_payload_bytes = MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES
@@ -173,7 +179,7 @@ class RedisLink:
     def limit(
         self, header_bytes: int = MAX_HEADER_BYTES, payload_bytes: int = MAX_PAYLOAD_BYTES
     ) -> None:
-        """What is accepted from the other end, from the next frame on."""
+        """Set the size limits of frames from the other end, from the next frame on."""
         self._most_header_bytes, self._most_payload_bytes = header_bytes, payload_bytes
 
     def is_awaited(self, deadline: float) -> bool:
@@ -181,10 +187,10 @@ class RedisLink:
         return self._reader.listeners(self._out, deadline) > 0
 
     def close(self) -> None:
-        # The writing thread has ended by now, or is stuck: then the lists are left to expire.
+        # The writing thread has ended by now. If it is stuck, the lists are left to expire.
         if self._sending.acquire(blocking=False):
             unlink = (b"UNLINK", self._in, had_list(self._in))
-            # No end of a stream tells the other end that this one has gone, only a word does.
+            # The other end sees no end of a stream, so it needs this last frame.
             last = [] if self._said_bye else self._push(encode_frame(_BYE))
             self._writer.part([*last, unlink])
             self._sending.release()
@@ -192,7 +198,7 @@ class RedisLink:
         self._reader.close()
 
     def abort(self) -> None:
-        # Where that is possible at once; else the other end finds out when it looks.
+        # Only if that is possible at once; otherwise the other end detects it by its checks.
         if self._sending.acquire(blocking=False):
             word = (b"RPUSH", self._out, ABORTED)
             self._writer.part([word, (b"PEXPIRE", self._out, self._expiry)])
@@ -211,7 +217,7 @@ class RedisLink:
         before: Header | None = None,
         begun: int = 0,
     ) -> None:
-        """Large bytes: returns once the other end has them."""
+        """Send a frame. With a large payload: returns once the other end has received it."""
         nbytes = 0 if payload is None else payload.nbytes
         deadline = time.monotonic() + timeout + nbytes / MINIMUM_BYTES_PER_SECOND
         frame = encode_frame(header, nbytes)
@@ -259,7 +265,8 @@ class RedisLink:
         self._writer.say([*commands, *announced], deadline)
 
     def _next_had(self, number: int, deadline: float) -> tuple[int, bool]:
-        """The next batch that the other end has taken, or missed."""
+        """The next batch that the other end has taken or found incomplete, and whether it was
+        complete."""
         while True:
             left = max(min(LOOK_SECONDS, deadline - time.monotonic()), 0.001)
             reply_by = time.monotonic() + left + self._patience
@@ -274,7 +281,7 @@ class RedisLink:
     def begin(
         self, header: Header, payload: memoryview | None = None, before: Header | None = None
     ) -> int:
-        """Each frame is a question to the server, whose answer is awaited."""
+        """Always 0: each frame is a request to the server that waits for its reply."""
         return 0
 
     # -- receiving
@@ -297,7 +304,7 @@ class RedisLink:
             self._payload = payload
         if payload.nbytes != (0 if self._large_nbytes else frame.payload_nbytes):
             raise ProtocolError("a frame with other bytes than it says")
-        if frame.header == _BYE:  # nobody will read or write anything any more
+        if frame.header == _BYE:  # no end reads or writes any more
             lists = (self._in, had_list(self._in), self._out, had_list(self._out))
             self._reader.ask((b"UNLINK", *lists), time.monotonic() + self._patience)
         return frame
@@ -337,7 +344,12 @@ class RedisLink:
         self._reader.settle(deadline)
 
     def _opened(self, element: bytes) -> tuple[Frame, memoryview]:
-        """The frame, and what comes with it."""
+        """The frame in this element, and the bytes that come with it.
+
+        Raises:
+            PipeBroken: a frame before it was lost.
+            ProtocolError: it is no frame, or too large.
+        """
         number, frame = read_numbered(element)
         if frame.nbytes < PROLOGUE_BYTES:
             raise ProtocolError("no frame")
@@ -354,10 +366,10 @@ class RedisLink:
         return Frame(header, payload_nbytes), frame[end:]
 
     def _next_element(self, deadline: float) -> bytes | None:
-        """None if there is none by then.
+        """The next element of this end's list; None if there is none by the deadline.
 
         Raises:
-            PipeBroken: the other end is not connected any more, and left nothing.
+            PipeBroken: the other end is not connected any more, and left no element.
         """
         while True:
             left = max(min(LOOK_SECONDS, deadline - time.monotonic()), 0.001)
@@ -365,7 +377,7 @@ class RedisLink:
             reply = self._reader.ask((b"BLPOP", self._in, b"%.3f" % left), reply_by)
             if reply is not None:
                 return element_of(reply)
-            # Before its first word it may not have come to subscribing.
+            # Before its first frame the other end may not have subscribed yet.
             if self._received and not self.is_awaited(reply_by):
                 last = self._reader.ask((b"LPOP", self._in), reply_by)
                 if last is None:

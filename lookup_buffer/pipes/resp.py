@@ -1,7 +1,10 @@
-"""RespLane: large values to a Redis or Valkey server and back, past a client library.
+"""RespLane: moves large values to and from a Redis or Valkey server, without a client library.
 
-A library parses a reply into an object of its own, which is then copied. Here a value is sent from
-where it lies, and received into where it is to lie: five to ten times as fast for a mebibyte.
+A client library parses a reply into an object of its own, which is then copied. Here a value is
+sent from its own memory, and received directly into its destination: five to ten times as fast for
+a mebibyte.
+
+One thread at a time uses a connection. This module knows commands and replies, but no pipes.
 """
 
 import socket
@@ -17,28 +20,28 @@ Part = bytes | memoryview
 Command = Sequence[Part]
 
 LONGEST_REPLY_BYTES: Final = 2 << 20
-"""Of those that are not received in place; nobody has reason to send us a larger one."""
+"""Bound on a reply that is not received in place; no end has a reason to send a larger one."""
 _MOST_REPLIES: Final = 64
 _SCRATCH_BYTES: Final = 4096
 _LARGE_BYTES: Final = 4096
-"""Parts from here on are sent from where they lie."""
+"""Parts of at least this size are sent from their own memory, without a copy."""
 _LEAST_SECONDS: Final = 0.0005
 _GRACE_SECONDS: Final = 1.0
 _DEEPEST: Final = 4
-"""Of lists within lists."""
+"""Bound on the nesting of lists."""
 
 
 class RespLane:
-    """A socket that is logged in and speaks RESP3; owned from now on.
+    """A connection that is authenticated and uses RESP3; owns the socket from now on.
 
-    One thread at a time; `close` may be called by any, and wakes it. After an error it is closed,
-    so that a stream is never read from its middle. `deadline` is a monotonic time.
+    One thread at a time; any thread may call `close`, which wakes that thread. After an error it is
+    closed, so that a stream is never read from its middle. `deadline` is a monotonic time.
 
     Errors:
         PipeBroken: the server is gone, or refuses the command.
-        PipeTimeout: it did not answer by the deadline.
-        PipeClosed: this lane was closed by another thread.
-        ProtocolError: what came is no reply to what was asked.
+        PipeTimeout: it did not reply by the deadline.
+        PipeClosed: this connection was closed by another thread.
+        ProtocolError: a reply does not fit its command.
     """
 
     def __init__(self, stream: socket.socket) -> None:
@@ -48,29 +51,30 @@ class RespLane:
         self._view = memoryview(self._scratch)
         self._start = self._end = 0
         self._owed = 0
-        """Replies that nobody has asked for yet."""
+        """Number of replies that were not read yet."""
         tune(stream)
 
     def say(self, commands: Sequence[Command], deadline: float) -> None:
-        """Send commands; what they answer matters only if it is a refusal, which comes later."""
+        """Send commands without reading their replies. A reply that is an error is raised by a
+        later call."""
         with self._guard:
             self._send(commands, deadline)
             self._owed += len(commands)
 
     def ask(self, command: Command, deadline: float) -> Any:
-        """The reply: bytes, a number, None, or a list of these."""
+        """Send a command and return its reply: bytes, a number, None, or a list of these."""
         self.say([command], deadline)
         with self._guard:
             self._catch_up(1, deadline)
             return self._reply(deadline)
 
     def settle(self, deadline: float) -> None:
-        """Take the replies to all that was said."""
+        """Read the replies to all commands sent so far."""
         with self._guard:
             self._catch_up(0, deadline)
 
     def subscribe(self, channel: bytes, deadline: float) -> None:
-        """From now on the server knows that we are there: see `listeners`."""
+        """Subscribe to a channel, so that `listeners` counts this connection."""
         with self._guard:
             self._send([(b"SUBSCRIBE", channel)], deadline)
             self._catch_up(0, deadline)
@@ -80,7 +84,7 @@ class RespLane:
                 self._reply(deadline)
 
     def listeners(self, channel: bytes, deadline: float) -> int:
-        """How many connections that live have subscribed to it."""
+        """The number of live connections that have subscribed to this channel."""
         match self.ask((b"PUBSUB", b"NUMSUB", channel), deadline):
             case [_, int(count)]:
                 return count
@@ -89,10 +93,11 @@ class RespLane:
     def fetch(
         self, names: Sequence[bytes], places: Sequence[memoryview], deadline: float
     ) -> list[bool]:
-        """Take values out of the server, each into its place; False where one is not there.
+        """Remove values from the server, each received into its place. Returns False for each
+        missing one.
 
         Raises:
-            ProtocolError: also where a value has another length than its place.
+            ProtocolError: also if a value has another length than its place.
         """
         self.say([(b"GETDEL", name) for name in names], deadline)
         with self._guard:
@@ -100,13 +105,13 @@ class RespLane:
             return [self._reply_into(place, deadline) for place in places]
 
     def part(self, commands: Sequence[Command]) -> None:
-        """Say some last things as far as that needs no waiting, and close. Never raises."""
+        """Send last commands as far as that needs no waiting, and close. Never raises."""
         with suppress(LookupBufferError), self._guard:
             self._send(commands, time.monotonic() + _LEAST_SECONDS)
         self.close()
 
     def close(self, *, reset: bool = False) -> None:
-        """Idempotent; any thread; never waits."""
+        """Close the connection. Idempotent; any thread; never waits."""
         self._guard.shut(reset=reset)
 
     # -- sending
@@ -174,7 +179,7 @@ class RespLane:
 
     def _line_past_pushes(self, deadline: float, depth: int = 0) -> bytes:
         while (line := self._line(deadline))[:1] == b">":
-            # Anybody may publish something where we have subscribed. It means nothing.
+            # Any client may publish to the subscribed channel. Such messages are ignored.
             self._replies(line[1:], deadline, depth)
         return line
 
@@ -220,8 +225,8 @@ class RespLane:
     def _allow_until(self, deadline: float) -> None:
         left = deadline - time.monotonic()
         if left < -_GRACE_SECONDS:
-            raise TimeoutError("the deadline passed")  # also where bytes trickle for ever
-        # Never 0: that is the mode that does not wait at all, and a ready reply is still welcome.
+            raise TimeoutError("the deadline passed")  # also if bytes trickle forever
+        # Never 0, which means non-blocking: a reply that is ready must still be read.
         self._socket.settimeout(max(left, _LEAST_SECONDS))
 
 

@@ -1,14 +1,15 @@
-"""`shm:///PATH`: between processes of a host, whose payload goes through memory that both see.
+"""`shm:///PATH`: a pipe between processes of a host, with the payload in shared memory.
 
-A unix socket at PATH carries what a `tcp` pipe's connection carries, but for the bytes: each end
-copies them into a memfd of its own, and the other end out of it. The two descriptors are passed
-once the ends have met. So containers need to share the socket's directory and nothing else.
+A unix socket at PATH carries what a `tcp` connection carries, except large payload. Each end copies
+that into a memfd of its own, and the other end copies it out. The two descriptors are passed right
+after the handshake. So containers need to share only the socket's directory.
 
-The socket file: where a process listens on this host, for its own user only.
+`SocketFile` is the listening socket and its file, for its own user only. The file of a dead
+listener is replaced; that of a live one is not. A file that is no socket is never touched. Checking
+and replacing happen under a lock on the directory, so two processes that start at once cannot take
+each other for dead.
 
-The file of a listener that died is replaced, that of one that lives is not, and what is no socket
-is never touched. Who looks and who replaces hold the directory's lock meanwhile, so two that come
-at once cannot take each other for dead.
+A listening end accepts on a thread of its own. Frames and messages belong to `stream`.
 """
 
 import fcntl
@@ -37,16 +38,17 @@ from lookup_buffer.protocol.auth import accept_handshake, request_handshake
 from lookup_buffer.protocol.stream import HANDSHAKE_SECONDS, Greetings, Link
 
 PATH_BYTES_MAX: Final = 107
-"""The kernel's bound, less the byte that ends it."""
+"""The kernel's bound, without the terminating byte."""
 LOCK_SECONDS: Final = 5.0
 TRY_AGAIN_SECONDS: Final = 0.02
 BACKLOG: Final = 128
 
 
 def checked_path(text: str) -> Path:
-    """
+    """The path of a socket, checked.
+
     Raises:
-        ConfigError: no socket can lie there.
+        ConfigError: a socket cannot have this path.
     """
     if not text.startswith("/") or "\0" in text or len(os.fsencode(text)) > PATH_BYTES_MAX:
         raise ConfigError(
@@ -60,7 +62,7 @@ class SocketFile:
     """A listening socket, `listener`, and its file.
 
     Raises:
-        ConfigError: somebody listens there, or something else lies there.
+        ConfigError: another process listens there, or the path is something else than a socket.
         PipeBroken: the system does not allow it.
     """
 
@@ -70,7 +72,7 @@ class SocketFile:
         try:
             with _directory_locked(path.parent):
                 _remove_stale(path)
-                # Before it is bound, and so the file's mode from its first moment.
+                # Before `bind`, so that the file has this mode from the start.
                 os.fchmod(self.listener.fileno(), 0o600)
                 self.listener.bind(str(path))
                 self._file = _identity(path)
@@ -83,9 +85,9 @@ class SocketFile:
             raise
 
     def close(self) -> None:
-        """Remove the file, if it is still ours, and wake who accepts. Idempotent.
+        """Remove the file, if it is still this socket's, and wake the accepting thread. Idempotent.
 
-        In this order: nobody finds it stale and replaces it in between.
+        In this order: between the two steps no process can find the file stale and replace it.
         """
         with suppress(OSError):
             if _identity(self._path) == self._file:
@@ -95,11 +97,11 @@ class SocketFile:
 
 
 def connect_to(path: Path, deadline: float) -> socket.socket:
-    """A socket connected to who listens there, be it only later.
+    """Connect to the listener at `path`; waits for it to start listening.
 
     Raises:
-        NodeRefused: this user may not.
-        PipeTimeout: nobody listened there by the deadline, a monotonic time.
+        NodeRefused: this user has no permission.
+        PipeTimeout: no process listened there by the deadline, a monotonic time.
         PipeBroken: the system does not allow it.
     """
     while True:
@@ -160,13 +162,13 @@ def _remove_stale(path: Path) -> None:
             path.unlink()
             return
         except BlockingIOError:
-            pass  # so many wait to be accepted that it must live
+            pass  # a full backlog: the listener is alive
     raise ConfigError(f"somebody listens at {path} already")
 
 
 SCHEME: Final = "shm://"
 _MEMORY: Final = b"M"
-"""Goes with a descriptor, because some byte has to."""
+"""Sent with the descriptor, because at least one byte is required."""
 
 
 class _Listening(StreamPipe):
@@ -211,14 +213,14 @@ def open_end(
 
 
 def _shared(stream: socket.socket, link: Link, nbytes: int, *, accepted: bool) -> SharedMemory:
-    """The memory of both ends, right after the handshake over `stream`.
+    """Exchange the memory of both ends, right after the handshake over `stream`.
 
-    Who connected speaks first, and the other one only then: nothing else can be on its way, which
-    the link would have read, and lost the descriptor.
+    The connecting end sends first, and the other end only after that. So no frame can be in flight:
+    the link would have read it, and lost the descriptor.
 
     Raises:
-        PipeError, ProtocolError: the other end left, or has sent no memory that can be read.
-        ConfigError: the system has not so much memory to give. The link is ended.
+        PipeError, ProtocolError: the other end left, or sent no memory that can be read.
+        ConfigError: the system does not have so much memory. The link is ended.
     """
     try:
         memory = SharedMemory(nbytes)

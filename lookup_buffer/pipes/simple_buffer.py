@@ -1,8 +1,11 @@
-"""Joined: a producer's and a consumer's lookup buffer with one pipe between them, and no Redis.
+"""JoinedBuffer: a producer's and a consumer's lookup buffer, connected by one pipe, without Redis.
 
-What vLLM's first lookup buffer was (`insert`, `drop_select` by tokens and region of interest), on a
-pipe of any scheme. An item waits at the producer, within the pipe's byte budget, until it is asked
-for; it is found by exactly its tokens, in any order, by any number of threads at once.
+It provides what vLLM's first lookup buffer did (`insert`, and `drop_select` by tokens and region of
+interest), on a pipe of any scheme. An item stays at the producer, within the pipe's byte budget,
+until it is requested. It is found by exactly its tokens, in any order, by any number of threads at
+once.
+
+It runs on the caller's threads, and uses only the contract of `KVPipe`.
 """
 
 import hashlib
@@ -16,11 +19,12 @@ PARTS: Final = 5
 
 
 class JoinedBuffer:
-    """One end; either inserts and selects. Thread-safe.
+    """One end; both ends can insert and select. Thread-safe.
 
-    The pipe is its own from now on: nobody else sends or receives under a key. Errors are those of
-    `KVPipe`. A full pipe is a wait, then BufferFull; an item larger than all of it TensorTooLarge,
-    at once. When the consumer dies, what it did not ask for dies with the pipe.
+    It owns the pipe from now on: nothing else may send or receive under a key. Errors are those of
+    `KVPipe`. On a full pipe an insert waits, then raises BufferFull. An item larger than the whole
+    budget raises TensorTooLarge at once. When the consumer dies, the pipe ends, and items that it
+    did not request are lost.
     """
 
     def __init__(self, pipe: KVPipe) -> None:
@@ -44,7 +48,7 @@ class JoinedBuffer:
             key, value, hidden: any tensors, or None.
             timeout: seconds to wait for room.
 
-        A second item under the same tokens comes behind the first.
+        Several items under the same tokens are a FIFO.
         """
         item = packed([input_tokens, roi, key, value, hidden])
         self._pipe.send_tensor(item, name_of(input_tokens, roi), timeout=timeout)
@@ -58,10 +62,13 @@ class JoinedBuffer:
     ) -> list[Value]:
         """Take the item with exactly these tokens out of the other end's buffer, as five values.
 
-        None for both: the oldest. Waits up to `timeout` seconds for it to be inserted.
+        With None for both arguments: the oldest item. Waits up to `timeout` seconds for it to be
+        inserted.
 
         Raises:
-            LookupTimeout: it was not.
+            LookupTimeout: it was not inserted in time.
+            ConfigError: only one of the two arguments is None.
+            ProtocolError: the other end sent something else than an item.
         """
         if input_tokens is not None and roi is not None:
             item = self._pipe.recv_tensor(name_of(input_tokens, roi), timeout=timeout)
@@ -80,6 +87,6 @@ class JoinedBuffer:
 
 
 def name_of(input_tokens: Tensor, roi: Tensor) -> str:
-    """What an item is found by: its tokens that count, exactly, in their order and number."""
+    """The pipe key of an item: a hash of its tokens that count, in their order and number."""
     tokens = input_tokens[roi.bool()].long().cpu().contiguous()
     return hashlib.blake2b(tokens.numpy().tobytes(), digest_size=32).hexdigest()

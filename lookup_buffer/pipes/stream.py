@@ -1,4 +1,10 @@
-"""StreamPipe: an end of a pipe over connected streams; tensors to bytes, and who the peers are."""
+"""StreamPipe: one end of a pipe over connected streams.
+
+It owns the peers and the inbox, and turns tensors into bytes and back by its `Memory`. Callers send
+and receive on their own threads; each peer has two threads. The schemes' modules make connections
+and pass them to `meet`. This module does not know how an end was connected or what carries its
+bytes.
+"""
 
 import threading
 import time
@@ -35,7 +41,7 @@ from lookup_buffer.shm.memory import bytes_at
 
 
 class StreamPipe(KVPipe):
-    """See `KVPipe`. Who makes one gives it peers by `meet`, as they connect."""
+    """See `KVPipe`. Its maker adds each connected peer by `meet`."""
 
     def __init__(self, uri: str, limits: PipeLimits, memory: "Memory | None" = None) -> None:
         self.uri = uri
@@ -45,12 +51,12 @@ class StreamPipe(KVPipe):
         self._changed = threading.Condition()
         self._peers: list[Peer] = []
         self._lost: LookupBufferError | None = None
-        """Why the last peer went, when there is none."""
+        """The error with which the last peer ended, if there is none left."""
         self._end: LookupBufferError | None = None
-        """Why this end was ended here."""
+        """The error for callers once this end was ended here."""
 
     def meet(self, link: Frames, carrier: Carrier | None = None) -> None:
-        """Another end has connected."""
+        """Add the other end of a new connection as a peer."""
         rest = self._memory.rest
         peer = Peer(link, self._inbox, self._limits, self._forget, carrier, rest)
         with self._changed:
@@ -61,9 +67,9 @@ class StreamPipe(KVPipe):
                 self._lost = None
                 self._inbox.end(None)
                 self._changed.notify_all()
-        self._call()  # from the second on nobody can wait for one alone
+        self._call()  # with two peers no caller can read from one alone
         if isinstance(end, Closed):
-            peer.close()  # so that it hears why
+            peer.close()  # so that the peer receives the reason
         elif end is not None:
             peer.abort(end)
 
@@ -107,25 +113,25 @@ class StreamPipe(KVPipe):
                 self._inbox.put_back(offer)
                 self._call()
                 raise
-            except (CodecError, TensorTooLarge):  # nothing it could be received to: it is gone
+            except (CodecError, TensorTooLarge):  # it cannot be received: drop it
                 offer.source.discard(offer)
                 raise
             if received is not None:
                 return received
 
     def _read_until(self, wanted: bytes | Any | None, deadline: float) -> None:
-        """Read what comes on this thread, if nobody else does and there is one whom to read."""
+        """Read frames on this thread, if there is one peer and no other thread reads from it."""
         peers, settled = self._peers, self._inbox.settled
         if len(peers) == 1 and not settled(wanted):
             peers[0].read_until(lambda: len(peers) != 1 or settled(wanted), deadline)
 
     def _call(self) -> None:
-        """Something has changed for those who read while they wait, and it did not come in."""
+        """Wake the callers that read from a peer: a condition changed that no frame announces."""
         for peer in list(self._peers):
             peer.call()
 
     def _receive(self, offer: Offer, out: Tensor | None) -> Value:
-        """None where its sender gave up before he was asked."""
+        """The value of this offer; None if its sender gave up before the bytes were requested."""
 
         def spare() -> memoryview:
             offer.value = self._memory.place(offer, None)
@@ -135,7 +141,7 @@ class StreamPipe(KVPipe):
             value = self._memory.place(offer, out)
             offer.value = None if value is out else value
         else:
-            value = offer.value  # it was asked for before
+            value = offer.value  # an earlier caller requested it
         memory = self._memory.writable(value)
         received = offer.source.receive(offer, memory, spare if value is out else None)
         return self._memory.done(value, out) if received else None
@@ -147,7 +153,7 @@ class StreamPipe(KVPipe):
 
     @property
     def is_lost(self) -> bool:
-        """Whether the other end has gone, so that no call will succeed any more."""
+        """Whether the other end is gone, so that no call will succeed any more."""
         return self._lost is not None
 
     def close(self) -> None:
@@ -206,30 +212,30 @@ class StreamPipe(KVPipe):
 
 
 class Memory(Protocol):
-    """Where the bytes lie that are sent and received."""
+    """The memory in which sent and received bytes lie."""
 
     def outward(self, value: Value) -> Bytes: ...
 
     def check(self, out: Tensor, offer: Offer) -> None:
-        """Raises CodecError: this cannot be received into the caller's `out`."""
+        """Raises CodecError: this offer cannot be received into the caller's `out`."""
         ...
 
     def place(self, offer: Offer, out: Tensor | None) -> Tensor:
-        """Where its bytes are put: `out`, where they can go there at once, or something new."""
+        """The tensor to receive into: `out` if the bytes can go there directly, else a new one."""
         ...
 
     def writable(self, value: Tensor) -> memoryview: ...
 
     def done(self, value: Tensor, out: Tensor | None) -> Value:
-        """What the receiver is given, once it has come to `value`: `out`, where he gave one."""
+        """The value to return after the bytes arrived in `value`: `out`, if the caller gave one."""
         ...
 
     def rest(self) -> None:
-        """For now there are no messages: keep little for those to come."""
+        """Called when there were no messages for a while: keep little memory for later ones."""
         ...
 
     def end(self) -> None:
-        """Keep nothing any more for messages to come."""
+        """Keep no memory for later messages."""
         ...
 
 
@@ -262,7 +268,7 @@ class HostMemory:
 
 
 class HostBytes:
-    """The bytes of a value that is sent."""
+    """The bytes of a value to send."""
 
     def __init__(self, value: Value, copies: Copies) -> None:
         self._value = value

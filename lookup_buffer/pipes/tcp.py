@@ -1,4 +1,7 @@
-"""`tcp://HOST:PORT`: between hosts. One end listens, the others connect to it."""
+"""`tcp://HOST:PORT`: a pipe between hosts. One end listens, the others connect to it.
+
+The scheme adds nothing to `connect.meet`; it runs on the caller's thread.
+"""
 
 from lookup_buffer.pipes.connect import meet
 from lookup_buffer.pipes.pipe import KVPipe, PipeLimits
