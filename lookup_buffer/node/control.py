@@ -36,8 +36,8 @@ from lookup_buffer.times import QUARANTINE_SECONDS
 
 CONNECTIONS_MAX = 1024
 HELLO_SECONDS = 5.0
+"""A connection without hello or join by then is closed."""
 TRY_AGAIN_SECONDS = 0.05
-"""A connection that has not said hello or join by then is cut off."""
 
 
 @dataclass(slots=True)
