@@ -17,9 +17,9 @@ from connectors.ec.outputs import Form
 from connectors.save_queue import SaveQueue
 from connectors.settings import ConnectorSettings
 from lookup_buffer import codec
-from lookup_buffer.client.buffer import InsertOutcome
 from lookup_buffer.errors import NodeUnavailable, TensorTooLarge
 from lookup_buffer.key import TensorKey
+from lookup_buffer.protocol.messages import InsertOutcome
 
 if TYPE_CHECKING:
     import torch

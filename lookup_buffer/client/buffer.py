@@ -231,9 +231,6 @@ def _miss(key: TensorKey, timeout: float, reason: str) -> LookupBufferError:
     return MissingTensor(f"{key}: {reason}")
 
 
-__all__ = ["EngineSeat", "InsertOutcome", "LookupBuffer"]
-
-
 class LookupBuffer:
     """A client of this host's node, for one namespace. Thread-safe; not to be used after a fork.
 

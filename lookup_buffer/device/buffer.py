@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from lookup_buffer.client.buffer import InsertOutcome, LookupBuffer
+from lookup_buffer.client.buffer import LookupBuffer
 from lookup_buffer.client.handles import Prefetched, PrefetchState
 from lookup_buffer.codec import check_out, header_of
 from lookup_buffer.config import BufferConfig
@@ -21,6 +21,7 @@ from lookup_buffer.device.lane import DeviceLane
 from lookup_buffer.errors import MissingTensor
 from lookup_buffer.key import TensorKey
 from lookup_buffer.namespace import Namespace
+from lookup_buffer.protocol.messages import InsertOutcome
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -88,8 +88,8 @@ Tell = Callable[[Answer], None]
 def again_seconds(failures: int) -> float:
     """How long to wait before the next attempt, after so many in succession that failed.
 
-    With jitter: attempts at even intervals may fall, each one, into the refusals of an owner that
-    comes and goes in the same rhythm, until nobody remembers an acknowledgement any more.
+    With jitter. Attempts at even intervals can all meet the refusals of an owner that accepts
+    connections in the same rhythm. An acknowledgement then stays unanswered until it expires.
     """
     longest = min(AGAIN_SECONDS_MAX, AGAIN_SECONDS * 2.0 ** min(failures - 1, 10))
     return longest * random.uniform(AGAIN_PART_MIN, 1.0)

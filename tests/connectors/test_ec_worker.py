@@ -17,11 +17,11 @@ from connectors.ec.metadata import ItemLoad, StepMetadata
 from connectors.ec.worker import EcWorker, WorkerSeat
 from connectors.save_queue import SaveQueue
 from connectors.settings import ConnectorSettings
-from lookup_buffer.client.buffer import InsertOutcome
 from lookup_buffer.client.handles import LoadOrder
 from lookup_buffer.errors import BufferFull, MissingTensor, NodeUnavailable, TensorTooLarge
 from lookup_buffer.key import TensorKey
 from lookup_buffer.protocol.header import TensorHeader
+from lookup_buffer.protocol.messages import InsertOutcome
 from nodes import ROOT, NodeProcess, StartNode, key
 from patience import scaled
 

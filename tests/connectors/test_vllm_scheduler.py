@@ -13,9 +13,9 @@ import pytest
 
 from connector_standins import EMBED_BYTES, EMBEDS, LedgerBuffer, LedgerHandle, Stored
 from connectors.ec import seat as ec_seat
-from lookup_buffer.client.buffer import InsertOutcome
 from lookup_buffer.client.handles import LoadOrder, PrefetchState
 from lookup_buffer.key import TensorKey
+from lookup_buffer.protocol.messages import InsertOutcome
 from patience import scaled
 from scheduler_drive import DrivenEngine, Room, content, output_of
 

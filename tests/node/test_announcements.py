@@ -8,9 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from lookup_buffer.client.buffer import InsertOutcome, LookupBuffer
+from lookup_buffer.client.buffer import LookupBuffer
 from lookup_buffer.errors import LookupBufferError, LookupTimeout, MissingTensor, NodeUnavailable
 from lookup_buffer.key import TensorKey
+from lookup_buffer.protocol.messages import InsertOutcome
 from nodes import STORE_SECONDS, NodeProcess, StartNode, at_rest, handoff, wait_until
 from servers import StartServer, frozen
 

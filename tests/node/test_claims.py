@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from lookup_buffer.access import TIMEOUT_SECONDS
-from lookup_buffer.client.buffer import EngineSeat, InsertOutcome, LookupBuffer
+from lookup_buffer.client.buffer import EngineSeat, LookupBuffer
 from lookup_buffer.client.handles import ClaimAnswer
 from lookup_buffer.key import TensorKey
 from lookup_buffer.namespace import Namespace
-from lookup_buffer.protocol.messages import ClaimOutcome
+from lookup_buffer.protocol.messages import ClaimOutcome, InsertOutcome
 from nodes import ClientProcess, NodeProcess, StartNode, key, wait_until, with_store
 from patience import scaled
 from servers import StartServer, command, frozen

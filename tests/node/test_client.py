@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from lookup_buffer.client.buffer import InsertOutcome, LookupBuffer
+from lookup_buffer.client.buffer import LookupBuffer
 from lookup_buffer.codec import contiguous_bytes
 from lookup_buffer.errors import (
     BufferFull,
@@ -19,6 +19,7 @@ from lookup_buffer.errors import (
     TensorTooLarge,
 )
 from lookup_buffer.protocol.header import DTYPES
+from lookup_buffer.protocol.messages import InsertOutcome
 from nodes import MIB, NodeProcess, at_rest, key, tensor_of, wait_until
 from patience import scaled
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from lookup_buffer.client.buffer import InsertOutcome, LookupBuffer
+from lookup_buffer.client.buffer import LookupBuffer
 from lookup_buffer.client.handles import PrefetchState
 from lookup_buffer.client.session import CHANNELS_MAX
 from lookup_buffer.errors import (
@@ -20,6 +20,7 @@ from lookup_buffer.errors import (
     TensorTooLarge,
 )
 from lookup_buffer.key import TensorKey
+from lookup_buffer.protocol.messages import InsertOutcome
 from nodes import MIB, NodeProcess, StartNode, at_rest, handoff, key, tensor_of, wait_until
 from patience import scaled
 

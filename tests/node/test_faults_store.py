@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from lookup_buffer.access import TIMEOUT_SECONDS
-from lookup_buffer.client.buffer import InsertOutcome, LookupBuffer
+from lookup_buffer.client.buffer import LookupBuffer
 from lookup_buffer.errors import LookupTimeout, MissingTensor
 from lookup_buffer.key import TensorKey
+from lookup_buffer.protocol.messages import InsertOutcome
 from nodes import MIB, NodeProcess, StartNode, at_rest, key, tensor_of, wait_until
 from patience import quickest, scaled
 from servers import StartServer, command, flush, frozen

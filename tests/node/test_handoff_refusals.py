@@ -15,9 +15,10 @@ from contextlib import ExitStack
 import pytest
 import torch
 
-from lookup_buffer.client.buffer import InsertOutcome, LookupBuffer
+from lookup_buffer.client.buffer import LookupBuffer
 from lookup_buffer.errors import LookupBufferError, LookupTimeout, MissingTensor, NodeUnavailable
 from lookup_buffer.key import TensorKey
+from lookup_buffer.protocol.messages import InsertOutcome
 from nodes import NodeProcess, StartNode, at_rest, handoff, wait_until, with_store
 from proxies import STEPS, RefusingProxy, behind_refusals
 

@@ -9,10 +9,11 @@ import time
 import pytest
 import torch
 
-from lookup_buffer.client.buffer import InsertOutcome, LookupBuffer
+from lookup_buffer.client.buffer import LookupBuffer
 from lookup_buffer.errors import CodecError, MissingTensor, NodeUnavailable
 from lookup_buffer.key import TensorKey
 from lookup_buffer.namespace import Namespace
+from lookup_buffer.protocol.messages import InsertOutcome
 from lookup_buffer.shm.index import IS_ORDERED
 from nodes import MIB, ClientProcess, StartNode, at_rest, key, wait_until
 from patience import scaled

@@ -9,10 +9,10 @@ from contextlib import ExitStack, suppress
 import pytest
 import torch
 
-from lookup_buffer.client.buffer import InsertOutcome
 from lookup_buffer.client.handles import PrefetchState
 from lookup_buffer.errors import LookupBufferError, MissingTensor, NodeUnavailable
 from lookup_buffer.key import TensorKey
+from lookup_buffer.protocol.messages import InsertOutcome
 from nodes import (
     MIB,
     ClientProcess,

@@ -41,7 +41,6 @@ from contract_pipe import (
     same,
     threads,
 )
-from lookup_buffer.client.buffer import InsertOutcome
 from lookup_buffer.codec import header_of, packed, writable_bytes
 from lookup_buffer.errors import (
     BufferFull,
@@ -56,6 +55,7 @@ from lookup_buffer.key import TensorKey
 from lookup_buffer.pipes import PipeLimits, open_pipe
 from lookup_buffer.pipes.simple_buffer import JoinedBuffer, name_of
 from lookup_buffer.protocol.framing import encode_frame
+from lookup_buffer.protocol.messages import InsertOutcome
 from nodes import MIB, NodeProcess, key
 from raw_ends import RawEnd, offer
 

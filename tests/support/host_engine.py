@@ -28,9 +28,9 @@ from connector_standins import EMBED_BYTES, EMBEDS, LedgerBuffer, Stored, pixels
 from connectors.ec import seat as ec_seat
 from connectors.ec.connector import LookupBufferECConnector
 from connectors.plugin import CONNECTOR_MODULE, CONNECTOR_NAME
-from lookup_buffer.client.buffer import InsertOutcome
 from lookup_buffer.client.handles import LoadOrder
 from lookup_buffer.key import TensorKey
+from lookup_buffer.protocol.messages import InsertOutcome
 
 BLOCK_TOKENS = 32
 BLOCKS = 1000
