@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -74,7 +74,7 @@ class NodeProcess:
 
     def start(self) -> "NodeProcess":
         program = (
-            f"import sys; sys.path.insert(0, {str(ROOT)!r}); "
+            f"import faulthandler, sys; sys.path.insert(0, {str(ROOT)!r}); faulthandler.enable()\n"
             f"{self._prelude}\n"
             "from lookup_buffer.node.main import main; main()"
         )
@@ -145,8 +145,11 @@ class NodeProcess:
         try:
             self._process.wait(scaled(10.0))
         except subprocess.TimeoutExpired:
+            self._process.send_signal(signal.SIGABRT)  # its log then has the stack of each thread
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(scaled(5.0))
             self.kill()
-            pytest.fail(f"node {self.node_id} does not end on SIGTERM")
+            pytest.fail(f"node {self.node_id} does not end on SIGTERM: {self.log_text()}")
 
     def _answers(self) -> bool:
         assert self._process is not None
