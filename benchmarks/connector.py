@@ -41,7 +41,7 @@ from connectors.ec.shape import EngineShape
 from connectors.ec.worker import EcWorker, WorkerSeat
 from connectors.settings import ConnectorSettings
 from examples.demo.fleet import DemoNode, Fleet
-from lookup_buffer.client.buffer import EngineSeat, LookupBuffer
+from lookup_buffer.client.buffer import EngineRank, LookupBuffer
 from lookup_buffer.key import TensorKey
 from lookup_buffer.namespace import Namespace
 
@@ -90,7 +90,7 @@ def engine(directory: Path) -> Iterator[tuple[EcScheduler, EcWorker]]:
     namespace = Namespace.named("benchmark")
 
     def client(rank: int | None) -> LookupBuffer:
-        seat = EngineSeat("benchmark", rank, 1)
+        seat = EngineRank("benchmark", rank, 1)
         return LookupBuffer(settings.buffer_config(), namespace, engine=seat)
 
     worker = EcWorker(lambda: client(0), settings, WorkerSeat(rank=0, is_producer=True))
@@ -107,7 +107,7 @@ def engine(directory: Path) -> Iterator[tuple[EcScheduler, EcWorker]]:
 @contextmanager
 def another_engine(directory: Path) -> Iterator[LookupBuffer]:
     settings = ConnectorSettings(directory=directory, capacity_bytes="512MiB", idle_exit_seconds=5)
-    seat = EngineSeat("another", None, 1)
+    seat = EngineRank("another", None, 1)
     with LookupBuffer(
         settings.buffer_config(), Namespace.named("benchmark"), engine=seat
     ) as buffer:
@@ -240,7 +240,7 @@ def time_fetches() -> dict[int, Any]:
 @contextmanager
 def at(node: DemoNode, engine_id: str) -> Iterator[LookupBuffer]:
     """The scheduler's side of an engine of one rank."""
-    scheduler, rank = (EngineSeat(engine_id, place, 1) for place in (None, 0))
+    scheduler, rank = (EngineRank(engine_id, place, 1) for place in (None, 0))
     namespace = Namespace.named("benchmark")
     with (
         LookupBuffer(node.config, namespace, engine=rank),

@@ -28,7 +28,7 @@ import xxhash
 
 from lookup_buffer.errors import PipeClosed
 from lookup_buffer.protocol.auth import accept_handshake, connect
-from lookup_buffer.protocol.stream import Link
+from lookup_buffer.protocol.stream import FramedSocket
 
 SIZES_BYTES = (1 << 10, 64 << 10, 1 << 20, 8 << 20, 64 << 20)
 TIMEOUT_SECONDS = 60.0
@@ -72,7 +72,7 @@ def fetch_bare(stream: socket.socket, buffer: memoryview) -> None:
         got += stream.recv_into(buffer[got:])
 
 
-def fetch_link(link: Link, buffer: memoryview, *, verified: bool) -> None:
+def fetch_link(link: FramedSocket, buffer: memoryview, *, verified: bool) -> None:
     link.send({"op": "get", "key": "k" * 64, "nbytes": buffer.nbytes}, timeout=TIMEOUT_SECONDS)
     link.recv_header(TIMEOUT_SECONDS)
     hasher = xxhash.xxh3_64() if verified else None

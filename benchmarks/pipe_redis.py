@@ -40,7 +40,7 @@ from benchmarks.gauge import (
 )
 from lookup_buffer.pipes import KVPipe, open_pipe
 from lookup_buffer.pipes.redis_link import BATCH_CHUNKS, CHUNK_BYTES
-from lookup_buffer.pipes.resp import RespLane
+from lookup_buffer.pipes.resp import Resp3Connection
 from lookup_buffer.shm.memory import copy_bytes
 from store.dialling import dial
 
@@ -75,7 +75,7 @@ class Ways:
     """What is measured with messages of one size."""
 
     def __init__(
-        self, client: "redis.Redis", lane: RespLane, pipe: KVPipe, bare: socket.socket
+        self, client: "redis.Redis", lane: Resp3Connection, pipe: KVPipe, bare: socket.socket
     ) -> None:
         self._client, self._lane, self._pipe, self._bare = client, lane, pipe, bare
         self._source = torch.ones(max(SIZES_BYTES), dtype=torch.uint8)
@@ -160,7 +160,7 @@ def measured(executable: str | None, rounds: int) -> dict[str, object]:
         )
         process.start()
         bare, _ = listener.accept()
-        lane = RespLane(dial(server.url, TIMEOUT_SECONDS))
+        lane = Resp3Connection(dial(server.url, TIMEOUT_SECONDS))
         with bare:
             ways = Ways(client, lane, pipe, bare)
             results = [measure(ways, nbytes, rounds) for nbytes in SIZES_BYTES]

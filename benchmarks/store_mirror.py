@@ -51,7 +51,7 @@ from lookup_buffer.config import BufferConfig
 from lookup_buffer.node.directory import Directory
 from lookup_buffer.node.mirroring import MirrorLocator
 from lookup_buffer.node.storage import Storage
-from lookup_buffer.shm.index import Elsewhere
+from lookup_buffer.shm.index import RemoteIndex
 from store import NodeInfo, layout, open_store, record_fields
 from store.connection import hgetall, pack
 from store.link import fields_of
@@ -96,7 +96,7 @@ class Questions:
 
     async def measure(self) -> dict[str, Any]:
         loop = asyncio.get_running_loop()
-        locator = MirrorLocator(loop, self._storage, self._directory, Elsewhere())
+        locator = MirrorLocator(loop, self._storage, self._directory, RemoteIndex())
         locator.start()
         mirror = self._store.mirror(loop, ThreadPoolExecutor(1))
         warm = [key_of(number) for number in range(KEYS)]

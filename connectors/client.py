@@ -1,7 +1,7 @@
 """How the scheduler side and the workers of an engine open their client of the buffer.
 
 `open_client` runs at start, in the process of the scheduler or of a worker. The scheduler's client
-is a `CurrentBuffer`; only the scheduler's thread uses it. It shares once its namespace is known,
+is a `SchedulerClient`; only the scheduler's thread uses it. It shares once its namespace is known,
 and as long as the weights are those of the start. While it does not share, each item is missing
 with a reason, pins count as lost, no claim is taken and nothing is stored.
 
@@ -14,10 +14,10 @@ import time
 from typing import TYPE_CHECKING, Any, cast
 
 from connectors.counters import logger
-from connectors.namespace import Identity, Naming
+from connectors.namespace import Identity, NamespaceTask
 from connectors.weights import WeightsFlag
-from lookup_buffer.client.buffer import EngineSeat, LookupBuffer
-from lookup_buffer.client.handles import ClaimSet, LoadOrder, Prefetched, PrefetchState
+from lookup_buffer.client.buffer import EngineRank, LookupBuffer
+from lookup_buffer.client.handles import ClaimHandle, LoadOrder, PrefetchHandle, PrefetchState
 from lookup_buffer.errors import LookupBufferError, MaybeMissed, MissReason, NodeUnavailable
 from lookup_buffer.protocol.messages import ClaimOutcome
 from store import redact
@@ -34,7 +34,7 @@ _REASONS = frozenset(
 )
 
 
-class CurrentBuffer:
+class SchedulerClient:
     """The methods of `LookupBuffer` that the scheduler side uses, with the same contract.
 
     Args:
@@ -44,7 +44,7 @@ class CurrentBuffer:
     """
 
     def __init__(
-        self, buffer: "LookupBuffer", naming: "Naming", flag: "WeightsFlag | None" = None
+        self, buffer: "LookupBuffer", naming: "NamespaceTask", flag: "WeightsFlag | None" = None
     ) -> None:
         self._buffer = buffer
         self._naming = naming
@@ -82,25 +82,25 @@ class CurrentBuffer:
 
     def prefetch(
         self, keys: "Sequence[TensorKey]", *, timeout: float = 0.0, wait_seconds: float = 0.0
-    ) -> list[Prefetched]:
+    ) -> list[PrefetchHandle]:
         reason = self.unshared
         if not reason:
             return self._buffer.prefetch(keys, timeout=timeout, wait_seconds=wait_seconds)
         return self._in_vain(keys, reason)
 
-    def _in_vain(self, keys: "Sequence[TensorKey]", reason: MissReason) -> list[Prefetched]:
-        return [Prefetched(key, self._settled, PrefetchState.FAILED, reason) for key in keys]
+    def _in_vain(self, keys: "Sequence[TensorKey]", reason: MissReason) -> list[PrefetchHandle]:
+        return [PrefetchHandle(key, self._settled, PrefetchState.FAILED, reason) for key in keys]
 
     def prefetch_and_claim(
         self, keys: "Sequence[TensorKey]", *, wait_seconds: float, timeout: float = 0.0
-    ) -> tuple[list[Prefetched], ClaimSet]:
+    ) -> tuple[list[PrefetchHandle], ClaimHandle]:
         reason = self.unshared
         if not reason:
             return self._buffer.prefetch_and_claim(keys, wait_seconds=wait_seconds, timeout=timeout)
         return self._in_vain(keys, reason), self._unclaimed(keys)
 
-    def _unclaimed(self, keys: "Sequence[TensorKey]") -> ClaimSet:
-        return ClaimSet(keys, self._settled, ClaimOutcome.FAILED)
+    def _unclaimed(self, keys: "Sequence[TensorKey]") -> ClaimHandle:
+        return ClaimHandle(keys, self._settled, ClaimOutcome.FAILED)
 
     def has_caches(self, keys: "Sequence[TensorKey]", *, timeout: float = 0.05) -> list[bool]:
         if self.unshared:
@@ -109,7 +109,7 @@ class CurrentBuffer:
 
     def claim_all(
         self, keys: "Sequence[TensorKey]", *, wait_seconds: float, timeout: float = 0.0
-    ) -> ClaimSet:
+    ) -> ClaimHandle:
         if self.unshared:
             return self._unclaimed(keys)
         return self._buffer.claim_all(keys, wait_seconds=wait_seconds, timeout=timeout)
@@ -118,11 +118,11 @@ class CurrentBuffer:
         if not self.unshared:
             self._buffer.encoding(keys, lease_seconds=lease_seconds)
 
-    def unclaim(self, keys: "Sequence[TensorKey]", waiter: ClaimSet | None = None) -> None:
+    def unclaim(self, keys: "Sequence[TensorKey]", waiter: ClaimHandle | None = None) -> None:
         if self._namespace:  # else no claim was ever taken
             self._buffer.unclaim(keys, waiter)
 
-    def release(self, held: Prefetched | LoadOrder) -> None:
+    def release(self, held: PrefetchHandle | LoadOrder) -> None:
         if isinstance(held, LoadOrder) or held.reason not in _REASONS:
             self._buffer.release(held)
 
@@ -141,7 +141,7 @@ _MAKER = re.compile(r"^(?:NVIDIA |AMD |Intel |Instinct |GeForce |Tesla )+")
 
 
 def open_client(
-    settings: "SharedSettings", seat: EngineSeat, identity: Identity, connector: str
+    settings: "SharedSettings", seat: EngineRank, identity: Identity, connector: str
 ) -> LookupBuffer:
     """Open the client of the scheduler (the seat's rank is None) or of one worker. A worker's
     client starts without a namespace: it enters the one that its scheduler sends with each step.
@@ -193,8 +193,10 @@ def _current(buffer: LookupBuffer, engine: str, identity: Identity) -> LookupBuf
         flag = WeightsFlag.adopt(engine)
     except OSError:
         logger.warning("lookup buffer: weights that change in this engine would not be noticed")
-        return cast("LookupBuffer", CurrentBuffer(buffer, Naming(identity)))
-    return cast("LookupBuffer", CurrentBuffer(buffer, Naming(identity, mark=flag.mark), flag))
+        return cast("LookupBuffer", SchedulerClient(buffer, NamespaceTask(identity)))
+    return cast(
+        "LookupBuffer", SchedulerClient(buffer, NamespaceTask(identity, mark=flag.mark), flag)
+    )
 
 
 def _check_reachable(buffer: LookupBuffer, settings: "SharedSettings") -> None:

@@ -1,9 +1,9 @@
 """The namespace of an engine: all that encoder outputs depend on and item hashes do not hold.
 
 Made once per connector from vLLM's configuration, before the model is loaded. The weights' part
-follows: at once, or when `Naming` has hashed the files, on a thread. `Naming` belongs to the
-scheduler side. The device is no part: an encoder on one kind of GPU makes outputs for consumers on
-another. The parts are published in clear text, so they hold no secret and no path (see
+follows: at once, or when `NamespaceTask` has hashed the files, on a thread. `NamespaceTask` belongs
+to the scheduler side. The device is no part: an encoder on one kind of GPU makes outputs for
+consumers on another. The parts are published in clear text, so they hold no secret and no path (see
 `settings.disclosed`).
 
 Every field of `ModelConfig` and `MultiModalConfig` counts, except those in `IGNORED_MODEL` and
@@ -30,7 +30,7 @@ from connectors.settings import SharedSettings, disclosed
 from connectors.weights import (
     CHECKPOINT_FORMATS,
     DigestCache,
-    Stopped,
+    HashingStopped,
     WeightsSource,
     combined,
     format_of,
@@ -211,7 +211,7 @@ def remembered(owner: Any, name: str, make: Callable[[], Identity]) -> Identity:
     return identity
 
 
-class Naming:
+class NamespaceTask:
     """Determines the namespace, on the scheduler side: at once, or on a thread when the weights
     have been hashed. Logs one line with the namespace, or with the reason why there will be none.
 
@@ -265,7 +265,7 @@ class Naming:
         files = self._identity.weights.files
         try:
             self._settle(combined(files, hash_files(files, cache, self._stopped)))
-        except Stopped:
+        except HashingStopped:
             pass
         except Exception as error:  # noqa: BLE001 -- after any error the namespace must not stay pending
             self._fail(f"the weights cannot be hashed: {error!r}")

@@ -2,9 +2,9 @@
 
 `weights_source` names them by a version or a commit, or by every byte of their files. It runs
 before the model is loaded and costs a stat of each file. `hash_files` reads each file once per
-host; for large files `namespace.Naming` runs it on a thread, which may take minutes. `DigestCache`
-keeps digests in the user's cache, under the file's device, inode, size and times of change. The
-next start only looks them up.
+host; for large files `namespace.NamespaceTask` runs it on a thread, which may take minutes.
+`DigestCache` keeps digests in the user's cache, under the file's device, inode, size and times of
+change. The next start only looks them up.
 
 `WeightsWatch` runs in the worker, in the model's thread, and notices changes; vLLM reports them to
 no connector. `WeightsFlag` carries the fact to the scheduler before it promises another load.
@@ -363,7 +363,7 @@ SETTLED_NS = 2_000_000_000
 _HEX_DIGITS = 32
 
 
-class Stopped(Exception):
+class HashingStopped(Exception):
     """The engine shuts down while files are hashed."""
 
 
@@ -471,7 +471,7 @@ def _hash(path: Path, on_bytes: Callable[[int], None], is_stopped: threading.Eve
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(buffer):
             if is_stopped.is_set():
-                raise Stopped
+                raise HashingStopped
             digest.update(buffer[:count])
             on_bytes(count)
     return digest.hexdigest()
@@ -501,7 +501,7 @@ def _take(descriptor: int, is_stopped: threading.Event) -> None:
             return
         except BlockingIOError:
             if is_stopped.wait(LOCK_POLL_SECONDS):
-                raise Stopped from None
+                raise HashingStopped from None
         except OSError:
             return  # a file system without locks
 

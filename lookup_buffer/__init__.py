@@ -39,11 +39,11 @@ _refuse_another_store()
 if TYPE_CHECKING:
     from typing import Any
 
-    from lookup_buffer.client.buffer import EngineSeat as EngineSeat
+    from lookup_buffer.client.buffer import EngineRank as EngineRank
     from lookup_buffer.client.buffer import LookupBuffer as LookupBuffer
     from lookup_buffer.client.handles import ClaimAnswer as ClaimAnswer
     from lookup_buffer.client.handles import LoadOrder as LoadOrder
-    from lookup_buffer.client.handles import Prefetched as Prefetched
+    from lookup_buffer.client.handles import PrefetchHandle as PrefetchHandle
     from lookup_buffer.client.handles import PrefetchState as PrefetchState
     from lookup_buffer.config import BufferConfig as BufferConfig
     from lookup_buffer.errors import BufferFull as BufferFull
@@ -67,10 +67,10 @@ _HOMES = {
         "ClaimAnswer",
         "LoadOrder",
         "PrefetchState",
-        "Prefetched",
+        "PrefetchHandle",
     ),
     "lookup_buffer.client.buffer": (
-        "EngineSeat",
+        "EngineRank",
         "LookupBuffer",
     ),
     "lookup_buffer.config": ("BufferConfig",),

@@ -11,7 +11,7 @@ from store.connection import Part, Refusal
 from store.dialled import Access, Endpoint
 from store.errors import StoreUnavailable
 from store.server import Server
-from store.topology import Place, Topology
+from store.topology import PoolMemory, Topology
 
 SLOTS = 16384
 _RELOAD_SECONDS_MIN = 0.1
@@ -43,7 +43,7 @@ class ClusterTopology(Topology):
     def new_budget(self) -> Budget:
         return Budget(self._access)
 
-    def servers_for(self, names: Sequence[Part], budget: Budget) -> Sequence[Place]:
+    def servers_for(self, names: Sequence[Part], budget: Budget) -> Sequence[PoolMemory]:
         if not self._certain:
             self._load(budget, at_most_each=_RELOAD_SECONDS_MIN)
         unserved = StoreUnavailable("the cluster has no server for this part of its slots")

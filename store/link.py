@@ -16,7 +16,7 @@ from store.connection import Command, Part, Refusal, hgetall
 from store.dialled import Endpoint
 from store.errors import StoreCorrupt, StoreError, StoreFull, StoreRefused, StoreUnavailable
 from store.server import Exchange, Server
-from store.topology import Place, Topology
+from store.topology import PoolMemory, Topology
 
 _HOPS_MAX = 4
 """Redirections followed for one command. One is usual; more only while a slot moves again."""
@@ -168,7 +168,7 @@ class Link:
             self._follow([(i, *routed[i]) for i in redirected], places, replies, budget)
         return self._doubting(places, replies)
 
-    def _doubting(self, places: Sequence[Place], replies: list[Any]) -> list[Any]:
+    def _doubting(self, places: Sequence[PoolMemory], replies: list[Any]) -> list[Any]:
         """The replies; who failed is asked again only after a look at the topology."""
         for place, reply in zip(places, replies, strict=True):
             failed = isinstance(reply, StoreUnavailable) or _code(reply) in _DOUBTFUL
@@ -177,7 +177,7 @@ class Link:
         return replies
 
     def _scatter(
-        self, places: Sequence[Place], commands: Sequence[Command], budget: Budget
+        self, places: Sequence[PoolMemory], commands: Sequence[Command], budget: Budget
     ) -> list[Any]:
         """Send to all servers, then read from all. Commands to one server keep their order."""
         groups: dict[Server, list[int]] = {}
@@ -210,7 +210,7 @@ class Link:
     def _follow(
         self,
         redirected: Sequence[tuple[int, Part, Command]],
-        places: list[Place],
+        places: list[PoolMemory],
         replies: list[Any],
         budget: Budget,
     ) -> None:

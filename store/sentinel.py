@@ -8,7 +8,7 @@ from store.connection import Part, Refusal
 from store.dialled import Access, Endpoint
 from store.errors import StoreUnavailable
 from store.server import Server
-from store.topology import Place, Topology
+from store.topology import PoolMemory, Topology
 
 
 class SentinelTopology(Topology):
@@ -41,7 +41,7 @@ class SentinelTopology(Topology):
     def new_budget(self) -> Budget:
         return Budget(self._access)
 
-    def servers_for(self, names: Sequence[Part], budget: Budget) -> Sequence[Place]:
+    def servers_for(self, names: Sequence[Part], budget: Budget) -> Sequence[PoolMemory]:
         return self.servers(budget) * len(names)
 
     def known_server_for(self, name: Part) -> Server:

@@ -14,7 +14,7 @@ from store.dialled import Endpoint
 from store.errors import StoreUnavailable
 from store.server import Server
 
-Place = Server | StoreUnavailable
+PoolMemory = Server | StoreUnavailable
 """Where a command goes, or why it can go nowhere."""
 
 _IS_A_CLUSTER = "store: this server is one of a cluster; its URL begins with redis-cluster://"
@@ -28,7 +28,7 @@ class Topology(ABC):
         """For one operation, from now on."""
 
     @abstractmethod
-    def servers_for(self, names: Sequence[Part], budget: Budget) -> Sequence[Place]:
+    def servers_for(self, names: Sequence[Part], budget: Budget) -> Sequence[PoolMemory]:
         """The server that holds each key; an error in its place where nobody serves that key."""
 
     @abstractmethod
@@ -78,7 +78,7 @@ class Standalone(Topology):
     def new_budget(self) -> Budget:
         return Budget(self._server.access)
 
-    def servers_for(self, names: Sequence[Part], budget: Budget) -> Sequence[Place]:
+    def servers_for(self, names: Sequence[Part], budget: Budget) -> Sequence[PoolMemory]:
         return self._servers * len(names)
 
     def known_server_for(self, name: Part) -> Server:

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, field
 
-from lookup_buffer.client.handles import ClaimSet
+from lookup_buffer.client.handles import ClaimHandle
 from lookup_buffer.key import TensorKey
 from lookup_buffer.protocol.messages import ClaimOutcome
 
@@ -14,7 +14,7 @@ class Claimant:
     """End of its one budget of waiting for others; set when it first asks, never again."""
     keys: dict[str, TensorKey] = field(default_factory=dict)
     """Of the items that it asked for, by their identifiers."""
-    asked: ClaimSet | None = None
+    asked: ClaimHandle | None = None
     """None once the answer was seen."""
     ungranted_at: float = 0.0
     """When it was last seen that nothing is granted yet: the grant is no older."""

@@ -27,7 +27,7 @@ from lookup_buffer.times import INTENT_SECONDS
 
 if TYPE_CHECKING:
     from lookup_buffer.client.buffer import LookupBuffer
-    from lookup_buffer.client.handles import Prefetched
+    from lookup_buffer.client.handles import PrefetchHandle
 
 WAIT_PER_ENCODE = 5.0
 """Whoever waits for another's encode waits so many times as long as one took here."""
@@ -95,7 +95,7 @@ class EcClaims:
 
     def prefetch(
         self, watch: RequestWatch, items: Sequence[WatchedItem], timeout: float
-    ) -> "list[Prefetched]":
+    ) -> "list[PrefetchHandle]":
         """Ask for the bytes of `items`, waiting at most `timeout` seconds; for a request seen for
         the first time also for the right to encode them: one wait instead of two where nobody has
         them, which of a new image is so."""

@@ -15,7 +15,7 @@ from connectors.ec.claims import EcClaims
 from connectors.ec.pins import Pin, PinTable
 from connectors.ec.watch import RequestWatch, WatchedItem
 from connectors.identifiers import Carried
-from lookup_buffer.client.handles import Prefetched, PrefetchState
+from lookup_buffer.client.handles import PrefetchHandle, PrefetchState
 from lookup_buffer.errors import MaybeMissed, MissReason
 from lookup_buffer.protocol.messages import ClaimOutcome
 
@@ -68,7 +68,7 @@ class _Wait:
     """Nothing is to be done before, unless something is heard."""
     ask_at: float = 0.0
     items: dict[str, WatchedItem] = field(default_factory=dict)
-    handles: dict[str, Prefetched] = field(default_factory=dict)
+    handles: dict[str, PrefetchHandle] = field(default_factory=dict)
     """What was asked for, of `items`."""
     reason: MaybeMissed = ""
     """Why the last of them did not come."""
@@ -175,7 +175,7 @@ class EcDeliveries:
             handles = self._buffer.prefetch(keys, wait_seconds=QUESTION_SECONDS)
             wait.handles.update(zip([item.identifier for item in new], handles, strict=True))
 
-    def _pin(self, watch: RequestWatch, item: WatchedItem, handle: Prefetched) -> MaybeMissed:
+    def _pin(self, watch: RequestWatch, item: WatchedItem, handle: PrefetchHandle) -> MaybeMissed:
         """Take what was asked for as the request's pin; or the reason why it cannot be had."""
         order, name = handle.order, item.identifier
         self._pins.discard_other(name, item.key)

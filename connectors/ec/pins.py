@@ -21,7 +21,7 @@ from lookup_buffer.key import TensorKey
 if TYPE_CHECKING:
     from connectors.ec.outputs import EncoderOutputs
     from lookup_buffer.client.buffer import LookupBuffer
-    from lookup_buffer.client.handles import LoadOrder, Prefetched
+    from lookup_buffer.client.handles import LoadOrder, PrefetchHandle
 
 
 @dataclass(slots=True, eq=False)
@@ -29,7 +29,7 @@ class Pin:
     """One prefetched item."""
 
     identifier: str
-    handle: "Prefetched"
+    handle: "PrefetchHandle"
     nbytes: int
     """What counts against the budget: an estimate, as the true size is only known on arrival."""
     wanted_by: set[str] = field(default_factory=set)

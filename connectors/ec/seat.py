@@ -14,7 +14,7 @@ from connectors.identifiers import reach_encoder
 from connectors.namespace import Identity, engine_identity, remembered
 from connectors.plugin import CONNECTOR_NAME
 from connectors.settings import ConnectorSettings
-from lookup_buffer.client.buffer import EngineSeat, LookupBuffer
+from lookup_buffer.client.buffer import EngineRank, LookupBuffer
 
 _IDENTITY = "_lookup_buffer_identity"
 
@@ -117,7 +117,7 @@ def worker_seat(vllm_config: Any) -> WorkerSeat | None:
 
 def open_buffer(vllm_config: Any, settings: ConnectorSettings, rank: int | None) -> LookupBuffer:
     """The client of the scheduler (`rank` None) or of one worker. Raises as `open_client`."""
-    place = EngineSeat(
+    place = EngineRank(
         engine_id=engine_id(vllm_config),
         rank=rank,
         world_size=loading_ranks(vllm_config),

@@ -28,7 +28,7 @@ from lookup_buffer.key import TensorKey
 
 if TYPE_CHECKING:
     from lookup_buffer.client.buffer import LookupBuffer
-    from lookup_buffer.client.handles import Prefetched
+    from lookup_buffer.client.handles import PrefetchHandle
 
 LOCAL_SECONDS = 0.02
 """So long a pass may wait until the node has pinned what the board lists. An item takes a hundredth
@@ -47,7 +47,7 @@ class Question:
     """One item that the host asked for, while it goes on asking."""
 
     asked_at: float
-    handle: "Prefetched | None" = None
+    handle: "PrefetchHandle | None" = None
     """What was asked of the node; None on a pure producer, which fetches nothing."""
     in_pass: bool = True
     """Whether the host asked for it in this pass."""

@@ -32,7 +32,7 @@ from lookup_buffer.errors import MissReason
 if TYPE_CHECKING:
     from connectors.kv.engine import KvSettings
     from lookup_buffer.client.buffer import LookupBuffer
-    from lookup_buffer.client.handles import LoadOrder, Prefetched
+    from lookup_buffer.client.handles import LoadOrder, PrefetchHandle
 
 
 @dataclass(slots=True, eq=False)
@@ -40,7 +40,7 @@ class ChunkPin:
     """One requested chunk: a handle for each rank."""
 
     name: str
-    handles: "list[Prefetched]"
+    handles: "list[PrefetchHandle]"
 
     @property
     def state(self) -> PrefetchState:
@@ -198,7 +198,7 @@ class KvPins:
                 self._buffer.release(handle)
 
 
-def _wait(handle: "Prefetched", seconds: float) -> bool:
+def _wait(handle: "PrefetchHandle", seconds: float) -> bool:
     return handle.wait(seconds) is not PrefetchState.PENDING
 
 

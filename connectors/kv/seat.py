@@ -10,7 +10,7 @@ from connectors.identifiers import reach_encoder
 from connectors.kv.engine import KvSettings, KvShape, chunk_blocks, kv_identity
 from connectors.namespace import Identity, remembered
 from connectors.plugin import KV_CONNECTOR_NAME
-from lookup_buffer.client.buffer import EngineSeat, LookupBuffer
+from lookup_buffer.client.buffer import EngineRank, LookupBuffer
 
 _IDENTITY = "_lookup_buffer_kv_identity"
 
@@ -51,7 +51,7 @@ def open_buffer(
     vllm_config: Any, kv_cache_config: Any, settings: KvSettings, rank: int | None
 ) -> LookupBuffer:
     """Open the client of the scheduler (`rank` None) or of one worker. Raises as `open_client`."""
-    place = EngineSeat(
+    place = EngineRank(
         engine_id(vllm_config),
         rank,
         ranks_of(vllm_config),

@@ -26,9 +26,9 @@ from lookup_buffer.cli.output import print_json, print_outline
 from lookup_buffer.environment import misspelt_variables
 from lookup_buffer.errors import ConfigError, LookupBufferError, NodeRefused
 from lookup_buffer.inspection.records import (
-    BeatWatch,
     CommandError,
     ExitCode,
+    HeartbeatMonitor,
     answers,
     opened_store,
     shown_url,
@@ -122,7 +122,7 @@ LOOPBACK = ("127.", "localhost", "[::1]")
 
 def fleet_checks(store: MetadataStore, token: str | None) -> Iterator[Check]:
     """Checks of the nodes with a beat. Watches their beats for 2 s at most."""
-    watch = BeatWatch(store)
+    watch = HeartbeatMonitor(store)
     watch.settle()
     alive = [node for node in watch.last if watch.alive(node)]
     silent = sorted(watch.last.keys() - set(alive))
@@ -334,11 +334,11 @@ def ask_node(path: Path, expects: Mapping[str, str | int]) -> dict[str, Any]:
         NodeRefused: the node has another configuration.
         NodeUnavailable: no answer in time.
     """
-    from lookup_buffer.client.session import Channel, next_request_id
+    from lookup_buffer.client.session import NodeConnection, next_request_id
     from lookup_buffer.protocol.messages import VERSION, Goodbye, Hello, Stats
 
     deadline = time.monotonic() + ANSWER_SECONDS
-    channel = Channel(path, timeout=ANSWER_SECONDS)
+    channel = NodeConnection(path, timeout=ANSWER_SECONDS)
     try:
         hello = Hello(next_request_id(), VERSION, None, dict(expects))
         channel.send(hello, deadline=deadline)

@@ -11,7 +11,7 @@ import click
 
 from lookup_buffer.cli.options import of_store, store_access
 from lookup_buffer.cli.output import print_json, print_line
-from lookup_buffer.inspection.records import BeatWatch, CommandError, ExitCode, opened_store
+from lookup_buffer.inspection.records import CommandError, ExitCode, HeartbeatMonitor, opened_store
 from lookup_buffer.protocol.messages import is_fingerprint
 from store import MetadataStore
 
@@ -44,7 +44,7 @@ def invalidate(
         count = store.clear(space)
         silent: set[str] = set()
         for _ in range(BEATS):
-            watch = BeatWatch(store)
+            watch = HeartbeatMonitor(store)
             watch.settle()
             silent |= {node for node, beat in watch.last.items() if not watch.alive(node)}
         count += store.clear(space)  # records that a node wrote before it read the mark

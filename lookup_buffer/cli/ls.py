@@ -15,7 +15,7 @@ import click
 from lookup_buffer.cli.options import of_namespace, of_store, seconds_of, size_of, store_access
 from lookup_buffer.cli.output import TextTable, print_json_list, print_line
 from lookup_buffer.inspection.records import (
-    BeatWatch,
+    HeartbeatMonitor,
     age_since,
     age_text,
     hits_of,
@@ -34,7 +34,7 @@ LOOKED_AT = 500
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class RecordFilter:
     """The filter: which records are listed. None is no bound. Ages are in seconds."""
 
     namespace: str = ""
@@ -67,7 +67,7 @@ class Page:
     hits: dict[tuple[str, str], int]
 
 
-def pages_of(store: MetadataStore, wanted: Wanted) -> Iterator[Page]:
+def pages_of(store: MetadataStore, wanted: RecordFilter) -> Iterator[Page]:
     """All records that pass the filter, in the order of the store's scan. No page is empty."""
     whole = wanted.namespace if is_fingerprint(wanted.namespace) else None
     seen: set[int] = set()  # hashes, since there may be millions
@@ -129,7 +129,7 @@ def ls(
     by age.
     """
     access = store_access(store_url, store_password_file, directory)
-    wanted = Wanted(
+    wanted = RecordFilter(
         namespace or "",
         node,
         seconds_of("--older-than", older_than),
@@ -149,9 +149,9 @@ def ls(
 class _Listing:
     """One run of the command. `truncated` is valid once all pages have been read."""
 
-    def __init__(self, store: MetadataStore, wanted: Wanted, limit: int) -> None:
+    def __init__(self, store: MetadataStore, wanted: RecordFilter, limit: int) -> None:
         self.truncated = False
-        self._watch = BeatWatch(store)
+        self._watch = HeartbeatMonitor(store)
         self._glanced_at: set[str] = set()
         self._pages = self._first(pages_of(store, wanted), limit)
 

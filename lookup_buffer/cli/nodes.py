@@ -11,7 +11,7 @@ import click
 
 from lookup_buffer.cli.options import of_store, store_access
 from lookup_buffer.cli.output import print_json, print_line, print_table
-from lookup_buffer.inspection.records import BeatWatch, opened_store, size_text
+from lookup_buffer.inspection.records import HeartbeatMonitor, opened_store, size_text
 from store import Beat, NodeInfo
 
 
@@ -29,7 +29,7 @@ def nodes(
     """
     access = store_access(store_url, store_password_file, directory)
     with opened_store(access) as store:
-        watch = BeatWatch(store)
+        watch = HeartbeatMonitor(store)
         watch.settle()
         infos = store.node_infos(sorted(watch.last))
     found = [

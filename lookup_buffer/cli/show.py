@@ -12,9 +12,9 @@ import click
 from lookup_buffer.cli.options import of_namespace, of_store, store_access
 from lookup_buffer.cli.output import print_fields, print_json, print_line, print_table
 from lookup_buffer.inspection.records import (
-    BeatWatch,
     CommandError,
     ExitCode,
+    HeartbeatMonitor,
     age_since,
     age_text,
     hits_of,
@@ -52,7 +52,7 @@ def show(
     """
     access = store_access(store_url, store_password_file, directory)
     with opened_store(access) as store:
-        watch = BeatWatch(store)
+        watch = HeartbeatMonitor(store)
         described = store.namespaces()
         spaces = {
             fingerprint: parts

@@ -19,11 +19,11 @@ from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Any
 
 from lookup_buffer import codec
-from lookup_buffer.client.handles import ClaimAnswer, ClaimSet, LoadOrder, Prefetched
+from lookup_buffer.client.handles import ClaimAnswer, ClaimHandle, LoadOrder, PrefetchHandle
 from lookup_buffer.client.load import JoinedPool, Loading, Pooling
-from lookup_buffer.client.local import LocalReads, NotHere
+from lookup_buffer.client.local import LocalReads, NotListed
 from lookup_buffer.client.pending import Claiming, Prefetching
-from lookup_buffer.client.session import Attachment, Channel, next_request_id
+from lookup_buffer.client.session import ClientSession, NodeConnection, next_request_id
 from lookup_buffer.codec import Tensor, Value
 from lookup_buffer.config import BufferConfig
 from lookup_buffer.errors import (
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 
 
 class Inserting:
-    def __init__(self, attachment: Attachment) -> None:
+    def __init__(self, attachment: ClientSession) -> None:
         self._attachment = attachment
 
     def insert(
@@ -107,7 +107,7 @@ class Inserting:
             )
 
 
-def _fill(channel: Channel, tensor: Tensor, header: TensorHeader, timeout: float) -> None:
+def _fill(channel: NodeConnection, tensor: Tensor, header: TensorHeader, timeout: float) -> None:
     staging = channel.stage(header.nbytes, timeout)
     source, address, nbytes = codec.contiguous_bytes(tensor)
     copy_bytes(staging.address, address, nbytes)
@@ -115,7 +115,7 @@ def _fill(channel: Channel, tensor: Tensor, header: TensorHeader, timeout: float
 
 
 @dataclass(frozen=True, slots=True)
-class EngineSeat:
+class EngineRank:
     """The engine of a client and its rank there. `rank` is None for the scheduler's side, whose
     tickets end when all `world_size` ranks have sent `Done`."""
 
@@ -132,7 +132,7 @@ class EngineSeat:
 
 
 class Selecting:
-    def __init__(self, attachment: Attachment, loading: Loading) -> None:
+    def __init__(self, attachment: ClientSession, loading: Loading) -> None:
         self._attachment = attachment
         self._loading = loading
 
@@ -170,7 +170,7 @@ class Selecting:
 
 
 class Taking:
-    def __init__(self, attachment: Attachment, loading: Loading) -> None:
+    def __init__(self, attachment: ClientSession, loading: Loading) -> None:
         self._attachment = attachment
         self._loading = loading
 
@@ -212,7 +212,7 @@ class Taking:
                 pass  # the session is over, and the lease with it
             raise
 
-    def _won(self, channel: Channel, token: int, lease_seconds: float) -> bool:
+    def _won(self, channel: NodeConnection, token: int, lease_seconds: float) -> bool:
         request = Acknowledge(next_request_id(), token)
         try:
             bound = lease_seconds + LEASE_ANSWER_SECONDS + CALL_SECONDS
@@ -251,7 +251,7 @@ class LookupBuffer:
         config: BufferConfig | None = None,
         namespace: Namespace | None = None,
         *,
-        engine: EngineSeat | None = None,
+        engine: EngineRank | None = None,
         required: bool = True,
     ) -> None:
         if namespace is None and engine is None:
@@ -259,7 +259,7 @@ class LookupBuffer:
         self._parts: dict[str, str] | None = None
         self._rank = engine.rank or 0 if engine else 0
         seat = engine.to_wire() if engine else None
-        self._attachment = Attachment(
+        self._attachment = ClientSession(
             config or BufferConfig.from_environment(),
             seat,
             on_event=self._on_event,
@@ -345,7 +345,7 @@ class LookupBuffer:
         """
         try:
             return self._local_reads.select(key, out)
-        except NotHere:
+        except NotListed:
             pass
         return self._selecting.select(key, timeout, out)
 
@@ -390,7 +390,7 @@ class LookupBuffer:
 
     def prefetch(
         self, keys: Sequence[TensorKey], *, timeout: float = 0.0, wait_seconds: float = 0.0
-    ) -> list[Prefetched]:
+    ) -> list[PrefetchHandle]:
         """Bring `keys` to this host and pin them; one handle each, in order.
 
         Returns when all have settled or `timeout` seconds have passed; a PENDING handle settles
@@ -403,7 +403,7 @@ class LookupBuffer:
 
     def prefetch_and_claim(
         self, keys: Sequence[TensorKey], *, wait_seconds: float, timeout: float = 0.0
-    ) -> tuple[list[Prefetched], ClaimSet]:
+    ) -> tuple[list[PrefetchHandle], ClaimHandle]:
         """`prefetch` and `claim_all` of the same keys in one message. This saves one round trip for
         the claims of absent keys. Returns as `prefetch`; the set may settle later."""
         claims = self._claiming.begin(keys)
@@ -415,9 +415,9 @@ class LookupBuffer:
             self._claiming.fail([claims.request_id])
         return handles, claims
 
-    def release(self, held: Prefetched | LoadOrder) -> None:
+    def release(self, held: PrefetchHandle | LoadOrder) -> None:
         """Release a pin. One-way; idempotent; never raises."""
-        if isinstance(held, Prefetched):
+        if isinstance(held, PrefetchHandle):
             self._prefetching.release(held)
         else:
             self._loading.release(held)
@@ -474,7 +474,7 @@ class LookupBuffer:
 
     def claim_all(
         self, keys: Sequence[TensorKey], *, wait_seconds: float, timeout: float = 0.0
-    ) -> ClaimSet:
+    ) -> ClaimHandle:
         """Claim the right to produce all of `keys`, as intents, or none of them.
 
         Returns when the set has settled, when another client is known to hold one of the keys, or
@@ -488,7 +488,7 @@ class LookupBuffer:
         """Claim `keys`, which are being produced, or renew the claims. One-way; never raises."""
         self._claiming.encoding(keys, lease_seconds)
 
-    def unclaim(self, keys: Sequence[TensorKey], waiter: ClaimSet | None = None) -> None:
+    def unclaim(self, keys: Sequence[TensorKey], waiter: ClaimHandle | None = None) -> None:
         """Give the claims for `keys` back, and end the wait of `waiter`. One-way; idempotent;
         never raises."""
         self._claiming.unclaim(keys, waiter)

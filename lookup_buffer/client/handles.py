@@ -1,9 +1,10 @@
-"""Handles and results of a client's calls: `Prefetched`, `LoadOrder`, `ClaimAnswer`, `ClaimSet`.
+"""Handles and results of a client's calls: `PrefetchHandle`, `LoadOrder`, `ClaimAnswer`,
+`ClaimHandle`.
 
-A prefetch returns one `Prefetched` for each key, with a `LoadOrder` once the bytes are on this
-host. A claim returns a `ClaimAnswer`, a set of claims a `ClaimSet`. Handles settle on the client's
-listening thread while other threads read them; reading a field is one attribute access and never
-waits. The module knows no sockets and sends no requests.
+A prefetch returns one `PrefetchHandle` for each key, with a `LoadOrder` once the bytes are on this
+host. A claim returns a `ClaimAnswer`, a set of claims a `ClaimHandle`. Handles settle on the
+client's listening thread while other threads read them; reading a field is one attribute access and
+never waits. The module knows no sockets and sends no requests.
 """
 
 import enum
@@ -63,7 +64,7 @@ class LoadOrder:
 
 
 @dataclass(slots=True, eq=False)
-class Prefetched:
+class PrefetchHandle:
     """The state of one prefetched key. Readers must not change it."""
 
     key: TensorKey
@@ -110,8 +111,8 @@ class ClaimAnswer:
 
 
 @dataclass(slots=True, eq=False)
-class ClaimSet:
-    """The state of a set of claims. Settles on the client's listening thread, as `Prefetched`;
+class ClaimHandle:
+    """The state of a set of claims. Settles on the client's listening thread, as `PrefetchHandle`;
     readers must not change it."""
 
     keys: Sequence[TensorKey]

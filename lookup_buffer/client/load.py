@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from lookup_buffer import codec
 from lookup_buffer.client.handles import LoadOrder
-from lookup_buffer.client.session import Attachment, next_request_id
+from lookup_buffer.client.session import ClientSession, next_request_id
 from lookup_buffer.codec import Tensor, Value
 from lookup_buffer.errors import LookupBufferError, NodeUnavailable
 from lookup_buffer.protocol.messages import KEYS_MAX, Done, Release, Request
@@ -34,7 +34,7 @@ class JoinedPool(Protocol):
 
 
 class Pooling:
-    def __init__(self, attachment: Attachment) -> None:
+    def __init__(self, attachment: ClientSession) -> None:
         self._attachment = attachment
         self._pool: JoinedPool | None = None
 
@@ -74,7 +74,7 @@ class Pooling:
 
 
 class Loading:
-    def __init__(self, attachment: Attachment, pooling: Pooling) -> None:
+    def __init__(self, attachment: ClientSession, pooling: Pooling) -> None:
         self._attachment = attachment
         self._pooling = pooling
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 from lookup_buffer import codec
-from lookup_buffer.client.session import Attachment, next_request_id
+from lookup_buffer.client.session import ClientSession, next_request_id
 from lookup_buffer.errors import LookupBufferError, NodeUnavailable
 from lookup_buffer.key import TensorKey
 from lookup_buffer.protocol.messages import COUNT_MAX, Contains, Touch, split, waiting
@@ -27,12 +27,12 @@ TOLD_BYTES_MAX: Final = 32 << 10
 """Bound on the keys of one report: it fits into a socket buffer that has any room."""
 
 
-class NotHere(Exception):
+class NotListed(Exception):
     """The local index does not list the key, or no longer does."""
 
 
 class LocalReads:
-    def __init__(self, attachment: Attachment) -> None:
+    def __init__(self, attachment: ClientSession) -> None:
         self._attachment = attachment
         self._lock = threading.Lock()
         self._telling = threading.Lock()
@@ -47,17 +47,17 @@ class LocalReads:
             NodeUnavailable: no node is connected now.
         """
         with self._attachment.memory() as memory:
-            entry = memory.board.find(digest_of(self._attachment.namespace, key.text))
+            entry = memory.local_index.find(digest_of(self._attachment.namespace, key.text))
             if entry is None:
-                raise NotHere
+                raise NotListed
             header = entry.header
             if header.kind == "none":
                 tensor = None
             else:
                 tensor = codec.destination(out, header)
                 codec.copy_into(tensor, memory.arena.address + entry.offset, header.nbytes)
-            if not memory.board.stands(entry):
-                raise NotHere
+            if not memory.local_index.stands(entry):
+                raise NotListed
         with self._lock:
             self._read[key.text] += 1
         return tensor
@@ -68,8 +68,8 @@ class LocalReads:
         digests = [digest_of(self._attachment.namespace, key.text) for key in keys]
         try:
             with self._attachment.memory() as memory:
-                here, there = memory.board.lists, memory.elsewhere.lists
-                if elsewhere and memory.elsewhere.is_current():
+                here, there = memory.local_index.lists, memory.remote_index.lists
+                if elsewhere and memory.remote_index.is_current():
                     return [there(digest) or here(digest) for digest in digests]
                 return [here(digest) for digest in digests]
         except NodeUnavailable:

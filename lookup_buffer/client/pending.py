@@ -10,9 +10,15 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from lookup_buffer.client.handles import ClaimAnswer, ClaimSet, LoadOrder, Prefetched, PrefetchState
+from lookup_buffer.client.handles import (
+    ClaimAnswer,
+    ClaimHandle,
+    LoadOrder,
+    PrefetchHandle,
+    PrefetchState,
+)
 from lookup_buffer.client.load import Loading
-from lookup_buffer.client.session import Attachment, next_request_id
+from lookup_buffer.client.session import ClientSession, next_request_id
 from lookup_buffer.errors import LookupBufferError, MissReason
 from lookup_buffer.key import TensorKey
 from lookup_buffer.protocol.messages import (
@@ -33,19 +39,19 @@ from store import ClaimState
 
 
 class Prefetching:
-    def __init__(self, attachment: Attachment, loading: Loading) -> None:
+    def __init__(self, attachment: ClientSession, loading: Loading) -> None:
         self._attachment = attachment
         self._loading = loading
         self._settled = threading.Condition()
-        self._waiting: dict[tuple[int, int], Prefetched] = {}
+        self._waiting: dict[tuple[int, int], PrefetchHandle] = {}
         """(request id, index) → handle that has not settled."""
 
     def prefetch(
         self, keys: Sequence[TensorKey], timeout: float, claimer: int = 0, wait_seconds: float = 0.0
-    ) -> list[Prefetched]:
+    ) -> list[PrefetchHandle]:
         """See `LookupBuffer.prefetch`. `claimer` is as in `Prefetch`: only for keys that fit one
         message; if it is not 0, the claims wait for `wait_seconds`, not the prefetch."""
-        handles = [Prefetched(key, self._settled) for key in keys]
+        handles = [PrefetchHandle(key, self._settled) for key in keys]
         left = iter(handles)
         for part in split([key.text for key in keys]):
             request = Prefetch(
@@ -63,7 +69,7 @@ class Prefetching:
                 self._settled.wait_for(lambda: _all_settled(handles), timeout)
         return handles
 
-    def release(self, handle: Prefetched) -> None:
+    def release(self, handle: PrefetchHandle) -> None:
         with self._settled:
             if handle.released:
                 return
@@ -104,11 +110,11 @@ class Prefetching:
             self._settled.notify_all()
 
 
-def _all_settled(handles: Sequence[Prefetched]) -> bool:
+def _all_settled(handles: Sequence[PrefetchHandle]) -> bool:
     return all(handle.state is not PrefetchState.PENDING for handle in handles)
 
 
-def _settle(handle: Prefetched, entry: dict[str, Any], order: LoadOrder | None) -> None:
+def _settle(handle: PrefetchHandle, entry: dict[str, Any], order: LoadOrder | None) -> None:
     handle.order = order
     handle.reason = MissReason.of(entry["reason"]) if "reason" in entry else ""
     handle.source = entry.get("source", "")
@@ -116,10 +122,10 @@ def _settle(handle: Prefetched, entry: dict[str, Any], order: LoadOrder | None) 
 
 
 class Claiming:
-    def __init__(self, attachment: Attachment) -> None:
+    def __init__(self, attachment: ClientSession) -> None:
         self._attachment = attachment
         self._settled = threading.Condition()
-        self._pending: dict[int, ClaimSet] = {}
+        self._pending: dict[int, ClaimHandle] = {}
 
     def claim(
         self, key: TensorKey, lease_seconds: float, state: ClaimState, timeout: float
@@ -135,7 +141,9 @@ class Claiming:
         request = ReleaseClaim(next_request_id(), self._attachment.namespace, key.text)
         return bool(self._attachment.call(request, CALL_SECONDS)["released"])
 
-    def claim_all(self, keys: Sequence[TensorKey], wait_seconds: float, timeout: float) -> ClaimSet:
+    def claim_all(
+        self, keys: Sequence[TensorKey], wait_seconds: float, timeout: float
+    ) -> ClaimHandle:
         """See `LookupBuffer.claim_all`."""
         one = self.begin(keys)
         texts, wait = sorted(key.text for key in keys), waiting(wait_seconds)
@@ -147,12 +155,12 @@ class Claiming:
             self.fail([one.request_id])
         return one
 
-    def begin(self, keys: Sequence[TensorKey]) -> ClaimSet:
+    def begin(self, keys: Sequence[TensorKey]) -> ClaimHandle:
         """A set that waits for its events. FAILED if one message cannot carry all keys, because
         they could then not be claimed all or none."""
         if len(list(split([key.text for key in keys]))) > 1:
-            return ClaimSet(keys, self._settled, ClaimOutcome.FAILED)
-        one = ClaimSet(keys, self._settled, request_id=next_request_id())
+            return ClaimHandle(keys, self._settled, ClaimOutcome.FAILED)
+        one = ClaimHandle(keys, self._settled, request_id=next_request_id())
         with self._settled:
             self._pending[one.request_id] = one
         return one
@@ -163,7 +171,7 @@ class Claiming:
         for part in split([key.text for key in keys]):
             self._post(Encoding(next_request_id(), self._attachment.namespace, list(part), lease))
 
-    def unclaim(self, keys: Sequence[TensorKey], waiter: ClaimSet | None) -> None:
+    def unclaim(self, keys: Sequence[TensorKey], waiter: ClaimHandle | None) -> None:
         """See `LookupBuffer.unclaim`."""
         awaited = 0
         if waiter is not None:

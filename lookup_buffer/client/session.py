@@ -1,12 +1,12 @@
 """A client's session with its node: connections, shared memory, reconnects.
 
-`Attachment` finds or starts the node, keeps a pool of connections, and opens a new session when
+`ClientSession` finds or starts the node, keeps a pool of connections, and opens a new session when
 the node is lost. Its listening thread receives the node's events on the session's main connection.
-`Channel` is one blocking connection, for one caller at a time. A connection that missed a deadline
-is closed, so a late reply is never taken for the reply to another request. `NodeMemories` maps the
-memory of each boot read-only, and keeps it mapped for a while after the node's death: pinned bytes
-can still be loaded. The last reader of retired memory unmaps it. Any thread may call. The module
-must not know what requests and events mean.
+`NodeConnection` is one blocking connection, for one caller at a time. A connection that missed a
+deadline is closed, so a late reply is never taken for the reply to another request. `NodeMemories`
+maps the memory of each boot read-only, and keeps it mapped for a while after the node's death:
+pinned bytes can still be loaded. The last reader of retired memory unmaps it. Any thread may call.
+The module must not know what requests and events mean.
 """
 
 import array
@@ -34,7 +34,7 @@ from lookup_buffer.errors import (
 from lookup_buffer.protocol.framing import FrameDecoder, encode_frame
 from lookup_buffer.protocol.messages import VERSION, Goodbye, Hello, Join, Request, Stage
 from lookup_buffer.runtime import node_socket
-from lookup_buffer.shm.index import BoardReader, ElsewhereReader
+from lookup_buffer.shm.index import LocalIndexReader, RemoteIndexReader
 from lookup_buffer.shm.memory import Mapping, Staging
 from lookup_buffer.times import CALL_SECONDS
 
@@ -56,7 +56,7 @@ def next_request_id() -> int:
     return next(_request_ids)
 
 
-class Channel:
+class NodeConnection:
     """A blocking connection to the node. Not thread-safe, except `close`: any thread may call it,
     and it wakes a waiting one."""
 
@@ -230,8 +230,8 @@ class NodeMemory:
     and the remote index of keys on other nodes."""
 
     arena: Mapping
-    board: BoardReader
-    elsewhere: ElsewhereReader
+    local_index: LocalIndexReader
+    remote_index: RemoteIndexReader
 
     @classmethod
     def adopt(cls, descriptors: Sequence[int], arena_bytes: int) -> "NodeMemory":
@@ -240,17 +240,17 @@ class NodeMemory:
         Raises:
             OSError, ValueError: the descriptors are not the expected ones.
         """
-        arena, board, elsewhere = descriptors
+        arena, local_index, remote_index = descriptors
         return cls(
             Mapping(arena, arena_bytes, writable=False),
-            BoardReader(board),
-            ElsewhereReader(elsewhere),
+            LocalIndexReader(local_index),
+            RemoteIndexReader(remote_index),
         )
 
     def close(self) -> None:
         self.arena.close()
-        self.board.close()
-        self.elsewhere.close()
+        self.local_index.close()
+        self.remote_index.close()
 
 
 @dataclass(slots=True, eq=False)
@@ -336,11 +336,11 @@ class _Live:
     session: int
     node: str
     boot: str
-    anchor: Channel
-    idle: list[Channel] = field(default_factory=list)
+    anchor: NodeConnection
+    idle: list[NodeConnection] = field(default_factory=list)
 
 
-class Attachment:
+class ClientSession:
     """A client's session with its node. Thread-safe, but must not be used in a forked child.
 
     The listening thread calls `on_event(message)`, `on_lost()` and `on_tick()`. `close` calls
@@ -393,13 +393,13 @@ class Attachment:
         return self._live is not None
 
     def call(self, request: Request, timeout: float) -> dict[str, Any]:
-        """One round trip; see `Channel.call`. `timeout` bounds the whole call."""
+        """One round trip; see `NodeConnection.call`. `timeout` bounds the whole call."""
         deadline = time.monotonic() + timeout
         with self.channel(timeout) as channel:
             return channel.call(request, deadline - time.monotonic())
 
     @contextmanager
-    def channel(self, timeout: float = CALL_SECONDS) -> Iterator[Channel]:
+    def channel(self, timeout: float = CALL_SECONDS) -> Iterator[NodeConnection]:
         """A connection for one caller. It returns to the pool afterwards if it is still open."""
         live = self._current()
         deadline = time.monotonic() + min(timeout, CALL_SECONDS)
@@ -490,7 +490,7 @@ class Attachment:
     def _attach(self) -> None:
         deadline = time.monotonic() + ATTACH_SECONDS
         path = node_socket(self._config, timeout=ATTACH_SECONDS)
-        anchor = Channel(path, timeout=CALL_SECONDS)
+        anchor = NodeConnection(path, timeout=CALL_SECONDS)
         try:
             hello = Hello(next_request_id(), VERSION, self._seat, self._config.expectations())
             anchor.send(hello, deadline=deadline)
@@ -556,11 +556,11 @@ class Attachment:
 
     # -- channels
 
-    def _take(self, live: _Live, deadline: float) -> Channel:
+    def _take(self, live: _Live, deadline: float) -> NodeConnection:
         with self._lock:
             if live.idle:
                 return live.idle.pop()
-        channel = Channel(
+        channel = NodeConnection(
             self._config.socket_path(), timeout=max(deadline - time.monotonic(), 1e-3)
         )
         try:
@@ -570,7 +570,7 @@ class Attachment:
             raise NodeUnavailable(f"the session with the node has ended: {error}") from error
         return channel
 
-    def _give_back(self, live: _Live, channel: Channel) -> None:
+    def _give_back(self, live: _Live, channel: NodeConnection) -> None:
         with self._lock:
             if channel.open and self._live is live and not self._closing.is_set():
                 live.idle.append(channel)

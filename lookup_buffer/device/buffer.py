@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from lookup_buffer.client.buffer import LookupBuffer
-from lookup_buffer.client.handles import Prefetched, PrefetchState
+from lookup_buffer.client.handles import PrefetchHandle, PrefetchState
 from lookup_buffer.codec import check_out, header_of
 from lookup_buffer.config import BufferConfig
 from lookup_buffer.device.lane import DeviceLane
@@ -108,7 +108,7 @@ class DeviceBuffer:
             self.host.release(handle)
 
     def _appearing(
-        self, key: TensorKey, handle: Prefetched, timeout: float
+        self, key: TensorKey, handle: PrefetchHandle, timeout: float
     ) -> "torch.Tensor | None":
         if timeout <= 0:
             raise MissingTensor(f"{key}: {handle.reason or 'it did not come in time'}")

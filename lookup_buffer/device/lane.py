@@ -22,12 +22,12 @@ from lookup_buffer.client.session import next_request_id
 from lookup_buffer.codec import header_of
 from lookup_buffer.config import check_token_of, guard_listener
 from lookup_buffer.device import protocol
-from lookup_buffer.device.memory import Place, place_of
-from lookup_buffer.device.pairs import Pairs, Receiving
+from lookup_buffer.device.memory import PoolMemory, place_of
+from lookup_buffer.device.pairs import Pairs, PoolReceiver
 from lookup_buffer.device.pool import DevicePool, Entry, PoolGauges
-from lookup_buffer.device.protocol import Dialect, dialect_of
-from lookup_buffer.device.serving import Serving
-from lookup_buffer.device.stats import Crew, Notes
+from lookup_buffer.device.protocol import ProtocolVersion, dialect_of
+from lookup_buffer.device.serving import PoolServer
+from lookup_buffer.device.stats import DaemonThreads, LaneStats
 from lookup_buffer.errors import (
     BufferFull,
     CodecError,
@@ -99,12 +99,12 @@ class DeviceLane:
         host: str = "127.0.0.1",
         token: str | None = None,
         silence_seconds: float = SILENCE_SECONDS,
-        dialect: Dialect | None = None,
-        place: Place | None = None,
+        dialect: ProtocolVersion | None = None,
+        place: PoolMemory | None = None,
     ) -> None:
         check_token_of("a device lane", token)
         guard_listener("a device lane", host, "token", token)
-        self._place: Place = place or place_of(device)
+        self._place: PoolMemory = place or place_of(device)
         self.dialect = dialect or dialect_of(lane, self._place)
         self.id = secrets.token_hex(6)
         self._opening = (pool_bytes, receives, offers)
@@ -117,19 +117,19 @@ class DeviceLane:
         self._to_node: ToNode = lambda _request: None
         self._lock = threading.Lock()
         self._closed = False
-        self._notes = Notes(self.dialect.lane)
+        self._notes = LaneStats(self.dialect.lane)
         self._under_way: set[int] = set()
         """Tickets that are still wanted and do not hold an entry yet."""
         self._orphans: list[tuple[float, list[int]]] = []
-        self._serving = Serving(
+        self._serving = PoolServer(
             self.pool, self._place, self.dialect, self.id,
             host=host, token=token, limits=limits, notes=self._notes,
         )  # fmt: skip
-        self._crew = Crew(self._notes, "lb-lane", RECEIVERS)
+        self._crew = DaemonThreads(self._notes, "lb-lane", RECEIVERS)
         self._pairs = Pairs(
             self._place, self.dialect, token=token, limits=limits, notes=self._notes
         )
-        self._receiving = Receiving(self.pool, self._place, self._pairs, self._notes)
+        self._receiving = PoolReceiver(self.pool, self._place, self._pairs, self._notes)
 
     @property
     def port(self) -> int:

@@ -1,9 +1,9 @@
 """Device memory: where a pool's tensors lie, and how a lane's pipe reads and writes them.
 
-`Place` keeps and allocates tensors, and orders them with the caller's computation. On the host it
-copies at once. On a GPU it enqueues the copy on a stream of the pool, after an event of the
+`PoolMemory` keeps and allocates tensors, and orders them with the caller's computation. On the host
+it copies at once. On a GPU it enqueues the copy on a stream of the pool, after an event of the
 caller's stream. The caller's stream waits for that copy in turn; the caller's thread does not wait.
-`CudaPlace` was not run on a GPU.
+`CudaPoolMemory` was not run on a GPU.
 
 `LaneMemory` is the memory of a lane's pipe. A pipe normally copies what it sends, because the
 sender may change it afterwards. A pool entry never changes, and the view that is sent keeps it
@@ -74,7 +74,7 @@ class _Unchanging:
 _cuda: Any = torch.cuda  # torch has no types for its streams and events
 
 
-class Place(ABC):
+class PoolMemory(ABC):
     """Any thread. `ready` is a point in the work enqueued on the device (an event), or None."""
 
     device: torch.device
@@ -111,7 +111,7 @@ class Place(ABC):
         yield
 
 
-class HostPlace(Place):
+class HostPoolMemory(PoolMemory):
     """Host memory: the same interface in CI, and where models run on the CPU."""
 
     def __init__(self) -> None:
@@ -139,7 +139,7 @@ class HostPlace(Place):
         yield
 
 
-class CudaPlace(Place):
+class CudaPoolMemory(PoolMemory):
     """One GPU."""
 
     def __init__(self, name: str) -> None:
@@ -192,8 +192,8 @@ class CudaPlace(Place):
             yield
 
 
-def place_of(device: str) -> Place:
-    return CudaPlace(device) if device.startswith("cuda") else HostPlace()
+def place_of(device: str) -> PoolMemory:
+    return CudaPoolMemory(device) if device.startswith("cuda") else HostPoolMemory()
 
 
 def _is_alone(tensor: torch.Tensor) -> bool:

@@ -5,7 +5,7 @@ makes the communicator at once, so no read waits for that. The number of pairs i
 recently used one is closed, and so are pairs with pools that are gone. After a failure a pair
 pauses before it is made again, longer after each failure.
 
-`Receiving` brings a tensor from another pool into this one. It runs on the lane's threads (see
+`PoolReceiver` brings a tensor from another pool into this one. It runs on the lane's threads (see
 `lane.RECEIVERS`). Each failure is returned as a reason (see `messages.Fallback`); the bytes then
 come over the hosts.
 
@@ -24,10 +24,10 @@ from xxhash import xxh3_64_intdigest
 
 from lookup_buffer.codec import writable_bytes
 from lookup_buffer.device import protocol
-from lookup_buffer.device.memory import Place
+from lookup_buffer.device.memory import PoolMemory
 from lookup_buffer.device.pool import DevicePool, Entry
-from lookup_buffer.device.protocol import Dialect, joining, memory_of
-from lookup_buffer.device.stats import Crew, Notes
+from lookup_buffer.device.protocol import ProtocolVersion, joining, memory_of
+from lookup_buffer.device.stats import DaemonThreads, LaneStats
 from lookup_buffer.errors import (
     BufferFull,
     CodecError,
@@ -108,12 +108,12 @@ class Pairs:
 
     def __init__(
         self,
-        place: Place,
-        dialect: Dialect,
+        place: PoolMemory,
+        dialect: ProtocolVersion,
         *,
         token: str | None,
         limits: PipeLimits,
-        notes: Notes,
+        notes: LaneStats,
         pairs_max: int = PAIRS_MAX,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -122,8 +122,8 @@ class Pairs:
         self._join = joining(dialect, place)(False, limits.silence_seconds)
         self._token = token
         self._limits = limits
-        self._makers = Crew(notes, "lb-lane-make", MAKERS)
-        self._at_sight = Crew(notes, "lb-lane-sight", 1)
+        self._makers = DaemonThreads(notes, "lb-lane-make", MAKERS)
+        self._at_sight = DaemonThreads(notes, "lb-lane-sight", 1)
         self._warn = notes.warn
         self._pairs_max = pairs_max
         self._clock = clock
@@ -332,8 +332,8 @@ class Pairs:
         return pipe
 
 
-class Receiving:
-    def __init__(self, pool: DevicePool, place: Place, pairs: Pairs, notes: Notes) -> None:
+class PoolReceiver:
+    def __init__(self, pool: DevicePool, place: PoolMemory, pairs: Pairs, notes: LaneStats) -> None:
         self._pool = pool
         self._place = place
         self._pairs = pairs

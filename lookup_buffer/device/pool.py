@@ -1,7 +1,7 @@
 """DevicePool: the tensors that a process keeps on its device, within a budget of bytes.
 
 Pure bookkeeping under one lock; any thread may call it. It does not know how values are made or
-read: see `memory.Place`. At capacity, the least recently used entry without a pin is evicted.
+read: see `memory.PoolMemory`. At capacity, the least recently used entry without a pin is evicted.
 """
 
 import threading

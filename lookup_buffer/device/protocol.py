@@ -1,7 +1,7 @@
 """Protocol: what two pools must have in common to be connected by a lane, and their messages.
 
-A `Dialect` is the kind of lane and the version of its library. The library is imported only when a
-process has chosen that kind. Any thread may call this module; it does no I/O of its own.
+A `ProtocolVersion` is the kind of lane and the version of its library. The library is imported only
+when a process has chosen that kind. Any thread may call this module; it does no I/O of its own.
 
 The connecting end sends questions; the listening end replies. The reply's keys contain the
 question's number. Questions and verdicts are small messages; the payload goes through the
@@ -22,7 +22,7 @@ from typing import Any, Final
 import torch
 
 from lookup_buffer.codec import Value, writable_bytes
-from lookup_buffer.device.memory import LaneMemory, Place
+from lookup_buffer.device.memory import LaneMemory, PoolMemory
 from lookup_buffer.errors import ConfigError, ProtocolError
 from lookup_buffer.pipes.connect import Joined
 from lookup_buffer.pipes.stream import HostMemory, Memory
@@ -33,7 +33,7 @@ Joining = Callable[[bool, float], Joined]
 
 
 @dataclass(frozen=True, slots=True)
-class Dialect:
+class ProtocolVersion:
     lane: str
     """gloo or nccl."""
     version: str
@@ -44,7 +44,7 @@ class Dialect:
         return hashlib.blake2b(self.version.encode(), digest_size=4).hexdigest()
 
 
-def dialect_of(lane: str, place: Place) -> Dialect:
+def dialect_of(lane: str, place: PoolMemory) -> ProtocolVersion:
     """The dialect of this process for that kind of lane.
 
     Raises:
@@ -55,17 +55,17 @@ def dialect_of(lane: str, place: Place) -> Dialect:
 
         if place.device.type != "cpu":
             raise ConfigError(f"a gloo lane joins host memory, not {place.device}: choose nccl")
-        return Dialect(lane, gloo.dialect())
+        return ProtocolVersion(lane, gloo.dialect())
     if lane == "nccl":
         from lookup_buffer.pipes import nccl
 
         if place.device.type != "cuda":
             raise ConfigError(f"an nccl lane joins GPUs, not {place.device}: choose gloo")
-        return Dialect(lane, nccl.dialect())
+        return ProtocolVersion(lane, nccl.dialect())
     raise ConfigError(f"{lane!r} is no lane; allowed: gloo, nccl")
 
 
-def joining(dialect: Dialect, place: Place) -> Joining:
+def joining(dialect: ProtocolVersion, place: PoolMemory) -> Joining:
     """Returns what turns a link into one that moves payload by this dialect."""
     if dialect.lane == "gloo":
         from lookup_buffer.pipes import gloo
@@ -80,7 +80,7 @@ def joining(dialect: Dialect, place: Place) -> Joining:
     )
 
 
-def memory_of(dialect: Dialect, place: Place) -> Memory:
+def memory_of(dialect: ProtocolVersion, place: PoolMemory) -> Memory:
     """The memory in which the bytes of a lane's pipe lie."""
     if dialect.lane == "gloo":
         return LaneMemory(HostMemory())

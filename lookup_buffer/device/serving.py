@@ -19,10 +19,10 @@ from typing import Final
 import torch
 
 from lookup_buffer.device import protocol
-from lookup_buffer.device.memory import Place
+from lookup_buffer.device.memory import PoolMemory
 from lookup_buffer.device.pool import DevicePool, Entry
-from lookup_buffer.device.protocol import Dialect, joining, memory_of
-from lookup_buffer.device.stats import Notes
+from lookup_buffer.device.protocol import ProtocolVersion, joining, memory_of
+from lookup_buffer.device.stats import LaneStats
 from lookup_buffer.errors import (
     Closed,
     ConfigError,
@@ -33,7 +33,7 @@ from lookup_buffer.errors import (
 from lookup_buffer.pipes.pipe import KVPipe, PipeLimits
 from lookup_buffer.pipes.stream import StreamPipe
 from lookup_buffer.protocol.auth import accept_handshake
-from lookup_buffer.protocol.stream import HANDSHAKE_SECONDS, Greetings, listening
+from lookup_buffer.protocol.stream import HANDSHAKE_SECONDS, Acceptor, listening
 
 PEERS_MAX: Final = 32
 AT_SIGHT_MAX: Final = 16
@@ -45,7 +45,7 @@ IDLE_SECONDS: Final = 300.0
 SEND_SECONDS: Final = 10.0
 
 
-class Serving:
+class PoolServer:
     """Thread-safe.
 
     Args:
@@ -62,14 +62,14 @@ class Serving:
     def __init__(
         self,
         pool: DevicePool,
-        place: Place,
-        dialect: Dialect,
+        place: PoolMemory,
+        dialect: ProtocolVersion,
         pool_id: str,
         *,
         host: str,
         token: str | None,
         limits: PipeLimits,
-        notes: Notes,
+        notes: LaneStats,
     ) -> None:
         self._pool = pool
         self._place = place
@@ -91,7 +91,7 @@ class Serving:
         self.served = 0
         """Number of tensors sent."""
         self._accepting = threading.Thread(
-            target=Greetings(PEERS_MAX + STRANGERS_MAX, "lb-lane-peer").serve,
+            target=Acceptor(PEERS_MAX + STRANGERS_MAX, "lb-lane-peer").serve,
             args=(self._listener, self._greet),
             name="lb-lane-accept",
             daemon=True,

@@ -1,8 +1,8 @@
 """Stats and threads of a device lane. Thread-safe; knows nothing of pools, pairs or pipes.
 
-`Notes` counts what a lane did and which operations failed, by reason. It logs each reason once.
+`LaneStats` counts what a lane did and which operations failed, by reason. It logs each reason once.
 
-`Crew` is a thread pool with a bounded queue of jobs.
+`DaemonThreads` is a thread pool with a bounded queue of jobs.
 """
 
 import logging
@@ -18,7 +18,7 @@ from lookup_buffer.protocol.messages import Fallback
 logger = logging.getLogger(__name__)
 
 
-class Notes:
+class LaneStats:
     def __init__(self, lane: str) -> None:
         self._lane = lane
         self._lock = threading.Lock()
@@ -55,11 +55,11 @@ class Notes:
 QUEUE_MAX: Final = 256
 
 
-class Crew:
+class DaemonThreads:
     """Thread-safe. The threads are daemons: one that hangs in a device's driver ends with the
     process and does not delay its exit."""
 
-    def __init__(self, notes: Notes, name: str, threads: int) -> None:
+    def __init__(self, notes: LaneStats, name: str, threads: int) -> None:
         self._notes = notes
         self._closed = False
         self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue(QUEUE_MAX)

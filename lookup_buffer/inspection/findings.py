@@ -16,7 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from lookup_buffer.errors import MissReason
-from lookup_buffer.inspection.records import BeatWatch, age_since, age_text, size_text
+from lookup_buffer.inspection.records import HeartbeatMonitor, age_since, age_text, size_text
 from lookup_buffer.key import is_handoff
 from lookup_buffer.times import HANDOFF_GONE_SECONDS
 from store import GONE_SECONDS, ClaimState, GoneReason, Location
@@ -79,7 +79,7 @@ class Finding:
 class Fleet:
     """Which nodes are alive, and how the other nodes left."""
 
-    watch: BeatWatch
+    watch: HeartbeatMonitor
     departures: Mapping[str, "Departure"]
 
 

@@ -25,7 +25,7 @@ from lookup_buffer.inspection.findings import (
     most_alike,
     no_namespace,
 )
-from lookup_buffer.inspection.records import BeatWatch, CommandError, ExitCode, traces_of
+from lookup_buffer.inspection.records import CommandError, ExitCode, HeartbeatMonitor, traces_of
 from lookup_buffer.key import MAX_KEY_CHARACTERS, TensorKey
 from lookup_buffer.protocol.messages import is_fingerprint
 from store import Beat, MetadataStore, NodeInfo
@@ -107,7 +107,7 @@ def history_of(store: MetadataStore, key: str, namespace: str) -> History:
     """
     if not 0 < len(key) <= MAX_KEY_CHARACTERS:
         TensorKey.parse(key)  # raises, and says what is wrong
-    watch = BeatWatch(store)
+    watch = HeartbeatMonitor(store)
     described = {name: parts for name, parts in store.namespaces().items() if SAFE_NAME.match(name)}
     reader = traces_of(store)
     spaces = sorted({*described, *([namespace] if is_fingerprint(namespace) else [])})

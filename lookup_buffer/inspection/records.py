@@ -1,8 +1,8 @@
 """Records as commands show them, liveness of nodes by their beats, and access to the store.
 
-Liveness within one command: a node beats once a second, and `BeatWatch` reads the beats until
-they have changed. No clock of another machine takes part. Only a change of the beat tells a node
-that is alive from one that was killed a moment ago.
+Liveness within one command: a node beats once a second, and `HeartbeatMonitor` reads the beats
+until they have changed. No clock of another machine takes part. Only a change of the beat tells a
+node that is alive from one that was killed a moment ago.
 
 `opened_store` opens the store that a command inspects. It needs no node and starts none.
 Everything runs on the caller's thread and may block on the store. It must not know the single
@@ -76,7 +76,7 @@ def age_since(created: float) -> float:
 POLL_SECONDS = 0.1
 
 
-class BeatWatch:
+class HeartbeatMonitor:
     """Which nodes are alive. Reads all beats when it is made and again in `settle`.
 
     Other work may be done between the two. Not thread-safe.
@@ -168,7 +168,7 @@ def nodes_of(records: Iterable[Record]) -> set[str]:
     return {location.node for record in records for location in record.locations}
 
 
-def to_json(record: Record, hits: int, watch: BeatWatch) -> dict[str, Any]:
+def to_json(record: Record, hits: int, watch: HeartbeatMonitor) -> dict[str, Any]:
     """The stable JSON form of a record.
 
     A location that is only offered (a hand-off that waits for room at that node) has no checksum
@@ -206,12 +206,12 @@ def tensor_text(record: Record) -> str:
     return f"{record.dtype} {'x'.join(map(str, record.shape)) or 'scalar'}"
 
 
-def nodes_text(record: Record, watch: BeatWatch) -> str:
+def nodes_text(record: Record, watch: HeartbeatMonitor) -> str:
     """`+host-a -host-b ~host-c`: alive; not alive; alive, but only offering the item."""
     return " ".join(_mark(location, watch) + location.node for location in record.locations)
 
 
-def _mark(location: Location, watch: BeatWatch) -> str:
+def _mark(location: Location, watch: HeartbeatMonitor) -> str:
     if not watch.alive(location.node, location.boot):
         return "-"
     return "~" if location.is_offer else "+"

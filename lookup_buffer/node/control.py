@@ -21,16 +21,16 @@ from lookup_buffer.node.identity import Identity
 from lookup_buffer.node.session import Seat, Session
 from lookup_buffer.protocol.messages import (
     VERSION,
-    DeskRequest,
     Goodbye,
     Hello,
     Join,
+    SessionRequest,
     Stage,
     failure,
     parse,
     strange_hello,
 )
-from lookup_buffer.shm.index import Elsewhere
+from lookup_buffer.shm.index import RemoteIndex
 from lookup_buffer.shm.memory import adopt_staging
 from lookup_buffer.times import QUARANTINE_SECONDS
 
@@ -48,7 +48,7 @@ class Control:
     desk: Desk
     identity: Identity
     counters: Counters
-    elsewhere: Elsewhere
+    remote_index: RemoteIndex
     expects: Mapping[str, str | int]
     """What a client's configuration must say of this node; see `Hello.expects`."""
     idle_since: float = field(default_factory=time.monotonic)
@@ -122,7 +122,7 @@ class Control:
         request = parse(message)
         try:
             match request:
-                case DeskRequest() if session is not None and not session.over:
+                case SessionRequest() if session is not None and not session.over:
                     self.desk.handle(connection, session, request)
                 case Hello() if session is None:
                     self._hello(connection, request)
@@ -166,7 +166,7 @@ class Control:
             "arena_bytes": shelf.arena.nbytes,
         }
         connection.send_with_descriptors(
-            fields, [shelf.arena.fd, shelf.board.fd, self.elsewhere.fd]
+            fields, [shelf.arena.fd, shelf.local_index.fd, self.remote_index.fd]
         )
 
     def _join(self, connection: Connection, request: Join) -> None:

@@ -35,7 +35,7 @@ from lookup_buffer.node.locator import Located
 from lookup_buffer.node.shelf import Held, Shelf
 from lookup_buffer.protocol.auth import connect
 from lookup_buffer.protocol.header import PayloadHeader
-from lookup_buffer.protocol.stream import Link
+from lookup_buffer.protocol.stream import FramedSocket
 from lookup_buffer.times import PEER_ANSWER_SECONDS, PEER_CONNECT_SECONDS
 from store import Location
 
@@ -65,7 +65,7 @@ class Fetcher:
     token: str | None
     failed: FailedFetches = field(default_factory=FailedFetches)
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    _idle_links: dict[str, list[Link]] = field(default_factory=dict)
+    _idle_links: dict[str, list[FramedSocket]] = field(default_factory=dict)
     _pool: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(THREADS, thread_name_prefix="lb-fetch")
     )
@@ -179,7 +179,7 @@ class Fetcher:
         return item
 
     @contextmanager
-    def _link(self, endpoint: str) -> Iterator[Link]:
+    def _link(self, endpoint: str) -> Iterator[FramedSocket]:
         """A link to `endpoint`, kept for the next transfer unless something went wrong."""
         link = self._idle_link(endpoint)
         if link is None:
@@ -195,7 +195,7 @@ class Fetcher:
             raise
         self._keep(endpoint, link)
 
-    def _idle_link(self, endpoint: str) -> Link | None:
+    def _idle_link(self, endpoint: str) -> FramedSocket | None:
         """A kept link that is still in order. One with something to read is not: nothing was
         asked on it, so the peer has ended it, or is another boot."""
         while True:
@@ -208,7 +208,7 @@ class Fetcher:
                 return link
             link.abort()
 
-    def _keep(self, endpoint: str, link: Link) -> None:
+    def _keep(self, endpoint: str, link: FramedSocket) -> None:
         with self._lock:
             links = self._idle_links.setdefault(endpoint, [])
             if len(links) < IDLE_LINKS_MAX:

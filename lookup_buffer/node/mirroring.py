@@ -18,7 +18,7 @@ from lookup_buffer.node.directory import Directory
 from lookup_buffer.node.locator import NOT_REACHED, Answer, Located, Locator, located
 from lookup_buffer.node.loop import call_from_thread
 from lookup_buffer.node.storage import Storage
-from lookup_buffer.shm.index import Elsewhere
+from lookup_buffer.shm.index import RemoteIndex
 from store import Found, Record
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class MirrorLocator(Locator):
     loop: asyncio.AbstractEventLoop
     storage: Storage
     directory: Directory
-    elsewhere: Elsewhere
+    remote_index: RemoteIndex
     """Told what is known to be held by others, for clients to see."""
     _epoch: int = -1
     """Of the directory, when verdicts of this round began."""
@@ -100,7 +100,7 @@ class MirrorLocator(Locator):
 
     def tick(self) -> None:
         self._turn()
-        self.elsewhere.confirm()
+        self.remote_index.confirm()
 
     def watch(self, address: QualifiedKey, notify: Callable[[], None]) -> Callable[[], None]:
         watch = _Watch(address, notify)
@@ -223,7 +223,7 @@ class MirrorLocator(Locator):
         entry.verdict = bool(located(record, self.directory).sources)
         entry.verdict_epoch = self._round
         if entry.verdict:
-            self.elsewhere.list(address)
+            self.remote_index.list(address)
         return entry.verdict
 
     def _turn(self) -> None:
@@ -234,11 +234,11 @@ class MirrorLocator(Locator):
 
     def _judge_anew(self) -> None:
         self._round += 1
-        self.elsewhere.strike_all()
+        self.remote_index.strike_all()
 
     def _forgotten(self, address: QualifiedKey | None) -> None:
         """The mirror no longer knows the key, or many keys at once."""
         if address is None:
             self._judge_anew()
         else:
-            self.elsewhere.strike(address)
+            self.remote_index.strike(address)

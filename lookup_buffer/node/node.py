@@ -67,7 +67,7 @@ from lookup_buffer.node.storage import Storage
 from lookup_buffer.node.takings import Takings
 from lookup_buffer.node.vitals import Vitals
 from lookup_buffer.node.waiting import Waiting
-from lookup_buffer.shm.index import Elsewhere
+from lookup_buffer.shm.index import RemoteIndex
 from lookup_buffer.times import DEATH_CHECK_SECONDS
 from store import GoneReason
 
@@ -108,7 +108,7 @@ class Node:
         self._http = self._listen_to_observers()
         self._storage = Storage(config)
         self._directory = directory = Directory(self._identity.node)
-        self._elsewhere = Elsewhere()
+        self._remote_index = RemoteIndex()
         self._locator, self._arbiter = self._ways_to_the_store(config.mirror, directory)
         self._fetcher = Fetcher(self._shelf, self._counters, token)
         self._registrar = Registrar(
@@ -136,7 +136,7 @@ class Node:
             self._desk,
             self._identity,
             self._counters,
-            self._elsewhere,
+            self._remote_index,
             config.expectations(),
         )
         self._vitals = Vitals(
@@ -150,7 +150,7 @@ class Node:
         lines = LineArbiter(loop, storage, directory)
         if not mirror:
             return AskingLocator(loop, storage, directory), lines
-        locator = MirrorLocator(loop, storage, directory, self._elsewhere)
+        locator = MirrorLocator(loop, storage, directory, self._remote_index)
         return locator, MirrorArbiter(loop, locator, lines)
 
     def _make_desk(self, directory: Directory) -> Desk:
@@ -309,4 +309,4 @@ class Node:
         self._storage.close()
         self._loop.close()
         self._shelf.close()
-        self._elsewhere.close()
+        self._remote_index.close()

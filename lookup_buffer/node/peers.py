@@ -23,7 +23,7 @@ from lookup_buffer.protocol.auth import accept_handshake
 from lookup_buffer.protocol.framing import Frame
 from lookup_buffer.protocol.header import PayloadHeader
 from lookup_buffer.protocol.messages import is_fingerprint
-from lookup_buffer.protocol.stream import Greetings, Link, listening
+from lookup_buffer.protocol.stream import Acceptor, FramedSocket, listening
 from lookup_buffer.times import PEER_IDLE_SECONDS, PEER_SEND_SECONDS
 
 CONNECTIONS_MAX = 128
@@ -44,9 +44,9 @@ class PeerServer:
     end."""
     boot: str = ""
     _listener: socket.socket | None = None
-    _greetings: Greetings = field(default_factory=lambda: Greetings(CONNECTIONS_MAX, "lb-peer"))
+    _greetings: Acceptor = field(default_factory=lambda: Acceptor(CONNECTIONS_MAX, "lb-peer"))
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    _links: set[Link] = field(default_factory=set)
+    _links: set[FramedSocket] = field(default_factory=set)
     _closing: threading.Event = field(default_factory=threading.Event)
 
     def listen(self, address: str) -> str:
@@ -79,7 +79,7 @@ class PeerServer:
 
     def _serve(self, connection: socket.socket) -> bool:
         """Whether somebody else has the connection now, and its place."""
-        link: Link | None = None
+        link: FramedSocket | None = None
         passed_on = False
         try:
             link = accept_handshake(connection, token=self.token, timeout=HANDSHAKE_SECONDS)
@@ -104,7 +104,7 @@ class PeerServer:
                 link.abort()
         return passed_on
 
-    def _pass_on(self, link: Link, request: Frame) -> bool:
+    def _pass_on(self, link: FramedSocket, request: Frame) -> bool:
         """Whether its connection, and its place, are the askers' from now on."""
         if request.payload_nbytes:
             raise ProtocolError("a peer may only ask for hand-offs")
@@ -116,7 +116,7 @@ class PeerServer:
         self.admit(link.detach(), self._greetings.leave)
         return True
 
-    def _answer(self, link: Link, request: Frame) -> None:
+    def _answer(self, link: FramedSocket, request: Frame) -> None:
         address = self._asked_for(request)
         held = self._hold(address, request.header)
         if held is None:

@@ -16,7 +16,7 @@ from lookup_buffer.errors import BufferFull
 from lookup_buffer.key import QualifiedKey
 from lookup_buffer.node.inventory import Gauges, Inventory, Item
 from lookup_buffer.protocol.header import TensorHeader
-from lookup_buffer.shm.index import Board
+from lookup_buffer.shm.index import LocalIndex
 from lookup_buffer.shm.memory import Arena, Mapping, copy_bytes
 from store import GoneReason
 
@@ -40,11 +40,11 @@ class Shelf:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.arena = Arena(capacity_bytes)
-        self.board = Board(capacity_bytes)
+        self.local_index = LocalIndex(capacity_bytes)
         self._clock = clock
         self._on_change = on_change
         self._lock = threading.Lock()
-        self._inventory = Inventory(capacity_bytes, clock, self.board.strike)
+        self._inventory = Inventory(capacity_bytes, clock, self.local_index.strike)
         self._on_room: Callable[[], None] | None = None
         self._offers: dict[QualifiedKey, Item] = {}
 
@@ -179,7 +179,7 @@ class Shelf:
             self._inventory.commit(item, checksum)
             is_loan = item.gone
             if item.expires_at is None and not is_loan:
-                self.board.list(item.address, item.header, item.offset)
+                self.local_index.list(item.address, item.header, item.offset)
             ticket = self._inventory.pin(item, owner)
         self._report()
         if not is_loan:
@@ -270,7 +270,7 @@ class Shelf:
 
     def close(self) -> None:
         self.arena.close()
-        self.board.close()
+        self.local_index.close()
 
     def _report(self) -> None:
         """Tell what the last change did, without the lock."""

@@ -17,16 +17,22 @@ from lookup_buffer.errors import ConfigError, LookupBufferError, PipeBroken, Pip
 from lookup_buffer.pipes.pipe import PipeLimits
 from lookup_buffer.pipes.stream import Memory, StreamPipe
 from lookup_buffer.protocol.auth import accept_handshake, connect
-from lookup_buffer.protocol.stream import HANDSHAKE_SECONDS, Frames, Greetings, Link, listening
+from lookup_buffer.protocol.stream import (
+    HANDSHAKE_SECONDS,
+    Acceptor,
+    FramedSocket,
+    FrameStream,
+    listening,
+)
 
 TRY_AGAIN_SECONDS: Final = 0.05
 
 
-Joined = Callable[[Link, float], Frames]
+Joined = Callable[[FramedSocket, float], FrameStream]
 """Turns a new link into the frames of a peer, until a deadline (a monotonic time)."""
 
 
-def as_it_is(link: Link, _: float) -> Frames:
+def as_it_is(link: FramedSocket, _: float) -> FrameStream:
     return link
 
 
@@ -50,7 +56,7 @@ class _Listening(StreamPipe):
         self._joined = joined
         serving = (self._listener, self._greet)
         threading.Thread(
-            target=Greetings().serve, args=serving, name="lb-pipe-accept", daemon=True
+            target=Acceptor().serve, args=serving, name="lb-pipe-accept", daemon=True
         ).start()
 
     def close(self) -> None:
@@ -120,7 +126,7 @@ def meet(
     return pipe
 
 
-def _join(link: Link, joined: Joined, deadline: float) -> Frames:
+def _join(link: FramedSocket, joined: Joined, deadline: float) -> FrameStream:
     try:
         return joined(link, deadline)
     except BaseException:

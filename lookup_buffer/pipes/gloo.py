@@ -30,7 +30,7 @@ from lookup_buffer.pipes.connect import Joined, meet
 from lookup_buffer.pipes.pair import Communicator, Exchange, PairLink, agree
 from lookup_buffer.pipes.pipe import KVPipe, PipeLimits
 from lookup_buffer.protocol.header import TensorHeader
-from lookup_buffer.protocol.stream import Link
+from lookup_buffer.protocol.stream import FramedSocket
 
 _AT_ONCE: Final = timedelta(milliseconds=1)
 _LENGTH_BYTES, _FAMILY_BYTES = 8, 2
@@ -314,7 +314,7 @@ def joining(spoken: str, *, listen: bool, make_seconds: float) -> Joined:
     """Returns what turns a link to an end of the same dialect (`spoken`) into one with a
     communicator."""
 
-    def joined(link: Link, deadline: float) -> PairLink:
+    def joined(link: FramedSocket, deadline: float) -> PairLink:
         agree(link, "gloo", spoken, deadline)
 
         host = link.local_host  # read now: the link may have ended when it is needed

@@ -1,7 +1,7 @@
 """`inproc://NAME`: a pipe between threads of a process; also the reference for the other pipes.
 
-It owns two ends and one queue structure (`_Conduit`) for each direction, all under one lock. It has
-no thread of its own: each call runs on the caller's thread.
+It owns two ends and one queue structure (`_Direction`) for each direction, all under one lock. It
+has no thread of its own: each call runs on the caller's thread.
 """
 
 import itertools
@@ -38,7 +38,7 @@ class _Message:
 
 
 @dataclass(slots=True)
-class _Conduit:
+class _Direction:
     """One direction."""
 
     queues: defaultdict[bytes | None, deque[_Message]] = field(
@@ -66,7 +66,7 @@ class InprocPipe(KVPipe):
     """See `KVPipe`. `silence_seconds` and `linger_seconds` have no effect here."""
 
     def __init__(
-        self, uri: str, limits: PipeLimits, changed: threading.Condition, conduits: list[_Conduit]
+        self, uri: str, limits: PipeLimits, changed: threading.Condition, conduits: list[_Direction]
     ) -> None:
         self.uri = uri
         self._limits = limits
@@ -182,7 +182,7 @@ def open_end(
         if listen:
             if uri in _listening:
                 raise ConfigError(f"somebody listens at {uri} already")
-            conduits = [_Conduit(), _Conduit()]
+            conduits = [_Direction(), _Direction()]
             pipe = _listening[uri] = InprocPipe(uri, limits, threading.Condition(), conduits)
             _appeared.notify_all()
             return pipe

@@ -1,7 +1,7 @@
 """Writes and reads the frames of one link. It does not know what the frames mean.
 
-`Speaker` writes frames in order. The thread that queues a frame also writes it, as far as the link
-accepts it without waiting. That avoids waking a thread, which costs more than writing a small
+`FrameWriter` writes frames in order. The thread that queues a frame also writes it, as far as the
+link accepts it without waiting. That avoids waking a thread, which costs more than writing a small
 frame. The speaker's own thread writes the rest. `Outgoing` is the state of a sent message, shared
 with the outbox.
 
@@ -26,7 +26,7 @@ from typing import Any, Final
 
 from lookup_buffer.errors import LookupBufferError, PipeBroken, PipeTimeout
 from lookup_buffer.protocol.sockets import ignore_errors
-from lookup_buffer.protocol.stream import Frames, Link
+from lookup_buffer.protocol.stream import FramedSocket, FrameStream
 
 
 @dataclass(slots=True, eq=False)
@@ -54,7 +54,7 @@ BEAT_SECONDS: Final = 0.5
 PUT_OFF_MAX: Final = 256
 
 
-class Speaker:
+class FrameWriter:
     """Writes the frames of one link. Call `say`, `put`, `put_off`, `put_put_off` and `stop` with
     the peer's lock, all else without it.
 
@@ -68,7 +68,7 @@ class Speaker:
 
     def __init__(
         self,
-        link: Frames,
+        link: FrameStream,
         lock: threading.RLock,
         check: Callable[[], None],
         sent: Callable[[list[Any], Outgoing | None], None],
@@ -232,7 +232,7 @@ class Reading:
 
     def __init__(
         self,
-        link: Frames,
+        link: FrameStream,
         heard: Callable[[Any, int], None],
         failed: Callable[[LookupBufferError], None],
         come_by: Callable[[], None],
@@ -250,7 +250,7 @@ class Reading:
         """When the thread calls `come_by` next; None if it is not scheduled."""
         self._was_read = False
         """A waiting caller has read since the last `come_by`."""
-        self._watches = _Watches(link) if isinstance(link, Link) else None
+        self._watches = _Watches(link) if isinstance(link, FramedSocket) else None
 
     def run(self) -> None:
         """The thread's loop. It ends after the other end's "bye", or when the link fails."""
@@ -321,7 +321,7 @@ class Reading:
             else:
                 self.soon()
 
-    def _read_at_once(self, link: Link, number: int | None) -> bool:
+    def _read_at_once(self, link: FramedSocket, number: int | None) -> bool:
         """Read one frame if that needs no wait for bytes of another message. Returns whether it
         did."""
         frame = link.peek()
@@ -395,7 +395,7 @@ class _Watches:
     With any other link, or where bytes come another way, only the thread reads.
     """
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: FramedSocket) -> None:
         self.link = link
         self.threads, self.waiters = _Watch(link.descriptor), _Watch(link.descriptor)
 

@@ -35,7 +35,7 @@ from lookup_buffer.pipes.outbox import INLINE_BYTES
 from lookup_buffer.pipes.pair import Communicator, Exchange, PairLink, agree
 from lookup_buffer.pipes.pipe import KVPipe, PipeLimits
 from lookup_buffer.pipes.stream import HostBytes, Memory
-from lookup_buffer.protocol.stream import Link
+from lookup_buffer.protocol.stream import FramedSocket
 from lookup_buffer.shm.memory import bytes_at, pointer_to
 
 UNIQUE_ID_BYTES: Final = 128
@@ -352,7 +352,7 @@ def joining(spoken: str, device: torch.device, *, listen: bool, make_seconds: fl
     communicator."""
     nccl = loaded()
 
-    def joined(link: Link, deadline: float) -> PairLink:
+    def joined(link: FramedSocket, deadline: float) -> PairLink:
         agree(link, "nccl", spoken, deadline)
 
         def make(exchange: Exchange, until: float) -> Communicator:

@@ -7,7 +7,7 @@ sent from the sender's own memory. So a full budget never keeps a receiver from 
 wants.
 
 Senders run on their own threads; requests of the peer come from the thread that reads. The outbox
-does not know sockets: `io.Speaker` writes its frames.
+does not know sockets: `io.FrameWriter` writes its frames.
 """
 
 import threading
@@ -17,7 +17,7 @@ from typing import Final, Protocol
 
 from lookup_buffer.errors import BufferFull, LookupBufferError
 from lookup_buffer.pipes.carrier import Carrier
-from lookup_buffer.pipes.io import Outgoing, Speaker
+from lookup_buffer.pipes.io import FrameWriter, Outgoing
 from lookup_buffer.pipes.pipe import PipeLimits
 from lookup_buffer.protocol.header import TensorHeader
 
@@ -45,7 +45,7 @@ class Outbox:
     def __init__(
         self,
         changed: threading.Condition,
-        speaker: Speaker,
+        speaker: FrameWriter,
         check: Callable[[], None],
         limits: PipeLimits,
         carrier: Carrier | None = None,

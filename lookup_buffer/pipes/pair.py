@@ -28,7 +28,7 @@ from lookup_buffer.errors import (
 from lookup_buffer.pipes.io import BEAT_SECONDS
 from lookup_buffer.pipes.peer import MINIMUM_BYTES_PER_SECOND
 from lookup_buffer.protocol.framing import Frame, Header
-from lookup_buffer.protocol.stream import Link
+from lookup_buffer.protocol.stream import FramedSocket
 
 NAMES_MAX: Final = 16
 VALUE_BYTES_MAX: Final = 4096
@@ -111,7 +111,7 @@ MakeCommunicator = Callable[[Exchange, float], Communicator]
 """Makes a communicator with the two ends' exchange, until a deadline (a monotonic time)."""
 
 
-def agree(link: Link, kind: str, version: str, deadline: float) -> None:
+def agree(link: FramedSocket, kind: str, version: str, deadline: float) -> None:
     """Exchange the first frames of both ends: kind and version of the communicator, which must be
     equal.
 
@@ -130,8 +130,8 @@ def agree(link: Link, kind: str, version: str, deadline: float) -> None:
 
 
 class PairLink:
-    """See `Link`; a peer uses this in its place. The bytes of `data` frames come through the
-    communicator, so only the reading thread may read.
+    """See `FramedSocket`; a peer uses this in its place. The bytes of `data` frames come through
+    the communicator, so only the reading thread may read.
 
     The control link fixes the order of the communicator. The writing thread of an end announces a
     payload, then sends it, before it writes anything else. The reading thread of the other end
@@ -150,7 +150,7 @@ class PairLink:
         make_seconds: bounds how long making the communicator may take.
     """
 
-    def __init__(self, link: Link, make: MakeCommunicator, make_seconds: float) -> None:
+    def __init__(self, link: FramedSocket, make: MakeCommunicator, make_seconds: float) -> None:
         self._link = link
         self._make = make
         self._make_seconds = make_seconds

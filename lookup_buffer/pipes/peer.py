@@ -1,7 +1,7 @@
 """Peer: the other end of a stream, as one end of a pipe sees it.
 
-It exchanges frames over a `Link`, in both directions at once. Two threads live as long as the peer;
-callers also write and read frames on their own threads (see `io`):
+It exchanges frames over a `FramedSocket`, in both directions at once. Two threads live as long as
+the peer; callers also write and read frames on their own threads (see `io`):
 
     ["offer", n, key, header] + bytes      a message; with its bytes only if they are few
     ["pull", n]                            a request for its bytes
@@ -36,11 +36,11 @@ from lookup_buffer.errors import (
 from lookup_buffer.key import MAX_KEY_CHARACTERS
 from lookup_buffer.pipes.carrier import Carrier
 from lookup_buffer.pipes.inbox import Arrival, Inbox, Offer, Spare
-from lookup_buffer.pipes.io import Outgoing, Reading, Speaker
+from lookup_buffer.pipes.io import FrameWriter, Outgoing, Reading
 from lookup_buffer.pipes.outbox import INLINE_BYTES, Outbox
 from lookup_buffer.pipes.pipe import PipeLimits
 from lookup_buffer.protocol.header import TensorHeader
-from lookup_buffer.protocol.stream import Frames
+from lookup_buffer.protocol.stream import FrameStream
 from lookup_buffer.shm.memory import copy_bytes, pointer_to
 
 BYE_SECONDS: Final = 1.0
@@ -58,7 +58,7 @@ class Peer:
 
     def __init__(
         self,
-        link: Frames,
+        link: FrameStream,
         inbox: Inbox,
         limits: PipeLimits,
         lost: Callable[["Peer", LookupBufferError], None],
@@ -72,7 +72,7 @@ class Peer:
         self._tell_lost = lost
         lock = threading.RLock()
         self._changed = threading.Condition(lock)
-        self._speaker = Speaker(
+        self._speaker = FrameWriter(
             link, lock, self._check, self._sent, self._fail, limits.silence_seconds, rest
         )
         self._reading = Reading(

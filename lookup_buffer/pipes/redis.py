@@ -26,10 +26,10 @@ from lookup_buffer.errors import (
 )
 from lookup_buffer.pipes.pipe import KVPipe, PipeLimits
 from lookup_buffer.pipes.redis_link import LOOK_SECONDS, RedisLink, Session
-from lookup_buffer.pipes.resp import RespLane
+from lookup_buffer.pipes.resp import Resp3Connection
 from lookup_buffer.pipes.stream import StreamPipe
 from lookup_buffer.protocol.auth import HELLO_BYTES, admit, introduce
-from lookup_buffer.protocol.stream import HANDSHAKE_SECONDS, Greetings
+from lookup_buffer.protocol.stream import HANDSHAKE_SECONDS, Acceptor
 from store import StoreUnavailable, StoreUrlError, redact
 from store.connection import Lost
 from store.dialling import dial
@@ -88,7 +88,7 @@ class _Address:
     def session(self, session: str) -> Session:
         return Session(f"{PREFIX}{self.name}:{session}")
 
-    def lane(self, deadline: float) -> RespLane:
+    def lane(self, deadline: float) -> Resp3Connection:
         """Connect to the server; retries until `deadline`, a monotonic time.
 
         Raises:
@@ -96,7 +96,7 @@ class _Address:
         """
         while True:
             try:
-                return RespLane(dial(self.url, max((deadline - time.monotonic()) / 2, 0.01)))
+                return Resp3Connection(dial(self.url, max((deadline - time.monotonic()) / 2, 0.01)))
             except Lost as error:
                 if time.monotonic() + TRY_AGAIN_SECONDS > deadline:
                     raise PipeBroken(str(error)) from error
@@ -128,7 +128,7 @@ class _Listening(StreamPipe):
         super().__init__(address.uri, limits)
         self._address = address
         self._token = token
-        self._greetings = Greetings()
+        self._greetings = Acceptor()
         self._lane = address.lane(deadline)
         self._leaving = False
         try:
@@ -219,7 +219,7 @@ def open_end(
     return pipe
 
 
-def _wait_for_listener(address: _Address, lane: RespLane, deadline: float) -> None:
+def _wait_for_listener(address: _Address, lane: Resp3Connection, deadline: float) -> None:
     while not lane.listeners(address.door_channel, deadline):
         if time.monotonic() + TRY_AGAIN_SECONDS > deadline:
             raise PipeTimeout(f"nobody listens at pipe {address.name} of {redact(address.url)}")

@@ -27,7 +27,7 @@ from typing import Any, Final
 
 from lookup_buffer.errors import PipeBroken, PipeTimeout, ProtocolError
 from lookup_buffer.pipes.outbox import INLINE_BYTES
-from lookup_buffer.pipes.resp import Command, RespLane
+from lookup_buffer.pipes.resp import Command, Resp3Connection
 from lookup_buffer.protocol.framing import (
     MAX_HEADER_BYTES,
     PROLOGUE_BYTES,
@@ -142,7 +142,7 @@ _BYE: Final[list[Any]] = ["bye"]
 
 
 class RedisLink:
-    """See `Frames`; the errors are those of `Link`.
+    """See `FrameStream`; the errors are those of `FramedSocket`.
 
     Args:
         reader: subscribed to the channel of the list that this end reads; see the module.
@@ -156,8 +156,8 @@ class RedisLink:
     def __init__(
         self,
         session: Session,
-        reader: RespLane,
-        writer: RespLane,
+        reader: Resp3Connection,
+        writer: Resp3Connection,
         *,
         listens: bool,
         silence_seconds: float,

@@ -31,7 +31,7 @@ _DEEPEST: Final = 4
 """Bound on the nesting of lists."""
 
 
-class RespLane:
+class Resp3Connection:
     """A connection that is authenticated and uses RESP3; owns the socket from now on.
 
     One thread at a time; any thread may call `close`, which wakes that thread. After an error it is

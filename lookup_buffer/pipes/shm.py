@@ -35,7 +35,7 @@ from lookup_buffer.pipes.carrier import SharedMemory
 from lookup_buffer.pipes.pipe import KVPipe, PipeLimits
 from lookup_buffer.pipes.stream import StreamPipe
 from lookup_buffer.protocol.auth import accept_handshake, request_handshake
-from lookup_buffer.protocol.stream import HANDSHAKE_SECONDS, Greetings, Link
+from lookup_buffer.protocol.stream import HANDSHAKE_SECONDS, Acceptor, FramedSocket
 
 PATH_BYTES_MAX: Final = 107
 """The kernel's bound, without the terminating byte."""
@@ -179,7 +179,7 @@ class _Listening(StreamPipe):
         self._file = SocketFile(path)
         serving = (self._file.listener, self._greet)
         threading.Thread(
-            target=Greetings().serve, args=serving, name="lb-pipe-accept", daemon=True
+            target=Acceptor().serve, args=serving, name="lb-pipe-accept", daemon=True
         ).start()
 
     def close(self) -> None:
@@ -212,7 +212,9 @@ def open_end(
     return pipe
 
 
-def _shared(stream: socket.socket, link: Link, nbytes: int, *, accepted: bool) -> SharedMemory:
+def _shared(
+    stream: socket.socket, link: FramedSocket, nbytes: int, *, accepted: bool
+) -> SharedMemory:
     """Exchange the memory of both ends, right after the handshake over `stream`.
 
     The connecting end sends first, and the other end only after that. So no frame can be in flight:
@@ -259,6 +261,6 @@ def _adopt(stream: socket.socket, memory: SharedMemory) -> None:
             os.close(descriptor)
 
 
-def _end(link: Link, memory: SharedMemory) -> None:
+def _end(link: FramedSocket, memory: SharedMemory) -> None:
     link.abort()
     memory.close()

@@ -18,7 +18,7 @@ from lookup_buffer.pipes.pipe import ANY_KEY, TIMEOUT_SECONDS, KVPipe
 PARTS: Final = 5
 
 
-class JoinedBuffer:
+class PipeBuffer:
     """One end; both ends can insert and select. Thread-safe.
 
     It owns the pipe from now on: nothing else may send or receive under a key. Errors are those of

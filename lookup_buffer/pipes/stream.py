@@ -36,7 +36,7 @@ from lookup_buffer.pipes.inbox import Inbox, Offer
 from lookup_buffer.pipes.outbox import Bytes
 from lookup_buffer.pipes.peer import Peer
 from lookup_buffer.pipes.pipe import TIMEOUT_SECONDS, Any, KVPipe, PipeLimits, key_bytes
-from lookup_buffer.protocol.stream import Frames
+from lookup_buffer.protocol.stream import FrameStream
 from lookup_buffer.shm.memory import bytes_at
 
 
@@ -55,7 +55,7 @@ class StreamPipe(KVPipe):
         self._end: LookupBufferError | None = None
         """The error for callers once this end was ended here."""
 
-    def meet(self, link: Frames, carrier: Carrier | None = None) -> None:
+    def meet(self, link: FrameStream, carrier: Carrier | None = None) -> None:
         """Add the other end of a new connection as a peer."""
         rest = self._memory.rest
         peer = Peer(link, self._inbox, self._limits, self._forget, carrier, rest)

@@ -1,9 +1,9 @@
 """The handshake: the two ends of a new connection check versions and prove that they know a token.
 
 `introduce` and `admit` run it over anything that carries frames; `connect` and `accept_handshake`
-make a `Link` with it. Each end proves its knowledge by HMAC-SHA256 over both ends' nonces and its
-own role; the token itself is never sent. Runs on the threads of its callers. Knows nothing of the
-messages that follow.
+make a `FramedSocket` with it. Each end proves its knowledge by HMAC-SHA256 over both ends' nonces
+and its own role; the token itself is never sent. Runs on the threads of its callers. Knows nothing
+of the messages that follow.
 """
 
 import hmac
@@ -16,7 +16,7 @@ from typing import Any, Final, NoReturn
 
 from lookup_buffer.errors import NodeRefused, ProtocolError
 from lookup_buffer.protocol.sockets import connected_socket
-from lookup_buffer.protocol.stream import Frames, Link, LinkLimits
+from lookup_buffer.protocol.stream import FramedSocket, FramedSocketLimits, FrameStream
 
 PROTOCOL_VERSION: Final = 2
 HELLO_BYTES: Final = 256
@@ -25,12 +25,17 @@ _NONCE_BYTES: Final = 32
 _REFUSED: Final = "refused: one end has no token, or another one"
 
 
-_HANDSHAKE_LIMITS: Final = LinkLimits(max_header_bytes=HELLO_BYTES, max_payload_bytes=0)
+_HANDSHAKE_LIMITS: Final = FramedSocketLimits(max_header_bytes=HELLO_BYTES, max_payload_bytes=0)
 
 
 def connect(
-    host: str, port: int, *, token: str | None, timeout: float, limits: LinkLimits | None = None
-) -> Link:
+    host: str,
+    port: int,
+    *,
+    token: str | None,
+    timeout: float,
+    limits: FramedSocketLimits | None = None,
+) -> FramedSocket:
     """A link to a listening remote end, after the handshake. `timeout` in seconds bounds both,
     except the time that the system takes to resolve a host name.
 
@@ -50,20 +55,28 @@ def connect(
 
 
 def request_handshake(
-    stream: socket.socket, *, token: str | None, timeout: float, limits: LinkLimits | None = None
-) -> Link:
+    stream: socket.socket,
+    *,
+    token: str | None,
+    timeout: float,
+    limits: FramedSocketLimits | None = None,
+) -> FramedSocket:
     """See `connect`; for a newly connected socket, which the function owns from the call on."""
     deadline = time.monotonic() + timeout
-    link = Link(stream, _HANDSHAKE_LIMITS)
+    link = FramedSocket(stream, _HANDSHAKE_LIMITS)
     with _aborting(link):
         introduce(link, token, deadline)
-    link.set_limits(limits or LinkLimits())
+    link.set_limits(limits or FramedSocketLimits())
     return link
 
 
 def accept_handshake(
-    stream: socket.socket, *, token: str | None, timeout: float, limits: LinkLimits | None = None
-) -> Link:
+    stream: socket.socket,
+    *,
+    token: str | None,
+    timeout: float,
+    limits: FramedSocketLimits | None = None,
+) -> FramedSocket:
     """The accepting side of `connect`, for a newly accepted socket. Owns the socket from the call
     on.
 
@@ -76,15 +89,15 @@ def accept_handshake(
         ProtocolError: the client does not speak this protocol.
     """
     deadline = time.monotonic() + timeout
-    link = Link(stream, _HANDSHAKE_LIMITS)
+    link = FramedSocket(stream, _HANDSHAKE_LIMITS)
     with _aborting(link):
         admit(link, token, deadline)
-    link.set_limits(limits or LinkLimits())
+    link.set_limits(limits or FramedSocketLimits())
     return link
 
 
 @contextmanager
-def _aborting(link: Link) -> Iterator[None]:
+def _aborting(link: FramedSocket) -> Iterator[None]:
     """Close the link on any error, so that none stays half-open. A refusal already sent still
     arrives."""
     try:
@@ -97,7 +110,7 @@ def _aborting(link: Link) -> Iterator[None]:
         raise
 
 
-def introduce(link: Frames, token: str | None, deadline: float) -> None:
+def introduce(link: FrameStream, token: str | None, deadline: float) -> None:
     """Run the connecting side. For the errors see `connect`."""
     mine = os.urandom(_NONCE_BYTES)
     _say(link, deadline, ["hello", PROTOCOL_VERSION, mine, token is not None])
@@ -111,7 +124,7 @@ def introduce(link: Frames, token: str | None, deadline: float) -> None:
         _check_proof(_hear(link, deadline), _proof(token, b"server", mine, theirs))
 
 
-def admit(link: Frames, token: str | None, deadline: float) -> None:
+def admit(link: FrameStream, token: str | None, deadline: float) -> None:
     """Run the listening side. An unauthenticated client learns only the version and whether a
     token is required."""
     version, theirs, has_token = _hello(_hear(link, deadline))
@@ -130,11 +143,11 @@ def admit(link: Frames, token: str | None, deadline: float) -> None:
         _say(link, deadline, ["proof", _proof(token, b"server", theirs, mine)])
 
 
-def _say(link: Frames, deadline: float, message: list[Any]) -> None:
+def _say(link: FrameStream, deadline: float, message: list[Any]) -> None:
     link.send(message, timeout=deadline - time.monotonic())
 
 
-def _hear(link: Frames, deadline: float) -> list[Any]:
+def _hear(link: FrameStream, deadline: float) -> list[Any]:
     header = link.recv_header(deadline - time.monotonic()).header
     if not isinstance(header, list) or not header:
         raise ProtocolError("not a handshake message")
@@ -152,7 +165,7 @@ def _other_version(theirs: int) -> NodeRefused:
     )
 
 
-def _refuse(link: Frames, deadline: float) -> NoReturn:
+def _refuse(link: FrameStream, deadline: float) -> NoReturn:
     _say(link, deadline, ["refused"])
     raise NodeRefused(_REFUSED)
 

@@ -170,7 +170,7 @@ class Request:
         return {"op": self.op} | {name: getattr(self, name) for name in names_of(type(self))}
 
 
-class DeskRequest(Request):
+class SessionRequest(Request):
     """A request that the node's dispatch handles within an open session."""
 
     __slots__ = ()
@@ -198,7 +198,7 @@ class SeenPool(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class OpenPool(DeskRequest):
+class OpenPool(SessionRequest):
     """One-way. This session has a device pool, reachable by a `lane` at `port` of this host.
 
     It holds at most `pool_bytes`. Without `receives` the node sends it no `receive`. Without
@@ -225,7 +225,7 @@ class OpenPool(DeskRequest):
 
 
 @dataclass(frozen=True, slots=True)
-class Prepare(DeskRequest):
+class Prepare(SessionRequest):
     """One-way. The pool's entry `mark` holds the tensor that this client is about to insert under
     `key`. It is published with the copy, so that waiters learn of both. Followed by `Offer` if the
     insert stored the tensor, else by `Retract`."""
@@ -237,7 +237,7 @@ class Prepare(DeskRequest):
 
 
 @dataclass(frozen=True, slots=True)
-class Offer(DeskRequest):
+class Offer(SessionRequest):
     """One-way. The pool's entry `mark` holds the tensor stored under `key` with this checksum. If
     the node no longer has it, or has other bytes of another producer, it sends `let_go`."""
 
@@ -249,7 +249,7 @@ class Offer(DeskRequest):
 
 
 @dataclass(frozen=True, slots=True)
-class Retract(DeskRequest):
+class Retract(SessionRequest):
     """One-way. The pool no longer holds these."""
 
     op = "retract"
@@ -258,7 +258,7 @@ class Retract(DeskRequest):
 
 
 @dataclass(frozen=True, slots=True)
-class Received(DeskRequest):
+class Received(SessionRequest):
     """One-way. The pool holds the tensor of `ticket`, or `reason` says why not (see `Fallback`).
     `source` is the number of the source that sent it, counted from 1; 0: the pool already had
     it."""
@@ -305,7 +305,7 @@ class Stage(Request):
 
 
 @dataclass(frozen=True, slots=True)
-class Contains(DeskRequest):
+class Contains(SessionRequest):
     """→ present: list of booleans, False for keys still unknown after `budget_seconds`."""
 
     op = "contains"
@@ -315,7 +315,7 @@ class Contains(DeskRequest):
 
 
 @dataclass(frozen=True, slots=True)
-class Insert(DeskRequest):
+class Insert(SessionRequest):
     """Insert the first bytes of this connection's staging area. → outcome: stored or exists;
     and the `checksum` of the stored bytes.
 
@@ -331,7 +331,7 @@ class Insert(DeskRequest):
 
 
 @dataclass(frozen=True, slots=True)
-class Select(DeskRequest):
+class Select(SessionRequest):
     """→ ticket, offset, generation, header, source; or state: missing, and the reason.
 
     During a transfer from another node, an interim reply announces its bytes as `fetching`.
@@ -344,7 +344,7 @@ class Select(DeskRequest):
 
 
 @dataclass(frozen=True, slots=True)
-class Take(DeskRequest):
+class Take(SessionRequest):
     """Take a hand-off. → as for `Select`, with token and lease_seconds: the client acknowledges it
     or gives it back within that time.
 
@@ -360,7 +360,7 @@ class Take(DeskRequest):
 
 
 @dataclass(frozen=True, slots=True)
-class Acknowledge(DeskRequest):
+class Acknowledge(SessionRequest):
     """The hand-off arrived. → won: whether the lease was still valid. Its ticket is released in
     either case."""
 
@@ -369,7 +369,7 @@ class Acknowledge(DeskRequest):
 
 
 @dataclass(frozen=True, slots=True)
-class GiveBack(DeskRequest):
+class GiveBack(SessionRequest):
     """One-way. The taker gives the hand-off back without taking it."""
 
     op = "give_back"
@@ -395,7 +395,7 @@ class Holds(Request):
 
 
 @dataclass(frozen=True, slots=True)
-class Prefetch(DeskRequest):
+class Prefetch(SessionRequest):
     """One-way. Answered by `settled` events on the main connection: `entries` of [index of the key,
     entry], an entry as for `Select`. An entry with state pending is followed by another event.
 
@@ -411,7 +411,7 @@ class Prefetch(DeskRequest):
 
 
 @dataclass(frozen=True, slots=True)
-class Release(DeskRequest):
+class Release(SessionRequest):
     """One-way. The client releases these tickets."""
 
     op = "release"
@@ -419,7 +419,7 @@ class Release(DeskRequest):
 
 
 @dataclass(frozen=True, slots=True)
-class Touch(DeskRequest):
+class Touch(SessionRequest):
     """One-way. How often the client read each key through the local index: hits, and uses."""
 
     op = "touch"
@@ -428,7 +428,7 @@ class Touch(DeskRequest):
 
 
 @dataclass(frozen=True, slots=True)
-class Done(DeskRequest):
+class Done(SessionRequest):
     """One-way. This rank has made its copies."""
 
     op = "done"
@@ -437,7 +437,7 @@ class Done(DeskRequest):
 
 
 @dataclass(frozen=True, slots=True)
-class Claim(DeskRequest):
+class Claim(SessionRequest):
     """→ outcome (a `ClaimOutcome`): granted, held (by another: holder, state, remaining_seconds)
     or stored (a live node holds the key). While it is held the reply waits, at most `wait_seconds`.
 
@@ -454,7 +454,7 @@ class Claim(DeskRequest):
 
 
 @dataclass(frozen=True, slots=True)
-class ReleaseClaim(DeskRequest):
+class ReleaseClaim(SessionRequest):
     """→ released."""
 
     op = "release_claim"
@@ -463,7 +463,7 @@ class ReleaseClaim(DeskRequest):
 
 
 @dataclass(frozen=True, slots=True)
-class ClaimAll(DeskRequest):
+class ClaimAll(SessionRequest):
     """One-way: claim all of `keys`, in their order, or none, as intents. Answered by `claimed`
     events on the main connection: `outcome` granted, stored (a live node holds `key`), held (by
     `holder`, until the end of the wait) or refused; before that, at most once, waiting (`holder`
@@ -476,7 +476,7 @@ class ClaimAll(DeskRequest):
 
 
 @dataclass(frozen=True, slots=True)
-class Encoding(DeskRequest):
+class Encoding(SessionRequest):
     """One-way. The client is producing `keys`: claims them for `lease_seconds` from now."""
 
     op = "encoding"
@@ -486,7 +486,7 @@ class Encoding(DeskRequest):
 
 
 @dataclass(frozen=True, slots=True)
-class Unclaim(DeskRequest):
+class Unclaim(SessionRequest):
     """One-way. Ends the wait of the `ClaimAll` whose id is `waiter`, and gives back `keys`."""
 
     op = "unclaim"
@@ -496,7 +496,7 @@ class Unclaim(DeskRequest):
 
 
 @dataclass(frozen=True, slots=True)
-class Describe(DeskRequest):
+class Describe(SessionRequest):
     """One-way. The clear text behind a namespace's fingerprint, to be published."""
 
     op = "describe"
@@ -505,7 +505,7 @@ class Describe(DeskRequest):
 
 
 @dataclass(frozen=True, slots=True)
-class Stats(DeskRequest):
+class Stats(SessionRequest):
     """→ stats: gauges and counters of the node."""
 
     op = "stats"

@@ -1,12 +1,13 @@
-"""Frames over a connected stream socket (`Link`), and the acceptor of a listening socket.
+"""FrameStream over a connected stream socket (`FramedSocket`), and the acceptor of a listening
+socket.
 
-`Link` owns a socket and the deadlines of its operations; `auth` makes links by a handshake.
-`Frames` is its interface for callers that do not depend on a socket: `pipes.redis_link.RedisLink`
-has it too, over a database. `Link` runs on the threads of its callers and starts none. `Greetings`
-serves the connections of a listening socket, of nodes and of pipes, each on a thread of its own.
-So a silent client does not block others, and the bound on the number of connections served at a
-time keeps silent clients from taking all threads. This module knows bytes only: no tensors, no
-keys, no Redis.
+`FramedSocket` owns a socket and the deadlines of its operations; `auth` makes links by a handshake.
+`FrameStream` is its interface for callers that do not depend on a socket:
+`pipes.redis_link.RedisLink` has it too, over a database. `FramedSocket` runs on the threads of its
+callers and starts none. `Acceptor` serves the connections of a listening socket, of nodes and of
+pipes, each on a thread of its own. So a silent client does not block others, and the bound on the
+number of connections served at a time keeps silent clients from taking all threads. This module
+knows bytes only: no tensors, no keys, no Redis.
 """
 
 import errno
@@ -47,7 +48,7 @@ class Hasher(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class LinkLimits:
+class FramedSocketLimits:
     """What a link accepts from its remote end, and the lowest rate that it tolerates."""
 
     max_header_bytes: int = MAX_HEADER_BYTES
@@ -55,7 +56,7 @@ class LinkLimits:
     minimum_bytes_per_second: float = 16e6
 
 
-class Link:
+class FramedSocket:
     """Frames in both directions over a socket, which the link owns from now on.
 
     Threads: one may send while another receives; two threads must not do the same. Any thread may
@@ -75,9 +76,9 @@ class Link:
     anything is sent, and the link stays usable.
     """
 
-    def __init__(self, stream: socket.socket, limits: LinkLimits | None = None) -> None:
+    def __init__(self, stream: socket.socket, limits: FramedSocketLimits | None = None) -> None:
         self._socket = stream
-        self._limits = limits or LinkLimits()
+        self._limits = limits or FramedSocketLimits()
         self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
         self._start = self._end = 0  # the bytes in the scratch that are not consumed yet
         self._peeked: Frame | None = None
@@ -257,11 +258,11 @@ class Link:
             raise ProtocolError("the peer sent more than it was asked for")
         return self._guard.detach()
 
-    def set_limits(self, limits: LinkLimits) -> None:
+    def set_limits(self, limits: FramedSocketLimits) -> None:
         """Replace the limits, from the next frame on."""
         self._limits = limits
 
-    def __enter__(self) -> "Link":
+    def __enter__(self) -> "FramedSocket":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -351,9 +352,9 @@ def _ended(*, within_frame: bool) -> PipeClosed | PipeBroken:
     return PipeClosed("the peer closed the connection")
 
 
-class Frames(Protocol):
-    """The interface of `Link`, with the same threads, deadlines and errors: one thread may send
-    while another receives; any thread may call `close` and `abort` at any time."""
+class FrameStream(Protocol):
+    """The interface of `FramedSocket`, with the same threads, deadlines and errors: one thread may
+    send while another receives; any thread may call `close` and `abort` at any time."""
 
     def send(
         self,
@@ -410,7 +411,7 @@ def listening(host: str, port: int) -> tuple[socket.socket, str]:
     return listener, f"{shown}:{listener.getsockname()[1]}"
 
 
-class Greetings:
+class Acceptor:
     def __init__(self, places: int = GREETINGS_MAX, thread_name: str = "lb-pipe-greet") -> None:
         self._places = threading.BoundedSemaphore(places)
         self._thread_name = thread_name

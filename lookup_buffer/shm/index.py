@@ -1,14 +1,14 @@
 """The local and the remote index: digest tables in shared memory, written by the node only.
 
-A digest table finds entries by the digest of (namespace, key). Clients map it read-only and read
-it on any thread without a request. An entry begins with a sequence number that is never reused; 0
+A digest table finds entries by the digest of (namespace, key). Clients map it read-only and read it
+on any thread without a request. An entry begins with a sequence number that is never reused; 0
 means empty or being written. A reader that finds the same number before and after has read a
-consistent entry (a seqlock). This needs stores to become visible in order, which x86-64
-guarantees; on other machines the tables stay empty. The local index (`Board`) lists complete items
-of the arena, except those with a time to live, too many dimensions or a full bucket. The node
-removes an entry before the item's bytes are reused, so an unchanged entry means unchanged bytes. A
-stopped node therefore blocks no local read. The remote index (`Elsewhere`) lists the keys that the
-node's mirror knows on live nodes, until either may no longer hold. Unlisted keys need a request.
+consistent entry (a seqlock). This needs stores to become visible in order, which x86-64 guarantees;
+on other machines the tables stay empty. The local index (`LocalIndex`) lists complete items of the
+arena, except those with a time to live, too many dimensions or a full bucket. The node removes an
+entry before the item's bytes are reused, so an unchanged entry means unchanged bytes. A stopped
+node therefore blocks no local read. The remote index (`RemoteIndex`) lists the keys that the node's
+mirror knows on live nodes, until either may no longer hold. Unlisted keys need a request.
 """
 
 import hashlib
@@ -147,7 +147,7 @@ def entries_for(capacity_bytes: int) -> int:
     return 1 << (wanted - 1).bit_length()
 
 
-class Board:
+class LocalIndex:
     """The local index, for the node that writes it. The caller holds the arena's lock."""
 
     def __init__(self, capacity_bytes: int) -> None:
@@ -184,7 +184,7 @@ class Board:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """The location of an item when the local index was read. Valid while `BoardReader.stands`."""
+    """The location of an item when the index was read. Valid while `LocalIndexReader.stands`."""
 
     position: int
     sequence: int
@@ -192,7 +192,7 @@ class Entry:
     offset: int
 
 
-class BoardReader:
+class LocalIndexReader:
     """The local index, for a client that reads it. Any thread."""
 
     def __init__(self, fd: int) -> None:
@@ -236,7 +236,7 @@ _FLOOR, _CONFIRMED_AT = 0, 1
 all processes of a host share. (In another time namespace, with another clock, no entry counts.)"""
 
 
-class Elsewhere:
+class RemoteIndex:
     """The remote index, for the node that writes it. One thread."""
 
     def __init__(self) -> None:
@@ -270,7 +270,7 @@ class Elsewhere:
         self._table.close()
 
 
-class ElsewhereReader:
+class RemoteIndexReader:
     """The remote index, for a client that reads it. Any thread."""
 
     def __init__(self, fd: int, clock: Callable[[], int] = time.monotonic_ns) -> None:

@@ -18,7 +18,7 @@ from connectors.ec.scheduler import EcScheduler
 from connectors.ec.shape import EngineShape
 from connectors.settings import ConnectorSettings
 from lookup_buffer.access import TIMEOUT_SECONDS
-from lookup_buffer.client.buffer import EngineSeat
+from lookup_buffer.client.buffer import EngineRank
 from lookup_buffer.key import TensorKey
 from lookup_buffer.runtime import to_json
 from nodes import ClientProcess, NodeProcess, StartNode, key, wait_until
@@ -41,7 +41,7 @@ class Engine:
 
     def __init__(self, node: NodeProcess, name: str, **raw: Any) -> None:
         raw = {"claim_wait_seconds": BOUND_SECONDS, "capacity_bytes": "64MiB", **raw}
-        seats = [EngineSeat(name, rank, 1) for rank in (None, 0)]
+        seats = [EngineRank(name, rank, 1) for rank in (None, 0)]
         self.worker = node.client(engine=seats[1])
         self.scheduler = EcScheduler(
             node.client(engine=seats[0]),

@@ -37,7 +37,7 @@ from connector_standins import (
 from connectors.ec.scheduler import EcScheduler
 from connectors.ec.shape import EngineShape
 from connectors.settings import ConnectorSettings
-from lookup_buffer.client.handles import ClaimSet, PrefetchState
+from lookup_buffer.client.handles import ClaimHandle, PrefetchState
 from lookup_buffer.client.pending import Claiming
 from lookup_buffer.key import TensorKey
 from lookup_buffer.node.claim_sets import ClaimSets
@@ -87,13 +87,13 @@ class VirtualBuffer(LedgerBuffer):
 
     def claim_all(
         self, keys: Sequence[TensorKey], *, wait_seconds: float, timeout: float = 0.0
-    ) -> ClaimSet:
+    ) -> ClaimHandle:
         return self.claiming.claim_all(keys, wait_seconds, 0.0)
 
     def encoding(self, keys: Sequence[TensorKey], *, lease_seconds: float) -> None:
         self.claiming.encoding(keys, lease_seconds)
 
-    def unclaim(self, keys: Sequence[TensorKey], waiter: ClaimSet | None = None) -> None:
+    def unclaim(self, keys: Sequence[TensorKey], waiter: ClaimHandle | None = None) -> None:
         self.claiming.unclaim(keys, waiter)
 
 

@@ -18,7 +18,7 @@ from connectors.ec.copies import Device, DeviceCopies, Event
 from connectors.ec.metadata import ItemLoad, StepMetadata
 from connectors.ec.worker import EcWorker, WorkerSeat
 from connectors.settings import ConnectorSettings
-from lookup_buffer.client.buffer import EngineSeat, LookupBuffer
+from lookup_buffer.client.buffer import EngineRank, LookupBuffer
 from lookup_buffer.client.handles import LoadOrder
 from nodes import NodeProcess, StartNode, at_rest, key, wait_until
 from patience import scaled
@@ -112,7 +112,7 @@ def make_worker(device: LazyDevice) -> Iterator[MakeWorker]:
 
         def make(node: NodeProcess, **settings: Any) -> EcWorker:
             worker = EcWorker(
-                lambda: node.client(engine=EngineSeat("engine", 0, 1)),
+                lambda: node.client(engine=EngineRank("engine", 0, 1)),
                 ConnectorSettings(capacity_bytes=1 << 26, **settings),
                 WorkerSeat(0, True, "cuda:0"),
             )
@@ -127,7 +127,7 @@ def make_worker(device: LazyDevice) -> Iterator[MakeWorker]:
 
 @pytest.fixture
 def scheduler(node_pair: tuple[NodeProcess, NodeProcess]) -> Iterator[LookupBuffer]:
-    with node_pair[0].client(engine=EngineSeat("engine", None, 1)) as buffer:
+    with node_pair[0].client(engine=EngineRank("engine", None, 1)) as buffer:
         yield buffer
 
 
@@ -139,7 +139,7 @@ def node(node_pair: tuple[NodeProcess, NodeProcess]) -> NodeProcess:
 @pytest.fixture
 def rank(node: NodeProcess) -> Iterator[LookupBuffer]:
     """What a worker has; without one attached nothing can be promised."""
-    with node.client(engine=EngineSeat("engine", 0, 1)) as buffer:
+    with node.client(engine=EngineRank("engine", 0, 1)) as buffer:
         yield buffer
 
 
@@ -210,7 +210,7 @@ def test_the_arena_of_a_node_that_dies_lasts_until_the_copy(
 ) -> None:
     node = start_node()
     worker, cache = make_worker(node), dict[str, torch.Tensor]()
-    with node.client(engine=EngineSeat("engine", None, 1)) as scheduler:
+    with node.client(engine=EngineRank("engine", None, 1)) as scheduler:
         tensor, order = promised(scheduler)
         worker.load(cache, step(order))
         node.kill()
@@ -232,7 +232,7 @@ def test_the_arena_is_pinned_once_for_each_start_of_the_node(
             wait_until(lambda: not worker._buffer.attached, 5.0)  # type: ignore[union-attr]
             node.start()
             wait_until(lambda: worker._buffer.attached, 5.0)  # type: ignore[union-attr]
-        with node.client(engine=EngineSeat("engine", None, 1)) as scheduler:
+        with node.client(engine=EngineRank("engine", None, 1)) as scheduler:
             for _ in range(3):
                 cache: dict[str, torch.Tensor] = {}
                 tensor, order = promised(scheduler)

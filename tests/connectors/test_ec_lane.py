@@ -14,8 +14,8 @@ from connectors.ec.metadata import ItemLoad, StepMetadata
 from connectors.ec.worker import EcWorker, WorkerSeat
 from connectors.settings import parse_settings
 from device_ends import DeviceEnd, StartEnd, put, start_end
-from lookup_buffer.client.buffer import EngineSeat, LookupBuffer
-from lookup_buffer.client.handles import Prefetched
+from lookup_buffer.client.buffer import EngineRank, LookupBuffer
+from lookup_buffer.client.handles import PrefetchHandle
 from lookup_buffer.errors import ConfigError
 from lookup_buffer.key import TensorKey
 from nodes import NodeProcess, StartNode, at_rest, start_node, wait_until, with_store
@@ -47,7 +47,7 @@ class Engine:
         settings = parse_settings(SETTINGS)
 
         def client(rank: int | None) -> LookupBuffer:
-            return node.client(namespace, engine=EngineSeat("engine", rank, 2))
+            return node.client(namespace, engine=EngineRank("engine", rank, 2))
 
         self.workers = [
             EcWorker(
@@ -63,11 +63,11 @@ class Engine:
             stack.callback(worker.close)
         self.scheduler = stack.enter_context(client(None))
 
-    def prefetch(self, name: str) -> Prefetched:
+    def prefetch(self, name: str) -> PrefetchHandle:
         (handle,) = self.scheduler.prefetch([TensorKey(name)], timeout=20.0)
         return handle
 
-    def load(self, name: str, handle: Prefetched) -> list[torch.Tensor]:
+    def load(self, name: str, handle: PrefetchHandle) -> list[torch.Tensor]:
         """What each worker puts into vLLM's encoder cache for it."""
         loaded = []
         for worker in self.workers:
@@ -93,9 +93,9 @@ def engine(
     at_rest(node)
 
 
-def by_lane(engine: Engine, producer: DeviceEnd) -> tuple[str, torch.Tensor, Prefetched]:
+def by_lane(engine: Engine, producer: DeviceEnd) -> tuple[str, torch.Tensor, PrefetchHandle]:
     """The first item that came to both workers' pools."""
-    got: list[tuple[str, torch.Tensor, Prefetched]] = []
+    got: list[tuple[str, torch.Tensor, PrefetchHandle]] = []
 
     def comes() -> bool:
         name = f"item-{engine.node.stats().get('hits_remote', 0)}-{torch.rand(1).item()}"

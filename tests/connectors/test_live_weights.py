@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from connector_standins import EMBED_BYTES, WAIT_SECONDS, Bench, LedgerBuffer, make_request
-from connectors.client import CurrentBuffer
+from connectors.client import SchedulerClient
 from connectors.ec.metadata import StepMetadata
 from connectors.ec.scheduler import EcScheduler
 from connectors.ec.shape import EngineShape
 from connectors.ec.worker import EcWorker, WorkerSeat
-from connectors.namespace import Identity, Naming
+from connectors.namespace import Identity, NamespaceTask
 from connectors.settings import ConnectorSettings
 from connectors.weights import WeightsFlag, WeightsSource, WeightsWatch, _path
 from lookup_buffer.client.handles import PrefetchState
@@ -167,8 +167,8 @@ def test_the_flag_leaves_nothing_behind(engine_id: str) -> None:
 
 def bench_with(flag: WeightsFlag, *, consumer: bool = True) -> Bench:
     bench = Bench(consumer=consumer)
-    naming = Naming(Identity({}, WeightsSource("tests")))
-    buffer: Any = CurrentBuffer(bench.buffer, naming, flag)  # type: ignore[arg-type]
+    naming = NamespaceTask(Identity({}, WeightsSource("tests")))
+    buffer: Any = SchedulerClient(bench.buffer, naming, flag)  # type: ignore[arg-type]
     bench.scheduler = EcScheduler(
         buffer,
         ConnectorSettings(
@@ -193,7 +193,7 @@ def test_it_has_all_that_the_schedulers_side_asks_of_the_client() -> None:
     sources = [(ROOT / "connectors/ec" / f"{name}.py").read_text() for name in modules]
     used = {name for source in sources for name in re.findall(r"self\._buffer\.(\w+)", source)}
     assert {"prefetch", "release", "close"} < used
-    assert used <= vars(CurrentBuffer).keys()
+    assert used <= vars(SchedulerClient).keys()
 
 
 def test_nothing_of_the_fleet_is_promised_any_more(flag: WeightsFlag) -> None:

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from connector_standins import EMBED_BYTES, Bench, make_request
-from connectors.client import CurrentBuffer
+from connectors.client import SchedulerClient
 from connectors.ec.scheduler import EcScheduler
 from connectors.ec.shape import EngineShape
-from connectors.namespace import Identity, Naming
+from connectors.namespace import Identity, NamespaceTask
 from connectors.settings import ConnectorSettings
 from connectors.weights import DigestCache, WeightsSource, weights_source
 from nodes import wait_until
@@ -32,11 +32,11 @@ class Start:
     def __init__(self, source: WeightsSource, cache: DigestCache) -> None:
         self._stack = ExitStack()
         self._stack.enter_context(cache.lock(threading.Event()))
-        self.naming = Naming(Identity({"part": "value"}, source), cache=cache)
+        self.naming = NamespaceTask(Identity({"part": "value"}, source), cache=cache)
 
     def client_over(self, buffer: Any) -> Any:
         buffer.namespace = ""
-        return CurrentBuffer(buffer, self.naming)
+        return SchedulerClient(buffer, self.naming)
 
     def go_on(self) -> str:
         self._stack.close()

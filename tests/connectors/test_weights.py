@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from connectors.namespace import Identity, Naming
+from connectors.namespace import Identity, NamespaceTask
 from connectors.weights import SETTLED_NS, DigestCache, WeightsSource, weights_source
 from lookup_buffer.errors import MissReason
 from nodes import wait_until
@@ -56,10 +56,10 @@ class Namings:
 
     def __init__(self, cache: DigestCache) -> None:
         self.cache = cache
-        self.made: list[Naming] = []
+        self.made: list[NamespaceTask] = []
 
-    def start(self, source: WeightsSource, **kwargs: Any) -> Naming:
-        self.made.append(Naming(Identity({}, source), cache=self.cache, **kwargs))
+    def start(self, source: WeightsSource, **kwargs: Any) -> NamespaceTask:
+        self.made.append(NamespaceTask(Identity({}, source), cache=self.cache, **kwargs))
         return self.made[-1]
 
     def weights(self, folder: Path) -> str:

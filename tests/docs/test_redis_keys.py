@@ -18,7 +18,7 @@ import torch
 
 from contract_store import BOOT, a_location, a_record
 from lookup_buffer.pipes import open_pipe
-from lookup_buffer.pipes.resp import RespLane
+from lookup_buffer.pipes.resp import Resp3Connection
 from patience import scaled
 from servers import command, flush
 from store import LOCATIONS_MAX, ClaimState, EmbeddedServer, NodeInfo, layout, open_store
@@ -190,7 +190,11 @@ def test_the_keys_of_a_pipe_are_documented(valkey_server: EmbeddedServer) -> Non
         patterns.append(pattern)
     flush(valkey_server.url)
     uri = f"{valkey_server.url}?pipe=docs"
-    lane, seen, ended = RespLane(dial(valkey_server.url, 5.0)), set[bytes](), threading.Event()
+    lane, seen, ended = (
+        Resp3Connection(dial(valkey_server.url, 5.0)),
+        set[bytes](),
+        threading.Event(),
+    )
 
     def look() -> None:
         while not ended.is_set():

@@ -8,7 +8,7 @@ import torch
 
 from claiming import NAMESPACE, ask, claim_in, keys, settled
 from clusters import ValkeyCluster, slot_of
-from lookup_buffer.client.buffer import EngineSeat
+from lookup_buffer.client.buffer import EngineRank
 from lookup_buffer.client.handles import PrefetchState
 from lookup_buffer.protocol.messages import ClaimOutcome
 from mirrors import kill_lanes
@@ -117,7 +117,7 @@ def test_engines_that_wait_for_the_same_keys_leave_the_server_alone(
     with ExitStack() as stack:
         holder = stack.enter_context(node_pair[1].client())
         assert holder.claim(second, lease_seconds=60.0).granted
-        seats = [EngineSeat(key("engine").text, None, 1) for _ in range(16)]
+        seats = [EngineRank(key("engine").text, None, 1) for _ in range(16)]
         buffers = [stack.enter_context(node_pair[0].client(engine=seat)) for seat in seats]
         waits = [ask(buffer, [first, second]) for buffer in buffers]
         before = calls(valkey_server)["evalsha"]

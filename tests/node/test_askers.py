@@ -33,7 +33,7 @@ from lookup_buffer.protocol.messages import (
     Stats,
     Take,
 )
-from lookup_buffer.protocol.stream import Link
+from lookup_buffer.protocol.stream import FramedSocket
 from lookup_buffer.times import OWNER_IDLE_SECONDS
 from nodes import NodeProcess, Nodes, at_rest, handoff, wait_until
 from servers import free_port
@@ -81,7 +81,7 @@ def producer(owner: NodeProcess) -> Iterator[tuple[NodeProcess, LookupBuffer]]:
 Producer = tuple[NodeProcess, LookupBuffer]
 
 
-def ended(link: Link) -> bool:
+def ended(link: FramedSocket) -> bool:
     try:
         link.recv_header(timeout=3.0)
     except LookupBufferError as error:

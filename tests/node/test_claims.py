@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lookup_buffer.access import TIMEOUT_SECONDS
-from lookup_buffer.client.buffer import EngineSeat, LookupBuffer
+from lookup_buffer.client.buffer import EngineRank, LookupBuffer
 from lookup_buffer.client.handles import ClaimAnswer
 from lookup_buffer.key import TensorKey
 from lookup_buffer.namespace import Namespace
@@ -298,11 +298,11 @@ def test_who_gave_up_waiting_gets_nothing(start_server: StartServer, start_node:
 def test_a_claim_belongs_to_the_engine(node_pair: Pair, valkey_server: EmbeddedServer) -> None:
     """The scheduler takes it, a worker inserts; another engine of the host is another one."""
     name = key()
-    seats = [EngineSeat("engine-1", None, 1), EngineSeat("engine-1", 0, 1)]
+    seats = [EngineRank("engine-1", None, 1), EngineRank("engine-1", 0, 1)]
     with (
         node_pair[0].client(engine=seats[0]) as scheduler,
         node_pair[0].client(engine=seats[1]) as worker,
-        node_pair[0].client(engine=EngineSeat("engine-2", None, 1)) as other,
+        node_pair[0].client(engine=EngineRank("engine-2", None, 1)) as other,
     ):
         assert scheduler.claim(name, lease_seconds=30.0).granted
         assert worker.claim(name, lease_seconds=30.0).granted

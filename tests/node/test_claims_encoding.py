@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from claiming import ask, claim_in, keys, settled
-from lookup_buffer.client.buffer import EngineSeat
+from lookup_buffer.client.buffer import EngineRank
 from lookup_buffer.key import TensorKey
 from lookup_buffer.protocol.messages import ClaimOutcome
 from nodes import NodeProcess, holds_within, wait_until, with_store
@@ -65,7 +65,7 @@ def test_an_encode_that_is_over_before_it_had_to_be_told_never_is(
 def test_what_the_engine_itself_is_encoding_is_waited_for(node_pair: Pair) -> None:
     """Its output may have left the engine's own cache before it is stored."""
     first, second = keys(2)
-    seat = EngineSeat("encodes", None, 1)
+    seat = EngineRank("encodes", None, 1)
     with node_pair[0].client(engine=seat) as buffer:
         buffer.encoding([first, second], lease_seconds=20.0)
         waits, given_back = ask(buffer, [first]), ask(buffer, [second])
@@ -80,7 +80,7 @@ def test_what_the_engine_held_before_is_not_given_back(
     node_pair: Pair, valkey_server: EmbeddedServer
 ) -> None:
     first, second = keys(2)
-    seat = EngineSeat("claims-a-set", None, 1)
+    seat = EngineRank("claims-a-set", None, 1)
     with node_pair[0].client() as holder, node_pair[1].client(engine=seat) as other:
         assert holder.claim(second, lease_seconds=30.0).granted
         assert ask(other, [first]).state is ClaimOutcome.GRANTED
@@ -96,7 +96,7 @@ def test_an_encode_belongs_to_the_session_that_told_of_it(
 ) -> None:
     """An engine that attached again: the end of its last session is noticed only afterwards."""
     (name,) = keys(1)
-    seat = EngineSeat("attaches-again", None, 1)
+    seat = EngineRank("attaches-again", None, 1)
     with node_pair[0].client(engine=seat) as buffer:
         with node_pair[0].client(engine=seat) as last:
             assert ask(last, [name]).state is ClaimOutcome.GRANTED
@@ -110,7 +110,7 @@ def test_an_encode_is_told_for_the_session_that_goes_on_with_it(
     node_pair: Pair, valkey_server: EmbeddedServer
 ) -> None:
     (name,) = keys(1)
-    seat = EngineSeat("goes-on", None, 1)
+    seat = EngineRank("goes-on", None, 1)
     with node_pair[0].client(engine=seat) as buffer:
         with node_pair[0].client(engine=seat) as last:
             assert ask(last, [name]).state is ClaimOutcome.GRANTED

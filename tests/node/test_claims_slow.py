@@ -5,7 +5,7 @@ from contextlib import closing
 import pytest
 
 from claiming import WAIT_SECONDS, ask, claim_in, keys
-from lookup_buffer.client.buffer import EngineSeat
+from lookup_buffer.client.buffer import EngineRank
 from lookup_buffer.client.handles import PrefetchState
 from lookup_buffer.protocol.messages import ClaimOutcome
 from nodes import NodeProcess, StartNode, wait_until
@@ -29,7 +29,7 @@ def test_what_was_given_back_before_the_store_granted_it_is_not_held(
 ) -> None:
     """Else the engine would wait for an encode of its own that never comes."""
     (name,) = keys(1)
-    with node.client(engine=EngineSeat("gives-back", None, 1)) as buffer:
+    with node.client(engine=EngineRank("gives-back", None, 1)) as buffer:
         ask(buffer, keys(1))  # the node is connected
         with frozen(valkey_server):
             buffer.encoding([name], lease_seconds=60.0)

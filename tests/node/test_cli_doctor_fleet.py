@@ -13,7 +13,7 @@ from command_line import beating, boot_of, run_json
 from lookup_buffer.cli.doctor import clock_check
 from lookup_buffer.errors import LookupBufferError
 from lookup_buffer.protocol.auth import accept_handshake
-from lookup_buffer.protocol.stream import Greetings, listening
+from lookup_buffer.protocol.stream import Acceptor, listening
 from servers import command
 from store import MetadataStore, NodeInfo
 
@@ -48,7 +48,7 @@ def a_peer(token: str | None = None) -> Iterator[int]:
             accept_handshake(stream, token=token, timeout=5.0).close()
 
     listener, shown = listening("127.0.0.1", 0)
-    thread = threading.Thread(target=Greetings(8).serve, args=(listener, greet))
+    thread = threading.Thread(target=Acceptor(8).serve, args=(listener, greet))
     thread.start()
     yield int(shown.rpartition(":")[2])
     listener.shutdown(socket.SHUT_RDWR)

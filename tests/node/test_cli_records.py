@@ -16,7 +16,7 @@ from command_line import (
     run_at_terminal,
     run_json,
 )
-from lookup_buffer.client.buffer import EngineSeat
+from lookup_buffer.client.buffer import EngineRank
 from nodes import StartNode, key, wait_until
 from servers import command
 from store import DeviceLocation, MetadataStore, Publishing
@@ -62,7 +62,7 @@ def test_the_device_that_a_tensor_was_computed_on_is_named(
     image = key()
     for node in nodes:
         wait_until(lambda node=node: node.stats()["store_up"], 15.0)  # type: ignore[misc]
-    seat = EngineSeat("engine", 0, 1, device="H200")
+    seat = EngineRank("engine", 0, 1, device="H200")
     with nodes[0].client(engine=seat) as producer, nodes[1].client() as consumer:
         producer.insert(image, torch.ones(3))
         wait_until(lambda: consumer.has_caches([image]) == [True], 15.0)

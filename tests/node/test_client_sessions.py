@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from lookup_buffer.client.buffer import EngineSeat, LookupBuffer
+from lookup_buffer.client.buffer import EngineRank, LookupBuffer
 from lookup_buffer.client.handles import PrefetchState
 from lookup_buffer.errors import Closed, LookupBufferError, NodeRefused, NodeUnavailable
 from nodes import MIB, ClientProcess, NodeProcess, at_rest, key, tensor_of, wait_until
@@ -125,7 +125,7 @@ def test_tickets_are_given_back_by_all_ranks(node_pair: Pair) -> None:
     node = node_pair[0]
     names = [key("layer") for _ in range(3)]
     engine = f"engine-{names[0]}"
-    with node.client(engine=EngineSeat(engine, None, 2)) as scheduler:
+    with node.client(engine=EngineRank(engine, None, 2)) as scheduler:
         for name in names:
             scheduler.insert(name, tensor_of(str(name), 1000))
         with ClientProcess(node.config, WORKER, seat=(engine, 0, 2)) as first:
@@ -159,10 +159,10 @@ def test_tickets_are_given_back_by_all_ranks(node_pair: Pair) -> None:
 
 def test_a_worker_that_attaches_again_counts(node_pair: Pair) -> None:
     node, name, engine = node_pair[0], key(), f"engine-{key()}"
-    with node.client(engine=EngineSeat(engine, None, 1)) as scheduler:
+    with node.client(engine=EngineRank(engine, None, 1)) as scheduler:
         scheduler.insert(name, torch.ones(2))
-        worker = node.client(engine=EngineSeat(engine, 0, 1))
-        again = node.client(engine=EngineSeat(engine, 0, 1))
+        worker = node.client(engine=EngineRank(engine, 0, 1))
+        again = node.client(engine=EngineRank(engine, 0, 1))
         worker.close()
         handle = scheduler.prefetch([name], timeout=2.0)[0]
         assert handle.state is PrefetchState.RESIDENT
@@ -247,7 +247,7 @@ def test_more_is_wanted_than_may_be_pinned(node_pair: Pair, buffer: LookupBuffer
 
 def test_a_claim_stays_with_the_session_that_asked_for_it_last(node_pair: Pair) -> None:
     """An engine attaches again before the end of its last session was noticed."""
-    name, seat = key(), EngineSeat("engine-3", None, 1)
+    name, seat = key(), EngineRank("engine-3", None, 1)
     first, again = node_pair[0].client(engine=seat), node_pair[0].client(engine=seat)
     with node_pair[1].client() as other:
         assert first.claim(name, lease_seconds=30.0).granted

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lookup_buffer.device.memory import CudaPlace, HostPlace
+from lookup_buffer.device.memory import CudaPoolMemory, HostPoolMemory
 from lookup_buffer.protocol.header import TensorHeader
 
 a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
@@ -12,7 +12,7 @@ a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 @pytest.mark.gpu
 @a_gpu
 def test_what_is_kept_is_as_it_was_when_the_callers_stream_came_so_far() -> None:
-    place = CudaPlace("cuda:0")
+    place = CudaPoolMemory("cuda:0")
     tensor = torch.zeros(1 << 24, device="cuda:0")
     for number in range(8):
         tensor.fill_(number)
@@ -27,21 +27,21 @@ def test_what_is_kept_is_as_it_was_when_the_callers_stream_came_so_far() -> None
 @pytest.mark.parametrize("dtype", ["bfloat16", "bool", "float8_e4m3fn"])
 def test_room_is_made_for_any_dtype(dtype: str) -> None:
     header = TensorHeader.for_tensor(dtype, (3, 5))
-    room = CudaPlace("cuda:0").empty(header)
+    room = CudaPoolMemory("cuda:0").empty(header)
     assert (str(room.dtype), tuple(room.shape)) == (f"torch.{dtype}", (3, 5))
 
 
 @pytest.mark.gpu
 @a_gpu
 def test_a_place_is_named_as_tensors_name_theirs_and_keeps_what_is_on_the_host() -> None:
-    place = CudaPlace("cuda")
+    place = CudaPoolMemory("cuda")
     assert place.device == torch.zeros(1, device="cuda").device
     kept, ready = place.keep(torch.arange(12), immutable=False)
     assert torch.equal(place.hand_out(kept, ready).cpu(), torch.arange(12))
 
 
 def test_the_host_keeps_what_is_alone_in_its_memory_and_copies_what_is_not() -> None:
-    place = HostPlace()
+    place = HostPoolMemory()
     batch = torch.arange(12).reshape(3, 4)
     alone, _ = place.keep(batch, immutable=True)
     assert alone.data_ptr() == batch.data_ptr()

@@ -17,7 +17,7 @@ from xxhash import xxh3_64_intdigest
 from device_ends import LARGE, POOL_BYTES, files, threads
 from lookup_buffer.codec import header_of, writable_bytes
 from lookup_buffer.device.lane import SILENCE_SECONDS, DeviceLane
-from lookup_buffer.device.memory import HostPlace
+from lookup_buffer.device.memory import HostPoolMemory
 from lookup_buffer.errors import ConfigError
 from lookup_buffer.protocol.header import TensorHeader
 from lookup_buffer.protocol.messages import KEYS_BYTES_MAX, OpenPool, Received, Retract
@@ -31,7 +31,7 @@ SECONDS = 20.0
 """What the node gives a reception here: more than any test takes."""
 
 
-class Gate(HostPlace):
+class Gate(HostPoolMemory):
     """Where nothing can be received until it is open; and that fails once, when it is told to."""
 
     def __init__(self) -> None:

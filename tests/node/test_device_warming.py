@@ -14,7 +14,7 @@ import pytest
 
 from device_ends import LARGE, POOL_BYTES, DeviceEnd, StartEnd, facts, put, start_end
 from lookup_buffer.device.lane import SILENCE_SECONDS, DeviceLane
-from lookup_buffer.device.memory import HostPlace
+from lookup_buffer.device.memory import HostPoolMemory
 from lookup_buffer.device.pairs import WARM_MAX
 from lookup_buffer.device.serving import AT_SIGHT_MAX
 from nodes import start_node, tensor_of, wait_until
@@ -85,7 +85,7 @@ def test_a_pool_that_was_seen_is_asked_at_once(ends: Ends) -> None:
     wait_until(lambda: ends.theirs.pairs() == 0, SECONDS)
 
 
-class Slow(HostPlace):
+class Slow(HostPoolMemory):
     """Where nothing is sent until it is open."""
 
     def __init__(self) -> None:

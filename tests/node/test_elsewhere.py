@@ -17,8 +17,8 @@ from lookup_buffer.shm.index import (
     BUCKET_ENTRIES,
     ENTRIES,
     IS_ORDERED,
-    Elsewhere,
-    ElsewhereReader,
+    RemoteIndex,
+    RemoteIndexReader,
     digest_of,
 )
 from nodes import MIB, NodeProcess, StartNode, key, wait_until
@@ -56,8 +56,8 @@ CHANGES = st.lists(
 def test_it_lists_the_last_that_were_listed_and_not_struck_off(
     changes: list[tuple[str, int] | None],
 ) -> None:
-    table = Elsewhere()
-    reader = ElsewhereReader(table.fd)
+    table = RemoteIndex()
+    reader = RemoteIndexReader(table.fd)
     listed: dict[QualifiedKey, None] = {}
     for change in changes:
         if change is None:
@@ -79,8 +79,8 @@ def test_it_lists_the_last_that_were_listed_and_not_struck_off(
 
 
 def test_what_was_struck_off_all_together_can_be_listed_again() -> None:
-    table = Elsewhere()
-    reader = ElsewhereReader(table.fd)
+    table = RemoteIndex()
+    reader = RemoteIndexReader(table.fd)
     first, second = CROWD[:2]
     table.list(first)
     table.list(second)
@@ -95,8 +95,8 @@ def test_what_was_struck_off_all_together_can_be_listed_again() -> None:
 
 def test_it_is_believed_for_a_second_after_it_was_confirmed() -> None:
     now = [0]
-    table = Elsewhere()
-    reader = ElsewhereReader(table.fd, lambda: now[0])
+    table = RemoteIndex()
+    reader = RemoteIndexReader(table.fd, lambda: now[0])
     now[0] = time.monotonic_ns()
     assert not reader.is_current(), "never confirmed"
     table.confirm()

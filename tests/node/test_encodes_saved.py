@@ -5,7 +5,7 @@ import time
 import torch
 
 from command_line import run, run_json
-from lookup_buffer.client.buffer import EngineSeat
+from lookup_buffer.client.buffer import EngineRank
 from nodes import NodeProcess, key, wait_until, with_store
 
 Pair = tuple[NodeProcess, NodeProcess]
@@ -21,18 +21,18 @@ def test_each_engine_that_need_not_encode_counts(node_pair: Pair) -> None:
     first, second = node_pair
     with_store(first, second)
     claimed, told = key(), key()
-    with first.client(engine=EngineSeat("encodes", None, 1, encodes=True)) as encoder:
+    with first.client(engine=EngineRank("encodes", None, 1, encodes=True)) as encoder:
         assert encoder.claim(claimed, lease_seconds=20.0).granted
         encoder.encoding([told], lease_seconds=20.0)
         time.sleep(ENCODE_SECONDS)  # what an encode is, as far as a node can see it
         for name in (claimed, told, claimed):  # the last one is there already: nothing was encoded
             encoder.insert(name, torch.ones(3))
         encoder.insert(key(), torch.ones(3))  # nobody had said that it is encoded
-    with second.client(engine=EngineSeat("loads", 0, 1, encodes=True)) as engine:
+    with second.client(engine=EngineRank("loads", 0, 1, encodes=True)) as engine:
         wait_until(lambda: all(engine.has_caches([claimed, told])), 5.0)
         for name in (claimed, claimed, told):
             engine.select(name)
-    with second.client(engine=EngineSeat("other things", 0, 1)) as other, second.client() as one:
+    with second.client(engine=EngineRank("other things", 0, 1)) as other, second.client() as one:
         other.select(claimed)
         one.select(claimed)
     wait_until(lambda: second.stats().get("encodes_saved") == 3, 5.0)

@@ -12,7 +12,7 @@ import torch
 from contract_store import BOOT, a_record
 from device_ends import FINGERPRINT, LIBRARY, MARK, NBYTES, POOL, PORT, TOLD_POOL_BYTES, Told
 from lookup_buffer.client.buffer import LookupBuffer
-from lookup_buffer.client.handles import Prefetched, PrefetchState
+from lookup_buffer.client.handles import PrefetchHandle, PrefetchState
 from lookup_buffer.client.session import next_request_id
 from lookup_buffer.key import TensorKey
 from lookup_buffer.node.lanes import BASE_SECONDS
@@ -161,7 +161,7 @@ class Reading:
         self.producer, self.reader = (node.client() for node in nodes)
         self.theirs, self.ours = Told(self.producer), Told(self.reader, pool_bytes=pool_bytes)
 
-    def begin(self) -> tuple[Prefetched, dict[str, Any]]:
+    def begin(self) -> tuple[PrefetchHandle, dict[str, Any]]:
         """A prefetch, and what the reader's pool is asked to receive."""
         one = offered(self.producer, self.theirs, self.store)
         (handle,) = self.reader.prefetch([one])

@@ -8,7 +8,7 @@ from lookup_buffer.node.directory import Directory
 from lookup_buffer.node.locator import NOT_REACHED, Located
 from lookup_buffer.node.mirroring import MirrorLocator
 from lookup_buffer.node.storage import Storage
-from lookup_buffer.shm.index import Elsewhere, ElsewhereReader, digest_of
+from lookup_buffer.shm.index import RemoteIndex, RemoteIndexReader, digest_of
 from store import EmbeddedServer, Location, MetadataStore, NodeInfo, Record, StoreUnavailable
 from store.entries import ABSENT_SECONDS_MAX
 
@@ -32,7 +32,7 @@ def test_who_gave_up_waiting_is_forgotten() -> None:
 
 async def _who_gave_up_waiting_is_forgotten() -> None:
     storage = Unopened()
-    locator = MirrorLocator(asyncio.get_running_loop(), storage, Directory("us"), Elsewhere())
+    locator = MirrorLocator(asyncio.get_running_loop(), storage, Directory("us"), RemoteIndex())
     locator.start()
     kept = locator.watch(("ns", "kept"), nothing)
     for n in range(100):
@@ -57,7 +57,7 @@ def test_what_is_absent_is_known_for_a_second(
 async def _what_is_absent_is_known_for_a_second(url: str, namespace: str) -> None:
     loop = asyncio.get_running_loop()
     storage = Storage(BufferConfig.of({"store_url": url, "store_timeout_seconds": 5.0}))
-    locator = MirrorLocator(loop, storage, Directory("us"), Elsewhere())
+    locator = MirrorLocator(loop, storage, Directory("us"), RemoteIndex())
     locator.start()
     for _ in range(2):
         assert locator.known(namespace, ["k"]) == [None], "never asked, or too long ago"
@@ -81,7 +81,7 @@ def test_what_is_struck_off_with_everything_is_listed_again(
 async def _what_is_struck_off_is_listed_again(url: str, namespace: str) -> None:
     loop = asyncio.get_running_loop()
     config = BufferConfig.of({"store_url": url, "store_timeout_seconds": 5.0})
-    storage, directory, elsewhere = Storage(config), Directory("us"), Elsewhere()
+    storage, directory, elsewhere = Storage(config), Directory("us"), RemoteIndex()
     store, node = storage.store(), f"node-{namespace[:8]}"
     store.describe_node(NodeInfo(node, "boot", "tcp://127.0.0.1:1", "host", "0", 1, 1, 1))
     store.beat(node, "boot", 1)
@@ -90,7 +90,7 @@ async def _what_is_struck_off_is_listed_again(url: str, namespace: str) -> None:
     directory.refresh(store)
     locator, reader = (
         MirrorLocator(loop, storage, directory, elsewhere),
-        ElsewhereReader(elsewhere.fd),
+        RemoteIndexReader(elsewhere.fd),
     )
     locator.start()
     answered: asyncio.Future[list[Located]] = loop.create_future()
@@ -118,7 +118,7 @@ def test_what_a_claim_was_told_is_not_denied_by_the_mirror(
 async def _what_a_claim_was_told_is_not_denied(url: str, namespace: str) -> None:
     loop = asyncio.get_running_loop()
     storage = Storage(BufferConfig.of({"store_url": url, "store_timeout_seconds": 5.0}))
-    locator = MirrorLocator(loop, storage, Directory("us"), Elsewhere())
+    locator = MirrorLocator(loop, storage, Directory("us"), RemoteIndex())
     locator.start()
 
     async def ask() -> Located:

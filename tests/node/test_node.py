@@ -19,7 +19,7 @@ from lookup_buffer.key import TensorKey
 from lookup_buffer.namespace import Namespace
 from lookup_buffer.protocol.auth import connect
 from lookup_buffer.protocol.header import PayloadHeader
-from lookup_buffer.protocol.stream import Link
+from lookup_buffer.protocol.stream import FramedSocket
 from lookup_buffer.runtime import to_json
 from nodes import MIB, ROOT, NodeProcess, Nodes, StartNode, at_rest, key, tensor_of, wait_until
 from patience import scaled
@@ -265,7 +265,7 @@ def generation_of(server: EmbeddedServer, name: TensorKey) -> int:
     return record.locations[0].generation
 
 
-def ask(link: Link, **request: object) -> tuple[object, int]:
+def ask(link: FramedSocket, **request: object) -> tuple[object, int]:
     link.send({"op": "get", "namespace": NAMESPACE, **request}, timeout=2.0)
     answer, nbytes = link.recv_header(timeout=2.0)
     return answer, nbytes

@@ -66,10 +66,10 @@ from lookup_buffer.errors import (
     TensorTooLarge,
 )
 from lookup_buffer.pipes import KVPipe, PipeLimits, open_pipe
-from lookup_buffer.pipes.io import Speaker
+from lookup_buffer.pipes.io import FrameWriter
 from lookup_buffer.pipes.outbox import Outbox
-from lookup_buffer.pipes.resp import RespLane
-from lookup_buffer.protocol.stream import Link
+from lookup_buffer.pipes.resp import Resp3Connection
+from lookup_buffer.protocol.stream import FramedSocket
 from raw_ends import RawEnd, hostile
 from store import EmbeddedServer
 from store.dialling import dial
@@ -91,9 +91,9 @@ def _nothing(*_: object) -> None:
     pass
 
 
-def _speaker(closing: ExitStack) -> Speaker:
-    links = [closing.enter_context(Link(stream)) for stream in socket.socketpair()]
-    return Speaker(links[0], threading.RLock(), _nothing, _nothing, _nothing, SOON_SECONDS)
+def _speaker(closing: ExitStack) -> FrameWriter:
+    links = [closing.enter_context(FramedSocket(stream)) for stream in socket.socketpair()]
+    return FrameWriter(links[0], threading.RLock(), _nothing, _nothing, _nothing, SOON_SECONDS)
 
 
 def test_a_send_that_fails_gives_its_budget_back_and_tells_its_caller(
@@ -187,7 +187,7 @@ def test_no_payload_stays_in_the_database(valkey_server: EmbeddedServer) -> None
         for tensor in (block(SMALL), block(9 * LARGE)):
             a.send_tensor(tensor)
             b.recv_tensor(timeout=SOON_SECONDS)
-        lane = RespLane(dial(valkey_server.url, SOON_SECONDS))
+        lane = Resp3Connection(dial(valkey_server.url, SOON_SECONDS))
         until = time.monotonic() + SOON_SECONDS
         kept = sum(
             lane.ask((b"MEMORY", b"USAGE", name), until) or 0

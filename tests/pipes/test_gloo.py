@@ -51,7 +51,7 @@ from lookup_buffer.pipes import KVPipe, PipeLimits, open_pipe
 from lookup_buffer.pipes.gloo import GlooCommunicator, until
 from lookup_buffer.pipes.pair import Exchange, agree
 from lookup_buffer.protocol.auth import connect
-from lookup_buffer.protocol.stream import Link
+from lookup_buffer.protocol.stream import FramedSocket
 from patience import scaled
 
 __all__ = ["closing", "listening", "start_child", "threads"]
@@ -259,7 +259,7 @@ def test_a_process_that_ends_in_the_middle_of_a_transfer_ends_in_order() -> None
 
 
 def test_ends_of_different_versions_name_both(threads: Threads) -> None:
-    links = [Link(stream) for stream in socket.socketpair()]
+    links = [FramedSocket(stream) for stream in socket.socketpair()]
     deadline = time.monotonic() + SOON_SECONDS
     ends = [
         threads.call(agree, link, "gloo", version, deadline)

@@ -31,20 +31,20 @@ import torch
 from contract_pipe import SHORT_SECONDS, SOON_SECONDS, Threads, block, same, threads
 from lookup_buffer.errors import BufferFull, ConfigError, LookupTimeout, PipeBroken, TensorTooLarge
 from lookup_buffer.pipes import KVPipe, PipeLimits, open_pipe
-from lookup_buffer.pipes.simple_buffer import JoinedBuffer
+from lookup_buffer.pipes.simple_buffer import PipeBuffer
 from patience import scaled
 from raw_ends import RawEnd
 
 __all__ = ["threads"]
 ITEM = 100_000
 """Bytes of a key; its value has as many."""
-Pair = tuple[JoinedBuffer, JoinedBuffer]
+Pair = tuple[PipeBuffer, PipeBuffer]
 
 
 def make_pair(buffer_bytes: int = 1 << 30) -> Pair:
     limits = PipeLimits(buffer_bytes=buffer_bytes)
     producer = open_pipe("tcp://127.0.0.1:0", listen=True, limits=limits)
-    return JoinedBuffer(producer), JoinedBuffer(open_pipe(producer.uri, limits=limits))
+    return PipeBuffer(producer), PipeBuffer(open_pipe(producer.uri, limits=limits))
 
 
 @pytest.fixture
@@ -72,14 +72,14 @@ def small_pair() -> Iterator[Pair]:
         buffer.close()
 
 
-def insert(buffer: JoinedBuffer, ids: list[int], number: int, **options: float) -> None:
+def insert(buffer: PipeBuffer, ids: list[int], number: int, **options: float) -> None:
     tokens = torch.tensor(ids)
     whole = torch.ones(len(ids), dtype=torch.bool)
     key = torch.full((ITEM,), number, dtype=torch.uint8)
     buffer.insert(tokens, whole, key, key + 1, torch.tensor([float(number)]), **options)
 
 
-def select(buffer: JoinedBuffer, ids: list[int], timeout: float = SOON_SECONDS) -> int:
+def select(buffer: PipeBuffer, ids: list[int], timeout: float = SOON_SECONDS) -> int:
     tokens = torch.tensor(ids)
     whole = torch.ones(len(ids), dtype=torch.bool)
     got = buffer.drop_select(tokens, whole, timeout=timeout)
@@ -205,7 +205,7 @@ def test_none_is_a_value(pair: Pair, which: int) -> None:
 
 
 def test_the_producer_is_told_of_a_consumers_death(pipe: KVPipe) -> None:
-    producer = JoinedBuffer(pipe)
+    producer = PipeBuffer(pipe)
     with RawEnd(pipe) as consumer:
         insert(producer, [1], 1)
         assert consumer.heard()[:2] == ["offer", 1]
@@ -216,7 +216,7 @@ def test_the_producer_is_told_of_a_consumers_death(pipe: KVPipe) -> None:
 
 
 def test_an_item_is_charged_once(pipe: KVPipe) -> None:
-    producer, consumer = JoinedBuffer(pipe), JoinedBuffer(open_pipe(pipe.uri))
+    producer, consumer = PipeBuffer(pipe), PipeBuffer(open_pipe(pipe.uri))
     insert(producer, [1], 1)
     assert 2 * ITEM < pipe.used_bytes < 2 * ITEM + 4096
     assert select(consumer, [1]) == 1
@@ -228,7 +228,7 @@ def test_an_item_is_charged_once(pipe: KVPipe) -> None:
 
 
 def test_a_slow_consumer_stalls_no_insert(pipe: KVPipe) -> None:
-    producer = JoinedBuffer(pipe)
+    producer = PipeBuffer(pipe)
     tokens, roi = torch.tensor([1]), torch.tensor([True])
     with RawEnd(pipe) as consumer:
         producer.insert(tokens, roi, block(64 << 20), None, None)
@@ -242,11 +242,11 @@ def test_a_slow_consumer_stalls_no_insert(pipe: KVPipe) -> None:
 
 LEFT_OPEN = """
 import torch
-from lookup_buffer.pipes.simple_buffer import JoinedBuffer
+from lookup_buffer.pipes.simple_buffer import PipeBuffer
 from lookup_buffer.pipes import open_pipe
 
 pipe = open_pipe("tcp://127.0.0.1:0", listen=True)
-producer, consumer = JoinedBuffer(pipe), JoinedBuffer(open_pipe(pipe.uri))
+producer, consumer = PipeBuffer(pipe), PipeBuffer(open_pipe(pipe.uri))
 tokens, roi = torch.tensor([1]), torch.tensor([True])
 producer.insert(tokens, roi, None, None, torch.ones(1 << 20))
 assert consumer.drop_select(tokens, roi)[4] is not None

@@ -14,7 +14,7 @@ from contract_pipe import block, same
 from lookup_buffer.codec import Value, packed
 from lookup_buffer.errors import BufferFull, LookupTimeout, PipeBroken, TensorTooLarge
 from lookup_buffer.pipes import PipeLimits, open_pipe
-from lookup_buffer.pipes.simple_buffer import JoinedBuffer
+from lookup_buffer.pipes.simple_buffer import PipeBuffer
 from patience import scaled
 
 BUDGET = 300_000
@@ -32,7 +32,7 @@ class Items(RuleBasedStateMachine):
         pipe = open_pipe("tcp://127.0.0.1:0", listen=True, limits=limits)
         self.pipe = pipe
         self.consumer_pipe = open_pipe(pipe.uri, limits=limits)
-        self.producer, self.consumer = JoinedBuffer(pipe), JoinedBuffer(self.consumer_pipe)
+        self.producer, self.consumer = PipeBuffer(pipe), PipeBuffer(self.consumer_pipe)
         self.items: dict[tuple[int, ...], deque[tuple[int, list[Value]]]] = {
             tokens: deque() for tokens in TOKENS
         }

@@ -14,7 +14,7 @@ from lookup_buffer.pipes import KVPipe, PipeLimits, open_pipe
 from lookup_buffer.pipes.stream import StreamPipe
 from lookup_buffer.protocol.framing import encode_frame
 from lookup_buffer.protocol.header import TensorHeader
-from lookup_buffer.protocol.stream import Link
+from lookup_buffer.protocol.stream import FramedSocket
 from raw_ends import RawEnd, offer
 
 __all__ = ["closing", "threads"]
@@ -90,7 +90,7 @@ def test_what_there_is_no_memory_for_is_said_so_and_costs_its_sender_nothing(
 def test_who_is_met_too_late_hears_how_it_ended(end: str) -> None:
     pipe = StreamPipe("tcp://ended", PipeLimits())
     getattr(pipe, end)()
-    ours, theirs = (Link(stream) for stream in socket.socketpair())
+    ours, theirs = (FramedSocket(stream) for stream in socket.socketpair())
     with theirs:
         pipe.meet(ours)
         if end == "close":

@@ -31,11 +31,11 @@ from lookup_buffer.pipes.inbox import Inbox
 from lookup_buffer.pipes.pair import Exchange, PairLink
 from lookup_buffer.pipes.peer import Peer
 from lookup_buffer.pipes.redis_link import RedisLink, Session
-from lookup_buffer.pipes.resp import RespLane
+from lookup_buffer.pipes.resp import Resp3Connection
 from lookup_buffer.pipes.shm import connect_to
 from lookup_buffer.protocol.framing import encode_frame
 from lookup_buffer.protocol.header import TensorHeader
-from lookup_buffer.protocol.stream import GREETINGS_MAX, Link
+from lookup_buffer.protocol.stream import GREETINGS_MAX, FramedSocket
 from patience import scaled
 from raw_ends import RawEnd, hostile, offer
 from store import EmbeddedServer
@@ -76,7 +76,7 @@ def over_socket(scheme: str, closing: ExitStack) -> tuple[Attacked, socket.socke
     closing.callback(theirs.close)
 
     def make(attacked: Attacked) -> Peer:
-        limits, link = PipeLimits(), Link(ours)
+        limits, link = PipeLimits(), FramedSocket(ours)
         if scheme == "gloo":
             pair = PairLink(link, _communicator, SOON_SECONDS)
             return Peer(pair, attacked.inbox, limits, attacked.lost)
@@ -91,7 +91,7 @@ def over_socket(scheme: str, closing: ExitStack) -> tuple[Attacked, socket.socke
 
 
 def by_way_of(server: EmbeddedServer, closing: ExitStack) -> Attacked:
-    lanes = [RespLane(dial(server.url, SOON_SECONDS)) for _ in range(3)]
+    lanes = [Resp3Connection(dial(server.url, SOON_SECONDS)) for _ in range(3)]
     for lane in lanes:
         closing.callback(lane.close)
     reader, writer, raw = lanes

@@ -12,7 +12,7 @@ from contract_pipe import LARGE, SMALL, SOON_SECONDS, TOKEN, Threads, block, clo
 from lookup_buffer.errors import ConfigError, NodeRefused, PipeBroken, PipeError, PipeTimeout
 from lookup_buffer.pipes import PipeLimits, open_pipe
 from lookup_buffer.pipes.redis_link import CHUNK_BYTES, LOOK_SECONDS, RedisLink, Session
-from lookup_buffer.pipes.resp import RespLane
+from lookup_buffer.pipes.resp import Resp3Connection
 from patience import quickest
 from servers import StartServer, flush, frozen
 from store import EmbeddedServer
@@ -28,8 +28,8 @@ SESSION = Session("lb:pipe:faults:s")
 
 
 @contextmanager
-def lane_to(url: str) -> Iterator[RespLane]:
-    lane = RespLane(dial(url, SOON_SECONDS))
+def lane_to(url: str) -> Iterator[Resp3Connection]:
+    lane = Resp3Connection(dial(url, SOON_SECONDS))
     yield lane
     lane.close()
 
@@ -53,7 +53,9 @@ def links(valkey_server: EmbeddedServer) -> Iterator[tuple[RedisLink, RedisLink]
     with ExitStack() as stack:
         made = []
         for listens in (False, True):
-            reader, writer = (RespLane(dial(valkey_server.url, SOON_SECONDS)) for _ in range(2))
+            reader, writer = (
+                Resp3Connection(dial(valkey_server.url, SOON_SECONDS)) for _ in range(2)
+            )
             reader.subscribe(SESSION.list_to(listens), soon())
             link = RedisLink(SESSION, reader, writer, listens=listens, silence_seconds=5.0)
             stack.callback(link.abort)

@@ -9,16 +9,16 @@ import pytest
 
 from contract_pipe import SHORT_SECONDS, SOON_SECONDS, Threads, threads
 from lookup_buffer.errors import PipeBroken, PipeClosed, PipeTimeout, ProtocolError
-from lookup_buffer.pipes.resp import RespLane
+from lookup_buffer.pipes.resp import Resp3Connection
 
 __all__ = ["threads"]
 PING = (b"PING",)
 
 
 @contextmanager
-def lane_that_hears(answer: bytes) -> Iterator[tuple[RespLane, socket.socket]]:
+def lane_that_hears(answer: bytes) -> Iterator[tuple[Resp3Connection, socket.socket]]:
     ours, theirs = socket.socketpair()
-    lane = RespLane(ours)
+    lane = Resp3Connection(ours)
     with theirs:
         theirs.sendall(answer)
         yield lane, theirs

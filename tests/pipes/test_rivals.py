@@ -53,7 +53,7 @@ from lookup_buffer.errors import (
 )
 from lookup_buffer.key import TensorKey
 from lookup_buffer.pipes import PipeLimits, open_pipe
-from lookup_buffer.pipes.simple_buffer import JoinedBuffer, name_of
+from lookup_buffer.pipes.simple_buffer import PipeBuffer, name_of
 from lookup_buffer.protocol.framing import encode_frame
 from lookup_buffer.protocol.messages import InsertOutcome
 from nodes import MIB, NodeProcess, key
@@ -189,7 +189,7 @@ def test_an_item_comes_as_a_whole_or_not_at_all(closing: ExitStack, threads: Thr
     whole = bytes(writable_bytes(item))
     with RawEnd(pipe) as raw:
         raw.say(offer(1, name_of(tokens, roi).encode(), len(whole)))
-        selecting = threads.call(JoinedBuffer(pipe).drop_select, tokens, roi)
+        selecting = threads.call(PipeBuffer(pipe).drop_select, tokens, roi)
         assert raw.heard() == ["pull", 1]
         raw.say_bytes(encode_frame(["data", 1], len(whole)) + whole[: len(whole) // 2])
     with pytest.raises(PipeBroken):

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from lookup_buffer.pipes.io import Outgoing, Speaker
-from lookup_buffer.protocol.stream import Link
+from lookup_buffer.pipes.io import FrameWriter, Outgoing
+from lookup_buffer.protocol.stream import FramedSocket
 
 if TYPE_CHECKING:
     from lookup_buffer.errors import LookupBufferError
@@ -23,11 +23,11 @@ class Spoken:
     """A speaker and its thread, and what the other end has heard but for beats."""
 
     def __init__(self) -> None:
-        self.link, self._other = (Link(stream) for stream in socket.socketpair())
+        self.link, self._other = (FramedSocket(stream) for stream in socket.socketpair())
         self.lock = threading.RLock()
         self.failures: list[LookupBufferError] = []
         self.heard: list[Any] = []
-        self.speaker = Speaker(
+        self.speaker = FrameWriter(
             self.link, self.lock, lambda: None, lambda *_: None, self.failures.append, SECONDS
         )
         self.threads = [threading.Thread(target=one) for one in (self.speaker.run, self._hear)]
@@ -121,9 +121,9 @@ class Turns:
 
 @pytest.mark.parametrize("nth", [1, 2, 3])
 def test_who_finds_his_frame_written_and_another_there_writes_that(nth: int) -> None:
-    ours, theirs = (Link(stream) for stream in socket.socketpair())
+    ours, theirs = (FramedSocket(stream) for stream in socket.socketpair())
     lock: Any = Turns(nth, lambda: speaker.put(["received", 1]))
-    speaker = Speaker(ours, lock, lambda: None, lambda *_: None, lambda _: None, SECONDS)
+    speaker = FrameWriter(ours, lock, lambda: None, lambda *_: None, lambda _: None, SECONDS)
     speaker.write()
     if nth < 3:
         assert theirs.recv_header(SECONDS).header == ["received", 1]
@@ -134,10 +134,10 @@ def test_who_finds_his_frame_written_and_another_there_writes_that(nth: int) -> 
 def test_nobody_waits_for_an_end_that_does_not_read(spoken: Spoken) -> None:
     """What it does not take at once is the thread's."""
     ours, theirs = socket.socketpair()
-    link = Link(ours)
+    link = FramedSocket(ours)
     lock = threading.RLock()
     failures: list[LookupBufferError] = []
-    speaker = Speaker(link, lock, lambda: None, lambda *_: None, failures.append, SECONDS)
+    speaker = FrameWriter(link, lock, lambda: None, lambda *_: None, failures.append, SECONDS)
     started = time.monotonic()
     for number in range(100):
         with lock:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from lookup_buffer.client.buffer import LookupBuffer
-from lookup_buffer.client.handles import ClaimSet
+from lookup_buffer.client.handles import ClaimHandle
 from lookup_buffer.key import TensorKey
 from lookup_buffer.namespace import Namespace
 from lookup_buffer.protocol.messages import ClaimOutcome
@@ -29,13 +29,13 @@ def keys(count: int) -> list[TensorKey]:
 
 def ask(
     buffer: LookupBuffer, names: Sequence[TensorKey], wait_seconds: float = WAIT_SECONDS
-) -> ClaimSet:
+) -> ClaimHandle:
     """A set that is settled, or known to wait for another."""
     one = buffer.claim_all(names, wait_seconds=wait_seconds, timeout=scaled(5.0))
     assert one.holder or one.state is not ClaimOutcome.PENDING, "the node did not answer"
     return one
 
 
-def settled(one: ClaimSet, seconds: float = SOON_SECONDS) -> ClaimOutcome:
+def settled(one: ClaimHandle, seconds: float = SOON_SECONDS) -> ClaimOutcome:
     wait_until(lambda: one.state is not ClaimOutcome.PENDING, seconds)
     return one.state

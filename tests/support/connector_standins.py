@@ -17,7 +17,7 @@ from connectors.ec.metadata import StepMetadata
 from connectors.ec.scheduler import EcScheduler
 from connectors.ec.shape import EngineShape
 from connectors.settings import ConnectorSettings
-from lookup_buffer.client.handles import ClaimSet, LoadOrder, PrefetchState
+from lookup_buffer.client.handles import ClaimHandle, LoadOrder, PrefetchState
 from lookup_buffer.key import TensorKey
 from lookup_buffer.protocol.header import TensorHeader
 from lookup_buffer.protocol.messages import ClaimOutcome
@@ -28,7 +28,7 @@ EMBEDS = 4
 
 @dataclass(slots=True, eq=False)
 class LedgerHandle:
-    """Looks like `Prefetched`."""
+    """Looks like `PrefetchHandle`."""
 
     key: TensorKey
     state: PrefetchState
@@ -58,11 +58,11 @@ class Fleet:
 
     answers: ClaimOutcome = ClaimOutcome.GRANTED
     """Of a set that is asked for now."""
-    sets: list[ClaimSet] = field(default_factory=list)
+    sets: list[ClaimHandle] = field(default_factory=list)
     waits_seconds: list[float] = field(default_factory=list)
     encoding: list[tuple[list[str], float]] = field(default_factory=list)
     given_back: list[str] = field(default_factory=list)
-    cancelled: list[ClaimSet] = field(default_factory=list)
+    cancelled: list[ClaimHandle] = field(default_factory=list)
 
     def settle(self, state: ClaimOutcome, index: int = -1) -> None:
         """An answer arrives; a set that is PENDING again waits for another engine."""
@@ -108,7 +108,7 @@ class LedgerBuffer:
 
     def prefetch_and_claim(
         self, keys: Sequence[TensorKey], *, wait_seconds: float, timeout: float = 0.0
-    ) -> tuple[list[LedgerHandle], ClaimSet]:
+    ) -> tuple[list[LedgerHandle], ClaimHandle]:
         ordered = sorted(keys, key=lambda key: key.text)
         claims = self.claim_all(ordered, wait_seconds=wait_seconds)
         return self.prefetch(keys, timeout=timeout), claims
@@ -163,8 +163,8 @@ class LedgerBuffer:
 
     def claim_all(
         self, keys: Sequence[TensorKey], *, wait_seconds: float, timeout: float = 0.0
-    ) -> ClaimSet:
-        one = ClaimSet(list(keys), threading.Condition(), self.fleet.answers)
+    ) -> ClaimHandle:
+        one = ClaimHandle(list(keys), threading.Condition(), self.fleet.answers)
         self.fleet.sets.append(one)
         self.fleet.waits_seconds.append(wait_seconds)
         return one
@@ -172,7 +172,7 @@ class LedgerBuffer:
     def encoding(self, keys: Sequence[TensorKey], *, lease_seconds: float) -> None:
         self.fleet.encoding.append(([key.mm_hash for key in keys], lease_seconds))
 
-    def unclaim(self, keys: Sequence[TensorKey], waiter: ClaimSet | None = None) -> None:
+    def unclaim(self, keys: Sequence[TensorKey], waiter: ClaimHandle | None = None) -> None:
         self.fleet.given_back += [key.mm_hash for key in keys]
         if waiter is not None and waiter.state is ClaimOutcome.PENDING:
             self.fleet.cancelled.append(waiter)

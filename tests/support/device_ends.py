@@ -28,8 +28,8 @@ from lookup_buffer.codec import contiguous_bytes
 from lookup_buffer.config import BufferConfig
 from lookup_buffer.device.buffer import DeviceBuffer
 from lookup_buffer.device.lane import DeviceLane
-from lookup_buffer.device.memory import HostPlace
-from lookup_buffer.device.protocol import Dialect
+from lookup_buffer.device.memory import HostPoolMemory
+from lookup_buffer.device.protocol import ProtocolVersion
 from lookup_buffer.errors import BufferFull
 from lookup_buffer.key import TensorKey
 from lookup_buffer.namespace import Namespace
@@ -127,7 +127,7 @@ def _run(
     torch.set_num_threads(1)
     settings = BufferConfig.of(json.loads(config))
     version = options.pop("version", None)
-    dialect = Dialect("gloo", version) if version else None
+    dialect = ProtocolVersion("gloo", version) if version else None
     place = PLACES[options.pop("device", "")]()
     logged: list[str] = []
     handler = logging.Handler()
@@ -168,21 +168,21 @@ def facts(tensor: torch.Tensor | None) -> Any:
     return str(tensor.dtype), tuple(tensor.shape), raw
 
 
-class FullDevice(HostPlace):
+class FullDevice(HostPoolMemory):
     """One that has no memory left to receive to."""
 
     def empty(self, header: TensorHeader) -> torch.Tensor:
         raise BufferFull("the device has no memory for the pool")
 
 
-class LostDevice(HostPlace):
+class LostDevice(HostPoolMemory):
     """One that is gone: torch says so by a RuntimeError, wherever it is asked for something."""
 
     def empty(self, header: TensorHeader) -> torch.Tensor:
         raise RuntimeError("CUDA error: unknown error")
 
 
-class DyingDevice(HostPlace):
+class DyingDevice(HostPoolMemory):
     """One that is there at first, and has gone when others want what is on it."""
 
     is_gone = False
@@ -192,7 +192,7 @@ class DyingDevice(HostPlace):
             raise RuntimeError("CUDA error: device-side assert triggered")
 
 
-class WatchedDevice(HostPlace):
+class WatchedDevice(HostPoolMemory):
     """One that sees how far what is received has come, and strikes a process meanwhile."""
 
     def __init__(self) -> None:
@@ -226,7 +226,7 @@ class WatchedDevice(HostPlace):
 
 STEP_BYTES, UNTOUCHED = 64 << 10, 0xA5
 PLACES = {
-    "": HostPlace, "full": FullDevice, "lost": LostDevice, "dying": DyingDevice,
+    "": HostPoolMemory, "full": FullDevice, "lost": LostDevice, "dying": DyingDevice,
     "watched": WatchedDevice,
 }  # fmt: skip
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from lookup_buffer.client.buffer import EngineSeat, LookupBuffer
+from lookup_buffer.client.buffer import EngineRank, LookupBuffer
 from lookup_buffer.config import BufferConfig
 from lookup_buffer.errors import MissingTensor
 from lookup_buffer.key import TensorKey
@@ -89,7 +89,7 @@ class NodeProcess:
         return self
 
     def client(
-        self, namespace: str = "tests", *, engine: EngineSeat | None = None, required: bool = True
+        self, namespace: str = "tests", *, engine: EngineRank | None = None, required: bool = True
     ) -> LookupBuffer:
         return LookupBuffer(
             self.config, Namespace.named(namespace), engine=engine, required=required
@@ -329,6 +329,6 @@ def _run_client(
 ) -> None:
     torch.set_num_threads(1)
     settings = BufferConfig.of(json.loads(config))
-    engine = EngineSeat(*seat) if seat else None
+    engine = EngineRank(*seat) if seat else None
     buffer = LookupBuffer(settings, Namespace.named(namespace), engine=engine)
     exec(source, {**globals(), "buffer": buffer, "say": pipe.send, "hear": pipe.recv})

@@ -20,7 +20,7 @@ from lookup_buffer.config import parse_tcp
 from lookup_buffer.pipes import KVPipe
 from lookup_buffer.protocol.auth import request_handshake
 from lookup_buffer.protocol.header import TensorHeader
-from lookup_buffer.protocol.stream import Link
+from lookup_buffer.protocol.stream import FramedSocket
 
 SECONDS = 5.0
 BEAT_SECONDS = 0.3
@@ -118,18 +118,18 @@ PAIRS: dict[str, Callable[[], tuple[socket.socket, socket.socket]]] = {
 
 
 @pytest.fixture(params=sorted(PAIRS))
-def links(request: pytest.FixtureRequest) -> Iterator[tuple[Link, Link]]:
-    one, other = map(Link, PAIRS[request.param]())
+def links(request: pytest.FixtureRequest) -> Iterator[tuple[FramedSocket, FramedSocket]]:
+    one, other = map(FramedSocket, PAIRS[request.param]())
     yield one, other
     one.abort()
     other.abort()
 
 
 @pytest.fixture
-def raw() -> Iterator[tuple[Link, socket.socket]]:
+def raw() -> Iterator[tuple[FramedSocket, socket.socket]]:
     """A link, and the other end as a bare socket that can misbehave."""
     one, other = tcp_pair()
-    link = Link(one)
+    link = FramedSocket(one)
     yield link, other
     link.abort()
     other.close()

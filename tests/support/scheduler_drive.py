@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from connector_standins import EMBEDS
-from connectors.namespace import Identity, Naming, engine_identity
+from connectors.namespace import Identity, NamespaceTask, engine_identity
 from connectors.settings import SharedSettings
 from connectors.weights import DigestCache
 from lookup_buffer.errors import MissReason
@@ -306,14 +306,14 @@ HASHED_SECONDS = 60.0
 def namespace_of(identity: Identity) -> Namespace:
     """With the weights hashed anew."""
     with tempfile.TemporaryDirectory() as directory:
-        naming = Naming(identity, cache=DigestCache(Path(directory)))
+        naming = NamespaceTask(identity, cache=DigestCache(Path(directory)))
         namespace = when_settled(naming)
         naming.close()
     assert namespace is not None, naming.reason
     return namespace
 
 
-def when_settled(naming: Naming) -> Namespace | None:
+def when_settled(naming: NamespaceTask) -> Namespace | None:
     """The namespace, once it is known; None where it cannot be told."""
     wait_until(
         lambda: naming.namespace or naming.reason != MissReason.NAMESPACE_PENDING, HASHED_SECONDS

@@ -15,7 +15,7 @@ import torch
 from connectors.ec.metadata import ItemLoad, StepMetadata
 from connectors.ec.worker import EcWorker, WorkerSeat
 from connectors.settings import ConnectorSettings
-from lookup_buffer.client.buffer import EngineSeat, LookupBuffer
+from lookup_buffer.client.buffer import EngineRank, LookupBuffer
 from lookup_buffer.config import BufferConfig
 from lookup_buffer.key import TensorKey
 from lookup_buffer.namespace import Namespace
@@ -38,7 +38,7 @@ def main(store_url: str, socket: str, capacity: str, key: str, rows: str, second
         store_url=store_url, node_socket=Path(socket), capacity_bytes=int(capacity)
     )
     namespace = Namespace.named("tests")
-    seat = EngineSeat("engine", 0, 1)
+    seat = EngineRank("engine", 0, 1)
     worker = EcWorker(
         lambda: LookupBuffer(config, namespace, engine=seat),
         ConnectorSettings(capacity_bytes=int(capacity)),
@@ -46,7 +46,7 @@ def main(store_url: str, socket: str, capacity: str, key: str, rows: str, second
     )
     worker.start()
     torch.ones(8).sum()  # what torch makes at its first use is there
-    with LookupBuffer(config, namespace, engine=EngineSeat("engine", None, 1)) as scheduler:
+    with LookupBuffer(config, namespace, engine=EngineRank("engine", None, 1)) as scheduler:
         (handle,) = scheduler.prefetch([TensorKey.parse(key)], timeout=30.0)
         starve(float(seconds))
         cache: dict[str, torch.Tensor] = {}

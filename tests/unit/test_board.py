@@ -24,9 +24,9 @@ from lookup_buffer.shm.index import (
     HEADER_BYTES,
     IS_ORDERED,
     LOCAL_ENTRY,
-    Board,
-    BoardReader,
     Entry,
+    LocalIndex,
+    LocalIndexReader,
     digest_of,
     entries_for,
 )
@@ -62,11 +62,11 @@ HEADERS = st.one_of(
 class Both:
     """A board and its reader."""
 
-    board: Board = field(default_factory=lambda: Board(1 << 20))
-    reader: BoardReader = field(init=False)
+    local_index: LocalIndex = field(default_factory=lambda: LocalIndex(1 << 20))
+    reader: LocalIndexReader = field(init=False)
 
     def __post_init__(self) -> None:
-        self.reader = BoardReader(self.board.fd)
+        self.reader = LocalIndexReader(self.local_index.fd)
 
     def find(self, address: QualifiedKey) -> Entry | None:
         found = self.reader.find(digest_of(*address))
@@ -78,7 +78,7 @@ class Both:
 
     def __exit__(self, *_: object) -> None:
         self.reader.close()
-        self.board.close()
+        self.local_index.close()
 
 
 # (index into CROWD, what is listed there at which offset; None: struck off)
@@ -102,7 +102,7 @@ def test_it_says_what_a_dictionary_would_as_far_as_there_is_room(
         left_off: set[QualifiedKey] = set()
         for index, change in changes:
             address = CROWD[index]
-            both.board.strike(address)
+            both.local_index.strike(address)
             before = held.pop(address, None)
             assert before is None or address not in seen or not both.reader.stands(seen[address])
             seen.pop(address, None)
@@ -111,7 +111,7 @@ def test_it_says_what_a_dictionary_would_as_far_as_there_is_room(
                 crowd = CROWD[:-3] if address in CROWD[:-3] else CROWD[-3:]
                 listed = sum(other in held and other not in left_off for other in crowd)
                 held[address] = change
-                both.board.list(address, *change)
+                both.local_index.list(address, *change)
                 if listed == BUCKET_ENTRIES:
                     left_off.add(address)
             for other in CROWD:
@@ -129,10 +129,10 @@ def test_an_entry_does_not_stand_for_the_next_one_in_its_place() -> None:
     """Also where all of it is the same, because the bytes were written anew."""
     header, address = TensorHeader.for_tensor("uint8", (4,)), CROWD[0]
     with Both() as both:
-        both.board.list(address, header, 64)
+        both.local_index.list(address, header, 64)
         before = both.find(address)
-        both.board.strike(address)
-        both.board.list(address, header, 64)
+        both.local_index.strike(address)
+        both.local_index.list(address, header, 64)
         after = both.find(address)
         assert before is not None
         assert after is not None
@@ -146,12 +146,12 @@ def test_what_is_half_written_is_not_there() -> None:
     header = TensorHeader.for_tensor("uint8", (4,))
     with Both() as both:
         with pytest.raises(struct.error):
-            both.board.list(CROWD[0], header, -1)
+            both.local_index.list(CROWD[0], header, -1)
         assert digest_of(*CROWD[0]) in os.pread(
-            both.board.fd, HEADER_BYTES + ENTRIES_MIN * LOCAL_ENTRY.size, 0
+            both.local_index.fd, HEADER_BYTES + ENTRIES_MIN * LOCAL_ENTRY.size, 0
         )
         assert both.find(CROWD[0]) is None
-        both.board.list(CROWD[1], header, 64)
+        both.local_index.list(CROWD[1], header, 64)
         assert both.find(CROWD[1]) is not None
 
 
@@ -159,15 +159,15 @@ def test_more_dimensions_than_fit_are_left_off() -> None:
     with Both() as both:
         for dimensions in range(DIMENSIONS_MAX + 3):
             address = (NAMESPACE, str(dimensions))
-            both.board.list(address, TensorHeader.for_tensor("int8", (1,) * dimensions), 0)
+            both.local_index.list(address, TensorHeader.for_tensor("int8", (1,) * dimensions), 0)
             assert (both.find(address) is not None) == (dimensions <= DIMENSIONS_MAX)
-            both.board.strike(address)
+            both.local_index.strike(address)
 
 
 def test_the_largest_numbers_fit() -> None:
     header = TensorHeader.for_tensor("uint8", (0, (1 << 63) - 1))
     with Both() as both:
-        both.board.list(CROWD[0], header, (1 << 56) - 64)
+        both.local_index.list(CROWD[0], header, (1 << 56) - 64)
         entry = both.find(CROWD[0])
         assert entry is not None
         assert (entry.header, entry.offset) == (header, (1 << 56) - 64)
@@ -178,9 +178,9 @@ def test_a_digest_in_the_wrong_place_is_not_found() -> None:
     honest, forged = CROWD[0], CROWD[1]
     sizes = struct.unpack("<4Q", digest_of(*honest))
     with Both() as both:
-        both.board.list(forged, TensorHeader.for_tensor("uint8", (0, *sizes)), 0)
+        both.local_index.list(forged, TensorHeader.for_tensor("uint8", (0, *sizes)), 0)
         assert both.find(honest) is None
-        both.board.list(honest, TensorHeader.for_tensor("uint8", (1,)), 64)
+        both.local_index.list(honest, TensorHeader.for_tensor("uint8", (1,)), 64)
         entry = both.find(honest)
         assert entry is None or entry.offset == 64  # None: the node is asked
 
@@ -192,10 +192,12 @@ def test_digests_that_begin_alike_are_told_apart(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("lookup_buffer.shm.index.digest_of", lambda _, key: digests[key])
     with Both() as both:
         for number, key in enumerate(digests):
-            both.board.list((NAMESPACE, key), TensorHeader.for_tensor("uint8", (1,)), 64 * number)
+            both.local_index.list(
+                (NAMESPACE, key), TensorHeader.for_tensor("uint8", (1,)), 64 * number
+            )
         entries = [both.reader.find(digest) for digest in (first, second, third)]
         assert [entry and entry.offset for entry in entries] == [0, 64, None]
-        both.board.strike((NAMESPACE, "first"))
+        both.local_index.strike((NAMESPACE, "first"))
         assert not both.reader.lists(first)
         assert both.reader.lists(second)
 
@@ -219,9 +221,9 @@ def test_its_size_is_a_power_of_two_within_bounds(capacity_bytes: int) -> None:
 # What the reader of another process checks: size and offset follow from the key.
 READER = """
 import sys, time
-from lookup_buffer.shm.index import BoardReader
+from lookup_buffer.shm.index import LocalIndexReader
 from lookup_buffer.shm.index import digest_of
-reader = BoardReader(int(sys.argv[1]))
+reader = LocalIndexReader(int(sys.argv[1]))
 names = sys.argv[4:]
 digests = [digest_of(sys.argv[3], name) for name in names]
 until = time.monotonic() + float(sys.argv[2])
@@ -244,9 +246,9 @@ def test_a_reader_of_another_process_never_sees_halves() -> None:
     with Both() as both:
         headers = [TensorHeader.for_tensor("int8", (n,) * (n % 9)) for n in range(len(CROWD))]
         reader = subprocess.Popen(
-            [sys.executable, "-c", READER, str(both.board.fd), "1.5", NAMESPACE]
+            [sys.executable, "-c", READER, str(both.local_index.fd), "1.5", NAMESPACE]
             + [key for _, key in CROWD],
-            pass_fds=[both.board.fd],
+            pass_fds=[both.local_index.fd],
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             stdout=subprocess.PIPE,
         )
@@ -254,8 +256,8 @@ def test_a_reader_of_another_process_never_sees_halves() -> None:
         turn = 0
         while reader.poll() is None and time.monotonic() < until:
             index = turn * 7 % len(CROWD)
-            both.board.list(CROWD[index], headers[index], index)
-            both.board.strike(CROWD[(turn - 4) * 7 % len(CROWD)])
+            both.local_index.list(CROWD[index], headers[index], index)
+            both.local_index.strike(CROWD[(turn - 4) * 7 % len(CROWD)])
             turn += 1
         output, _ = reader.communicate(timeout=scaled(5.0))
         found, missed, wrong = map(int, output.split())

@@ -12,13 +12,13 @@ import xxhash
 
 from lookup_buffer.errors import ProtocolError
 from lookup_buffer.protocol.framing import MAGIC, encode_frame
-from lookup_buffer.protocol.stream import Link, LinkLimits
+from lookup_buffer.protocol.stream import FramedSocket, FramedSocketLimits
 from raw_ends import MIB, TIMEOUT, pattern, tcp_pair
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 4000, 4096, 5000, 70_000, 9 * MIB + 1])
 def test_a_frame_with_its_payload(
-    links: tuple[Link, Link], pool: ThreadPoolExecutor, nbytes: int
+    links: tuple[FramedSocket, FramedSocket], pool: ThreadPoolExecutor, nbytes: int
 ) -> None:
     one, other = links
     payload = pattern(nbytes)
@@ -34,7 +34,7 @@ def test_a_frame_with_its_payload(
 
 @pytest.mark.parametrize("size", [1, 4060, 4070, 4075, 4076, 4077, 4078, 4080, 4090, 5000, 900_000])
 def test_headers_around_every_internal_boundary(
-    links: tuple[Link, Link], pool: ThreadPoolExecutor, size: int
+    links: tuple[FramedSocket, FramedSocket], pool: ThreadPoolExecutor, size: int
 ) -> None:
     one, other = links
 
@@ -51,7 +51,7 @@ def test_headers_around_every_internal_boundary(
     sending.result(TIMEOUT)
 
 
-def test_a_payload_in_parts(links: tuple[Link, Link]) -> None:
+def test_a_payload_in_parts(links: tuple[FramedSocket, FramedSocket]) -> None:
     one, other = links
     one.send([], pattern(10_000), timeout=TIMEOUT)
     assert other.recv_header(TIMEOUT).payload_nbytes == 10_000
@@ -63,7 +63,9 @@ def test_a_payload_in_parts(links: tuple[Link, Link]) -> None:
         other.recv_into(memoryview(target)[:1], timeout=TIMEOUT)
 
 
-def test_the_next_header_waits_for_the_payload_before_it(links: tuple[Link, Link]) -> None:
+def test_the_next_header_waits_for_the_payload_before_it(
+    links: tuple[FramedSocket, FramedSocket],
+) -> None:
     one, other = links
     one.send([1], pattern(10), timeout=TIMEOUT)
     one.send([2], timeout=TIMEOUT)
@@ -76,19 +78,19 @@ def test_the_next_header_waits_for_the_payload_before_it(links: tuple[Link, Link
 
 def test_a_small_frame_leaves_in_one_piece() -> None:
     one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with Link(one) as link, other:
+    with FramedSocket(one) as link, other:
         link.send({"a": 1}, pattern(1000), timeout=TIMEOUT)
         assert other.recv(1 << 16) == encode_frame({"a": 1}, 1000) + pattern(1000)
 
 
 def test_no_delay_is_set_on_tcp() -> None:
     one, other = tcp_pair()
-    with Link(one), other:
+    with FramedSocket(one), other:
         assert one.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) != 0
 
 
 def test_both_directions_at_once_keep_their_own_deadlines(
-    links: tuple[Link, Link], pool: ThreadPoolExecutor
+    links: tuple[FramedSocket, FramedSocket], pool: ThreadPoolExecutor
 ) -> None:
     one, other = links
     waiting = pool.submit(one.recv_header, TIMEOUT)
@@ -100,7 +102,7 @@ def test_both_directions_at_once_keep_their_own_deadlines(
     assert waiting.result(TIMEOUT) == (["late"], 0)
 
 
-def test_wait_readable_leaves_the_link_usable(links: tuple[Link, Link]) -> None:
+def test_wait_readable_leaves_the_link_usable(links: tuple[FramedSocket, FramedSocket]) -> None:
     one, other = links
     assert not other.wait_readable(0.01)
     one.send([1], timeout=TIMEOUT)
@@ -133,7 +135,7 @@ def test_wait_readable_leaves_the_link_usable(links: tuple[Link, Link]) -> None:
 )
 def test_what_is_no_frame_ends_the_link(said: bytes) -> None:
     one, other = tcp_pair()
-    link = Link(one, LinkLimits(max_header_bytes=100, max_payload_bytes=1000))
+    link = FramedSocket(one, FramedSocketLimits(max_header_bytes=100, max_payload_bytes=1000))
     with other:
         other.sendall(said)
         with pytest.raises(ProtocolError):
@@ -146,7 +148,7 @@ def test_what_is_no_frame_ends_the_link(said: bytes) -> None:
 
 @pytest.mark.parametrize("header", ["text", {"a": object()}, ["x" * (2 * MIB)]])
 def test_what_cannot_be_encoded_leaves_the_link_in_step(
-    links: tuple[Link, Link], header: Any
+    links: tuple[FramedSocket, FramedSocket], header: Any
 ) -> None:
     one, other = links
     with pytest.raises(ProtocolError):

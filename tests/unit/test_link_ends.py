@@ -15,14 +15,14 @@ import pytest
 
 from lookup_buffer.errors import PipeBroken, PipeClosed, PipeTimeout
 from lookup_buffer.protocol.framing import encode_frame
-from lookup_buffer.protocol.stream import Link, LinkLimits
+from lookup_buffer.protocol.stream import FramedSocket, FramedSocketLimits
 from patience import scaled
 from raw_ends import MIB, TIMEOUT, pattern
 
 # --- the peer goes ---
 
 
-def test_a_peer_that_closes_between_frames(links: tuple[Link, Link]) -> None:
+def test_a_peer_that_closes_between_frames(links: tuple[FramedSocket, FramedSocket]) -> None:
     one, other = links
     one.send([1], timeout=TIMEOUT)
     one.close()
@@ -33,7 +33,9 @@ def test_a_peer_that_closes_between_frames(links: tuple[Link, Link]) -> None:
 
 
 @pytest.mark.parametrize("kept", [1, 15, 16, 17, 20])
-def test_an_end_within_a_frame_is_a_break(raw: tuple[Link, socket.socket], kept: int) -> None:
+def test_an_end_within_a_frame_is_a_break(
+    raw: tuple[FramedSocket, socket.socket], kept: int
+) -> None:
     link, peer = raw
     peer.sendall(encode_frame(["some text"])[:kept])
     peer.shutdown(socket.SHUT_WR)
@@ -41,7 +43,7 @@ def test_an_end_within_a_frame_is_a_break(raw: tuple[Link, socket.socket], kept:
         link.recv_header(TIMEOUT)
 
 
-def test_an_end_within_a_payload_is_a_break(raw: tuple[Link, socket.socket]) -> None:
+def test_an_end_within_a_payload_is_a_break(raw: tuple[FramedSocket, socket.socket]) -> None:
     link, peer = raw
     peer.sendall(encode_frame([], 100) + b"x" * 99)
     peer.close()
@@ -50,15 +52,15 @@ def test_an_end_within_a_payload_is_a_break(raw: tuple[Link, socket.socket]) -> 
         link.recv_into(memoryview(bytearray(100)), timeout=TIMEOUT)
 
 
-def test_abort_is_a_break_for_the_peer(raw: tuple[Link, socket.socket]) -> None:
+def test_abort_is_a_break_for_the_peer(raw: tuple[FramedSocket, socket.socket]) -> None:
     link, peer = raw
-    Link(peer).abort()
+    FramedSocket(peer).abort()
     with pytest.raises(PipeBroken):
         link.recv_header(TIMEOUT)
     assert link.closed
 
 
-def test_sending_to_a_closed_peer_is_a_break(raw: tuple[Link, socket.socket]) -> None:
+def test_sending_to_a_closed_peer_is_a_break(raw: tuple[FramedSocket, socket.socket]) -> None:
     link, peer = raw
     peer.close()
     with pytest.raises(PipeBroken) as caught:
@@ -79,13 +81,15 @@ time.sleep(60)
 
 
 @contextlib.contextmanager
-def peer_process(mode: str) -> Iterator[tuple[Link, subprocess.Popen[bytes]]]:
+def peer_process(mode: str) -> Iterator[tuple[FramedSocket, subprocess.Popen[bytes]]]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(TIMEOUT)
         port = str(listener.getsockname()[1])
         process = subprocess.Popen([sys.executable, "-c", PEER, port, mode])
         try:
-            link = Link(listener.accept()[0], LinkLimits(minimum_bytes_per_second=1e9))
+            link = FramedSocket(
+                listener.accept()[0], FramedSocketLimits(minimum_bytes_per_second=1e9)
+            )
             with link:
                 assert link.recv_header(TIMEOUT) == (["ready"], 0)
                 yield link, process
@@ -129,7 +133,9 @@ def test_a_stopped_peer_costs_a_sender_its_deadline() -> None:
         assert link.closed
 
 
-def test_a_trickling_peer_cannot_stretch_the_deadline(raw: tuple[Link, socket.socket]) -> None:
+def test_a_trickling_peer_cannot_stretch_the_deadline(
+    raw: tuple[FramedSocket, socket.socket],
+) -> None:
     link, peer = raw
     stop = threading.Event()
 
@@ -151,16 +157,18 @@ def test_a_trickling_peer_cannot_stretch_the_deadline(raw: tuple[Link, socket.so
 
 
 @pytest.mark.parametrize("timeout", [0.0, -1.0])
-def test_no_time_at_all_is_a_timeout(links: tuple[Link, Link], timeout: float) -> None:
+def test_no_time_at_all_is_a_timeout(
+    links: tuple[FramedSocket, FramedSocket], timeout: float
+) -> None:
     with pytest.raises(PipeTimeout):
         links[0].recv_header(timeout)
     with pytest.raises(PipeTimeout):
         links[1].send([], timeout=timeout)
 
 
-def test_the_deadline_grows_with_the_payload(raw: tuple[Link, socket.socket]) -> None:
+def test_the_deadline_grows_with_the_payload(raw: tuple[FramedSocket, socket.socket]) -> None:
     _, peer = raw
-    link = Link(raw[0]._socket.dup(), LinkLimits(minimum_bytes_per_second=10_000))
+    link = FramedSocket(raw[0]._socket.dup(), FramedSocketLimits(minimum_bytes_per_second=10_000))
     peer.sendall(encode_frame([], 10_000))
     link.recv_header(TIMEOUT)
     threading.Timer(0.5, peer.sendall, [bytes(10_000)]).start()
@@ -173,7 +181,7 @@ def test_the_deadline_grows_with_the_payload(raw: tuple[Link, socket.socket]) ->
 
 @pytest.mark.parametrize("end", ["close", "abort"])
 def test_ending_wakes_the_threads_inside(
-    raw: tuple[Link, socket.socket], pool: ThreadPoolExecutor, end: str
+    raw: tuple[FramedSocket, socket.socket], pool: ThreadPoolExecutor, end: str
 ) -> None:
     link, _ = raw
     receiving = pool.submit(link.recv_header, TIMEOUT)
@@ -190,7 +198,9 @@ def test_ending_wakes_the_threads_inside(
     assert link._socket.fileno() == -1
 
 
-def test_the_descriptor_outlives_the_operations_on_it(raw: tuple[Link, socket.socket]) -> None:
+def test_the_descriptor_outlives_the_operations_on_it(
+    raw: tuple[FramedSocket, socket.socket],
+) -> None:
     link, _ = raw
     with contextlib.suppress(PipeClosed), link._guard:
         link.close()
@@ -199,7 +209,7 @@ def test_the_descriptor_outlives_the_operations_on_it(raw: tuple[Link, socket.so
     assert link._socket.fileno() == -1
 
 
-def test_close_is_idempotent_and_final(links: tuple[Link, Link]) -> None:
+def test_close_is_idempotent_and_final(links: tuple[FramedSocket, FramedSocket]) -> None:
     one, _ = links
     for end in (one.close, one.close, one.abort):
         end()

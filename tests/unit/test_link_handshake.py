@@ -15,7 +15,7 @@ import pytest
 from lookup_buffer.errors import LookupBufferError, NodeRefused, PipeError, ProtocolError
 from lookup_buffer.protocol.auth import PROTOCOL_VERSION, accept_handshake, connect
 from lookup_buffer.protocol.framing import FrameDecoder
-from lookup_buffer.protocol.stream import Link
+from lookup_buffer.protocol.stream import FramedSocket
 from patience import scaled
 
 TOKEN = "correct horse battery staple"
@@ -29,9 +29,9 @@ class Server:
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self.listener.getsockname()[1]
         self.pool = ThreadPoolExecutor(1)
-        self.outcome: Future[Link] = self.pool.submit(self._accept, token, timeout)
+        self.outcome: Future[FramedSocket] = self.pool.submit(self._accept, token, timeout)
 
-    def _accept(self, token: str | None, timeout: float) -> Link:
+    def _accept(self, token: str | None, timeout: float) -> FramedSocket:
         self.listener.settimeout(TIMEOUT)
         stream, _ = self.listener.accept()
         return accept_handshake(stream, token=token, timeout=timeout)
@@ -47,11 +47,11 @@ class Server:
 
 
 @pytest.fixture
-def stranger() -> Iterator[tuple[Link, Server]]:
+def stranger() -> Iterator[tuple[FramedSocket, Server]]:
     """A hand-made client of a server with a token."""
     with (
         Server(TOKEN) as server,
-        Link(socket.create_connection(("127.0.0.1", server.port))) as link,
+        FramedSocket(socket.create_connection(("127.0.0.1", server.port))) as link,
     ):
         yield link, server
 
@@ -130,7 +130,9 @@ def test_the_token_never_travels_and_no_proof_comes_twice() -> None:
     assert len(secrets) == len(set(secrets)) == 8, "nonces and proofs are fresh each time"
 
 
-def test_a_stranger_hears_only_that_a_token_is_wanted(stranger: tuple[Link, Server]) -> None:
+def test_a_stranger_hears_only_that_a_token_is_wanted(
+    stranger: tuple[FramedSocket, Server],
+) -> None:
     link, server = stranger
     link.send(hello(has_token=False), timeout=TIMEOUT)
     assert link.recv_header(TIMEOUT) == (["refused"], 0)
@@ -141,7 +143,7 @@ def test_a_stranger_hears_only_that_a_token_is_wanted(stranger: tuple[Link, Serv
 
 
 def test_the_server_proves_nothing_to_one_who_has_proved_nothing(
-    stranger: tuple[Link, Server],
+    stranger: tuple[FramedSocket, Server],
 ) -> None:
     link, _ = stranger
     link.send(hello(), timeout=TIMEOUT)
@@ -153,7 +155,7 @@ def test_the_server_proves_nothing_to_one_who_has_proved_nothing(
 
 
 @pytest.mark.parametrize("role", [b"client", b"server"])
-def test_a_proof_is_bound_to_its_role(stranger: tuple[Link, Server], role: bytes) -> None:
+def test_a_proof_is_bound_to_its_role(stranger: tuple[FramedSocket, Server], role: bytes) -> None:
     link, _ = stranger
     nonce = os.urandom(32)
     link.send(hello(nonce), timeout=TIMEOUT)
@@ -168,7 +170,7 @@ def test_a_client_refuses_its_own_proof_reflected() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
 
         def mirror() -> None:
-            with Link(listener.accept()[0]) as link:
+            with FramedSocket(listener.accept()[0]) as link:
                 for _ in range(2):
                     link.send(link.recv_header(TIMEOUT).header, timeout=TIMEOUT)
 
@@ -182,7 +184,7 @@ def test_an_impostor_without_the_token_is_refused_by_the_client() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
 
         def impostor() -> None:
-            with Link(listener.accept()[0]) as link:
+            with FramedSocket(listener.accept()[0]) as link:
                 link.recv_header(TIMEOUT)
                 link.send(hello(), timeout=TIMEOUT)
                 link.recv_header(TIMEOUT)
@@ -197,7 +199,9 @@ def test_an_impostor_without_the_token_is_refused_by_the_client() -> None:
 BOTH_VERSIONS = rf"version {PROTOCOL_VERSION + 1}, this one {PROTOCOL_VERSION}"
 
 
-def test_another_version_is_refused_and_both_are_named(stranger: tuple[Link, Server]) -> None:
+def test_another_version_is_refused_and_both_are_named(
+    stranger: tuple[FramedSocket, Server],
+) -> None:
     link, server = stranger
     link.send(hello(version=PROTOCOL_VERSION + 1), timeout=TIMEOUT)
     assert link.recv_header(TIMEOUT) == (["refused", PROTOCOL_VERSION], 0)
@@ -212,7 +216,7 @@ def test_who_connects_to_another_version_hears_of_both(answer: list[object]) -> 
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
 
         def newer() -> None:
-            with Link(listener.accept()[0]) as link:
+            with FramedSocket(listener.accept()[0]) as link:
                 link.recv_header(TIMEOUT)
                 link.send(answer, timeout=TIMEOUT)
 
@@ -237,7 +241,7 @@ OTHER_WORDS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", OTHER_WORDS)
-def test_other_words_are_a_protocol_error(stranger: tuple[Link, Server], name: str) -> None:
+def test_other_words_are_a_protocol_error(stranger: tuple[FramedSocket, Server], name: str) -> None:
     link, server = stranger
     link.send(OTHER_WORDS[name], timeout=TIMEOUT)
     with pytest.raises(ProtocolError):

@@ -22,7 +22,7 @@ def test_a_reason_is_its_text_on_the_wire(kind: type[StrEnum]) -> None:
         assert f"{reason}" == str(reason) == reason.value
 
 
-class Attachment:
+class ClientSession:
     """In place of a client's: keeps what is sent to the node."""
 
     namespace = "0" * 64
@@ -39,7 +39,7 @@ class Attachment:
     [("absent", MissReason.ABSENT), ("of_a_later_version", MissReason.OTHER)],
 )
 def test_a_reason_of_another_version_settles_a_handle(received: str, known: MissReason) -> None:
-    attachment = Attachment()
+    attachment = ClientSession()
     prefetching = Prefetching(attachment, None)  # type: ignore[arg-type]
     (handle,) = prefetching.prefetch([TensorKey("k")], 0.0)
     entry = {"state": "missing", "reason": received}

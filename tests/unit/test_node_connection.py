@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from lookup_buffer.client.session import Channel, next_request_id
+from lookup_buffer.client.session import NodeConnection, next_request_id
 from lookup_buffer.errors import NodeUnavailable
 from lookup_buffer.protocol.messages import Stats
 
-USES: dict[str, Callable[[Channel], object]] = {
+USES: dict[str, Callable[[NodeConnection], object]] = {
     "readable_within": lambda channel: channel.readable_within(0.1),
     "has_room": lambda channel: channel.has_room(),
     "receive": lambda channel: channel.receive(None),
@@ -21,14 +21,14 @@ USES: dict[str, Callable[[Channel], object]] = {
 
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
 def test_a_closed_channel_is_a_node_that_is_not_available(
-    tmp_path: Path, use: Callable[[Channel], object]
+    tmp_path: Path, use: Callable[[NodeConnection], object]
 ) -> None:
     """Anything else would end the thread that attaches again, and nobody would."""
     path = tmp_path / "s"
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
         listener.listen(1)
-        channel = Channel(path, timeout=1.0)
+        channel = NodeConnection(path, timeout=1.0)
         assert channel.has_room()
         assert not channel.readable_within(0.0)
         channel.close()
