@@ -74,6 +74,17 @@ def test_sigterm_ends_it_in_order(start_node: StartNode, valkey_server: Embedded
         assert node.node_id not in store.node_infos([node.node_id])
 
 
+def test_a_part_that_does_not_stop_ends_the_node_with_the_stacks(start_node: StartNode) -> None:
+    prelude = """
+import threading
+from lookup_buffer.node import node, registrar
+def close(self): threading.Event().wait()
+node.END_SECONDS, registrar.Registrar.close = 1.0, close"""
+    node = start_node(prelude=prelude)
+    assert node.terminate() == 1
+    assert "in close" in node.log_text()
+
+
 def test_a_second_node_in_a_directory_gives_up(start_node: StartNode) -> None:
     node = start_node()
     program = "from lookup_buffer.node.main import main; main()"
