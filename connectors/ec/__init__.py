@@ -1,1 +1,1 @@
-"""`LookupBufferECConnector`: engines share encoder outputs. vLLM calls `connector`."""
+"""`LookupBufferECConnector`: engines share encoder outputs. vLLM imports and calls `connector`."""

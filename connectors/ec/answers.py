@@ -1,24 +1,27 @@
-"""What vLLM was told of items in this pass: an answer holds until the pass ends.
+"""The answers that vLLM got about items in the current scheduling pass.
 
-Owned by the scheduler's thread.
+vLLM asks for an item several times in a pass and relies on one answer, so an answer holds until the
+pass ends. `EcScheduler`, `EcGate` and `FetchingSource` share one `PassCache` on vLLM's scheduler
+thread.
 """
 
-from connectors.ec.meanings import Meaning, Meanings
+from connectors.ec.meanings import ItemVariants, Variant
 
 
-class Answers(dict[tuple[str, tuple[Meaning, ...]], bool]):
-    """By an item's identifier, and by what is meant by it when vLLM asks."""
+class PassCache(dict[tuple[str, tuple[Variant, ...]], bool]):
+    """Maps an identifier and its variants at the time of the question to the answer."""
 
-    def __init__(self, meanings: Meanings) -> None:
+    def __init__(self, variants: ItemVariants) -> None:
         super().__init__()
-        self._meanings = meanings
+        self._variants = variants
 
-    def promised(self, identifier: str) -> None:
-        """The item can be had, whatever vLLM was told before."""
-        self[identifier, self._meanings.of(identifier)] = True
+    def set_available(self, identifier: str) -> None:
+        """From now on the answer is yes, whatever it was before."""
+        self[identifier, self._variants.of(identifier)] = True
 
-    def retract_no(self, identifier: str) -> None:
-        """The item has come since an earlier request of this pass was told no. A yes stands."""
-        asked = identifier, self._meanings.of(identifier)
-        if self.get(asked) is False:
-            del self[asked]
+    def drop_negative(self, identifier: str) -> None:
+        """Drop a no: the item arrived after an earlier request of this pass missed it. A yes
+        stays."""
+        wanted = identifier, self._variants.of(identifier)
+        if self.get(wanted) is False:
+            del self[wanted]

@@ -1,4 +1,7 @@
-"""What is remembered of one request that asked for claims, until it finished."""
+"""The claims of one request, kept until the request finishes.
+
+Pure bookkeeping. `EcClaims` and `MetadataWaits` use it on vLLM's scheduler thread.
+"""
 
 import math
 from dataclasses import dataclass, field
@@ -9,35 +12,40 @@ from lookup_buffer.protocol.messages import ClaimOutcome
 
 
 @dataclass(slots=True, eq=False)
-class Claimant:
-    until: float
-    """End of its one budget of waiting for others; set when it first asks, never again."""
+class RequestClaims:
+    """Claims that one request asked for as one set."""
+
+    deadline: float
+    """End of the request's single budget for waiting on others. Set at the first claim, never
+    extended."""
     keys: dict[str, TensorKey] = field(default_factory=dict)
-    """Of the items that it asked for, by their identifiers."""
-    asked: ClaimHandle | None = None
-    """None once the answer was seen."""
-    ungranted_at: float = 0.0
-    """When it was last seen that nothing is granted yet: the grant is no older."""
-    late: int = 0
-    """How often a grant was seen only when it may have been another's again."""
-    answer_by: float = 0.0
-    """A node that did not even say that another is at it by then is not waited for."""
+    """Keys of the claimed items, by identifier."""
+    handle: ClaimHandle | None = None
+    """The set of claims at the node; None once its outcome was processed."""
+    not_granted_at: float = 0.0
+    """Time of the last check that found no grant. A grant seen later is not older than this."""
+    late_grants: int = 0
+    """Successive grants that were seen only after the intent may have passed to another engine."""
+    answer_deadline: float = 0.0
+    """A node that has not reported a holder by then is not waited for."""
     encodes_seen: int = 0
-    """How many encodes the engine had begun when it was last looked whose they are."""
+    """Number of encodes that the engine had begun at the last check."""
     waited: bool = False
-    lapses_at: float = math.inf
-    """When the intents that were granted are free again."""
-    despite: set[str] = field(default_factory=set)
-    """Items that another is encoding still."""
-    asked_again: dict[str, int] = field(default_factory=dict)
-    """By the text of a key: how often it was said to be stored."""
+    """Whether the wait for another engine was counted."""
+    expires_at: float = math.inf
+    """When the granted intents expire."""
+    held_elsewhere: set[str] = field(default_factory=set)
+    """Items that another engine was still encoding when the wait ended."""
+    refetches: dict[str, int] = field(default_factory=dict)
+    """By the text of a key: how often the item was reported as stored."""
 
     def still_waits(self, now: float, encodes_begun: int) -> bool:
-        """Whether another is at it, as was seen before, and nothing has happened since."""
-        asked = self.asked
-        if asked is None or asked.state is not ClaimOutcome.PENDING or not asked.holder:
+        """Whether another engine still holds a claim, as already seen, and nothing has changed
+        since."""
+        handle = self.handle
+        if handle is None or handle.state is not ClaimOutcome.PENDING or not handle.holder:
             return False
-        if now >= self.until or not self.waited or self.encodes_seen != encodes_begun:
+        if now >= self.deadline or not self.waited or self.encodes_seen != encodes_begun:
             return False
-        self.ungranted_at = now
+        self.not_granted_at = now
         return True

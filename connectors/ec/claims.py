@@ -1,10 +1,12 @@
-"""The engine's claims: who encodes what nobody has, and who waits for it.
+"""The engine's claims: which request encodes an item that no node has, and which requests wait.
 
-One set of claims per request, asked for before it may encode; a claim belongs to the engine, so
-its other requests share it. It is an intent, which lapses by itself, until vLLM makes room for the
-item; from then on it is renewed by scheduling passes, while the step that encodes has not surely
-run, and by nothing else: an engine that hangs loses it. Runs in vLLM's scheduler thread, and never
-waits there for longer than it is told to.
+A request claims all its missing items as one set before it may encode them. The claim belongs to
+the engine, so its other requests share it. Until vLLM allocates the item, the claim is an intent,
+which expires after `INTENT_SECONDS`. From then on scheduling passes renew it until the encoding
+step has certainly run. Nothing else renews it, so an engine that hangs loses its claims.
+
+`EcGate` and `EcScheduler` call this on vLLM's scheduler thread. No call waits longer than its
+timeout.
 """
 
 import enum
@@ -13,12 +15,12 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from connectors.counters import Counters
-from connectors.ec.claimant import Claimant
+from connectors.ec.claimant import RequestClaims
 from connectors.ec.encodes import EngineEncodes
 from connectors.ec.engine_cache import EngineCache
 from connectors.ec.intents import Intents
 from connectors.ec.shape import EngineShape
-from connectors.ec.watch import RequestWatch, WatchedItem
+from connectors.ec.watch import RequestItem, RequestState
 from connectors.identifiers import Carried
 from connectors.settings import ConnectorSettings
 from lookup_buffer.key import TensorKey
@@ -30,30 +32,32 @@ if TYPE_CHECKING:
     from lookup_buffer.client.handles import PrefetchHandle
 
 WAIT_PER_ENCODE = 5.0
-"""Whoever waits for another's encode waits so many times as long as one took here."""
+"""The wait for another engine's encode, as a multiple of the longest recent encode here."""
 WAIT_SECONDS_MIN = 10.0
 WAIT_SECONDS_MAX = 60.0
 LATE_MAX = 2
-"""A request whose grants vLLM sees too late so often in succession encodes all the same."""
+"""After so many late grants in succession a request encodes anyway."""
 LATE_SECONDS = 0.02
-"""What one pass waits for answers where grants came too late: the pass before took much longer, and
-so will the next, by which the next grant would be as late."""
-ASK_AGAIN_MAX = 2
-"""What is said to be stored, and did not come when asked for again so often, is encoded here."""
+"""How long one pass may wait for new answers after late grants. The previous pass took much longer
+than an intent lives. The next one will too, so an answer that arrives after this pass would be late
+again."""
+REFETCH_MAX = 2
+"""An item that is reported as stored, and is still missing after so many fetches, is encoded
+here."""
 
 
-class Verdict(enum.Enum):
-    """What a request that would encode is to do."""
+class ClaimDecision(enum.Enum):
+    """What a request with missing items does next."""
 
     WAIT = enum.auto()
-    """Another is at it, or the node has not answered yet."""
+    """Another engine holds a claim, or the node has not answered yet."""
     ENCODE = enum.auto()
-    ASK = enum.auto()
-    """It was published: ask for the bytes again."""
+    REFETCH = enum.auto()
+    """The item was published: look it up again."""
 
 
 class EcClaims:
-    """See the module. For engines that produce; others encode for themselves alone."""
+    """See the module. Enabled only on engines that produce; others encode for themselves alone."""
 
     def __init__(
         self,
@@ -71,7 +75,7 @@ class EcClaims:
         self._counters = counters
         self._clock = clock
         self.enabled = shape.is_producer and settings.claim_wait_seconds != 0
-        self._claimants: dict[str, Claimant] = {}
+        self._claims: dict[str, RequestClaims] = {}
         self._intents = Intents()
         self._late_seconds_left = LATE_SECONDS
         self._encodes_begun = 0
@@ -80,12 +84,12 @@ class EcClaims:
         )
 
     def __len__(self) -> int:
-        """Requests and encodes that are kept track of."""
-        return len(self._claimants) + len(self._encodes) + len(self._intents)
+        """Requests, encodes and intents that are tracked."""
+        return len(self._claims) + len(self._encodes) + len(self._intents)
 
     @property
     def wait_seconds(self) -> float:
-        """How long a request that asks first now may wait for others."""
+        """How long a request that claims for the first time now may wait for others, in seconds."""
         if self._settings.claim_wait_seconds is not None:
             return self._settings.claim_wait_seconds
         longest = WAIT_PER_ENCODE * self._encodes.longest_seconds
@@ -94,256 +98,268 @@ class EcClaims:
     # -- a request before it may encode
 
     def prefetch(
-        self, watch: RequestWatch, items: Sequence[WatchedItem], timeout: float
+        self, state: RequestState, items: Sequence[RequestItem], timeout: float
     ) -> "list[PrefetchHandle]":
-        """Ask for the bytes of `items`, waiting at most `timeout` seconds; for a request seen for
-        the first time also for the right to encode them: one wait instead of two where nobody has
-        them, which of a new image is so."""
+        """Prefetch `items`, and wait at most `timeout` seconds.
+
+        For a request seen for the first time, the same call also claims the items. Where no node
+        has them, as for a new image, this costs one wait instead of two.
+        """
         keys = {item.identifier: item.key for item in items}
         ordered = [*keys.values()]
-        if not self._may_claim_ahead(watch, items, ordered):
+        if not self._may_claim_ahead(state, items, ordered):
             return self._buffer.prefetch(ordered, timeout=timeout)
         now = self._clock()
-        claimant = self._claimants[watch.request_id] = Claimant(now + self.wait_seconds)
-        self._begin(watch, claimant, keys, now)
-        handles, claimant.asked = self._buffer.prefetch_and_claim(
-            ordered, wait_seconds=claimant.until - now, timeout=timeout
+        claims = self._claims[state.request_id] = RequestClaims(now + self.wait_seconds)
+        self._begin(state, claims, keys, now)
+        handles, claims.handle = self._buffer.prefetch_and_claim(
+            ordered, wait_seconds=claims.deadline - now, timeout=timeout
         )
         return handles
 
     def _may_claim_ahead(
-        self, watch: RequestWatch, items: Sequence[WatchedItem], keys: Sequence[TensorKey]
+        self, state: RequestState, items: Sequence[RequestItem], keys: Sequence[TensorKey]
     ) -> bool:
-        if not self.enabled or watch.is_running or watch.request_id in self._claimants:
+        if not self.enabled or state.is_running or state.request_id in self._claims:
             return False
         can_encode = all(item.carried is Carried.MEDIA for item in items)
         return can_encode and not any(self._buffer.has_caches(keys, timeout=0.0))
 
-    def ask(self, watch: RequestWatch, timeout: float) -> bool:
-        """Ask for the right to encode what the request lacks, waiting at most `timeout` seconds.
+    def request(self, state: RequestState, timeout: float) -> bool:
+        """Claim what the request lacks, and wait at most `timeout` seconds.
 
-        False: there is nothing to ask for, or the request does not wait any more. Who runs holds
-        blocks that others may need, so it never waits.
+        Returns False where there is nothing to claim, or the request must not wait any more. A
+        running request never waits, because it holds blocks that others may need.
         """
-        found = {identifier for identifier in watch.unclaimed if identifier in self._engine_cache}
-        missing = watch.unclaimed - found
-        watch.unclaimed.clear()
-        watch.absent -= found
-        if not (missing and self.enabled) or watch.is_running:
+        found = {identifier for identifier in state.unclaimed if identifier in self._engine_cache}
+        missing = state.unclaimed - found
+        state.unclaimed.clear()
+        state.absent -= found
+        if not (missing and self.enabled) or state.is_running:
             return False
         now = self._clock()
-        claimant = self._claimants.get(watch.request_id)
-        if claimant is None:
-            claimant = self._claimants[watch.request_id] = Claimant(now + self.wait_seconds)
-        elif claimant.asked is not None and claimant.keys.keys() == missing:
-            claimant.answer_by = now + self._settings.fetch_wait_seconds
-            claimant.asked.hear(timeout)
+        claims = self._claims.get(state.request_id)
+        if claims is None:
+            claims = self._claims[state.request_id] = RequestClaims(now + self.wait_seconds)
+        elif claims.handle is not None and claims.keys.keys() == missing:
+            claims.answer_deadline = now + self._settings.fetch_wait_seconds
+            claims.handle.hear(timeout)
             return True
         else:
-            if claimant.lapses_at < math.inf:  # all that it is to encode is one set
-                missing.update(claimant.keys)
-            self._give_up(watch.request_id, claimant)
-        if now >= claimant.until:
+            if claims.expires_at < math.inf:  # one set holds all that the request encodes
+                missing.update(claims.keys)
+            self._release(state.request_id, claims)
+        if now >= claims.deadline:
             return False
-        keys = {item.identifier: item.key for item in watch.items if item.identifier in missing}
-        self._begin(watch, claimant, keys, now)
-        self._claim(claimant, now, timeout)
+        keys = {item.identifier: item.key for item in state.items if item.identifier in missing}
+        self._begin(state, claims, keys, now)
+        self._claim(claims, now, timeout)
         return True
 
     def _begin(
-        self, watch: RequestWatch, claimant: Claimant, keys: dict[str, TensorKey], now: float
+        self, state: RequestState, claims: RequestClaims, keys: dict[str, TensorKey], now: float
     ) -> None:
-        claimant.keys = keys
-        claimant.encodes_seen = self._encodes_begun
-        self._intents.want(keys, watch.request_id)
-        claimant.ungranted_at = now
-        claimant.answer_by = now + self._settings.fetch_wait_seconds
+        claims.keys = keys
+        claims.encodes_seen = self._encodes_begun
+        self._intents.want(keys, state.request_id)
+        claims.not_granted_at = now
+        claims.answer_deadline = now + self._settings.fetch_wait_seconds
 
-    def _claim(self, claimant: Claimant, now: float, timeout: float) -> None:
-        claimant.asked = self._buffer.claim_all(
-            sorted(claimant.keys.values(), key=lambda key: key.text),
-            wait_seconds=claimant.until - now,
+    def _claim(self, claims: RequestClaims, now: float, timeout: float) -> None:
+        claims.handle = self._buffer.claim_all(
+            sorted(claims.keys.values(), key=lambda key: key.text),
+            wait_seconds=claims.deadline - now,
             timeout=timeout,
         )
 
-    def wait(self, watch: RequestWatch, timeout: float) -> bool:
-        """Whether the answer for a request that asked is there, at the latest after `timeout`."""
-        asked = self._claimants[watch.request_id].asked
-        if asked is not None and asked.state is ClaimOutcome.PENDING and timeout > 0:
-            asked.wait(timeout)
-        return asked is None or asked.state is not ClaimOutcome.PENDING
+    def wait(self, state: RequestState, timeout: float) -> bool:
+        """Whether the claims are settled; waits at most `timeout` seconds."""
+        handle = self._claims[state.request_id].handle
+        if handle is not None and handle.state is ClaimOutcome.PENDING and timeout > 0:
+            handle.wait(timeout)
+        return handle is None or handle.state is not ClaimOutcome.PENDING
 
-    def still_waits(self, watch: RequestWatch) -> bool:
-        """Whether `look` would only say WAIT; a fraction of its cost, for every pass."""
-        claimant = self._claimants[watch.request_id]
-        return claimant.still_waits(self._clock(), self._encodes_begun)
+    def still_waits(self, state: RequestState) -> bool:
+        """Whether `check` would return WAIT. Much cheaper, for every pass."""
+        claims = self._claims[state.request_id]
+        return claims.still_waits(self._clock(), self._encodes_begun)
 
-    def look(self, watch: RequestWatch, timeout: float) -> Verdict:
-        """How it stands for a request that asked; waits at most `timeout` seconds where what was
-        granted is no longer sure, because vLLM was long busy with others, and is asked for anew."""
-        claimant = self._claimants[watch.request_id]
+    def check(self, state: RequestState, timeout: float) -> ClaimDecision:
+        """Decide what the request does next.
+
+        Where vLLM was busy for so long that a grant may have expired, the items are claimed again;
+        this waits at most `timeout` seconds, or what the pass has left of `LATE_SECONDS`, whichever
+        is longer.
+        """
+        claims = self._claims[state.request_id]
         now = self._clock()
-        if claimant.asked is not None and claimant.asked.state is ClaimOutcome.GRANTED:
-            is_late = now >= claimant.ungranted_at + INTENT_SECONDS
-            if is_late and claimant.late < LATE_MAX and now < claimant.until:
-                claimant.late += 1
+        if claims.handle is not None and claims.handle.state is ClaimOutcome.GRANTED:
+            is_late = now >= claims.not_granted_at + INTENT_SECONDS
+            if is_late and claims.late_grants < LATE_MAX and now < claims.deadline:
+                claims.late_grants += 1
                 self._counters.add("claim:late")
-                self._begin(watch, claimant, claimant.keys, now)
-                self._claim(claimant, now, max(timeout, self._late_seconds_left))
+                self._begin(state, claims, claims.keys, now)
+                self._claim(claims, now, max(timeout, self._late_seconds_left))
                 self._late_seconds_left -= self._clock() - now
-        verdict = self._look(watch.request_id, claimant)
-        if verdict is Verdict.ASK:
-            watch.absent.difference_update(claimant.keys)
-        return verdict
+        decision = self._decide(state.request_id, claims)
+        if decision is ClaimDecision.REFETCH:
+            state.absent.difference_update(claims.keys)
+        return decision
 
-    def ask_who(self, request_id: str, keys: dict[str, TensorKey], *, until: float) -> Claimant:
-        """Ask who is at work on the items, for a request that cannot encode them: the set of
-        claims waits for whoever has one, and is GRANTED, to be given up at once, where nobody
-        has. To be given to `end_question`."""
-        claimant = Claimant(until, keys)
+    def query_holders(
+        self, request_id: str, keys: dict[str, TensorKey], *, until: float
+    ) -> RequestClaims:
+        """Find out who holds claims for these items, for a request that cannot encode them.
+
+        The set of claims stays PENDING while another engine holds one of them. Where none does, it
+        is GRANTED, and the caller has to release it. The caller passes the result to `end_query`.
+        """
+        claims = RequestClaims(until, keys)
         self._intents.want(keys, request_id)
-        self._claim(claimant, self._clock(), 0.0)
-        return claimant
+        self._claim(claims, self._clock(), 0.0)
+        return claims
 
-    def end_question(self, request_id: str, claimant: Claimant) -> None:
-        self._give_up(request_id, claimant)
+    def end_query(self, request_id: str, claims: RequestClaims) -> None:
+        """Release what `query_holders` claimed."""
+        self._release(request_id, claims)
 
-    def spare(self, watch: RequestWatch) -> None:
-        """The request lacks nothing: what was asked for ahead is not needed."""
-        claimant = self._claimants.get(watch.request_id)
-        if claimant is not None and claimant.asked is not None:
-            self._give_up(watch.request_id, claimant)
+    def release_unneeded(self, state: RequestState) -> None:
+        """Release what was claimed in advance: the request has all its items."""
+        claims = self._claims.get(state.request_id)
+        if claims is not None and claims.handle is not None:
+            self._release(state.request_id, claims)
 
-    def lapsed(self, watch: RequestWatch) -> bool:
-        """Whether what was granted to a request that waits may be another's by now, so that it has
-        to ask for its items again; said once a grant."""
-        claimant = self._claimants.get(watch.request_id)
-        if claimant is None or claimant.lapses_at == math.inf or watch.is_running:
+    def intent_expired(self, state: RequestState) -> bool:
+        """Whether the request's granted intents may have passed to another engine while it waited.
+        It then has to look its items up again. Returns True once for each grant."""
+        claims = self._claims.get(state.request_id)
+        if claims is None or claims.expires_at == math.inf or state.is_running:
             return False
         now = self._clock()
-        if now < claimant.lapses_at:
+        if now < claims.expires_at:
             return False
-        claimant.lapses_at = math.inf
-        if now >= claimant.until:
+        claims.expires_at = math.inf
+        if now >= claims.deadline:
             return False
-        watch.absent.difference_update(claimant.keys)
+        state.absent.difference_update(claims.keys)
         return True
 
-    def _look(self, request_id: str, claimant: Claimant) -> Verdict:
-        asked = claimant.asked
-        if asked is None:
-            return Verdict.ENCODE
-        if asked.holder and not claimant.waited:
-            claimant.waited = True
+    def _decide(self, request_id: str, claims: RequestClaims) -> ClaimDecision:
+        handle = claims.handle
+        if handle is None:
+            return ClaimDecision.ENCODE
+        if handle.holder and not claims.waited:
+            claims.waited = True
             self._counters.add("claim:waited")
-        if claimant.encodes_seen != self._encodes_begun:
-            claimant.encodes_seen = self._encodes_begun
-            if asked.state in (ClaimOutcome.PENDING, ClaimOutcome.GRANTED):
-                for identifier, key in claimant.keys.items():
+        if claims.encodes_seen != self._encodes_begun:
+            claims.encodes_seen = self._encodes_begun
+            if handle.state in (ClaimOutcome.PENDING, ClaimOutcome.GRANTED):
+                for identifier, key in claims.keys.items():
                     if not self._intents.is_wanted(identifier, request_id):
-                        # Another request of this engine has come to encode it meanwhile.
-                        return self._stored(request_id, claimant, key.text)
-        match asked.state:
+                        # Another request of this engine encodes it.
+                        return self._stored(request_id, claims, key.text)
+        match handle.state:
             case ClaimOutcome.PENDING:
-                bound = claimant.until if asked.holder else claimant.answer_by
+                bound = claims.deadline if handle.holder else claims.answer_deadline
                 now = self._clock()
-                if now < min(bound, claimant.until):
-                    claimant.ungranted_at = now
-                    return Verdict.WAIT
+                if now < min(bound, claims.deadline):
+                    claims.not_granted_at = now
+                    return ClaimDecision.WAIT
                 return self._refused(
-                    request_id, claimant, ClaimOutcome.HELD if asked.holder else "no_answer"
+                    request_id, claims, ClaimOutcome.HELD if handle.holder else "no_answer"
                 )
             case ClaimOutcome.GRANTED:
-                return self._granted(request_id, claimant)
+                return self._granted(request_id, claims)
             case ClaimOutcome.STORED:
-                return self._stored(request_id, claimant, asked.key)
+                return self._stored(request_id, claims, handle.key)
             case ClaimOutcome.HELD:
-                return self._refused(request_id, claimant, ClaimOutcome.HELD)
+                return self._refused(request_id, claims, ClaimOutcome.HELD)
             case ClaimOutcome.FAILED:
-                return self._refused(request_id, claimant, "failed")
+                return self._refused(request_id, claims, "failed")
 
-    def _granted(self, request_id: str, claimant: Claimant) -> Verdict:
+    def _granted(self, request_id: str, claims: RequestClaims) -> ClaimDecision:
         self._counters.add(f"claim:{ClaimOutcome.GRANTED}")
-        if self._clock() < claimant.ungranted_at + INTENT_SECONDS:
-            claimant.late = 0
-        claimant.asked = None
-        claimant.lapses_at = claimant.ungranted_at + INTENT_SECONDS
-        self._intents.grant(claimant.keys)
-        return Verdict.ENCODE
+        if self._clock() < claims.not_granted_at + INTENT_SECONDS:
+            claims.late_grants = 0
+        claims.handle = None
+        claims.expires_at = claims.not_granted_at + INTENT_SECONDS
+        self._intents.grant(claims.keys)
+        return ClaimDecision.ENCODE
 
-    def _stored(self, request_id: str, claimant: Claimant, key: str) -> Verdict:
-        times = claimant.asked_again[key] = claimant.asked_again.get(key, 0) + 1
-        if times > ASK_AGAIN_MAX:
-            return self._refused(request_id, claimant, "out_of_reach")
+    def _stored(self, request_id: str, claims: RequestClaims, key: str) -> ClaimDecision:
+        times = claims.refetches[key] = claims.refetches.get(key, 0) + 1
+        if times > REFETCH_MAX:
+            return self._refused(request_id, claims, "out_of_reach")
         self._counters.add("claim:published")
-        self._give_up(request_id, claimant)
-        return Verdict.ASK
+        self._release(request_id, claims)
+        return ClaimDecision.REFETCH
 
-    def _refused(self, request_id: str, claimant: Claimant, reason: str) -> Verdict:
-        """Encode all the same, without the claims."""
+    def _refused(self, request_id: str, claims: RequestClaims, reason: str) -> ClaimDecision:
+        """Encode without the claims."""
         self._counters.add(f"claim:{reason}")
         if reason == ClaimOutcome.HELD:
-            claimant.despite.update(claimant.keys)
-        self._give_up(request_id, claimant)
-        return Verdict.ENCODE
+            claims.held_elsewhere.update(claims.keys)
+        self._release(request_id, claims)
+        return ClaimDecision.ENCODE
 
     def forget(self, request_id: str) -> None:
-        """The request finished or was aborted: what it did not come to encode is free."""
-        claimant = self._claimants.pop(request_id, None)
-        if claimant is not None:
-            self._give_up(request_id, claimant)
+        """The request finished or was aborted: release what it did not encode."""
+        claims = self._claims.pop(request_id, None)
+        if claims is not None:
+            self._release(request_id, claims)
 
-    def _give_up(self, request_id: str, claimant: Claimant) -> None:
-        """Wait no longer, and give back what no other request of this engine wants."""
-        asked, claimant.asked = claimant.asked, None
-        claimant.lapses_at = math.inf
-        # What was granted a moment ago may not have been looked at yet.
-        unseen = asked is not None and asked.state in (ClaimOutcome.PENDING, ClaimOutcome.GRANTED)
+    def _release(self, request_id: str, claims: RequestClaims) -> None:
+        """Stop waiting, and release what no other request of this engine wants."""
+        handle, claims.handle = claims.handle, None
+        claims.expires_at = math.inf
+        # A grant may have arrived since the last check.
+        unseen = handle is not None and handle.state in (ClaimOutcome.PENDING, ClaimOutcome.GRANTED)
         if unseen:
-            self._intents.may_be_granted(claimant.keys)
+            self._intents.may_be_granted(claims.keys)
         free = []
-        for identifier in claimant.keys:
-            self._encodes.withdraw(request_id, identifier)
-            is_free = self._intents.give_up(identifier, request_id)
+        for identifier in claims.keys:
+            self._encodes.cancel_plan(request_id, identifier)
+            is_free = self._intents.release(identifier, request_id)
             if is_free and identifier not in self._encodes:
-                free.append(claimant.keys[identifier])
+                free.append(claims.keys[identifier])
         if free or unseen:
-            self._buffer.unclaim(free, asked)
+            self._buffer.unclaim(free, handle)
 
     # -- encodes
 
-    def encodes(self, request_id: str, identifier: str, key: TensorKey) -> set[str]:
-        """vLLM made room for the item, and this engine will encode and publish it.
+    def encode_begins(self, request_id: str, identifier: str, key: TensorKey) -> set[str]:
+        """vLLM allocated the item, and this engine will encode and publish it.
 
-        Returns the requests that meant to encode it, too, and now need not.
+        Returns the requests that claimed the item as well and now need not encode it.
         """
         if not self.enabled:
             return set()
-        claimant = self._claimants.get(request_id)
-        if claimant is not None and identifier in claimant.despite:
+        claims = self._claims.get(request_id)
+        if claims is not None and identifier in claims.held_elsewhere:
             self._counters.add("encode:despite_holder")
         self._encodes.begin(identifier, key)
         self._encodes_begun += 1
-        others = self._intents.encode(identifier)
-        if claimant is not None:
-            self._pledge(request_id, claimant)
+        others = self._intents.begin_encode(identifier)
+        if claims is not None:
+            self._plan_remaining(request_id, claims)
         return others
 
-    def _pledge(self, request_id: str, claimant: Claimant) -> None:
-        """The request runs now and will not wait any more: its other items come in later steps, by
-        which its intents would long have lapsed."""
-        for identifier, key in claimant.keys.items():
+    def _plan_remaining(self, request_id: str, claims: RequestClaims) -> None:
+        """Renew the claims of the request's other items too. It runs now and does not wait any
+        more, and later steps encode those items; their intents would expire before."""
+        for identifier, key in claims.keys.items():
             if identifier in self._intents and self._intents.is_wanted(identifier, request_id):
-                self._encodes.pledge(request_id, identifier, key)
+                self._encodes.plan(request_id, identifier, key)
 
-    def not_run(self, identifier: str) -> None:
-        """vLLM took the step's encode of the item back: it preempted the request in that pass."""
+    def encode_cancelled(self, identifier: str) -> None:
+        """vLLM preempted the request in the same pass, so the step does not encode the item."""
         key = self._encodes.drop(identifier)
         if key is not None:
             self._buffer.unclaim([key])
 
     def end_pass(self, step: int, *, dispatched: bool) -> None:
-        """A step was built; `dispatched`: with all that was allocated and not dispatched before."""
+        """A step was built. `dispatched`: it carries all allocations that no step carried
+        before."""
         self._late_seconds_left = LATE_SECONDS
         due = self._encodes.end_pass(step, dispatched=dispatched)
         if due:

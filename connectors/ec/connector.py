@@ -1,11 +1,12 @@
-"""`LookupBufferECConnector`: vLLM's encoder-cache interface, routed to one of two delegates.
+"""`LookupBufferECConnector`: vLLM's encoder-cache interface, forwarded to one of two delegates.
 
-vLLM makes one instance for the scheduler and one per worker, in one process or in several. A method
-here forwards to the delegate of its side and does nothing on the other. vLLM's API server imports
-this module only for the class methods, so it imports no delegate until an instance is made.
+vLLM makes one instance for the scheduler and one for each worker, in one process or in several.
+Each method forwards to the delegate of its side, on the thread that vLLM calls it on, and does
+nothing on the other side. vLLM's API server imports this module only for the class methods, so
+delegates are imported when an instance is made.
 
-Parameter names are vLLM's: it passes some by keyword. Newer hosts may pass more, older ones call
-fewer methods (see docs/compatibility.md for what each host version gets).
+Parameter names are vLLM's, because vLLM passes some by keyword. Newer versions may pass more
+arguments, older versions call fewer methods; docs/compatibility.md says what each version gets.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -28,12 +29,12 @@ if TYPE_CHECKING:
     from connectors.identifiers import MetadataFields
     from connectors.settings import ConnectorSettings
 
-# vLLM only asks that the metadata counts as one of these; inheriting would make the plain data,
-# and with it the scheduler side and its tests, import vLLM.
+# vLLM requires only a registered class. Inheritance would make this plain data, and with it the
+# scheduler side and its tests, import vLLM.
 ECConnectorMetadata.register(StepMetadata)
 
 HAS_GATE = hasattr(ECConnectorBase, "ensure_cache_available")
-"""Whether the host asks before it schedules a request; vLLM 0.23 and newer do."""
+"""Whether vLLM calls `ensure_cache_available` before it schedules a request (0.23 and newer)."""
 
 
 class LookupBufferECConnector(ECConnectorBase):
@@ -54,7 +55,7 @@ class LookupBufferECConnector(ECConnectorBase):
         else:
             self.worker = _make_worker(vllm_config, settings)
             if self.worker is not None and not hasattr(ECConnectorBase, "start_worker_services"):
-                self.worker.start()  # hosts before 0.30 never say so
+                self.worker.start()  # vLLM before 0.30 never calls `start_worker_services`
 
     # -- worker --------------------------------------------------------------------------------
 
@@ -64,7 +65,7 @@ class LookupBufferECConnector(ECConnectorBase):
             self.worker.model_loaded()
 
     def start_save_caches(self, **kwargs: Any) -> None:
-        # Hosts before 0.30 never call it; it is called in each step of an engine that produces.
+        # vLLM before 0.30 never calls this. Newer versions call it in each step of a producer.
         metadata = self._connector_metadata
         if self.worker is not None and metadata is not None:
             self.worker.save_again(kwargs["encoder_cache"], metadata)
@@ -82,15 +83,16 @@ class LookupBufferECConnector(ECConnectorBase):
             self.worker.save(encoder_cache, mm_hash, metadata)
 
     def build_connector_worker_meta(self) -> WorkerCounts | None:
-        # vLLM 0.32 never asks a worker for its statistics: they go through the scheduler's side.
+        # vLLM 0.32 does not collect statistics from workers, so their counts go through the
+        # scheduler.
         return self.worker.report() if self.worker is not None else None
 
     # -- scheduler -----------------------------------------------------------------------------
 
     def update_connector_output(self, connector_output: Any) -> None:
-        told = getattr(connector_output, "ec_connector_worker_meta", None)
-        if self.scheduler is not None and isinstance(told, WorkerCounts):
-            self.scheduler.heard(told)
+        counts = getattr(connector_output, "ec_connector_worker_meta", None)
+        if self.scheduler is not None and isinstance(counts, WorkerCounts):
+            self.scheduler.add_worker_counts(counts)
 
     def ensure_cache_available(self, request: Any, num_computed_tokens: int, **kwargs: Any) -> bool:
         assert self.scheduler is not None
@@ -99,17 +101,17 @@ class LookupBufferECConnector(ECConnectorBase):
     def has_cache_item(self, identifier: str, **kwargs: Any) -> bool:
         assert self.scheduler is not None
         if self.without_gate is not None:
-            self.without_gate.look_for(identifier)
+            self.without_gate.look_up(identifier)
         return self.scheduler.has_cache_item(identifier)
 
     def has_caches(self, request: Any, **kwargs: Any) -> list[bool]:
-        """Hosts before 0.15 ask for a whole request, in every step."""
+        """Called by vLLM before 0.15, for a whole request in each step."""
         assert self.without_gate is not None
         return self.without_gate.has_caches(request)
 
     def update_state_after_alloc(self, request: Any, index: int, **kwargs: Any) -> None:
-        # Hosts before 0.18 call this for loads only, later ones for every item. Asked on `self`,
-        # because vLLM's own tests replace the method there.
+        # vLLM before 0.18 calls this for loads only, later versions for every item. The lookup goes
+        # through `self`, because vLLM's own tests replace the method there.
         assert self.scheduler is not None
         is_hit = self.has_cache_item(request.mm_features[index].identifier)
         self.scheduler.item_allocated(request, index, is_hit=is_hit)
@@ -125,13 +127,13 @@ class LookupBufferECConnector(ECConnectorBase):
     def take_unavailable_requests(self) -> set[str]:
         assert self.scheduler is not None
         unavailable = self.scheduler.gate.take_unavailable_requests()
-        for request_id, why in unavailable.items():  # its client is told of an error, not of which
-            message = "request %s fails: it came without its media, and %s"
+        for request_id, why in unavailable.items():  # vLLM gives its client no reason
+            message = "request %s fails: it carries no media, and %s"
             self._log.report(f"unavailable:{why.reason}", message, request_id, why.text)
         return set(unavailable)
 
     def request_finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
-        # Never True: nothing in vLLM would ever free the request.
+        # Never True: vLLM would never free the request.
         assert self.scheduler is not None
         self.scheduler.gate.forget(request.request_id)
         try:
@@ -177,9 +179,9 @@ class LookupBufferECConnector(ECConnectorBase):
 
 
 def _checked_settings(vllm_config: Any, role: ECConnectorRole) -> "ConnectorSettings":
-    """The settings, or vLLM's start ends here with one line of ours that says why."""
+    """Read and validate the settings. On an error, log one line that names the reason and raise."""
     from connectors.counters import logger
-    from connectors.ec.lane import refuse_unfit_lane
+    from connectors.ec.lane import validate_device_lane
     from connectors.ec.seat import loading_ranks
     from connectors.identifiers import refuse_counted_identifiers
     from connectors.settings import parse_settings, refuse_unfit_engine
@@ -188,7 +190,7 @@ def _checked_settings(vllm_config: Any, role: ECConnectorRole) -> "ConnectorSett
     try:
         settings = parse_settings(vllm_config.ec_transfer_config.ec_connector_extra_config or {})
         refuse_unfit_engine(vllm_config)
-        refuse_unfit_lane(settings, loading_ranks(vllm_config))
+        validate_device_lane(settings, loading_ranks(vllm_config))
         refuse_counted_identifiers(vllm_config)
     except ConfigError as error:
         if role == ECConnectorRole.SCHEDULER or vllm_config.parallel_config.rank == 0:
@@ -204,7 +206,8 @@ def _metadata_fields(vllm_config: Any) -> "MetadataFields":
 
 
 def _is_encode_only(vllm_config: Any) -> bool:
-    """Whether others answer what this engine is asked, and have to hear of its items."""
+    """Whether this engine only encodes. Other engines then serve the requests, and need the
+    metadata of its items."""
     from connectors.ec.seat import roles
 
     is_producer, is_consumer = roles(vllm_config)
@@ -218,17 +221,19 @@ def _make_scheduler(
     from connectors.ec.seat import engine_shape, open_buffer
 
     buffer, shape = open_buffer(vllm_config, settings, rank=None), engine_shape(vllm_config)
-    of = fields.fields_for
-    scheduler = EcScheduler(buffer, settings, shape, metadata_fields=of)
+    metadata_fields = fields.fields_for
+    scheduler = EcScheduler(buffer, settings, shape, metadata_fields=metadata_fields)
     if HAS_GATE:
         return scheduler, None
     from connectors.ec.without_gate import EcWithoutGate
 
-    return scheduler, EcWithoutGate(scheduler, buffer, settings, shape, metadata_fields=of)
+    return scheduler, EcWithoutGate(
+        scheduler, buffer, settings, shape, metadata_fields=metadata_fields
+    )
 
 
 def _make_worker(vllm_config: Any, settings: "ConnectorSettings") -> "EcWorker | None":
-    from connectors.ec.lane import WorkerLane
+    from connectors.ec.lane import WorkerDeviceLane
     from connectors.ec.seat import engine_id, identity, open_buffer, roles, worker_seat
     from connectors.ec.worker import EcWorker
     from connectors.weights import WeightsWatch
@@ -236,7 +241,7 @@ def _make_worker(vllm_config: Any, settings: "ConnectorSettings") -> "EcWorker |
     seat = worker_seat(vllm_config)
     if seat is None:
         return None
-    # Now: a model may change its own configuration while it loads, and somebody its files.
+    # Read now: the model may change its configuration while it loads, and its files may change.
     mark = identity(vllm_config, settings).weights.mark
     rank, device = seat.rank, seat.device
     experts_move = bool(getattr(vllm_config.parallel_config, "enable_eplb", False))
@@ -244,11 +249,11 @@ def _make_worker(vllm_config: Any, settings: "ConnectorSettings") -> "EcWorker |
     if rank == 0:
         weights = WeightsWatch(engine_id(vllm_config), experts_move=experts_move, mark=mark)
 
-    def make_lane() -> WorkerLane | None:
+    def make_lane() -> WorkerDeviceLane | None:
         if settings.device_lane == "off":
             return None
         loads, stores = roles(vllm_config)[1], seat.stores
-        return WorkerLane(settings, device, loads=loads, stores=stores)
+        return WorkerDeviceLane(settings, device, loads=loads, stores=stores)
 
     return EcWorker(
         lambda: open_buffer(vllm_config, settings, rank=rank),

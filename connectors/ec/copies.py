@@ -1,9 +1,10 @@
-"""Copies between the arena and the place where the model keeps its tensors.
+"""Copies between the arena and the memory in which the model keeps its tensors.
 
-One contract, two ways. On the host a copy is made when it is asked for. For a device that copies by
-itself it is only enqueued, on a stream of its own, in order with what the model does next; a thread
-here gives pins back once the device is through. What such a device has to do is `Device`, so that
-all but the copies themselves runs without one.
+`Copies` is the interface, with two implementations. `HostCopies` copies at once. `DeviceCopies`
+enqueues copies on a stream of its own, in order with the model's later work, and a background
+thread releases pins when the device has finished. `Device` holds the operations of a device, so
+that tests run the rest without one. `EcWorker` calls this on the model runner's thread, and
+`to_host` on the thread of its save queue.
 """
 
 import queue
@@ -27,46 +28,47 @@ if TYPE_CHECKING:
 
 
 class Copies(ABC):
-    """In the model's thread, but for `to_host`, which runs on the thread that stores."""
+    """Called on the model runner's thread; `to_host` and `on_device` on the thread that stores."""
 
     @abstractmethod
     def load(self, order: "LoadOrder") -> "torch.Tensor | None":
-        """A new tensor that holds the bytes of `order` for whatever the model does from now on.
+        """Return a new tensor with the bytes of `order`, valid for all later work of the model.
 
         Raises:
-            LookupBufferError: the bytes are not to be had here.
-            RuntimeError: the device has no memory for them, or does not copy.
+            LookupBufferError: the bytes are not available here.
+            RuntimeError: the device has no memory, or the copy failed.
         """
 
     @abstractmethod
     def place(self, tensor: "torch.Tensor") -> "torch.Tensor":
-        """As `load`, from a tensor of the host, which the caller gives away."""
+        """As `load`, from a tensor in host memory. The caller must not change that tensor
+        afterwards."""
 
     @abstractmethod
     def done(self, orders: "Sequence[LoadOrder]") -> None:
-        """Every `load` and `place` of this step was called: give these pins back when, and not
-        before, the bytes have been copied."""
+        """All `load` and `place` calls of this step were made. Release these pins once, and only
+        once, the bytes have been copied."""
 
     @abstractmethod
     def keep(self, tensor: "torch.Tensor") -> Any:
-        """A fresh output, as it is once the model has come so far; has `nbytes`. Goes to `to_host`,
-        and takes memory where the model does until it is dropped."""
+        """Keep a fresh output as it is when the model has computed it. The result has `nbytes`, is
+        an argument for `to_host`, and keeps the model's memory until it is dropped."""
 
     @abstractmethod
     def to_host(self, output: Any) -> "torch.Tensor":
-        """What was kept, as a tensor of the host. Waits for model and copy."""
+        """Return the kept output in host memory. Waits for the model and for the copy."""
 
     @abstractmethod
     def on_device(self, output: Any) -> "torch.Tensor":
-        """The tensor that was kept, after `to_host` has returned."""
+        """Return the kept tensor itself. Valid after `to_host` has returned."""
 
     @abstractmethod
     def close(self, timeout: float) -> None:
-        """Wait for what is on its way, at most `timeout` seconds. Idempotent."""
+        """Wait at most `timeout` seconds for copies in flight. Idempotent."""
 
 
 class HostCopies(Copies):
-    """For models on the CPU, and for devices that nobody taught us to copy to in the background."""
+    """For models on the CPU, and for devices without a `Device` implementation."""
 
     def __init__(self, buffer: "LookupBuffer", device: str) -> None:
         self._buffer = buffer
@@ -98,39 +100,41 @@ class HostCopies(Copies):
 
 
 class Event(Protocol):
-    """A point in what a device was told to do."""
+    """A point in a device's queue of work."""
 
     def synchronize(self) -> Any:
-        """Wait until it has come there."""
+        """Wait until the device has reached this point."""
 
 
 class Device(ABC):
-    """A device with streams. Nothing here waits for it, but `download`."""
+    """A device with streams. Only `download` waits for it."""
 
     @abstractmethod
     def pin(self, memory: memoryview) -> bool:
-        """Let the device copy out of this memory by itself; False where it cannot. Slow."""
+        """Register this memory so that the device copies from it directly. Slow. False where the
+        device refuses."""
 
     @abstractmethod
     def unpin(self, memory: memoryview) -> None:
-        """`memory` was pinned, and nothing is being copied out of it."""
+        """Undo `pin`. No copy from `memory` may be in flight."""
 
     @abstractmethod
     def upload(self, source: "torch.Tensor") -> "torch.Tensor":
-        """Enqueue a copy; what the model enqueues from now on comes after it. `source` has to stay
-        as it is until an event of `uploaded` after this call."""
+        """Enqueue a copy. Work that the model enqueues later runs after it. `source` must not
+        change until an event of a later `uploaded` call is reached."""
 
     @abstractmethod
     def uploaded(self) -> Event:
-        """All uploads until now."""
+        """An event after all uploads so far."""
 
     @abstractmethod
     def mark(self) -> Event:
-        """All that the model has enqueued until now."""
+        """An event after all work that the model has enqueued so far."""
 
     @abstractmethod
     def download(self, tensor: "torch.Tensor", after: Event) -> "torch.Tensor":
-        """A copy on the host, of what `tensor` is at `after`. Waits; not in the model's thread."""
+        """Copy `tensor` to host memory, as it is at `after`. Waits, so it must not run on the model
+        runner's thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,8 +147,8 @@ class _Marked:
 
 
 class DeviceCopies(Copies):
-    """See the module. The arena is pinned for the device in the background, each time that the node
-    starts; until then, and where that fails, the device copies through memory of its driver's."""
+    """See the module. The arena is pinned for the device in the background, once per start of the
+    node. Until then, and where pinning fails, the device copies through memory of its driver."""
 
     def __init__(
         self, buffer: "LookupBuffer", device: Device, counters: Counters, log: RateLimitedLog
@@ -156,7 +160,7 @@ class DeviceCopies(Copies):
         self._boot = ""
         self._pinned: memoryview | None = None
         self._sources: list[torch.Tensor] = []
-        """What this step uploads: memory that has to stay."""
+        """Tensors that this step uploads. They must stay alive until the copies end."""
         self._uploading = threading.Lock()
         self._closed = False
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -169,7 +173,7 @@ class DeviceCopies(Copies):
             return None
         arena = self._buffer.arena(order.boot)
         self._pin_soon(order.boot)
-        # Keeps the arena mapped as long as it lives.
+        # This view keeps the arena mapped while it is alive.
         window = arena[order.offset : order.offset + order.nbytes]
         return self.place(codec.tensor_over(window, order.header))
 
@@ -184,7 +188,7 @@ class DeviceCopies(Copies):
             copied = self._device.uploaded()
             sources, self._sources = self._sources, []
             self._jobs.put(partial(self._give_back, copied, sources, orders))
-        elif orders:  # vLLM had them all
+        elif orders:  # vLLM already had every item
             self._buffer.done(orders)
 
     def keep(self, tensor: "torch.Tensor") -> Any:
@@ -203,7 +207,7 @@ class DeviceCopies(Copies):
             self._closed = True
             self._jobs.put(self._unpin)
             self._jobs.put(None)
-        # A device that hangs keeps its thread, and the arena pinned: the process is about to end.
+        # A device that hangs keeps its thread and the pinned arena: the process is about to end.
         self._thread.join(timeout)
 
     # -- the thread
@@ -212,9 +216,9 @@ class DeviceCopies(Copies):
         while (job := self._jobs.get()) is not None:
             try:
                 job()
-            except Exception as error:  # noqa: BLE001 -- top of a thread; pins end with the step too
+            except Exception as error:  # noqa: BLE001 -- top of a thread; scheduler releases pins
                 self._counters.add("copy_failed")
-                self._log.report("copy_failed", "the device did not copy: %s", error)
+                self._log.report("copy_failed", "a copy on the device failed: %s", error)
             del job  # it keeps the arena mapped
 
     def _give_back(
@@ -235,18 +239,18 @@ class DeviceCopies(Copies):
         try:
             memory = self._buffer.arena(boot)
         except LookupBufferError:
-            return  # lost again; the next one will do
+            return  # the node was lost again; `load` pins the next arena
         if self._device.pin(memory):
             self._pinned = memory
             return
         memory.release()
         self._counters.add("arena_not_pinned")
-        self._log.report("arena_not_pinned", "the arena cannot be pinned; loads are slower for it")
+        self._log.report("arena_not_pinned", "the arena cannot be pinned; loads are slower")
 
     def _unpin(self) -> None:
         memory, self._pinned = self._pinned, None
         if memory is not None:
-            with self._uploading:  # a step may be loading from the arena of a node that was lost
+            with self._uploading:  # a step may still load from a lost node's arena
                 self._device.uploaded().synchronize()
                 self._device.unpin(memory)
             memory.release()

@@ -1,6 +1,6 @@
-"""`CudaDevice`: streams, events and pinned memory of one GPU, as `ec.copies` wants them.
+"""`CudaDevice`: streams, events and pinned memory of one GPU, as `ec.copies` needs them.
 
-Imported by workers on CUDA and ROCm alone. Not yet run on a GPU.
+Workers on CUDA and ROCm import it at start; `DeviceCopies` calls it. Not yet run on a GPU.
 """
 
 from typing import Any, Final
@@ -11,7 +11,8 @@ from connectors.ec.copies import Device, Event
 from lookup_buffer.shm.memory import pointer_to
 
 READ_ONLY: Final = 0x08
-"""cudaHostRegisterReadOnly: memory that is mapped read-only, as arenas are, is else refused."""
+"""cudaHostRegisterReadOnly. Without it CUDA refuses memory that is mapped read-only, as arenas
+are."""
 
 _cuda: Any = torch.cuda  # much of it has no types
 
@@ -37,7 +38,7 @@ class CudaDevice(Device):
     def upload(self, source: torch.Tensor) -> torch.Tensor:
         model = _cuda.current_stream(self._device)
         with _cuda.stream(self._loads):
-            # Out of this stream's memory, so that nothing of the model's has to be waited for.
+            # Allocated on this stream, so that the copy waits for no work of the model.
             tensor = torch.empty(source.shape, dtype=source.dtype, device=self._device)
             tensor.copy_(source, non_blocking=True)
         model.wait_event(self._loads.record_event())
@@ -58,5 +59,5 @@ class CudaDevice(Device):
             host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             host.copy_(tensor, non_blocking=True)
             copied = self._saves.record_event(_cuda.Event(blocking=True))
-        copied.synchronize()  # the caller holds `tensor` until here, so its memory is nobody else's
+        copied.synchronize()  # the caller holds `tensor` until here, so its memory is not reused
         return host

@@ -1,8 +1,9 @@
-"""Deliveries: requests that carry an item's metadata alone wait for whoever publishes it.
+"""Waits of requests that carry only an item's metadata and need it from another engine.
 
-The node is asked once and tells when the item is published and here; a pass meanwhile costs a
-dictionary look-up. When `metadata_wait_seconds` are over the request goes on to wait only while
-somebody has the claim for the item. Owned by vLLM's scheduler thread, which never waits here.
+The node gets one prefetch with a wait and reports when the item is published and on this host.
+Until then a pass costs a dictionary lookup. After `metadata_wait_seconds` the request waits on only
+while another engine holds the claim for an item. `EcGate` calls this on vLLM's scheduler thread; no
+call waits.
 """
 
 import time
@@ -10,10 +11,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from connectors.ec.claimant import Claimant
+from connectors.ec.claimant import RequestClaims
 from connectors.ec.claims import EcClaims
 from connectors.ec.pins import Pin, PinTable
-from connectors.ec.watch import RequestWatch, WatchedItem
+from connectors.ec.watch import RequestItem, RequestState
 from connectors.identifiers import Carried
 from lookup_buffer.client.handles import PrefetchHandle, PrefetchState
 from lookup_buffer.errors import MaybeMissed, MissReason
@@ -23,24 +24,27 @@ if TYPE_CHECKING:
     from lookup_buffer.client.buffer import LookupBuffer
 
 WAIT_SECONDS_MAX = 600.0
-"""Of one request, in all, however long others say that they are at work on its items."""
-QUESTION_SECONDS = 10.0
-"""The node goes on to wait so long at most for a request that was aborted."""
-ASK_AGAIN_SECONDS = 0.1
-"""A node that has not waited (it was lost, or has no room) is asked again after so long."""
+"""Limit for all waits of one request, however long others hold claims for its items."""
+NODE_WAIT_SECONDS = 10.0
+"""Wait of one prefetch at the node, and so the longest that the node waits for an aborted
+request."""
+LOOKUP_INTERVAL_SECONDS = 0.1
+"""Pause before a prefetch is repeated that the node ended at once: it was lost, or had no
+memory."""
 ANSWER_SECONDS = 2.0
-"""A node that does not even say whether somebody has the claim is not waited for longer; nor is
-what it says to be stored."""
+"""Limit for the node to report the holder of a claim, and for an item that is reported as stored to
+arrive."""
 STORED_MAX = 3
-"""What is said to be stored, and did not come when asked for so often in succession, is lost."""
+"""An item that is reported as stored, and did not arrive after so many attempts in succession, is
+lost."""
 MISFITS = (MissReason.SHAPE, MissReason.DTYPE)
-HOPELESS = (
+PERMANENT = (
     MissReason.OVER_BUDGET,
     *MISFITS,
     MissReason.NAMESPACE_UNKNOWN,
     MissReason.WEIGHTS_CHANGED,
 )
-"""Reasons that no wait will change."""
+"""Reasons that no wait can change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,38 +52,40 @@ class Unavailable:
     """Why a request fails."""
 
     reason: MissReason
-    """For the counter: few words."""
+    """For the counter."""
     text: str
     """For the log."""
 
 
 @dataclass(slots=True, eq=False)
 class _Wait:
-    """One request's, until it finished."""
+    """The waits of one request, kept until it finishes."""
 
     since: float | None = None
-    """When the wait under way began; None while the request needs nothing."""
+    """Start of the current wait; None while the request lacks nothing."""
     waited_seconds: float = 0.0
-    """In earlier waits."""
+    """Total of earlier waits."""
     deadline: float = 0.0
     limit: float = 0.0
-    """The deadline while somebody has the claim."""
-    look_at: float = 0.0
-    """Nothing is to be done before, unless something is heard."""
-    ask_at: float = 0.0
-    items: dict[str, WatchedItem] = field(default_factory=dict)
+    """The deadline while another engine holds a claim."""
+    next_check_at: float = 0.0
+    """No check is needed before, unless an answer arrives."""
+    next_prefetch_at: float = 0.0
+    items: dict[str, RequestItem] = field(default_factory=dict)
     handles: dict[str, PrefetchHandle] = field(default_factory=dict)
-    """What was asked for, of `items`."""
+    """Prefetches in flight for `items`, by identifier."""
     reason: MaybeMissed = ""
-    """Why the last of them did not come."""
-    claimant: Claimant | None = None
-    """Since the deadline: who is at work on the items."""
-    answer_by: float = 0.0
+    """Why the last item did not arrive."""
+    claims: RequestClaims | None = None
+    """Query for the holders of the items' claims, made when the deadline passes."""
+    answer_deadline: float = 0.0
     stored: int = 0
     failed: Unavailable | None = None
 
 
-class EcDeliveries:
+class MetadataWaits:
+    """See the module."""
+
     def __init__(
         self,
         buffer: "LookupBuffer",
@@ -97,59 +103,59 @@ class EcDeliveries:
         self._waits: dict[str, _Wait] = {}
 
     def __len__(self) -> int:
-        """Requests that wait, or have waited and not finished."""
+        """Requests that wait, or have waited and are not finished."""
         return len(self._waits)
 
     def still_waits(self, request_id: str) -> bool:
-        """Whether `look` would only say so; a fraction of its cost, for every pass."""
+        """Whether `check` would keep the request waiting. Much cheaper, for every pass."""
         wait = self._waits.get(request_id)
-        if wait is None or wait.since is None or self._clock() >= wait.look_at:
+        if wait is None or wait.since is None or self._clock() >= wait.next_check_at:
             return False
-        asked = wait.claimant.asked if wait.claimant is not None else None
-        if asked is not None and asked.state is not ClaimOutcome.PENDING:
+        handle = wait.claims.handle if wait.claims is not None else None
+        if handle is not None and handle.state is not ClaimOutcome.PENDING:
             return False
         return all(one.state is PrefetchState.PENDING for one in wait.handles.values())
 
-    def take_in(self, watch: RequestWatch) -> None:
-        """Give the pins of what has come to the request."""
-        wait = self._waits.get(watch.request_id)
+    def collect(self, state: RequestState) -> None:
+        """Assign the pins of items that arrived to the request."""
+        wait = self._waits.get(state.request_id)
         if wait is None:
             return
         settled = [n for n, one in wait.handles.items() if one.state is not PrefetchState.PENDING]
         for identifier in settled:
-            wait.look_at = 0.0  # the gate may hold the request back before it comes to `look`
+            wait.next_check_at = 0.0  # `EcGate` may return before it calls `check`
             handle, item = wait.handles.pop(identifier), wait.items.get(identifier)
-            if item is None:  # it came by another way meanwhile
+            if item is None:  # it arrived by another prefetch
                 self._buffer.release(handle)
                 continue
-            wait.reason = self._pin(watch, item, handle)
-            if wait.reason and wait.reason in HOPELESS:
+            wait.reason = self._pin(state, item, handle)
+            if wait.reason and wait.reason in PERMANENT:
                 wait.failed = _unavailable([item], wait.reason)
             if wait.reason == MissReason.NO_ROOM:
-                self._let_go(watch)
+                self._drop_partial_pins(state)
             if not wait.reason:
                 wait.stored = 0
 
-    def look(self, watch: RequestWatch, lacking: Sequence[WatchedItem]) -> Unavailable | None:
-        """Why a request that lacks these items fails; None: it waits."""
-        wait, now = self._waits.setdefault(watch.request_id, _Wait()), self._clock()
+    def check(self, state: RequestState, lacking: Sequence[RequestItem]) -> Unavailable | None:
+        """Return why a request that lacks these items fails, or None while it waits."""
+        wait, now = self._waits.setdefault(state.request_id, _Wait()), self._clock()
         if wait.since is None:
             left = max(0.0, self._wait_seconds - wait.waited_seconds)
             wait.since, wait.deadline = now, now + left
             wait.limit = max(wait.deadline, now + WAIT_SECONDS_MAX - wait.waited_seconds)
         wait.items = {item.identifier: item for item in lacking}
         if wait.failed is None:
-            wait.look_at = wait.deadline
+            wait.next_check_at = wait.deadline
             if now >= wait.deadline:
-                self._see_who_is_at_it(watch.request_id, wait, now)
+                self._check_holders(state.request_id, wait, now)
         if wait.failed is None:
-            self._ask(wait, now)
+            self._prefetch(wait, now)
         else:
-            self._give_up(watch.request_id, wait)
+            self._give_up(state.request_id, wait)
         return wait.failed
 
-    def over(self, request_id: str) -> None:
-        """The request has all that it needs now."""
+    def end_wait(self, request_id: str) -> None:
+        """The request has all items that it needs now."""
         wait = self._waits.get(request_id)
         if wait is not None and wait.since is not None:
             wait.waited_seconds += self._clock() - wait.since
@@ -164,95 +170,97 @@ class EcDeliveries:
 
     # -- the bytes
 
-    def _ask(self, wait: _Wait, now: float) -> None:
-        """Ask for what is lacking and not asked for."""
+    def _prefetch(self, wait: _Wait, now: float) -> None:
+        """Prefetch lacking items that are not in flight."""
         new = [item for name, item in wait.items.items() if name not in wait.handles]
-        if new and now < wait.ask_at:
-            wait.look_at = min(wait.look_at, wait.ask_at)
+        if new and now < wait.next_prefetch_at:
+            wait.next_check_at = min(wait.next_check_at, wait.next_prefetch_at)
         elif new:
-            wait.ask_at = now + ASK_AGAIN_SECONDS
+            wait.next_prefetch_at = now + LOOKUP_INTERVAL_SECONDS
             keys = [item.key for item in new]
-            handles = self._buffer.prefetch(keys, wait_seconds=QUESTION_SECONDS)
+            handles = self._buffer.prefetch(keys, wait_seconds=NODE_WAIT_SECONDS)
             wait.handles.update(zip([item.identifier for item in new], handles, strict=True))
 
-    def _pin(self, watch: RequestWatch, item: WatchedItem, handle: PrefetchHandle) -> MaybeMissed:
-        """Take what was asked for as the request's pin; or the reason why it cannot be had."""
+    def _pin(self, state: RequestState, item: RequestItem, handle: PrefetchHandle) -> MaybeMissed:
+        """Pin what arrived for the request, or return the reason why it cannot be used."""
         order, name = handle.order, item.identifier
         self._pins.discard_other(name, item.key)
         pin = Pin(name, handle, 0 if order is None else order.nbytes)
         pin.modalities.add(item.modality)
         shared = self._pins.get(name)
-        reason = self._pins.why_unfit(pin, item.num_embeds, any_float=True)
-        if not reason and shared is not None and self._pins.is_here(shared):
+        reason = self._pins.misfit_reason(pin, item.num_embeds, any_float=True)
+        if not reason and shared is not None and self._pins.is_resident(shared):
             self._buffer.release(handle)
             pin = shared
-        elif not reason and self._pins.has_room(pin.nbytes):
+        elif not reason and self._pins.has_space(pin.nbytes):
             self._pins.add(pin)
         else:
             self._buffer.release(handle)
             fits = pin.nbytes <= self._pins.budget_bytes
             return reason or (MissReason.NO_ROOM if fits else MissReason.OVER_BUDGET)
-        pin.wanted_by.add(watch.request_id)
+        pin.wanted_by.add(state.request_id)
         pin.modalities.add(item.modality)
-        watch.wanted[name] = item
-        watch.absent.discard(name)
+        state.wanted[name] = item
+        state.absent.discard(name)
         return ""
 
-    def _let_go(self, watch: RequestWatch) -> None:
-        """Requests that each hold a part of what they need would leave no room for any of them."""
-        bare = [name for name, item in watch.wanted.items() if item.carried is Carried.METADATA]
+    def _drop_partial_pins(self, state: RequestState) -> None:
+        """Release the request's pins. Requests that each hold a part of their items could fill the
+        budget, and none of them could complete."""
+        bare = [name for name, item in state.wanted.items() if item.carried is Carried.METADATA]
         for name in bare:
-            watch.absent.add(name)  # asked for here, with what else is lacking
-            del watch.wanted[name]
-            self._pins.drop(name, watch.request_id)
+            state.absent.add(name)  # prefetched again by `_prefetch`
+            del state.wanted[name]
+            self._pins.drop(name, state.request_id)
 
     # -- the claims
 
-    def _see_who_is_at_it(self, request_id: str, wait: _Wait, now: float) -> None:
-        """The time is over: go on only while somebody has the claim for one of the items."""
-        if wait.claimant is None:
+    def _check_holders(self, request_id: str, wait: _Wait, now: float) -> None:
+        """After the deadline: wait on only while another engine holds a claim for one of the
+        items."""
+        if wait.claims is None:
             keys = {name: item.key for name, item in wait.items.items()}
-            wait.claimant = self._claims.ask_who(request_id, keys, until=wait.limit)
-            wait.answer_by = now + ANSWER_SECONDS
-        asked = wait.claimant.asked
-        assert asked is not None, "kept until it is given up"
-        match asked.state:
+            wait.claims = self._claims.query_holders(request_id, keys, until=wait.limit)
+            wait.answer_deadline = now + ANSWER_SECONDS
+        handle = wait.claims.handle
+        assert handle is not None, "set until `_end_query`"
+        match handle.state:
             case ClaimOutcome.PENDING:
-                wait.look_at = wait.limit if asked.holder else wait.answer_by
-                if now < wait.look_at:
+                wait.next_check_at = wait.limit if handle.holder else wait.answer_deadline
+                if now < wait.next_check_at:
                     return
-                reason = MissReason.CLAIMED if asked.holder else MissReason.NO_ANSWER
-                wait.failed = _unavailable(wait.items.values(), reason, asked.holder)
+                reason = MissReason.CLAIMED if handle.holder else MissReason.NO_ANSWER
+                wait.failed = _unavailable(wait.items.values(), reason, handle.holder)
             case ClaimOutcome.STORED if wait.stored < STORED_MAX:
                 wait.stored += 1
-                wait.look_at = wait.deadline = now + ANSWER_SECONDS
-                self._end_question(request_id, wait)
+                wait.next_check_at = wait.deadline = now + ANSWER_SECONDS
+                self._end_query(request_id, wait)
             case ClaimOutcome.HELD:
-                wait.failed = _unavailable(wait.items.values(), MissReason.CLAIMED, asked.holder)
+                wait.failed = _unavailable(wait.items.values(), MissReason.CLAIMED, handle.holder)
             case _:
                 wait.failed = _unavailable(wait.items.values(), wait.reason or MissReason.ABSENT)
 
-    def _end_question(self, request_id: str, wait: _Wait) -> None:
-        claimant, wait.claimant = wait.claimant, None
-        if claimant is not None:
-            self._claims.end_question(request_id, claimant)
+    def _end_query(self, request_id: str, wait: _Wait) -> None:
+        claims, wait.claims = wait.claims, None
+        if claims is not None:
+            self._claims.end_query(request_id, claims)
 
     def _give_up(self, request_id: str, wait: _Wait) -> None:
         for handle in wait.handles.values():
             self._buffer.release(handle)
         wait.handles.clear()
-        self._end_question(request_id, wait)
+        self._end_query(request_id, wait)
 
 
-def _unavailable(items: Iterable[WatchedItem], reason: MissReason, holder: str = "") -> Unavailable:
+def _unavailable(items: Iterable[RequestItem], reason: MissReason, holder: str = "") -> Unavailable:
     names = ", ".join(item.key.text for item in items)
     match reason:
         case MissReason.ABSENT:
             text = f"no node has {names}, and no engine has claimed it"
         case MissReason.CLAIMED:
-            text = f"{holder} has the claim for {names}, and has not published it"
+            text = f"{holder} holds the claim for {names} and has not published it"
         case _ if reason in MISFITS:
-            text = f"{names} is stored, and is no output of this model's encoder ({reason})"
+            text = f"{names} is stored but is no output of this model's encoder ({reason})"
         case _:
-            text = f"{names} could not be had: {reason}"
+            text = f"{names} is not available: {reason}"
     return Unavailable(reason, text)

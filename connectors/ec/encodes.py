@@ -1,7 +1,7 @@
-"""The engine's own encodes: what vLLM made room for, until the step that encodes it has surely run.
+"""The engine's own encodes, from vLLM's allocation until the encoding step has certainly run.
 
-Their claims are renewed by scheduling passes while they last, and by nothing else: an engine that
-hangs loses them. Pure bookkeeping, of the scheduler's thread.
+Scheduling passes renew the claims of these items, and nothing else does: an engine that hangs loses
+them. Pure bookkeeping; `EcClaims` uses it on vLLM's scheduler thread.
 """
 
 import math
@@ -18,14 +18,15 @@ OBSERVATIONS = 16
 class _Encode:
     key: TensorKey
     allocated_at: float
-    pledged_by: str = ""
-    """The request that runs and has it still ahead; "" once vLLM made room for the item."""
+    planned_by: str = ""
+    """The running request that encodes the item in a later step; "" once vLLM allocated the
+    item."""
     step: int | None = None
-    told_at: float = -math.inf
+    renewed_at: float = -math.inf
 
 
 class EngineEncodes:
-    """Items that vLLM made room for to encode them, or that a request which runs will come to.
+    """Items that vLLM allocated for an encode, or that a running request will encode.
 
     Args:
         steps_in_flight: how many steps vLLM may have scheduled and not finished.
@@ -49,33 +50,35 @@ class EngineEncodes:
 
     @property
     def longest_seconds(self) -> float:
-        """Of the last few, from room to the end of the step; 0 where there was none."""
+        """Longest of the last `OBSERVATIONS` encodes, from allocation to the end of the step; 0
+        without any."""
         return max(self._seconds, default=0.0)
 
     def begin(self, identifier: str, key: TensorKey) -> None:
-        """vLLM made room for the item."""
+        """vLLM allocated the item."""
         self._encodes[identifier] = _Encode(key, self._clock())
 
-    def pledge(self, request_id: str, identifier: str, key: TensorKey) -> None:
-        """This request, which runs, will come to the item."""
+    def plan(self, request_id: str, identifier: str, key: TensorKey) -> None:
+        """This running request will encode the item in a later step."""
         if identifier not in self._encodes:
             self._encodes[identifier] = _Encode(key, self._clock(), request_id)
 
-    def withdraw(self, request_id: str, identifier: str) -> None:
-        """It will not."""
+    def cancel_plan(self, request_id: str, identifier: str) -> None:
+        """The request will not encode the item."""
         encode = self._encodes.get(identifier)
-        if encode is not None and encode.pledged_by == request_id:
+        if encode is not None and encode.planned_by == request_id:
             del self._encodes[identifier]
 
     def drop(self, identifier: str) -> TensorKey | None:
-        """It does not come about. Its key, where it was to."""
+        """The step does not encode the item. Returns its key, or None where no encode was
+        tracked."""
         encode = self._encodes.pop(identifier, None)
         return None if encode is None else encode.key
 
     def end_pass(self, step: int, *, dispatched: bool) -> list[TensorKey]:
-        """A step was built; `dispatched`: with all that was allocated and not dispatched before.
+        """A step was built. `dispatched`: it carries all allocations that no step carried before.
 
-        Returns the keys whose claims are to be renewed.
+        Returns the keys whose claims are due for renewal.
         """
         if not self._encodes:
             return []
@@ -83,12 +86,12 @@ class EngineEncodes:
         due: list[TensorKey] = []
         for identifier, encode in list(self._encodes.items()):
             if encode.step is None:
-                encode.step = step if dispatched and not encode.pledged_by else None
+                encode.step = step if dispatched and not encode.planned_by else None
             elif encode.step + self._steps_in_flight <= step:
                 del self._encodes[identifier]
                 self._seconds.append(now - encode.allocated_at)
                 continue
-            if now - encode.told_at >= self._renew_seconds:
-                encode.told_at = now
+            if now - encode.renewed_at >= self._renew_seconds:
+                encode.renewed_at = now
                 due.append(encode.key)
         return due

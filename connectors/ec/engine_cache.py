@@ -1,8 +1,8 @@
-"""What vLLM's own encoder cache holds, as far as its allocations and evictions tell us.
+"""What vLLM's own encoder cache holds, derived from its allocations and evictions.
 
-Owned by the scheduler's thread. A hint, never a promise: vLLM evicts within a pass and says so at
-its end, and `reset_encoder_cache` (also by `/pause` and `/sleep`) has no hook at all: it shows when
-vLLM asks for what it should hold.
+A hint, never a promise. vLLM evicts within a pass and reports it at the end of the pass.
+`reset_encoder_cache` (also through `/pause` and `/sleep`) has no hook; it shows when vLLM asks for
+an item that its cache should hold. `EcScheduler` updates it on vLLM's scheduler thread.
 """
 
 from collections.abc import Container
@@ -11,11 +11,11 @@ from typing import Any
 from lookup_buffer.key import TensorKey
 
 HELD_MAX = 1 << 16
-"""Far above what fits into a cache; bounds what resets, which nobody tells us of, leave behind."""
+"""Far more than fits into a cache. Bounds the entries that unreported resets leave behind."""
 
 
 class EngineCache:
-    """A set of identifiers, and how often vLLM evicted."""
+    """The identifiers that vLLM's cache holds, and the number of its evictions."""
 
     def __init__(self) -> None:
         self._held: dict[str, TensorKey | None] = {}
@@ -26,31 +26,31 @@ class EngineCache:
         return identifier in self._held
 
     def add(self, identifier: str, key: TensorKey | None = None) -> None:
-        """vLLM made room for the item, and a worker puts an output there, which may be stored
-        under `key`."""
+        """vLLM allocated the item, and a worker writes an output there. `key` is the key under
+        which the output may be stored."""
         self._empty.pop(identifier, None)
         _keep(self._held, identifier, key)
 
     def add_empty(self, identifier: str) -> None:
-        """vLLM made room for the item, and nobody puts anything there: an engine that only encodes
-        skips what is stored, and vLLM will take it for encoded."""
+        """vLLM allocated the item, and no worker writes to it. An engine that only encodes skips
+        items that are stored, and vLLM then takes them for encoded."""
         _keep(self._empty, identifier, None)
 
     def is_empty(self, identifier: str) -> bool:
         return identifier in self._empty
 
     def key_of(self, identifier: str) -> TensorKey | None:
-        """Under which key the output that is there may be stored; None where that is not known."""
+        """The key under which the cached output may be stored; None where it is not known."""
         return self._held.get(identifier)
 
     def discard(self, identifier: str) -> None:
         self._held.pop(identifier, None)
         self._empty.pop(identifier, None)
 
-    def was_reset(self, but: Container[str]) -> None:
-        """vLLM holds nothing of this any more but what it made room for since."""
-        self._held = {name: key for name, key in self._held.items() if name in but}
-        self._empty = {name: None for name in self._empty if name in but}
+    def clear(self, keep: Container[str]) -> None:
+        """vLLM's cache was reset and holds only what vLLM allocated since, which is `keep`."""
+        self._held = {name: key for name, key in self._held.items() if name in keep}
+        self._empty = {name: None for name in self._empty if name in keep}
         self.evictions += 1
 
 

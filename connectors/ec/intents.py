@@ -1,46 +1,51 @@
-"""The engine's intents: items whose claims its requests asked for, and which it did not encode yet.
+"""The engine's intents: items that its requests have claimed and not yet encoded.
 
-A claim belongs to the engine, so requests share it, and it is given back when none of them wants it
-any more. Pure bookkeeping, of the scheduler's thread.
+A claim belongs to the engine, so its requests share it. It is released when no request wants it any
+more. Pure bookkeeping; `EcClaims` uses it on vLLM's scheduler thread.
 """
 
 from collections.abc import Iterable
 
 
 class Intents:
+    """See the module."""
+
     def __init__(self) -> None:
         self._wanted_by: dict[str, set[str]] = {}
-        """Item → requests that asked for its claim and did not give it up."""
+        """Item → requests that claimed it and have not released it."""
         self._granted: set[str] = set()
-        """Items whose claim is, or may be, this engine's, and that were not allocated since."""
+        """Items whose claim this engine holds, or may hold, and that vLLM has not allocated
+        since."""
 
     def __len__(self) -> int:
-        """Items kept track of, those that are granted twice."""
+        """Tracked items; a granted item counts twice."""
         return len(self._wanted_by) + len(self._granted)
 
     def __contains__(self, identifier: str) -> bool:
-        """Whether the claim is, or may be, this engine's as an intent."""
+        """Whether this engine holds, or may hold, an intent for the item."""
         return identifier in self._granted
 
     def want(self, identifiers: Iterable[str], request_id: str) -> None:
-        """This request asks for the claims of these items."""
+        """This request claims these items."""
         for identifier in identifiers:
             self._wanted_by.setdefault(identifier, set()).add(request_id)
 
     def is_wanted(self, identifier: str, request_id: str) -> bool:
-        """Whether this request asked for it, and nobody has come to encode it since."""
+        """Whether this request claimed the item, and no request has begun to encode it since."""
         return request_id in self._wanted_by.get(identifier, ())
 
     def grant(self, identifiers: Iterable[str]) -> None:
-        """The claims are this engine's."""
+        """This engine holds the claims."""
         self._granted.update(identifiers)
 
     def may_be_granted(self, identifiers: Iterable[str]) -> None:
-        """So may those of them be that are wanted still: it was not looked at."""
+        """This engine may hold the claims of those items that are still wanted: the outcome was not
+        read."""
         self._granted.update(one for one in identifiers if one in self._wanted_by)
 
-    def give_up(self, identifier: str, request_id: str) -> bool:
-        """This request wants it no more. Whether it was granted, and nobody else wants it."""
+    def release(self, identifier: str, request_id: str) -> bool:
+        """The request no longer wants the item. Returns whether the claim was granted and no other
+        request wants it."""
         wanted_by = self._wanted_by.get(identifier)
         if wanted_by is None or request_id not in wanted_by:
             return False
@@ -52,7 +57,7 @@ class Intents:
         self._granted.discard(identifier)
         return was_granted
 
-    def encode(self, identifier: str) -> set[str]:
-        """It is no intent any more, but encoded. The requests that wanted it."""
+    def begin_encode(self, identifier: str) -> set[str]:
+        """The item is encoded and is no longer an intent. Returns the requests that wanted it."""
         self._granted.discard(identifier)
         return self._wanted_by.pop(identifier, set())

@@ -1,7 +1,8 @@
-"""The worker's pool on its device: made by configuration, filled by what the engine encodes.
+"""A worker's side of the device lane: a pool on its device that holds the outputs it encodes.
 
-Off by default. Knows the buffer's device package; imported only where the setting is on, because
-it brings torch's distributed package along.
+Off by default (`device_lane`). `EcWorker` makes and closes it at start and end, and uses it on the
+thread of its save queue. It is imported only where the setting is on, because it imports torch's
+distributed package.
 """
 
 from contextlib import contextmanager
@@ -19,12 +20,12 @@ if TYPE_CHECKING:
     from lookup_buffer.client.buffer import LookupBuffer
 
 
-class WorkerLane:
-    """See `DeviceLane`. A worker that never loads begins no pair with others,
-    and one that never stores is named to nobody.
+class WorkerDeviceLane:
+    """See `DeviceLane`. A worker that never loads opens no pairs, and one that never stores offers
+    nothing.
 
     Raises:
-        ConfigError: this worker cannot speak that lane.
+        ConfigError: this device does not support that lane.
     """
 
     def __init__(
@@ -52,11 +53,14 @@ class WorkerLane:
         buffer.join_lane(self._lane)
 
     @contextmanager
-    def keeping(
+    def pool_output(
         self, namespace: str, key: str, tensor: "torch.Tensor"
     ) -> "Iterator[Callable[[int], None]]":
-        """Around the insert of an output that nobody will write to: it is kept, and offered where
-        what is yielded was told, with its checksum, that it is stored."""
+        """Hold an immutable output in the pool during its insert.
+
+        Yields a function for the checksum of the stored bytes. If it was called, the output is
+        offered to other devices; otherwise it leaves the pool.
+        """
         stored: list[int] = []
         entry = self._lane.prepare(namespace, key, tensor, immutable=True)
         try:
@@ -68,17 +72,17 @@ class WorkerLane:
         self._lane.close()
 
 
-def refuse_unfit_lane(settings: ConnectorSettings, ranks: int) -> None:
-    """Refuse what may hang the engine.
+def validate_device_lane(settings: ConnectorSettings, ranks: int) -> None:
+    """Refuse a configuration that can hang the engine.
 
     Raises:
-        ConfigError: a lane beside tensor parallelism.
+        ConfigError: the lane is on together with tensor parallelism.
     """
     if settings.device_lane == "off" or ranks == 1 or settings.device_lane_forced:
         return
     raise ConfigError(
         f"setting 'device_lane' is {settings.device_lane!r} beside {ranks} tensor parallel ranks: "
-        "transfers of the lane and collectives of the model wait for each other where two ranks "
-        "start them in different order, and the engine hangs; use 'off', or take the risk with "
-        "'device_lane_forced'"
+        "where two ranks start the lane's transfers and the model's collectives in different "
+        "order, both wait for each other and the engine hangs; use 'off', or accept the risk "
+        "with 'device_lane_forced'"
     )

@@ -1,26 +1,30 @@
-"""What is stored already, on an engine that only encodes, and which requests asked.
+"""Items that are stored already, on an engine that only encodes, and the requests that need them.
 
-Owned by the scheduler's thread. As `ec.pins` for engines that load, but nothing is held.
+The counterpart of `ec.pins` on engines that load, but nothing is pinned. `LocatingSource`,
+`EcWithoutGate` and `EcScheduler` use it on vLLM's scheduler thread.
 """
 
 
-class Located:
+class StoredItems:
+    """See the module."""
+
     def __init__(self) -> None:
-        self._askers: dict[str, set[str]] = {}
+        self._wanted_by: dict[str, set[str]] = {}
 
     def __len__(self) -> int:
-        return len(self._askers)
+        return len(self._wanted_by)
 
     def __contains__(self, identifier: str) -> bool:
-        return identifier in self._askers
+        return identifier in self._wanted_by
 
     def add(self, identifier: str, request_id: str) -> None:
-        """This request was told that the item is stored."""
-        self._askers.setdefault(identifier, set()).add(request_id)
+        """The lookup of this request found the item stored."""
+        self._wanted_by.setdefault(identifier, set()).add(request_id)
 
     def drop(self, identifier: str, request_id: str) -> None:
-        """This request wants the item no more; with the last one it is to be asked for anew."""
-        askers = self._askers.get(identifier, set())
-        askers.discard(request_id)
-        if not askers:
-            self._askers.pop(identifier, None)
+        """The request no longer needs the item. After the last one the item has to be looked up
+        again."""
+        wanted_by = self._wanted_by.get(identifier, set())
+        wanted_by.discard(request_id)
+        if not wanted_by:
+            self._wanted_by.pop(identifier, None)

@@ -1,8 +1,9 @@
-"""What the requests that vLLM has now mean by an item's identifier.
+"""The variants of an item: what vLLM's current requests mean by one identifier.
 
-A client may give two contents one name (`uuid`), and an adapter may be loaded anew under its name.
-vLLM asks for an item by its identifier alone, so bytes that fit one request would be loaded for the
-other, and an engine dies of an output with too few rows. Owned by the scheduler's thread.
+A client may give two contents one name (`uuid`), and an adapter may be loaded again under its old
+name. vLLM asks for an item by its identifier alone. Bytes that fit one request could then be loaded
+for another, and vLLM's engine dies of an output with too few rows. `EcGate` updates this on vLLM's
+scheduler thread.
 """
 
 from collections import Counter
@@ -10,37 +11,38 @@ from collections.abc import Iterable, Mapping
 
 from lookup_buffer.key import TensorKey
 
-Meaning = tuple[TensorKey | None, int]
-"""Under which key it is shared, None where it is not, and how many rows its output has."""
-Meant = Mapping[str, Iterable[Meaning]]
-"""By the identifiers of one request's items. More than one meaning fits nothing."""
+Variant = tuple[TensorKey | None, int]
+"""The key under which the item is shared, None where it is not shared, and the rows of its
+output."""
+RequestVariants = Mapping[str, Iterable[Variant]]
+"""By the identifiers of one request's items. An identifier with several variants fits no bytes."""
 
 
-class Meanings:
-    """Counted by request: `add` and `remove` are given the same."""
+class ItemVariants:
+    """Counts the variants of all requests. `remove` takes what `add` was given."""
 
     def __init__(self) -> None:
-        self._meanings: dict[str, Counter[Meaning]] = {}
-        self.asking: Meant | None = None
-        """Of the request that vLLM is about to schedule, and asks for items of; None where it did
-        not say, as hosts before 0.30 do not of requests that run."""
+        self._variants: dict[str, Counter[Variant]] = {}
+        self.current: RequestVariants | None = None
+        """The variants of the request that vLLM is about to schedule. None where it is not known:
+        vLLM before 0.30 does not name requests that run."""
 
     def __len__(self) -> int:
-        return len(self._meanings)
+        return len(self._variants)
 
-    def add(self, meant: Meant) -> None:
-        for identifier, meanings in meant.items():
-            self._meanings.setdefault(identifier, Counter()).update(meanings)
+    def add(self, variants: RequestVariants) -> None:
+        for identifier, values in variants.items():
+            self._variants.setdefault(identifier, Counter()).update(values)
 
-    def remove(self, meant: Meant) -> None:
-        for identifier, meanings in meant.items():
-            left = self._meanings[identifier]
-            left.subtract(meanings)
-            self._meanings[identifier] = left = +left
+    def remove(self, variants: RequestVariants) -> None:
+        for identifier, values in variants.items():
+            left = self._variants[identifier]
+            left.subtract(values)
+            self._variants[identifier] = left = +left
             if not left:
-                del self._meanings[identifier]
+                del self._variants[identifier]
 
-    def of(self, identifier: str) -> tuple[Meaning, ...]:
-        """What vLLM may mean by it now; nothing where no request with it is known."""
-        meant = self._meanings if self.asking is None else self.asking
-        return tuple(meant.get(identifier, ()))
+    def of(self, identifier: str) -> tuple[Variant, ...]:
+        """What vLLM may mean by the identifier now; empty where no request with it is known."""
+        variants = self._variants if self.current is None else self.current
+        return tuple(variants.get(identifier, ()))

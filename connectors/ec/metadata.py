@@ -1,7 +1,8 @@
-"""What the scheduler side tells the workers about one step, and what they tell it.
+"""The messages between scheduler side and workers for one step.
 
-Written by `EcScheduler.build_metadata` in the scheduler's thread, carried to every rank by vLLM's
-own channel (which pickles; we never do), read by `EcWorker`. Plain data without vLLM or torch.
+`EcScheduler.build_metadata` writes `StepMetadata` on vLLM's scheduler thread. vLLM pickles it and
+carries it to each rank, where `EcWorker` reads it. `WorkerCounts` goes the other way. Plain data
+without vLLM or torch.
 """
 
 from dataclasses import dataclass, field
@@ -15,43 +16,44 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ItemLoad:
-    """One item to be put into the engine's encoder cache before the model runs.
+    """An item to put into vLLM's encoder cache before the model runs.
 
-    The names `mm_hash` and `num_token` are vLLM's own convention, which its tests rely on.
+    The names `mm_hash` and `num_token` are vLLM's convention; its tests rely on them.
     """
 
     mm_hash: str
     num_token: int
     order: "LoadOrder | None"
-    """Where the bytes lie, pinned. None only if a hit was promised by somebody else than us; the
-    worker then has to look for it."""
+    """The pinned bytes. None only if the hit was not promised by this connector; the worker then
+    looks the item up by its key."""
     key: str | None = None
-    """Text of the key; None as above."""
+    """Text of the key; None in the same case as `order`."""
 
 
 @dataclass(slots=True)
 class StepMetadata:
-    """Loads and saves of one step."""
+    """The loads and saves of one step."""
 
     mm_datas: list[ItemLoad] = field(default_factory=list)
-    """The loads, and nothing but the loads."""
+    """Only the loads."""
     saves: dict[str, str] = field(default_factory=dict)
-    """Items that are encoded in this step and may be stored: identifier -> text of the key."""
+    """Items that this step encodes and that may be stored: identifier -> text of the key."""
     encodes: set[str] = field(default_factory=set)
-    """Identifiers of all items that are encoded in this step from media of their own."""
+    """Identifiers of all items that this step encodes from media."""
     lost: dict[str, str] = field(default_factory=dict)
-    """Items of vLLM's own encoder cache that are no longer stored, to be stored again; likewise."""
+    """Items in vLLM's own cache that are no longer stored and are to be stored again: identifier ->
+    text of the key."""
     namespace: str = ""
-    """Under which they are; the scheduler side alone knows it. Empty: nothing is shared."""
+    """The namespace of the keys; only the scheduler side computes it. Empty: nothing is shared."""
 
 
 @dataclass(slots=True)
 class WorkerCounts:
-    """What a worker counted since the step before; vLLM adds up those of all ranks."""
+    """Counts of one worker since the previous step; vLLM adds up those of all ranks."""
 
     counts: dict[str, int]
     encoded: set[Form] = field(default_factory=set)
-    """What outputs looked like that it encoded, each told once."""
+    """Dtype and width of outputs that the worker encoded; each is reported once."""
 
     def aggregate(self, other: "WorkerCounts") -> "WorkerCounts":
         names = self.counts.keys() | other.counts.keys()

@@ -1,11 +1,12 @@
-"""What the outputs of this engine's encoder look like, so that nothing else is promised to vLLM.
+"""The possible dtypes and shapes of this engine's encoder outputs.
 
-Owned by the scheduler's thread. Pure data: knows neither vLLM nor torch.
+Only bytes that match are promised to vLLM. An output is `[num_embeds, width]`. The width is that of
+the model's input embeddings, or a multiple where an encoder puts several layers side by side
+(DeepStack). An encoder that adds positions (pruning of video) appends a few numbers more. vLLM 0.30
+and newer measure the width with a dummy encode on engines that produce. Elsewhere it comes from the
+model's configuration and from what this engine has encoded.
 
-An output is `[num_embeds, width]`. The width is that of the model's input embeddings, or a multiple
-where an encoder packs several layers side by side (DeepStack), and some numbers more where it adds
-positions (pruning of video). vLLM 0.30 and newer measure it by a dummy encode on engines that
-produce. Elsewhere it is told by the model's configuration, and by what this engine has encoded.
+Pure data without vLLM or torch. `PinTable` uses it on vLLM's scheduler thread.
 """
 
 from collections.abc import Collection, Mapping
@@ -18,38 +19,42 @@ if TYPE_CHECKING:
     from lookup_buffer.protocol.header import TensorHeader
 
 Form = tuple[str, int]
-"""Dtype, as headers name it, and width of an output."""
+"""Dtype, as in headers, and width of an output."""
 POSITIONS_MAX = 16
-"""Numbers that stand behind an embedding for its position; vLLM's models have four or five."""
+"""Limit for the numbers that an encoder appends for positions; vLLM's models append four or
+five."""
 
 
 @dataclass(slots=True)
 class EncoderOutputs:
-    """What is known of them. Without any value nothing is refused but what is no matrix."""
+    """What is known of the outputs. Without values, only tensors that are not matrices are
+    refused."""
 
     dtype: str = ""
-    """The model's; \"\" where it is not to be compared."""
+    """Of the model; "" where the dtype is not compared."""
     width: int = 0
     """Of the model's input embeddings; 0 where it is not known."""
     levels: frozenset[int] = frozenset({1})
-    """How many times as wide outputs may be, as far as the configuration tells."""
+    """Possible multiples of `width`, from the model's configuration."""
     has_positions: bool = False
-    """Whether positions may stand behind that."""
+    """Whether the encoder may append positions."""
     measured: Mapping[str, int] = field(default_factory=dict)
-    """Widths by modality, as vLLM measured them."""
+    """Widths by modality, as measured by vLLM."""
     encoded: set[Form] = field(default_factory=set)
-    """Of outputs that this engine's workers encoded: right whatever the configuration says."""
+    """Of outputs that this engine's workers encoded. These are valid whatever the configuration
+    says."""
 
     def misfit(
         self, header: "TensorHeader", modalities: Collection[str], *, any_float: bool = False
     ) -> MaybeMissed:
-        """Why the tensor is no output of this encoder: SHAPE or DTYPE; "" if it may be one.
+        """Return SHAPE or DTYPE where the tensor is no output of this encoder, "" where it may be
+        one.
 
         Args:
             header: of the stored tensor.
-            modalities: what requests say that it is; empty where they did not say.
-            any_float: whether a dtype that this engine has not seen is taken, because vLLM casts
-                it and the item cannot be encoded here.
+            modalities: the modalities that requests give for the item; empty where they give none.
+            any_float: accept a float dtype that this engine has not encoded. vLLM casts it, and the
+                item cannot be encoded here.
         """
         if header.kind != "tensor" or len(header.shape) != 2:
             return MissReason.SHAPE

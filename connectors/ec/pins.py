@@ -1,12 +1,12 @@
-"""Pins of the scheduler side: which bytes are held, for whom, and until when.
+"""Pins of the scheduler side: which bytes are pinned, for which requests, and until when.
 
-Owned by the scheduler's thread; no other may touch it. Pure bookkeeping beside one-way `release`
-calls. A pin is in exactly one of these places:
+Used only on vLLM's scheduler thread. Pure bookkeeping, apart from one-way `release` messages to the
+node. A pin is in one of three states:
 
     waiting     wanted by requests that were not scheduled yet
-    promised    vLLM was told in this pass that the item can be loaded; kept whatever happens until
-                the pass ends, because the promise cannot be taken back
-    flying      handed to the workers with a step, kept until that step has surely run
+    promised    vLLM got a yes for the item in this pass and relies on it until the pass ends, so
+                the pin is kept until then
+    in flight   part of a step that went to the workers; kept until that step has certainly run
 """
 
 from collections import deque
@@ -31,21 +31,22 @@ class Pin:
     identifier: str
     handle: "PrefetchHandle"
     nbytes: int
-    """What counts against the budget: an estimate, as the true size is only known on arrival."""
+    """Bytes that count against the budget. An estimate, because the true size is known on
+    arrival."""
     wanted_by: set[str] = field(default_factory=set)
     modalities: set[str] = field(default_factory=set)
-    """What the requests that asked for it say that it is."""
+    """The modalities that requests give for the item."""
     order: "LoadOrder | None" = None
-    """Where the bytes lie, as it was when vLLM was promised them."""
+    """The location of the bytes at the time of the promise."""
 
     @property
     def rows(self) -> int:
-        """Of the output that came, -1 where it has none."""
+        """Rows of the output that arrived; -1 where it has none."""
         shape = self.handle.order.header.shape if self.handle.order is not None else ()
         return shape[0] if shape else -1
 
     def wait(self, timeout: float) -> bool:
-        """Whether it is settled, at the latest after `timeout` seconds."""
+        """Whether the prefetch is settled; waits at most `timeout` seconds."""
         if self.handle.state is PrefetchState.PENDING and timeout > 0:
             self.handle.wait(timeout)
         return self.handle.state is not PrefetchState.PENDING
@@ -55,11 +56,11 @@ class PinTable:
     """All pins of one engine.
 
     Args:
-        buffer: to which pins are given back.
-        budget_bytes: bound on the bytes of all pins together.
-        steps_in_flight: how many steps vLLM may have scheduled and not finished. A step has surely
-            run when that many more were built.
-        row_bytes: of one row of an item, a first guess.
+        buffer: the client that releases pins.
+        budget_bytes: limit for the bytes of all pins together.
+        steps_in_flight: how many steps vLLM may have scheduled and not finished. A step has
+            certainly run once that many more were built.
+        row_bytes: first estimate for the size of one row, in bytes.
         outputs: what may be promised; shared with `EcScheduler`.
     """
 
@@ -78,39 +79,39 @@ class PinTable:
         self._outputs = outputs
         self._waiting: dict[str, Pin] = {}
         self._promised: dict[str, Pin] = {}
-        self._flying: deque[tuple[int, list[Pin]]] = deque()
+        self._in_flight: deque[tuple[int, list[Pin]]] = deque()
         self.held_bytes = 0
 
     def __len__(self) -> int:
-        """Pins held, in any place."""
-        flying = sum(len(pins) for _, pins in self._flying)
+        """Pins in all states."""
+        in_flight = sum(len(pins) for _, pins in self._in_flight)
         promised = sum(self._waiting.get(key) is not pin for key, pin in self._promised.items())
-        return len(self._waiting) + promised + flying
+        return len(self._waiting) + promised + in_flight
 
     @property
     def budget_bytes(self) -> int:
         return self._budget_bytes
 
-    def has_room(self, nbytes: int) -> bool:
+    def has_space(self, nbytes: int) -> bool:
         return self.held_bytes + nbytes <= self._budget_bytes
 
     def estimated_bytes(self, rows: int) -> int:
-        """What an item of so many rows will take, by what the last ones took."""
+        """Estimated size of an item with so many rows, from the last items that arrived."""
         return rows * self._row_bytes
 
-    def saw_size(self, rows: int, nbytes: int) -> None:
-        """An item has come that takes so much."""
+    def record_size(self, rows: int, nbytes: int) -> None:
+        """An item with so many rows and bytes has arrived."""
         self._row_bytes = max(1, nbytes // max(1, rows))
 
     def get(self, identifier: str) -> Pin | None:
-        """The pin that waits for this item's request to be scheduled."""
+        """The waiting pin of this item."""
         return self._waiting.get(identifier)
 
-    def is_here(self, pin: Pin) -> bool:
-        """Whether the bytes are here, in the arena that is mapped now.
+    def is_resident(self, pin: Pin) -> bool:
+        """Whether the bytes are in the arena that is mapped now.
 
-        The arena of a lost node stays mapped for a while, so what was dispatched still loads; what
-        waits may wait longer than that.
+        The arena of a lost node stays mapped for a while, so dispatched loads still succeed. A
+        waiting pin may wait longer than that.
         """
         handle = pin.handle
         order = handle.order
@@ -118,14 +119,14 @@ class PinTable:
             return False
         return self._is_mapped(order)
 
-    def why_unfit(
+    def misfit_reason(
         self, pin: Pin, num_embeds: int | None, *, any_float: bool = False
     ) -> MaybeMissed:
-        """The reason (a counter's name) why a settled item is not what a request expects, an output
-        of this model's encoder with so many rows; "" if it is.
+        """Why a settled item is not what a request expects: a resident output of this model's
+        encoder with so many rows. "" if it is. The reason is part of a counter's name.
 
         Args:
-            num_embeds: None where the host does not say for which request it asks.
+            num_embeds: None where vLLM does not name the request.
             any_float: see `EncoderOutputs.misfit`.
         """
         handle = pin.handle
@@ -138,13 +139,13 @@ class PinTable:
         return self._outputs.misfit(handle.order.header, pin.modalities, any_float=any_float)
 
     def promise_all(self, rows: Mapping[str, int]) -> bool:
-        """Promise these items, which cannot be encoded here, if the bytes of all of them wait here
-        and fit; else none."""
+        """Promise these items, which cannot be encoded here, if the bytes of all of them are
+        resident and fit. Otherwise promise none."""
         pins = [(self._waiting.get(identifier), count) for identifier, count in rows.items()]
         held = [
             pin
             for pin, count in pins
-            if pin is not None and not self.why_unfit(pin, count, any_float=True)
+            if pin is not None and not self.misfit_reason(pin, count, any_float=True)
         ]
         if len(held) < len(pins):
             return False
@@ -155,22 +156,25 @@ class PinTable:
     def _is_mapped(self, order: "LoadOrder") -> bool:
         return bool(order.boot == getattr(self._buffer, "boot", order.boot))
 
-    def hopeful(self, identifier: str) -> bool:
-        """Whether the bytes of this item wait here, or may be on their way: no need to ask."""
+    def may_arrive(self, identifier: str) -> bool:
+        """Whether the bytes are resident or in flight, so that no new prefetch is needed."""
         pin = self._waiting.get(identifier)
-        return pin is not None and (pin.handle.state is PrefetchState.PENDING or self.is_here(pin))
+        return pin is not None and (
+            pin.handle.state is PrefetchState.PENDING or self.is_resident(pin)
+        )
 
     def add(self, pin: Pin) -> None:
-        """In place of one that was asked for in vain: who waits for that waits for this now."""
-        vain = self._waiting.get(pin.identifier)
-        if vain is not None:
-            pin.wanted_by |= vain.wanted_by
+        """Add a waiting pin. It replaces a failed one of the same item and takes over its
+        requests."""
+        failed = self._waiting.get(pin.identifier)
+        if failed is not None:
+            pin.wanted_by |= failed.wanted_by
             self.discard(pin.identifier)
         self._waiting[pin.identifier] = pin
         self.held_bytes += pin.nbytes
 
     def drop(self, identifier: str, request_id: str) -> None:
-        """This request wants the item no more; the last one to go gives it back."""
+        """The request no longer wants the item. After the last one the pin is released."""
         pin = self._waiting.get(identifier)
         if pin is None:
             return
@@ -179,69 +183,71 @@ class PinTable:
             self.discard(identifier)
 
     def discard(self, identifier: str) -> None:
-        """Nobody needs this item loaded any more."""
+        """No request needs this item loaded any more."""
         pin = self._waiting.pop(identifier, None)
         if pin is not None and self._promised.get(identifier) is not pin:
             self.release(pin)
 
     def discard_other(self, identifier: str, key: TensorKey) -> None:
-        """The identifier now stands for `key`; bytes of another adapter of that name are not it."""
+        """Discard a pin under another key: the identifier now stands for `key`, for example after
+        another adapter took the same name."""
         pin = self._waiting.get(identifier)
         if pin is not None and pin.handle.key != key:
             self.discard(identifier)
 
     def promise(self, pin: Pin) -> None:
-        """vLLM was told that it can have this item in the current pass."""
+        """vLLM got a yes for this item in the current pass."""
         pin.order = pin.handle.order
         former = self._promised.get(pin.identifier)
-        if former is not None and former is not pin:  # of a node that was lost in this pass
+        if former is not None and former is not pin:  # from a node that was lost in this pass
             self.release(former)
         self._promised[pin.identifier] = pin
 
-    def promise_at_once(self, pin: Pin) -> None:
-        """As `promise`, of a pin that waits for no request: it goes with the pass."""
+    def promise_now(self, pin: Pin) -> None:
+        """As `promise`, for a pin that no request waits for. It ends with the pass."""
         self.held_bytes += pin.nbytes
         self.promise(pin)
 
     def take(self, identifier: str) -> Pin | None:
-        """The promised pin of an item that vLLM made room for; the caller now owns it."""
+        """Take out the promised pin of an item that vLLM allocated. The caller owns it from then
+        on."""
         pin = self._promised.pop(identifier, None)
         if pin is not None and self._waiting.get(identifier) is pin:
             del self._waiting[identifier]
         return pin
 
     def end_pass(self) -> None:
-        """Promises that vLLM did not use end; those that nobody wants any more are given back."""
+        """End the promises that vLLM did not use, and release those that no request wants."""
         for identifier, pin in self._promised.items():
             if self._waiting.get(identifier) is not pin:
                 self.release(pin)
         self._promised.clear()
 
-    def fly(self, step: int, pins: list[Pin]) -> None:
-        """The workers were told of these pins with this step."""
+    def dispatch(self, step: int, pins: list[Pin]) -> None:
+        """The step that goes to the workers loads these pins."""
         if pins:
-            self._flying.append((step, pins))
+            self._in_flight.append((step, pins))
 
-    def land(self, step: int) -> None:
-        """A new step is being built: pins of steps that have surely run are given back.
+    def release_finished(self, step: int) -> None:
+        """A new step is being built: release the pins of steps that have certainly run.
 
-        The workers have normally said so themselves; giving a pin back twice is harmless.
+        The workers have normally released them already. A second release does no harm.
         """
-        while self._flying and self._flying[0][0] + self._steps_in_flight <= step:
-            for pin in self._flying.popleft()[1]:
+        while self._in_flight and self._in_flight[0][0] + self._steps_in_flight <= step:
+            for pin in self._in_flight.popleft()[1]:
                 self.release(pin)
 
     def release(self, pin: Pin) -> None:
-        """Give back a pin that is in no place any more."""
+        """Release a pin that is in none of the states any more."""
         self.held_bytes -= pin.nbytes
         self._buffer.release(pin.handle)
 
     def release_all(self) -> None:
-        """The engine ends."""
+        """The engine shuts down."""
         self._promised.clear()
         for pin in list(self._waiting.values()):
             self.release(pin)
         self._waiting.clear()
-        while self._flying:
-            for pin in self._flying.popleft()[1]:
+        while self._in_flight:
+            for pin in self._in_flight.popleft()[1]:
                 self.release(pin)

@@ -1,5 +1,6 @@
 """The encoder-cache connector's counters on vLLM's own `/metrics`, as `vllm:lookup_buffer_ec_*`.
-Needs vLLM 0.31.
+
+vLLM's API server makes `EcPromMetrics` and calls it. Needs vLLM 0.31.
 """
 
 from typing import Any, Final
@@ -11,13 +12,13 @@ from connectors.counters import CountedFamilies, Family
 FAMILIES: Final = (
     Family(
         "vllm:lookup_buffer_ec_loads",
-        "Encoder outputs loaded instead of encoded, by where their bytes came from.",
+        "Encoder outputs loaded instead of encoded, by source of the bytes.",
         "source",
         {"load_local": "local", "load_remote": "remote", "load_lane": "lane"},
     ),
     Family(
         "vllm:lookup_buffer_ec_loaded_bytes",
-        "Bytes of encoder outputs loaded, by where they came from.",
+        "Bytes of encoder outputs loaded, by source.",
         "source",
         {
             "loaded_local_bytes": "local",
@@ -27,7 +28,7 @@ FAMILIES: Final = (
     ),
     Family(
         "vllm:lookup_buffer_ec_misses",
-        "Items looked up and not to be had in time, by reason; they were encoded here.",
+        "Items looked up and not available in time, by reason; they were encoded here.",
         "reason",
         {"miss": ""},
     ),
@@ -45,35 +46,35 @@ FAMILIES: Final = (
     ),
     Family(
         "vllm:lookup_buffer_ec_items_not_shared",
-        "Items that stay on their instance, by reason.",
+        "Items that are not shared with other engines, by reason.",
         "reason",
         {"skipped": ""},
     ),
     Family(
         "vllm:lookup_buffer_ec_encodes_skipped",
-        "Items that a pure producer need not encode, for they are stored already.",
+        "Items that a pure producer did not encode, because they are stored already.",
         events={"encode_skipped": ""},
     ),
     Family(
         "vllm:lookup_buffer_ec_claims",
-        "Sets of claims that requests asked for before they encode, by how that went.",
+        "Sets of claims that requests made before an encode, by outcome.",
         "outcome",
         {"claim": ""},
     ),
     Family(
         "vllm:lookup_buffer_ec_encodes_despite_holder",
-        "Items encoded here while another instance had the claim, for the wait was over.",
+        "Items encoded here while another engine held the claim, because the wait was over.",
         events={"encode": ""},
     ),
     Family(
         "vllm:lookup_buffer_ec_unavailable_requests",
-        "Requests that failed, by why the items that came without media were not to be had.",
+        "Requests that failed because items without media were not available, by reason.",
         "reason",
         {"unavailable": ""},
     ),
     Family(
         "vllm:lookup_buffer_ec_prefetches_over_budget",
-        "Requests that went on without being prefetched for, as prefetch_bytes was used up.",
+        "Requests that continued without a prefetch, because prefetch_bytes was used up.",
         events={"over_budget": ""},
     ),
     Family(
@@ -84,7 +85,7 @@ FAMILIES: Final = (
     ),
     Family(
         "vllm:lookup_buffer_ec_device_faults",
-        "What a GPU did not do: pin an arena for quick loads, or copy.",
+        "Faults of a GPU: it did not pin an arena for fast loads, or did not copy.",
         "what",
         {"arena_not_pinned": "arena_not_pinned", "copy_failed": "copy_failed"},
     ),
@@ -92,7 +93,7 @@ FAMILIES: Final = (
 
 
 class EcPromMetrics(ECConnectorPromMetrics):
-    """Arguments as vLLM gives them to `build_prom_metrics`."""
+    """Arguments as vLLM passes them to `build_prom_metrics`."""
 
     def __init__(
         self,

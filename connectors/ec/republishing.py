@@ -1,12 +1,13 @@
-"""What vLLM's own encoder cache holds and this host's node has lost, to be stored again.
+"""Stores again what vLLM's own encoder cache holds and this host's node has lost.
 
-vLLM asks a connector for nothing that its own cache answers, so a request for such an item would
-never bring it back for others: a node was lost, a time to live is over, a namespace was
-invalidated. Looked for once for each request, on this host alone: that takes no message, and what
-is said of other hosts may be out of date while a node is not yet known to be dead. Where another
-host does have it, this is one copy more. (Of items with a time to live this look-up knows nothing:
-they are offered again, once a second at most, and the node says that they exist.) Owned by vLLM's
-scheduler thread.
+vLLM asks a connector for no item that its own cache holds, so a request for such an item would
+never restore it for others. A node loses items when it dies, when a time to live ends, or when a
+namespace is invalidated. Each request is checked once, against this host alone. That needs no
+message, and information about other hosts may be out of date until a dead node is detected. If
+another host has the item, one more copy exists. An item with a time to live is not visible to this
+check. It is offered again, at most once a second, and the node reports that it exists.
+
+`EcGate` and `EcScheduler` call it on vLLM's scheduler thread.
 """
 
 import time
@@ -14,18 +15,19 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from connectors.ec.engine_cache import EngineCache
-from connectors.ec.watch import RequestWatch
+from connectors.ec.watch import RequestState
 
 if TYPE_CHECKING:
     from lookup_buffer.client.buffer import LookupBuffer
 
-AGAIN_SECONDS = 1.0
-"""An item is given to the workers so often at most: they store it in the background."""
-GIVEN_MAX = 4096
+REPUBLISH_INTERVAL_SECONDS = 1.0
+"""Minimum time between two orders to store the same item; workers store in the background."""
+BLOCKED_MAX = 4096
 
 
 class EcRepublishing:
-    """
+    """See the module.
+
     Args:
         engine_cache: what vLLM's own cache holds, and under which keys that may be stored.
     """
@@ -41,30 +43,30 @@ class EcRepublishing:
         self._engine_cache = engine_cache
         self._clock = clock
         self._lost: dict[str, str] = {}
-        self._given: dict[str, float] = {}
-        """Until when an item that was given to the workers is not given again."""
+        self._blocked_until: dict[str, float] = {}
+        """By identifier: until when the item is not given to the workers again."""
 
-    def look(self, watch: RequestWatch) -> None:
-        """See whether this host still holds the request's items that vLLM's cache holds."""
+    def check(self, state: RequestState) -> None:
+        """Find the request's items that vLLM's cache holds and this host has lost."""
         key_of = self._engine_cache.key_of
-        held = [item for item in watch.items if key_of(item.identifier) == item.key]
+        held = [item for item in state.items if key_of(item.identifier) == item.key]
         if held:
             found = self._buffer.has_caches([item.key for item in held], timeout=0.0)
             for item, is_stored in zip(held, found, strict=True):
                 if not is_stored:
-                    self._note(item.identifier, item.key.text)
+                    self._add_lost(item.identifier, item.key.text)
 
-    def _note(self, identifier: str, key: str) -> None:
+    def _add_lost(self, identifier: str, key: str) -> None:
         now = self._clock()
-        if now < self._given.get(identifier, now):
+        if now < self._blocked_until.get(identifier, now):
             return
-        self._given.pop(identifier, None)  # the dictionary is in the order of the times
-        self._given[identifier] = now + AGAIN_SECONDS
-        if len(self._given) > GIVEN_MAX:
-            del self._given[next(iter(self._given))]
+        self._blocked_until.pop(identifier, None)  # keeps the dictionary sorted by time
+        self._blocked_until[identifier] = now + REPUBLISH_INTERVAL_SECONDS
+        if len(self._blocked_until) > BLOCKED_MAX:
+            del self._blocked_until[next(iter(self._blocked_until))]
         self._lost[identifier] = key
 
     def take(self) -> dict[str, str]:
-        """What the workers are to store in the step that is being built: identifier -> key."""
+        """What the workers store in the step that is being built: identifier -> text of the key."""
         taken, self._lost = self._lost, {}
         return taken

@@ -1,10 +1,10 @@
-"""The scheduler side: what vLLM is promised in a pass, and what the workers are told at its end.
+"""The scheduler side: what vLLM is promised in a pass, and what goes to the workers at its end.
 
-Runs in vLLM's scheduler thread. Knows the buffer's client and the attributes of vLLM's requests;
-imports neither vLLM nor torch.
+Runs on vLLM's scheduler thread; `LookupBufferECConnector` calls it. It uses the buffer's client and
+attributes of vLLM's requests, and imports neither vLLM nor torch.
 
-The rule that everything here serves: vLLM is told that an item can be loaded only while its bytes
-are pinned on this host. A promise that does not load kills the engine.
+One rule: vLLM gets a yes for an item only while its bytes are pinned on this host. A promise that
+does not load ends the engine.
 """
 
 import time
@@ -14,15 +14,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from connectors.counters import Counters, IdleTime, PassTime, PassTimes, logger
-from connectors.ec.answers import Answers
+from connectors.ec.answers import PassCache
 from connectors.ec.claims import EcClaims
-from connectors.ec.deliveries import EcDeliveries
+from connectors.ec.deliveries import MetadataWaits
 from connectors.ec.engine_cache import EngineCache
-from connectors.ec.fetching import EcFetching
+from connectors.ec.fetching import FetchingSource
 from connectors.ec.gate import EcGate
-from connectors.ec.located import Located
-from connectors.ec.locating import EcLocating
-from connectors.ec.meanings import Meanings
+from connectors.ec.located import StoredItems
+from connectors.ec.locating import LocatingSource
+from connectors.ec.meanings import ItemVariants
 from connectors.ec.metadata import ItemLoad, StepMetadata, WorkerCounts
 from connectors.ec.pins import Pin, PinTable
 from connectors.ec.republishing import EcRepublishing
@@ -33,7 +33,7 @@ from connectors.settings import ConnectorSettings
 from lookup_buffer.key import TensorKey
 
 if TYPE_CHECKING:
-    from connectors.ec.supply import ItemSupply
+    from connectors.ec.supply import ItemSource
     from lookup_buffer.client.buffer import LookupBuffer
 
 RECORDS_KEPT = 1024
@@ -41,18 +41,18 @@ RECORDS_KEPT = 1024
 
 @dataclass(frozen=True, slots=True)
 class ItemRecord:
-    """What became of one item that vLLM made room for."""
+    """The outcome for one item that vLLM allocated."""
 
     request_id: str
     identifier: str
     source: str
-    """`encoded`, or from where the bytes came: `local` or the id of a node."""
+    """`encoded`, or the source of the bytes: `local` or the id of a node."""
     nbytes: int
 
 
 class EcScheduler:
-    """See the module. Every method is called by vLLM's scheduler thread only; none raises for a
-    fault of the node, of Redis or of a peer."""
+    """See the module. Every method runs on vLLM's scheduler thread. None raises for a fault of the
+    node, of Redis or of a peer."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class EcScheduler:
             shape.embed_bytes,
             shape.outputs,
         )
-        self.located = Located()
+        self.stored_items = StoredItems()
         self._engine_cache = EngineCache()
         self._adapters = Adapters(encode=shape.adapters_encode)
         self.claims = EcClaims(
@@ -89,32 +89,32 @@ class EcScheduler:
             clock=clock,
         )
         self._step = 0
-        self.meanings = Meanings()
-        """What the requests that vLLM has now mean by the names of items; kept by the gate."""
-        self._answers = Answers(self.meanings)
+        self.variants = ItemVariants()
+        """What vLLM's current requests mean by the identifiers of items; the gate updates it."""
+        self._pass_cache = PassCache(self.variants)
         self._loads: dict[str, tuple[ItemLoad, Pin | None]] = {}
         self._allocated: dict[str, str] = {}
-        """Items that vLLM made room for in this pass, and for which request it last did."""
+        """Items that vLLM allocated in this pass, and the request of the last allocation."""
         self._lost: set[str] = set()
-        """Items that vLLM asked for in this pass though its own cache had them."""
+        """Items that vLLM asked for in this pass although its own cache should hold them."""
         self._saves: dict[str, str] = {}
         self._from_media: set[str] = set()
         self._encodes: list[tuple[str, str, int]] = []
-        """Of this pass: identifier, request, and position in it."""
+        """Encodes of this pass: identifier, request, and index in the request."""
         self._encoded_rows = 0
-        """Of these."""
+        """Rows of these encodes."""
         times = PassTimes(
             PassTime(settings.first_sight_seconds, clock),
             IdleTime(settings.idle_wait_seconds, clock),
         )
-        self._supply = self._make_supply(settings, times, clock)
+        self._item_source = self._make_item_source(settings, times, clock)
         self._republishing = EcRepublishing(buffer, self._engine_cache, clock=clock)
         self.gate = self._make_gate(settings, times, clock)
 
     def _make_gate(
         self, settings: ConnectorSettings, times: PassTimes, clock: Callable[[], float]
     ) -> EcGate:
-        deliveries = EcDeliveries(
+        metadata_waits = MetadataWaits(
             self._buffer,
             self.pins,
             self.claims,
@@ -122,14 +122,14 @@ class EcScheduler:
             clock=clock,
         )
         return EcGate(
-            self._supply,
+            self._item_source,
             self.claims,
-            deliveries,
+            metadata_waits,
             self._republishing if self._shape.is_producer else None,
             pins=self.pins,
             engine_cache=self._engine_cache,
-            meanings=self.meanings,
-            answers=self._answers,
+            variants=self.variants,
+            pass_cache=self._pass_cache,
             times=times,
             settings=settings,
             shape=self._shape,
@@ -139,17 +139,19 @@ class EcScheduler:
             clock=clock,
         )
 
-    def _make_supply(
+    def _make_item_source(
         self, settings: ConnectorSettings, times: PassTimes, clock: Callable[[], float]
-    ) -> "ItemSupply":
+    ) -> "ItemSource":
         wait_seconds = settings.fetch_wait_seconds
         if not self._shape.is_consumer:
-            return EcLocating(self._buffer, self.located, times.first_sights, wait_seconds, clock)
-        return EcFetching(
+            return LocatingSource(
+                self._buffer, self.stored_items, times.first_sights, wait_seconds, clock
+            )
+        return FetchingSource(
             self._buffer,
             self.pins,
             self.claims,
-            self._answers,
+            self._pass_cache,
             times=times,
             wait_seconds=wait_seconds,
             counters=self.counters,
@@ -158,29 +160,29 @@ class EcScheduler:
 
     @property
     def engine_cache(self) -> EngineCache:
-        """What vLLM itself holds, as far as it has told us."""
+        """What vLLM's own cache holds, as far as its calls show."""
         return self._engine_cache
 
     def has_cache_item(self, identifier: str) -> bool:
         """Whether the item can be loaded (on a pure producer: need not be encoded).
 
-        The answer holds for the rest of the pass, whatever happens to the item meanwhile.
+        The answer holds for the rest of the pass, even if the item is lost meanwhile.
         """
-        # vLLM asks only for what its own cache lacks.
+        # vLLM asks only for items that its own cache lacks.
         if identifier in self._engine_cache or self._engine_cache.is_empty(identifier):
             self._engine_cache.discard(identifier)
             self._lost.add(identifier)
-        asked = identifier, self.meanings.of(identifier)
-        answer = self._answers.get(asked)
+        wanted = identifier, self.variants.of(identifier)
+        answer = self._pass_cache.get(wanted)
         if answer is None:
-            answer = self._supply.promise(*asked) or (
-                identifier in self._lost and self._supply.look_again(*asked)
+            answer = self._item_source.promise(*wanted) or (
+                identifier in self._lost and self._item_source.look_up_lost(*wanted)
             )
-            self._answers[asked] = answer
+            self._pass_cache[wanted] = answer
         return answer
 
     def item_allocated(self, request: Any, index: int, *, is_hit: bool) -> None:
-        """vLLM made room for an item in its own cache, to load it or to encode it."""
+        """vLLM allocated an item in its own cache, to load it or to encode it."""
         feature = request.mm_features[index]
         identifier: str = feature.identifier
         self._allocated[identifier] = request.request_id
@@ -208,7 +210,7 @@ class EcScheduler:
         self._loads[feature.identifier] = (load, pin)
         if pin is None or order is None:
             return
-        self.pins.saw_size(load.num_token, order.nbytes)
+        self.pins.record_size(load.num_token, order.nbytes)
         source = pin.handle.source
         where = "lane" if order.lane else "local" if source == "local" else "remote"
         self.counters.add(f"load_{where}")
@@ -216,7 +218,7 @@ class EcScheduler:
         self._record(request.request_id, feature.identifier, source, order.nbytes)
 
     def _encode(self, request: Any, feature: Any) -> TensorKey | None:
-        """The key under which the output may be stored."""
+        """Record the encode, and return the key under which the output may be stored."""
         self._record(request.request_id, feature.identifier, "encoded", 0)
         if carried_by(feature, self._metadata_fields) is not Carried.MEDIA:
             return None
@@ -227,14 +229,14 @@ class EcScheduler:
             mm_hash = getattr(feature, "mm_hash", None)
             key = shared_key(feature.identifier, request, self._adapters, mm_hash)
         except NotShareable:
-            return None  # counted when the request was first seen
+            return None  # counted at the request's first poll
         self._save(request.request_id, feature.identifier, key)
         return key
 
     def _save(self, request_id: str, identifier: str, key: TensorKey) -> None:
-        """The item is encoded in the step that is being built, and stored after it."""
+        """The step that is being built encodes the item; it is stored afterwards."""
         self._saves[identifier] = key.text
-        self.gate.found(identifier, self.claims.encodes(request_id, identifier, key))
+        self.gate.encode_begun(identifier, self.claims.encode_begins(request_id, identifier, key))
 
     def _record(self, request_id: str, identifier: str, source: str, nbytes: int) -> None:
         self.records.append(ItemRecord(request_id, identifier, source, nbytes))
@@ -243,11 +245,11 @@ class EcScheduler:
     # -- the end of a pass ---------------------------------------------------------------------
 
     def build_metadata(self, scheduler_output: Any) -> StepMetadata:
-        """Close the pass: what the workers have to load and may store in this step."""
+        """End the pass, and return what the workers load and may store in this step."""
         self._step += 1
-        self.pins.land(self._step)
+        self.pins.release_finished(self._step)
         for identifier in scheduler_output.free_encoder_mm_hashes:
-            # Some hosts also name what was driven out and then came back in the same pass.
+            # Some vLLM versions also name items that were evicted and came back in the same pass.
             if self._allocated.get(identifier) in scheduler_output.num_scheduled_tokens:
                 continue
             self._engine_cache.discard(identifier)
@@ -257,44 +259,48 @@ class EcScheduler:
         if scheduler_output.free_encoder_mm_hashes:
             self._engine_cache.evictions += 1
         if self._lost.difference(scheduler_output.free_encoder_mm_hashes):
-            self._engine_cache.was_reset(but=self._allocated)
+            self._engine_cache.clear(keep=self._allocated)
         self._lost.clear()
-        self._supply.end_pass()
+        self._item_source.end_pass()
         for request_id in scheduler_output.finished_req_ids:
             self.gate.forget(request_id)
         metadata = StepMetadata()
-        # V1 workers skip a step without tokens before they come to us (encode-only ones do not).
+        # V1 workers skip a step without tokens before they call the connector. Encode-only workers
+        # do not.
         runs = scheduler_output.total_num_scheduled_tokens > 0 or not self._shape.is_consumer
         if runs:
             if not self._shape.is_consumer:
-                self._encode_what_was_skipped(scheduler_output)
-            self._see_what_runs(scheduler_output.scheduled_encoder_inputs)
+                self._encode_lost_items(scheduler_output)
+            self._cancel_unscheduled(scheduler_output.scheduled_encoder_inputs)
             metadata.mm_datas = [load for load, _ in self._loads.values()]
             metadata.encodes = self._from_media
             metadata.namespace = self._buffer.namespace
             lost = self._republishing.take()
             if metadata.namespace:
                 metadata.saves, metadata.lost = self._saves, lost
-            self.pins.fly(self._step, [pin for _, pin in self._loads.values() if pin is not None])
+            self.pins.dispatch(
+                self._step, [pin for _, pin in self._loads.values() if pin is not None]
+            )
             self._loads = {}
             self._saves = {}
             self._from_media = set()
         self.claims.end_pass(self._step, dispatched=runs)
         self.pins.end_pass()
-        self._answers.clear()
+        self._pass_cache.clear()
         self._allocated.clear()
         self.gate.end_pass(is_idle=not scheduler_output.total_num_scheduled_tokens)
         return metadata
 
-    def _encode_what_was_skipped(self, scheduler_output: Any) -> None:
-        """Have encoded what an engine that only encodes had skipped, because it was stored, and the
-        buffer has lost since: vLLM takes it for encoded, asks nobody, and would never encode it.
-        Its cache has the room already; the step's encodes stay within vLLM's bound.
+    def _encode_lost_items(self, scheduler_output: Any) -> None:
+        """Encode items that an encode-only engine skipped because they were stored, and that are
+        lost now.
 
-        The one place where we write into what vLLM has scheduled.
+        vLLM takes such an item for encoded, asks no connector for it, and would never encode it.
+        Its cache has the allocation already, and the step's encodes stay within vLLM's limit. This
+        is the one place where the connector changes what vLLM has scheduled.
         """
         for request_id in scheduler_output.num_scheduled_tokens:
-            for item in self.gate.lacked(request_id):
+            for item in self.gate.missing_items(request_id):
                 rows = self._encoded_rows + item.num_embeds
                 if not self._engine_cache.is_empty(item.identifier) or (
                     self._encodes and rows > self._shape.encode_rows
@@ -309,21 +315,22 @@ class EcScheduler:
                 self._engine_cache.add(item.identifier, item.key)
                 self._save(request_id, item.identifier, item.key)
 
-    def _see_what_runs(self, scheduled: Mapping[str, Sequence[int]]) -> None:
+    def _cancel_unscheduled(self, scheduled: Mapping[str, Sequence[int]]) -> None:
+        """Cancel the encodes of this pass that vLLM took back."""
         for identifier, request_id, index in self._encodes:
             if index not in scheduled.get(request_id, ()):
-                self.claims.not_run(identifier)
+                self.claims.encode_cancelled(identifier)
         self._encodes.clear()
         self._encoded_rows = 0
 
-    def heard(self, report: WorkerCounts) -> None:
-        """What the workers told of a step."""
+    def add_worker_counts(self, report: WorkerCounts) -> None:
+        """Add what the workers counted in a step."""
         for name, count in report.counts.items():
             self.counters.add(name, count)
         self._shape.outputs.encoded |= report.encoded
 
     def close(self) -> None:
-        """The engine ends: nothing is held any more, and the client with it. Idempotent."""
+        """The engine shuts down: release everything and close the client. Idempotent."""
         for _, pin in self._loads.values():
             if pin is not None:
                 self.pins.release(pin)

@@ -1,6 +1,7 @@
-"""Where an engine's scheduler and workers sit, read from vLLM's configuration, and their clients.
+"""Reads vLLM's configuration for scheduler and workers, and opens their clients.
 
-The one place that knows vLLM's configuration classes apart from `namespace`; called at start.
+`LookupBufferECConnector` calls it at start. Apart from `namespace`, no other module reads vLLM's
+configuration classes.
 """
 
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ def roles(vllm_config: Any) -> tuple[bool, bool]:
     """Whether the engine produces, and whether it consumes."""
     ec = vllm_config.ec_transfer_config
     is_producer = bool(ec.is_ec_producer)
-    # Before 0.17 there is no `ec_both`: whoever does not produce consumes.
+    # vLLM before 0.17 has no `ec_both`: an engine that does not produce consumes.
     return is_producer, bool(getattr(ec, "is_ec_consumer", not is_producer))
 
 
@@ -51,10 +52,10 @@ def engine_shape(vllm_config: Any) -> EngineShape:
 
 
 def _encoder_outputs(vllm_config: Any) -> EncoderOutputs:
-    """What the encoder gives, as far as it is known before it has run for a request."""
+    """What is known of the encoder's outputs before it has run for a request."""
     model = vllm_config.model_config
-    # Hosts before 0.30 do not pass on what workers report, so a dtype of the encoder's own would be
-    # refused for ever: there it is not compared.
+    # vLLM before 0.30 does not forward what workers report. An encoder with a dtype of its own
+    # would then be refused forever, so the dtype is not compared there.
     dtype = str(model.dtype).removeprefix("torch.") if _workers_report() else ""
     width = getattr(model, "get_inputs_embeds_size", None) or model.get_hidden_size
     multimodal = getattr(model, "multimodal_config", None)
@@ -65,7 +66,7 @@ def _encoder_outputs(vllm_config: Any) -> EncoderOutputs:
         width=int(width()),
         levels=frozenset({1, *_levels(read())}),
         has_positions=is_pruned(),
-        # Of engines that produce, since 0.30.
+        # Set on engines that produce, since vLLM 0.30.
         measured=getattr(vllm_config.ec_transfer_config, "mm_encoder_output_widths", None) or {},
     )
 
@@ -77,8 +78,8 @@ def _workers_report() -> bool:
 
 
 def _levels(config: Any) -> Iterator[int]:
-    """How many layers side by side the model's configuration may mean by DeepStack, at any depth:
-    so many as it names, with that of the encoder's own output or without."""
+    """Possible multiples of the width by DeepStack, from the model's configuration at any depth:
+    the number of layers that it names, with and without the encoder's own output."""
     if isinstance(config, list):
         for value in config:
             yield from _levels(value)
@@ -96,12 +97,13 @@ def _steps_in_flight(vllm_config: Any) -> int:
     known = getattr(vllm_config, "max_concurrent_batches", None)
     if known is not None:
         return int(known)
-    # Hosts that keep the number in the executor; one more than theirs costs only a later release.
+    # Older vLLM versions keep the number in the executor. One more than theirs only delays a
+    # release.
     return int(vllm_config.parallel_config.pipeline_parallel_size) + 1
 
 
 def worker_seat(vllm_config: Any) -> WorkerSeat | None:
-    """This worker's seat, or None on the pipeline stages that run no encoder."""
+    """The position of this worker; None on pipeline stages that run no encoder."""
     stage, rank = divmod(int(vllm_config.parallel_config.rank), loading_ranks(vllm_config))
     if stage > 0:
         return None
@@ -117,14 +119,16 @@ def worker_seat(vllm_config: Any) -> WorkerSeat | None:
 
 def open_buffer(vllm_config: Any, settings: ConnectorSettings, rank: int | None) -> LookupBuffer:
     """The client of the scheduler (`rank` None) or of one worker. Raises as `open_client`."""
-    place = EngineRank(
+    engine_rank = EngineRank(
         engine_id=engine_id(vllm_config),
         rank=rank,
         world_size=loading_ranks(vllm_config),
         encodes=True,
         device="" if rank is None else client.device_name(),
     )
-    return client.open_client(settings, place, identity(vllm_config, settings), CONNECTOR_NAME)
+    return client.open_client(
+        settings, engine_rank, identity(vllm_config, settings), CONNECTOR_NAME
+    )
 
 
 def engine_id(vllm_config: Any) -> str:
@@ -132,6 +136,6 @@ def engine_id(vllm_config: Any) -> str:
 
 
 def identity(vllm_config: Any, settings: ConnectorSettings) -> Identity:
-    """One per engine; to be asked for before the model is loaded."""
+    """One per engine. Has to be read before the model is loaded."""
     owner = vllm_config.ec_transfer_config
     return remembered(owner, _IDENTITY, lambda: engine_identity(vllm_config, settings))

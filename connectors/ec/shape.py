@@ -1,4 +1,4 @@
-"""What the scheduler side has to know about its engine."""
+"""Facts about the engine that the scheduler side needs. `seat.engine_shape` makes them at start."""
 
 from dataclasses import dataclass, field
 
@@ -7,17 +7,15 @@ from connectors.ec.outputs import EncoderOutputs
 
 @dataclass(frozen=True, slots=True)
 class EngineShape:
-    """Plain facts, known at start."""
-
     is_producer: bool
     is_consumer: bool
     steps_in_flight: int
     """Steps that vLLM may have scheduled and not finished (`max_concurrent_batches`)."""
     embed_bytes: int
-    """Size of one row of an encoder output, a first guess; learned from what arrives."""
+    """First estimate for the size of one output row; items that arrive correct it."""
     adapters_encode: bool = False
-    """Whether LoRA adapters have a part in encoder outputs."""
+    """Whether LoRA adapters change encoder outputs."""
     outputs: EncoderOutputs = field(default_factory=EncoderOutputs)
-    """What encoder outputs of this engine look like."""
+    """Possible dtypes and shapes of encoder outputs."""
     encode_rows: int = 0
-    """Rows that vLLM encodes in one step at most."""
+    """Limit for the rows that vLLM encodes in one step."""

@@ -1,6 +1,6 @@
-"""What vLLM's own statistics carry of the encoder-cache connector.
+"""The encoder-cache connector's part of vLLM's own statistics.
 
-Made in scheduler and workers, merged and printed in the API server. Needs vLLM 0.31.
+vLLM makes it in scheduler and workers, and merges and prints it in the API server. Needs vLLM 0.31.
 """
 
 from dataclasses import dataclass, field

@@ -142,9 +142,9 @@ class VirtualEngine:
         """Whether it encodes the item, or may encode it at once."""
         claims = self.scheduler.claims
         granted = (
-            one.asked.keys
-            for one in claims._claimants.values()
-            if one.asked is not None and one.asked.state is ClaimOutcome.GRANTED
+            one.handle.keys
+            for one in claims._claims.values()
+            if one.handle is not None and one.handle.state is ClaimOutcome.GRANTED
         )
         unseen = {key.text for keys in granted for key in keys}
         # What was encoded is on its way to be published.

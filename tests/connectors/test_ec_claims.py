@@ -1,4 +1,5 @@
-"""Claims on the scheduler side, rule by rule: who encodes, who waits and for how long."""
+"""Claims on the scheduler side, one rule per test: which request encodes, which waits, and how
+long."""
 
 import pytest
 
@@ -16,22 +17,22 @@ from lookup_buffer.key import TensorKey
 from lookup_buffer.protocol.messages import ClaimOutcome
 
 
-def test_what_nobody_has_is_claimed_in_sorted_order_before_it_is_encoded() -> None:
+def test_missing_items_are_claimed_in_sorted_order_before_they_are_encoded() -> None:
     bench = make_bench()
     bench.store("B")
     request = make_request("r", "C", "B", "A", "C")
-    assert not bench.ensure(request), "nobody may encode before it is known who does"
+    assert not bench.ensure(request), "no request may encode before the claims are settled"
     bench.buffer.fleet.settle(ClaimOutcome.GRANTED)
     assert bench.ensure(request)
     assert claimed(bench) == [["A", "C"]]
     assert bench.buffer.fleet.waits_seconds == [BOUND_SECONDS]
     assert not bench.allocate(request, 0)
     bench.build()
-    assert bench.buffer.fleet.encoding == [(["C", "A"], LEASE_SECONDS)], "and then A"
+    assert bench.buffer.fleet.encoding == [(["C", "A"], LEASE_SECONDS)], "A follows in a later step"
     assert counted(bench) == {"claim:granted": 1}
 
 
-def test_who_waited_loads_what_was_published() -> None:
+def test_a_waiting_request_loads_a_published_item() -> None:
     bench = make_bench()
     request = make_request("r", "A", "B")
     assert not bench.ensure(request)
@@ -41,7 +42,7 @@ def test_who_waited_loads_what_was_published() -> None:
     assert not bench.ensure(request)
     bench.store("A")
     bench.buffer.fleet.settle(ClaimOutcome.STORED)
-    assert not bench.ensure(request), "B has to be claimed anew, for nothing was kept"
+    assert not bench.ensure(request), "B has to be claimed again: the set was released"
     assert claimed(bench) == [["A", "B"], ["B"]]
     assert bench.buffer.fleet.waits_seconds == [BOUND_SECONDS, BOUND_SECONDS / 2]
     bench.buffer.fleet.settle(ClaimOutcome.GRANTED)
@@ -51,7 +52,7 @@ def test_who_waited_loads_what_was_published() -> None:
     assert counted(bench) == {"claim:waited": 1, "claim:published": 1, "claim:granted": 1}
 
 
-def test_the_wait_ends_with_its_bound_and_the_item_is_encoded_and_stored_all_the_same() -> None:
+def test_after_the_wait_limit_the_item_is_encoded_and_stored_here() -> None:
     bench = make_bench()
     request = make_request("r", "A")
     bench.ensure(request)
@@ -68,16 +69,16 @@ def test_the_wait_ends_with_its_bound_and_the_item_is_encoded_and_stored_all_the
 
 
 @pytest.mark.parametrize("way", ["silent", "failed", "out of reach"])
-def test_a_fault_is_an_encode_here(way: str) -> None:
+def test_after_a_fault_of_the_claim_the_item_is_encoded_here(way: str) -> None:
     bench = make_bench()
     request = make_request("r", "A")
     assert not bench.ensure(request)
-    if way == "silent":  # not even that another has it
+    if way == "silent":  # the node does not even report a holder
         bench.clock.now += WAIT_SECONDS
     elif way == "failed":
         bench.buffer.fleet.settle(ClaimOutcome.FAILED)
     else:
-        for _ in range(3):  # the store has it, and it cannot be fetched
+        for _ in range(3):  # the store lists it, but no fetch succeeds
             bench.buffer.fleet.settle(ClaimOutcome.STORED)
             bench.ensure(request)
     assert bench.ensure(request)
@@ -87,8 +88,8 @@ def test_a_fault_is_an_encode_here(way: str) -> None:
     assert "encode:despite_holder" not in counted(bench)
 
 
-def test_an_answer_from_before_the_publication_is_not_taken_for_one_after_it() -> None:
-    """Also where another request that waited for the same bytes has not looked at it yet."""
+def test_a_miss_from_before_the_publication_is_not_reused_after_it() -> None:
+    """Also where another request that shares the prefetch has not been polled since."""
     bench = make_bench(ClaimOutcome.STORED)
     requests = [make_request("r1", "A"), make_request("r2", "A")]
     bench.store("A", needs_fetch=True)
@@ -101,7 +102,7 @@ def test_an_answer_from_before_the_publication_is_not_taken_for_one_after_it() -
     assert counted(bench) == {"claim:published": 1}
 
 
-def test_the_budget_is_one_for_the_life_of_a_request() -> None:
+def test_the_wait_budget_of_a_request_starts_only_once() -> None:
     bench = make_bench()
     request = make_request("r", "A", "B")
     bench.ensure(request)
@@ -116,7 +117,7 @@ def test_the_budget_is_one_for_the_life_of_a_request() -> None:
     assert len(claimed(bench)) == 1
 
 
-def test_waiting_for_an_encode_does_not_use_up_the_time_to_fetch_it() -> None:
+def test_waiting_for_an_encode_does_not_count_as_fetch_time() -> None:
     bench = make_bench()
     bench.store("B", needs_fetch=True)
     request = make_request("r", "A", "B")
@@ -152,10 +153,10 @@ def test_a_running_request_never_waits(why: str) -> None:
     assert len(claimed(bench)) == (2 if why == "waiting" else 1)
     bench.allocate(request, 1)
     bench.build()
-    assert "B" in bench.buffer.fleet.encoding[-1][0], "but others may wait for it"
+    assert "B" in bench.buffer.fleet.encoding[-1][0], "other engines may wait for it"
 
 
-def test_what_another_request_encoded_is_loaded_by_who_was_granted_it_and_had_no_room() -> None:
+def test_a_granted_request_that_was_not_scheduled_loads_what_another_encoded() -> None:
     bench = make_bench(ClaimOutcome.GRANTED)
     one, two = make_request("one", "A"), make_request("two", "A")
     assert bench.ensure(one)
@@ -174,7 +175,7 @@ def test_a_cached_prefix_does_not_make_a_waiting_request_a_running_one() -> None
     assert claimed(bench) == [["A"]]
 
 
-def test_consumers_metadata_and_engines_without_claims_do_not_claim() -> None:
+def test_no_claims_on_consumers_for_metadata_items_or_when_disabled() -> None:
     for bench in (make_bench(producer=False), make_bench(claim_wait_seconds=0)):
         request = make_request("r", "A")
         assert bench.ensure(request)
@@ -186,7 +187,7 @@ def test_consumers_metadata_and_engines_without_claims_do_not_claim() -> None:
     request = make_request("r", "A", "B")
     request.mm_features[1].data = None
     assert not bench.ensure(request)
-    assert claimed(bench) == [], "never wait while holding: B may be long in coming"
+    assert claimed(bench) == [], "a request that waits for B must not hold the claim for A"
     bench.store("B")
     bench.clock.now += 0.02
     bench.ensure(request)
@@ -203,7 +204,7 @@ def test_a_pure_producer_claims_and_skips_what_another_published() -> None:
     assert bench.allocate(request), "stored already: no second encode"
 
 
-def test_what_was_granted_and_not_used_is_given_back_unless_another_request_wants_it() -> None:
+def test_an_unused_claim_is_released_unless_another_request_wants_it() -> None:
     bench = make_bench(ClaimOutcome.GRANTED)
     one, two = make_request("one", "A", "B"), make_request("two", "B")
     assert bench.ensure(one)
@@ -212,19 +213,21 @@ def test_what_was_granted_and_not_used_is_given_back_unless_another_request_want
     assert bench.buffer.fleet.given_back == ["A"]
     bench.allocate(two)
     bench.build(finished=["two"])
-    assert bench.buffer.fleet.given_back == ["A"], "what is encoded ends with its publication"
+    assert bench.buffer.fleet.given_back == ["A"], (
+        "the claim of an encode ends with its publication"
+    )
     for _ in range(3):
         bench.build()
     assert len(bench.scheduler.claims) == 0
 
 
-def test_who_is_aborted_while_it_waits_takes_its_question_back() -> None:
+def test_an_aborted_request_cancels_its_claims() -> None:
     bench = make_bench()
     request = make_request("r", "A")
     bench.ensure(request)
     bench.scheduler.gate.forget("r")
     assert bench.buffer.fleet.cancelled == bench.buffer.fleet.sets
-    assert bench.buffer.fleet.given_back == ["A"], "it may have been granted a moment ago"
+    assert bench.buffer.fleet.given_back == ["A"], "it may have been granted since the last poll"
     assert len(bench.scheduler.claims) == 0
 
 
@@ -233,24 +236,24 @@ def test_an_encode_is_renewed_by_passes_until_its_step_has_surely_run() -> None:
     request = make_request("r", "A")
     bench.ensure(request)
     bench.allocate(request)
-    bench.build(0)  # nothing was dispatched: its step is still to come
-    told = bench.buffer.fleet.encoding
-    assert told == [(["A"], LEASE_SECONDS)]
+    bench.build(0)  # nothing was dispatched, so a later step encodes it
+    renewals = bench.buffer.fleet.encoding
+    assert renewals == [(["A"], LEASE_SECONDS)]
     bench.clock.now += LEASE_SECONDS / 3 - 0.1
     bench.build()
-    assert len(told) == 1, "at most every third of the lease"
+    assert len(renewals) == 1, "at most once per third of the lease"
     bench.clock.now += 0.1
     bench.build()
-    assert told == [(["A"], LEASE_SECONDS)] * 2
+    assert renewals == [(["A"], LEASE_SECONDS)] * 2
     bench.clock.now += LEASE_SECONDS
     bench.build()
-    assert len(told) == 2, "the step has run: what is left is the worker's insert"
+    assert len(renewals) == 2, "the step has run; only the worker's insert is left"
     bench.clock.now += LEASE_SECONDS
     bench.build()
-    assert len(told) == 2
+    assert len(renewals) == 2
 
 
-def test_the_bound_follows_what_encodes_take_here() -> None:
+def test_the_wait_limit_follows_the_duration_of_local_encodes() -> None:
     bench = make_bench(ClaimOutcome.GRANTED, claim_wait_seconds=None, steps_in_flight=1)
     claims = bench.scheduler.claims
     assert claims.wait_seconds == 10.0
@@ -274,8 +277,9 @@ def test_the_bound_follows_what_encodes_take_here() -> None:
     assert claims.wait_seconds == pytest.approx(15.0)
 
 
-def test_what_another_request_came_to_encode_meanwhile_is_no_reason_to_encode_it_again() -> None:
-    """The engine's claim grants it to the second request, too, for which vLLM has it now."""
+def test_an_item_that_another_request_began_to_encode_is_not_encoded_twice() -> None:
+    """The claim belongs to the engine, so it is granted to the second request too. By then the item
+    is in vLLM's cache."""
     bench = make_bench()
     one, two = make_request("one", "A"), make_request("two", "A", "B")
     bench.ensure(one)
@@ -300,8 +304,9 @@ def test_what_another_request_came_to_encode_meanwhile_is_no_reason_to_encode_it
     assert len(bench.scheduler.claims) == 0
 
 
-def test_what_another_request_comes_to_encode_is_not_waited_for_any_longer() -> None:
-    """The node says nothing yet, for the engine itself is encoding it; vLLM's cache has it soon."""
+def test_the_wait_ends_when_another_request_of_the_engine_encodes_the_item() -> None:
+    """The node reports no change, because the claim stays with this engine. The item will be in
+    vLLM's cache soon."""
     bench = make_bench()
     first, second = make_request("first", "A"), make_request("second", "A")
     bench.ensure(first)
@@ -314,7 +319,7 @@ def test_what_another_request_comes_to_encode_is_not_waited_for_any_longer() -> 
     assert len(claimed(bench)) == 2
 
 
-def test_an_encode_that_vllm_took_back_in_the_same_pass_holds_up_nobody() -> None:
+def test_the_claim_of_an_encode_cancelled_in_the_same_pass_is_released() -> None:
     bench = make_bench(ClaimOutcome.GRANTED)
     request = make_request("r", "A", "B")
     assert bench.ensure(request)
@@ -325,7 +330,7 @@ def test_an_encode_that_vllm_took_back_in_the_same_pass_holds_up_nobody() -> Non
     assert bench.buffer.fleet.encoding == [(["A"], LEASE_SECONDS)]
 
 
-def test_keys_of_the_sets_are_the_keys_of_the_items() -> None:
+def test_claims_use_the_keys_of_the_items() -> None:
     bench = make_bench()
     bench.ensure(make_request("r", "A%"))
     assert bench.buffer.fleet.sets[0].keys == [TensorKey("A%")]

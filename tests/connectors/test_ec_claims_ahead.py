@@ -1,27 +1,27 @@
-"""What a request that is seen for the first time claims beside asking whether anybody has it."""
+"""Claims that a request makes together with its first lookup."""
 
 from connector_standins import Feature, Position, claimed, counted, make_bench, make_request
 from lookup_buffer.client.handles import PrefetchState
 from lookup_buffer.protocol.messages import ClaimOutcome
 
 
-def test_one_wait_where_nobody_has_it() -> None:
+def test_a_missing_item_costs_one_wait() -> None:
     bench = make_bench()
     bench.store("A", needs_fetch=True)
     request = make_request("r", "A")
     assert not bench.ensure(request)
-    assert claimed(bench) == [["A"]], "while it is not known yet whether anybody has it"
+    assert claimed(bench) == [["A"]], "before the lookup ends"
     bench.buffer.fleet.settle(ClaimOutcome.GRANTED)
     assert not bench.ensure(request)
     bench.buffer.settle(0, PrefetchState.MISSING)
-    assert bench.ensure(request), "the answer that is there is used"
+    assert bench.ensure(request), "the settled claim is used"
     assert not bench.allocate(request)
     assert claimed(bench) == [["A"]]
     assert counted(bench) == {"claim:granted": 1}
     assert bench.buffer.fleet.given_back == []
 
 
-def test_what_came_after_all_is_not_kept_from_others() -> None:
+def test_the_claim_of_an_item_that_arrived_is_released() -> None:
     for granted in (True, False):
         bench = make_bench()
         bench.store("A", needs_fetch=True)
@@ -39,7 +39,7 @@ def test_what_came_after_all_is_not_kept_from_others() -> None:
         assert counted(bench) == {}
 
 
-def test_of_two_that_one_of_came_the_other_is_claimed_alone() -> None:
+def test_only_the_missing_one_of_two_items_is_claimed_again() -> None:
     bench = make_bench()
     for name in "AB":
         bench.store(name, needs_fetch=True)
@@ -52,7 +52,7 @@ def test_of_two_that_one_of_came_the_other_is_claimed_alone() -> None:
     assert claimed(bench) == [["A", "B"], ["B"]]
 
 
-def test_what_this_host_holds_or_that_cannot_be_encoded_is_not_claimed() -> None:
+def test_items_on_this_host_or_without_media_are_not_claimed() -> None:
     bench = make_bench()
     bench.store("A")
     assert bench.ensure(make_request("r", "A", "B")) is False
@@ -60,12 +60,12 @@ def test_what_this_host_holds_or_that_cannot_be_encoded_is_not_claimed() -> None
     bench = make_bench()
     bench.store("M", needs_fetch=True)
     request = make_request("m", "A")
-    request.mm_features.append(Feature("M", Position(100, 10)))  # metadata alone
+    request.mm_features.append(Feature("M", Position(100, 10)))  # carries metadata only
     bench.ensure(request)
     assert claimed(bench) == []
 
 
-def test_who_is_aborted_takes_it_back() -> None:
+def test_an_aborted_request_releases_its_claim() -> None:
     bench = make_bench()
     bench.store("A", needs_fetch=True)
     bench.ensure(make_request("r", "A"))
@@ -75,7 +75,7 @@ def test_who_is_aborted_takes_it_back() -> None:
     assert len(bench.scheduler.claims) == 0
 
 
-def test_one_request_gives_nothing_back_that_another_asked_for() -> None:
+def test_a_request_does_not_release_a_claim_that_another_wants() -> None:
     bench = make_bench()
     bench.store("A", needs_fetch=True)
     bench.ensure(make_request("first", "A"))

@@ -1,4 +1,4 @@
-"""Claims on the scheduler side while vLLM does not look at a request: what of them still stands."""
+"""Claims on the scheduler side while vLLM does not poll a request: what expires, and what stays."""
 
 from typing import Any
 
@@ -19,21 +19,21 @@ from lookup_buffer.protocol.messages import ClaimOutcome
 from lookup_buffer.times import INTENT_SECONDS
 
 
-def test_waiting_for_a_seat_in_vllm_does_not_use_up_the_time_to_fetch() -> None:
+def test_time_without_polls_does_not_count_as_fetch_time() -> None:
     bench = make_bench(ClaimOutcome.STORED)
     bench.store("A", needs_fetch=True)
     request = make_request("r", "A")
-    assert not bench.ensure(request), "from now on it has its time for bytes"
+    assert not bench.ensure(request), "its fetch time starts now"
     bench.buffer.settle(0, PrefetchState.MISSING)
     bench.clock.now += 3 * WAIT_SECONDS
-    assert not bench.ensure(request), "another published it, and its bytes are on their way"
+    assert not bench.ensure(request), "another engine published it, and the fetch is in flight"
     bench.buffer.settle(0, PrefetchState.RESIDENT)
     assert bench.ensure(request)
     assert bench.allocate(request)
     assert counted(bench) == {"claim:published": 1}
 
 
-def test_an_intent_that_lapsed_before_vllm_had_room_is_asked_for_again() -> None:
+def test_items_are_looked_up_again_after_the_intent_expired() -> None:
     bench = make_bench(ClaimOutcome.GRANTED)
     request = make_request("r", "A")
     assert bench.ensure(request)
@@ -43,12 +43,13 @@ def test_an_intent_that_lapsed_before_vllm_had_room_is_asked_for_again() -> None
     bench.clock.now += 0.2 * INTENT_SECONDS
     bench.store("A")
     assert bench.ensure(request)
-    assert bench.allocate(request), "another published it meanwhile"
+    assert bench.allocate(request), "another engine published it"
     assert bench.prefetched() == [["A"], ["A"]]
 
 
-def test_a_grant_that_vllm_looked_at_too_late_is_asked_for_again() -> None:
-    """The intent has ended meanwhile, and another may have taken it, encoded and published."""
+def test_a_late_grant_is_claimed_again() -> None:
+    """The intent has expired, and another engine may have claimed, encoded and published the
+    item."""
     bench = make_bench()
     request = make_request("r", "A")
     assert not bench.ensure(request)
@@ -63,8 +64,8 @@ def test_a_grant_that_vllm_looked_at_too_late_is_asked_for_again() -> None:
     assert counted(bench)["claim:late"] == 1
 
 
-def test_grants_that_vllm_always_looks_at_too_late_do_not_keep_a_request_back() -> None:
-    """Its passes take longer than an intent lives, and the node never answers within one."""
+def test_after_several_late_grants_the_item_is_encoded_here() -> None:
+    """Passes take longer than an intent lives, and the node never answers within one pass."""
     bench = make_bench()
     request = make_request("r", "A")
     for _ in range(LATE_MAX + 1):
@@ -76,25 +77,25 @@ def test_grants_that_vllm_always_looks_at_too_late_do_not_keep_a_request_back() 
     assert counted(bench) == {"claim:late": LATE_MAX, "claim:granted": 1}
 
 
-def test_a_grant_that_was_seen_in_time_begins_the_count_anew() -> None:
-    """The request waits for a seat in vLLM for as long as others are served."""
+def test_a_grant_in_time_resets_the_count_of_late_grants() -> None:
+    """vLLM has no free slot for the request while it serves others."""
     bench = make_bench()
     request = make_request("r", "A")
     for _ in range(LATE_MAX + 1):
         assert not bench.ensure(request)
         bench.buffer.fleet.settle(ClaimOutcome.GRANTED)
         bench.clock.now += 1.0
-        assert not bench.ensure(request), "it never goes on without a claim"
+        assert not bench.ensure(request), "it never passes without a claim"
         bench.buffer.fleet.settle(ClaimOutcome.GRANTED)
         assert bench.ensure(request)
         bench.build(0)
         bench.clock.now += 1.0
 
 
-def test_answers_to_late_questions_are_waited_for_within_a_bound_for_each_pass(
+def test_waits_after_late_grants_share_one_limit_per_pass(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Passes are long, so the next grant would be seen too late as well."""
+    """Passes are long, so the next grant would be late as well."""
     bench = make_bench()
     requests = [make_request(name, name) for name in "abc"]
     for request in requests:
@@ -102,14 +103,14 @@ def test_answers_to_late_questions_are_waited_for_within_a_bound_for_each_pass(
         bench.buffer.fleet.settle(ClaimOutcome.GRANTED)
     ask, timeouts = bench.buffer.claim_all, []
 
-    def answered_after_a_while(keys: Any, *, wait_seconds: float, timeout: float) -> Any:
+    def claim_slowly(keys: Any, *, wait_seconds: float, timeout: float) -> Any:
         timeouts.append(timeout)
         bench.clock.now += min(timeout, LATE_SECONDS * 0.7)
         one = ask(keys, wait_seconds=wait_seconds, timeout=timeout)
         one.state = ClaimOutcome.GRANTED
         return one
 
-    monkeypatch.setattr(bench.buffer, "claim_all", answered_after_a_while)
+    monkeypatch.setattr(bench.buffer, "claim_all", claim_slowly)
     bench.build(0)
     bench.clock.now += 1.0
     assert [bench.ensure(request) for request in requests[:2]] == [True, True]
@@ -118,25 +119,25 @@ def test_answers_to_late_questions_are_waited_for_within_a_bound_for_each_pass(
     assert timeouts == pytest.approx([LATE_SECONDS, 0.3 * LATE_SECONDS, LATE_SECONDS])
 
 
-def test_waiting_for_vllms_room_does_not_use_up_the_time_to_fetch_what_another_encoded() -> None:
+def test_passing_the_gate_without_being_scheduled_does_not_count_as_fetch_time() -> None:
     bench = make_bench(ClaimOutcome.GRANTED)
     bench.store("A", needs_fetch=True)
     request = make_request("r", "A")
-    assert not bench.ensure(request), "from now on it has its time for bytes"
+    assert not bench.ensure(request), "its fetch time starts now"
     bench.buffer.settle(0, PrefetchState.MISSING)
     del bench.buffer.stored["A"]
     for _ in range(10):
         assert bench.ensure(request)
         bench.clock.now += WAIT_SECONDS / 4
     bench.store("A", needs_fetch=True)
-    assert not bench.ensure(request), "another published it, and its bytes are on their way"
+    assert not bench.ensure(request), "another engine published it, and the fetch is in flight"
     bench.buffer.settle(0, PrefetchState.RESIDENT)
     assert bench.ensure(request)
     assert bench.allocate(request)
 
 
 def running_bench() -> tuple[Bench, Any]:
-    """A request that encodes one of its two items and has the other still ahead."""
+    """A request that encodes one of its two items; a later step encodes the other."""
     bench = make_bench(ClaimOutcome.GRANTED)
     request = make_request("r", "A", "B")
     assert bench.ensure(request)
@@ -145,18 +146,18 @@ def running_bench() -> tuple[Bench, Any]:
     return bench, request
 
 
-def test_who_runs_keeps_the_claims_of_the_items_that_are_still_ahead() -> None:
-    """The step that encodes the first may take longer than an intent lives."""
+def test_a_running_request_keeps_the_claims_of_its_later_items() -> None:
+    """The step that encodes the first item may take longer than an intent lives."""
     bench, request = running_bench()
-    told = bench.buffer.fleet.encoding
-    assert told == [(["A", "B"], LEASE_SECONDS)]
+    renewals = bench.buffer.fleet.encoding
+    assert renewals == [(["A", "B"], LEASE_SECONDS)]
     for _ in range(3):
         bench.clock.now += LEASE_SECONDS / 3
         bench.build()
-    assert told[2:] == [(["B"], LEASE_SECONDS)] * 2, "A's step has run, B is still to come"
+    assert renewals[2:] == [(["B"], LEASE_SECONDS)] * 2, "A's step has run, B's has not"
     assert not bench.allocate(request, 1)
     bench.build()
-    assert told[4:] == [(["B"], LEASE_SECONDS)]
+    assert renewals[4:] == [(["B"], LEASE_SECONDS)]
     bench.build(finished=["r"])
     assert bench.buffer.fleet.given_back == []
     bench.build()
@@ -164,7 +165,7 @@ def test_who_runs_keeps_the_claims_of_the_items_that_are_still_ahead() -> None:
 
 
 @pytest.mark.parametrize("way", ["aborted", "preempted"])
-def test_who_runs_no_more_gives_back_the_claims_of_what_was_still_ahead(way: str) -> None:
+def test_an_aborted_or_preempted_request_releases_the_claims_of_its_later_items(way: str) -> None:
     bench, request = running_bench()
     if way == "aborted":
         bench.build(finished=["r"])

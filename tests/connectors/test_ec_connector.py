@@ -1,4 +1,5 @@
-"""The shell in vLLM's own frame: found by its name, routed by role, true to vLLM's conventions."""
+"""`LookupBufferECConnector` inside vLLM: found by name, routed by role, true to vLLM's
+conventions."""
 
 import logging
 import warnings
@@ -107,7 +108,7 @@ def test_a_request_from_gate_to_metadata(
 def test_an_item_that_does_not_name_the_adapter_that_encodes_it_is_not_shared(
     buffer: LedgerBuffer,
 ) -> None:
-    """As vLLM's Rust front end names it, where adapters have a part in encoder outputs."""
+    """vLLM's Rust front end names items this way where adapters change encoder outputs."""
     config = vllm_config()
     config.lora_config = SimpleNamespace(enable_tower_connector_lora=True)
     scheduler = LookupBufferECConnector(config, ECConnectorRole.SCHEDULER)
@@ -145,7 +146,7 @@ def test_stats_of_two_steps_add_up() -> None:
     assert one.aggregate(two).reduce() == {"load_local": 1, "saved": 3}
 
 
-def test_load_list_follows_a_has_cache_item_that_a_test_replaced(
+def test_a_replaced_has_cache_item_decides_what_is_loaded(
     scheduler: LookupBufferECConnector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scheduler, "has_cache_item", lambda identifier: identifier == "A")
@@ -154,10 +155,10 @@ def test_load_list_follows_a_has_cache_item_that_a_test_replaced(
         scheduler.update_state_after_alloc(request, index)
     metadata = scheduler.build_connector_meta(step_output())
     assert [data.mm_hash for data in metadata.mm_datas] == ["A"]
-    assert metadata.mm_datas[0].order is None, "the worker has to look for it"
+    assert metadata.mm_datas[0].order is None, "the worker has to look it up by its key"
 
 
-def test_hosts_before_0_15_ask_for_a_request(
+def test_vllm_before_0_15_calls_has_caches(
     buffer: LedgerBuffer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ec_connector, "HAS_GATE", False)
@@ -168,12 +169,12 @@ def test_hosts_before_0_15_ask_for_a_request(
     scheduler.update_state_after_alloc(request, 1)
     metadata = scheduler.build_connector_meta(step_output(new=[request], encoded={"r": [0]}))
     assert [data.mm_hash for data in metadata.mm_datas] == ["B"]
-    assert metadata.saves == {"A": "A"}, "nobody told of the item that is encoded"
+    assert metadata.saves == {"A": "A"}, "vLLM did not report the encoded item"
     scheduler.shutdown()
     assert buffer.pinned == {}
 
 
-def test_hosts_before_0_23_ask_for_an_item(
+def test_vllm_before_0_23_calls_has_cache_item(
     buffer: LedgerBuffer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ec_connector, "HAS_GATE", False)
@@ -209,7 +210,7 @@ def test_later_pipeline_stages_connect_to_nothing(
     connector.shutdown()
 
 
-def test_a_request_that_nobody_can_serve_fails_with_one_line(
+def test_a_request_without_media_and_without_bytes_fails_with_one_log_line(
     buffer: LedgerBuffer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
@@ -224,7 +225,7 @@ def test_a_request_that_nobody_can_serve_fails_with_one_line(
 
 
 @pytest.mark.parametrize("role", list(ECConnectorRole))
-def test_wrong_setting_ends_the_start_with_one_line(
+def test_an_invalid_setting_ends_the_start_with_one_log_line(
     role: ECConnectorRole, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
@@ -241,19 +242,19 @@ def test_counted_identifiers_end_the_start(buffer: LedgerBuffer) -> None:
         LookupBufferECConnector(config, ECConnectorRole.SCHEDULER)
 
 
-def test_what_workers_count_reaches_the_statistics(
+def test_counts_of_workers_reach_the_statistics(
     scheduler: LookupBufferECConnector, buffer: LedgerBuffer
 ) -> None:
-    told = []
+    reports = []
     for saved in (1, 2):
         worker = LookupBufferECConnector(vllm_config(), ECConnectorRole.WORKER)
         assert worker.worker is not None
         worker.worker.counters.add("saved", saved)
         counts = worker.build_connector_worker_meta()
         assert counts is not None
-        told.append(counts)
-        assert worker.build_connector_worker_meta() is None  # counted once
-    output = SimpleNamespace(ec_connector_worker_meta=told[0].aggregate(told[1]))
+        reports.append(counts)
+        assert worker.build_connector_worker_meta() is None  # reported once
+    output = SimpleNamespace(ec_connector_worker_meta=reports[0].aggregate(reports[1]))
     scheduler.update_connector_output(output)
     assert scheduler.get_ec_connector_stats().data == {"saved": 3}
     scheduler.update_connector_output(SimpleNamespace(ec_connector_worker_meta=None))
@@ -261,18 +262,18 @@ def test_what_workers_count_reaches_the_statistics(
 
 
 @pytest.mark.parametrize("attribute", ["data_parallel_index", "data_parallel_rank"])
-def test_data_parallel_engines_of_one_command_are_told_apart(
+def test_data_parallel_engines_of_one_command_get_different_ids(
     attribute: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM gives them one id; older releases know their rank by another name."""
-    seats: list[Any] = []
+    """vLLM gives them one id; older versions use another name for the rank."""
+    ranks: list[Any] = []
 
     class Opened(LedgerBuffer):
         attached = False
 
         def __init__(self, *_: Any, engine: Any, **__: Any) -> None:
             super().__init__()
-            seats.append(engine)
+            ranks.append(engine)
 
     monkeypatch.setattr(client, "LookupBuffer", Opened)
     identity = Identity({}, WeightsSource("tests"))
@@ -282,6 +283,6 @@ def test_data_parallel_engines_of_one_command_are_told_apart(
         config.parallel_config = SimpleNamespace(
             rank=0, tensor_parallel_size=1, pipeline_parallel_size=1, **{attribute: index}
         )
-        ec_seat.open_buffer(config, parse_settings({}), rank=None if len(seats) < 2 else 0)
-    first, second, worker_of_second = (seat.engine_id for seat in seats)
+        ec_seat.open_buffer(config, parse_settings({}), rank=None if len(ranks) < 2 else 0)
+    first, second, worker_of_second = (rank.engine_id for rank in ranks)
     assert first != second == worker_of_second

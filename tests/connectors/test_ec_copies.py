@@ -1,7 +1,7 @@
-"""Copies by a device in the background, on a real node and with a device that takes its time.
+"""Background copies by a device, on a real node.
 
-`LazyDevice` copies nothing before it is told to, as a GPU that is busy; the flow around it is the
-one that runs on a GPU. The GPU's own copies: the last test, where there is one.
+`LazyDevice` copies nothing until the test calls `run`, like a busy GPU; the code around it is the
+one that runs on a GPU. The last test uses a real GPU where there is one.
 """
 
 import threading
@@ -40,26 +40,26 @@ class LazyEvent:
 
 
 class LazyStream:
-    """Does what it was told, in order, when `run` is called."""
+    """Runs its queue in order when `run` is called."""
 
     def __init__(self) -> None:
-        self._told: list[Callable[[], object]] = []
+        self._queue: list[Callable[[], object]] = []
         self.fault: Exception | None = None
 
-    def tell(self, what: Callable[[], object]) -> None:
-        self._told.append(what)
+    def enqueue(self, what: Callable[[], object]) -> None:
+        self._queue.append(what)
 
     def event(self) -> LazyEvent:
         event = LazyEvent()
         event.fault = self.fault
-        self.tell(event.reached.set)
-        if not self._told[:-1]:
-            self.run()  # nothing before it
+        self.enqueue(event.reached.set)
+        if not self._queue[:-1]:
+            self.run()  # the queue was empty
         return event
 
     def run(self) -> None:
-        told, self._told = self._told, []
-        for what in told:
+        queued, self._queue = self._queue, []
+        for what in queued:
             what()
 
 
@@ -69,7 +69,7 @@ class LazyDevice(Device):
         self.pinned: list[memoryview] = []
         self.can_pin = True
         self.refusals = 0
-        """So many uploads more find no memory."""
+        """Number of uploads that still fail for lack of memory."""
 
     def pin(self, memory: memoryview) -> bool:
         if self.can_pin:
@@ -84,7 +84,7 @@ class LazyDevice(Device):
             self.refusals -= 1
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 KiB.")
         tensor = torch.full_like(source, torch.nan)
-        self.loads.tell(lambda: tensor.copy_(source))
+        self.loads.enqueue(lambda: tensor.copy_(source))
         return tensor
 
     def uploaded(self) -> Event:
@@ -100,7 +100,7 @@ class LazyDevice(Device):
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> LazyDevice:
-    """What workers that are made in the test take for their GPU."""
+    """The device of all workers that the test makes."""
     device = LazyDevice()
     monkeypatch.setattr("connectors.ec.cuda.CudaDevice", lambda name: device)
     return device
@@ -138,7 +138,7 @@ def node(node_pair: tuple[NodeProcess, NodeProcess]) -> NodeProcess:
 
 @pytest.fixture
 def rank(node: NodeProcess) -> Iterator[LookupBuffer]:
-    """What a worker has; without one attached nothing can be promised."""
+    """The client of a worker. Nothing can be promised unless one is attached."""
     with node.client(engine=EngineRank("engine", 0, 1)) as buffer:
         yield buffer
 
@@ -164,20 +164,20 @@ def test_a_pin_is_held_until_the_device_has_copied(
     worker.load(cache, step(one, two))
     time.sleep(SHORT_SECONDS)
     assert node.stats()["pins"] == 2
-    assert cache["0"].isnan().all(), "it was only enqueued"
+    assert cache["0"].isnan().all(), "the copy is only enqueued"
     device.loads.run()
     assert torch.equal(cache["0"], first)
     assert torch.equal(cache["1"], second)
     at_rest(node)
     third, three = promised(scheduler)
     worker.load(cache, step(three))
-    assert torch.equal(cache["0"], first), "vLLM has it"
+    assert torch.equal(cache["0"], first), "a cached item is not overwritten"
     at_rest(node)
     del third
 
 
 @pytest.mark.parametrize("refusals", [1, 3, 10**9])
-def test_a_device_without_memory_is_tried_again_and_ends_nothing(
+def test_a_load_is_retried_while_the_device_has_no_memory(
     refusals: int,
     node: NodeProcess,
     scheduler: LookupBuffer,
@@ -193,7 +193,7 @@ def test_a_device_without_memory_is_tried_again_and_ends_nothing(
     assert worker.counters.totals() == (
         {"load_late": 2, "load_lost": 2} if is_lost else {"load_late": 1}
     )
-    expected = {} if is_lost else {"0": first, "1": second}  # vLLM says what it lacks
+    expected = {} if is_lost else {"0": first, "1": second}  # vLLM reports what is missing
     assert cache.keys() == expected.keys()
     assert all(torch.equal(cache[name], tensor) for name, tensor in expected.items())
     at_rest(node)
@@ -205,7 +205,7 @@ def test_a_device_without_memory_is_tried_again_and_ends_nothing(
     at_rest(node)
 
 
-def test_the_arena_of_a_node_that_dies_lasts_until_the_copy(
+def test_the_arena_of_a_dead_node_stays_mapped_until_the_copy_ends(
     start_node: StartNode, device: LazyDevice, make_worker: MakeWorker
 ) -> None:
     node = start_node()
@@ -245,7 +245,7 @@ def test_the_arena_is_pinned_once_for_each_start_of_the_node(
     assert device.pinned == []
 
 
-def test_an_arena_that_cannot_be_pinned_is_counted_and_loaded_from_all_the_same(
+def test_an_arena_that_cannot_be_pinned_is_counted_and_still_used(
     node: NodeProcess,
     scheduler: LookupBuffer,
     device: LazyDevice,
@@ -276,17 +276,17 @@ def test_an_item_found_by_its_key_is_copied_by_the_device_too(
     assert torch.equal(cache["0"], tensor)
 
 
-def test_an_output_is_stored_as_it_is_once_the_model_has_come_so_far(
+def test_an_output_is_stored_after_the_model_has_computed_it(
     node: NodeProcess, scheduler: LookupBuffer, device: LazyDevice, make_worker: MakeWorker
 ) -> None:
     worker, name = make_worker(node), key()
     output, encoded = torch.zeros(ROWS, 64), torch.randn(ROWS, 64)
-    device.model.tell(lambda: output.copy_(encoded))
+    device.model.enqueue(lambda: output.copy_(encoded))
     cache = {"A": output}
     started = time.monotonic()
     worker.save(cache, "A", StepMetadata(saves={"A": name.text}))
     assert time.monotonic() - started < scaled(SHORT_SECONDS)
-    cache.clear()  # vLLM lets go of it
+    cache.clear()  # vLLM drops it
     time.sleep(SHORT_SECONDS)
     assert scheduler.has_caches([name]) == [False]
     device.model.run()
@@ -295,7 +295,7 @@ def test_an_output_is_stored_as_it_is_once_the_model_has_come_so_far(
     assert torch.equal(scheduler.select(name, timeout=1.0), encoded)  # type: ignore[arg-type]
 
 
-def test_close_waits_for_the_device_within_its_bound(
+def test_close_waits_for_the_device_up_to_its_timeout(
     node: NodeProcess, rank: LookupBuffer, scheduler: LookupBuffer, device: LazyDevice
 ) -> None:
     copies = DeviceCopies(rank, device, Counters(), RateLimitedLog())
@@ -305,15 +305,15 @@ def test_close_waits_for_the_device_within_its_bound(
     started = time.monotonic()
     copies.close(SHORT_SECONDS)
     assert SHORT_SECONDS <= time.monotonic() - started < scaled(SHORT_SECONDS)
-    assert node.stats()["pins"] == 1, "it may still be copied"
-    assert len(device.pinned) == 1, "and out of this memory"
+    assert node.stats()["pins"] == 1, "the copy may still run"
+    assert len(device.pinned) == 1, "the copy may still read the arena"
     device.loads.run()
     copies.close(5.0)
     assert device.pinned == []
     scheduler.release(order)
 
 
-def test_a_device_that_fails_is_counted_and_its_pin_left_to_the_scheduler(
+def test_after_a_failed_copy_the_pin_is_left_to_the_scheduler(
     node: NodeProcess, rank: LookupBuffer, scheduler: LookupBuffer, device: LazyDevice
 ) -> None:
     counters = Counters()

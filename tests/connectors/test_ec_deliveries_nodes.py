@@ -1,6 +1,6 @@
-"""Items that came as metadata alone are waited for, on real nodes with a real store.
+"""Requests with metadata only wait for their items, on real nodes with a real store.
 
-The engine that waits is on one node, whoever publishes or claims is on another.
+The engine that waits is on one node; the client that publishes or claims is on another.
 """
 
 import time
@@ -28,7 +28,7 @@ Make = Callable[..., "Engine"]
 
 
 class Engine:
-    """The scheduler side of an engine that may fail single requests."""
+    """The scheduler side of an engine whose vLLM can fail single requests."""
 
     def __init__(self, node: NodeProcess, **settings: Any) -> None:
         self.buffer = node.client()
@@ -36,8 +36,9 @@ class Engine:
         shape = EngineShape(False, True, 1, WIDTH * 4)
         self.scheduler = EcScheduler(self.buffer, config, shape, metadata_fields=lambda _: set())
 
-    def turn(self, request: Any) -> str:
-        """One scheduling pass: passes, waits, or the reason why the request fails."""
+    def run_pass(self, request: Any) -> str:
+        """Run one scheduling pass. Returns `passes`, `waits`, or the reason why the request
+        fails."""
         passes = self.scheduler.gate.ensure_cache_available(request, 0)
         here = passes and self.scheduler.has_cache_item(request.mm_features[0].identifier)
         self.scheduler.build_metadata(step_output(0))
@@ -45,19 +46,19 @@ class Engine:
         time.sleep(0.001)
         if request.request_id in unavailable:
             return unavailable[request.request_id].reason
-        assert here == passes, "it passes only with what it needs"
+        assert here == passes, "it passes only with its item"
         return "passes" if passes else "waits"
 
     def outcome(self, request: Any) -> str:
         until = time.monotonic() + OUTCOME_SECONDS
-        while (turn := self.turn(request)) == "waits":
+        while (result := self.run_pass(request)) == "waits":
             assert time.monotonic() < until, "neither passes nor fails"
-        return turn
+        return result
 
     def waits(self, request: Any, seconds: float) -> None:
         until = time.monotonic() + seconds
         while time.monotonic() < until:
-            assert self.turn(request) == "waits"
+            assert self.run_pass(request) == "waits"
 
 
 @pytest.fixture
@@ -82,7 +83,7 @@ def other(node_pair: Pair) -> Iterator[LookupBuffer]:
         yield client
 
 
-def bare(name: str) -> Any:
+def metadata_request(name: str) -> Any:
     return make_request(f"request-{name}", name, metadata_only=True)
 
 
@@ -90,42 +91,46 @@ def output() -> torch.Tensor:
     return torch.ones(EMBEDS, WIDTH)
 
 
-def test_it_passes_when_the_item_is_published(make: Make, other: LookupBuffer) -> None:
+def test_the_request_passes_when_the_item_is_published(make: Make, other: LookupBuffer) -> None:
     engine, name = make(metadata_wait_seconds=OUTCOME_SECONDS), key().text
-    request = bare(name)
+    request = metadata_request(name)
     engine.waits(request, 1.0)
     other.insert(TensorKey(name), output())
     assert engine.outcome(request) == "passes"
     engine.scheduler.gate.forget(request.request_id)
 
 
-def test_it_fails_when_nobody_publishes_it(make: Make, other: LookupBuffer) -> None:
+def test_the_request_fails_when_the_item_is_not_published(make: Make, other: LookupBuffer) -> None:
     engine, name = make(), key().text
-    request = bare(name)
+    request = metadata_request(name)
     assert engine.outcome(request) == "absent"
     engine.scheduler.gate.forget(request.request_id)
-    assert other.claim(TensorKey(name), lease_seconds=5.0).granted, "the question holds nothing"
+    assert other.claim(TensorKey(name), lease_seconds=5.0).granted, (
+        "the query has released its claim"
+    )
     other.release_claim(TensorKey(name))
 
 
-def test_it_waits_on_while_another_has_the_claim(make: Make, other: LookupBuffer) -> None:
+def test_the_request_waits_while_another_engine_holds_the_claim(
+    make: Make, other: LookupBuffer
+) -> None:
     engine, name = make(), key().text
     assert other.claim(TensorKey(name), lease_seconds=60.0).granted
-    request = bare(name)
+    request = metadata_request(name)
     engine.waits(request, 6 * WAIT_SECONDS)
     other.insert(TensorKey(name), output())
     assert engine.outcome(request) == "passes"
     engine.scheduler.gate.forget(request.request_id)
 
 
-@pytest.mark.parametrize("how", ["gives it back", "is gone"])
-def test_it_fails_when_the_claim_ends_without_a_publication(
+@pytest.mark.parametrize("how", ["gives it back", "disconnects"])
+def test_the_request_fails_when_the_claim_ends_without_a_publication(
     make: Make, node_pair: Pair, how: str
 ) -> None:
     engine, name = make(), key().text
     other = node_pair[1].client()
     assert other.claim(TensorKey(name), lease_seconds=60.0).granted
-    request = bare(name)
+    request = metadata_request(name)
     engine.waits(request, 4 * WAIT_SECONDS)
     if how == "gives it back":
         other.release_claim(TensorKey(name))
@@ -134,7 +139,7 @@ def test_it_fails_when_the_claim_ends_without_a_publication(
     engine.scheduler.gate.forget(request.request_id)
 
 
-def test_of_several_items_each_may_come_in_its_own_time(make: Make, other: LookupBuffer) -> None:
+def test_several_items_may_arrive_one_after_the_other(make: Make, other: LookupBuffer) -> None:
     engine, names = make(), [key().text for _ in range(3)]
     for name in names:
         assert other.claim(TensorKey(name), lease_seconds=60.0).granted
@@ -146,29 +151,29 @@ def test_of_several_items_each_may_come_in_its_own_time(make: Make, other: Looku
     engine.scheduler.gate.forget(request.request_id)
 
 
-def test_another_shape_than_the_request_describes_fails_at_once(
+def test_an_item_of_another_shape_fails_the_request_at_once(
     make: Make, other: LookupBuffer
 ) -> None:
     engine, name = make(metadata_wait_seconds=600.0), key().text
     other.insert(TensorKey(name), torch.ones(EMBEDS + 1, WIDTH))
-    request = bare(name)
+    request = metadata_request(name)
     assert engine.outcome(request) == "shape"
     engine.scheduler.gate.forget(request.request_id)
 
 
-def test_a_request_that_is_aborted_leaves_nothing_behind(make: Make, other: LookupBuffer) -> None:
+def test_an_aborted_request_leaves_no_pin_and_no_claim(make: Make, other: LookupBuffer) -> None:
     engine = make()
     for after_seconds in (0.1, 2 * WAIT_SECONDS):
         name = key().text
         assert other.claim(TensorKey(name), lease_seconds=60.0).granted
-        request = bare(name)
+        request = metadata_request(name)
         engine.waits(request, after_seconds)
         engine.scheduler.gate.forget(request.request_id)
         other.insert(TensorKey(name), output())
     assert len(engine.scheduler.claims) == len(engine.scheduler.pins) == 0
 
 
-def test_a_prefetch_waits_for_what_nobody_has(node_pair: Pair, other: LookupBuffer) -> None:
+def test_a_prefetch_waits_for_a_publication(node_pair: Pair, other: LookupBuffer) -> None:
     here, awaited, never = key(), key(), key()
     with node_pair[0].client() as client:
         client.insert(here, output())
@@ -186,7 +191,7 @@ def test_a_prefetch_waits_for_what_nobody_has(node_pair: Pair, other: LookupBuff
         wait_until(lambda: client.stats()["pins"] == 0, OUTCOME_SECONDS)
 
 
-def test_what_comes_after_its_prefetch_was_released_is_not_held(
+def test_an_item_that_arrives_after_its_prefetch_was_released_is_not_pinned(
     node_pair: Pair, other: LookupBuffer
 ) -> None:
     awaited = key()

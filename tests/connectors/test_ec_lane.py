@@ -1,6 +1,6 @@
-"""The workers' pools: who may have one, and what a scheduler is told that lies in them.
+"""The workers' device pools: which workers have one, and what the scheduler gets from them.
 
-Workers and scheduler sit in this process, on one node; the producer is a process on another one.
+Workers and scheduler run in this process on one node; the producer is a process on another node.
 """
 
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from contextlib import ExitStack
 import pytest
 import torch
 
-from connectors.ec.lane import WorkerLane, refuse_unfit_lane
+from connectors.ec.lane import WorkerDeviceLane, validate_device_lane
 from connectors.ec.metadata import ItemLoad, StepMetadata
 from connectors.ec.worker import EcWorker, WorkerSeat
 from connectors.settings import parse_settings
@@ -25,18 +25,18 @@ SETTINGS = {"device_lane": "gloo", "device_pool_bytes": "16MiB"}
 ROWS, WIDTH = 64, 1024
 
 
-def test_beside_tensor_parallelism_a_lane_is_refused_unless_it_is_forced() -> None:
-    refuse_unfit_lane(parse_settings({}), ranks=8)
-    refuse_unfit_lane(parse_settings(SETTINGS), ranks=1)
-    refuse_unfit_lane(parse_settings({**SETTINGS, "device_lane_forced": True}), ranks=2)
+def test_a_lane_with_tensor_parallelism_is_refused_unless_it_is_forced() -> None:
+    validate_device_lane(parse_settings({}), ranks=8)
+    validate_device_lane(parse_settings(SETTINGS), ranks=1)
+    validate_device_lane(parse_settings({**SETTINGS, "device_lane_forced": True}), ranks=2)
     with pytest.raises(ConfigError, match="beside 2 tensor parallel ranks"):
-        refuse_unfit_lane(parse_settings(SETTINGS), ranks=2)
+        validate_device_lane(parse_settings(SETTINGS), ranks=2)
 
 
-def test_a_lane_that_the_device_cannot_speak_is_refused() -> None:
+def test_a_lane_that_the_device_does_not_support_is_refused() -> None:
     settings = parse_settings({**SETTINGS, "device_lane": "nccl"})
     with pytest.raises(ConfigError, match="an nccl lane joins GPUs, not cpu: choose gloo"):
-        WorkerLane(settings, "cpu")
+        WorkerDeviceLane(settings, "cpu")
 
 
 class Engine:
@@ -54,7 +54,7 @@ class Engine:
                 lambda rank=rank: client(rank),  # type: ignore[misc]
                 settings,
                 WorkerSeat(rank, is_producer=True),
-                make_lane=lambda: WorkerLane(settings, "cpu"),
+                make_lane=lambda: WorkerDeviceLane(settings, "cpu"),
             )
             for rank in (0, 1)
         ]
@@ -68,7 +68,7 @@ class Engine:
         return handle
 
     def load(self, name: str, handle: PrefetchHandle) -> list[torch.Tensor]:
-        """What each worker puts into vLLM's encoder cache for it."""
+        """Load the item on each worker, and return what each puts into vLLM's encoder cache."""
         loaded = []
         for worker in self.workers:
             cache: dict[str, torch.Tensor] = {}
@@ -94,7 +94,7 @@ def engine(
 
 
 def by_lane(engine: Engine, producer: DeviceEnd) -> tuple[str, torch.Tensor, PrefetchHandle]:
-    """The first item that came to both workers' pools."""
+    """The first item that arrived in both workers' pools."""
     got: list[tuple[str, torch.Tensor, PrefetchHandle]] = []
 
     def comes() -> bool:
@@ -122,7 +122,7 @@ def test_an_item_is_promised_when_every_worker_has_it(engine: Engine, start_end:
     assert handle.order is not None
     assert (handle.order.lane, handle.source) == ("gloo", producer.node.node_id)
     assert engine.node.stats()["lane_received_gloo"] >= 2
-    wait_until(lambda: engine.tickets() == 0, 10.0)  # both have said done
+    wait_until(lambda: engine.tickets() == 0, 10.0)  # both have released it
     again = engine.prefetch(name)  # from their pools
     wait_until(lambda: engine.tickets() == 2, 10.0)
     engine.scheduler.release(again)
@@ -132,7 +132,7 @@ def test_an_item_is_promised_when_every_worker_has_it(engine: Engine, start_end:
     wait_until(lambda: engine.tickets() == 0, 10.0)
 
 
-def test_what_a_pool_lost_after_its_promise_is_loaded_over_the_hosts(
+def test_an_item_that_a_pool_lost_after_its_promise_is_loaded_from_the_node(
     engine: Engine, start_end: StartEnd
 ) -> None:
     name, expected, _ = by_lane(engine, start_end())
@@ -146,7 +146,9 @@ def test_what_a_pool_lost_after_its_promise_is_loaded_over_the_hosts(
     assert all(worker.counters.take()["load_late"] >= 1 for worker in engine.workers)
 
 
-def test_what_a_worker_stores_is_offered_from_its_pool(engine: Engine, start_end: StartEnd) -> None:
+def test_an_output_that_a_worker_stores_is_offered_from_its_pool(
+    engine: Engine, start_end: StartEnd
+) -> None:
     reader = start_end()
     worker = engine.workers[0]
     output = torch.rand(ROWS, WIDTH)

@@ -1,4 +1,4 @@
-"""One name for two contents: what fits one request is never loaded for the other."""
+"""One identifier for two contents: bytes that fit one request are never loaded for the other."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from connector_standins import EMBEDS, WAIT_SECONDS, Bench, Position, Request, make_request
-from connectors.ec.meanings import Meanings
+from connectors.ec.meanings import ItemVariants
 from lookup_buffer.client.handles import PrefetchState
 from lookup_buffer.key import TensorKey
 from nodes import wait_until
@@ -15,50 +15,52 @@ LONGER = EMBEDS + 5
 
 
 def longer(request: Request) -> Request:
-    """Its first item has more rows than what the fleet has under that name."""
+    """Give the first item more rows than the stored item of that name."""
     feature = request.mm_features[0]
     feature.mm_position = Position(feature.mm_position.offset, LONGER)
     return request
 
 
-def test_what_is_meant_is_what_the_request_means_that_vllm_asks_for() -> None:
-    meanings = Meanings()
+def test_the_variants_are_those_of_the_request_being_scheduled() -> None:
+    variants = ItemVariants()
     one = {"A": {(TensorKey("A"), 4)}, "B": {(TensorKey("B"), 4)}}
     other = {"A": {(TensorKey("A"), 9)}, "B": {(TensorKey("B"), 4)}}
     for meant in (one, other, one):
-        meanings.add(meant)
-    assert set(meanings.of("A")) == {(TensorKey("A"), 4), (TensorKey("A"), 9)}
-    assert meanings.of("B") == ((TensorKey("B"), 4),)
-    assert meanings.of("C") == ()
-    meanings.asking = other
-    assert meanings.of("A") == ((TensorKey("A"), 9),)
-    meanings.asking = None
-    meanings.remove(one)
-    assert len(meanings.of("A")) == 2
-    meanings.remove(other)
-    assert meanings.of("A") == ((TensorKey("A"), 4),)
-    meanings.remove(one)
-    assert len(meanings) == 0
+        variants.add(meant)
+    assert set(variants.of("A")) == {(TensorKey("A"), 4), (TensorKey("A"), 9)}
+    assert variants.of("B") == ((TensorKey("B"), 4),)
+    assert variants.of("C") == ()
+    variants.current = other
+    assert variants.of("A") == ((TensorKey("A"), 9),)
+    variants.current = None
+    variants.remove(one)
+    assert len(variants.of("A")) == 2
+    variants.remove(other)
+    assert variants.of("A") == ((TensorKey("A"), 4),)
+    variants.remove(one)
+    assert len(variants) == 0
 
 
 @pytest.mark.parametrize("is_first", [True, False], ids=["before", "after"])
-@pytest.mark.parametrize("has_room", [True, False], ids=["at once", "in a later pass"])
-def test_a_name_used_again_for_longer_content_is_encoded(is_first: bool, has_room: bool) -> None:
-    """Loaded, it would end the engine: vLLM asks for the item by its name alone."""
+@pytest.mark.parametrize("has_space", [True, False], ids=["at once", "in a later pass"])
+def test_an_identifier_reused_for_longer_content_is_encoded(
+    is_first: bool, has_space: bool
+) -> None:
+    """A load would end the engine, because vLLM asks for the item by its name alone."""
     bench = Bench(claim_wait_seconds=0)
     bench.store("A")
     fitting, misfit = make_request("fitting", "A"), longer(make_request("misfit", "A"))
     requests = [misfit, fitting] if is_first else [fitting, misfit]
     passed = {request.request_id: bench.ensure(request) for request in requests}
     assert passed == {"fitting": True, "misfit": True}
-    if not has_room:
+    if not has_space:
         bench.build(0)
     assert bench.ensure(misfit)
     assert not bench.allocate(misfit)
     assert bench.build().mm_datas == []
 
 
-def test_in_one_pass_each_is_told_what_fits_it() -> None:
+def test_each_request_of_a_pass_gets_the_answer_for_its_variant() -> None:
     bench = Bench(claim_wait_seconds=0)
     bench.store("A")
     fitting, misfit = make_request("fitting", "A"), longer(make_request("misfit", "A"))
@@ -71,8 +73,8 @@ def test_in_one_pass_each_is_told_what_fits_it() -> None:
     assert bench.scheduler.counters.totals()["miss:shape"] == 1
 
 
-def test_hosts_that_do_not_say_who_asks_are_told_no_while_it_is_disputed() -> None:
-    """Before 0.30 the gate is not asked for requests that run."""
+def test_without_the_current_request_an_identifier_with_two_variants_is_a_miss() -> None:
+    """vLLM before 0.30 does not call the gate for requests that run."""
     bench = Bench(claim_wait_seconds=0)
     bench.store("A")
     assert bench.ensure(make_request("fitting", "A"))
@@ -84,7 +86,7 @@ def test_hosts_that_do_not_say_who_asks_are_told_no_while_it_is_disputed() -> No
     assert bench.scheduler.has_cache_item("A")
 
 
-def test_who_carries_no_media_is_not_held_up_by_who_uses_its_name_for_something_else() -> None:
+def test_a_request_without_media_is_not_delayed_by_another_variant_of_its_item() -> None:
     bench = Bench(claim_wait_seconds=0)
     bench.store("A", needs_fetch=True)
     bare, misfit = (
@@ -102,7 +104,7 @@ def test_who_carries_no_media_is_not_held_up_by_who_uses_its_name_for_something_
     assert bench.ensure(bare)
     assert bench.allocate(bare)
     assert len(bench.build().mm_datas) == 1
-    bench.buffer.settle(0, PrefetchState.RESIDENT)  # it was asked for once more
+    bench.buffer.settle(0, PrefetchState.RESIDENT)  # from the repeated prefetch
     for _ in range(2):
         bench.clock.now += WAIT_SECONDS / 2
         assert not bench.ensure(misfit)
@@ -110,10 +112,10 @@ def test_who_carries_no_media_is_not_held_up_by_who_uses_its_name_for_something_
     assert {name: why.reason for name, why in unavailable.items()} == {"misfit": "shape"}
     for request_id in ("bare", "misfit"):
         bench.scheduler.gate.forget(request_id)
-    assert len(bench.scheduler.meanings) == 0
+    assert len(bench.scheduler.variants) == 0
 
 
-def test_one_request_without_media_that_names_two_contents_alike_fails() -> None:
+def test_a_request_without_media_with_two_variants_of_one_identifier_fails() -> None:
     bench = Bench(claim_wait_seconds=0)
     bench.store("A")
     request = make_request("r", "A", "A", metadata_only=True)
@@ -125,7 +127,7 @@ def test_one_request_without_media_that_names_two_contents_alike_fails() -> None
     assert bench.scheduler.gate.take_unavailable_requests()["r"].reason == "shape"
 
 
-def test_one_request_that_names_two_contents_alike_gets_neither() -> None:
+def test_a_request_with_two_variants_of_one_identifier_loads_neither() -> None:
     bench = Bench(claim_wait_seconds=0)
     bench.store("A")
     request = make_request("r", "A", "A")
@@ -135,8 +137,10 @@ def test_one_request_that_names_two_contents_alike_gets_neither() -> None:
     assert not bench.allocate(request, 0)
 
 
-def test_an_adapter_loaded_anew_under_its_name_gets_nothing_of_the_former(tmp_path: Path) -> None:
-    """While the former's requests are still there, and its own files are not read yet."""
+def test_an_adapter_loaded_again_under_its_name_gets_no_items_of_the_former_one(
+    tmp_path: Path,
+) -> None:
+    """Requests of the former adapter are still there, and the new one's files are not read yet."""
     bench = Bench(claim_wait_seconds=0)
     (tmp_path / "adapter_model.bin").write_bytes(b"w")
     former, anew = make_request("former", "cats:A"), make_request("anew", "cats:A")

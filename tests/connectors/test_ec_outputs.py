@@ -1,4 +1,4 @@
-"""What is taken for an output of the encoder, by what vLLM's configuration says of the model."""
+"""Which stored tensors count as encoder outputs, by vLLM's configuration of the model."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -25,13 +25,13 @@ def plain(_: Any) -> None:
 
 
 def deepstack(config: Any) -> None:
-    said = {"vision_config": {"deepstack_visual_indexes": [8, 16, 24]}, "layers": [{}, 1]}
-    config.model_config.hf_config = SimpleNamespace(to_dict=lambda: said)
+    hf_config = {"vision_config": {"deepstack_visual_indexes": [8, 16, 24]}, "layers": [{}, 1]}
+    config.model_config.hf_config = SimpleNamespace(to_dict=lambda: hf_config)
 
 
 def no_deepstack(config: Any) -> None:
-    said: dict[str, Any] = {"vision_config": {"deepstack_visual_indexes": []}}
-    config.model_config.hf_config = SimpleNamespace(to_dict=lambda: said)
+    hf_config: dict[str, Any] = {"vision_config": {"deepstack_visual_indexes": []}}
+    config.model_config.hf_config = SimpleNamespace(to_dict=lambda: hf_config)
 
 
 def pruned(config: Any) -> None:
@@ -52,15 +52,18 @@ def connector(change: Any, role: str) -> LookupBufferECConnector:
     return LookupBufferECConnector(config, ECConnectorRole.SCHEDULER)
 
 
-def asked(side: LookupBufferECConnector, name: str, modality: str = "image", **more: Any) -> bool:
-    """Whether a new request's item is promised; one without media waits, and is not."""
+def is_promised(
+    side: LookupBufferECConnector, name: str, modality: str = "image", **more: Any
+) -> bool:
+    """Whether a new request's item is promised. A request without media is not
+    promised while it waits."""
     request = make_request(f"r-{name}", name, **more)
     for feature in request.mm_features:
         feature.modality = modality
     passes = side.ensure_cache_available(request, num_computed_tokens=0)
-    is_promised = passes and side.has_cache_item(name)
+    promised = passes and side.has_cache_item(name)
     side.build_connector_meta(step_output(finished=[request.request_id]))
-    return is_promised
+    return promised
 
 
 @pytest.mark.parametrize("role", ["ec_both", "ec_consumer"])
@@ -92,7 +95,7 @@ def asked(side: LookupBufferECConnector, name: str, modality: str = "image", **m
         (measured, "image", {"width": 8 * WIDTH}, "shape"),
     ],
 )
-def test_what_is_promised(
+def test_only_possible_outputs_are_promised(
     role: str,
     change: Any,
     modality: str,
@@ -102,20 +105,20 @@ def test_what_is_promised(
 ) -> None:
     buffer.stored["A"] = Stored(**stored)
     side = connector(change, role)
-    assert asked(side, "A", modality) is not bool(reason)
+    assert is_promised(side, "A", modality) is not bool(reason)
     counted = side.get_ec_connector_stats()
     missed = {name for name in (counted.reduce() if counted else ()) if name.startswith("miss:")}
     assert missed == ({f"miss:{reason}"} if reason else set())
     assert not buffer.pinned
 
 
-def test_an_encoder_of_another_dtype_is_learned_from_what_a_worker_encodes(
+def test_the_dtype_of_the_encoder_is_learned_from_a_workers_encode(
     buffer: LedgerBuffer,
 ) -> None:
-    """By the connector's own way from worker to scheduler."""
+    """The report goes through the connector, from worker to scheduler."""
     buffer.stored |= {"A": Stored(dtype="float16"), "B": Stored(dtype="bfloat16")}
     side = connector(plain, "ec_both")
-    assert not asked(side, "A")
+    assert not is_promised(side, "A")
     request = make_request("own", "C")
     assert side.ensure_cache_available(request, num_computed_tokens=0)
     side.update_state_after_alloc(request, 0)
@@ -125,20 +128,22 @@ def test_an_encoder_of_another_dtype_is_learned_from_what_a_worker_encodes(
     for step in (metadata, StepMetadata()):
         worker.bind_connector_metadata(step)
         worker.start_load_caches(cache)
-        told = worker.build_connector_worker_meta()
-        side.update_connector_output(SimpleNamespace(ec_connector_worker_meta=told))
-    assert isinstance(told, WorkerCounts)
-    assert worker.build_connector_worker_meta() is None, "it is told once"
-    assert asked(side, "A")
-    assert not asked(side, "B")
+        report = worker.build_connector_worker_meta()
+        side.update_connector_output(SimpleNamespace(ec_connector_worker_meta=report))
+    assert isinstance(report, WorkerCounts)
+    assert worker.build_connector_worker_meta() is None, "it is reported once"
+    assert is_promised(side, "A")
+    assert not is_promised(side, "B")
 
 
-def test_who_cannot_encode_takes_another_dtype_until_its_own_is_known(buffer: LedgerBuffer) -> None:
-    """vLLM casts what it is given; so an encoder of another dtype than the model's is served."""
+def test_a_request_without_media_accepts_another_float_dtype_until_the_own_is_known(
+    buffer: LedgerBuffer,
+) -> None:
+    """vLLM casts what it gets, so an encoder with another dtype than the model's is supported."""
     buffer.stored |= {"A": Stored(dtype="float16"), "B": Stored(dtype="int32")}
     side = connector(plain, "ec_consumer")
-    assert asked(side, "A", metadata_only=True)
-    assert not asked(side, "B", metadata_only=True)
-    told = WorkerCounts({}, {("float32", WIDTH)})
-    side.update_connector_output(SimpleNamespace(ec_connector_worker_meta=told))
-    assert not asked(side, "A", metadata_only=True)
+    assert is_promised(side, "A", metadata_only=True)
+    assert not is_promised(side, "B", metadata_only=True)
+    report = WorkerCounts({}, {("float32", WIDTH)})
+    side.update_connector_output(SimpleNamespace(ec_connector_worker_meta=report))
+    assert not is_promised(side, "A", metadata_only=True)

@@ -1,4 +1,4 @@
-"""Our counters as vLLM's Prometheus metrics: complete, bounded, and named by the conventions."""
+"""The counters as vLLM's Prometheus metrics: complete, bounded, and named by the conventions."""
 
 import re
 from functools import partial
@@ -21,7 +21,7 @@ ENGINES: dict[int, list[object]] = {0: ["model", "0"], 1: ["model", "1"]}
 
 
 class Metrics:
-    """What vLLM's API server makes, on a registry of its own."""
+    """The metrics as vLLM's API server makes them, on a registry of its own."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -41,7 +41,7 @@ class Metrics:
         )
 
 
-def test_what_was_counted_is_added_to_its_engine() -> None:
+def test_counts_are_added_to_their_engine() -> None:
     metrics = Metrics()
     metrics.metrics.observe({"load_remote": 2, "loaded_remote_bytes": 1 << 20, "miss:absent": 3}, 1)
     metrics.metrics.observe({"load_remote": 1, "over_budget": 4, "saved": 5}, 1)
@@ -55,15 +55,15 @@ def test_what_was_counted_is_added_to_its_engine() -> None:
     assert metrics.value("loads", "0", source="remote") == 0
 
 
-def test_what_is_known_to_come_begins_at_zero() -> None:
+def test_series_with_known_labels_begin_at_zero() -> None:
     metrics = Metrics()
     assert metrics.value("loads", source="local") == 0
     assert metrics.value("encodes_skipped") == 0
     assert metrics.value("broken_promises", outcome="lost") == 0
-    assert metrics.value("misses", reason="absent") is None, "reasons are not known before"
+    assert metrics.value("misses", reason="absent") is None, "reasons are not known in advance"
 
 
-def test_a_flood_of_reasons_does_not_become_a_flood_of_series() -> None:
+def test_the_number_of_series_per_reason_is_bounded() -> None:
     metrics = Metrics()
     for number in range(10 * REASONS_MAX):
         metrics.metrics.observe({f"miss:reason{number}": 1})
@@ -72,7 +72,7 @@ def test_a_flood_of_reasons_does_not_become_a_flood_of_series() -> None:
     assert metrics.value("misses", reason="reason0") == 1
 
 
-def test_an_event_of_another_version_is_passed_over() -> None:
+def test_an_unknown_event_is_ignored() -> None:
     metrics = Metrics()
     before = generate_latest(metrics.registry)
     metrics.metrics.observe({"from_the_future": 1, "from_the_future:reason": 1})
@@ -80,8 +80,8 @@ def test_an_event_of_another_version_is_passed_over() -> None:
 
 
 @pytest.mark.parametrize("ours", [("kv", KV_FAMILIES), ("ec", FAMILIES)])
-def test_every_event_that_is_counted_has_a_metric(ours: tuple[str, Any]) -> None:
-    """What the connector's own modules count, and those that serve both."""
+def test_every_counted_event_has_a_metric(ours: tuple[str, Any]) -> None:
+    """Events of the connector's own modules, and of the modules that both connectors use."""
     folder, families = ours
     paths = [*CONNECTORS.glob("*.py"), *CONNECTORS.glob(f"{folder}/*.py")]
     text = "".join(path.read_text() for path in paths)

@@ -1,4 +1,4 @@
-"""What vLLM's own cache holds and the buffer has lost: which of it the workers store again."""
+"""Items that vLLM's own cache holds and the buffer has lost: which of them workers store again."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -13,14 +13,15 @@ CONSUMER: dict[str, Any] = {"producer": False}
 
 
 class Engine(Bench):
-    """With vLLM's own cache, of which it asks nobody."""
+    """A bench with vLLM's own cache, whose hits never reach the connector."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         self.cached: set[str] = set()
 
     def serve(self, name: str, *identifiers: str, **fields: Any) -> Any:
-        """A request from its first sight to its end: what the workers are told in its step."""
+        """Run a request from its first poll to its end, and return what the workers get in its
+        step."""
         request = make_request(name, *identifiers)
         for feature in request.mm_features:
             feature.data = {**(feature.data or {}), **fields}
@@ -37,7 +38,7 @@ class Engine(Bench):
 
 
 @pytest.mark.parametrize("role", [BOTH, PRODUCER], ids=["both", "producer"])
-def test_what_was_lost_is_stored_again(role: dict[str, Any]) -> None:
+def test_a_lost_item_is_stored_again(role: dict[str, Any]) -> None:
     bench = Engine(**role)
     assert bench.serve("first", "A").metadata.saves == {"A": "A"}
     bench.store("A")
@@ -51,7 +52,7 @@ def test_what_was_lost_is_stored_again(role: dict[str, Any]) -> None:
     assert bench.serve("fifth", "A").metadata.lost == {"A": "A"}, "it was not stored after all"
 
 
-def test_what_was_loaded_and_then_lost_is_stored_again() -> None:
+def test_a_loaded_item_that_was_lost_is_stored_again() -> None:
     bench = Engine()
     bench.store("A")
     assert bench.serve("first", "A").metadata.mm_datas
@@ -59,7 +60,7 @@ def test_what_was_loaded_and_then_lost_is_stored_again() -> None:
     assert bench.serve("second", "A").metadata.lost == {"A": "A"}
 
 
-def test_a_request_is_looked_at_once() -> None:
+def test_a_request_is_checked_once() -> None:
     bench = Engine()
     bench.serve("first", "A")
     bench.store("A")
@@ -68,11 +69,11 @@ def test_a_request_is_looked_at_once() -> None:
         assert bench.ensure(request)
         bench.build(0)
     assert [name for name, _, _ in bench.buffer.calls].count("has_caches") == 1 + 1, (
-        "by the first for the right to encode, and by the second"
+        "one lookup by the first request before its claim, one by the second"
     )
 
 
-def test_whoever_stores_nothing_asks_for_nothing() -> None:
+def test_a_consumer_checks_nothing() -> None:
     bench = Engine(**CONSUMER)
     bench.serve("first", "A")
     bench.buffer.calls.clear()
@@ -80,14 +81,15 @@ def test_whoever_stores_nothing_asks_for_nothing() -> None:
     assert bench.buffer.calls == []
 
 
-def test_what_a_client_supplied_is_never_stored_under_a_name_of_ours() -> None:
-    """Its embeddings lie in vLLM's cache under the name that another request gives its media."""
+def test_embeddings_of_a_client_are_never_stored_under_an_items_key() -> None:
+    """The embeddings are in vLLM's cache under the identifier that another request gives its
+    media."""
     bench = Engine()
     bench.serve("supplied", "A", image_embeds=pixels()["pixel_values"])
     assert bench.serve("encoded", "A").metadata.lost == {}
 
 
-def test_what_is_still_to_run_waits_for_a_step_that_does() -> None:
+def test_items_to_store_again_wait_for_a_step_with_tokens() -> None:
     bench = Engine()
     bench.serve("first", "A")
     assert bench.ensure(make_request("second", "A"))
@@ -95,7 +97,7 @@ def test_what_is_still_to_run_waits_for_a_step_that_does() -> None:
     assert bench.build(1).lost == {"A": "A"}
 
 
-def test_a_producer_encodes_what_it_had_skipped_and_the_buffer_lost() -> None:
+def test_a_producer_encodes_a_skipped_item_that_was_lost() -> None:
     bench = Engine(**PRODUCER)
     bench.store("A")
     first = bench.serve("first", "A")
@@ -108,11 +110,11 @@ def test_a_producer_encodes_what_it_had_skipped_and_the_buffer_lost() -> None:
     assert third.metadata.saves == {"A": "A"}
     assert third.metadata.lost == {}
     fourth = bench.serve("fourth", "A")
-    assert fourth.added == {}, "now it has it"
+    assert fourth.added == {}, "it is in vLLM's cache now"
     assert fourth.metadata.lost == {"A": "A"}
 
 
-def test_a_producer_encodes_no_more_in_a_step_than_vllm_would() -> None:
+def test_added_encodes_stay_within_vllms_limit_per_step() -> None:
     bench = Engine(**PRODUCER, encode_rows=2 * EMBEDS)
     names = "ABCD"
     for name in names:
@@ -123,7 +125,7 @@ def test_a_producer_encodes_no_more_in_a_step_than_vllm_would() -> None:
     assert [[*one.values()] for one in added] == [[[0, 1]], [[2, 3]], []]
 
 
-def test_what_vllm_has_dropped_is_encoded_by_vllm() -> None:
+def test_an_item_that_vllm_evicted_is_encoded_by_vllm() -> None:
     bench = Engine(**PRODUCER)
     bench.store("A")
     bench.serve("first", "A")

@@ -1,6 +1,6 @@
-"""What the buffer has lost comes back from vLLM's own cache: vLLM's own scheduler on a real node.
+"""Lost items are stored again from vLLM's own cache: vLLM's own scheduler on a real node.
 
-Over HTTP, with real engines: test_republish.
+test_republish runs the same over HTTP with real engines.
 """
 
 import secrets
@@ -43,7 +43,7 @@ class Host:
             **settings,
         )
         stack.callback(self.engine.close)
-        unused: Any = None  # the engine has left its namespace there
+        unused: Any = None  # the engine has remembered its identity in the config
         self.namespace = namespace_of(ec_seat.identity(self.engine.config, unused))
         self.buffer = LookupBuffer(node.config, self.namespace)
         stack.callback(self.buffer.close)
@@ -58,7 +58,7 @@ class Host:
             self.engine.step()
 
     def _has(self, name: str) -> bool | None:
-        """None where the node did not say."""
+        """None where the node did not answer."""
         try:
             stored = self.buffer.select(TensorKey(content(name)))
         except MissingTensor:
@@ -85,13 +85,13 @@ def kill(host: Host) -> None:
     host.node.start()
 
 
-def outlive(host: Host) -> None:
-    """It is over soon."""
+def let_expire(host: Host) -> None:
+    """The time to live ends soon."""
 
 
 def invalidate(host: Host) -> None:
     done = run("invalidate", host.namespace.fingerprint, "--store-url", host.node.config.store_url)
-    assert done.returncode in (0, 1), done.stderr  # 1: a node that is slow drops them later
+    assert done.returncode in (0, 1), done.stderr  # 1: a slow node drops them later
 
 
 @pytest.fixture
@@ -100,12 +100,12 @@ def stack() -> Iterator[ExitStack]:
         yield stack
 
 
-@pytest.mark.parametrize("lose", [replace, kill, outlive, invalidate])
+@pytest.mark.parametrize("lose", [replace, kill, let_expire, invalidate])
 @pytest.mark.parametrize("role", ROLES)
-def test_what_vllm_still_holds_is_stored_again(
+def test_an_item_in_vllms_cache_is_stored_again(
     role: str, lose: Callable[[Host], None], start_node: StartNode, stack: ExitStack
 ) -> None:
-    settings = {"ttl_seconds": TTL_SECONDS} if lose is outlive else {}
+    settings = {"ttl_seconds": TTL_SECONDS} if lose is let_expire else {}
     host = Host(start_node(capacity_bytes=4 * MIB), role, stack, **settings)
     name = secrets.token_hex(8)  # the tests share a store
     host.serve("first", name)
@@ -114,10 +114,10 @@ def test_what_vllm_still_holds_is_stored_again(
     host.wait_until_lost(name)
     host.serve("again", name)
     host.wait_until_stored(name)
-    assert host.engine.encoded == [content(name)], "it was there to be stored"
+    assert host.engine.encoded == [content(name)], "it was not encoded again"
 
 
-def test_what_a_producer_skipped_is_encoded_when_it_is_lost(
+def test_an_item_that_a_producer_skipped_is_encoded_when_it_is_lost(
     start_node: StartNode, stack: ExitStack
 ) -> None:
     host = Host(start_node(capacity_bytes=4 * MIB), "ec_producer", stack)

@@ -1,4 +1,4 @@
-"""The scheduler side, rule by rule. The rules' interplay: test_ec_scheduler_model."""
+"""The scheduler side, one rule per test. test_ec_scheduler_model tests how the rules combine."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from connector_standins import (
 from lookup_buffer.client.handles import PrefetchState
 
 
-def test_resident_item_is_promised_loaded_and_given_back_after_the_steps_in_flight() -> None:
+def test_a_resident_item_is_promised_loaded_and_released_after_the_steps_in_flight() -> None:
     bench = Bench(steps_in_flight=2)
     bench.store("A")
     request = make_request("r", "A")
@@ -27,7 +27,7 @@ def test_resident_item_is_promised_loaded_and_given_back_after_the_steps_in_flig
     assert load.order is not None
     assert load.order.ticket in bench.buffer.pinned
     assert metadata.saves == {}
-    bench.scheduler.gate.forget("r")  # abort: what was dispatched stays until it ran
+    bench.scheduler.gate.forget("r")  # abort: a dispatched load stays pinned until its step ran
     bench.build()
     assert load.order.ticket in bench.buffer.pinned, "step k + 1 may be built while k runs"
     bench.build()
@@ -55,7 +55,7 @@ def test_consumer_saves_nothing() -> None:
     assert bench.build().saves == {}
 
 
-def test_waits_for_a_fetch_at_most_its_budget_and_never_again() -> None:
+def test_a_request_waits_for_a_fetch_once_and_within_its_budget() -> None:
     bench = Bench()
     bench.store("A", needs_fetch=True)
     request = make_request("r", "A")
@@ -73,7 +73,7 @@ def test_waits_for_a_fetch_at_most_its_budget_and_never_again() -> None:
     assert [handle.is_released for handle in bench.buffer.pending] == [True, True]
 
 
-def test_a_miss_is_counted_once_however_often_vllm_asks_while_another_item_comes() -> None:
+def test_a_miss_is_counted_once_while_another_item_is_in_flight() -> None:
     bench = Bench(claim_wait_seconds=0)
     bench.store("A", needs_fetch=True)
     request = make_request("r", "A", "B")
@@ -104,7 +104,7 @@ def test_fetch_that_arrives_lets_the_request_pass() -> None:
     bench.store("A", needs_fetch=True)
     request = make_request("r", "A")
     assert not bench.ensure(request)
-    assert not bench.scheduler.has_cache_item("A"), "pending is not here"
+    assert not bench.scheduler.has_cache_item("A"), "a pending item is not resident"
     bench.build(0)
     bench.buffer.settle(0, PrefetchState.RESIDENT)
     assert bench.ensure(request)
@@ -113,7 +113,7 @@ def test_fetch_that_arrives_lets_the_request_pass() -> None:
     assert bench.prefetched() == [["A"]], "one call for the request's whole life"
 
 
-def test_first_sights_of_a_pass_share_one_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_lookups_of_a_pass_share_one_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(first_sight_seconds=0.001)
     slow = bench.buffer.prefetch
 
@@ -131,7 +131,7 @@ def test_first_sights_of_a_pass_share_one_budget(monkeypatch: pytest.MonkeyPatch
     assert bench.buffer.calls[-1][2] == pytest.approx(0.001)
 
 
-def test_asks_only_for_items_ahead_that_the_engine_lacks() -> None:
+def test_only_later_items_that_vllms_cache_lacks_are_prefetched() -> None:
     bench = Bench()
     first = make_request("first", "B")
     bench.ensure(first)
@@ -141,10 +141,10 @@ def test_asks_only_for_items_ahead_that_the_engine_lacks() -> None:
     request = make_request("r", "A", "B", "C")
     end_of_a = request.mm_features[0].mm_position.offset + EMBEDS
     bench.ensure(request, end_of_a)
-    assert bench.prefetched() == [["C"]], "A lies behind, B is in vLLM's own cache"
+    assert bench.prefetched() == [["C"]], "A is computed, B is in vLLM's own cache"
 
 
-def test_evicted_item_is_asked_for_after_all() -> None:
+def test_an_evicted_item_is_loaded_in_the_same_pass() -> None:
     bench = Bench()
     first = make_request("first", "B")
     bench.ensure(first)
@@ -158,7 +158,7 @@ def test_evicted_item_is_asked_for_after_all() -> None:
     assert [load.mm_hash for load in step.mm_datas] == ["B"]
 
 
-def test_after_a_reset_of_vllms_cache_everything_is_asked_for() -> None:
+def test_after_a_reset_of_vllms_cache_every_item_is_looked_up() -> None:
     bench = Bench()
     for name in "AB":
         first = make_request(f"first {name}", name)
@@ -168,15 +168,17 @@ def test_after_a_reset_of_vllms_cache_everything_is_asked_for() -> None:
         bench.store(name)
     bench.buffer.calls.clear()
     assert bench.ensure(make_request("again", "A"))
-    assert not bench.prefetched(), "as far as we know vLLM's own cache has it"
-    assert bench.scheduler.has_cache_item("A"), "it asks, so it was reset"
+    assert not bench.prefetched(), "the reset is not known yet"
+    assert bench.scheduler.has_cache_item("A"), "vLLM asks, so its cache was reset"
     bench.build()
-    assert not bench.buffer.pinned, "what it made no room for is not kept"
+    assert not bench.buffer.pinned, "an unused promise is not kept"
     assert bench.ensure(make_request("after", "B"))
     assert bench.prefetched() == [["A"], ["B"]]
 
 
-def test_what_vllm_lost_holds_up_a_pass_for_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lookups_of_items_that_vllm_lost_have_a_time_limit_per_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     bench, names = Bench(), "ABCDE"
     for name in names:
         first = make_request(f"first {name}", name)
@@ -189,7 +191,7 @@ def test_what_vllm_lost_holds_up_a_pass_for_a_bounded_time(monkeypatch: pytest.M
     waited: list[float] = []
 
     def slow(keys: Any, *, timeout: float = 0.0, wait_seconds: float = 0.0) -> Any:
-        """Answers a moment before the time is over."""
+        """Return shortly before the timeout."""
         waited.append(0.8 * timeout)
         bench.clock.now += waited[-1]
         return LedgerBuffer.prefetch(bench.buffer, keys, timeout=timeout)
@@ -202,7 +204,7 @@ def test_what_vllm_lost_holds_up_a_pass_for_a_bounded_time(monkeypatch: pytest.M
 
 
 def full_bench() -> tuple[Bench, Any]:
-    """And a request for which the pins of others, of a budget of two items, leave no room."""
+    """A request for which the pins of others leave no space in a budget of two items."""
     bench = Bench(prefetch_bytes=2 * EMBEDS * EMBED_BYTES)
     for name in "ABC":
         bench.store(name)
@@ -213,18 +215,18 @@ def full_bench() -> tuple[Bench, Any]:
     return bench, request
 
 
-def test_request_waits_for_the_room_that_pins_of_others_take() -> None:
+def test_a_request_waits_for_space_in_the_pin_budget() -> None:
     bench, request = full_bench()
     bench.clock.now += 0.9 * WAIT_SECONDS
     assert not bench.ensure(request)
     bench.build(0, finished=["fits"])
     assert bench.ensure(request)
-    assert bench.prefetched() == [["A"], ["B", "C"]], "asked once there is room"
+    assert bench.prefetched() == [["A"], ["B", "C"]], "prefetched once there is space"
     assert bench.allocate(request)
     assert "over_budget" not in bench.scheduler.counters.totals()
 
 
-def test_room_and_bytes_are_waited_for_one_after_the_other() -> None:
+def test_the_waits_for_space_and_for_bytes_have_separate_limits() -> None:
     bench, request = full_bench()
     bench.store("C", needs_fetch=True)
     bench.clock.now += 0.9 * WAIT_SECONDS
@@ -236,7 +238,7 @@ def test_room_and_bytes_are_waited_for_one_after_the_other() -> None:
     assert bench.scheduler.counters.totals() == {"miss:timeout": 1}
 
 
-def test_request_waits_for_room_as_long_as_for_bytes_and_no_longer() -> None:
+def test_the_wait_for_space_has_the_limit_of_the_wait_for_bytes() -> None:
     bench, request = full_bench()
     bench.clock.now += WAIT_SECONDS
     for _ in range(2):
@@ -245,17 +247,17 @@ def test_request_waits_for_room_as_long_as_for_bytes_and_no_longer() -> None:
     assert not bench.scheduler.has_cache_item("B")
     bench.build(0, finished=["fits"])
     assert bench.ensure(request)
-    assert bench.prefetched() == [["A"], ["B", "C"]], "asked once there is room"
+    assert bench.prefetched() == [["A"], ["B", "C"]], "prefetched once there is space"
 
 
-def test_who_runs_does_not_wait_for_room() -> None:
+def test_a_running_request_does_not_wait_for_space() -> None:
     bench, request = full_bench()
     request.num_computed_tokens = 1
     assert bench.ensure(request)
     assert bench.scheduler.counters.totals()["over_budget"] == 1
 
 
-def test_request_above_the_pin_budget_goes_on_without() -> None:
+def test_a_request_larger_than_the_pin_budget_continues_without_prefetch() -> None:
     bench = Bench(prefetch_bytes=2 * EMBEDS * EMBED_BYTES)
     for name in "ABC":
         bench.store(name)
@@ -267,7 +269,7 @@ def test_request_above_the_pin_budget_goes_on_without() -> None:
 
 
 @pytest.mark.parametrize("way", ["finished", "passed", "encoded", "request_finished"])
-def test_undispatched_pin_goes(way: str) -> None:
+def test_an_undispatched_pin_is_released(way: str) -> None:
     bench = Bench()
     bench.store("A")
     request = make_request("r", "A")
@@ -298,7 +300,7 @@ def test_pin_shared_by_two_requests_stays_for_the_other() -> None:
     assert bench.allocate(two)
 
 
-def test_promise_holds_to_the_end_of_the_pass_even_if_the_request_goes() -> None:
+def test_a_promise_holds_until_the_end_of_the_pass_even_if_the_request_ends() -> None:
     bench = Bench()
     bench.store("A")
     request = make_request("r", "A")
@@ -314,7 +316,7 @@ def test_promise_holds_to_the_end_of_the_pass_even_if_the_request_goes() -> None
     assert load.order.ticket in bench.buffer.pinned
 
 
-def test_promise_that_vllm_did_not_use_ends_with_the_pass() -> None:
+def test_an_unused_promise_ends_with_the_pass() -> None:
     bench = Bench()
     bench.store("A")
     request = make_request("r", "A")
@@ -326,7 +328,7 @@ def test_promise_that_vllm_did_not_use_ends_with_the_pass() -> None:
     assert bench.buffer.pinned == {}
 
 
-def test_answers_are_remembered_in_a_pass() -> None:
+def test_an_answer_holds_for_the_pass() -> None:
     bench = Bench()
     bench.store("A", needs_fetch=True)
     request = make_request("r", "A")
@@ -363,7 +365,7 @@ def test_load_of_an_item_evicted_in_the_same_pass_is_dropped() -> None:
     assert bench.buffer.pinned == {}
 
 
-def test_preempted_request_gets_its_item_again() -> None:
+def test_a_preempted_request_loads_its_item_again() -> None:
     bench = Bench()
     bench.store("A")
     request = make_request("r", "A")

@@ -1,4 +1,5 @@
-"""The scheduler side's rules about whose items they are: what is carried, and by whom."""
+"""The scheduler side's rules for identifiers, adapters, client embeddings and metadata-only
+items."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +24,7 @@ from nodes import wait_until
 @pytest.mark.parametrize(
     "identifier", ["renderer0-mm-1-image-0", "adapter:renderer12-mm-3-audio-1", "r-image-0"]
 )
-def test_counted_identifiers_stay_here(identifier: str) -> None:
+def test_counted_identifiers_are_not_shared(identifier: str) -> None:
     bench = Bench()
     bench.store(identifier)
     request = make_request("r-1a2b3c4d", identifier)
@@ -62,9 +63,9 @@ def test_an_item_of_an_adapter_is_shared_by_what_the_adapter_contains(tmp_path: 
     assert keys[0] != "A"
 
 
-def test_an_item_of_an_adapter_that_is_not_read_yet_stays_here(tmp_path: Path) -> None:
+def test_an_item_of_an_adapter_that_is_not_read_yet_is_not_shared(tmp_path: Path) -> None:
     bench = Bench()
-    request = with_adapter(make_request("r", "cats:A"), "cats", tmp_path)  # and never will be
+    request = with_adapter(make_request("r", "cats:A"), "cats", tmp_path)  # its files do not exist
     assert bench.ensure(request)
     assert not bench.allocate(request)
     assert bench.build().saves == {}
@@ -104,7 +105,7 @@ def test_client_embeddings_are_neither_looked_up_nor_stored() -> None:
     assert bench.buffer.calls == []
 
 
-def test_request_with_metadata_alone_waits_then_fails_alone() -> None:
+def test_a_metadata_request_waits_then_fails_alone() -> None:
     bench = Bench()
     request = make_request("r", "A", metadata_only=True)
     for _ in range(2):
@@ -116,31 +117,31 @@ def test_request_with_metadata_alone_waits_then_fails_alone() -> None:
     assert why.reason == "absent"
     assert bench.scheduler.counters.totals()["unavailable:absent"] == 1
     assert not bench.scheduler.gate.take_unavailable_requests()
-    assert bench.buffer.fleet.given_back == ["A"], "what was granted to the question"
+    assert bench.buffer.fleet.given_back == ["A"], "the query releases its claim"
 
 
-def test_request_with_metadata_alone_passes_once_its_producer_published() -> None:
+def test_a_metadata_request_passes_once_the_item_is_published() -> None:
     bench = Bench()
     request = make_request("r", "A", metadata_only=True)
     for _ in range(100):
         assert not bench.ensure(request)
         bench.clock.now += METADATA_WAIT_SECONDS / 200
-    assert len(bench.prefetched()) == 2, "the node tells, and is not asked at every poll"
+    assert len(bench.prefetched()) == 2, "not one prefetch per poll"
     bench.store("A")
     assert bench.ensure(request)
     assert bench.allocate(request)
     bench.build()
-    assert bench.ensure(request, EMBEDS - 1), "vLLM's cache holds it for this very request"
+    assert bench.ensure(request, EMBEDS - 1), "vLLM's cache holds it for this request"
 
 
-def test_request_with_metadata_alone_waits_longer_for_who_has_the_claim() -> None:
+def test_a_metadata_request_waits_longer_for_a_claimant() -> None:
     bench = Bench()
     bench.buffer.fleet.answers = ClaimOutcome.PENDING
     request = make_request("r", "A", metadata_only=True)
     assert not bench.ensure(request)
     bench.clock.now += METADATA_WAIT_SECONDS
     assert not bench.ensure(request)
-    bench.buffer.fleet.settle(ClaimOutcome.PENDING)  # another engine has it
+    bench.buffer.fleet.settle(ClaimOutcome.PENDING)  # another engine holds the claim
     bench.clock.now += 500 - METADATA_WAIT_SECONDS
     assert not bench.ensure(request)
     assert not bench.scheduler.gate.take_unavailable_requests()
@@ -153,9 +154,7 @@ def test_request_with_metadata_alone_waits_longer_for_who_has_the_claim() -> Non
     ("end", "reason"),
     [(ClaimOutcome.HELD, "claimed"), (ClaimOutcome.GRANTED, "absent")],
 )
-def test_request_with_metadata_alone_fails_when_nobody_is_at_it_any_more(
-    end: ClaimOutcome, reason: str
-) -> None:
+def test_a_metadata_request_fails_when_the_claim_ends(end: ClaimOutcome, reason: str) -> None:
     bench = Bench()
     bench.buffer.fleet.answers = ClaimOutcome.PENDING
     request = make_request("r", "A", metadata_only=True)
@@ -172,7 +171,7 @@ def test_request_with_metadata_alone_fails_when_nobody_is_at_it_any_more(
     assert ("other:1" in why.text) == (reason == "claimed")
 
 
-def test_request_with_metadata_alone_waits_for_600_seconds_at_most() -> None:
+def test_a_metadata_request_waits_for_at_most_600_seconds() -> None:
     bench = Bench()
     bench.buffer.fleet.answers = ClaimOutcome.PENDING
     request = make_request("r", "A", metadata_only=True)
@@ -186,7 +185,7 @@ def test_request_with_metadata_alone_waits_for_600_seconds_at_most() -> None:
     assert bench.scheduler.gate.take_unavailable_requests()["r"].reason == "claimed"
 
 
-def test_request_with_metadata_alone_that_was_preempted_waits_as_well() -> None:
+def test_a_preempted_metadata_request_waits_as_well() -> None:
     bench = Bench()
     bench.store("A")
     request = make_request("r", "A", metadata_only=True)
@@ -204,8 +203,8 @@ def test_request_with_metadata_alone_that_was_preempted_waits_as_well() -> None:
     assert bench.ensure(request)
 
 
-def test_request_with_metadata_alone_is_not_failed_for_what_vllm_did_not_look_at() -> None:
-    """It was published while vLLM had no seat for the request."""
+def test_a_metadata_request_does_not_fail_for_time_without_polls() -> None:
+    """The item was published while vLLM had no free slot for the request."""
     bench = Bench()
     request = make_request("r", "A", metadata_only=True)
     assert not bench.ensure(request)
@@ -221,8 +220,8 @@ def test_request_with_metadata_alone_is_not_failed_for_what_vllm_did_not_look_at
     assert bench.ensure(request)
 
 
-def test_of_several_items_one_is_lost_again_when_the_other_comes() -> None:
-    """The node was replaced: what was here is asked for anew, and so is what was waited for."""
+def test_one_of_two_items_is_lost_again_before_the_other_arrives() -> None:
+    """The node was replaced, so both items are prefetched again."""
     bench = Bench()
     bench.store("A")
     request = make_request("r", "A", "B", metadata_only=True)
@@ -236,10 +235,10 @@ def test_of_several_items_one_is_lost_again_when_the_other_comes() -> None:
     for _ in range(2):
         bench.clock.now += 0.2
         passes = bench.ensure(request)
-    assert passes, "not only when its time is over"
+    assert passes, "it passes before its time limit"
 
 
-def test_requests_that_each_hold_a_part_leave_room_for_each_other() -> None:
+def test_requests_with_some_of_their_items_leave_space_for_each_other() -> None:
     bench = Bench(prefetch_bytes=4 * EMBEDS * EMBED_BYTES)
     left = [make_request(names, *names, metadata_only=True) for names in ("ABC", "DEF")]
     for published in ["AD", "BE", "CF", *[""] * 20]:
@@ -251,10 +250,10 @@ def test_requests_that_each_hold_a_part_leave_room_for_each_other() -> None:
                 left.remove(request)
         bench.build()
         bench.clock.now += 0.05
-    assert not left, "not only when their time is over"
+    assert not left, "they pass before their time limit"
 
 
-def test_of_several_items_one_is_no_output_of_the_encoder() -> None:
+def test_one_of_two_items_is_no_output_of_the_encoder() -> None:
     bench = Bench()
     request = make_request("r", "A", "B", metadata_only=True)
     assert not bench.ensure(request)
@@ -266,7 +265,7 @@ def test_of_several_items_one_is_no_output_of_the_encoder() -> None:
     assert why.text.startswith("A is stored")
 
 
-def test_request_with_metadata_alone_does_not_rely_on_vllms_cache() -> None:
+def test_a_metadata_request_does_not_rely_on_vllms_cache() -> None:
     bench = Bench()
     first = make_request("first", "A")
     bench.ensure(first)
@@ -280,7 +279,7 @@ def test_request_with_metadata_alone_does_not_rely_on_vllms_cache() -> None:
     assert bench.scheduler.has_cache_item("A")
 
 
-def test_item_that_arrived_is_promised_to_the_one_who_depends_on_it() -> None:
+def test_an_item_that_arrived_is_promised_to_a_metadata_request() -> None:
     bench = Bench()
     bench.store("A", needs_fetch=True)
     first, dependent = make_request("first", "A"), make_request("r", "A", metadata_only=True)
@@ -288,7 +287,7 @@ def test_item_that_arrived_is_promised_to_the_one_who_depends_on_it() -> None:
     assert not bench.scheduler.has_cache_item("A")
     bench.buffer.settle(0, PrefetchState.RESIDENT)
     assert bench.ensure(dependent)
-    assert bench.scheduler.has_cache_item("A"), "the no of before would send it to the encoder"
+    assert bench.scheduler.has_cache_item("A"), "a cached no would send it to the encoder"
 
 
 def test_pure_producer_locates_and_never_fetches() -> None:
@@ -304,7 +303,7 @@ def test_pure_producer_locates_and_never_fetches() -> None:
     assert metadata.saves == {"B": "B"}
     bench.build(finished=["r"])
     assert not bench.scheduler.has_cache_item("A")
-    assert len(bench.scheduler.located) == 0
+    assert len(bench.scheduler.stored_items) == 0
 
 
 def test_pin_in_the_arena_of_a_lost_node_is_not_promised() -> None:
@@ -317,17 +316,17 @@ def test_pin_in_the_arena_of_a_lost_node_is_not_promised() -> None:
     assert bench.build().mm_datas == []
 
 
-def test_who_carries_metadata_alone_keeps_its_promise_when_the_node_is_lost_in_the_pass() -> None:
+def test_a_metadata_request_keeps_its_promise_when_the_node_is_lost_in_the_pass() -> None:
     bench = Bench()
     bench.store("A")
     request = make_request("r", "A", metadata_only=True)
     assert bench.ensure(request)
     bench.buffer.boot = ""
-    assert bench.allocate(request), "vLLM would encode what is not there"
+    assert bench.allocate(request), "vLLM would encode an item without media"
     assert len(bench.build().mm_datas) == 1
 
 
-def test_what_went_with_a_lost_node_is_not_counted_as_of_another_shape() -> None:
+def test_an_item_lost_with_its_node_is_not_counted_as_a_shape_miss() -> None:
     bench = Bench(claim_wait_seconds=0)
     bench.store("A")
     bench.store("B", needs_fetch=True)
@@ -341,7 +340,7 @@ def test_what_went_with_a_lost_node_is_not_counted_as_of_another_shape() -> None
     assert "miss:shape" not in counts
 
 
-def test_request_preempted_between_two_polls_gets_its_item_again() -> None:
+def test_a_request_preempted_between_two_polls_loads_its_item_again() -> None:
     bench = Bench()
     bench.store("A")
     request = make_request("r", "A")
@@ -354,7 +353,7 @@ def test_request_preempted_between_two_polls_gets_its_item_again() -> None:
     assert bench.allocate(request)
 
 
-def test_close_gives_everything_back() -> None:
+def test_close_releases_every_pin() -> None:
     bench = Bench()
     for name in "AB":
         bench.store(name)
@@ -371,8 +370,8 @@ def test_settings_of_the_bench_are_valid() -> None:
     assert parse_settings({"capacity_bytes": "64MiB"}).pin_budget_bytes == 16 << 20
 
 
-def test_load_of_an_item_that_came_back_in_the_pass_that_drove_it_out_is_kept() -> None:
-    """vLLM needs it in this step; before some release it named it as driven out all the same."""
+def test_the_load_of_an_item_evicted_and_allocated_again_in_one_pass_is_kept() -> None:
+    """vLLM needs it in this step; some versions report it as evicted nevertheless."""
     bench = Bench()
     bench.store("A")
     request = make_request("r", "A")
@@ -383,7 +382,7 @@ def test_load_of_an_item_that_came_back_in_the_pass_that_drove_it_out_is_kept() 
     assert "A" in bench.scheduler.engine_cache
 
 
-def test_an_item_promised_twice_in_a_pass_in_which_the_node_was_replaced_is_held_once() -> None:
+def test_an_item_promised_before_and_after_a_node_was_replaced_is_pinned_once() -> None:
     bench = Bench()
     bench.store("A")
     media, bare = make_request("media", "A"), make_request("bare", "A", metadata_only=True)

@@ -1,13 +1,13 @@
 """The scheduler side under random traffic, against vLLM's own EncoderCacheManager.
 
-A small engine does what vLLM's scheduler and V1 workers do with encoder inputs (running before
-waiting, allocation failures, preemption that empties a step, aborts, evictions, several steps in
-flight), with random answers from the fleet in random order. What must hold at every moment:
+A small engine handles encoder inputs as vLLM's scheduler and V1 workers do: running before waiting
+requests, allocation failures, preemption that empties a step, aborts, evictions, several steps in
+flight. The fleet's answers and their order are random. At every moment:
 
 - bytes that a worker loads are pinned while it reads them, and no promise fails to load;
 - an item without media is never given to the encoder;
-- an item that vLLM was told can be loaded is in the metadata of the step that made room for it;
-- when all requests are gone and all steps ran, nothing is held.
+- an item that vLLM was promised is in the metadata of the step that allocated it;
+- when all requests are gone and all steps ran, nothing is pinned.
 """
 
 import warnings
@@ -59,7 +59,7 @@ class Worker:
 
     buffer: LedgerBuffer
     phantoms: set[str]
-    """Items that vLLM believes are cached although a preemption took their encode away."""
+    """Items that vLLM takes for cached although a preemption cancelled their encode."""
     cache: set[str] = field(default_factory=set)
 
     def run(self, step: Step) -> None:
@@ -179,7 +179,8 @@ class Engine(RuleBasedStateMachine):
         encodes: dict[str, list[str]],
         promised: set[str],
     ) -> int:
-        """vLLM's `_try_schedule_encoder_inputs` and what surrounds it; tokens scheduled."""
+        """vLLM's `_try_schedule_encoder_inputs` and the code around it. Returns the scheduled
+        tokens."""
         computed = request.num_computed_tokens
         gate = self.scheduler.gate
         if not gate.ensure_cache_available(request, computed):
@@ -217,7 +218,7 @@ class Engine(RuleBasedStateMachine):
             if hit:
                 promised.add(feature.identifier)
             else:
-                assert feature.data is not None, "nothing there to encode: the engine dies"
+                assert feature.data is not None, "no media to encode: the engine dies"
                 encodes.setdefault(request.request_id, []).append(feature.identifier)
         return tokens
 

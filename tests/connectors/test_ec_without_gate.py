@@ -1,4 +1,5 @@
-"""Hosts before 0.23, rule by rule: found and pinned inside of the question, or a miss."""
+"""vLLM before 0.23, one rule per test: an item is found and pinned inside the call, or is a
+miss."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ from connector_standins import (
 from connectors.ec.scheduler import EcScheduler
 from connectors.ec.shape import EngineShape
 from connectors.ec.watch import embeds_of
-from connectors.ec.without_gate import ASK_AGAIN_SECONDS, LOCAL_SECONDS, EcWithoutGate
+from connectors.ec.without_gate import LOCAL_SECONDS, LOOKUP_INTERVAL_SECONDS, EcWithoutGate
 from connectors.settings import ConnectorSettings
 from lookup_buffer.client.handles import PrefetchState
 
@@ -26,7 +27,7 @@ A, B, C = (letter * 64 for letter in "abc")
 
 
 class Host:
-    """A scheduler without a gate, as far as the connector sees it."""
+    """A scheduler without a gate, as far as the connector uses it."""
 
     def __init__(self, *, producer: bool = False, consumer: bool = True, **raw: Any) -> None:
         self.buffer = LedgerBuffer()
@@ -51,12 +52,12 @@ class Host:
             self.buffer.stored[identifier] = Stored(**kwargs)
 
     def has(self, identifier: str) -> bool:
-        """As 0.15 asks."""
-        self.without_gate.look_for(identifier)
+        """The calls of 0.15."""
+        self.without_gate.look_up(identifier)
         return self.scheduler.has_cache_item(identifier)
 
     def load(self, request: Any, index: int) -> None:
-        """As all of them tell of a load."""
+        """The calls for a load, the same in all versions."""
         self.scheduler.item_allocated(request, index, is_hit=True)
         self.without_gate.allocated(request.request_id, index)
 
@@ -65,14 +66,14 @@ class Host:
         self.without_gate.end_pass(output)
         return self.scheduler.build_metadata(output)
 
-    def asked(self) -> list[list[str]]:
+    def prefetched(self) -> list[list[str]]:
         return [keys for name, keys, _ in self.buffer.calls if name == "prefetch"]
 
     def counted(self) -> dict[str, int]:
         return self.scheduler.counters.totals()
 
 
-def test_what_this_host_holds_is_pinned_loaded_and_given_back() -> None:
+def test_an_item_on_this_host_is_pinned_loaded_and_released() -> None:
     host = Host()
     host.store(A)
     request = make_request("r", A)
@@ -87,20 +88,20 @@ def test_what_this_host_holds_is_pinned_loaded_and_given_back() -> None:
     assert len(host.without_gate) == 0
 
 
-def test_promise_that_was_not_used_ends_when_the_host_stops_asking() -> None:
+def test_an_unused_promise_ends_when_vllm_stops_asking() -> None:
     host = Host()
     host.store(A)
-    for _ in range(3):  # no room for the request yet: it asks again in each pass
+    for _ in range(3):  # the request cannot be allocated yet, so vLLM asks in each pass
         assert host.has(A)
         host.build()
-    assert host.asked() == [[A]], "asked for once"
+    assert host.prefetched() == [[A]], "prefetched once"
     assert len(host.buffer.pinned) == 1
     host.build()
     assert host.buffer.pinned == {}
     assert len(host.without_gate) == 0
 
 
-def test_what_is_elsewhere_is_a_miss_unless_it_comes_within_the_pass(
+def test_an_item_on_another_host_is_a_miss_unless_it_arrives_within_the_pass(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for sync_fetch_seconds, is_hit in ((0.0, False), (0.5, True)):
@@ -126,7 +127,7 @@ def test_what_is_elsewhere_is_a_miss_unless_it_comes_within_the_pass(
         assert all(handle.is_released for handle in host.buffer.pending)
 
 
-def test_one_pass_waits_for_others_no_longer_than_it_may_but_for_local_items_always(
+def test_remote_items_share_one_time_limit_per_pass_and_local_items_have_another(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     host = Host(sync_fetch_seconds=0.3)
@@ -141,7 +142,7 @@ def test_one_pass_waits_for_others_no_longer_than_it_may_but_for_local_items_alw
     unknown = [letter * 64 for letter in "0123"]
     assert not any(host.has(identifier) for identifier in unknown)
     assert host.has(B)
-    assert not host.has(C), "a frozen node holds up one pass once, not for each item"
+    assert not host.has(C), "a frozen node delays a pass once, not once per item"
     waits = [timeout for name, _, timeout in host.buffer.calls if name == "prefetch"]
     assert waits == pytest.approx([0.3, 0.1, LOCAL_SECONDS])
     host.build()
@@ -151,19 +152,19 @@ def test_one_pass_waits_for_others_no_longer_than_it_may_but_for_local_items_alw
     assert waits[3:] == pytest.approx([LOCAL_SECONDS, 0.3]), "a new pass, a new budget"
 
 
-def test_missing_item_is_asked_for_again_only_after_a_while() -> None:
+def test_a_missing_item_is_looked_up_again_after_an_interval() -> None:
     host = Host()
     for _ in range(3):
         assert not host.has(A)
         host.build()
-    assert host.asked() == [[A]]
-    host.clock.now += ASK_AGAIN_SECONDS
+    assert host.prefetched() == [[A]]
+    host.clock.now += LOOKUP_INTERVAL_SECONDS
     host.build()
     host.store(A)
     assert host.has(A)
 
 
-def test_fetch_that_arrives_late_is_a_hit_if_the_host_still_asks() -> None:
+def test_a_late_fetch_is_a_hit_if_vllm_still_asks() -> None:
     host = Host()
     host.store(A, needs_fetch=True)
     assert not host.has(A)
@@ -180,7 +181,7 @@ def test_without_the_request_only_content_hashes_are_looked_up(identifier: str) 
     assert host.buffer.calls == []
 
 
-def test_more_than_the_pin_budget_is_a_miss_and_held_by_nobody() -> None:
+def test_an_item_beyond_the_pin_budget_is_a_miss_and_is_not_pinned() -> None:
     host = Host(prefetch_bytes=EMBEDS * EMBED_BYTES)
     host.store(A, B)
     assert host.has(A)
@@ -191,19 +192,19 @@ def test_more_than_the_pin_budget_is_a_miss_and_held_by_nobody() -> None:
     assert host.buffer.pinned == {}
 
 
-def test_node_that_restarted_is_asked_anew() -> None:
+def test_items_are_looked_up_again_after_a_restart_of_the_node() -> None:
     host = Host()
     host.store(A)
     assert host.has(A)
     host.build()
     host.buffer.boot = "c" * 16
-    assert not host.has(A), "what was pinned is gone with the node"
+    assert not host.has(A), "the pin was lost with the node"
     host.build()
     assert host.has(A)
 
 
 @pytest.mark.parametrize("by_request", [False, True])
-def test_producer_skips_what_is_stored(by_request: bool) -> None:
+def test_a_producer_skips_stored_items(by_request: bool) -> None:
     host = Host(producer=True, consumer=False)
     host.store(A, needs_fetch=True)
     if by_request:
@@ -211,26 +212,26 @@ def test_producer_skips_what_is_stored(by_request: bool) -> None:
         host.build(finished=["r"])
     else:
         assert [host.has(item) for item in (A, B)] == [True, False]
-    assert host.asked() == []
+    assert host.prefetched() == []
     host.build()
     host.build()
-    assert len(host.scheduler.located) == 0
+    assert len(host.scheduler.stored_items) == 0
 
 
 # -- has_caches, before 0.15 -----------------------------------------------------------------------
 
 
-def test_whole_request_is_asked_for_at_once_and_answered_item_by_item() -> None:
+def test_a_request_is_looked_up_at_once_and_answered_item_by_item() -> None:
     host = Host()
     host.store(A, C)
     request = make_request("r", A, "a client's own name", C)
     host.store("a client's own name", rows=EMBEDS + 1)
     assert host.without_gate.has_caches(request) == [True, False, True]
-    assert host.asked() == [[A, "a client's own name", C]]
+    assert host.prefetched() == [[A, "a client's own name", C]]
     assert host.counted() == {"miss:shape": 1}
 
 
-def test_name_that_a_client_used_twice_is_loaded_only_where_it_fits() -> None:
+def test_an_identifier_used_twice_is_loaded_only_where_it_fits() -> None:
     host = Host()
     host.store("name")
     fitting, other = make_request("one", "name"), make_request("two", "name")
@@ -239,7 +240,7 @@ def test_name_that_a_client_used_twice_is_loaded_only_where_it_fits() -> None:
     assert host.without_gate.has_caches(other) == [False]
 
 
-def test_decoding_asks_nobody() -> None:
+def test_decoding_looks_nothing_up() -> None:
     host = Host()
     host.store(A)
     request = make_request("r", A, B)
@@ -257,17 +258,17 @@ def test_decoding_asks_nobody() -> None:
     assert len(host.without_gate) == 0
 
 
-def test_items_behind_or_in_the_engine_are_not_asked_for() -> None:
+def test_items_that_are_computed_or_cached_are_not_looked_up() -> None:
     host = Host()
     request = make_request("r", A, B, C)
     host.without_gate.has_caches(request)
     host.build(new=[request], encoded={"r": [0, 1]})
     request.num_computed_tokens = request.mm_features[0].mm_position.offset + EMBEDS
-    host.clock.now += ASK_AGAIN_SECONDS
+    host.clock.now += LOOKUP_INTERVAL_SECONDS
     host.build()
     host.buffer.calls.clear()
     host.without_gate.has_caches(request)
-    assert host.asked() == [[C]], "A lies behind, B is in vLLM's own cache"
+    assert host.prefetched() == [[C]], "A is computed, B is in vLLM's own cache"
 
 
 def test_embeddings_of_a_client_are_never_looked_up() -> None:
@@ -283,7 +284,7 @@ def test_embeddings_of_a_client_are_never_looked_up() -> None:
 # -- before 0.18 -----------------------------------------------------------------------------------
 
 
-def test_what_is_encoded_without_a_word_may_be_saved() -> None:
+def test_an_encoded_item_that_vllm_does_not_report_may_be_saved() -> None:
     host = Host(producer=True, consumer=False)
     request = make_request("r", A, B)
     assert not host.has(A)
@@ -291,7 +292,7 @@ def test_what_is_encoded_without_a_word_may_be_saved() -> None:
     assert host.build(encoded={"r": [1], "unknown": [0]}).saves == {B: B}, "a later chunk"
 
 
-def test_what_the_host_told_of_is_not_counted_twice() -> None:
+def test_an_item_that_vllm_reports_is_counted_once() -> None:
     host = Host(producer=True)
     request = make_request("r", A)
     assert not host.has(A)
@@ -301,7 +302,7 @@ def test_what_the_host_told_of_is_not_counted_twice() -> None:
     assert len(host.scheduler.records) == 1
 
 
-def test_close_gives_everything_back() -> None:
+def test_close_releases_every_pin() -> None:
     host = Host()
     host.store(A)
     host.store(B, needs_fetch=True)
@@ -318,12 +319,12 @@ def test_close_gives_everything_back() -> None:
 
 
 @pytest.mark.parametrize("count", [7, lambda _: 7])
-def test_rows_of_an_item_in_hosts_since_0_13(count: Any) -> None:
+def test_rows_of_an_item_since_vllm_0_13(count: Any) -> None:
     """A method or, in some releases, a property."""
     methods = {"length": 10, "get_num_embeds": count, "get_embeds_indices_in_range": None}
     assert embeds_of(SimpleNamespace(mm_position=type("Range", (), methods)())) == 7
 
 
-def test_hosts_before_0_13_keep_a_row_for_each_placeholder() -> None:
+def test_vllm_before_0_13_keeps_a_row_for_each_placeholder() -> None:
     methods = {"length": 10, "get_num_embeds": lambda _: 7}
     assert embeds_of(SimpleNamespace(mm_position=type("Range", (), methods)())) == 10

@@ -1,4 +1,4 @@
-"""Hosts before 0.23 over two real nodes: what the stand-in of the other file cannot say."""
+"""vLLM before 0.23 over two real nodes: what the stand-in of test_ec_without_gate cannot show."""
 
 import hashlib
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ def content() -> str:
 
 
 @pytest.mark.parametrize(("where", "seconds"), [("here", 0.0), ("elsewhere", 5.0)])
-def test_bytes_are_here_when_the_question_is_answered(
+def test_bytes_are_pinned_when_the_lookup_returns(
     where: str, seconds: float, buffer: LookupBuffer, node_pair: Pair
 ) -> None:
     settings = ConnectorSettings(capacity_bytes="64MiB", sync_fetch_seconds=seconds)
@@ -45,7 +45,7 @@ def test_bytes_are_here_when_the_question_is_answered(
         other.insert(TensorKey(identifier), output)
         wait_until(lambda: buffer.has_caches([TensorKey(identifier)])[0], SHARED_SECONDS)
     for asked in (absent, identifier):
-        without_gate.look_for(asked)
+        without_gate.look_up(asked)
     assert not scheduler.has_cache_item(absent)
     assert scheduler.has_cache_item(identifier)
     request = make_request("r", identifier)

@@ -1,4 +1,4 @@
-"""The worker side and its save queue, with tensors of torch and a buffer that lives in memory."""
+"""The worker side and its save queue, with torch tensors and a buffer in memory."""
 
 import json
 import os
@@ -30,7 +30,7 @@ OUTCOME_SECONDS = 60.0
 
 
 class MemoryBuffer:
-    """The client's surface that a worker uses."""
+    """The methods of the client that a worker uses."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
@@ -117,7 +117,7 @@ def drained(worker: EcWorker) -> EcWorker:
     return worker
 
 
-def test_load_puts_the_bytes_there_and_reports_done(
+def test_a_load_copies_the_bytes_and_releases_the_pin(
     buffer: MemoryBuffer, make_worker: Callable[..., EcWorker]
 ) -> None:
     tensor = torch.randn(ROWS, 8)
@@ -128,7 +128,7 @@ def test_load_puts_the_bytes_there_and_reports_done(
     assert buffer.finished == [order.ticket]
 
 
-def test_load_leaves_what_the_engine_has_and_reports_done(
+def test_a_load_keeps_a_cached_item_and_releases_the_pin(
     buffer: MemoryBuffer, make_worker: Callable[..., EcWorker]
 ) -> None:
     mine = torch.zeros(ROWS, 8)
@@ -139,15 +139,17 @@ def test_load_leaves_what_the_engine_has_and_reports_done(
     assert buffer.finished == [order.ticket]
 
 
-def test_too_few_rows_are_none(buffer: MemoryBuffer, make_worker: Callable[..., EcWorker]) -> None:
+def test_an_item_with_too_few_rows_is_loaded_as_zeros(
+    buffer: MemoryBuffer, make_worker: Callable[..., EcWorker]
+) -> None:
     cache: dict[str, torch.Tensor] = {}
     worker = make_worker()
     worker.load(cache, item("A", buffer.order(torch.ones(ROWS - 1, 8))))
-    assert torch.equal(cache["A"], torch.zeros(ROWS, 8)), "the model takes as many as it wants"
+    assert torch.equal(cache["A"], torch.zeros(ROWS, 8)), "as many rows as the model expects"
     assert worker.counters.totals() == {"load_misfit": 1}
 
 
-def test_load_waits_for_a_rank_that_attaches_late(
+def test_a_load_is_retried_until_the_rank_is_attached(
     buffer: MemoryBuffer, make_worker: Callable[..., EcWorker]
 ) -> None:
     tensor = torch.randn(ROWS, 8)
@@ -160,7 +162,7 @@ def test_load_waits_for_a_rank_that_attaches_late(
 
 
 @pytest.mark.parametrize("order", [None, LoadOrder("x", 9, 0, 1, 1, TensorHeader("", (), 0))])
-def test_broken_promise_is_kept_by_key(
+def test_an_item_whose_order_fails_is_loaded_by_its_key(
     buffer: MemoryBuffer, make_worker: Callable[..., EcWorker], order: LoadOrder | None
 ) -> None:
     buffer.tensors["A"] = torch.randn(ROWS, 8)
@@ -175,7 +177,7 @@ def test_broken_promise_is_kept_by_key(
     [torch.zeros(ROWS, 16), torch.zeros(ROWS, 4), torch.zeros(ROWS, 8, dtype=torch.int32)],
     ids=["wider", "narrower", "another dtype"],
 )
-def test_what_lies_under_the_key_and_was_not_promised_is_not_loaded(
+def test_a_tensor_that_was_not_promised_is_not_loaded_by_its_key(
     buffer: MemoryBuffer, make_worker: Callable[..., EcWorker], other: torch.Tensor
 ) -> None:
     buffer.tensors["A"] = other
@@ -200,7 +202,7 @@ def test_lost_item_is_counted_and_does_not_raise(buffer: MemoryBuffer) -> None:
     assert worker.counters.totals() == {"load_late": 1, "load_lost": 1}
 
 
-def test_save_stores_what_the_scheduler_named_and_nothing_else(
+def test_only_items_that_the_scheduler_named_are_saved(
     buffer: MemoryBuffer, make_worker: Callable[..., EcWorker]
 ) -> None:
     cache = {"A%": torch.randn(ROWS, 8), "B": torch.randn(ROWS, 8)}
@@ -215,7 +217,7 @@ def test_save_stores_what_the_scheduler_named_and_nothing_else(
     assert drained(worker).counters.totals() == {"saved": 1, "save_exists": 1}
 
 
-def test_what_was_lost_is_stored_again_if_vllm_still_has_it(
+def test_a_lost_item_is_stored_again_if_vllm_still_has_it(
     buffer: MemoryBuffer, make_worker: Callable[..., EcWorker]
 ) -> None:
     held = torch.rand(ROWS, 8)
@@ -280,10 +282,10 @@ def test_save_does_not_wait_for_the_buffer_and_a_full_queue_is_a_counted_skip(
     drained(worker)
     assert buffer.tensors.keys() == {"A", "B"}
     assert worker.counters.totals() == {"saved": 2, "save_skipped:queue_full": 2}
-    assert buffer.given_back == ["C", "D"], "others need not wait for what is not stored"
+    assert buffer.given_back == ["C", "D"], "others do not wait for what is not stored"
 
 
-def test_one_output_above_the_queues_bytes_is_still_taken(
+def test_one_output_above_the_queues_bytes_is_still_accepted(
     buffer: MemoryBuffer, make_worker: Callable[..., EcWorker]
 ) -> None:
     worker = make_worker(save_queue_bytes=1)
@@ -308,7 +310,7 @@ def test_fault_of_the_buffer_is_a_counted_skip_and_the_next_save_works(
     fault: Exception,
     reason: str,
 ) -> None:
-    monkeypatch.setattr("connectors.ec.worker.NODE_BACK_SECONDS", 0.0)
+    monkeypatch.setattr("connectors.ec.worker.NODE_WAIT_SECONDS", 0.0)
     buffer.faults = [fault, fault]
     worker = make_worker()
     saves = {name: name for name in "ABC"}
@@ -319,7 +321,7 @@ def test_fault_of_the_buffer_is_a_counted_skip_and_the_next_save_works(
     assert buffer.given_back == ["A", "B"]
 
 
-def test_what_the_arena_is_too_small_for_is_not_offered_again(
+def test_an_output_too_large_for_the_arena_is_not_offered_again(
     buffer: MemoryBuffer, make_worker: Callable[..., EcWorker]
 ) -> None:
     buffer.faults = [TensorTooLarge("64 MiB into 1")]
@@ -333,7 +335,7 @@ def test_what_the_arena_is_too_small_for_is_not_offered_again(
     assert buffer.tensors.keys() == {"small"}
 
 
-def test_background_thread_is_not_bound_to_the_models_core(
+def test_the_background_thread_is_not_bound_to_the_models_core(
     buffer: MemoryBuffer, make_worker: Callable[..., EcWorker]
 ) -> None:
     allowed = os.sched_getaffinity(0)
@@ -342,13 +344,13 @@ def test_background_thread_is_not_bound_to_the_models_core(
         worker = make_worker()
         worker.save({"A": torch.ones(ROWS, 8)}, "A", StepMetadata(saves={"A": "A"}))
         drained(worker)
-        assert os.sched_getaffinity(0) == {min(allowed)}, "the model's own thread stays"
+        assert os.sched_getaffinity(0) == {min(allowed)}, "the model's thread stays bound"
     finally:
         os.sched_setaffinity(0, allowed)
     assert buffer.inserting_on == {len(allowed)}
 
 
-def test_close_stores_what_waits(
+def test_close_stores_queued_outputs(
     buffer: MemoryBuffer, make_worker: Callable[..., EcWorker]
 ) -> None:
     worker = make_worker()
@@ -410,7 +412,7 @@ def test_warnings_are_limited_per_reason(caplog: pytest.LogCaptureFixture) -> No
     ]
 
 
-def test_counters_say_what_is_new() -> None:
+def test_counters_return_what_is_new() -> None:
     counters = Counters()
     counters.add("a")
     assert counters.take() == {"a": 1}
@@ -421,10 +423,10 @@ def test_counters_say_what_is_new() -> None:
 
 
 @pytest.mark.parametrize("seconds", [1.0, 3600.0], ids=["for a while", "for good"])
-def test_memory_that_the_system_refuses_is_asked_for_again_and_ends_nothing(
+def test_a_load_is_retried_while_the_system_has_no_memory(
     seconds: float, start_node: StartNode
 ) -> None:
-    """The real failure of an allocation, in a process of its own."""
+    """A real allocation failure, in a process of its own."""
     node, rows = start_node(capacity_bytes=256 << 20), 1024
     name, tensor = key(), torch.ones(rows, 16 << 10)
     with node.client() as buffer:

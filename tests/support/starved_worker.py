@@ -1,7 +1,8 @@
-"""A process in which a worker of the connector is to load what there is no memory for.
+"""A process in which a worker of the connector loads an item while memory is short.
 
-Arguments: the node's store, socket and capacity, the key of a tensor, its rows, and for how many
-seconds memory is short; says what was loaded and counted.
+Arguments: the node's store, socket and capacity, the key of a tensor, its rows, and the seconds
+without memory. Prints the sum of the loaded tensor, or null, and the counters. `test_ec_worker`
+starts it.
 """
 
 import json
@@ -24,7 +25,7 @@ SPARE_BYTES = 16 << 20
 
 
 def starve(seconds: float) -> None:
-    """Take the process the right to more memory, for a while."""
+    """Limit the process to `SPARE_BYTES` more memory, for `seconds`."""
     _, most = resource.getrlimit(resource.RLIMIT_AS)
     again = threading.Timer(seconds, resource.setrlimit, (resource.RLIMIT_AS, (most, most)))
     again.daemon = True
@@ -45,7 +46,7 @@ def main(store_url: str, socket: str, capacity: str, key: str, rows: str, second
         WorkerSeat(0, False),
     )
     worker.start()
-    torch.ones(8).sum()  # what torch makes at its first use is there
+    torch.ones(8).sum()  # torch has made its lazy allocations
     with LookupBuffer(config, namespace, engine=EngineRank("engine", None, 1)) as scheduler:
         (handle,) = scheduler.prefetch([TensorKey.parse(key)], timeout=30.0)
         starve(float(seconds))
