@@ -55,6 +55,7 @@ pytest_plugins = [
         "clusters",
         "tls_server",
         "observing",
+        "run_times",
     )
     if importlib.util.find_spec(name)
 ]

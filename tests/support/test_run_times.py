@@ -1,0 +1,47 @@
+"""The times of a run, by test, file and tier; and that a unit test that computes long fails."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import run_times
+
+TESTS = """
+import time
+def test_computes():
+    until = time.thread_time() + 1.2
+    while time.thread_time() < until: pass
+def test_waits(): time.sleep(1.2)
+"""
+
+
+def ran(folder: Path, times: Path) -> subprocess.CompletedProcess[str]:
+    folder.mkdir()
+    (folder / "test_two.py").write_text(TESTS)
+    # Another rootdir: nothing of this project's configuration counts.
+    command = [sys.executable, "-m", "pytest", "-p", "run_times", "--rootdir", str(folder.parent)]
+    return subprocess.run(
+        [*command, "-c", os.devnull, "-p", "no:cacheprovider", f"{folder.name}/test_two.py"],
+        cwd=folder.parent, capture_output=True, text=True, check=False,
+        env={**os.environ, "TESTS_SLOWNESS": "1", "TEST_TIMES": str(times),
+             "PYTHONPATH": str(Path(run_times.__file__).parent)},
+    )  # fmt: skip
+
+
+def test_two_runs_of_one_report(tmp_path: Path) -> None:
+    times = tmp_path / "times.json"
+    unit, node = ran(tmp_path / "unit", times), ran(tmp_path / "node", times)
+    assert unit.returncode == 1, unit.stdout
+    assert "unit/test_two.py::test_computes used 1.2" in unit.stdout
+    assert "1 failed, 1 passed" in unit.stdout
+    assert node.returncode == 0, node.stdout
+    document = json.loads(times.read_text())
+    assert {tier: tally["tests"] for tier, tally in document["tiers"].items()} == {
+        "unit": 2, "node": 2,
+    }  # fmt: skip
+    assert set(document["files"]) == {"unit/test_two.py", "node/test_two.py"}
+    waited = document["tests"]["node/test_two.py::test_waits"]
+    assert waited["call"] >= 1.2
+    assert waited["cpu_seconds"] < 0.5
