@@ -1,11 +1,11 @@
-"""How the scheduler side and the workers of an engine open their client of the buffer.
+"""The buffer's clients of an engine: one for the scheduler side, one for each worker.
 
 `open_client` runs at start, in the process of the scheduler or of a worker. The scheduler's client
-is a `SchedulerClient`; only the scheduler's thread uses it. It shares once its namespace is known,
-and as long as the weights are those of the start. While it does not share, each item is missing
-with a reason, pins count as lost, no claim is taken and nothing is stored.
+is a `SchedulerClient`; only the scheduler's thread uses it. It shares from the moment its namespace
+is known, and as long as the weights are those of the start. While it does not share, each item is
+missing with a reason, pins count as lost, no claim is taken and nothing is stored.
 
-Serves both connectors; knows neither how items are named nor what their bytes are.
+Both connectors use this module. It depends neither on how items are named nor on their bytes.
 """
 
 import re
@@ -28,7 +28,10 @@ if TYPE_CHECKING:
     from connectors.settings import SharedSettings
     from lookup_buffer.key import TensorKey
 
-
+STORE_SECONDS = 5.0
+"""How long a node that just started may take to connect to its store."""
+DEVICE_NAME_MAX = 12
+_MAKER = re.compile(r"^(?:NVIDIA |AMD |Intel |Instinct |GeForce |Tesla )+")
 _REASONS = frozenset(
     {MissReason.NAMESPACE_PENDING, MissReason.NAMESPACE_UNKNOWN, MissReason.WEIGHTS_CHANGED}
 )
@@ -38,88 +41,88 @@ class SchedulerClient:
     """The methods of `LookupBuffer` that the scheduler side uses, with the same contract.
 
     Args:
-        buffer: without a namespace; it enters the namespace of `naming` when that is known.
-        naming: `close` closes it too.
-        flag: the flag of the worker; None where this host has none.
+        buffer: a client without a namespace. It enters the one that `task` determines.
+        task: `close` closes it too.
+        flag: the worker's flag; None where no worker created one on this host.
     """
 
     def __init__(
-        self, buffer: "LookupBuffer", naming: "NamespaceTask", flag: "WeightsFlag | None" = None
+        self, buffer: "LookupBuffer", task: "NamespaceTask", flag: "WeightsFlag | None" = None
     ) -> None:
         self._buffer = buffer
-        self._naming = naming
+        self._task = task
         self._flag = flag
         self._namespace = ""
-        self._outdated = False
-        self._settled = threading.Condition()
+        self._weights_changed = False
+        self._changed = threading.Condition()
         self._enter()
 
     def _enter(self) -> None:
-        namespace = self._naming.namespace
+        namespace = self._task.namespace
         if namespace is not None and not self._namespace:
             self._buffer.enter(namespace.fingerprint, namespace.parts)
             self._namespace = namespace.fingerprint
 
     @property
-    def unshared(self) -> MaybeMissed:
-        """Why nothing is shared now; empty while the engine shares. Weights change only between two
-        scheduling passes."""
-        if not self._outdated and self._flag is not None and self._flag.is_up():
-            self._outdated = True
+    def unshared_reason(self) -> MaybeMissed:
+        """Why nothing is shared now; empty while the engine shares. It does not change within a
+        scheduling pass: weights change only between two passes."""
+        if not self._weights_changed and self._flag is not None and self._flag.is_set():
+            self._weights_changed = True
             logger.warning(
-                "lookup buffer: the weights of this engine have changed; it shares nothing from "
-                "now on, until it is started again"
+                "lookup buffer: the weights of this engine changed; it shares nothing until it is "
+                "restarted"
             )
-        if self._outdated:
+        if self._weights_changed:
             return MissReason.WEIGHTS_CHANGED
         self._enter()
-        return "" if self._namespace else self._naming.reason
+        return "" if self._namespace else self._task.reason
 
     @property
     def namespace(self) -> str:
-        """The fingerprint of what is stored and loaded; empty while nothing is shared."""
-        return "" if self.unshared else self._namespace
+        """The fingerprint of the namespace; empty while nothing is shared."""
+        return "" if self.unshared_reason else self._namespace
 
     def prefetch(
         self, keys: "Sequence[TensorKey]", *, timeout: float = 0.0, wait_seconds: float = 0.0
     ) -> list[PrefetchHandle]:
-        reason = self.unshared
+        reason = self.unshared_reason
         if not reason:
             return self._buffer.prefetch(keys, timeout=timeout, wait_seconds=wait_seconds)
-        return self._in_vain(keys, reason)
+        return self._failed(keys, reason)
 
-    def _in_vain(self, keys: "Sequence[TensorKey]", reason: MissReason) -> list[PrefetchHandle]:
-        return [PrefetchHandle(key, self._settled, PrefetchState.FAILED, reason) for key in keys]
+    def _failed(self, keys: "Sequence[TensorKey]", reason: MissReason) -> list[PrefetchHandle]:
+        return [PrefetchHandle(key, self._changed, PrefetchState.FAILED, reason) for key in keys]
 
     def prefetch_and_claim(
         self, keys: "Sequence[TensorKey]", *, wait_seconds: float, timeout: float = 0.0
     ) -> tuple[list[PrefetchHandle], ClaimHandle]:
-        reason = self.unshared
+        reason = self.unshared_reason
         if not reason:
             return self._buffer.prefetch_and_claim(keys, wait_seconds=wait_seconds, timeout=timeout)
-        return self._in_vain(keys, reason), self._unclaimed(keys)
+        return self._failed(keys, reason), self._failed_claim(keys)
 
-    def _unclaimed(self, keys: "Sequence[TensorKey]") -> ClaimHandle:
-        return ClaimHandle(keys, self._settled, ClaimOutcome.FAILED)
+    def _failed_claim(self, keys: "Sequence[TensorKey]") -> ClaimHandle:
+        return ClaimHandle(keys, self._changed, ClaimOutcome.FAILED)
 
     def has_caches(self, keys: "Sequence[TensorKey]", *, timeout: float = 0.05) -> list[bool]:
-        if self.unshared:
+        if self.unshared_reason:
             return [False] * len(keys)
         return self._buffer.has_caches(keys, timeout=timeout)
 
     def claim_all(
         self, keys: "Sequence[TensorKey]", *, wait_seconds: float, timeout: float = 0.0
     ) -> ClaimHandle:
-        if self.unshared:
-            return self._unclaimed(keys)
+        if self.unshared_reason:
+            return self._failed_claim(keys)
         return self._buffer.claim_all(keys, wait_seconds=wait_seconds, timeout=timeout)
 
     def encoding(self, keys: "Sequence[TensorKey]", *, lease_seconds: float) -> None:
-        if not self.unshared:
+        if not self.unshared_reason:
             self._buffer.encoding(keys, lease_seconds=lease_seconds)
 
     def unclaim(self, keys: "Sequence[TensorKey]", waiter: ClaimHandle | None = None) -> None:
-        if self._namespace:  # else no claim was ever taken
+        if self._namespace:  # otherwise no claim was ever taken
             self._buffer.unclaim(keys, waiter)
 
     def release(self, held: PrefetchHandle | LoadOrder) -> None:
@@ -128,34 +131,31 @@ class SchedulerClient:
 
     @property
     def boot(self) -> str:
-        return "" if self.unshared else self._buffer.boot
+        return "" if self.unshared_reason else self._buffer.boot
 
     def close(self) -> None:
-        self._naming.close()
+        self._task.close()
         self._buffer.close()
 
 
-STORE_SECONDS = 5.0
-DEVICE_NAME_MAX = 12
-_MAKER = re.compile(r"^(?:NVIDIA |AMD |Intel |Instinct |GeForce |Tesla )+")
-
-
 def open_client(
-    settings: "SharedSettings", seat: EngineRank, identity: Identity, connector: str
+    settings: "SharedSettings", engine: EngineRank, identity: Identity, connector: str
 ) -> LookupBuffer:
-    """Open the client of the scheduler (the seat's rank is None) or of one worker. A worker's
-    client starts without a namespace: it enters the one that its scheduler sends with each step.
+    """Open the client of the scheduler (`engine.rank` is None) or of one worker.
+
+    A worker's client starts without a namespace. It enters the one that the scheduler side sends
+    with each step.
 
     Raises:
         LookupBufferError: the configuration is refused, or node or store are required and absent.
     """
     try:
-        buffer = LookupBuffer(settings.buffer_config(), engine=seat, required=settings.required)
-        if seat.rank is None:
+        buffer = LookupBuffer(settings.buffer_config(), engine=engine, required=settings.required)
+        if engine.rank is None:
             _check_reachable(buffer, settings)
-            return _current(buffer, seat.engine_id, identity)
+            return _scheduler_client(buffer, engine.engine_id, identity)
     except LookupBufferError as error:
-        if seat.rank in (None, 0):  # the first error ends the start: log it once
+        if engine.rank in (None, 0):  # other ranks fail alike: log it once
             logger.error("%s: %s", connector, error)
         raise
     return buffer
@@ -164,8 +164,8 @@ def open_client(
 def engine_id(common: object, parallel: Any) -> str:
     """The engine's id, with the data-parallel index where it is not 0.
 
-    vLLM gives data-parallel engines distinct ids for KV connectors only. With one id, engines
-    would share their claims, and one would take the other's workers for its own.
+    vLLM gives data-parallel engines distinct ids for KV connectors only. Two engines with one id
+    would share their claims, and the node could not tell their workers apart.
     """
     index = getattr(parallel, "data_parallel_index", getattr(parallel, "data_parallel_rank", 0))
     suffix = f"_dp{index}"
@@ -173,7 +173,7 @@ def engine_id(common: object, parallel: Any) -> str:
 
 
 def device_name() -> str:
-    """The worker's device, as records name it: cpu, or the accelerator without its maker's name."""
+    """The worker's device, as in records: cpu, or the accelerator without its maker's name."""
     from vllm.platforms import current_platform
 
     kind = str(current_platform.device_type)
@@ -187,12 +187,15 @@ def device_name() -> str:
     return printable[:DEVICE_NAME_MAX].strip()
 
 
-def _current(buffer: LookupBuffer, engine: str, identity: Identity) -> LookupBuffer:
+def _scheduler_client(buffer: LookupBuffer, engine: str, identity: Identity) -> LookupBuffer:
     """Wrap the client so that it shares only while the engine has the weights of its namespace."""
     try:
         flag = WeightsFlag.adopt(engine)
     except OSError:
-        logger.warning("lookup buffer: weights that change in this engine would not be noticed")
+        logger.warning(
+            "lookup buffer: no worker of this engine created a weights flag on this host; do not "
+            "change this engine's weights in place, as the change would not be detected"
+        )
         return cast("LookupBuffer", SchedulerClient(buffer, NamespaceTask(identity)))
     return cast(
         "LookupBuffer", SchedulerClient(buffer, NamespaceTask(identity, mark=flag.mark), flag)
@@ -200,24 +203,23 @@ def _current(buffer: LookupBuffer, engine: str, identity: Identity) -> LookupBuf
 
 
 def _check_reachable(buffer: LookupBuffer, settings: "SharedSettings") -> None:
-    """Report at start what would otherwise only show as misses: no node, or no store.
+    """Report at start that node or store are unreachable; later that shows only as misses.
 
     Raises:
         NodeUnavailable: the store cannot be reached, and setting `required` is on.
     """
     if not buffer.attached:
-        logger.warning("lookup buffer: no node yet; until there is one, nothing is shared")
-    elif not _store_comes_up(buffer):
+        logger.warning("lookup buffer: no node is reachable yet; nothing is shared until one is")
+    elif not _wait_for_store(buffer):
         what = f"the store at {redact(settings.store_url)} cannot be reached"
         if settings.required:
             buffer.close()
             raise NodeUnavailable(f"{what}, and setting 'required' is on")
-        logger.warning("lookup buffer: %s; until it can, hosts share nothing", what)
+        logger.warning("lookup buffer: %s; until it can, no two hosts share", what)
 
 
-def _store_comes_up(buffer: LookupBuffer) -> bool:
-    """Whether the node reaches its store. A node that just started gets `STORE_SECONDS` to
-    connect."""
+def _wait_for_store(buffer: LookupBuffer) -> bool:
+    """Whether the node is connected to its store; waits for that up to `STORE_SECONDS`."""
     deadline = time.monotonic() + STORE_SECONDS
     while time.monotonic() < deadline:
         try:

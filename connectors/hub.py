@@ -1,6 +1,6 @@
 """Which commit of a hub's repository an engine runs.
 
-Read from vLLM's configuration and from the folders in which huggingface_hub keeps its downloads:
+Read from vLLM's configuration and from the download cache of huggingface_hub:
 
     <cache>/models--ORG--NAME/refs/<revision>       the commit that a branch or tag stood for
     <cache>/models--ORG--NAME/snapshots/<commit>/   its files
@@ -42,10 +42,11 @@ def repository(model: str) -> str:
 
 
 def hash_by_repository() -> None:
-    """Patch vLLM to use ORG/NAME in the hash of an item where the model is a snapshot's path.
+    """Patch vLLM to use ORG/NAME in the hash of an item if the model is a snapshot's path.
 
-    vLLM does so where the model is an id. Without the patch, engines with the hub offline and
-    online give one image two names. Idempotent. A vLLM that hashes in another way is not changed.
+    vLLM does so if the model is an id. Without the patch, one image has two names: one in engines
+    with the hub online, one in engines with the hub offline. Idempotent. A vLLM that hashes
+    differently is not patched.
     """
     try:
         from vllm.multimodal.processing.inputs import ProcessorInputs
@@ -69,7 +70,7 @@ def commit_of(model_config: Any, load_config: Any) -> str:
     """The commit of the model that vLLM loads; empty where it cannot be determined.
 
     Call it before the model is loaded, and again afterwards: a vLLM that does not resolve the
-    commit itself may load another one, if a branch moves meanwhile.
+    commit itself loads another one if the branch moved in between.
     """
     name = str(model_config.model)
     snapshot = snapshot_at(name)
@@ -96,11 +97,11 @@ def _commit_of_config(model_config: Any, name: str) -> str | None:
 
 
 def _cached_commit(name: str, revision: str, download_dir: str | None) -> str:
-    """The commit that the hub's cache has for a branch or a tag."""
+    """The commit of a branch or tag, from the hub's cache; empty if that has no snapshot of it."""
     from vllm import envs
 
     if getattr(envs, "VLLM_USE_MODELSCOPE", False):
-        return ""  # another hub, whose repositories may have the same names
+        return ""  # another hub; its repositories may have the same names
     folder = f"models--{name.replace('/', _SEPARATOR)}"
     try:
         root = Path(download_dir) if download_dir else _hub_cache()

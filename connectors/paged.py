@@ -1,9 +1,9 @@
 """Copies between a paged KV cache and contiguous tensors. Torch only; any thread; no state.
 
-Two ways to address the cache. By *blocks*: a chunk is `[layers, blocks, *page]`, one page for each
-block and layer. What a page contains does not matter: keys and values side by side, one latent
-vector for both, or a packing that only its kernel knows. By *slots*, the positions of tokens that a
-slot mapping lists.
+The cache is addressed in two ways. By *blocks*: a chunk is `[layers, blocks, *page]`, one page for
+each block and layer. The content of a page does not matter: keys and values side by side, one
+latent vector for both, or a kernel's own packing. By *slots*: the positions of tokens in a slot
+mapping.
 
 A layer is a tensor with the blocks along one of its dimensions:
 
@@ -23,8 +23,7 @@ Layers = Sequence[torch.Tensor]
 def pages_of(layer: torch.Tensor, num_blocks: int, block_dim: int = 0) -> torch.Tensor:
     """A view of `layer` with the manager's blocks along its first dimension.
 
-    Kernels may divide a block of the manager into several blocks of their own. Those lie one after
-    the other.
+    Kernels may divide a block of the manager into several consecutive blocks of their own.
 
     Raises:
         ValueError: the layer has no whole number of kernel blocks for each of `num_blocks`.

@@ -1,10 +1,10 @@
-"""vLLM's entry point `vllm.general_plugins`: registers the connectors' names, and makes vLLM hash
-the images of one model alike whether the hub is offline or not.
+"""vLLM's entry point `vllm.general_plugins`: registers the connectors' names, and patches vLLM to
+hash the images of one model alike with the hub online and offline.
 
 Runs on the main thread of every vLLM process (API server, engine core, workers), in some more than
-once. It also runs for users who merely have this package installed. So it imports little besides
-vLLM's registry, and never raises. vLLM does not guard its calls of plugins: an error here would
-stop engines that do not use this package from starting.
+once. It also runs in engines that do not use this package, wherever it is installed. So it imports
+little besides vLLM's registry, and never raises: vLLM does not catch errors of plugins, so an error
+would prevent such engines from starting.
 """
 
 import logging
@@ -43,7 +43,11 @@ def _hash_by_repository() -> None:
     try:
         hub.hash_by_repository()
     except Exception as error:  # noqa: BLE001 -- an unknown host must not break vLLM's start
-        logger.warning("a snapshot of a hub is named by its path in hashes of images: %r", error)
+        logger.warning(
+            "vLLM was not patched to hash images by the repository's name; engines with the hub "
+            "offline do not share with engines online: %r",
+            error,
+        )
 
 
 def _put(registry: Any, name: str, module: str) -> None:

@@ -1,9 +1,9 @@
 """A bounded queue that stores encoder outputs, or KV, in the buffer without blocking the model.
 
 `offer` runs in the model's thread and only keeps a reference. One background thread does the rest.
-An output is immutable once computed: vLLM reads it, and may drop its own reference meanwhile. The
-queue needs only an output's `nbytes`. Whether it is a tensor or the promise of one concerns only
-the caller of `offer` and `insert`.
+An output is immutable once computed; vLLM reads it, and may drop its own reference meanwhile. The
+queue reads only `nbytes` of an output: `offer` and `insert` may pass a tensor, or an object that
+makes one later.
 """
 
 import os
@@ -24,7 +24,7 @@ class SaveQueue:
         insert: stores one output under the text of a key; returns whether it was new. May raise
             any `LookupBufferError`.
         dropped: called with the key of each output that is not stored; on either thread.
-        bytes_max: bound on the bytes that wait. One output is always accepted, whatever its size.
+        bytes_max: bound on the bytes that wait. An empty queue accepts an output of any size.
         items_max: bound on the number of outputs that wait.
         what: the name of one output in the log.
     """
@@ -56,8 +56,8 @@ class SaveQueue:
         self._thread.start()
 
     def offer(self, key: str, output: Any) -> bool:
-        """Accept the output, or count it as skipped. Returns whether it was accepted. Never waits
-        for room, never raises."""
+        """Accept the output, or count it as skipped if the queue is full. Returns whether it was
+        accepted. Never blocks, never raises."""
         nbytes = output.nbytes
         with self._changed:
             is_full = self._waiting_items > 0 and (
@@ -72,7 +72,11 @@ class SaveQueue:
             self._queue.put((key, output))
         else:
             self._counters.add("save_skipped:queue_full")
-            self._log.report("queue_full", "%s is not stored: the queue is full", self._what)
+            self._log.report(
+                "queue_full",
+                "%s is not stored: the queue is full (save_queue_bytes, save_queue_items)",
+                self._what,
+            )
             self._dropped(key)
         return accepted
 
@@ -129,10 +133,10 @@ class SaveQueue:
 def use_every_core() -> None:
     """Let the calling thread run on every core; on Linux no other thread is affected.
 
-    vLLM binds each CPU worker to one core, and its threads inherit that. A copy on that core would
-    take time from the model.
+    vLLM binds each CPU worker to one core, and its threads inherit the binding. A copy on that core
+    would slow down the model.
     """
     try:
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
     except OSError:
-        pass  # a sandbox may forbid it; then copies are only slower
+        pass  # a sandbox may forbid it; copies are then slower

@@ -21,7 +21,7 @@ from connectors.ec.engine_cache import EngineCache
 from connectors.ec.intents import Intents
 from connectors.ec.shape import EngineShape
 from connectors.ec.watch import RequestItem, RequestState
-from connectors.identifiers import Carried
+from connectors.identifiers import ItemPayload
 from connectors.settings import ConnectorSettings
 from lookup_buffer.key import TensorKey
 from lookup_buffer.protocol.messages import ClaimOutcome
@@ -122,7 +122,7 @@ class EcClaims:
     ) -> bool:
         if not self.enabled or state.is_running or state.request_id in self._claims:
             return False
-        can_encode = all(item.carried is Carried.MEDIA for item in items)
+        can_encode = all(item.payload is ItemPayload.MEDIA for item in items)
         return can_encode and not any(self._buffer.has_caches(keys, timeout=0.0))
 
     def request(self, state: RequestState, timeout: float) -> bool:

@@ -183,15 +183,15 @@ def _checked_settings(vllm_config: Any, role: ECConnectorRole) -> "ConnectorSett
     from connectors.counters import logger
     from connectors.ec.lane import validate_device_lane
     from connectors.ec.seat import loading_ranks
-    from connectors.identifiers import refuse_counted_identifiers
-    from connectors.settings import parse_settings, refuse_unfit_engine
+    from connectors.identifiers import validate_identifiers
+    from connectors.settings import parse_settings, validate_engine
     from lookup_buffer.errors import ConfigError
 
     try:
         settings = parse_settings(vllm_config.ec_transfer_config.ec_connector_extra_config or {})
-        refuse_unfit_engine(vllm_config)
+        validate_engine(vllm_config)
         validate_device_lane(settings, loading_ranks(vllm_config))
-        refuse_counted_identifiers(vllm_config)
+        validate_identifiers(vllm_config)
     except ConfigError as error:
         if role == ECConnectorRole.SCHEDULER or vllm_config.parallel_config.rank == 0:
             logger.error("LookupBufferECConnector: %s", error)

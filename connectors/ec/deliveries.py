@@ -15,7 +15,7 @@ from connectors.ec.claimant import RequestClaims
 from connectors.ec.claims import EcClaims
 from connectors.ec.pins import Pin, PinTable
 from connectors.ec.watch import RequestItem, RequestState
-from connectors.identifiers import Carried
+from connectors.identifiers import ItemPayload
 from lookup_buffer.client.handles import PrefetchHandle, PrefetchState
 from lookup_buffer.errors import MaybeMissed, MissReason
 from lookup_buffer.protocol.messages import ClaimOutcome
@@ -207,7 +207,7 @@ class MetadataWaits:
     def _drop_partial_pins(self, state: RequestState) -> None:
         """Release the request's pins. Requests that each hold a part of their items could fill the
         budget, and none of them could complete."""
-        bare = [name for name, item in state.wanted.items() if item.carried is Carried.METADATA]
+        bare = [name for name, item in state.wanted.items() if item.payload is ItemPayload.METADATA]
         for name in bare:
             state.absent.add(name)  # prefetched again by `_prefetch`
             del state.wanted[name]

@@ -9,14 +9,15 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from connectors.counters import Counters, PassTime, PassTimes, logger
+from connectors.counters import Counters, logger
 from connectors.ec.answers import PassCache
 from connectors.ec.claims import EcClaims
 from connectors.ec.meanings import Variant
 from connectors.ec.pins import Pin, PinTable
 from connectors.ec.supply import ItemSource, Lookup
 from connectors.ec.watch import Phase, RequestItem, RequestState
-from connectors.identifiers import Carried
+from connectors.identifiers import ItemPayload
+from connectors.pass_time import PassTime, PassTimes
 from lookup_buffer.client.handles import PrefetchState
 from lookup_buffer.errors import MissReason
 
@@ -112,7 +113,7 @@ class FetchingSource(ItemSource):
             if not self._times.idle.spend_on(pin.wait):
                 pending.append(identifier)
             elif reason := self._pins.misfit_reason(
-                pin, item.num_embeds, any_float=item.carried is Carried.METADATA
+                pin, item.num_embeds, any_float=item.payload is ItemPayload.METADATA
             ):
                 missing[identifier] = pin, reason
             else:

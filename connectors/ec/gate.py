@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from connectors.counters import Counters, PassTimes
+from connectors.counters import Counters
 from connectors.ec.answers import PassCache
 from connectors.ec.claims import ClaimDecision, EcClaims
 from connectors.ec.deliveries import MetadataWaits, Unavailable
@@ -22,7 +22,8 @@ from connectors.ec.republishing import EcRepublishing
 from connectors.ec.shape import EngineShape
 from connectors.ec.supply import ItemSource, Lookup
 from connectors.ec.watch import Phase, RequestItem, RequestState
-from connectors.identifiers import Adapters, Carried
+from connectors.identifiers import Adapters, ItemPayload
+from connectors.pass_time import PassTimes
 from connectors.settings import ConnectorSettings
 from lookup_buffer.errors import MissReason
 
@@ -45,7 +46,7 @@ class EcGate:
         variants: the variants of all tracked requests; this class updates it.
         pass_cache: the answers of this pass.
         times: how long a pass may wait; shared with the item source.
-        metadata_fields: see `carried_by`.
+        metadata_fields: see `payload_of`.
         adapters: what LoRA adapters contain; shared with `EcScheduler`.
     """
 
@@ -187,7 +188,7 @@ class EcGate:
         if not state.needs_loads:
             return True
         needed = state.needed(self._engine_cache, include_absent=True)
-        items = [item for item in needed if item.carried is Carried.METADATA]
+        items = [item for item in needed if item.payload is ItemPayload.METADATA]
         why = _permanent_failure(state, items)
         if why is None:
             if self._promise_all(items):

@@ -6,11 +6,11 @@
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from connectors.counters import PassTime
 from connectors.ec.located import StoredItems
 from connectors.ec.meanings import Variant
 from connectors.ec.supply import ItemSource, Lookup
 from connectors.ec.watch import Phase, RequestItem, RequestState
+from connectors.pass_time import PassTime
 
 if TYPE_CHECKING:
     from lookup_buffer.client.buffer import LookupBuffer

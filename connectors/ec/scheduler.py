@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from connectors.counters import Counters, IdleTime, PassTime, PassTimes, logger
+from connectors.counters import Counters, logger
 from connectors.ec.answers import PassCache
 from connectors.ec.claims import EcClaims
 from connectors.ec.deliveries import MetadataWaits
@@ -28,7 +28,8 @@ from connectors.ec.pins import Pin, PinTable
 from connectors.ec.republishing import EcRepublishing
 from connectors.ec.shape import EngineShape
 from connectors.ec.watch import embeds_of
-from connectors.identifiers import Adapters, Carried, NotShareable, carried_by, shared_key
+from connectors.identifiers import Adapters, ItemPayload, NotShareable, payload_of, shared_key
+from connectors.pass_time import IdleTime, PassTime, PassTimes
 from connectors.settings import ConnectorSettings
 from lookup_buffer.key import TensorKey
 
@@ -220,7 +221,7 @@ class EcScheduler:
     def _encode(self, request: Any, feature: Any) -> TensorKey | None:
         """Record the encode, and return the key under which the output may be stored."""
         self._record(request.request_id, feature.identifier, "encoded", 0)
-        if carried_by(feature, self._metadata_fields) is not Carried.MEDIA:
+        if payload_of(feature, self._metadata_fields) is not ItemPayload.MEDIA:
             return None
         self._from_media.add(feature.identifier)
         if not self._shape.is_producer:

@@ -12,7 +12,7 @@ from connectors.ec.outputs import EncoderOutputs
 from connectors.ec.shape import EngineShape
 from connectors.ec.worker import WorkerSeat
 from connectors.identifiers import reach_encoder
-from connectors.namespace import Identity, engine_identity, remembered
+from connectors.namespace import Identity, cached_identity, engine_identity
 from connectors.plugin import CONNECTOR_NAME
 from connectors.settings import ConnectorSettings
 from lookup_buffer.client.buffer import EngineRank, LookupBuffer
@@ -138,4 +138,4 @@ def engine_id(vllm_config: Any) -> str:
 def identity(vllm_config: Any, settings: ConnectorSettings) -> Identity:
     """One per engine. Has to be read before the model is loaded."""
     owner = vllm_config.ec_transfer_config
-    return remembered(owner, _IDENTITY, lambda: engine_identity(vllm_config, settings))
+    return cached_identity(owner, _IDENTITY, lambda: engine_identity(vllm_config, settings))

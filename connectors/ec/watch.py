@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from connectors.identifiers import Adapters, Carried, NotShareable, carried_by, shared_key
+from connectors.identifiers import Adapters, ItemPayload, NotShareable, payload_of, shared_key
 from lookup_buffer.key import TensorKey
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class RequestItem:
     end: int
     """First token behind the item's last occurrence. Later tokens do not need the item."""
     num_embeds: int
-    carried: Carried
+    payload: ItemPayload
     modality: str
     index: int
     """Index of the last occurrence among the request's features."""
@@ -116,25 +116,25 @@ class RequestState:
             position = feature.mm_position
             end = position.offset + position.length
             self.items_end = max(self.items_end, end)
-            carried, rows = carried_by(feature, metadata_fields), embeds_of(feature)
+            payload, rows = payload_of(feature, metadata_fields), embeds_of(feature)
             variants = self.variants.setdefault(feature.identifier, set())
             try:
                 mm_hash = getattr(feature, "mm_hash", None)
                 key = shared_key(feature.identifier, request, adapters, mm_hash)
-                if carried is Carried.EMBEDDINGS:
+                if payload is ItemPayload.EMBEDDINGS:
                     raise NotShareable("client_embeddings")
             except NotShareable as reason:
                 variants.add((None, rows))
                 skipped(str(reason))
-                if carried is Carried.METADATA:
+                if payload is ItemPayload.METADATA:
                     self.unavailable_end = end
                 continue
             variants.add((key, rows))
             by_identifier[feature.identifier] = RequestItem(
-                feature.identifier, key, end, rows, carried, feature.modality, index
+                feature.identifier, key, end, rows, payload, feature.modality, index
             )
         self.items = list(by_identifier.values())
-        self.metadata_only = any(item.carried is Carried.METADATA for item in self.items)
+        self.metadata_only = any(item.payload is ItemPayload.METADATA for item in self.items)
         self.feature_count = len(features)
         self.is_republish_checked = False
         self.phase = Phase.UNKNOWN
@@ -160,7 +160,7 @@ class RequestState:
 
     def mark_missing(self, item: RequestItem) -> None:
         """No node has the item. If it can be encoded here, it has to be claimed first."""
-        if item.carried is Carried.MEDIA:
+        if item.payload is ItemPayload.MEDIA:
             self.unclaimed.add(item.identifier)
 
     def wait_for_space(self, now: float, wait_seconds: float) -> None:
@@ -198,7 +198,7 @@ class RequestState:
             and (include_absent or item.identifier not in self.absent)
             and not self.is_allocated(item.identifier)
             # vLLM's cache may evict it before it is used. A request with media then encodes it.
-            and (item.identifier not in engine_cache or item.carried is Carried.METADATA)
+            and (item.identifier not in engine_cache or item.payload is ItemPayload.METADATA)
         ]
 
     def reset(self) -> None:

@@ -16,12 +16,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from connectors.counters import PassTime
 from connectors.ec.pins import Pin
 from connectors.ec.scheduler import EcScheduler
 from connectors.ec.shape import EngineShape
 from connectors.ec.watch import RequestState
 from connectors.identifiers import Adapters
+from connectors.pass_time import PassTime
 from connectors.settings import ConnectorSettings
 from lookup_buffer.client.handles import PrefetchState
 from lookup_buffer.errors import MissReason

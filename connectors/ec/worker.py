@@ -109,7 +109,7 @@ class EcWorker:
         if self._buffer is not None:
             return
         if self._weights is not None:
-            self._weights.start()
+            self._weights.create_flag()
         lane = self._make_lane()
         self._buffer = self._open_buffer()
         if lane is not None:
@@ -129,7 +129,7 @@ class EcWorker:
     def model_loaded(self) -> None:
         """From now on, a write to the model's weights counts as a change."""
         if self._weights is not None:
-            self._weights.begin()
+            self._weights.start()
 
     def _make_copies(self, buffer: "LookupBuffer") -> Copies:
         if not self._seat.device.startswith("cuda"):

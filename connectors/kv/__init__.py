@@ -1,3 +1,3 @@
-"""`LookupBufferKVConnector`: engines share KV. vLLM loads `connector`; for the first KV interface
-see `kv_v0`.
+"""`LookupBufferKVConnector`: engines share KV. vLLM loads `connector`. `kv_v0` implements the first
+KV interface of vLLM.
 """

@@ -22,15 +22,15 @@ def key_of(name: str, rank: int, transfer: str = "") -> TensorKey:
 
 
 class ChunkChain:
-    """The names of one request's whole chunks, as far as its tokens are known. The list only grows.
+    """The names of one request's whole chunks, as far as its tokens are known.
 
     Args:
-        request: of vLLM; its tokens are only appended to.
+        request: vLLM's; its tokens are only appended to.
         chunk_tokens: how many tokens a chunk has.
         adapters: digests of LoRA adapters.
 
     Raises:
-        NotShareable: the request's KV depends on something that other instances cannot name.
+        NotShareable: the request's KV depends on something without a name on other instances.
     """
 
     def __init__(self, request: Any, chunk_tokens: int, adapters: Adapters) -> None:

@@ -2,10 +2,10 @@
 
 vLLM makes one instance for the scheduler and one per worker, in one process or in several. A method
 here forwards to the delegate of its side and does nothing on the other. vLLM's API server imports
-this module only for the class methods. So it imports no delegate until an instance is made.
+this module only for the class methods, so it imports no delegate until an instance is made.
 
 Parameter names are vLLM's: it passes some by keyword. The class does not declare `SupportsHMA`. So
-vLLM disables its hybrid cache manager, unless the user insists, and there is one kind of block.
+vLLM disables its hybrid cache manager, unless the user forces it, and there is one kind of block.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from connectors.kv.scheduler import KvScheduler
     from connectors.kv.worker import KvWorker
 
-# vLLM's MultiConnector looks up connectors by the names in their statistics, and ends the engine
-# where a name is not registered. So register again here, in case plugins are off.
+# vLLM's MultiConnector looks up connectors by the names in their statistics, and ends the engine if
+# a name is not registered. So register here too, in case plugins are off.
 register()
 # vLLM only requires virtual subclasses; inheritance would make the plain data import vLLM.
 KVConnectorMetadata.register(KvStepMetadata)
@@ -69,19 +69,19 @@ class LookupBufferKVConnector(KVConnectorBase_V1):
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         if self.worker is not None:
-            self.worker.give_way(kv_connector_metadata)
+            self.worker.copy_out_before_writes(kv_connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         if self.worker is not None:
             self.worker.load(self._get_connector_metadata())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing: a request is scheduled only after all of its layers have been loaded."""
+        """Nothing: vLLM schedules a request only after all of its layers are loaded."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: "torch.Tensor", attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Nothing: whole chunks are stored, after all of their layers have been computed."""
+        """Nothing: whole chunks are stored, after all of their layers are computed."""
 
     def wait_for_save(self) -> None:
         if self.worker is not None:
@@ -129,25 +129,25 @@ class LookupBufferKVConnector(KVConnectorBase_V1):
             return
         report = connector_output.kv_connector_worker_meta
         mine = report if isinstance(report, KvWorkerReport) else None
-        self.scheduler.heard(mine, set(connector_output.finished_recving or ()))
+        self.scheduler.process_report(mine, set(connector_output.finished_recving or ()))
 
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         assert self.scheduler is not None
-        # Blocks may be reused at once: see `handle_preemptions`.
+        # False: vLLM may reuse the blocks at once; see `handle_preemptions`.
         return False, self.scheduler.finished(request)
 
     def reset_cache(self) -> bool | None:
-        """vLLM drops its own prefix cache; `/pause` and `/sleep` do that too. Nothing is dropped
-        here: chunks stay valid for these weights, and the workers notice other weights.
+        """vLLM drops its own prefix cache, also on `/pause` and `/sleep`. Nothing is dropped here:
+        chunks stay valid for these weights, and the workers detect a change of weights.
         """
         return True
 
     # -- both ----------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> Any:
-        # A worker's counts come with its report; here they would be counted twice.
+        # The scheduler's counters include the workers', from their reports.
         fresh = self.scheduler.counters.take() if self.scheduler is not None else {}
         return self.build_kv_connector_stats(fresh) if fresh else None
 
@@ -180,33 +180,33 @@ def _checked_settings(vllm_config: Any, role: Any, kv_cache_config: Any) -> "KvS
     """Parse the settings and check the engine.
 
     Raises:
-        ConfigError: the settings or the engine are refused. One logged line says why, and vLLM's
-            start ends.
+        ConfigError: the settings or the engine are refused. vLLM's start ends; one line in the log
+            has the reason.
     """
     from connectors.counters import logger
-    from connectors.identifiers import refuse_counted_identifiers
-    from connectors.kv.engine import demand_recomputation, parse_kv_settings, refuse_unfit_cache
+    from connectors.identifiers import validate_identifiers
+    from connectors.kv.engine import parse_kv_settings, set_recompute_policy, validate_cache
     from lookup_buffer.errors import ConfigError
 
     transfer = vllm_config.kv_transfer_config
     try:
         settings = parse_kv_settings(transfer.kv_connector_extra_config or {})
-        refuse_unfit_cache(vllm_config, kv_cache_config)
-        refuse_counted_identifiers(vllm_config)
+        validate_cache(vllm_config, kv_cache_config)
+        validate_identifiers(vllm_config)
     except ConfigError as error:
         if role == KVConnectorRole.SCHEDULER or vllm_config.parallel_config.rank == 0:
             logger.error("LookupBufferKVConnector: %s", error)
         raise
     if role == KVConnectorRole.SCHEDULER:
-        demand_recomputation(transfer)
+        set_recompute_policy(transfer)
     return settings
 
 
 def _make_scheduler(
     vllm_config: Any, kv_cache_config: Any, settings: "KvSettings"
 ) -> "KvScheduler":
+    from connectors.kv.rank import kv_shape, open_buffer
     from connectors.kv.scheduler import KvScheduler
-    from connectors.kv.seat import kv_shape, open_buffer
 
     shape = kv_shape(vllm_config, kv_cache_config, settings)
     buffer = open_buffer(vllm_config, kv_cache_config, settings, rank=None)
@@ -214,7 +214,7 @@ def _make_scheduler(
 
 
 def _make_worker(vllm_config: Any, kv_cache_config: Any, settings: "KvSettings") -> "KvWorker":
-    from connectors.kv.seat import engine_id, identity, open_buffer, rank_of
+    from connectors.kv.rank import engine_id, identity, open_buffer, rank_of
     from connectors.kv.worker import KvWorker
     from connectors.weights import WeightsWatch
 

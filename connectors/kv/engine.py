@@ -1,12 +1,13 @@
-"""What an engine is to the KV connector: its settings, namespace, cache shape, ranks and fitness.
+"""An engine's settings, cache shape and namespace for the KV connector, and which engines it
+refuses.
 
-Read from vLLM's configuration at start, on the scheduler's side and on the workers'. The settings
-are those in `kv_connector_extra_config`, validated before use. Engines whose KV cache cannot be
-shared are refused here, with what their operator is to do instead.
+Read from vLLM's configuration at start, on the scheduler side and in the workers. The settings are
+those in `kv_connector_extra_config`. `validate_cache` refuses engines whose KV cache cannot be
+shared, and says what to do instead.
 
-The namespace names everything that the KV's bytes depend on and chunk names do not hold: all that
-encoder outputs depend on, and how KV lies in a block. Scheduler and workers of one engine build
-equal ones. In doubt a part is included: a missing part gives wrong answers.
+The namespace covers all that the KV's bytes depend on and chunk names do not cover: all that
+encoder outputs depend on, and the layout of KV in a block. Scheduler and workers of one engine
+build equal namespaces. In doubt a part is included, because a missing part causes wrong answers.
 """
 
 from collections.abc import Mapping
@@ -17,10 +18,14 @@ from pydantic import Field
 
 from connectors.counters import logger
 from connectors.namespace import Identity, canonical, namespace_parts
-from connectors.settings import SharedSettings, parse_as, unfit_ranks
+from connectors.settings import SharedSettings, parse_as, unsupported_layout
 from connectors.weights import weights_source
 from lookup_buffer.config import GIB, Bytes
 from lookup_buffer.errors import ConfigError
+
+_GROWING_ROPES = ("longrope", "dynamic")
+"""Kinds of position embedding that depend on the longest possible prompt."""
+_WITHOUT_US = "start this engine without LookupBufferKVConnector"
 
 
 class KvSettings(SharedSettings):
@@ -31,11 +36,31 @@ class KvSettings(SharedSettings):
     store_generated: bool = True
     """Whether the KV of generated tokens is stored too, for prompts that continue an answer."""
     handoff_wait_seconds: float = Field(default=5.0, ge=0, le=600)
-    """How long a request waits for the hand-off of another engine, before it goes on without it."""
+    """How long a request waits for the hand-off of another engine; then its KV is computed here."""
     save_queue_bytes: Bytes = Field(default=4 * GIB, ge=0)
-    """Bound on the bytes of KV that wait to be stored. They stay in vLLM's blocks until copied."""
+    """Bound on the bytes of KV that wait to be stored, in vLLM's blocks or as copies."""
     save_queue_items: int = Field(default=4096, ge=1, le=65536)
     """Bound on the number of chunks that wait to be stored."""
+
+
+@dataclass(frozen=True, slots=True)
+class KvShape:
+    """An engine's KV cache, as the scheduler side needs it; known at start."""
+
+    is_producer: bool
+    is_consumer: bool
+    block_size: int
+    """Tokens of a block."""
+    chunk_tokens: int
+    """Tokens of a chunk, whole blocks."""
+    chunk_bytes: int
+    """Bytes of a chunk, of all ranks together."""
+    ranks: int
+    stores_generated: bool
+    """Whether chunks that end in generated tokens are stored. False with speculative decoding: it
+    may reject computed tokens."""
+    adapters_encode: bool = False
+    """Whether LoRA adapters influence encoder outputs."""
 
 
 def parse_kv_settings(raw: Mapping[str, Any]) -> KvSettings:
@@ -43,8 +68,32 @@ def parse_kv_settings(raw: Mapping[str, Any]) -> KvSettings:
     return parse_as(KvSettings, raw, "kv_connector_extra_config")
 
 
-_GROWING_ROPES = ("longrope", "dynamic")
-"""Position embeddings that depend on how long a prompt may be."""
+def validate_cache(vllm_config: Any, kv_cache_config: Any) -> None:
+    """Refuse an engine whose KV cannot be shared.
+
+    Raises:
+        ConfigError: attention other than over all tokens, KV that changes while the engine runs, or
+            a layout of workers that is not supported. The text says why and what to do.
+    """
+    for why in (_unsupported_cache(kv_cache_config), _unsupported_engine(vllm_config)):
+        if why:
+            raise ConfigError(f"{why}; {_WITHOUT_US}")
+
+
+def set_recompute_policy(transfer_config: Any) -> None:
+    """Set vLLM's policy to recompute KV that failed to load, and log it.
+
+    By default vLLM fails such a request. It reads the policy after it has made the connectors.
+    Inside a MultiConnector this configuration is a copy, and only the outer option has an effect:
+    hence the log line.
+    """
+    if transfer_config.kv_load_failure_policy != "recompute":
+        transfer_config.kv_load_failure_policy = "recompute"
+        logger.info(
+            "LookupBufferKVConnector: kv_load_failure_policy is set to 'recompute', so that KV "
+            "that fails to load is computed; with a MultiConnector, set it yourself beside "
+            '"kv_connector": "MultiConnector", or such a request fails'
+        )
 
 
 def kv_identity(vllm_config: Any, settings: KvSettings, block_size: int) -> Identity:
@@ -78,6 +127,45 @@ def chunk_blocks(chunk_tokens: int, block_size: int) -> int:
     return -(-chunk_tokens // block_size)
 
 
+def _unsupported_cache(kv_cache_config: Any) -> str:
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) != 1:
+        return (
+            f"this model keeps {len(groups)} kinds of state (a hybrid of attention with another "
+            "attention or a state space), and only attention over all tokens can be shared by "
+            "prefix; if only windows differ, --disable-hybrid-kv-cache-manager makes it one kind"
+        )
+    spec = groups[0].kv_cache_spec
+    kind = type(spec).__name__
+    if getattr(spec, "non_causal", False):
+        return (
+            "in this model tokens attend to later tokens, so the KV of a prefix depends on the rest"
+        )
+    if kind == "FullAttentionSpec":
+        return ""
+    if "MLA" in kind:
+        return "multi-head latent attention (MLA) is not supported yet"
+    return f"a KV cache of {kind} is not supported, only attention over all tokens"
+
+
+def _unsupported_engine(vllm_config: Any) -> str:
+    parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
+    if why := unsupported_layout(parallel):
+        return why
+    if parallel.pipeline_parallel_size > 1:
+        return "pipeline parallel engines are not supported yet"
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name, 1) > 1:
+            return f"{name} > 1 is not supported: a block then has different tokens on each worker"
+    if getattr(cache, "calculate_kv_scales", False):
+        return "--calculate-kv-scales computes different scales for the same KV in each engine"
+    if getattr(vllm_config.model_config, "enable_sleep_mode", False):
+        return "--enable-sleep-mode frees the KV cache while its chunks may still be stored"
+    if getattr(vllm_config, "weight_transfer_config", None):
+        return "--weight-transfer-config changes the weights while the engine runs"
+    return ""
+
+
 def _layout(vllm_config: Any, block_size: int) -> str:
     """What determines the layout of a block, as far as it is known before the model is loaded:
     device and attention backend."""
@@ -86,9 +174,9 @@ def _layout(vllm_config: Any, block_size: int) -> str:
     attention = getattr(vllm_config, "attention_config", None)
     backend = getattr(getattr(attention, "backend", None), "name", "auto")
     device = str(current_platform.device_type)
-    if device == "cpu":  # keys are packed for the instruction set that reads them
+    if device == "cpu":  # keys are packed for an instruction set
         device = f"{device}-{_instructions(vllm_config, block_size)}"
-    else:  # it determines which kernels exist and which one vLLM chooses
+    else:  # the capability determines which kernel vLLM chooses
         device = f"{device}-{current_platform.get_device_capability()}"
     return f"{device}, {backend}"
 
@@ -102,109 +190,21 @@ def _instructions(vllm_config: Any, block_size: int) -> str:
 
 
 def _positions(model: Any) -> str:
-    """The longest prompt, where it changes how positions are embedded."""
+    """The longest prompt, if the position embedding depends on it."""
     text = getattr(model, "hf_text_config", None)
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None)
     if not isinstance(rope, Mapping):
         return ""
-    # One for all layers, or one for each kind of layer by its name.
+    # One for all layers, or one for each kind of layer, by its name.
     each = [rope, *(value for value in rope.values() if isinstance(value, Mapping))]
     kinds = {values.get("rope_type", values.get("type", "")) for values in each}
     return "" if kinds.isdisjoint(_GROWING_ROPES) else str(model.max_model_len)
 
 
 def _speculation(vllm_config: Any) -> str:
-    """A draft model has layers of its own in the cache."""
+    """The draft model, whose layers are in the cache, too."""
     speculation = getattr(vllm_config, "speculative_config", None)
     if speculation is None:
         return ""
     names = ("method", "model", "num_speculative_tokens")
     return canonical({name: getattr(speculation, name, None) for name in names})
-
-
-@dataclass(frozen=True, slots=True)
-class KvShape:
-    """Facts of an engine's KV cache for the scheduler side, known at start."""
-
-    is_producer: bool
-    is_consumer: bool
-    block_size: int
-    """Tokens of a block."""
-    chunk_tokens: int
-    """Tokens of a chunk, whole blocks."""
-    chunk_bytes: int
-    """Bytes of a chunk, of all ranks together."""
-    ranks: int
-    stores_generated: bool
-    """Whether chunks that end in generated tokens are stored. Not with speculation, where computed
-    tokens may be rejected."""
-    adapters_encode: bool = False
-    """Whether LoRA adapters influence encoder outputs."""
-
-
-_WITHOUT_US = "start this engine without LookupBufferKVConnector"
-
-
-def refuse_unfit_cache(vllm_config: Any, kv_cache_config: Any) -> None:
-    """Refuse an engine whose KV is not that of plain attention over all tokens, whose KV changes
-    while it runs, or whose workers the connector does not reach.
-
-    Raises:
-        ConfigError: the text says why and what to do.
-    """
-    for why in (_refused_model(kv_cache_config), _refused_engine(vllm_config)):
-        if why:
-            raise ConfigError(f"{why}; {_WITHOUT_US}")
-
-
-def _refused_model(kv_cache_config: Any) -> str:
-    groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1:
-        return (
-            f"this model keeps {len(groups)} kinds of state (a hybrid of attention with another "
-            "attention or a state space), and only plain attention can be shared by prefix; where "
-            "only windows differ, --disable-hybrid-kv-cache-manager makes it one kind"
-        )
-    spec = groups[0].kv_cache_spec
-    kind = type(spec).__name__
-    if getattr(spec, "non_causal", False):
-        return "in this model tokens attend to those behind them, so no prefix stands by itself"
-    if kind == "FullAttentionSpec":
-        return ""
-    if "MLA" in kind:
-        return "multi-head latent attention (MLA) is not supported yet"
-    return f"a KV cache of {kind} is not supported, only attention over all tokens"
-
-
-def _refused_engine(vllm_config: Any) -> str:
-    parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
-    if why := unfit_ranks(parallel):
-        return why
-    if parallel.pipeline_parallel_size > 1:
-        return "pipeline parallel engines are not supported yet"
-    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        if getattr(parallel, name, 1) > 1:
-            return f"{name} > 1 is not supported: a block then holds other tokens on each worker"
-    if getattr(cache, "calculate_kv_scales", False):
-        return "--calculate-kv-scales gives each engine scales of its own for the same cache"
-    if getattr(vllm_config.model_config, "enable_sleep_mode", False):
-        return "--enable-sleep-mode takes the KV cache away while it may be being stored"
-    if getattr(vllm_config, "weight_transfer_config", None):
-        return "--weight-transfer-config changes the weights while the engine runs"
-    return ""
-
-
-def demand_recomputation(transfer_config: Any) -> None:
-    """Set vLLM's policy so that KV that did not load is recomputed, and log it.
-
-    By default vLLM fails such a request. It reads the policy after connectors are made. Inside of a
-    MultiConnector this configuration is a copy, and only the outer option counts: hence the log
-    line.
-    """
-    if transfer_config.kv_load_failure_policy != "recompute":
-        transfer_config.kv_load_failure_policy = "recompute"
-        logger.info(
-            "LookupBufferKVConnector: kv_load_failure_policy is set to 'recompute', so that KV "
-            "that does not load is computed; inside of a MultiConnector set it yourself, beside "
-            '"kv_connector": "MultiConnector", or such a request fails'
-        )

@@ -1,8 +1,8 @@
 """Messages between the scheduler side and the workers for one step, in both directions.
 
-`KvScheduler.build_metadata` writes `KvStepMetadata` in the scheduler's thread. vLLM's own channel
-carries it to every rank; it pickles, this module never does. `KvWorker` reads it, and returns a
-`KvWorkerReport`. Plain data without vLLM or torch.
+`KvScheduler.build_metadata` makes `KvStepMetadata` in the scheduler's thread. vLLM pickles it and
+sends it to every rank. `KvWorker` reads it, and returns a `KvWorkerReport`. Plain data without vLLM
+or torch.
 """
 
 from dataclasses import dataclass, field
@@ -20,14 +20,14 @@ class ChunkLoad:
     blocks: tuple[int, ...]
     """The destination, by vLLM's block numbers."""
     first: int
-    """Index of the block of the chunk that goes into the first of `blocks`. vLLM has those before
-    it."""
+    """Index in the chunk of the block that is copied to the first of `blocks`. vLLM has the blocks
+    before it."""
     orders: tuple["LoadOrder", ...] = ()
-    """Where the bytes of each rank lie, pinned until the request's load has ended. Empty for a
-    hand-off."""
+    """The position of each rank's bytes in the arena, pinned until the request's load has ended.
+    Empty for a hand-off."""
     transfer: str = ""
-    """The id of its hand-off. The worker must take the chunk out of the buffer, even if no block
-    needs it."""
+    """The id of its hand-off; empty without one. The worker must take such a chunk out of the
+    buffer even if `blocks` is empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,16 +51,15 @@ class KvStepMetadata:
     """Loads and saves of one step."""
 
     is_idle: bool = False
-    """Whether the step runs no model. vLLM would then ask again at once whether a load has
-    ended."""
+    """Whether the step runs no model. vLLM would then poll for the end of a load."""
     written: list[int] = field(default_factory=list)
-    """Blocks that get new content from this step on. Queued chunks in them are copied out
-    before."""
+    """Blocks that this step or a later one overwrites. Queued chunks in them are copied out before
+    this step."""
     loads: list[RequestLoad] = field(default_factory=list)
     saves: list[ChunkSave] = field(default_factory=list)
     namespace: str = ""
-    """The fingerprint for loads and saves; only the scheduler side knows it. Empty: nothing is
-    shared."""
+    """The namespace's fingerprint for loads and saves, which only the scheduler side determines.
+    Empty: nothing is shared."""
 
 
 @dataclass(slots=True)

@@ -2,10 +2,11 @@
 
 Runs in vLLM's scheduler thread, which owns all state here. Imports neither vLLM nor torch.
 
-When vLLM first shows a request, its chunks are requested in one message: the node fetches them to
-this host and pins them. The pins of all requests share one budget. vLLM is promised the pinned
-chunks of one run, from the first that it lacks. Until that run is known vLLM is asked to call
-again, for a bounded time. Pins work as in `ec.pins`, but here a request holds one run of chunks.
+vLLM's first call for a request requests all its chunks in one message: the node fetches them to
+this host and pins them. The pins of all requests share one budget. The return value is the number
+of tokens in one run of pinned chunks, from the first that vLLM lacks. Until that run is known, vLLM
+gets `UNDECIDED` and calls again, for a bounded time. Pins work as in `ec.pins`, but here a request
+has one run of chunks.
 """
 
 import time
@@ -14,11 +15,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from connectors.counters import Counters, IdleTime, PassTime, PassTimes, RateLimitedLog
+from connectors.counters import Counters
 from connectors.identifiers import Adapters, NotShareable
 from connectors.kv.chunks import ChunkChain, key_of
 from connectors.kv.engine import KvShape
-from connectors.kv.handoffs import Handoffs, handed_out, reply, taken_over
+from connectors.kv.handoffs import Handoffs, incoming_id, outgoing_id, transfer_params
 from connectors.kv.metadata import (
     ChunkLoad,
     ChunkSave,
@@ -26,6 +27,7 @@ from connectors.kv.metadata import (
     KvWorkerReport,
     RequestLoad,
 )
+from connectors.pass_time import IDLE_SECONDS, IdleTime, PassTime, PassTimes
 from lookup_buffer.client.handles import PrefetchState
 from lookup_buffer.errors import MissReason
 
@@ -33,6 +35,13 @@ if TYPE_CHECKING:
     from connectors.kv.engine import KvSettings
     from lookup_buffer.client.buffer import LookupBuffer
     from lookup_buffer.client.handles import LoadOrder, PrefetchHandle
+
+Match = tuple[int | None, bool]
+"""The number of tokens to load, None if it is not known yet; and whether they load
+asynchronously."""
+NO_MATCH: Match = (0, False)
+UNDECIDED: Match = (None, False)
+"""vLLM calls again in a later pass."""
 
 
 @dataclass(slots=True, eq=False)
@@ -44,7 +53,7 @@ class ChunkPin:
 
     @property
     def state(self) -> PrefetchState:
-        """RESIDENT when the parts of all ranks are. FAILED or MISSING when one part is. Else
+        """RESIDENT if the parts of all ranks are. FAILED or MISSING if one part is. Otherwise
         PENDING."""
         states = {handle.state for handle in self.handles}
         if states == {PrefetchState.RESIDENT}:
@@ -70,39 +79,282 @@ class ChunkPin:
 
 @dataclass(slots=True, eq=False)
 class KvRequest:
-    """What the scheduler side knows of one request."""
+    """The scheduler side's state of one request."""
 
     request: Any
     """vLLM's request."""
     chain: "ChunkChain | None"
-    """None where nothing of the request may be shared."""
+    """None if nothing of the request may be shared."""
     pins: list[ChunkPin] = field(default_factory=list)
-    """The requested chunks, in order from chunk `first` on."""
+    """The requested chunks, in order from chunk number `first` on."""
     first: int = 0
     present: int = 0
-    """How many of `pins`, from the first on, are known to be on this host."""
-    asked: bool = False
+    """The number of leading `pins` that are known to be on this host."""
+    is_requested: bool = False
     deadline: float = 0.0
-    """Until when it may wait for chunks in flight, or for room; 0 before it waits."""
-    ask_next: float = 0.0
-    """When to ask the node again whether the hand-off is complete."""
+    """Until when it may wait for chunks in flight, for the budget of pins, or for its hand-off; 0
+    before it waits."""
+    next_check: float = 0.0
+    """When to check again whether the hand-off is complete."""
     computed: int = 0
     """Tokens that vLLM had computed at its last call of `matched`."""
     loading: bool = False
-    """A load was promised to vLLM, and its end is not reported yet."""
+    """A load was announced to vLLM, and its end is not reported yet."""
     failed: bool = False
-    """A load failed: vLLM computes what is missing, even if the buffer has it."""
+    """A load failed: vLLM computes the missing KV, even if the buffer has it."""
     blocks: list[int] = field(default_factory=list)
     """vLLM's blocks for its tokens, as far as vLLM has reported them."""
-    handed_out: str = ""
+    outgoing: str = ""
     """The transfer id under which this engine hands over its prompt's KV; empty without one."""
-    is_handed_out: bool = False
-    taken_over: str = ""
-    """The transfer id of the hand-off to this engine, until that is loaded or given up."""
-    is_taken_over: bool = False
-    """All pieces of the hand-off to this engine are in the buffer."""
+    is_sent: bool = False
+    """The saves of the outgoing hand-off are in a step's metadata."""
+    incoming: str = ""
+    """The transfer id of the hand-off to this engine, until that is loaded or abandoned."""
+    has_arrived: bool = False
+    """All pieces of the incoming hand-off are in the buffer."""
     stored: int = 0
-    """How many of its first chunks are in the buffer, or need not be stored."""
+    """The number of its leading chunks that are in the buffer or need not be stored."""
+
+
+class KvScheduler:
+    """The connector's scheduler side. No method raises for a fault of this node, of another one or
+    of Redis."""
+
+    def __init__(
+        self,
+        buffer: "LookupBuffer",
+        settings: "KvSettings",
+        shape: KvShape,
+        *,
+        counters: Counters | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._buffer = buffer
+        self._settings = settings
+        self._shape = shape
+        self.counters = counters or Counters()
+        self._clock = clock
+        self._adapters = Adapters(encode=shape.adapters_encode)
+        self._requests: dict[str, KvRequest] = {}
+        self._ended: dict[str, KvRequest] = {}
+        """Requests that ended while they loaded. Their pins are held until the load has ended."""
+        self._loads: list[RequestLoad] = []
+        self._fresh: dict[str, list[int]] = {}
+        """Blocks allocated since the last step, by request."""
+        self._times = PassTimes(
+            PassTime(settings.first_sight_seconds, clock), IdleTime(IDLE_SECONDS, clock)
+        )
+        self._pins = KvPins(buffer, settings.pin_budget_bytes, shape, self._times, self.counters)
+        self._handoffs = Handoffs(
+            buffer, settings.handoff_wait_seconds, shape, counters=self.counters, clock=clock
+        )
+
+    # -- before vLLM schedules a request
+
+    def matched(self, request: Any, computed: int) -> Match:
+        """How many tokens beyond the first `computed` can be loaded; see `Match`."""
+        state = self._state_of(request)
+        state.computed = computed
+        may_load = self._shape.is_consumer and not state.failed
+        if not may_load or state.chain is None or request.skip_reading_prefix_cache:
+            return NO_MATCH
+        if state.incoming and self._buffer.namespace:
+            tokens = self._handoffs.incoming_tokens(state, computed)
+            if tokens is not None:
+                return (tokens, True) if tokens else UNDECIDED
+        if computed < state.first * self._shape.chunk_tokens:
+            self._reset_pins(state)
+        if not state.is_requested and not self._request_chunks(state, computed):
+            return UNDECIDED if self._may_wait(state) else NO_MATCH
+        present, settled = self._pins.present(state)
+        if not settled and self._may_wait(state):
+            self._pins.wait_for(state.pins[present])
+            return UNDECIDED
+        self._pins.keep_only(state, present)
+        tokens = (state.first + present) * self._shape.chunk_tokens - computed
+        return (tokens, True) if tokens > 0 and present else NO_MATCH
+
+    def _state_of(self, request: Any) -> KvRequest:
+        state = self._requests.get(request.request_id)
+        if state is None:
+            try:
+                chain = ChunkChain(request, self._shape.chunk_tokens, self._adapters)
+            except NotShareable as reason:
+                self.counters.add(f"skipped:{reason}")
+                chain = None
+            state = self._requests[request.request_id] = KvRequest(request, chain)
+            if chain is not None and self._shape.is_producer:
+                state.outgoing = outgoing_id(request)
+            if chain is not None and self._shape.is_consumer:
+                state.incoming = incoming_id(request)
+        return state
+
+    def _request_chunks(self, state: KvRequest, computed: int) -> bool:
+        """Request the chunks that a request lacks, as many as the budget allows; False if it allows
+        none."""
+        assert state.chain is not None
+        tokens = state.request.all_token_ids
+        size = self._shape.chunk_tokens
+        # vLLM must compute at least one token, to sample the next one.
+        last = (len(tokens) - 1) // size
+        state.first = computed // size
+        wanted = state.chain.grow(tokens, last)[state.first :]
+        return self._pins.request(state, wanted)
+
+    def _reset_pins(self, state: KvRequest) -> None:
+        """Release the pins, so that `_request_chunks` can start at an earlier chunk. The deadline
+        stays.
+
+        While the request waited, vLLM evicted blocks of its own prefix cache, and the requested
+        chunks start after them.
+        """
+        deadline = state.deadline
+        self._pins.release(state)
+        state.deadline, state.first = deadline, 0
+
+    def _may_wait(self, state: KvRequest) -> bool:
+        now = self._clock()
+        if not state.deadline:
+            state.deadline = now + self._settings.fetch_wait_seconds
+        return now < state.deadline
+
+    # -- after vLLM allocated blocks for a request
+
+    def allocated(self, request: Any, blocks: Any, external: int) -> None:
+        """vLLM has allocated blocks for the request; the KV of `external` tokens is to be loaded
+        into them."""
+        state = self._state_of(request)
+        state.blocks = list(blocks.get_block_ids()[0])
+        # Another connector of a MultiConnector may load into them, even if this one does not.
+        self._fresh[request.request_id] = state.blocks[state.computed // self._shape.block_size :]
+        if external <= 0:
+            if not state.loading:
+                self._pins.release(state)
+            return
+        self.counters.add("loaded_tokens", external)
+        state.loading = True
+        if state.incoming:
+            self._loads.append(self._handoffs.load(state))
+            return
+        end = state.computed + external
+        size, block = self._shape.chunk_tokens, self._shape.block_size
+        chunks = []
+        for index, pin in enumerate(state.pins, start=state.first):
+            begin = max(index * size, state.computed) // block
+            stop = min((index + 1) * size, end) // block
+            if begin >= stop:
+                continue
+            blocks_of = tuple(state.blocks[begin:stop])
+            first = begin - index * size // block
+            chunks.append(ChunkLoad(pin.name, blocks_of, first, pin.orders))
+            self.counters.add(f"load_{pin.source}")
+            self.counters.add(f"loaded_{pin.source}_bytes", self._shape.chunk_bytes)
+        self._loads.append(RequestLoad(request.request_id, tuple(chunks)))
+
+    # -- after vLLM scheduled a step
+
+    def build_metadata(self, output: Any) -> KvStepMetadata:
+        """The metadata that vLLM sends to the workers with the step that it just scheduled."""
+        is_idle = not output.num_scheduled_tokens
+        self._times.begin_pass(is_idle=is_idle)
+        namespace = self._buffer.namespace
+        metadata = KvStepMetadata(is_idle=is_idle, loads=self._loads, namespace=namespace)
+        self._loads = []
+        for new in output.scheduled_new_reqs:
+            self._record_start(metadata, new.req_id, new.block_ids[0], new.num_computed_tokens)
+        cached = output.scheduled_cached_reqs
+        for index, request_id in enumerate(cached.req_ids):
+            fresh = cached.new_block_ids[index]
+            if request_id in cached.resumed_req_ids:
+                computed = cached.num_computed_tokens[index]
+                self._record_start(metadata, request_id, (fresh or [[]])[0], computed)
+            elif fresh:
+                metadata.written.extend(fresh[0])
+                state = self._requests.get(request_id)
+                if state is not None:
+                    state.blocks.extend(fresh[0])
+        for blocks in self._fresh.values():
+            metadata.written.extend(blocks)
+        self._fresh = {}
+        if self._shape.is_producer and namespace:
+            for request_id, scheduled in output.num_scheduled_tokens.items():
+                self._add_saves(metadata, request_id, scheduled)
+        return metadata
+
+    def _record_start(
+        self, metadata: KvStepMetadata, request_id: str, blocks: list[int], computed: int
+    ) -> None:
+        """Record a request that runs for the first time, or again after a preemption."""
+        self._fresh.pop(request_id, None)
+        metadata.written.extend(blocks[computed // self._shape.block_size :])
+        state = self._requests.get(request_id)
+        if state is not None:
+            state.blocks = list(blocks)
+            # Its computed chunks came from the buffer, or were stored when they were computed.
+            state.stored = computed // self._shape.chunk_tokens
+
+    def _add_saves(self, metadata: KvStepMetadata, request_id: str, scheduled: int) -> None:
+        """Add the saves of the chunks whose last token this step computes."""
+        state = self._requests.get(request_id)
+        if state is None or state.chain is None:
+            return
+        request, size = state.request, self._shape.chunk_tokens
+        if state.outgoing:
+            if request.num_computed_tokens + scheduled >= request.num_prompt_tokens:
+                metadata.saves += self._handoffs.saves(state)
+            return
+        known = request.num_prompt_tokens
+        if self._shape.stores_generated:
+            known = len(request.all_token_ids)
+        complete = min(request.num_computed_tokens + scheduled, known) // size
+        if complete <= state.stored:
+            return
+        per_chunk = size // self._shape.block_size
+        names = state.chain.grow(request.all_token_ids, complete)
+        for index in range(state.stored, complete):
+            blocks = tuple(state.blocks[index * per_chunk : (index + 1) * per_chunk])
+            metadata.saves.append(ChunkSave(names[index], blocks))
+        state.stored = complete
+
+    # -- after a step
+
+    def process_report(self, report: KvWorkerReport | None, loaded: set[str]) -> None:
+        """Process the workers' report of a step. `loaded`: the requests whose loads ended, with or
+        without success."""
+        if report is not None:
+            for name, count in report.counts.items():
+                self.counters.add(name, count)
+            for request_id in report.failed:
+                state = self._requests.get(request_id)
+                if state is not None:
+                    state.failed = True
+        for request_id in loaded:
+            state = self._ended.pop(request_id, None) or self._requests.get(request_id)
+            if state is not None:
+                self._pins.release(state)
+
+    def finished(self, request: Any) -> dict[str, Any] | None:
+        """The request has ended. Releases its pins, or does so when its load in flight has ended.
+
+        Returns:
+            The `kv_transfer_params` for the engine that receives the hand-off; None without one.
+        """
+        state = self._requests.pop(request.request_id, None)
+        if state is None:
+            return None
+        if state.loading:
+            self._ended[request.request_id] = state
+        else:
+            self._pins.release(state)
+        return transfer_params(state.outgoing) if state.is_sent else None
+
+    def close(self) -> None:
+        """Idempotent."""
+        for state in [*self._requests.values(), *self._ended.values()]:
+            self._pins.release(state)
+        self._requests.clear()
+        self._ended.clear()
+        self._buffer.close()
 
 
 class KvPins:
@@ -110,7 +362,7 @@ class KvPins:
 
     Args:
         budget_bytes: bound on the bytes of all pins together.
-        times: how long a pass may wait for answers.
+        times: how long a pass may wait for the node.
     """
 
     def __init__(
@@ -128,16 +380,16 @@ class KvPins:
         self._counters = counters
         self._held_bytes = 0
 
-    def ask(self, state: KvRequest, names: Sequence[str]) -> bool:
-        """Request these chunks, as many as there is room for; False where there is no room."""
-        room = (self._budget_bytes - self._held_bytes) // self._shape.chunk_bytes
-        if names and room < 1:
+    def request(self, state: KvRequest, names: Sequence[str]) -> bool:
+        """Request these chunks, as many as the budget allows; False if it allows none."""
+        free = (self._budget_bytes - self._held_bytes) // self._shape.chunk_bytes
+        if names and free < 1:
             return False
-        if len(names) > room:
+        if len(names) > free:
             self._counters.add("over_budget")
-        state.asked = True
+        state.is_requested = True
         if names:
-            self._prefetch(state, names[:room])
+            self._prefetch(state, names[:free])
         return True
 
     def _prefetch(self, state: KvRequest, names: Sequence[str]) -> None:
@@ -153,7 +405,7 @@ class KvPins:
         self._held_bytes += len(names) * self._shape.chunk_bytes
 
     def present(self, state: KvRequest) -> tuple[int, bool]:
-        """How many chunks are on this host in one run, and whether that number is final."""
+        """The number of chunks in one run on this host, and whether it is final."""
         for pin in state.pins[state.present :]:
             found = pin.state
             if found is not PrefetchState.RESIDENT:
@@ -161,19 +413,19 @@ class KvPins:
             state.present += 1
         return state.present, True
 
-    def rest(self, pin: ChunkPin) -> None:
-        """Wait for one chunk, within the budget for idle passes.
+    def wait_for(self, pin: ChunkPin) -> None:
+        """Wait for one chunk, within the time budget of idle passes.
 
-        After a pass that found nothing to run vLLM would ask again at once. That would keep
-        Python's lock from the thread that receives the node's answers.
+        If nothing runs, vLLM polls. That would keep the GIL from the thread that receives the
+        node's answers.
         """
         for handle in pin.handles:
             if handle.state is PrefetchState.PENDING and not self._times.idle.is_over:
                 self._times.idle.spend_on(partial(_wait, handle))
 
     def keep_only(self, state: KvRequest, count: int) -> None:
-        """Release the chunks after the first `count`, and count one miss with the reason of the
-        first of them."""
+        """Release the chunks after the first `count`. Count one miss, with the reason of the first
+        of them."""
         beyond = state.pins[count:]
         if not beyond:
             return
@@ -182,16 +434,16 @@ class KvPins:
         )
         self._counters.add(f"miss:{reason}")
         del state.pins[count:]
-        self._release(beyond)
+        self._release_pins(beyond)
 
-    def forget(self, state: KvRequest) -> None:
-        """Release all pins of the request, and reset it to not requested and not loading."""
+    def release(self, state: KvRequest) -> None:
+        """Release all pins of the request, and mark it as not requested and not loading."""
         pins, state.pins, state.present = state.pins, [], 0
-        state.asked = state.loading = False
+        state.is_requested = state.loading = False
         state.deadline = 0.0
-        self._release(pins)
+        self._release_pins(pins)
 
-    def _release(self, pins: list[ChunkPin]) -> None:
+    def _release_pins(self, pins: list[ChunkPin]) -> None:
         self._held_bytes -= len(pins) * self._shape.chunk_bytes
         for pin in pins:
             for handle in pin.handles:
@@ -200,253 +452,3 @@ class KvPins:
 
 def _wait(handle: "PrefetchHandle", seconds: float) -> bool:
     return handle.wait(seconds) is not PrefetchState.PENDING
-
-
-Answer = tuple[int | None, bool]
-"""The return value of `KvScheduler.matched`."""
-IDLE_SECONDS = 2e-3
-"""How long a pass that follows an idle one waits for answers."""
-NOTHING: Answer = (0, False)
-ASK_AGAIN: Answer = (None, False)
-
-
-class KvScheduler:
-    """The connector's scheduler side. No method raises for a fault of the node, of Redis or of a
-    peer."""
-
-    def __init__(
-        self,
-        buffer: "LookupBuffer",
-        settings: "KvSettings",
-        shape: KvShape,
-        *,
-        counters: Counters | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._buffer = buffer
-        self._settings = settings
-        self._shape = shape
-        self.counters = counters or Counters()
-        self._clock = clock
-        self._log = RateLimitedLog()
-        self._adapters = Adapters(encode=shape.adapters_encode)
-        self._requests: dict[str, KvRequest] = {}
-        self._ended: dict[str, KvRequest] = {}
-        """Requests that ended while they loaded. Their pins are held until the load has ended."""
-        self._loads: list[RequestLoad] = []
-        self._fresh: dict[str, list[int]] = {}
-        """Blocks allocated since the last step, by request."""
-        self._times = PassTimes(
-            PassTime(settings.first_sight_seconds, clock), IdleTime(IDLE_SECONDS, clock)
-        )
-        self._pins = KvPins(buffer, settings.pin_budget_bytes, shape, self._times, self.counters)
-        self._handoffs = Handoffs(
-            buffer, settings.handoff_wait_seconds, shape, counters=self.counters, clock=clock
-        )
-
-    # -- before a request is scheduled
-
-    def matched(self, request: Any, computed: int) -> Answer:
-        """How many tokens beyond the first `computed` can be loaded, and whether they load
-        asynchronously. None tokens: vLLM has to ask again."""
-        state = self._known(request)
-        state.computed = computed
-        may_load = self._shape.is_consumer and not state.failed
-        if not may_load or state.chain is None or request.skip_reading_prefix_cache:
-            return NOTHING
-        if state.taken_over and self._buffer.namespace:
-            coming = self._handoffs.awaited(state, computed)
-            if coming is not None:
-                return (coming, True) if coming else ASK_AGAIN
-        if computed < state.first * self._shape.chunk_tokens:
-            self._ask_anew(state)
-        if not state.asked and not self._ask(state, computed):
-            return ASK_AGAIN if self._may_wait(state) else NOTHING
-        present, settled = self._pins.present(state)
-        if not settled and self._may_wait(state):
-            self._pins.rest(state.pins[present])
-            return ASK_AGAIN
-        self._pins.keep_only(state, present)
-        tokens = (state.first + present) * self._shape.chunk_tokens - computed
-        return (tokens, True) if tokens > 0 and present else NOTHING
-
-    def _known(self, request: Any) -> KvRequest:
-        state = self._requests.get(request.request_id)
-        if state is None:
-            try:
-                chain = ChunkChain(request, self._shape.chunk_tokens, self._adapters)
-            except NotShareable as reason:
-                self.counters.add(f"skipped:{reason}")
-                chain = None
-            state = self._requests[request.request_id] = KvRequest(request, chain)
-            if chain is not None and self._shape.is_producer:
-                state.handed_out = handed_out(request)
-            if chain is not None and self._shape.is_consumer:
-                state.taken_over = taken_over(request)
-        return state
-
-    def _ask(self, state: KvRequest, computed: int) -> bool:
-        """Request the chunks that a request lacks, as many as there is room for; False where there
-        is no room."""
-        assert state.chain is not None
-        tokens = state.request.all_token_ids
-        size = self._shape.chunk_tokens
-        # vLLM has to compute at least one token, to sample the next one.
-        last = (len(tokens) - 1) // size
-        state.first = computed // size
-        wanted = state.chain.grow(tokens, last)[state.first :]
-        return self._pins.ask(state, wanted)
-
-    def _ask_anew(self, state: KvRequest) -> None:
-        """Drop the pins, so that the next `_ask` starts at an earlier chunk.
-
-        While the request waited, vLLM evicted blocks of its own prefix cache, and the requested
-        chunks begin behind them. The deadline stays.
-        """
-        deadline = state.deadline
-        self._pins.forget(state)
-        state.deadline, state.first = deadline, 0
-
-    def _may_wait(self, state: KvRequest) -> bool:
-        now = self._clock()
-        if not state.deadline:
-            state.deadline = now + self._settings.fetch_wait_seconds
-        return now < state.deadline
-
-    # -- when blocks were allocated for it
-
-    def allocated(self, request: Any, blocks: Any, external: int) -> None:
-        """vLLM has allocated blocks for the request, `external` tokens of which are to be
-        loaded."""
-        state = self._known(request)
-        state.blocks = list(blocks.get_block_ids()[0])
-        # Even if this connector loads nothing, another one of a MultiConnector may load into them.
-        self._fresh[request.request_id] = state.blocks[state.computed // self._shape.block_size :]
-        if external <= 0:
-            if not state.loading:
-                self._pins.forget(state)
-            return
-        self.counters.add("loaded_tokens", external)
-        state.loading = True
-        if state.taken_over:
-            self._loads.append(self._handoffs.take_over(state))
-            return
-        end = state.computed + external
-        size, block = self._shape.chunk_tokens, self._shape.block_size
-        chunks = []
-        for index, pin in enumerate(state.pins, start=state.first):
-            begin = max(index * size, state.computed) // block
-            stop = min((index + 1) * size, end) // block
-            if begin >= stop:
-                continue
-            blocks_of = tuple(state.blocks[begin:stop])
-            first = begin - index * size // block
-            chunks.append(ChunkLoad(pin.name, blocks_of, first, pin.orders))
-            self.counters.add(f"load_{pin.source}")
-            self.counters.add(f"loaded_{pin.source}_bytes", self._shape.chunk_bytes)
-        self._loads.append(RequestLoad(request.request_id, tuple(chunks)))
-
-    # -- when a step is planned
-
-    def build_metadata(self, output: Any) -> KvStepMetadata:
-        """The metadata that vLLM sends to the workers with the step that was just planned."""
-        is_idle = not output.num_scheduled_tokens
-        self._times.begin_pass(is_idle=is_idle)
-        namespace = self._buffer.namespace
-        metadata = KvStepMetadata(is_idle=is_idle, loads=self._loads, namespace=namespace)
-        self._loads = []
-        for new in output.scheduled_new_reqs:
-            self._starts(metadata, new.req_id, new.block_ids[0], new.num_computed_tokens)
-        cached = output.scheduled_cached_reqs
-        for index, request_id in enumerate(cached.req_ids):
-            fresh = cached.new_block_ids[index]
-            if request_id in cached.resumed_req_ids:
-                computed = cached.num_computed_tokens[index]
-                self._starts(metadata, request_id, (fresh or [[]])[0], computed)
-            elif fresh:
-                metadata.written.extend(fresh[0])
-                state = self._requests.get(request_id)
-                if state is not None:
-                    state.blocks.extend(fresh[0])
-        for blocks in self._fresh.values():
-            metadata.written.extend(blocks)
-        self._fresh = {}
-        if self._shape.is_producer and namespace:
-            for request_id, scheduled in output.num_scheduled_tokens.items():
-                self._completes(metadata, request_id, scheduled)
-        return metadata
-
-    def _starts(
-        self, metadata: KvStepMetadata, request_id: str, blocks: list[int], computed: int
-    ) -> None:
-        """Record a request that runs for the first time, or again after a preemption."""
-        self._fresh.pop(request_id, None)
-        metadata.written.extend(blocks[computed // self._shape.block_size :])
-        state = self._requests.get(request_id)
-        if state is not None:
-            state.blocks = list(blocks)
-            # What vLLM has computed of it came from the buffer, or was stored there then.
-            state.stored = computed // self._shape.chunk_tokens
-
-    def _completes(self, metadata: KvStepMetadata, request_id: str, scheduled: int) -> None:
-        """Add the saves of the chunks whose last token this step computes."""
-        state = self._requests.get(request_id)
-        if state is None or state.chain is None:
-            return
-        request, size = state.request, self._shape.chunk_tokens
-        if state.handed_out:
-            if request.num_computed_tokens + scheduled >= request.num_prompt_tokens:
-                metadata.saves += self._handoffs.hand_out(state)
-            return
-        known = request.num_prompt_tokens
-        if self._shape.stores_generated:
-            known = len(request.all_token_ids)
-        complete = min(request.num_computed_tokens + scheduled, known) // size
-        if complete <= state.stored:
-            return
-        per_chunk = size // self._shape.block_size
-        names = state.chain.grow(request.all_token_ids, complete)
-        for index in range(state.stored, complete):
-            blocks = tuple(state.blocks[index * per_chunk : (index + 1) * per_chunk])
-            metadata.saves.append(ChunkSave(names[index], blocks))
-        state.stored = complete
-
-    # -- afterwards
-
-    def heard(self, report: KvWorkerReport | None, loaded: set[str]) -> None:
-        """Process the workers' report of a step, and the requests whose loads have ended, with or
-        without success."""
-        if report is not None:
-            for name, count in report.counts.items():
-                self.counters.add(name, count)
-            for request_id in report.failed:
-                state = self._requests.get(request_id)
-                if state is not None:
-                    state.failed = True
-        for request_id in loaded:
-            state = self._ended.pop(request_id, None) or self._requests.get(request_id)
-            if state is not None:
-                self._pins.forget(state)
-
-    def finished(self, request: Any) -> dict[str, Any] | None:
-        """The request has ended. Its pins are released; where a load runs, when that has ended.
-
-        Returns:
-            The `kv_transfer_params` for the engine that takes the hand-off; None without one.
-        """
-        state = self._requests.pop(request.request_id, None)
-        if state is None:
-            return None
-        if state.loading:
-            self._ended[request.request_id] = state
-        else:
-            self._pins.forget(state)
-        return reply(state.handed_out) if state.is_handed_out else None
-
-    def close(self) -> None:
-        """Idempotent."""
-        for state in [*self._requests.values(), *self._ended.values()]:
-            self._pins.forget(state)
-        self._requests.clear()
-        self._ended.clear()
-        self._buffer.close()

@@ -1,8 +1,8 @@
 """The KV connector's counters in vLLM's statistics and on its `/metrics`, as
 `vllm:lookup_buffer_kv_*`.
 
-`KvStats` is made in scheduler and workers, merged and printed in the API server. `KvPromMetrics`
-runs in the API server. The counting itself is in `connectors.counters`.
+Scheduler and workers make `KvStats`; the API server merges and logs them. `KvPromMetrics` runs in
+the API server. `connectors.counters` does the counting.
 """
 
 from dataclasses import dataclass, field
@@ -26,30 +26,30 @@ class KvStats(EventCounts, KVConnectorStats):
 FAMILIES: Final = (
     Family(
         "vllm:lookup_buffer_kv_loads",
-        "Chunks of KV promised to be loaded instead of computed, by where their bytes came from.",
+        "KV chunks scheduled to be loaded instead of computed, by the source of their bytes.",
         "source",
         {"load_local": "local", "load_remote": "remote"},
     ),
     Family(
         "vllm:lookup_buffer_kv_loaded_bytes",
-        "Bytes of these chunks, by where they came from.",
+        "Bytes of these chunks, by source.",
         "source",
         {"loaded_local_bytes": "local", "loaded_remote_bytes": "remote"},
     ),
     Family(
         "vllm:lookup_buffer_kv_loaded_tokens",
-        "Prompt tokens that need not be computed, for their KV is loaded.",
+        "Prompt tokens of which the KV is loaded instead of computed.",
         events={"loaded_tokens": ""},
     ),
     Family(
         "vllm:lookup_buffer_kv_misses",
-        "Requests of which a chunk was not to be had in time, by the reason of the first one.",
+        "Requests with a chunk that was not available in time, by the reason of the first one.",
         "reason",
         {"miss": ""},
     ),
     Family(
         "vllm:lookup_buffer_kv_load_failures",
-        "Requests whose KV did not load as promised and is computed, by reason.",
+        "Requests whose KV failed to load and is computed, by reason.",
         "reason",
         {"load_failed": ""},
     ),
@@ -67,24 +67,24 @@ FAMILIES: Final = (
     ),
     Family(
         "vllm:lookup_buffer_kv_handoffs",
-        "Requests whose KV was handed over by a transfer id: to another engine, or by one.",
+        "Requests whose KV was handed over by a transfer id: out to another engine, in from one.",
         "direction",
-        {"handed_out": "out", "taken_over": "in"},
+        {"handoff_sent": "out", "handoff_received": "in"},
     ),
     Family(
         "vllm:lookup_buffer_kv_copied_early",
-        "Chunks that the model's thread had to copy itself, for their blocks were needed.",
+        "Chunks that the model's thread copied itself because vLLM reused their blocks.",
         events={"copied_early": ""},
     ),
     Family(
         "vllm:lookup_buffer_kv_requests_not_shared",
-        "Requests that stay on their instance, by reason.",
+        "Requests that are not shared, by reason.",
         "reason",
         {"skipped": ""},
     ),
     Family(
         "vllm:lookup_buffer_kv_prefetches_over_budget",
-        "Requests of which less was asked for than there is, as prefetch_bytes was used up.",
+        "Requests that prefetched fewer chunks than they could use: prefetch_bytes was used up.",
         events={"over_budget": ""},
     ),
 )

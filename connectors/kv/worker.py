@@ -2,14 +2,14 @@
 
 The model's thread only puts loads and saves into queues. `LoadQueue` has one thread that loads one
 request at a time. `SaveQueue` has one thread that copies chunks out and stores them. The model's
-thread copies a chunk itself only where vLLM is about to give its blocks other content.
+thread copies a chunk itself only if vLLM is about to overwrite its blocks.
 
-On the host a copy runs on the thread that requests it. On a device, copies are enqueued on streams
-of their own, after all work that the model's stream had at `mark`. The thread that requests a copy
-waits for it; that is a queue's thread, except for the forced copies above.
+On the host, a copy runs on the thread that requests it. On a device, copies run on separate
+streams, after all work that the model's stream had at `mark`. The thread that requests a copy waits
+for it; that is a queue's thread, except for the forced copies above.
 
-A failed load is reported by the numbers of its blocks, and its request as loaded. That is how vLLM
-requires it: it then computes those blocks.
+vLLM requires that a failed load is reported by the numbers of its blocks, and its request as
+loaded. It then computes those blocks.
 """
 
 import queue
@@ -25,6 +25,7 @@ from connectors.counters import Counters, RateLimitedLog
 from connectors.kv.chunks import key_of
 from connectors.kv.metadata import ChunkLoad, KvStepMetadata, KvWorkerReport, RequestLoad
 from connectors.paged import gather_blocks, pages_of, scatter_blocks
+from connectors.pass_time import IDLE_SECONDS
 from connectors.save_queue import SaveQueue, use_every_core
 from lookup_buffer import codec
 from lookup_buffer.errors import BufferFull, CodecError, LookupBufferError
@@ -36,19 +37,187 @@ if TYPE_CHECKING:
     from connectors.weights import WeightsWatch
     from lookup_buffer.client.buffer import LookupBuffer
 
+INSERT_SECONDS = 10.0
+"""How long the insert of a hand-off's chunk waits while hand-offs fill their half of the arena."""
+HANDOFF_SECONDS = 2.0
+"""How long a load waits for one chunk of a hand-off."""
+CLOSE_SECONDS = 5.0
+"""How long `KvWorker.close` waits for the thread that loads."""
+
+_cuda: Any = torch.cuda  # much of torch.cuda has no types
+
 
 @dataclass(slots=True)
 class LoadResults:
-    """The loads that have ended since the last `take`."""
+    """The loads that ended since the last `take`."""
 
     loaded: set[str] = field(default_factory=set)
-    """Requests whose load has ended, with or without all of their chunks."""
+    """Requests whose load ended, with or without success."""
     lost_blocks: set[int] = field(default_factory=set)
+    """Blocks that were not filled."""
     failed: set[str] = field(default_factory=set)
+    """Those of `loaded` with lost blocks."""
+
+
+class KvWorker:
+    """The connector's worker side of one rank. The model's thread calls all methods, except those
+    in the section of the queues' threads.
+
+    Args:
+        weights: detects changes of the weights; `open_buffer` runs after its flag exists.
+    """
+
+    def __init__(
+        self,
+        open_buffer: "Callable[[], LookupBuffer]",
+        settings: "KvSettings",
+        *,
+        rank: int,
+        num_blocks: int,
+        weights: "WeightsWatch | None" = None,
+        counters: Counters | None = None,
+    ) -> None:
+        self._settings = settings
+        self._rank = rank
+        self._weights = weights
+        self._num_blocks = num_blocks
+        self.counters = counters or Counters()
+        self._log = RateLimitedLog()
+        if weights is not None:
+            if rank == 0:  # one flag per engine; each rank checks its own weights before saves
+                weights.create_flag()
+            weights.find_models()
+            weights.start()
+        self._buffer = open_buffer()
+        self._pages: Pages | None = None
+        self._in_use = BlocksInUse()
+        self._failed: set[str] = set()
+        self.loads = LoadQueue(self._copy_in, self.counters, self._log)
+        self.saves = SaveQueue(
+            self._insert,
+            self._dropped,
+            bytes_max=settings.save_queue_bytes,
+            items_max=settings.save_queue_items,
+            counters=self.counters,
+            log=self._log,
+            what="a chunk of KV",
+        )
+
+    def register(self, layers: "Mapping[str, torch.Tensor]") -> None:
+        """Register vLLM's cache after its allocation. Raises as `Pages`."""
+        kind = CudaPages if next(iter(layers.values())).is_cuda else HostPages
+        self._pages = kind(layers, self._num_blocks)
+
+    def copy_out_before_writes(self, metadata: KvStepMetadata) -> None:
+        """Copy queued chunks out of the blocks that the next step writes."""
+        forced = self._in_use.copy_out_before_writes(metadata.written)
+        if forced:
+            self.counters.add("copied_early", forced)
+
+    def load(self, metadata: KvStepMetadata) -> None:
+        if not metadata.loads:
+            return
+        self._weights_changed()  # sets the flag; loads in flight still run
+        self._enter(metadata.namespace)
+        assert self._pages is not None
+        after = self._pages.mark()
+        for load in metadata.loads:
+            self.loads.put(load, after)
+
+    def save(self, metadata: KvStepMetadata) -> None:
+        """Queue the chunks that the step completes. The step's model has run, or is enqueued."""
+        if not metadata.saves:
+            return
+        if self._weights_changed():
+            self.counters.add("save_skipped:weights_changed", len(metadata.saves))
+            return
+        self._enter(metadata.namespace)
+        assert self._pages is not None
+        after = self._pages.mark()
+        for order in metadata.saves:
+            key = key_of(order.name, self._rank, order.transfer)
+            chunk = PagedChunk(self._pages, order.blocks, after)
+            if self.saves.offer(key.text, chunk):
+                self._in_use.add(chunk)
+
+    def _enter(self, namespace: str) -> None:
+        """Enter the engine's namespace, which may become known only after the workers started."""
+        if namespace and self._buffer.namespace != namespace:
+            self._buffer.enter(namespace)
+
+    def _weights_changed(self) -> bool:
+        return self._weights is not None and self._weights.changed()
+
+    def results(self, *, is_idle: bool = False) -> LoadResults:
+        """The loads that ended. A step that runs no model waits for one, at most
+        `IDLE_SECONDS`."""
+        results = self.loads.take(IDLE_SECONDS if is_idle else 0.0)
+        self._failed |= results.failed
+        return results
+
+    def report(self) -> KvWorkerReport | None:
+        counts = self.counters.take()
+        failed, self._failed = self._failed, set()
+        return KvWorkerReport(counts, failed) if counts or failed else None
+
+    # -- the queues' threads
+
+    def _copy_in(self, chunk: ChunkLoad, after: Any) -> None:
+        assert self._pages is not None
+        if chunk.transfer:
+            self._take_handoff(chunk, after)
+            return
+        order = chunk.orders[self._rank]
+        # The view keeps the arena mapped; the bytes are pinned until the load ends.
+        window = self._buffer.arena(order.boot)[order.offset : order.offset + order.nbytes]
+        self._scatter(chunk, codec.tensor_over(window, order.header), after)
+
+    def _take_handoff(self, chunk: ChunkLoad, after: Any) -> None:
+        """Take a chunk of a hand-off out of the buffer, even if vLLM needs none of its blocks."""
+        key = key_of(chunk.name, self._rank, chunk.transfer)
+        source = self._buffer.drop_select(key, timeout=HANDOFF_SECONDS)
+        if source is not None and chunk.blocks:
+            self._scatter(chunk, source, after)
+
+    def _scatter(self, chunk: ChunkLoad, source: "torch.Tensor", after: Any) -> None:
+        assert self._pages is not None
+        layer, blocks = self._pages.layers[0], chunk.first + len(chunk.blocks)
+        fits = source.dtype == layer.dtype and source.shape[:1] == (len(self._pages.layers),)
+        if not fits or source.shape[2:] != layer.shape[1:] or source.shape[1] < blocks:
+            raise CodecError(
+                f"{source.dtype} {tuple(source.shape)} does not match this engine's KV"
+            )
+        self._pages.scatter(chunk.blocks, source, chunk.first, after)
+
+    def _insert(self, text: str, chunk: "PagedChunk") -> bool:
+        key = TensorKey.parse(text)
+        try:
+            if key.is_shared and self._buffer.has_caches([key], timeout=0.0) == [True]:
+                return False
+            outcome = self._buffer.insert(
+                key,
+                chunk.copy_out(),
+                ttl_seconds=self._settings.ttl_seconds if key.is_shared else None,
+                timeout=INSERT_SECONDS,
+            )
+        finally:
+            chunk.drop()
+        return outcome is InsertOutcome.STORED
+
+    def _dropped(self, _: str) -> None:
+        """Nothing: no request waits for a chunk to be stored."""
+
+    def close(self) -> None:
+        """Store what is queued, within `drain_seconds`, and disconnect. Idempotent."""
+        self.saves.close(self._settings.drain_seconds)
+        self.loads.close(CLOSE_SECONDS)
+        self._buffer.close()
+        if self._weights is not None:
+            self._weights.close()
 
 
 class LoadQueue:
-    """Queue and thread for requests whose chunks are to be copied into vLLM's blocks.
+    """Copies the chunks of requests into vLLM's blocks: a queue and its thread.
 
     Args:
         copy: copies one chunk into its blocks; may raise any `LookupBufferError`.
@@ -69,18 +238,18 @@ class LoadQueue:
         self._thread.start()
 
     def put(self, load: RequestLoad, after: Any) -> None:
-        """Enqueue a load, in the model's thread. `after` marks the work enqueued for the model so
-        far."""
+        """Enqueue a load, in the model's thread. It runs after the mark `after`; see
+        `Pages.mark`."""
         with self._changed:
             self._pending += 1
         self._queue.put((load, after))
 
     def take(self, timeout: float) -> LoadResults:
-        """What has ended since the last call.
+        """The loads that ended since the last call. Waits for one, at most `timeout` seconds, if a
+        load is in flight and none has ended.
 
-        A request and its lost blocks come in one result; vLLM relies on that. While something loads
-        and nothing has ended, this waits for an end, at most `timeout` seconds. Otherwise the
-        polling thread would keep Python's lock from the thread that copies.
+        A request and its lost blocks are in one result; vLLM relies on that. The wait is there
+        because vLLM polls: its thread would keep the GIL from the thread that copies.
         """
         with self._changed:
             if self._pending and timeout > 0:
@@ -109,8 +278,8 @@ class LoadQueue:
                 self._changed.notify_all()
 
     def _load(self, load: RequestLoad, after: Any) -> set[int]:
-        """Load the chunks; return the blocks that were not filled. These begin with the first chunk
-        that did not load: vLLM uses nothing behind a gap."""
+        """Load the chunks. Returns the blocks that were not filled: those of the first chunk that
+        failed and of all later ones, as vLLM uses nothing after a gap."""
         for index, chunk in enumerate(load.chunks):
             try:
                 self._copy(chunk, after)
@@ -125,10 +294,80 @@ class LoadQueue:
 
     def _report(self, reason: str, error: Exception) -> None:
         self._counters.add(f"load_failed:{reason}")
-        self._log.report(reason, "KV did not load as promised and is computed: %s", error)
+        self._log.report(reason, "KV failed to load and is computed: %s", error)
 
 
-_cuda: Any = torch.cuda  # much of torch.cuda has no types
+class PagedChunk:
+    """A chunk that waits to be stored, in vLLM's blocks or in a copy. Thread-safe."""
+
+    def __init__(self, pages: "Pages", blocks: Sequence[int], after: Any) -> None:
+        self._pages = pages
+        self._after = after
+        self.blocks = blocks
+        self.nbytes = pages.chunk_bytes(len(blocks))
+        self._lock = threading.Lock()
+        self._copy: torch.Tensor | None = None
+        self._done = False
+
+    @property
+    def is_detached(self) -> bool:
+        """Whether it no longer depends on its blocks."""
+        return self._done or self._copy is not None
+
+    def copy_out(self) -> "torch.Tensor":
+        """Its bytes. The first call copies them. Do not call this after `drop`.
+
+        Raises:
+            BufferFull: its blocks were overwritten, because there was no memory for a copy.
+        """
+        with self._lock:
+            if self._done:
+                raise BufferFull(
+                    "no memory for a copy of the chunk before vLLM overwrote its blocks"
+                )
+            if self._copy is None:
+                self._copy = self._pages.gather(self.blocks, self._after)
+            return self._copy
+
+    def detach(self) -> None:
+        """Copy it out, unless that is done, before its blocks are overwritten."""
+        with self._lock:
+            if not self.is_detached:
+                self._copy = self._pages.gather(self.blocks, self._after)
+
+    def drop(self) -> None:
+        """Free the copy: the chunk was stored, or will not be."""
+        with self._lock:
+            self._done, self._copy = True, None
+
+
+class BlocksInUse:
+    """The queued chunks that still depend on their blocks. For the model's thread only.
+
+    A block may belong to several chunks: prompts with a common prefix share the blocks of vLLM up
+    to its end, which may be within a chunk, and each prompt may be handed over.
+    """
+
+    def __init__(self) -> None:
+        self._chunks: list[PagedChunk] = []
+
+    def add(self, chunk: PagedChunk) -> None:
+        self._chunks.append(chunk)
+
+    def copy_out_before_writes(self, written: Iterable[int]) -> int:
+        """Copy chunks out of the blocks `written`, before those are overwritten. A chunk is dropped
+        if there is no memory for its copy. Returns the number of copied and dropped chunks."""
+        if not self._chunks:
+            return 0
+        self._chunks = [chunk for chunk in self._chunks if not chunk.is_detached]
+        blocks = set(written)
+        due = [chunk for chunk in self._chunks if not blocks.isdisjoint(chunk.blocks)]
+        for chunk in due:
+            try:
+                chunk.detach()
+            except Exception:  # noqa: BLE001 -- the model's thread: vLLM continues without this chunk
+                chunk.drop()
+        return len(due)
 
 
 class Pages(ABC):
@@ -139,14 +378,14 @@ class Pages(ABC):
         num_blocks: of vLLM's block manager.
 
     Raises:
-        ValueError: the layers differ in shape or dtype, so no one tensor can hold a chunk.
+        ValueError: the layers differ in shape or dtype, so a chunk cannot be one tensor.
     """
 
     def __init__(self, layers: Mapping[str, torch.Tensor], num_blocks: int) -> None:
         distinct = {layer.data_ptr(): layer for layer in layers.values()}
         self.layers = [pages_of(layer, num_blocks) for layer in distinct.values()]
         if len({(layer.dtype, layer.shape[1:]) for layer in self.layers}) != 1:
-            raise ValueError("the layers of this model differ in the size of their KV")
+            raise ValueError("the layers of this model differ in the shape or dtype of their KV")
 
     def chunk_bytes(self, blocks: int) -> int:
         page = self.layers[0][0]
@@ -154,7 +393,7 @@ class Pages(ABC):
 
     @abstractmethod
     def mark(self) -> Any:
-        """In the model's thread: a mark of all work that was enqueued for the model so far."""
+        """In the model's thread: a mark after all work enqueued for the model so far."""
 
     @abstractmethod
     def gather(self, blocks: Sequence[int], after: Any) -> torch.Tensor:
@@ -209,231 +448,3 @@ class CudaPages(Pages):
             scatter_blocks(self.layers, blocks, part.to(self._device, non_blocking=True))
             copied = self._loads.record_event(_cuda.Event(blocking=True))
         copied.synchronize()
-
-
-class PagedChunk:
-    """A chunk to be stored, still in vLLM's blocks or copied out of them. Thread-safe."""
-
-    def __init__(self, pages: "Pages", blocks: Sequence[int], after: Any) -> None:
-        self._pages = pages
-        self._after = after
-        self.blocks = blocks
-        self.nbytes = pages.chunk_bytes(len(blocks))
-        self._lock = threading.Lock()
-        self._copy: torch.Tensor | None = None
-        self._done = False
-
-    @property
-    def is_out(self) -> bool:
-        """Whether it no longer needs its blocks."""
-        return self._done or self._copy is not None
-
-    def copy_out(self) -> "torch.Tensor":
-        """Its bytes. The first call copies them. Do not call this after `let_go`.
-
-        Raises:
-            BufferFull: its blocks got other content before there was memory for a copy.
-        """
-        with self._lock:
-            if self._done:
-                raise BufferFull("there was no memory for a copy of what its blocks held")
-            if self._copy is None:
-                self._copy = self._pages.gather(self.blocks, self._after)
-            return self._copy
-
-    def secure(self) -> None:
-        """Copy it out, unless that is done, before its blocks get other content."""
-        with self._lock:
-            if not self.is_out:
-                self._copy = self._pages.gather(self.blocks, self._after)
-
-    def let_go(self) -> None:
-        """Drop the copy: the chunk was stored, or will not be."""
-        with self._lock:
-            self._done, self._copy = True, None
-
-
-class BlocksInUse:
-    """The queued chunks, by the blocks that still hold them. The model's thread only.
-
-    A block may belong to several chunks: prompts with a common beginning share vLLM's blocks up to
-    its end, within a chunk, and each prompt may be handed over.
-    """
-
-    def __init__(self) -> None:
-        self._chunks: list[PagedChunk] = []
-
-    def add(self, chunk: PagedChunk) -> None:
-        self._chunks.append(chunk)
-
-    def give_way(self, written: Iterable[int]) -> int:
-        """Copy the chunks in the blocks `written` out, before those get other content. Where there
-        is no memory for a copy, the chunk is dropped. Returns how many chunks were affected."""
-        if not self._chunks:
-            return 0
-        self._chunks = [chunk for chunk in self._chunks if not chunk.is_out]
-        blocks = set(written)
-        due = [chunk for chunk in self._chunks if not blocks.isdisjoint(chunk.blocks)]
-        for chunk in due:
-            try:
-                chunk.secure()
-            except Exception:  # noqa: BLE001 -- the model's thread: vLLM must go on without this chunk
-                chunk.let_go()
-        return len(due)
-
-
-INSERT_SECONDS = 10.0
-TAKE_SECONDS = 2.0
-IDLE_SECONDS = 2e-3
-CLOSE_SECONDS = 5.0
-
-
-class KvWorker:
-    """The connector's worker side of one rank. The model's thread calls all methods, except those
-    that are marked as the queues' threads'."""
-
-    def __init__(
-        self,
-        open_buffer: "Callable[[], LookupBuffer]",
-        settings: "KvSettings",
-        *,
-        rank: int,
-        num_blocks: int,
-        weights: "WeightsWatch | None" = None,
-        counters: Counters | None = None,
-    ) -> None:
-        self._settings = settings
-        self._rank = rank
-        self._weights = weights
-        self._num_blocks = num_blocks
-        self.counters = counters or Counters()
-        self._log = RateLimitedLog()
-        if weights is not None:
-            if rank == 0:  # one flag for the engine; each rank checks its own weights for saves
-                weights.start()
-            weights.find()
-            weights.begin()
-        self._buffer = open_buffer()
-        self._pages: Pages | None = None
-        self._in_use = BlocksInUse()
-        self._failed: set[str] = set()
-        self.loads = LoadQueue(self._copy_in, self.counters, self._log)
-        self.saves = SaveQueue(
-            self._insert,
-            self._dropped,
-            bytes_max=settings.save_queue_bytes,
-            items_max=settings.save_queue_items,
-            counters=self.counters,
-            log=self._log,
-            what="a chunk of KV",
-        )
-
-    def register(self, layers: "Mapping[str, torch.Tensor]") -> None:
-        """Register vLLM's cache, once it is allocated. Raises as `Pages`."""
-        kind = CudaPages if next(iter(layers.values())).is_cuda else HostPages
-        self._pages = kind(layers, self._num_blocks)
-
-    def give_way(self, metadata: KvStepMetadata) -> None:
-        """Before a step writes into blocks: copy queued chunks out of them."""
-        forced = self._in_use.give_way(metadata.written)
-        if forced:
-            self.counters.add("copied_early", forced)
-
-    def load(self, metadata: KvStepMetadata) -> None:
-        if not metadata.loads:
-            return
-        self._weights_changed()  # sets the flag; promised loads still run
-        self._enter(metadata.namespace)
-        assert self._pages is not None
-        after = self._pages.mark()
-        for load in metadata.loads:
-            self.loads.put(load, after)
-
-    def save(self, metadata: KvStepMetadata) -> None:
-        """Queue the chunks that the step completes. The step's model has run, or is enqueued."""
-        if not metadata.saves:
-            return
-        if self._weights_changed():
-            self.counters.add("save_skipped:weights_changed", len(metadata.saves))
-            return
-        self._enter(metadata.namespace)
-        assert self._pages is not None
-        after = self._pages.mark()
-        for order in metadata.saves:
-            key = key_of(order.name, self._rank, order.transfer)
-            chunk = PagedChunk(self._pages, order.blocks, after)
-            if self.saves.offer(key.text, chunk):
-                self._in_use.add(chunk)
-
-    def _enter(self, namespace: str) -> None:
-        """Enter the engine's namespace, which is known only after the workers have started."""
-        if namespace and self._buffer.namespace != namespace:
-            self._buffer.enter(namespace)
-
-    def _weights_changed(self) -> bool:
-        return self._weights is not None and self._weights.changed()
-
-    def results(self, *, is_idle: bool = False) -> LoadResults:
-        """Loads that have ended. A step that runs no model waits for one, at most
-        `IDLE_SECONDS`."""
-        results = self.loads.take(IDLE_SECONDS if is_idle else 0.0)
-        self._failed |= results.failed
-        return results
-
-    def report(self) -> KvWorkerReport | None:
-        counts = self.counters.take()
-        failed, self._failed = self._failed, set()
-        return KvWorkerReport(counts, failed) if counts or failed else None
-
-    # -- the queues' threads
-
-    def _copy_in(self, chunk: ChunkLoad, after: Any) -> None:
-        assert self._pages is not None
-        if chunk.transfer:
-            self._take(chunk, after)
-            return
-        order = chunk.orders[self._rank]
-        # The view keeps the arena mapped; its bytes are pinned until the load has ended.
-        window = self._buffer.arena(order.boot)[order.offset : order.offset + order.nbytes]
-        self._place(chunk, codec.tensor_over(window, order.header), after)
-
-    def _take(self, chunk: ChunkLoad, after: Any) -> None:
-        """Take a chunk of a hand-off out of the buffer, even if vLLM needs none of its blocks."""
-        key = key_of(chunk.name, self._rank, chunk.transfer)
-        source = self._buffer.drop_select(key, timeout=TAKE_SECONDS)
-        if source is not None and chunk.blocks:
-            self._place(chunk, source, after)
-
-    def _place(self, chunk: ChunkLoad, source: "torch.Tensor", after: Any) -> None:
-        assert self._pages is not None
-        layer, blocks = self._pages.layers[0], chunk.first + len(chunk.blocks)
-        fits = source.dtype == layer.dtype and source.shape[:1] == (len(self._pages.layers),)
-        if not fits or source.shape[2:] != layer.shape[1:] or source.shape[1] < blocks:
-            raise CodecError(f"{source.dtype} {tuple(source.shape)} is not this engine's KV")
-        self._pages.scatter(chunk.blocks, source, chunk.first, after)
-
-    def _insert(self, text: str, chunk: PagedChunk) -> bool:
-        key = TensorKey.parse(text)
-        try:
-            if key.is_shared and self._buffer.has_caches([key], timeout=0.0) == [True]:
-                return False
-            outcome = self._buffer.insert(
-                key,
-                chunk.copy_out(),
-                ttl_seconds=self._settings.ttl_seconds if key.is_shared else None,
-                timeout=INSERT_SECONDS,
-            )
-        finally:
-            chunk.let_go()
-        return outcome is InsertOutcome.STORED
-
-    def _dropped(self, _: str) -> None:
-        """Nothing to do: no request waits for a chunk to be stored."""
-
-    def close(self) -> None:
-        """Store what is queued, within `drain_seconds`, and disconnect. Idempotent."""
-        self.saves.close(self._settings.drain_seconds)
-        self.loads.close(CLOSE_SECONDS)
-        self._buffer.close()
-        if self._weights is not None:
-            self._weights.close()

@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from connectors.namespace import namespace_parts
-from connectors.settings import disclosed
+from connectors.namespace import namespace_parts, redacted
 from lookup_buffer.namespace import Namespace
 from test_engine_namespace import SETTINGS, change, vllm_config
 
@@ -51,11 +50,11 @@ def test_neither_secrets_nor_folders_are_published(path: str, value: object) -> 
     ["org/model", "models/siglip", "s3://bucket/model", {"size": {"edge": [1, 2.5, None, True]}}],
 )
 def test_what_is_no_secret_stays_as_it_is(value: object) -> None:
-    assert disclosed(value) == value
+    assert redacted(value) == value
 
 
 def test_a_value_that_is_named_like_a_secret_still_counts() -> None:
     values = [{"image_token": token} for token in ("<image>", "<img>", "", None)]
-    shown = [json.dumps(disclosed(value)) for value in values]
+    shown = [json.dumps(redacted(value)) for value in values]
     assert shown[0] != shown[1]
     assert len({shown[2], shown[3]}) == 1, "nothing to withhold"

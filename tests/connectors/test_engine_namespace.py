@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from connectors.identifiers import Adapters, NotShareable, refuse_counted_identifiers, shared_key
+from connectors.identifiers import Adapters, NotShareable, shared_key, validate_identifiers
 from connectors.namespace import canonical, namespace_parts
 from connectors.settings import ConnectorSettings
 from lookup_buffer.errors import ConfigError
@@ -360,11 +360,11 @@ def test_the_longest_identifier_makes_a_key(tmp_path: Path) -> None:
 def test_host_with_counted_identifiers_is_refused() -> None:
     config = vllm_config()
     config.cache_config.enable_prefix_caching = False
-    refuse_counted_identifiers(config)
+    validate_identifiers(config)
     config.model_config.multimodal_config.mm_processor_cache_gb = 0
     with pytest.raises(ConfigError, match="mm_processor_cache_gb is 0 and prefix caching is off"):
-        refuse_counted_identifiers(config)
+        validate_identifiers(config)
     config.cache_config.enable_prefix_caching = True
-    refuse_counted_identifiers(config)
+    validate_identifiers(config)
     config.model_config.multimodal_config = None
-    refuse_counted_identifiers(config)
+    validate_identifiers(config)

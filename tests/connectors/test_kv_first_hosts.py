@@ -155,7 +155,7 @@ def test_defect_ranks_that_hit_differently_wait_for_each_other_in_the_model(
 
 
 def test_several_ranks_that_cannot_agree_are_refused(connect: Connect) -> None:
-    with pytest.raises(ConfigError, match="give agree"):
+    with pytest.raises(ConfigError, match="set 'agree'"):
         connect(world_size=2)
 
 

@@ -8,7 +8,7 @@ import pytest
 from connector_standins import Stored
 from connectors.identifiers import Adapters
 from connectors.kv.chunks import ChunkChain
-from connectors.kv.handoffs import handed_out, pieces, reply, taken_over
+from connectors.kv.handoffs import incoming_id, outgoing_id, piece_names, transfer_params
 from connectors.kv.metadata import KvWorkerReport
 from test_kv_scheduler import BLOCK, CHUNK, Engine, Request
 
@@ -24,7 +24,7 @@ def request(length: int = PROMPT, **params: Any) -> Request:
 
 def handed_over(engine: Engine, asked: Request) -> None:
     """The other engine has handed it over; the stand-in knows no ids."""
-    for name in pieces(ChunkChain(asked, CHUNK, Adapters()), asked):
+    for name in piece_names(ChunkChain(asked, CHUNK, Adapters()), asked):
         engine.buffer.stored[name] = Stored()
 
 
@@ -42,7 +42,7 @@ def test_the_producer_hands_the_prompt_over_in_the_step_that_completes_it() -> N
     ]
     assert {save.transfer for save in metadata.saves} == {"id"}
     assert not engine.step({asked: 1}, req_ids=["r"], new_block_ids=[None]).saves
-    assert engine.side.finished(asked) == reply("id")
+    assert engine.side.finished(asked) == transfer_params("id")
 
 
 def test_a_request_that_ends_before_its_prompt_was_computed_hands_nothing_over() -> None:
@@ -55,7 +55,7 @@ def test_a_request_that_ends_before_its_prompt_was_computed_hands_nothing_over()
 
 def test_the_consumer_takes_all_pieces_and_computes_one_token() -> None:
     engine = Engine(role="consumer")
-    asked = request(**reply("id"))
+    asked = request(**transfer_params("id"))
     assert engine.side.matched(asked, 0) == (None, False), "not there yet"
     handed_over(engine, asked)
     engine.clock.now += 0.1
@@ -73,7 +73,7 @@ def test_the_consumer_takes_all_pieces_and_computes_one_token() -> None:
 
 def test_pieces_that_vllm_has_are_taken_away_too() -> None:
     engine = Engine(role="consumer")
-    asked = request(**reply("id"))
+    asked = request(**transfer_params("id"))
     handed_over(engine, asked)
     own = CHUNK + BLOCK
     assert engine.side.matched(asked, own) == (PROMPT - own, True)
@@ -89,7 +89,7 @@ def test_pieces_that_vllm_has_are_taken_away_too() -> None:
 def test_what_was_never_sent_is_waited_for_and_then_computed() -> None:
     """A second request with one id is the same: what was handed over is gone."""
     engine = Engine(role="consumer", handoff_wait_seconds=5.0)
-    asked = request(**reply("id"))
+    asked = request(**transfer_params("id"))
     engine.know(asked, [0])
     questions = 0
     while engine.side.matched(asked, 0) == (None, False):
@@ -102,7 +102,7 @@ def test_what_was_never_sent_is_waited_for_and_then_computed() -> None:
 
 def test_the_node_is_asked_no_more_often_than_needed() -> None:
     engine = Engine(role="consumer")
-    asked = request(**reply("id"))
+    asked = request(**transfer_params("id"))
     for _ in range(100):
         engine.side.matched(asked, 0)
         engine.clock.now += 0.0005
@@ -111,18 +111,18 @@ def test_the_node_is_asked_no_more_often_than_needed() -> None:
 
 def test_after_a_piece_was_lost_the_prompt_is_computed() -> None:
     engine = Engine(role="consumer")
-    asked = request(**reply("id"))
+    asked = request(**transfer_params("id"))
     handed_over(engine, asked)
     engine.side.matched(asked, 0)
     engine.allocate(asked, PROMPT, PROMPT)
     engine.step({})
-    engine.side.heard(KvWorkerReport({}, {"r"}), {"r"})
+    engine.side.process_report(KvWorkerReport({}, {"r"}), {"r"})
     assert engine.side.matched(asked, 0) == (0, False)
 
 
 def test_roles_do_not_mix() -> None:
     engine = Engine(role="producer")
-    asked = request(**reply("id"))
+    asked = request(**transfer_params("id"))
     handed_over(engine, asked)
     assert engine.side.matched(asked, 0) == (0, False)
     engine = Engine(role="consumer")
@@ -134,13 +134,13 @@ def test_roles_do_not_mix() -> None:
 @pytest.mark.parametrize("wrong", [None, 7, "", "x" * 257, ["id"], {"id": 1}])
 def test_whatever_a_client_writes_is_no_id_and_no_error(wrong: Any) -> None:
     asked = SimpleNamespace(kv_transfer_params={"do_remote_prefill": True, "transfer_id": wrong})
-    assert taken_over(asked) == ""
+    assert incoming_id(asked) == ""
     asked = SimpleNamespace(kv_transfer_params={"do_remote_decode": True, "transfer_id": wrong})
-    assert len(handed_out(asked)) == 32, "one of our own"
+    assert len(outgoing_id(asked)) == 32, "one of our own"
     odd: tuple[Any, ...] = (None, [], "text", {})
     for params in odd:
-        assert taken_over(SimpleNamespace(kv_transfer_params=params)) == ""
-        assert handed_out(SimpleNamespace(kv_transfer_params=params)) == ""
+        assert incoming_id(SimpleNamespace(kv_transfer_params=params)) == ""
+        assert outgoing_id(SimpleNamespace(kv_transfer_params=params)) == ""
 
 
 def test_what_is_left_of_a_prompt_is_named_by_all_of_it() -> None:

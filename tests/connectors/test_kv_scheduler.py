@@ -121,7 +121,7 @@ def test_what_is_here_in_one_run_is_promised_and_loaded() -> None:
     assert [chunk.first for chunk in load.chunks] == [0, 0]
     assert metadata.written == blocks
     assert len(engine.buffer.pinned) == 2, "held until it has loaded"
-    engine.side.heard(None, {"r"})
+    engine.side.process_report(None, {"r"})
     assert not engine.buffer.pinned
 
 
@@ -237,7 +237,7 @@ def test_an_aborted_request_holds_what_is_being_loaded_until_it_was() -> None:
     engine.step({})
     engine.side.finished(request)
     assert engine.buffer.pinned
-    engine.side.heard(None, {"r"})
+    engine.side.process_report(None, {"r"})
     assert not engine.buffer.pinned
 
 
@@ -257,7 +257,7 @@ def test_after_a_load_that_failed_nothing_is_promised_again() -> None:
     engine.side.matched(request, 0)
     engine.allocate(request, 4 * CHUNK, 4 * CHUNK)
     engine.step({})
-    engine.side.heard(KvWorkerReport({"load_failed:lost": 1}, {"r"}), {"r"})
+    engine.side.process_report(KvWorkerReport({"load_failed:lost": 1}, {"r"}), {"r"})
     assert engine.side.matched(request, 0) == (0, False)
     assert not engine.buffer.pinned
 
@@ -268,7 +268,7 @@ def test_after_a_preemption_it_is_asked_anew() -> None:
     engine.side.matched(request, 0)
     blocks = engine.allocate(request, CHUNK, 40)
     engine.step({})
-    engine.side.heard(None, {"r"})
+    engine.side.process_report(None, {"r"})
     request.num_computed_tokens = CHUNK
     assert len(engine.start(request, blocks, 32).saves) == 4
     engine.know(request, range(4))  # stored meanwhile

@@ -10,12 +10,12 @@ pytest.importorskip("vllm")
 
 from connectors.kv.engine import (
     KvSettings,
-    demand_recomputation,
     kv_namespace_parts,
     parse_kv_settings,
-    refuse_unfit_cache,
+    set_recompute_policy,
+    validate_cache,
 )
-from connectors.kv.seat import engine_id, kv_shape
+from connectors.kv.rank import engine_id, kv_shape
 from lookup_buffer.errors import ConfigError
 from test_engine_namespace import change, vllm_config
 
@@ -145,7 +145,7 @@ def cache(*specs: type[FullAttentionSpec]) -> Any:
 
 
 def test_a_plain_model_is_taken() -> None:
-    refuse_unfit_cache(config(), cache(FullAttentionSpec))
+    validate_cache(config(), cache(FullAttentionSpec))
 
 
 @pytest.mark.parametrize(
@@ -154,13 +154,13 @@ def test_a_plain_model_is_taken() -> None:
         ((MLAAttentionSpec,), "MLA"),
         ((SlidingWindowSpec,), "SlidingWindowSpec"),
         ((FullAttentionSpec, SlidingWindowSpec), "hybrid"),
-        ((BothWaysSpec,), "behind them"),
+        ((BothWaysSpec,), "later tokens"),
         ((), "0 kinds"),
     ],
 )
 def test_models_whose_kv_is_something_else(specs: tuple[Any, ...], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        refuse_unfit_cache(config(), cache(*specs))
+        validate_cache(config(), cache(*specs))
 
 
 @pytest.mark.parametrize(
@@ -177,12 +177,12 @@ def test_engines_whose_kv_changes_its_meaning(path: str, value: Any, says: str) 
     made = config()
     change(path, value)(made)
     with pytest.raises(ConfigError, match=says):
-        refuse_unfit_cache(made, cache(FullAttentionSpec))
+        validate_cache(made, cache(FullAttentionSpec))
 
 
 def test_failed_loads_are_to_be_computed(caplog: pytest.LogCaptureFixture) -> None:
     transfer = SimpleNamespace(kv_load_failure_policy="fail")
-    demand_recomputation(transfer)
+    set_recompute_policy(transfer)
     assert transfer.kv_load_failure_policy == "recompute"
 
 

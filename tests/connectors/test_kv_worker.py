@@ -38,7 +38,7 @@ class Rank:
 
     def step(self, metadata: KvStepMetadata, model: Callable[[], None] | None = None) -> None:
         """As vLLM calls it."""
-        self.worker.give_way(metadata)
+        self.worker.copy_out_before_writes(metadata)
         if model is not None:
             model()
         self.worker.load(metadata)

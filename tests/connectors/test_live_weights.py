@@ -68,7 +68,7 @@ def engine_id() -> str:
 @pytest.fixture
 def watch(engine_id: str) -> Iterator[WeightsWatch]:
     watch = WeightsWatch(engine_id)
-    watch.start()
+    watch.create_flag()
     yield watch
     watch.close()
 
@@ -85,13 +85,13 @@ def test_a_reload_is_known_before_the_first_tensor_changes(
     watch: WeightsWatch, model: Model, engine_id: str
 ) -> None:
     draft = Draft()
-    watch.begin()
+    watch.start()
     flag = WeightsFlag.adopt(engine_id)
     draft.load_weights([("w", torch.ones(3))])  # encodes nothing
-    assert not flag.is_up()
+    assert not flag.is_set()
     assert not watch.changed()
     seen: list[tuple[bool, float]] = []
-    model.on_load = lambda: seen.append((flag.is_up(), float(model.vision_tower.weight[0])))
+    model.on_load = lambda: seen.append((flag.is_set(), float(model.vision_tower.weight[0])))
     model.load_weights([("w", torch.zeros(3))])
     assert seen == [(True, 1.0)]
     assert watch.changed()
@@ -105,7 +105,7 @@ def test_a_loader_that_somebody_else_puts_in_place_is_called(
     called: list[str] = []
     inner = Model()
     monkeypatch.setattr(inner, "load_weights", lambda weights: called.append("model"))
-    watch.begin()
+    watch.start()
     monkeypatch.setattr(Model, "load_weights", lambda self, weights: called.append("class"))
     for one in (model, inner):
         one.load_weights([])
@@ -116,24 +116,24 @@ def test_a_loader_that_somebody_else_puts_in_place_is_called(
 def test_what_is_written_into_the_encoder_by_hand_is_seen_in_the_next_step(
     watch: WeightsWatch, model: Model, engine_id: str
 ) -> None:
-    watch.begin()
+    watch.start()
     flag = WeightsFlag.adopt(engine_id)
     model.language_model.weight.add_(1.0)  # experts move, for one
     assert not watch.changed()
     model.vision_tower.weight.copy_(torch.zeros(3))
     assert watch.changed()
-    assert flag.is_up()
+    assert flag.is_set()
 
 
 def test_a_model_that_is_there_already_is_found(watch: WeightsWatch, engine_id: str) -> None:
     """The KV connector is made after the model; another watch may have found it before."""
     model = Model()
-    watch.begin()
+    watch.start()
     for change in (lambda: model.load_weights([]), lambda: model.language_model.weight.add_(1.0)):
         late = WeightsWatch(f"{engine_id}-kv", names=())
+        late.create_flag()
+        late.find_models()
         late.start()
-        late.find()
-        late.begin()
         assert not late.changed()
         change()
         assert late.changed()
@@ -148,20 +148,20 @@ def test_hosts_that_do_not_say_when_the_model_is_loaded(watch: WeightsWatch, mod
 
 def test_the_flag_leaves_nothing_behind(engine_id: str) -> None:
     path = _path(engine_id)
-    made = WeightsFlag.make(engine_id)
+    made = WeightsFlag.create(engine_id)
     assert path.parent == Path("/dev/shm")
     assert path.exists()
-    again = WeightsFlag.make(engine_id)  # the worker was killed, and has been started anew
+    again = WeightsFlag.create(engine_id)  # the worker was killed, and has been started anew
     adopted = WeightsFlag.adopt(engine_id)
     assert not path.exists()
-    made.put_up()
-    assert not adopted.is_up(), "it was of an engine that is gone"
-    again.put_up()
-    assert adopted.is_up()
+    made.set()
+    assert not adopted.is_set(), "it was of an engine that is gone"
+    again.set()
+    assert adopted.is_set()
     again.close()
     with pytest.raises(OSError, match="No such file"):
         WeightsFlag.adopt(engine_id)
-    WeightsFlag.make(engine_id).close()
+    WeightsFlag.create(engine_id).close()
     assert not path.exists()
 
 
@@ -183,7 +183,7 @@ def bench_with(flag: WeightsFlag, *, consumer: bool = True) -> Bench:
 
 @pytest.fixture
 def flag(engine_id: str) -> WeightsFlag:
-    WeightsFlag.make(engine_id)
+    WeightsFlag.create(engine_id)
     return WeightsFlag.adopt(engine_id)
 
 
@@ -204,7 +204,7 @@ def test_nothing_of_the_fleet_is_promised_any_more(flag: WeightsFlag) -> None:
     assert bench.ensure(pinned)
     assert not bench.ensure(waiting)
     bench.build(0)
-    flag.put_up()
+    flag.set()
     assert not bench.scheduler.has_cache_item("A")
     bench.buffer.settle(0, PrefetchState.RESIDENT)
     assert bench.ensure(waiting)
@@ -224,7 +224,7 @@ def test_nothing_of_the_fleet_is_promised_any_more(flag: WeightsFlag) -> None:
 def test_who_carries_no_media_fails_alone(flag: WeightsFlag) -> None:
     bench = bench_with(flag)
     bench.store("A")
-    flag.put_up()
+    flag.set()
     request = make_request("r", "A", metadata_only=True)
     for _ in range(3):
         assert not bench.ensure(request)
@@ -241,7 +241,7 @@ def test_a_producer_encodes_what_is_stored_already(flag: WeightsFlag) -> None:
     assert bench.allocate(before)
     bench.build()
     bench.scheduler.gate.forget("before")
-    flag.put_up()
+    flag.set()
     assert bench.ensure(after)
     assert not bench.allocate(after)
 
@@ -312,7 +312,7 @@ def balance(experts: Any) -> None:
 def test_experts_that_vllm_moves_are_no_other_weights(is_balanced: bool, engine_id: str) -> None:
     watch = WeightsWatch(engine_id, names=(), experts_move=is_balanced)
     model = Mixture()
-    watch.begin()
+    watch.start()
     balance(model.language_model)
     assert watch.changed() is not is_balanced
     model.vision_tower.weight.add_(1.0)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from connector_standins import Feature, Position
-from connectors.identifiers import Carried, carried_by
+from connectors.identifiers import ItemPayload, payload_of
 
 
 def element(nbytes: int = 8, *, keep_on_cpu: bool = False) -> Any:
@@ -19,21 +19,21 @@ def element(nbytes: int = 8, *, keep_on_cpu: bool = False) -> Any:
 @pytest.mark.parametrize(
     ("data", "carried"),
     [
-        (None, Carried.METADATA),
-        ({}, Carried.METADATA),
-        ({"pixel_values": element(1 << 20), "num_patches": element()}, Carried.MEDIA),
-        ({"pixel_values": element(64)}, Carried.MEDIA),
-        ({"image_grid_thw": element(24)}, Carried.METADATA),
+        (None, ItemPayload.METADATA),
+        ({}, ItemPayload.METADATA),
+        ({"pixel_values": element(1 << 20), "num_patches": element()}, ItemPayload.MEDIA),
+        ({"pixel_values": element(64)}, ItemPayload.MEDIA),
+        ({"image_grid_thw": element(24)}, ItemPayload.METADATA),
         # As vLLM's renderer hands it on for a model that declares no fields for it.
-        ({"num_patches": element(keep_on_cpu=True)}, Carried.METADATA),
+        ({"num_patches": element(keep_on_cpu=True)}, ItemPayload.METADATA),
         (
             {"num_patches": element(keep_on_cpu=True), "image_grid_thw": element(24)},
-            Carried.METADATA,
+            ItemPayload.METADATA,
         ),
-        ({"num_patches": element(keep_on_cpu=True), "pixels": element(64)}, Carried.MEDIA),
-        ({"image_embeds": element(1 << 20), "image_grid_thw": element()}, Carried.EMBEDDINGS),
+        ({"num_patches": element(keep_on_cpu=True), "pixels": element(64)}, ItemPayload.MEDIA),
+        ({"image_embeds": element(1 << 20), "image_grid_thw": element()}, ItemPayload.EMBEDDINGS),
     ],
 )
-def test_carried(data: dict[str, Any] | None, carried: Carried) -> None:
+def test_carried(data: dict[str, Any] | None, carried: ItemPayload) -> None:
     feature = Feature("A", Position(0, 4), data=data)
-    assert carried_by(feature, lambda _: {"image_grid_thw"}) is carried
+    assert payload_of(feature, lambda _: {"image_grid_thw"}) is carried

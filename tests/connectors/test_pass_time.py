@@ -6,7 +6,7 @@ import time
 import pytest
 
 from connector_standins import Bench, Clock, make_request
-from connectors.counters import IdleTime
+from connectors.pass_time import IdleTime
 from lookup_buffer.protocol.messages import ClaimOutcome
 
 IDLE_SECONDS = 5.0

@@ -10,8 +10,8 @@ pytest.importorskip("vllm")
 from vllm.config import ParallelConfig
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
-from connectors.kv.engine import refuse_unfit_cache
-from connectors.settings import refuse_unfit_engine
+from connectors.kv.engine import validate_cache
+from connectors.settings import validate_engine
 from lookup_buffer.errors import ConfigError
 from test_kv_start import FullAttentionSpec, cache, config
 
@@ -78,8 +78,8 @@ def engine(arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize("layout", SERVED)
 def test_layouts_that_both_connectors_serve(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made = engine(SERVED[layout], monkeypatch)
-    refuse_unfit_engine(made)
-    refuse_unfit_cache(made, cache(FullAttentionSpec))
+    validate_engine(made)
+    validate_cache(made, cache(FullAttentionSpec))
 
 
 @pytest.mark.parametrize("layout", REFUSED)
@@ -87,8 +87,8 @@ def test_others_are_refused_with_what_to_do(layout: str, monkeypatch: pytest.Mon
     arguments, named = REFUSED[layout]
     made = engine(arguments, monkeypatch)
     for refuse in (
-        refuse_unfit_engine,
-        lambda made: refuse_unfit_cache(made, cache(FullAttentionSpec)),
+        validate_engine,
+        lambda made: validate_cache(made, cache(FullAttentionSpec)),
     ):
         with pytest.raises(ConfigError) as caught:
             refuse(made)

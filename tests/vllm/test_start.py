@@ -93,7 +93,7 @@ MISTAKES = {
     ),
     "weights by transfer": mistake(
         "--weight-transfer-config",
-        "vLLM tells no connector of that",
+        "vLLM notifies no connector",
         WHAT_TO_DO,
         arguments={"weight_transfer_config": {"backend": "ipc"}},
     ),

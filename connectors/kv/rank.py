@@ -1,6 +1,6 @@
-"""Opens the clients of the KV connector: the scheduler's, and one for each worker.
+"""Opens the clients of the KV connector: the scheduler's, and one for each worker's rank.
 
-Reads from vLLM's configuration where in the engine a client is. Called at start.
+Reads rank, number of ranks and cache shape from vLLM's configuration. Called at start.
 """
 
 from typing import Any
@@ -8,7 +8,7 @@ from typing import Any
 from connectors import client
 from connectors.identifiers import reach_encoder
 from connectors.kv.engine import KvSettings, KvShape, chunk_blocks, kv_identity
-from connectors.namespace import Identity, remembered
+from connectors.namespace import Identity, cached_identity
 from connectors.plugin import KV_CONNECTOR_NAME
 from lookup_buffer.client.buffer import EngineRank, LookupBuffer
 
@@ -43,7 +43,7 @@ def rank_of(vllm_config: Any) -> int:
 
 def engine_id(vllm_config: Any) -> str:
     transfer = vllm_config.kv_transfer_config
-    # The suffix: with both connectors in one engine, each needs a weights flag of its own.
+    # With both connectors in one engine, each needs its own weights flag: hence the suffix.
     return client.engine_id(f"{transfer.engine_id}-kv", vllm_config.parallel_config)
 
 
@@ -51,18 +51,18 @@ def open_buffer(
     vllm_config: Any, kv_cache_config: Any, settings: KvSettings, rank: int | None
 ) -> LookupBuffer:
     """Open the client of the scheduler (`rank` None) or of one worker. Raises as `open_client`."""
-    place = EngineRank(
+    engine_rank = EngineRank(
         engine_id(vllm_config),
         rank,
         ranks_of(vllm_config),
         device="" if rank is None else client.device_name(),
     )
-    known_by = identity(vllm_config, kv_cache_config, settings)
-    return client.open_client(settings, place, known_by, KV_CONNECTOR_NAME)
+    engine_identity = identity(vllm_config, kv_cache_config, settings)
+    return client.open_client(settings, engine_rank, engine_identity, KV_CONNECTOR_NAME)
 
 
 def identity(vllm_config: Any, kv_cache_config: Any, settings: KvSettings) -> Identity:
-    """The engine's one identity. vLLM makes KV connectors after the model is loaded."""
+    """The engine's identity, made once: vLLM makes KV connectors after the model is loaded."""
     block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
     owner = vllm_config.kv_transfer_config
-    return remembered(owner, _IDENTITY, lambda: kv_identity(vllm_config, settings, block_size))
+    return cached_identity(owner, _IDENTITY, lambda: kv_identity(vllm_config, settings, block_size))
