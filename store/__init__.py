@@ -1,7 +1,8 @@
-"""Who holds which tensor: records, claims, beats and counters, in Redis or Valkey.
+"""The metadata store in Redis or Valkey: records, claims, heartbeats and counters.
 
-Metadata only, never tensor bytes. Imports nothing of the other packages, reads no environment and
-no logger. `open_store` is the door.
+It holds metadata only, never tensor bytes. The package imports none of the project's other
+packages, reads no environment variables and writes no log. Start with `open_store`; `MetadataStore`
+is the contract.
 """
 
 from store.answers import (
@@ -88,13 +89,16 @@ def open_store(
     password: str | None = None,
     sentinel_password: str | None = None,
 ) -> MetadataStore:
-    """The store behind `url`. Connects at first use, so a server that is down is no error here.
+    """Open the store at `url`. Connects on first use, so a server that is down is no error here.
 
-    The passwords are for those who keep them apart from the URL; they come before those in it.
-    Raises StoreUrlError.
+    `password` and `sentinel_password` replace those in the URL. `call_timeout_seconds` bounds each
+    operation, `connect_timeout_seconds` its connecting.
+
+    Raises:
+        StoreUrlError: the URL cannot be used, or names a user without a password.
     """
     address = parse(url)
-    from store.redis_store import RedisStore  # loads hiredis, which a check of a URL does not need
+    from store.redis_store import RedisStore  # imports hiredis, not needed to check a URL
 
     return RedisStore(
         address.with_passwords(password, sentinel_password),

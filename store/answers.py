@@ -1,4 +1,4 @@
-"""What the operations of a store answer with, apart from records."""
+"""Arguments and results of a store's operations, except records."""
 
 from dataclasses import dataclass
 from enum import Enum, StrEnum
@@ -7,39 +7,43 @@ from store.record import POOLS_MAX, DeviceLocation, Location, PoolEndpoint, Reco
 
 
 class Publication(Enum):
-    """What became of a publication. Only CONFLICT means that the bytes differ from the record's."""
+    """The result of a publication. Only CONFLICT means that the record describes other bytes."""
 
     ADDED = "added"
-    """The location is new, or it took the place of an older one of the same node."""
+    """The location is new, or replaced an older one of the same node."""
     PRESENT = "present"
-    """This location, or a newer one of the same boot, was there; the record lives on."""
+    """This location, or a newer one of the same boot, was present; the record was renewed."""
     FULL = "full"
-    """Enough other nodes hold it: the location was not added, and nothing was renewed."""
+    """LOCATIONS_MAX other nodes hold it: the location was not added, and nothing was renewed."""
     CONFLICT = "conflict"
     """The record has another dtype, shape, size or kind, or belongs to another key."""
     OWNED = "owned"
-    """Another node has it, and this is something that only one may have: nothing changed."""
+    """Another node holds this `sole` key: nothing changed."""
     REFUSED = "refused"
     """The server is out of memory and may evict nothing: not stored."""
     UNREACHED = "unreached"
-    """The server that this key lies on was not reached, while others were: to be repeated."""
+    """The key's server was not reached, while others were: repeat it later."""
 
 
 class ClaimState(Enum):
-    """How far the holder of a claim has come."""
+    """The progress of a claimant."""
 
     INTENT = "intent"
-    """It means to produce the key soon. Such a claim cannot be renewed, only become the next."""
+    """The claimant will produce the key soon. Such a claim cannot be renewed; it can only become
+    ENCODING.
+    """
     ENCODING = "encoding"
-    """It is at work. Renewed by asking again, on signs of progress and never by a bare timer."""
+    """The claimant is producing the key. It renews the claim on signs of progress, never by a timer
+    alone.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class ClaimAnswer:
-    """Who may produce the key now. `holder` and `state` are the caller's own where `granted`.
+    """Who may produce the key now. If `granted`, `holder` and `state` are the caller's own.
 
-    `record` is the key's record as it stood right after the claim was decided, so that a claim
-    granted just after the previous holder published does not lead to a second encode.
+    `record` is the key's record as it was when the claim was decided. So a claim granted right
+    after the previous claimant published does not cause a second encode.
     """
 
     granted: bool
@@ -51,7 +55,7 @@ class ClaimAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Claiming:
-    """One asking for a claim; see MetadataStore.claim."""
+    """The arguments of one claim; see MetadataStore.claim."""
 
     namespace: str
     key: str
@@ -63,20 +67,21 @@ class Claiming:
 
 @dataclass(frozen=True, slots=True)
 class Publishing:
-    """One copy to be made known; see MetadataStore.publish_many."""
+    """One location to publish; see MetadataStore.publish_many."""
 
     record: Record
     location: Location
     ttl_seconds: float
     claim_token: str | None = None
     sole: bool = False
-    """Only one node may have this key: see MetadataStore.publish_many."""
+    """Only one node may hold this key: see MetadataStore.publish_many."""
     device: DeviceLocation | None = None
-    """Where a process of the node has the same bytes on its device; None takes away what there was
-    beside this location."""
+    """The same bytes on the device of one of the node's processes. None removes an existing device
+    location of the node.
+    """
 
     def check(self) -> None:
-        """Raise ValueError unless the store may hold this."""
+        """Raise ValueError unless the store may hold this publication."""
         self.record.check()
         self.location.check()
         if self.device is not None:
@@ -84,31 +89,31 @@ class Publishing:
 
 
 class GoneReason(StrEnum):
-    """Why a copy went, as docs/redis-keys.md has it. Other versions may have more."""
+    """Why a copy was removed; see docs/redis-keys.md. Other versions may have more reasons."""
 
     EVICTED = "evicted"
     EXPIRED = "expired"
     TAKEN = "taken"
     RETRACTED = "retracted"
-    """A hand-off whose producer gave up waiting for room."""
+    """A hand-off whose producer gave up waiting for admission."""
     STALE = "stale"
-    """The store named a copy that was not there."""
+    """The record named a copy that was not there."""
     OWNER_DEAD = "owner dead"
     INVALIDATED = "invalidated"
-    """Its whole namespace was given up."""
+    """Its whole namespace was invalidated."""
     ELSEWHERE = "elsewhere"
-    """A hand-off that another node has under the same key."""
+    """A hand-off that another node holds under the same key."""
     GONE = "gone"
-    """For none of these reasons."""
+    """None of these reasons."""
 
 
 GONE_SECONDS = 3600
-"""How long it is told why the last copy of a key went, unless it is said otherwise."""
+"""Default life of a tombstone: for so long the store can say why a key's last copy was removed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Withdrawing:
-    """One copy that is no more; see MetadataStore.withdraw_many."""
+    """One location to remove; see MetadataStore.withdraw_many."""
 
     namespace: str
     key: str
@@ -117,25 +122,25 @@ class Withdrawing:
     exactly: Location | None = None
     gone_seconds: int = GONE_SECONDS
     may_have_ended: bool = False
-    """Whether the reason is kept as well where no record stands: it may have ended by itself."""
+    """Store the reason even if there is no record, which may have expired."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A fetch that came to nothing; see MetadataStore.note_failures."""
+    """A failed fetch; see MetadataStore.note_failures."""
 
     namespace: str
     key: str
     reason: str
     holder: str
-    """The node that was asked."""
+    """The node that should have sent the bytes."""
     reader: str
-    """The node that asked."""
+    """The node that requested them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Releasing:
-    """One claim to be given back; see MetadataStore.release_many."""
+    """One claim to release; see MetadataStore.release_many."""
 
     namespace: str
     key: str
@@ -144,7 +149,7 @@ class Releasing:
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """A node's sign of life. It lives while `sequence` moves, seen by the observer's own clock."""
+    """A node's heartbeat. A node is alive while `sequence` changes, by the observer's own clock."""
 
     boot: str
     sequence: int
@@ -152,7 +157,7 @@ class Beat:
 
 @dataclass(frozen=True, slots=True)
 class NodeInfo:
-    """What a node says of itself, for its peers (`endpoint`) and for people (the rest)."""
+    """A node's own description: `endpoint` and `pools` for other nodes, the rest for people."""
 
     node: str
     boot: str
@@ -163,22 +168,22 @@ class NodeInfo:
     used_bytes: int
     items: int
     claims: int | None = None
-    """How many its engines have; None where an older version does not say."""
+    """How many claims its engines hold; None from an older version that does not report it."""
     pools: tuple[PoolEndpoint, ...] = ()
-    """From which others may take; an older version names none."""
+    """Device pools that other nodes may read; an older version reports none."""
 
     def check(self) -> None:
-        """Raise ValueError unless the store may hold this."""
+        """Raise ValueError unless the store may hold this description."""
         check_node(self.node, self.boot)
         if len(self.pools) > POOLS_MAX:
-            raise ValueError(f"a node names at most {POOLS_MAX} pools")
+            raise ValueError(f"{len(self.pools)} pools: at most {POOLS_MAX} are allowed")
         for pool in self.pools:
             PoolEndpoint.parse(pool.text)
 
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """The server behind a store. `maxmemory_bytes` 0 means that it sets itself no limit."""
+    """The server behind a store. `maxmemory_bytes` is 0 if it has no limit."""
 
     product: str
     version: str

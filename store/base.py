@@ -1,7 +1,8 @@
 """The contract of a metadata store. Implementations document only what they do differently.
 
-A store holds who has what: records, claims, beats, counters. It never holds tensor bytes, and it
-is a hint: it may lose everything at any moment, and what it says is checked where bytes arrive.
+A store maps each key to the nodes that hold it. It keeps records, claims, heartbeats and counters,
+and never tensor bytes. Its content is a hint: a server may lose everything at any moment, and nodes
+verify every location when they transfer the bytes.
 """
 
 from abc import ABC, abstractmethod
@@ -25,53 +26,65 @@ from store.errors import StoreFull, StoreUnavailable
 from store.record import Location, Record
 
 TTL_SECONDS = 30 * 60.0
-"""How long a record lives that nobody renews."""
+"""Default life of a record without renewal."""
 
 Found = Record | None | StoreUnavailable
-"""A record, nothing, or why that is not known."""
+"""The result of one look-up: the record, None for a miss, or the error that left it unknown."""
 
 
 class MetadataStore(ABC):
-    """Who holds which key.
+    """Which nodes hold which key.
 
-    Threads: any method from any thread at any time. A store must not be used on both sides of a
-    fork at once; a child that wants one uses it first after the fork, or opens its own.
+    Threads: every method may be called from any thread at any time. Do not use a store on both
+    sides of a fork at once. A child process opens its own store, or uses an inherited one for the
+    first time after the fork.
 
-    Time: an operation ends within the call timeout, plus the connect timeout where there is no
-    connection yet. Within it, what a server of a cluster did not carry out but pointed elsewhere
-    is sent there; nothing else is repeated behind the caller's back. (The resolver looks a host's
-    name up in its own time, and each of several addresses has a connect timeout: name the server
-    by address where that counts.)
+    Deadlines: an operation ends within the call timeout, plus the connect timeout if it has to open
+    a connection. Within that time it follows redirections of a cluster (MOVED, ASK). It retries
+    nothing else. Two things are outside the bound: DNS resolution, and a host name with several
+    addresses, each of which has a connect timeout of its own. Use an IP address in the URL where
+    this matters.
 
-    Errors, of every method: StoreUnavailable, also after `close`; StoreCorrupt where a key of ours
-    holds something foreign. StoreFull and NodeTaken only where it is said. ValueError for arguments
-    that no store could hold (see `Record.check`). What is garbled inside a record is a miss, never
-    an error.
+    Errors of every method:
 
-    Repeating: every operation may be repeated after StoreUnavailable, but `add_hits` and
-    `add_stats` may then count twice.
+    - StoreUnavailable: no server was reached or served the call in time; also after `close`.
+    - StoreCorrupt: one of our keys holds a foreign value, one that no node wrote; or the server
+      cannot run our scripts.
+    - ValueError: an argument that no store accepts (see `Record.check`).
 
-    Order: operations of one thread take effect in the order of the calls. But one that failed with
-    StoreUnavailable may still take effect later, even after others that were called after it: a
-    frozen server carries out on waking what was sent to it.
+    A method raises StoreFull or NodeTaken only where its docstring says so. A garbled field inside
+    a record makes the record a miss, never an error.
+
+    Retries: every operation may be repeated after StoreUnavailable. All are idempotent, except that
+    `add_hits` and `add_stats` may then count twice.
+
+    Order: the operations of one thread take effect in the order of the calls. An operation that
+    failed with StoreUnavailable may still take effect later, even after operations that were called
+    after it: a frozen server executes what it has received when it resumes.
     """
 
     @abstractmethod
     def publish_many(self, publishings: Sequence[Publishing]) -> list[Publication]:
-        """Make it known that each `location` has the bytes of its `record`, in one round trip.
+        """Add each `location` to the record of its key, in one round trip.
 
-        The locations of `record` itself are ignored. Answers are in the order of the publishings.
-        A record that is there must agree in dtype, shape, nbytes and kind, else CONFLICT and
-        nothing changes; so it is with anything else that stands under its name. A newer
-        generation, or another boot, takes the place of the same node's older location. A node that
-        would be one more than LOCATIONS_MAX is not added: FULL; such an answer does not renew the
-        record, so one whose holders are all dead ends by itself. ADDED and PRESENT let the record
-        live for `ttl_seconds` from now, never shorter than it would have, and remove the tombstone.
-        ADDED, PRESENT and FULL drop the claim that `claim_token` holds.
-        What is `sole` has one node: where another one's location stands, that is no offer (see
-        `Location.is_offer`), it is OWNED and nothing changes. Else it never is in CONFLICT with
-        an older shape of the same key: the record starts anew. What lies on a server that
-        was not reached is UNREACHED; where no server was reached, StoreUnavailable is raised.
+        Returns one Publication for each element, in their order. `record.locations` is ignored.
+
+        - An existing record must agree in dtype, shape, nbytes and kind. If it does not, or if the
+          key holds a foreign value, the result is CONFLICT and nothing changes.
+        - A node has at most one location in a record. A newer generation, or another boot, replaces
+          its older one (ADDED). If the same or a newer generation of the boot is present, the
+          result is PRESENT.
+        - A record has at most LOCATIONS_MAX (4) nodes. One more is not added: FULL. FULL does not
+          renew the record, so a record whose holders are all dead expires.
+        - ADDED and PRESENT extend the life of the record to at least `ttl_seconds` from now, never
+          shorten it, and remove the tombstone.
+        - ADDED, PRESENT and FULL release the claim that `claim_token` holds.
+        - With `sole` the key belongs to one node. If another node's location is present and is no
+          offer (see `Location.is_offer`), the result is OWNED and nothing changes. Otherwise an
+          older record of another shape is replaced instead of a CONFLICT.
+        - Without memory on the server the result is REFUSED.
+        - If the key's server was not reached, the result is UNREACHED. If no server was reached,
+          StoreUnavailable is raised.
         """
 
     def publish(
@@ -82,48 +95,51 @@ class MetadataStore(ABC):
         ttl_seconds: float = TTL_SECONDS,
         claim_token: str | None = None,
     ) -> Publication:
-        """Publish one, as `publish_many` does. Raises StoreFull for what would be REFUSED."""
+        """Publish one location, as `publish_many` does. Raises StoreFull instead of REFUSED."""
         publishing = Publishing(record, location, ttl_seconds, claim_token)
         (publication,) = self.publish_many([publishing])
         if publication is Publication.REFUSED:
-            raise StoreFull(f"the store has no memory left for {record.key!r}: not stored")
+            raise StoreFull(
+                f"the store is out of memory, {record.key!r} was not published; raise maxmemory, "
+                "or set maxmemory-policy volatile-lru"
+            )
         return publication
 
     @abstractmethod
     def look_up(self, items: Sequence[tuple[str, str]]) -> list[Found]:
-        """The records of each (namespace, key), in their order. Does not renew them.
+        """Read the record of each (namespace, key), in their order. Does not renew them.
 
-        One round trip for each 1,000 items, to all servers of a cluster at once. What lies on a
-        server that was not reached is no miss: it has StoreUnavailable in its place; where none
-        was reached, that is raised. Whether a location's node lives is for the caller to judge,
-        by `beats`.
+        Takes one round trip per 1,000 items, to all servers of a cluster at once. If an item's
+        server was not reached, its result is the StoreUnavailable, not a miss. If no server was
+        reached, it is raised. Records may name nodes that are dead: check them against `beats`.
         """
 
     def locate(self, namespace: str, keys: Sequence[str]) -> list[Record | None]:
-        """The records of one namespace's `keys`, for those to whom not reached is a miss, too."""
+        """Read one namespace's records; an item whose server was not reached is a miss."""
         found = self.look_up([(namespace, key) for key in keys])
         return [None if isinstance(one, StoreUnavailable) else one for one in found]
 
     def place_of(self, namespace: str, key: str) -> str:
-        """Names the server that the key lies on, as far as it is known; asks nobody.
+        """Return the name of the server that holds the key, as far as it is known. Does no I/O.
 
-        Keys of one place are reached together or not at all. "" where it is not known, or where
-        there is only one server.
+        Keys with the same name here become unreachable together. Returns "" if the server is not
+        known, or if there is only one.
         """
         return ""
 
     @abstractmethod
     def withdraw_many(self, withdrawings: Sequence[Withdrawing]) -> list[bool | None]:
-        """Remove each node's location, in one round trip; True where there was one.
+        """Remove a node's location from each record, in one round trip.
 
-        None for what lies on a server that was not reached; where none was reached,
-        StoreUnavailable is raised.
+        Returns True where the location was present, else False; None if the key's server was not
+        reached. If no server was reached, StoreUnavailable is raised. Works when memory is full.
 
-        With the last location the record goes; `reason` is kept for its `gone_seconds` (see
-        `gone`). Where no record stood and `may_have_ended` says so, it is kept as well, unless
-        another one is.
-        With `exactly`, only that very location is removed: for whoever found it stale, while the
-        node may have published anew. Works when memory is full.
+        - Removing the last location removes the record and stores `reason` for `gone_seconds` (see
+          `gone`).
+        - If there is no record and `may_have_ended` is set, `reason` is stored as well, unless an
+          earlier one is present.
+        - With `exactly`, only that very location is removed. A reader that found it stale uses
+          this, since the node may have published again in the meantime.
         """
 
     def withdraw(
@@ -135,7 +151,7 @@ class MetadataStore(ABC):
         reason: str,
         exactly: Location | None = None,
     ) -> bool:
-        """Withdraw one, as `withdraw_many` does."""
+        """Withdraw one location, as `withdraw_many` does."""
         (gone,) = self.withdraw_many([Withdrawing(namespace, key, location_node, reason, exactly)])
         return bool(gone)
 
@@ -150,86 +166,92 @@ class MetadataStore(ABC):
         state: ClaimState,
         lease_seconds: float,
     ) -> ClaimAnswer:
-        """Take the right to produce `key` for `lease_seconds`, if nobody has it.
+        """Acquire the right to produce `key` for `lease_seconds`, if no other claimant holds it.
 
-        The same token asks again: an ENCODING claim is renewed, an INTENT becomes ENCODING; an
-        INTENT that asks as such again keeps what is left of its lease, and an ENCODING claim stays
-        one. `token` is unguessable to others by its randomness and has no colon; `holder` is for
-        people and for those who wait; as long as a claim stays in one state it is the text that
-        was said first. Raises StoreFull.
+        Returns the claim as it is now, with its remaining seconds, and the key's record.
+
+        Calling again with the same token:
+
+        - ENCODING renews the lease; an INTENT thereby becomes ENCODING.
+        - INTENT renews nothing. It keeps the remaining lease, and an ENCODING claim stays ENCODING.
+
+        `token` is the fencing token: unguessable, 1 to 128 of A-Z a-z 0-9 . _ - (so no colon).
+        `holder` names the claimant for waiters and for people; while the state does not change, the
+        first text is kept. Raises StoreFull.
         """
 
     @abstractmethod
     def release_many(self, releasings: Sequence[Releasing]) -> list[bool | None]:
-        """Give claims back, in one round trip; False where the token does not hold it.
+        """Release claims, in one round trip; False where the token does not hold the claim.
 
-        None for what lies on a server that was not reached, as with `withdraw_many`. Works when
-        memory is full.
+        None if the key's server was not reached, as in `withdraw_many`. Works when memory is full.
         """
 
     def release_claim(self, namespace: str, key: str, *, token: str) -> bool:
-        """Give one back, as `release_many` does."""
+        """Release one claim, as `release_many` does."""
         (released,) = self.release_many([Releasing(namespace, key, token)])
         return bool(released)
 
     @abstractmethod
     def beat(self, node: str, boot: str, sequence: int, *, replacing: Beat | None = None) -> bool:
-        """Say that the node lives. Works when memory is full.
+        """Write a node's heartbeat. Works when memory is full.
 
-        True where this boot of the node was known. False at its first beat, and when the server
-        has lost its data or another observer struck the node off: then it has to publish anew.
+        Returns True if this boot of the node was registered. Returns False for its first beat,
+        after the server lost its data, and after another node removed it as dead: then it has to
+        publish everything again.
 
-        Raises NodeTaken, and changes nothing, where another boot stands there, unless its beat is
-        exactly `replacing`: the last one of a boot that the caller has seen standing still.
+        Raises NodeTaken, and changes nothing, if another boot is registered under this node id.
+        Exception: its beat equals `replacing`, the last beat of a boot that the caller has observed
+        to be dead.
         """
 
     @abstractmethod
     def leave(self, node: str, boot: str, *, reason: str = "stopped") -> None:
-        """Strike the node off, with its description and counters, if its boot is still this one.
+        """Remove the node with its description and counters, if its boot is still this one.
 
-        For a node that stops, and for an observer that has seen it dead for long. `reason` is
-        kept for a day, for people. Works when memory is full, but for that.
+        Called by a node that stops, and by an observer that removes a dead node. `reason` is stored
+        for a day, for people. Works when memory is full, except that `reason` is then not stored.
         """
 
     @abstractmethod
     def beats(self) -> dict[str, Beat]:
-        """The last beat of every node that has not left, dead ones included."""
+        """Return the last beat of every registered node, by node id; dead nodes included."""
 
     @abstractmethod
     def describe_node(self, info: NodeInfo) -> None:
-        """Say where a node is reached and what it has; kept for a day. Raises StoreFull."""
+        """Store a node's endpoint and state for a day. Raises StoreFull."""
 
     @abstractmethod
     def node_infos(self, nodes: Sequence[str]) -> dict[str, NodeInfo]:
-        """What those nodes said of themselves, in one round trip.
+        """Read the descriptions of `nodes`, in one round trip.
 
-        The unknown ones are left out, and so is what lies on a server that was not reached, unless
-        none was: then StoreUnavailable is raised.
+        Unknown nodes are left out, and so are those whose server was not reached. If no server was
+        reached, StoreUnavailable is raised.
         """
 
     @abstractmethod
     def node_ages(self, nodes: Sequence[str]) -> dict[str, float]:
-        """Seconds since each node last described itself, by the server's clock, in one round trip.
+        """Return the seconds since each node last described itself, in one round trip.
 
-        The unknown ones are left out. Who describes itself each second, and did so a moment ago,
-        lives: for whoever has no time to watch beats.
+        Measured by the server's clock. Unknown nodes are left out. A live node describes itself
+        each second, so this shows without a wait which nodes are alive.
         """
 
     @abstractmethod
     def describe_namespace(self, fingerprint: str, parts: Mapping[str, str]) -> None:
-        """Publish what a namespace stands for, in clear text, for a week. Raises StoreFull."""
+        """Store the parts of a namespace in clear text for a week. Raises StoreFull."""
 
     @abstractmethod
     def namespaces(self) -> dict[str, dict[str, str]]:
-        """All described namespaces. Walks the whole server: for people and tools."""
+        """Return the parts of every described namespace. Scans the whole server: for tools only."""
 
     @abstractmethod
     def add_hits(self, namespace: str, hits: Mapping[str, int]) -> None:
-        """Count hits of keys. Only the 10,000 keys with the most are kept. Raises StoreFull."""
+        """Add to the hits of keys; keep the 10,000 keys with the most. Raises StoreFull."""
 
     @abstractmethod
     def hits(self, namespace: str, keys: Sequence[str]) -> list[int]:
-        """The hits of `keys`, in their order; 0 where nothing is known."""
+        """Return the hits of `keys`, in their order; 0 for an unknown key."""
 
     @abstractmethod
     def add_stats(self, node: str, counters: Mapping[str, int]) -> None:
@@ -237,67 +259,69 @@ class MetadataStore(ABC):
 
     @abstractmethod
     def stats(self) -> dict[str, dict[str, int]]:
-        """The counters of every node that has not left."""
+        """Return the counters of every registered node, by node id."""
 
     @abstractmethod
     def scan(self, namespace: str | None = None, *, limit: int | None = None) -> Iterator[Record]:
-        """All records, or one namespace's, at most `limit`; in pages, so the server never stops.
+        """Iterate over at most `limit` records of one namespace, or of all.
 
-        A record that is there all the while appears at least once, in rare cases twice; one that
-        comes or goes meanwhile may or may not appear. Each page is an operation of its own, with
-        its own timeout and its own errors.
+        Reads in pages, so no single command blocks the server for long. A record that exists during
+        the whole scan appears at least once, in rare cases twice. One that is created or removed
+        meanwhile may or may not appear. Each page is an operation with its own deadline and errors.
         """
 
     @abstractmethod
     def gone(self, namespace: str, key: str) -> str | None:
-        """Why the key's last location went, for `gone_seconds`; None where that is not known."""
+        """Return why the key's last location was removed, for `gone_seconds`; None if unknown."""
 
     @abstractmethod
     def note_failures(self, failures: Sequence[Failure]) -> None:
-        """Keep the last failure of each key for an hour, for people. Raises StoreFull."""
+        """Store the last failed fetch of each key for an hour, for people. Raises StoreFull."""
 
     @abstractmethod
     def failure(self, namespace: str, key: str) -> Failure | None:
-        """The last fetch of the key that failed, within the last hour."""
+        """Return the last failed fetch of the key within the last hour."""
 
     @abstractmethod
     def mark_invalid(self, namespace: str, at: float) -> None:
-        """Have nodes drop what they hold of the namespace; kept for a week.
+        """Order all nodes to drop their items of the namespace; kept for a week.
 
-        `at` is the wall clock: for whoever reads it first, and starts later than that. Another
-        `at` is another mark. Raises StoreFull.
+        `at` is the wall clock in seconds since 1970. On its first read a node ignores marks that
+        are older than its own start. After that, a different `at` is a new mark. Raises StoreFull.
         """
 
     @abstractmethod
     def invalidations(self) -> dict[str, float]:
-        """The last mark of each namespace."""
+        """Return the last mark of each namespace, in seconds since 1970."""
 
     @abstractmethod
     def clear(self, namespace: str) -> int:
-        """Remove all records of a namespace, with `GoneReason.INVALIDATED`; how many there were.
+        """Remove all records of a namespace, with `GoneReason.INVALIDATED`; return how many.
 
-        In pages, as `scan`. Whoever holds a copy may publish it anew: see `mark_invalid`. Works
-        when memory is full.
+        Works in pages, as `scan` does. Nodes that hold a copy may publish it again: see
+        `mark_invalid`. Works when memory is full.
         """
 
     @abstractmethod
     def server_info(self) -> ServerInfo:
-        """What kind of server this is and how full."""
+        """Return product, version, memory and policy of the server; of a cluster the total
+        memory.
+        """
 
     @abstractmethod
     def failovers(self) -> int:
-        """How often another server has taken over, as far as calls have noticed; no round trip.
+        """Return how many losses or replacements of a server calls have noticed. Does no I/O.
 
-        The last writes before such a change may be lost, for servers replicate asynchronously.
+        Replication is asynchronous, so the last writes before such a change may be lost.
         """
 
     @abstractmethod
     def ping(self) -> float:
-        """Seconds that one round trip takes."""
+        """Return the seconds that one round trip takes."""
 
     @abstractmethod
     def close(self) -> None:
-        """Release all connections. Idempotent; what others are waiting for ends in an error."""
+        """Close all connections. Idempotent. Pending calls end with StoreUnavailable."""
 
     def __enter__(self) -> Self:
         return self

@@ -1,7 +1,7 @@
-"""Calls: what the scripts on records are given, and what their answers come to.
+"""Arguments and results of the scripts on records.
 
-Pure functions. The scripts themselves lie in store/scripts; their answers are Redis' own values, or
-the error that the link puts in place of one.
+Pure functions. The scripts are in store/scripts. A result is a Redis value, or the StoreError that
+the link returns in its place.
 """
 
 from typing import Any
@@ -45,7 +45,7 @@ def withdraw_call(withdrawing: Withdrawing) -> Call:
     item, exactly = (withdrawing.namespace, withdrawing.key), withdrawing.exactly
     expected = exactly.text if exactly else ""
     if exactly and exactly.node != withdrawing.node:
-        expected = "another node's"  # which no location reads
+        expected = "another node's"  # equal to no location
     return (
         (layout.record(*item), layout.gone(*item)),
         (
@@ -84,20 +84,20 @@ def claim_answer(claiming: Claiming, answer: Any) -> ClaimAnswer:
 
 
 def publication(answer: Any) -> Publication:
-    """What one call of the script among many came to."""
+    """The result of one publication among many."""
     if isinstance(answer, StoreFull):
         return Publication.REFUSED
     if isinstance(answer, StoreUnavailable):
         return Publication.UNREACHED
     if isinstance(answer, StoreCorrupt) and answer.wrong_type:
-        return Publication.CONFLICT  # something of somebody else's under our name
+        return Publication.CONFLICT  # a foreign value under the record's name
     if isinstance(answer, StoreError):
         raise answer
     return Publication(answer.decode())
 
 
-def done(answer: Any) -> bool | None:
-    """The same for a withdrawal or a release; None where its server was not reached."""
+def removed(answer: Any) -> bool | None:
+    """The result of one withdrawal or release among many; None if its server was not reached."""
     if isinstance(answer, StoreUnavailable):
         return None
     if isinstance(answer, StoreCorrupt) and answer.wrong_type:

@@ -1,4 +1,4 @@
-"""ClusterTopology: 16,384 slots over several masters, and what servers say of changes to that."""
+"""ClusterTopology: 16,384 slots over several masters."""
 
 import binascii
 import threading
@@ -7,23 +7,24 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from store.budget import Budget
-from store.connection import Part, Refusal
+from store.connection import ErrorReply, Part
 from store.dialled import Access, Endpoint
 from store.errors import StoreUnavailable
 from store.server import Server
-from store.topology import PoolMemory, Topology
+from store.topology import Route, Topology
 
 SLOTS = 16384
 _RELOAD_SECONDS_MIN = 0.1
-"""After a failure callers may come in thousands a second; the map is asked for this often at most.
-A failover takes a second and more."""
+"""The slot map is loaded at most this often, though after a failure thousands of calls a second may
+need it. A failover takes a second or more.
+"""
 
 
 class ClusterTopology(Topology):
-    """The map of slots, as some node of the cluster last told it.
+    """The slot map, as a server of the cluster last reported it.
 
-    Loaded at the first call and after failures; single slots are corrected by MOVED. Any server
-    known, and the seeds, may be asked.
+    It is loaded at the first call and after failures; MOVED corrects single slots. Any known
+    server, or a seed, can report it.
     """
 
     def __init__(self, seeds: Sequence[Endpoint], access: Access) -> None:
@@ -37,27 +38,27 @@ class ClusterTopology(Topology):
         self._loaded_at = -_RELOAD_SECONDS_MIN
         self._changes = 0
         self._closed = False
-        self._doubted: frozenset[Server] = frozenset()
-        self._teller: Server | None = None
+        self._suspects: frozenset[Server] = frozenset()
+        self._map_source: Server | None = None
 
     def new_budget(self) -> Budget:
         return Budget(self._access)
 
-    def servers_for(self, names: Sequence[Part], budget: Budget) -> Sequence[PoolMemory]:
+    def servers_for(self, names: Sequence[Part], budget: Budget) -> Sequence[Route]:
         if not self._certain:
             self._load(budget, at_most_each=_RELOAD_SECONDS_MIN)
-        unserved = StoreUnavailable("the cluster has no server for this part of its slots")
+        unserved = StoreUnavailable("no server of the cluster serves this key's slot")
         slots = self._slots
-        places = [slots[slot_of(name)] or unserved for name in names]
-        if unserved in places:
+        routes = [slots[slot_of(name)] or unserved for name in names]
+        if unserved in routes:
             self._certain = False
-        return places
+        return routes
 
     def known_server_for(self, name: Part) -> Server:
         server = self._slots[slot_of(name)]
-        # A doubt about one server says nothing against what the map says of the others.
-        if server is None or server in self._doubted:
-            raise StoreUnavailable("the map of the cluster's slots is being looked for")
+        # A suspect server does not make the map's other entries wrong.
+        if server is None or server in self._suspects:
+            raise StoreUnavailable("the cluster's slot map is being loaded")
         return server
 
     def place_of(self, name: Part) -> str:
@@ -83,13 +84,13 @@ class ClusterTopology(Topology):
                 self._masters = tuple({at: None for at in self._slots if at is not None})
         return server
 
-    def aside(self, endpoint: Endpoint) -> Server:
+    def ask_server(self, endpoint: Endpoint) -> Server:
         with self._lock:
             return self._server(endpoint)
 
-    def doubt(self, server: Server) -> None:
+    def suspect(self, server: Server) -> None:
         with self._lock:
-            self._doubted |= {server}
+            self._suspects |= {server}
             self._certain = False
 
     def recheck(self) -> None:
@@ -103,11 +104,11 @@ class ClusterTopology(Topology):
             server.close()
 
     def _load(self, budget: Budget, *, at_most_each: float) -> None:
-        """Raises StoreUnavailable where nobody tells and there is no older map to go on with."""
+        """Load the slot map. Raises StoreUnavailable if that fails and there is no older one."""
         came_at = time.monotonic()
         if self._loading.acquire(timeout=budget.left):
             try:
-                # Unless another caller did, or tried, just now.
+                # Skipped if another caller loaded it, or tried to, just now.
                 if self._loaded_at <= came_at - at_most_each:
                     self._load_now(budget)
             finally:
@@ -117,50 +118,52 @@ class ClusterTopology(Topology):
 
     def _load_now(self, budget: Budget) -> None:
         try:
-            self._take_over(*self._ask(budget))
+            self._apply_map(*self._fetch_map(budget))
         except StoreUnavailable:
             if not self._masters:
                 raise
         finally:
             self._loaded_at = time.monotonic()
 
-    def _ask(self, budget: Budget) -> tuple[Server, list[Any]]:
-        """Somebody's view of the cluster; who told it last is asked first, who is in doubt last."""
+    def _fetch_map(self, budget: Budget) -> tuple[Server, list[Any]]:
+        """One server's slot map. The last reporter comes first, suspect servers last."""
         cause: Exception | None = None
         with self._lock:
             candidates = list(dict.fromkeys([*self._masters, *self._known.values()]))
-        candidates.sort(key=lambda server: (server in self._doubted, server is not self._teller))
+        candidates.sort(
+            key=lambda server: (server in self._suspects, server is not self._map_source)
+        )
         for server in candidates:
             try:
                 with budget.half():
                     (reply,) = server.exchange([("CLUSTER", "SLOTS")], budget)
             except StoreUnavailable as error:
                 cause = error
-                self.doubt(server)
+                self.suspect(server)
             else:
-                if not isinstance(reply, Refusal) and reply:
-                    self._teller = server
+                if not isinstance(reply, ErrorReply) and reply:
+                    self._map_source = server
                     return server, reply
                 cause = StoreUnavailable(f"store {server.endpoint}: {reply or 'no slots assigned'}")
             if not budget.left:
                 break
-        raise StoreUnavailable(f"no server of the cluster tells its slots: {cause}") from cause
+        raise StoreUnavailable(f"no server of the cluster reports its slots: {cause}") from cause
 
-    def _take_over(self, teller: Server, view: Iterable[Any]) -> None:
+    def _apply_map(self, source: Server, view: Iterable[Any]) -> None:
         slots: list[Server | None] = [None] * SLOTS
         with self._lock:
             for first, last, master, *_ in view:
-                endpoint = _endpoint(master[0], master[1], teller)
+                endpoint = _endpoint(master[0], master[1], source)
                 slots[first : last + 1] = [self._server(endpoint)] * (last + 1 - first)
             if slots != self._slots:
                 self._changes += self._masters != ()
                 self._slots = slots
                 self._masters = tuple({at: None for at in slots if at is not None})
             self._certain = True
-            self._doubted = frozenset()
+            self._suspects = frozenset()
 
     def _server(self, endpoint: Endpoint) -> Server:
-        """Call it with the lock held."""
+        """The lock must be held."""
         if self._closed:
             raise StoreUnavailable("the store is closed")
         server = self._known.get(endpoint)
@@ -170,14 +173,14 @@ class ClusterTopology(Topology):
 
 
 def slot_of(name: Part) -> int:
-    """The slot of a key: of what stands in its first braces, where it has any."""
+    """The slot of a key: CRC16 of the text in its first braces, or of the whole name."""
     raw = name if isinstance(name, bytes) else str(name).encode("utf-8", "surrogatepass")
     _, _, rest = raw.partition(b"{")
     tag, closed, _ = rest.partition(b"}")
     return binascii.crc_hqx(tag if tag and closed else raw, 0) % SLOTS
 
 
-def _endpoint(host: Any, port: int, teller: Server) -> Endpoint:
-    # A server that does not know its own address tells none: it is where we asked it.
+def _endpoint(host: Any, port: int, source: Server) -> Endpoint:
+    # A server that does not know its own address reports none: use the address of this connection.
     known = host.decode() if host else ""
-    return Endpoint(known if known not in ("", "?") else teller.endpoint.host, int(port))
+    return Endpoint(known if known not in ("", "?") else source.endpoint.host, int(port))

@@ -1,9 +1,9 @@
-"""Connection: one conversation with one Redis or Valkey server, each exchange with a deadline.
+"""Connection: one socket to a Redis or Valkey server, with a deadline for each exchange.
 
-The only module that imports hiredis, which parses the replies. The rest is ours, for what redis-py
-does not give: a deadline for a whole exchange instead of for each wait, pushes in their order among
-the replies, and commands that are under way to several servers at once. (It is not quicker: reading
-32 HASHes takes both the same time, nearly all of it the server's and hiredis'.)
+The only module that imports hiredis, which parses the replies. The rest is our own, because
+redis-py lacks a deadline for a whole exchange (it has one for each wait), pushes in order among the
+replies, and commands in flight to several servers at once. (It is not faster: reading 32 HASHes
+takes both the same time, nearly all of it in the server and in hiredis.)
 """
 
 import contextlib
@@ -16,23 +16,23 @@ from typing import Any
 
 import hiredis
 
-from store.dialled import Access, Endpoint, dialled
+from store.dialled import Access, Endpoint, open_socket
 from store.errors import StoreUnavailable
 
 Part = str | int | bytes
 Command = Sequence[Part] | bytes
-"""Its parts, or all of it as it goes over the wire."""
+"""A sequence of parts, or the encoded command."""
 
 TRACK: Command = ("CLIENT", "TRACKING", "ON")
-"""From then on the server pushes what changes of what is read on the connection."""
+"""After it the server pushes changes of what is read on the connection."""
 
 _READ_BYTES = 1 << 16
 _MORE = object()
-"""What the parser says when the next reply is not complete yet."""
+"""The parser's result when the next reply is incomplete."""
 _NOTHING_YET = (BlockingIOError, ssl.SSLWantReadError)
 
 
-class Refusal(Exception):
+class ErrorReply(Exception):
     """The server's error reply to one command. `code` is its first word."""
 
     @property
@@ -41,37 +41,40 @@ class Refusal(Exception):
 
 
 class Lost(StoreUnavailable):
-    """The connection ended, or was never made: what the server knew may be gone."""
+    """The connection ended, or was never made: the server may have restarted and lost its data."""
 
 
 class Push(list[Any]):
-    """Something the server said unasked: its kind, and what belongs to it."""
+    """A message that the server sent without a request: its kind, then its data."""
 
 
 class Connection:
-    """One thread at a time. After an error it is closed, and its replies with it."""
+    """Use by one thread at a time. After an error it is closed and pending replies are lost."""
 
     def __init__(self, endpoint: Endpoint, access: Access, seconds: float) -> None:
-        """Dial, within `seconds`; `log_in` is next. Raises Lost, or StoreUnavailable."""
+        """Connect within `seconds`; call `log_in` next. Raises Lost or StoreUnavailable."""
         self._name = f"store {endpoint}"
         self._access = access
         try:
-            self._socket = dialled(endpoint, access, seconds)
-        except (TimeoutError, UnicodeError) as error:  # the second: what can be no name of a host
+            self._socket = open_socket(endpoint, access, seconds)
+        except (TimeoutError, UnicodeError) as error:  # UnicodeError: not a valid host name
             raise StoreUnavailable(f"{self._name}: cannot be reached: {error}") from error
         except OSError as error:
             raise Lost(f"{self._name}: {_sentence(error)}") from error
-        self._reader: Any = hiredis.Reader(  # its stubs know no buffers
-            replyError=Refusal, protocolError=Lost, notEnoughData=_MORE
+        self._reader: Any = hiredis.Reader(  # its type stubs lack buffers
+            replyError=ErrorReply, protocolError=Lost, notEnoughData=_MORE
         )
         self._buffer = bytearray(_READ_BYTES)
 
     def log_in(self, deadline: float, *, protocol: int = 2) -> None:
-        """RESP2's flat replies are parsed faster; RESP3 (3) has pushes. Raises StoreUnavailable."""
+        """Authenticate and select the database. Raises StoreUnavailable.
+
+        RESP2 (`protocol` 2) has flat replies that are parsed faster; RESP3 has pushes.
+        """
         access = self._access
         commands: list[Command] = []
         if access.password is not None:
-            # Not within HELLO: a server that does not know it would quote the password back.
+            # Not as part of HELLO: a server that lacks HELLO would quote the password in its error.
             user = [] if access.username is None else [access.username]
             commands.append(("AUTH", *user, access.password))
         if protocol != 2:
@@ -81,13 +84,13 @@ class Connection:
         if commands:
             self.send(pack(commands), deadline)
             for command, reply in zip(commands, self.receive(len(commands), deadline), strict=True):
-                if isinstance(reply, Refusal):
-                    # Who does not know AUTH quotes what followed it, which is the password.
+                if isinstance(reply, ErrorReply):
+                    # A server that lacks AUTH quotes its arguments, so also the password.
                     why = reply.code if command[0] == "AUTH" else str(reply)
                     raise StoreUnavailable(f"{self._name} refuses {command[0]!s}: {why}")
 
     def send(self, packed: bytes, deadline: float) -> None:
-        """Send what `pack` made. `deadline` is a time.monotonic(). Raises StoreUnavailable."""
+        """Send what `pack` returned, until `deadline` (time.monotonic). Raises StoreUnavailable."""
         try:
             self._socket.settimeout(self._left(deadline))
             self._socket.sendall(packed)
@@ -95,7 +98,7 @@ class Connection:
             raise self._failure(error) from error
 
     def receive(self, count: int, deadline: float) -> list[Any]:
-        """The next `count` replies; a refused command has its Refusal for a reply."""
+        """The next `count` replies; a failed command has an ErrorReply. Raises StoreUnavailable."""
         replies: list[Any] = []
         while len(replies) < count:
             reply = self._reader.gets()
@@ -106,7 +109,7 @@ class Connection:
         return replies
 
     def receive_available(self) -> list[Any]:
-        """All replies and pushes that are here already; never waits. Raises StoreUnavailable."""
+        """All replies and pushes that have arrived; never waits. Raises StoreUnavailable."""
         self._socket.settimeout(0.0)
         try:
             with contextlib.suppress(*_NOTHING_YET):
@@ -120,7 +123,7 @@ class Connection:
         return found
 
     def send_available(self, packed: bytes) -> bytes:
-        """Send as much as fits now, never waiting; what is left. Raises StoreUnavailable."""
+        """Send as much as fits now, without waiting; return the rest. Raises StoreUnavailable."""
         self._socket.settimeout(0.0)
         try:
             return packed[self._socket.send(packed) :]
@@ -130,10 +133,10 @@ class Connection:
             raise self._failure(error) from error
 
     @property
-    def in_step(self) -> bool:
-        """Whether nothing is to be read: for a kept connection, that the server has not ended it.
+    def is_idle(self) -> bool:
+        """Whether an unused connection is still open with nothing to read.
 
-        What arrives unasked over TLS, as session tickets do, is taken in by this look.
+        Reads what arrives without a request over TLS, such as session tickets.
         """
         if not _readable(self._socket):
             return True
@@ -146,16 +149,17 @@ class Connection:
         return self._socket.fileno()
 
     def detach(self) -> socket.socket:
-        """The socket, logged in and with nothing left to read, for who speaks RESP himself.
+        """The socket, logged in and with nothing left to read, for a caller with its own RESP
+        client.
 
-        It is his to close; this connection is of no use from then on.
+        The caller closes it, and must not use this connection any more.
         """
         return self._socket
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the socket and wake a thread that waits on it. Idempotent."""
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # who waits on another thread is woken
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits on the socket
         self._socket.close()
 
     def _wait_for_bytes(self, deadline: float) -> None:
@@ -176,7 +180,7 @@ class Connection:
         return isinstance(self._socket, ssl.SSLSocket) and self._socket.pending() > 0
 
     def _left(self, deadline: float) -> float:
-        # Never 0: that is the mode that does not wait at all, and a ready reply is still welcome.
+        # Never 0, which means non-blocking: a reply that is ready is still read.
         return max(deadline - time.monotonic(), 0.0005)
 
     def _failure(self, error: OSError) -> StoreUnavailable:
@@ -186,7 +190,7 @@ class Connection:
 
 
 def pack(commands: Sequence[Command]) -> bytes:
-    """Commands as they go over the wire."""
+    """Encode commands as RESP."""
     parts = []
     for command in commands:
         if isinstance(command, bytes):
@@ -194,14 +198,14 @@ def pack(commands: Sequence[Command]) -> bytes:
             continue
         parts.append(b"*%d\r\n" % len(command))
         for part in command:
-            # surrogatepass: any str can be a key, also one that came from undecodable bytes.
+            # surrogatepass: any str is a valid key, also one from undecodable bytes.
             raw = part if isinstance(part, bytes) else str(part).encode("utf-8", "surrogatepass")
             parts.append(b"$%d\r\n%b\r\n" % (len(raw), raw))
     return b"".join(parts)
 
 
 def hgetall(name: str | bytes) -> bytes:
-    """HGETALL as it goes over the wire: a look-up sends many, and packing each takes longer."""
+    """Encode HGETALL. Faster than `pack`, as a look-up sends many."""
     raw = name if isinstance(name, bytes) else name.encode("utf-8", "surrogatepass")
     return b"*2\r\n$7\r\nHGETALL\r\n$%d\r\n%b\r\n" % (len(raw), raw)
 
@@ -213,5 +217,5 @@ def _readable(end: socket.socket) -> bool:
 
 
 def _sentence(error: OSError) -> str:
-    """What the system says, without the number that it has there."""
+    """The system's message without the error number."""
     return error.strerror or str(error)

@@ -1,4 +1,4 @@
-"""Which topology a store URL asks for. The one place that knows all of them."""
+"""Builds the topology that a store URL names. The only module that knows all of them."""
 
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ from store.url import StoreUrl
 def open_topology(
     address: StoreUrl, call_timeout_seconds: float, connect_timeout_seconds: float
 ) -> Topology:
-    """Nothing is dialled yet."""
+    """The topology of `address`. Does not connect yet."""
     access = Access(
         username=address.username,
         password=address.password,

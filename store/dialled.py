@@ -1,7 +1,7 @@
-"""Connected sockets: names and TLS. The deadline of a dialling, and no word to a server.
+"""Connected sockets: name resolution, connect and TLS within a deadline; no protocol on top.
 
-Plain sockets of Python. redis-py would do the same after 0.4 s of importing, its clients for
-clusters and asyncio and what measures them among it; a command that lives for 0.2 s pays for that.
+Python's own sockets. redis-py would do the same, but its import takes 0.4 s (with its cluster,
+asyncio and metrics parts), too much for a command that runs for 0.2 s.
 """
 
 import socket
@@ -13,7 +13,7 @@ from store.tls import tls_context
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where a server listens; `path` of a Unix socket, else host and port."""
+    """A server's network address: `path` of a Unix socket, or host and port."""
 
     host: str = ""
     port: int = 0
@@ -25,7 +25,7 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """How to get into every server of one deployment, and how long to wait for it."""
+    """Credentials, TLS files and timeouts for all servers of one deployment."""
 
     username: str | None
     password: str | None = field(repr=False)
@@ -36,23 +36,23 @@ class Access:
     connect_timeout_seconds: float
 
 
-def dialled(endpoint: Endpoint, access: Access, seconds: float) -> socket.socket:
-    """A socket that is connected, through TLS where that is asked for.
+def open_socket(endpoint: Endpoint, access: Access, seconds: float) -> socket.socket:
+    """Connect a socket, with TLS if `access.tls` is set.
 
-    Each address of a host has `seconds`, its handshake included: nobody waits twice as long.
+    Each address of a host gets `seconds`, TLS handshake included, so one address never takes
+    longer.
 
     Raises:
-        OSError: TimeoutError, where that is the reason.
+        OSError: it failed; TimeoutError if the time was too short.
     """
     seconds = max(seconds, 0.001)
     if endpoint.path:
-        return _connected(socket.AF_UNIX, endpoint.path, seconds)
+        return _connect(socket.AF_UNIX, endpoint.path, seconds)
     if not access.tls:
-        return _reached(endpoint, seconds)[0]
-    context = tls_context(
-        dict(access.tls_files)
-    )  # before dialling: reading files takes a while, too
-    end, left = _reached(endpoint, seconds)
+        return _connect_to_host(endpoint, seconds)[0]
+    # Before connecting: reading the files takes time, too.
+    context = tls_context(dict(access.tls_files))
+    end, left = _connect_to_host(endpoint, seconds)
     try:
         end.settimeout(left)
         return context.wrap_socket(end, server_hostname=endpoint.host)
@@ -61,29 +61,29 @@ def dialled(endpoint: Endpoint, access: Access, seconds: float) -> socket.socket
         raise
 
 
-def _reached(endpoint: Endpoint, seconds: float) -> tuple[socket.socket, float]:
-    """Connected to the first address that takes us in, and what is left of its time."""
+def _connect_to_host(endpoint: Endpoint, seconds: float) -> tuple[socket.socket, float]:
+    """Connect to the first address that accepts; return the socket and what is left of its time."""
     failure: OSError | None = None
     for family, _, _, _, address in socket.getaddrinfo(
         endpoint.host, endpoint.port, type=socket.SOCK_STREAM
     ):
         ends_at = time.monotonic() + seconds
         try:
-            end = _connected(family, address, seconds)
+            end = _connect(family, address, seconds)
         except OSError as error:
             failure = error
             continue
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         return end, max(ends_at - time.monotonic(), 0.001)
-    raise failure or OSError("the name has no address")
+    raise failure or OSError("the host name has no address")
 
 
-def _connected(family: int, address: object, seconds: float) -> socket.socket:
+def _connect(family: int, address: object, seconds: float) -> socket.socket:
     end = socket.socket(family, socket.SOCK_STREAM)
     try:
         end.settimeout(seconds)
-        end.connect(address)  # type: ignore[arg-type]  # a path, or what getaddrinfo said
+        end.connect(address)  # type: ignore[arg-type]  # a path, or from getaddrinfo
     except BaseException:
         end.close()
         raise

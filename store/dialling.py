@@ -1,4 +1,4 @@
-"""A logged-in socket to a server, for who moves bytes through it himself: the `redis` pipe."""
+"""A logged-in socket to a server, for the `redis` pipe, which has its own RESP client."""
 
 import socket
 
@@ -8,19 +8,18 @@ from store.url import parse, redact
 
 
 def dial(url: str, seconds: float) -> socket.socket:
-    """Connect, with TLS and the user that the URL names, and speak RESP3 from then on.
-
-    Takes at most `seconds` twice: for the connection, and for logging in.
+    """Connect and log in as `url` says, in RESP3. Takes up to `seconds` for each of the two.
 
     Raises:
-        StoreUrlError: the URL names no server, or a user without a password; deployments of
-            several are not for this.
-        Lost: nobody listens there.
-        StoreUnavailable: too slow, or it refuses us.
+        StoreUrlError: the URL is not that of a single server, or has a user without a password.
+        Lost: no server listens there.
+        StoreUnavailable: it was too slow, or refuses the login.
     """
     address = parse(url).with_passwords(None, None)
     if address.topology != "standalone":
-        raise StoreUrlError(f"{redact(url)!r} is not the URL of one server")
+        raise StoreUrlError(
+            f"{redact(url)!r} names a deployment; use the URL of one server, such as redis://host"
+        )
     topology = open_topology(address, seconds, seconds)
     (server,) = topology.servers(topology.new_budget())
     return server.dial().detach()

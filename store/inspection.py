@@ -1,6 +1,6 @@
-"""Inspection: what a person should know of the servers behind a store, beyond what it needs itself.
+"""Inspection: checks of the servers behind a store, for `doctor`.
 
-For `doctor`. Changes nothing that anybody reads. Runs in whatever thread calls.
+Changes no data that others read. Runs on the caller's thread.
 """
 
 import hashlib
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from store import layout, record_fields
-from store.connection import TRACK, Command, Connection, Refusal, pack
+from store.connection import TRACK, Command, Connection, ErrorReply, pack
 from store.errors import StoreRefused
 from store.link import Link
 from store.server import Server
@@ -18,8 +18,8 @@ from store.server import Server
 _PROBE = "lb:doctor"
 _SCRIPT = "return 1"
 
-# Every command that the store and its scripts send to a server, in an order that leaves nothing
-# behind. (What a script may do is what its caller may do.)
+# Every command that the store and its scripts send, in an order that leaves nothing behind. (A
+# script may do what its caller may do.)
 PROBES: tuple[Command, ...] = (
     ("PING",),
     ("INFO", "server"),
@@ -49,7 +49,7 @@ PROBES: tuple[Command, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Commands that a server will not carry out for us, and what it says of the first."""
+    """Commands that a server refuses to us, and its reply to the first of them."""
 
     commands: tuple[str, ...]
     reason: str
@@ -57,7 +57,7 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Examined:
-    """How many records were looked at, and by name of key why some of them are a miss to us."""
+    """How many records were read, and by key name why readers of this version miss some of them."""
 
     looked_at: int
     unreadable: Mapping[str, str]
@@ -70,14 +70,15 @@ class Inspection:
         self._link = link
 
     def refused(self) -> Refused | None:
-        """What the servers refuse us by their ACL or do not know; None where all is allowed."""
+        """The commands that the servers deny by ACL or do not know; None if all are allowed."""
         reasons: dict[str, str] = {}
         topology = self._link.topology
         for server in topology.servers(topology.new_budget()):
             replies = [*server.exchange(PROBES), _try_tracking(server)]
             for command, reply in zip((*PROBES, TRACK), replies, strict=True):
-                # Another server of a cluster has that key, a full one writes nothing: not now.
-                if isinstance(reply, Refusal) and (
+                # Other errors are ignored: another server of a cluster holds that key, or a full
+                # server refuses to write.
+                if isinstance(reply, ErrorReply) and (
                     reply.code == "NOPERM" or "unknown" in str(reply).lower()
                 ):
                     name = "CLIENT TRACKING" if command is TRACK else str(command[0])
@@ -85,9 +86,10 @@ class Inspection:
         return Refused(tuple(reasons), next(iter(reasons.values()))) if reasons else None
 
     def clock_ahead_seconds(self) -> float | None:
-        """How far the clock of a server is ahead of ours, the one that differs most.
+        """How many seconds a server's clock is ahead of ours; the largest difference of all
+        servers.
 
-        None where a server does not tell its time: no node needs it, and few users may ask.
+        None if a server denies TIME: no node needs it, and few users have the right.
         """
         asked_at = time.time()
         try:
@@ -98,7 +100,9 @@ class Inspection:
         return max((int(s) + int(us) / 1e6 - now for s, us in replies), key=abs)
 
     def foreign_nodes(self) -> Mapping[str, str]:
-        """What stands where nodes are listed and described but is not theirs, by name of key."""
+        """Foreign values under the names of the node list and node descriptions: key name and
+        type.
+        """
         pages = self._link.walk(layout.node("*"))
         names = [layout.NODES.encode(), *(name for page in pages for name in page)]
         types = self._link.batch([("TYPE", name) for name in names])
@@ -109,7 +113,7 @@ class Inspection:
         }
 
     def examine_records(self, limit: int) -> Examined:
-        """Look at up to `limit` records, and name those that readers of this version miss."""
+        """Read up to `limit` records, and name those that readers of this version miss."""
         names = (name for page in self._link.walk(layout.records(None)) for name in page)
         looked_at, unreadable = 0, {}
         while page := list(islice(names, min(1000, limit - looked_at))):

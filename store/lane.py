@@ -1,12 +1,12 @@
-"""Lane: one connection on which a server tells, unasked, what has changed of what was read on it.
+"""TrackedConnection: a connection on which the server pushes changes of the keys read on it.
 
-RESP3 client tracking in its default mode: the server remembers each key that this connection read
-and says once when it changes, expires, is evicted, or appears. Replies and pushes are handed on
-strictly in the order of the stream, for only so is what was read known to be older or newer than
-a push. Lives on one asyncio loop's thread; only dialling happens on another.
+RESP3 client tracking in its default mode: the server remembers each key that this connection has
+read, and reports once when the key changes, expires, is evicted or appears. Replies and pushes are
+processed strictly in the order of the stream. Only this order shows whether a reply is older or
+newer than a push. Runs on one asyncio loop's thread; only connecting runs on another.
 
-A server that hangs costs one caller its time-out: from then on the lane dials and tries in the
-background, and questions fail at once, until the server has answered it.
+A server that hangs costs the pending requests their timeout. After that, requests fail at once, and
+the connection is retried in the background until the server replies.
 """
 
 from collections import deque
@@ -15,7 +15,7 @@ from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from store.connection import TRACK, Command, Connection, Lost, Push, Refusal, pack
+from store.connection import TRACK, Command, Connection, ErrorReply, Lost, Push, pack
 from store.errors import StoreError, StoreUnavailable
 from store.server import Server
 
@@ -23,30 +23,30 @@ if TYPE_CHECKING:
     import asyncio
 
 PAUSE_SECONDS_MIN, PAUSE_SECONDS_MAX = 0.1, 1.0
-"""After a loss the lane is not dialled again at once; questions asked meanwhile fail at once."""
-WANTED_SECONDS = 60.0
-"""After the last question a server that does not answer is tried for so long."""
+"""Pause after a loss, doubled each time; requests fail at once until it ends."""
+RETRY_SECONDS = 60.0
+"""How long after the last request a server that does not reply is retried."""
 
-Each = Callable[[int, Any], None]
-"""Told each reply as it comes, with its index; a refused command has its Refusal."""
-Done = Callable[[StoreError | None], None]
-"""Told at the end of a question: None, or why replies are missing."""
+OnReply = Callable[[int, Any], None]
+"""Called with each reply and its index; a failed command has an ErrorReply."""
+OnDone = Callable[[StoreError | None], None]
+"""Called at the end of a request with None, or with the reason why replies are missing."""
 
 
 @dataclass(slots=True)
-class _Question:
+class _Request:
     deadline: float
     left: int
-    each: Each
-    done: Done
-    asked: int = 0
+    on_reply: OnReply
+    on_done: OnDone
+    answered: int = 0
 
 
-class Lane:
-    """Every method on the loop's thread.
+class TrackedConnection:
+    """Every method runs on the loop's thread.
 
-    `invalidated` gets the lane and the names of keys, or None for all of them. `lost` is called
-    when the connection ended: nothing that was read on it is known any more.
+    `invalidated` gets the connection and names of keys, or None for all keys. `lost` is called when
+    the connection ended: what was read on it is no longer tracked.
     """
 
     def __init__(
@@ -55,8 +55,8 @@ class Lane:
         dialler: Executor,
         server: Server,
         *,
-        invalidated: Callable[["Lane", Sequence[bytes] | None], None],
-        lost: Callable[["Lane"], None],
+        invalidated: Callable[["TrackedConnection", Sequence[bytes] | None], None],
+        lost: Callable[["TrackedConnection"], None],
     ) -> None:
         self.server = server
         self._loop = loop
@@ -66,101 +66,102 @@ class Lane:
         self._connection: Connection | None = None
         self._dialling = False
         self._unsent: list[bytes] = []
-        self._questions: deque[_Question] = deque()
+        self._requests: deque[_Request] = deque()
         self._timer: asyncio.TimerHandle | None = None
-        self._trying = False
-        """Whether the server hung, or was not reached, and has not answered since."""
-        self._try_timer: asyncio.TimerHandle | None = None
-        self._asked_at = 0.0
+        self._retrying = False
+        """Whether the server hung, or was not reached, and has not replied since."""
+        self._retry_timer: asyncio.TimerHandle | None = None
+        self._last_request_at = 0.0
         self._pause_seconds = PAUSE_SECONDS_MIN
         self._paused_until = 0.0
-        self._trouble: StoreError | None = None
+        self._last_error: StoreError | None = None
         self._closed = False
 
-    def ask(self, commands: Sequence[Command], each: Each, done: Done) -> None:
-        """Send commands; may call `done` before it returns, where the server is known to be down.
+    def request(self, commands: Sequence[Command], on_reply: OnReply, on_done: OnDone) -> None:
+        """Send commands. If the server is known to be down, call `on_done` before returning.
 
-        Ends within the server's call timeout, whatever the server does.
+        Ends within the server's call timeout in every case.
         """
-        self._asked_at = now = self._loop.time()
-        if self._closed or self._trying or now < self._paused_until:
-            done(self._trouble)
+        self._last_request_at = now = self._loop.time()
+        if self._closed or self._retrying or now < self._paused_until:
+            on_done(self._last_error)
             return
         deadline = now + self.server.access.call_timeout_seconds
-        self._questions.append(_Question(deadline, len(commands), each, done))
+        self._requests.append(_Request(deadline, len(commands), on_reply, on_done))
         self._check_at(deadline)
         self._unsent.append(pack(commands))
         if self._connection is None:
             self._dial()
-        elif len(self._unsent) == 1:  # else it goes out after what does not fit yet
+        elif len(self._unsent) == 1:  # else it follows what did not fit into the socket
             self._send()
 
     def probe(self) -> None:
-        """Ask for a sign of life, unless something is asked anyway.
+        """Send a PING, unless a request is in flight.
 
-        For a connection that ends unnoticed, as a firewall's memory does, pushes nothing any more.
+        Detects a connection that ended without notice, as after a firewall dropped its state: it
+        would push nothing any more.
         """
-        if self._connection is not None and not self._questions:
-            self.ask([("PING",)], lambda _, __: None, lambda _: None)
+        if self._connection is not None and not self._requests:
+            self.request([("PING",)], lambda _, __: None, lambda _: None)
 
     def close(self, reason: StoreError) -> None:
-        """Idempotent. What was asked, or is asked later, ends in `reason`."""
+        """End pending and later requests with `reason`. Idempotent."""
         if not self._closed:
             self._closed = True
-            self._lose(reason)
+            self._disconnect(reason)
 
     # -- the connection
 
-    def _try(self) -> None:
-        """Dial in the background, as long as somebody wants to know; else the next one dials."""
-        self._try_timer = None
-        if self._loop.time() - self._asked_at > WANTED_SECONDS:
-            self._trying = False
+    def _retry(self) -> None:
+        """Connect in the background while requests come in; otherwise the next request connects."""
+        self._retry_timer = None
+        if self._loop.time() - self._last_request_at > RETRY_SECONDS:
+            self._retrying = False
         elif self._connection is None:
             self._dial()
 
     def _dial(self) -> None:
         if not self._dialling:
             self._dialling = True
-            self._dialler.submit(self.server.dial).add_done_callback(self._dialled_elsewhere)
+            self._dialler.submit(self.server.dial).add_done_callback(self._connected_elsewhere)
 
-    def _dialled_elsewhere(self, dialled: "Future[Connection]") -> None:
+    def _connected_elsewhere(self, connected: "Future[Connection]") -> None:
         try:
-            self._loop.call_soon_threadsafe(self._dialled, dialled)
-        except RuntimeError:  # the loop is gone, and so are we
-            if not dialled.cancelled() and dialled.exception() is None:
-                dialled.result().close()
+            self._loop.call_soon_threadsafe(self._connected, connected)
+        except RuntimeError:  # the loop is closed
+            if not connected.cancelled() and connected.exception() is None:
+                connected.result().close()
 
-    def _dialled(self, dialled: "Future[Connection]") -> None:
+    def _connected(self, connected: "Future[Connection]") -> None:
         self._dialling = False
-        error = dialled.exception()
+        error = connected.exception()
         if error is not None:
-            self._lose(error if isinstance(error, StoreUnavailable) else _unavailable(error))
+            self._disconnect(error if isinstance(error, StoreUnavailable) else _unavailable(error))
             return
-        connection = dialled.result()
-        if self._closed or not (self._questions or self._trying):
-            connection.close()  # whoever asked has given up; the next one dials anew
+        connection = connected.result()
+        if self._closed or not (self._requests or self._retrying):
+            connection.close()  # all requests have timed out; the next one connects again
             self._unsent.clear()
             return
         self._connection = connection
         self._loop.add_reader(connection.fileno(), self._readable)
         deadline = self._loop.time() + self.server.access.call_timeout_seconds
-        if self._questions:
-            deadline = self._questions[0].deadline
-        self._questions.appendleft(_Question(deadline, 1, self._tracked, lambda _: None))
+        if self._requests:
+            deadline = self._requests[0].deadline
+        self._requests.appendleft(_Request(deadline, 1, self._tracked, lambda _: None))
         self._check_at(deadline)
         self._unsent.insert(0, pack([TRACK]))
         self._send()
 
     def _send(self) -> None:
-        """Send what fits; the rest when there is room again."""
+        """Send what fits; the rest when the socket is writable again."""
         connection = self._connection
         assert connection is not None
         packed = b"".join(self._unsent)
         try:
             left = connection.send_available(packed)
         except StoreUnavailable as error:
-            self._lose(error)
+            self._disconnect(error)
             return
         self._unsent = [left] if left else []
         if left:
@@ -169,17 +170,17 @@ class Lane:
             self._loop.remove_writer(connection.fileno())
 
     def _tracked(self, _: int, reply: Any) -> None:
-        if isinstance(reply, Refusal):
-            self._lose(
+        if isinstance(reply, ErrorReply):
+            self._disconnect(
                 StoreUnavailable(
-                    f"store {self.server.endpoint} refuses CLIENT TRACKING ON: {reply}; allow it, "
-                    "or switch the mirror off"
+                    f"store {self.server.endpoint} refuses CLIENT TRACKING ON: {reply}; allow it "
+                    "in the server's ACL, or switch the mirror off"
                 )
             )
         else:
             self._pause_seconds = PAUSE_SECONDS_MIN
             self._paused_until = 0.0
-            self._trying = False
+            self._retrying = False
 
     def _readable(self) -> None:
         connection = self._connection
@@ -187,7 +188,7 @@ class Lane:
         try:
             replies = connection.receive_available()
         except StoreUnavailable as error:
-            self._lose(error)
+            self._disconnect(error)
             return
         for reply in replies:
             if type(reply) is Push:
@@ -196,61 +197,63 @@ class Lane:
             else:
                 self._answered(reply)
             if self._connection is not connection:
-                return  # lost, or closed, by what was just called
+                return  # a callback lost or closed it
 
     def _answered(self, reply: Any) -> None:
-        if not self._questions:
-            self._lose(StoreUnavailable(f"store {self.server.endpoint}: a reply nobody asked for"))
+        if not self._requests:
+            self._disconnect(
+                StoreUnavailable(f"store {self.server.endpoint}: a reply without a request")
+            )
             return
-        question = self._questions[0]
-        index = question.asked
-        question.asked += 1
-        question.left -= 1
-        if not question.left:
-            self._questions.popleft()
-        question.each(index, reply)
-        if not question.left:
-            question.done(None)
+        request = self._requests[0]
+        index = request.answered
+        request.answered += 1
+        request.left -= 1
+        if not request.left:
+            self._requests.popleft()
+        request.on_reply(index, reply)
+        if not request.left:
+            request.on_done(None)
 
     def _check_at(self, deadline: float) -> None:
         if self._timer is None:
             self._timer = self._loop.call_at(deadline, self._check)
 
     def _check(self) -> None:
-        """The first question's time is up, or was; later ones have later deadlines."""
+        """The deadline of the first request has passed, or that of an earlier one."""
         self._timer = None
-        if not self._questions:
+        if not self._requests:
             return
-        deadline = self._questions[0].deadline
+        deadline = self._requests[0].deadline
         if deadline > self._loop.time():
             self._check_at(deadline)
         else:
-            self._lose(StoreUnavailable(f"store {self.server.endpoint}: no answer in time"))
+            self._disconnect(StoreUnavailable(f"store {self.server.endpoint}: no answer in time"))
 
-    def _lose(self, error: StoreError) -> None:
-        """End the connection, tell everybody, and stay away for a while."""
+    def _disconnect(self, error: StoreError) -> None:
+        """Close the connection, fail all requests, and pause."""
         connection, self._connection = self._connection, None
         if connection is not None:
             self._loop.remove_reader(connection.fileno())
             self._loop.remove_writer(connection.fileno())
             connection.close()
-        for timer in (self._timer, self._try_timer):
+        for timer in (self._timer, self._retry_timer):
             if timer is not None:
                 timer.cancel()
-        self._timer = self._try_timer = None
-        self._trouble = error
+        self._timer = self._retry_timer = None
+        self._last_error = error
         self._paused_until = self._loop.time() + self._pause_seconds
-        # A connection that was cut says nothing bad of the server: the next question dials.
-        self._trying = self._trying or connection is None or not isinstance(error, Lost)
-        if self._trying and not self._closed:
-            self._try_timer = self._loop.call_at(self._paused_until, self._try)
+        # A cut connection does not mean that the server is down: the next request connects.
+        self._retrying = self._retrying or connection is None or not isinstance(error, Lost)
+        if self._retrying and not self._closed:
+            self._retry_timer = self._loop.call_at(self._paused_until, self._retry)
         self._pause_seconds = min(2 * self._pause_seconds, PAUSE_SECONDS_MAX)
         self._unsent.clear()
-        questions, self._questions = self._questions, deque()
+        requests, self._requests = self._requests, deque()
         self._lost(self)
-        for question in questions:
-            question.done(error)
+        for request in requests:
+            request.on_done(error)
 
 
 def _unavailable(error: BaseException) -> StoreUnavailable:
-    return StoreUnavailable(f"dialling failed: {error}")
+    return StoreUnavailable(f"connecting failed: {error}")

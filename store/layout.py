@@ -1,39 +1,38 @@
-"""The key layout: which key of Redis holds what, and how it is written there.
+"""The key layout: the names, types and texts of all keys in Redis.
 
-How a record is written: `record_fields`. A documented, versioned contract. Other programs, and
-people with redis-cli, may rely on it:
+A documented, versioned contract (docs/redis-keys.md): other programs, and people with redis-cli,
+may rely on it. The fields of a record are in `record_fields`.
 
 | key                    | type          | holds                                                  |
 |------------------------|---------------|--------------------------------------------------------|
 | lb:rec:<ns>:{<key>}    | HASH, expires | v, dtype, shape, nbytes, kind, created, sometimes      |
 |                        |               | device and key;                                        |
-|                        |               | per location at:<node> = boot:generation:checksum,     |
-|                        |               | and beside it, where a process of that node has the    |
-|                        |               | bytes on its device,                                   |
-|                        |               | on:<node> = mark:lane:library:port:pool                |
-| lb:claim:<ns>:{<key>}  | STRING, lease | <holder>:<state>:<token>: who is about to produce the  |
-|                        |               | key (state intent) or at work on it (encoding);        |
-|                        |               | a node's holder is <node>:<boot>:<since>               |
-| lb:gone:<ns>:{<key>}   | STRING, 1 h   | <reason>:<node>: why the last location went, and whose |
-|                        |               | it was (of hand-offs for a minute)                     |
-| lb:fail:<ns>:{<key>}   | STRING, 1 h   | <reason>:<holder>:<reader>: the last fetch that failed |
-| lb:nodes               | HASH          | <node> = boot:sequence, moved by each beat             |
+|                        |               | per location at:<node> = boot:generation:checksum;     |
+|                        |               | if a process of that node also has the bytes on its    |
+|                        |               | device, on:<node> = mark:kind:library:port:pool        |
+| lb:claim:<ns>:{<key>}  | STRING, lease | <holder>:<state>:<token>: the claimant that will       |
+|                        |               | produce the key (state intent) or is producing it      |
+|                        |               | (encoding); a node's holder is <node>:<boot>:<since>   |
+| lb:gone:<ns>:{<key>}   | STRING, 1 h   | <reason>:<node>: why the last location was removed,    |
+|                        |               | and whose it was (of hand-offs for a minute)           |
+| lb:fail:<ns>:{<key>}   | STRING, 1 h   | <reason>:<holder>:<reader>: the last failed fetch      |
+| lb:nodes               | HASH          | <node> = boot:sequence, increased by each beat         |
 | lb:node:<node>         | HASH, 1 day   | boot, endpoint, host, version, capacity, used, items,  |
 |                        |               | claims, pools                                          |
-| lb:left:<node>         | STRING, 1 day | <reason>:<boot>: how a node went (stopped, died)       |
+| lb:left:<node>         | STRING, 1 day | <reason>:<boot>: how a node ended (stopped, died)      |
 | lb:ns:<ns>             | HASH, 7 days  | the parts of the namespace in clear text               |
-| lb:invalid             | HASH, 7 days  | <ns> = when it was given up, by somebody's wall clock  |
+| lb:invalid             | HASH, 7 days  | <ns> = wall clock of its invalidation                  |
 | lb:hits:<ns>           | ZSET, 7 days  | hits per key, the 10,000 highest                       |
 | lb:stats:<node>        | HASH, 7 days  | the node's counters                                    |
 
-<ns> is the namespace's whole fingerprint. <key> is the key as written where it is short and has
-only harmless characters, else "h." and the hex of a 128-bit hash. Such names can collide: there the
-raw key is a field of the record, and is compared on every read and write. Where the name says it
-all, no field repeats it: that would be 150 bytes of 600.
-The braces make the keys of one item share a slot of Redis Cluster, as the scripts need.
+<ns> is the namespace's whole fingerprint. <key> is the key itself if it is short and has only safe
+characters, else "h." and the hex of a 128-bit hash. Hashes can collide, so such a record has the
+raw key as a field, which every read and write compares. Other records have no such field: it would
+be 150 bytes of 600.
+The braces place all keys of one item in one slot of Redis Cluster, as the scripts require.
 
-A change that an older reader would misunderstand raises VERSION: records of another version are
-a miss to readers and a conflict to publishers, until they expire.
+A change that an older reader would misunderstand raises VERSION. Records of another version are a
+miss for readers and a conflict for publishers, until they expire.
 """
 
 import hashlib
@@ -57,33 +56,33 @@ HITS_SECONDS = 7 * 24 * 3600
 STATS_SECONDS = 7 * 24 * 3600
 HITS_MAX = 10_000
 
-# ':' would be harmless too, but it separates the parts of a name for the people who read it.
+# ':' would be safe too, but in a name it separates the parts for readers.
 _SPELLED_CHARACTERS_MAX = 128
 _SAFE_KEY = re.compile(rf"[A-Za-z0-9._%#@=+,/-]{{1,{_SPELLED_CHARACTERS_MAX}}}\Z")
-_COUNTER_LIMIT = 2**63  # as the server counts
+_COUNTER_LIMIT = 2**63  # the server's counters are signed 64-bit integers
 HASHED = "h."
-"""How a name begins that is the hash of a key."""
+"""Prefix of a name that is the hash of a key."""
 
 
 def key_name(key: str) -> str:
-    """How a key is spelled inside the braces."""
+    """The text in the braces for `key`."""
     return key if _is_spelled_out(key) else _hashed(key)
 
 
 def _is_spelled_out(key: str) -> bool:
-    if key.isascii() and key.encode().isalnum():  # a digest, as most keys are: no slow pattern
+    if key.isascii() and key.encode().isalnum():  # most keys are digests: skips the slow pattern
         return len(key) <= _SPELLED_CHARACTERS_MAX
-    # Keys that look like a hash are hashed as well, so that no key can pose as another's hash.
+    # Keys that look like a hash are hashed as well, so no key can pass for another key's hash.
     return bool(_SAFE_KEY.match(key)) and not key.startswith(HASHED)
 
 
-@lru_cache(maxsize=1024)  # record, claim and tombstone of one key are named one after the other
+@lru_cache(maxsize=1024)  # record, claim and tombstone of one key are named in a row
 def _hashed(key: str) -> str:
     return HASHED + hashlib.blake2b(_raw(key), digest_size=16).hexdigest()
 
 
 def _raw(key: str) -> bytes:
-    # surrogatepass: any str is a key, also one that came from undecodable bytes.
+    # surrogatepass: any str is a valid key, also one from undecodable bytes.
     return key.encode("utf-8", "surrogatepass")
 
 
@@ -104,7 +103,7 @@ def fail(namespace: str, key: str) -> str:
 
 
 def records(namespace: str | None) -> str:
-    """The pattern of all records, or of one namespace's."""
+    """The SCAN pattern of all records, or of one namespace's."""
     return f"lb:rec:{namespace or '*'}:{{*"
 
 
@@ -129,17 +128,17 @@ def stats(node: str) -> str:
 
 
 def key_field(key: str) -> bytes:
-    """What the field `key` of its record has to hold; empty where there is no such field."""
+    """The value that the record's field `key` must have; empty if it has no such field."""
     return b"" if _is_spelled_out(key) else _raw(key)
 
 
 def gone_beside(record_name: str) -> str:
-    """The tombstone of the record that was found under that name."""
+    """The name of the tombstone that belongs to the record `record_name`."""
     return "lb:gone:" + record_name.removeprefix("lb:rec:")
 
 
 def read_invalidations(fields: Mapping[bytes, bytes]) -> dict[str, float]:
-    """When each namespace was given up. What nobody can read is left out."""
+    """When each namespace was invalidated. Garbled entries are left out."""
     found = {}
     for name, value in fields.items():
         try:
@@ -150,7 +149,7 @@ def read_invalidations(fields: Mapping[bytes, bytes]) -> dict[str, float]:
 
 
 def node_fields(info: NodeInfo) -> list[str | int]:
-    """The description of a node as fields and values, alternating."""
+    """A node's description as fields and values, alternating."""
     claims: list[str | int] = [] if info.claims is None else ["claims", info.claims]
     return [
         "boot", info.boot, "endpoint", info.endpoint, "host", info.host, "version", info.version,
@@ -160,7 +159,7 @@ def node_fields(info: NodeInfo) -> list[str | int]:
 
 
 def read_node(name: str, fields: Mapping[bytes, bytes]) -> NodeInfo | None:
-    """The reverse of `node_fields`; None where it is absent or garbled."""
+    """The reverse of `node_fields`; None if absent or garbled."""
     try:
         return NodeInfo(
             node=name,
@@ -183,19 +182,19 @@ def fail_value(failure: Failure) -> str:
 
 
 def read_failure(namespace: str, key: str, value: bytes) -> Failure | None:
-    """The reverse of `fail_value`; None where it is garbled."""
+    """The reverse of `fail_value`; None if garbled."""
     reason, _, nodes = value.decode("utf-8", "replace").partition(":")
     holder, colon, reader = nodes.partition(":")
     return Failure(namespace, key, reason, holder, reader) if colon else None
 
 
 def read_hits(score: bytes | None) -> int:
-    """A score as nodes write it; by hand it may be anything, infinite too."""
+    """A score as nodes write it, clamped: a person may have written any number, infinity too."""
     return int(min(max(float(score or 0), 0.0), 2.0**63))
 
 
 def read_beat(value: bytes) -> Beat | None:
-    """The beat in a field of lb:nodes; None where it is garbled."""
+    """The beat in a field of lb:nodes; None if garbled."""
     boot, _, sequence = value.partition(b":")
     try:
         return Beat(boot.decode("ascii"), read_count(sequence))
@@ -204,7 +203,7 @@ def read_beat(value: bytes) -> Beat | None:
 
 
 def read_counters(fields: Mapping[bytes, bytes]) -> dict[str, int]:
-    """A node's counters. What is no count is left out."""
+    """A node's counters. A value that is no count is left out."""
     counters = {}
     for name, value in fields.items():
         try:
@@ -217,7 +216,9 @@ def read_counters(fields: Mapping[bytes, bytes]) -> dict[str, int]:
 
 
 def read_server_info(text: str) -> ServerInfo:
-    """The answer to INFO. Valkey poses as a Redis too; its own name and version come first."""
+    """The reply to INFO. Valkey reports itself as a Redis too, so its own name and version come
+    first.
+    """
     lines = (line.partition(":") for line in text.splitlines() if not line.startswith("#"))
     info = {name: value.strip() for name, _, value in lines}
     return ServerInfo(
@@ -231,7 +232,7 @@ def read_server_info(text: str) -> ServerInfo:
 
 
 def read_count(text: bytes) -> int:
-    """A number as nodes write it; ValueError for anything else."""
+    """A number as nodes write it. Raises ValueError for other text."""
     if not text.isdigit() or len(text) > 19:
         raise ValueError("not a count")
     return int(text)

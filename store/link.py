@@ -1,8 +1,8 @@
-"""Link: commands to a deployment, replies back, errors translated.
+"""Link: sends commands to the servers that hold their keys, and translates errors.
 
-Sends each command to the server that holds its key, to all servers at once and then reads from
-all. What a server pointed elsewhere (MOVED, ASK) is sent there, within the same deadline. Runs in
-whatever thread calls; has none of its own. Knows nothing of records.
+Commands go out to all servers at once; then the replies of all are read. Redirections (MOVED, ASK)
+are followed within the same deadline. Runs on the caller's thread and has none of its own.
+Independent of what the keys hold.
 """
 
 import hashlib
@@ -12,11 +12,11 @@ from importlib.resources import files
 from typing import Any
 
 from store.budget import Budget
-from store.connection import Command, Part, Refusal, hgetall
+from store.connection import Command, ErrorReply, Part, hgetall
 from store.dialled import Endpoint
 from store.errors import StoreCorrupt, StoreError, StoreFull, StoreRefused, StoreUnavailable
 from store.server import Exchange, Server
-from store.topology import PoolMemory, Topology
+from store.topology import Route, Topology
 
 _HOPS_MAX = 4
 """Redirections followed for one command. One is usual; more only while a slot moves again."""
@@ -26,19 +26,19 @@ _NOT_SERVED = frozenset(
         *("NOPERM", "NOREPLICAS", "READONLY", "TRYAGAIN", "UNKILLABLE"),
     )
 )
-"""Codes of servers that are there but will not serve us now."""
-_DOUBTFUL = frozenset(["CLUSTERDOWN", "MASTERDOWN", "READONLY"])
-"""Codes after which another server may be the one to ask."""
+"""Error codes of servers that are reachable but do not serve the command now."""
+_SUSPECT_CODES = frozenset(["CLUSTERDOWN", "MASTERDOWN", "READONLY"])
+"""Error codes after which another server may be the right one."""
 _PAGE = 1000
 
 Fields = dict[bytes, bytes]
-"""A HASH."""
+"""The content of a HASH."""
 Call = tuple[Sequence[str], Sequence[Part]]
-"""The keys and the arguments of one run of a script."""
+"""Keys and arguments of one run of a script."""
 
 
 class Script:
-    """A Lua script, sent by its digest; by its text where the server does not know it yet."""
+    """A Lua script, run by its digest, or by its text if the server does not have it yet."""
 
     def __init__(self, name: str) -> None:
         text = files("store").joinpath("scripts", f"{name}.lua").read_bytes()
@@ -55,58 +55,59 @@ class Script:
 
 
 class Link:
-    """Every method from any thread. Errors are those of MetadataStore."""
+    """Every method may be called from any thread. Errors are those of MetadataStore."""
 
     def __init__(self, topology: Topology) -> None:
         self.topology = topology
         self._closed = threading.Event()
 
     def run(self, script: Script, keys: Sequence[str], arguments: Sequence[Part]) -> Any:
-        """Run one script and return its answer."""
+        """Run one script and return its result."""
         return _checked(self.run_many(script, [(keys, arguments)])[0])
 
     def run_many(self, script: Script, calls: Sequence[Call]) -> list[Any]:
-        """Run a script for each call, all in one round trip.
+        """Run a script for each call, in one round trip.
 
-        The answers, in order; a call that was refused has a StoreError in its place, and so has
-        one whose server was not reached, unless that is true of all: then it is raised.
+        Returns the results in order. A failed call has a StoreError as its result, also if its
+        server was not reached. If no server was reached, StoreUnavailable is raised.
         """
         budget = self.topology.new_budget()
         routed = [(keys[0], script.by_digest((keys, a))) for keys, a in calls]
         replies = self._exchange(routed, budget)
         unknown = [i for i, reply in enumerate(replies) if _code(reply) == "NOSCRIPT"]
         if unknown:
-            # Once after each start of a server; this also makes the script known there.
+            # Happens once after each start of a server; EVAL also loads the script there.
             again = [(calls[i][0][0], script.by_text(calls[i])) for i in unknown]
             for i, reply in zip(unknown, self._exchange(again, budget), strict=True):
                 replies[i] = reply
-        return _unless_none_was_reached([translated(reply) for reply in replies])
+        return _raise_if_none_reached([translated(reply) for reply in replies])
 
     def find_hashes(self, names: Sequence[str | bytes]) -> list[Fields | StoreUnavailable]:
-        """The fields of each HASH; empty where it is missing, or is no HASH at all.
+        """The fields of each HASH; empty if it is missing or of another type.
 
-        The error in their place where its server was not reached; where none was, it is raised.
+        If its server was not reached, the result is StoreUnavailable. If no server was reached, it
+        is raised.
         """
         replies = self._exchange([(name, hgetall(name)) for name in names])
         if not _any_failed(replies):
             return [fields_of(reply) for reply in replies]
-        answers = _unless_none_was_reached([translated(reply) for reply in replies])
+        answers = _raise_if_none_reached([translated(reply) for reply in replies])
         return [a if isinstance(a, StoreUnavailable) else fields_of(a) for a in answers]
 
     def read_hashes(self, names: Sequence[str | bytes]) -> list[Fields]:
-        """The same, but empty as well where the server was not reached."""
+        """Like `find_hashes`, but empty as well if the server was not reached."""
         found = self.find_hashes(names)
         return [{} if isinstance(fields, StoreUnavailable) else fields for fields in found]
 
     def batch(self, commands: Sequence[Command]) -> list[Any]:
-        """Send commands together, each to where its first argument lies; the replies.
+        """Send commands together, each to the server of its first argument; return the replies.
 
         Raises the first error among them.
         """
         return [_checked(reply) for reply in self.try_batch(commands)]
 
     def try_batch(self, commands: Sequence[Command]) -> list[Any]:
-        """The same, with a StoreError in the place of each reply that is one."""
+        """Like `batch`, but an error is returned as the reply's StoreError."""
         replies = self._exchange([(command[1], command) for command in commands])
         return [translated(reply) for reply in replies]
 
@@ -116,23 +117,23 @@ class Link:
         budget = self.topology.new_budget()
         servers = self.topology.servers(budget)
         replies = self._scatter(servers, [command] * len(servers), budget)
-        return [_checked(translated(reply)) for reply in self._doubting(servers, replies)]
+        return [_checked(translated(reply)) for reply in self._suspect_failed(servers, replies)]
 
     def walk(self, pattern: str) -> Iterator[list[bytes]]:
-        """Names of keys, in pages. A server looks at a bounded number of keys for each."""
+        """Iterate over pages of key names, by SCAN: one command covers a bounded number of keys."""
         self._check_open()
         for server in self.topology.servers(self.topology.new_budget()):
             cursor: Part = 0
             while True:
                 command = ("SCAN", cursor, "MATCH", pattern, "COUNT", _PAGE)
-                cursor, names = _checked(translated(self._at(server, command)))
+                cursor, names = _checked(translated(self._call_server(server, command)))
                 if names:
                     yield names
                 if cursor in (0, b"0"):
                     break
 
     def walk_hashes(self, pattern: str) -> Iterator[tuple[bytes, Fields]]:
-        """As `walk`, one by one, each with what its HASH holds."""
+        """Iterate over the HASHes whose names match: name and fields."""
         for names in self.walk(pattern):
             yield from zip(names, self.read_hashes(names), strict=True)
 
@@ -141,54 +142,58 @@ class Link:
         self._closed.set()
         self.topology.close()
 
-    def _at(self, server: Server, command: Command) -> Any:
+    def _call_server(self, server: Server, command: Command) -> Any:
         self._check_open()
         try:
             return server.exchange([command])[0]
         except StoreUnavailable as error:
-            self.topology.doubt(server)
+            self.topology.suspect(server)
             return error
 
     def _exchange(
         self, routed: Sequence[tuple[Part, Command]], budget: Budget | None = None
     ) -> list[Any]:
-        """One reply for each (name of a key, command): what it says, a Refusal, or what failed."""
+        """One reply for each (key name, command): the value, an ErrorReply, or a
+        StoreUnavailable.
+        """
         self._check_open()
         if not routed:
             return []
         budget = budget or self.topology.new_budget()
-        places = list(self.topology.servers_for([name for name, _ in routed], budget))
-        replies = self._scatter(places, [command for _, command in routed], budget)
+        routes = list(self.topology.servers_for([name for name, _ in routed], budget))
+        replies = self._scatter(routes, [command for _, command in routed], budget)
         if not _any_failed(replies):
             return replies
         for _ in range(_HOPS_MAX):
             redirected = [i for i, reply in enumerate(replies) if _code(reply) in ("MOVED", "ASK")]
             if not redirected or not budget.left:
                 break
-            self._follow([(i, *routed[i]) for i in redirected], places, replies, budget)
-        return self._doubting(places, replies)
+            self._follow([(i, *routed[i]) for i in redirected], routes, replies, budget)
+        return self._suspect_failed(routes, replies)
 
-    def _doubting(self, places: Sequence[PoolMemory], replies: list[Any]) -> list[Any]:
-        """The replies; who failed is asked again only after a look at the topology."""
-        for place, reply in zip(places, replies, strict=True):
-            failed = isinstance(reply, StoreUnavailable) or _code(reply) in _DOUBTFUL
-            if failed and isinstance(place, Server):
-                self.topology.doubt(place)
+    def _suspect_failed(self, routes: Sequence[Route], replies: list[Any]) -> list[Any]:
+        """Return the replies. The servers of failed ones become suspect: the topology is checked
+        next time.
+        """
+        for route, reply in zip(routes, replies, strict=True):
+            failed = isinstance(reply, StoreUnavailable) or _code(reply) in _SUSPECT_CODES
+            if failed and isinstance(route, Server):
+                self.topology.suspect(route)
         return replies
 
     def _scatter(
-        self, places: Sequence[PoolMemory], commands: Sequence[Command], budget: Budget
+        self, routes: Sequence[Route], commands: Sequence[Command], budget: Budget
     ) -> list[Any]:
         """Send to all servers, then read from all. Commands to one server keep their order."""
         groups: dict[Server, list[int]] = {}
         replies: list[Any] = [None] * len(commands)
-        for i, place in enumerate(places):
-            if isinstance(place, Server):
-                groups.setdefault(place, []).append(i)
+        for i, route in enumerate(routes):
+            if isinstance(route, Server):
+                groups.setdefault(route, []).append(i)
             else:
-                replies[i] = place
+                replies[i] = route
         under_way: list[tuple[Exchange, list[int]]] = []
-        # Who has to be dialled comes last, and shares what time there is for that.
+        # Servers without a connection come last and share the time for connecting.
         ordered = sorted(groups.items(), key=lambda group: not group[0].connected)
         for done, (server, indexes) in enumerate(ordered):
             sent = [commands[i] for i in indexes]
@@ -210,32 +215,34 @@ class Link:
     def _follow(
         self,
         redirected: Sequence[tuple[int, Part, Command]],
-        places: list[PoolMemory],
+        routes: list[Route],
         replies: list[Any],
         budget: Budget,
     ) -> None:
-        """Ask the servers that refusals (MOVED or ASK) point to."""
-        asked: list[tuple[int, Server, Command]] = []
+        """Send the commands to the servers that the error replies (MOVED or ASK) name."""
+        requests: list[tuple[int, Server, Command]] = []
         for i, name, command in redirected:
-            place = places[i]
-            assert isinstance(place, Server)  # who else would redirect?
+            route = routes[i]
+            assert isinstance(route, Server)  # only a server redirects
             try:
                 kind, _, address = str(replies[i]).split(" ")[:3]
                 host, _, port = address.rpartition(":")
-                endpoint = Endpoint(host or place.endpoint.host, int(port))
+                endpoint = Endpoint(host or route.endpoint.host, int(port))
                 if kind == "MOVED":
-                    places[i] = moved_to = self.topology.moved(name, endpoint)
-                    asked.append((i, moved_to, command))
+                    routes[i] = moved_to = self.topology.moved(name, endpoint)
+                    requests.append((i, moved_to, command))
                 else:
-                    aside = self.topology.aside(endpoint)
-                    asked += [(i, aside, ("ASKING",)), (i, aside, command)]
+                    target = self.topology.ask_server(endpoint)
+                    requests += [(i, target, ("ASKING",)), (i, target, command)]
             except StoreUnavailable as error:
                 replies[i] = error
             except ValueError:
-                replies[i] = StoreUnavailable(f"store: cannot be followed: {replies[i]}")
-        found = self._scatter([at for _, at, _ in asked], [sent for *_, sent in asked], budget)
-        for (i, *_), reply in zip(asked, found, strict=True):
-            replies[i] = reply  # what ASKING answers is replaced by what follows it
+                replies[i] = StoreUnavailable(f"store: invalid redirection: {replies[i]}")
+        found = self._scatter(
+            [at for _, at, _ in requests], [sent for *_, sent in requests], budget
+        )
+        for (i, *_), reply in zip(requests, found, strict=True):
+            replies[i] = reply  # the reply to ASKING is replaced by that of its command
 
     def _check_open(self) -> None:
         if self._closed.is_set():
@@ -243,7 +250,7 @@ class Link:
 
 
 def fields_of(reply: Any) -> Fields:
-    """The HASH in the reply to HGETALL; empty where there is something else under that name."""
+    """The HASH in the reply to HGETALL; empty if the key is of another type. Raises StoreError."""
     if isinstance(reply, dict):  # RESP3
         return reply
     if isinstance(reply, list):
@@ -260,12 +267,12 @@ def _any_failed(replies: Sequence[Any]) -> bool:
 
 
 def _code(reply: Any) -> str:
-    return reply.code if isinstance(reply, Refusal) else ""
+    return reply.code if isinstance(reply, ErrorReply) else ""
 
 
 def translated(reply: Any) -> Any:
-    """The reply; a Refusal as the StoreError that says what it means to callers."""
-    if not isinstance(reply, Refusal):
+    """The reply; an ErrorReply becomes the matching StoreError."""
+    if not isinstance(reply, ErrorReply):
         return reply
     kind: type[StoreError] = StoreCorrupt
     if reply.code == "OOM" or "-OOM" in str(reply):
@@ -281,7 +288,7 @@ def translated(reply: Any) -> Any:
     return error
 
 
-def _unless_none_was_reached(answers: list[Any]) -> list[Any]:
+def _raise_if_none_reached(answers: list[Any]) -> list[Any]:
     if answers and all(isinstance(answer, StoreUnavailable) for answer in answers):
         raise answers[0]
     return answers

@@ -1,12 +1,12 @@
-"""Mirror: the records that were asked for lately, kept true by the servers' own push.
+"""Mirror: a cache of recently read records that the servers' pushes keep true.
 
-What was read stays known until the server says that it changed; "there is nothing" does so too,
-but for a second at most. One lane (`lane.py`) for each server that holds keys; what a lost lane had
-read is forgotten, and so is everything when keys moved to other servers. All methods on one asyncio
+A cached record is valid until the server reports a change; an absent key for at most a second.
+There is one tracked connection (`lane.py`) for each server that holds keys. What a lost connection
+had read is dropped, and everything when keys moved to other servers. All methods run on one asyncio
 loop's thread.
 
-Only a reading aid: a mirror that is wrong for a moment costs a miss or a fetch that fails, for
-nodes check what they are asked for.
+The mirror only saves reads. A wrong entry costs a miss or a failed fetch, since nodes verify what
+is requested from them.
 """
 
 import contextlib
@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 from store import layout, record_fields
 from store.base import Found
-from store.connection import Command, Refusal, hgetall
+from store.connection import Command, ErrorReply, hgetall
 from store.entries import Entries, Entry, Forgotten
 from store.errors import StoreError, StoreUnavailable
-from store.lane import Lane
+from store.lane import TrackedConnection
 from store.link import fields_of
 from store.topology import Standalone, Topology
 from store.watches import Watches
@@ -33,23 +33,27 @@ if TYPE_CHECKING:
     from store.dialled import Endpoint
 
 ENTRIES_MAX = 200_000
-"""About 2 KB each. Past it the entries that were read longest ago are forgotten."""
+"""About 2 KB each. Above it, the entries that were read longest ago are dropped."""
 AGE_SECONDS_MAX = 60.0
-"""No entry is believed longer: a bound on what a push that never came could do."""
+"""No entry is used longer: bounds the effect of a lost push."""
 RECHECK_SECONDS = 1.0
-"""How often the topology is looked at: a slot that moved is noticed so late at the latest."""
+"""How often the topology is checked: a moved slot is noticed at most so late."""
 FORGOTTEN_SECONDS = 10.0
-"""How long it is remembered what was to be forgotten: longer than a reading is under way."""
-_PASSING = frozenset(["ASK", "TRYAGAIN"])
-"""Refusals while a slot is on its way: the server is right, and the map too."""
+"""How long a `forget` is remembered: longer than any read is in flight."""
+_SLOT_MOVING = frozenset(["ASK", "TRYAGAIN"])
+"""Errors while a slot moves: neither the server nor the slot map is wrong."""
 
-Answer = Callable[[list[Found]], None]
+OnFound = Callable[[list[Found]], None]
 _Group = Sequence[tuple[int, bytes]]
-"""What one lane is asked: positions in the question, and names of keys."""
+"""One connection's part of a read: positions in the request, and names of keys."""
 
 
 class Mirror:
-    """`close` stops it; the topology belongs to the store and stays open."""
+    """`close` stops it. The topology belongs to the store and stays open.
+
+    `dialler` runs the blocking calls: connecting, and checks of the topology. `forgotten` is called
+    when entries with a `verdict` are dropped (see `store.entries`).
+    """
 
     def __init__(
         self,
@@ -66,28 +70,32 @@ class Mirror:
         self._dialler = dialler
         self._age_seconds_max = age_seconds_max
         self._entries = Entries(entries_max, forgotten)
-        self._lanes: dict[Endpoint, Lane] = {}
+        self._connections: dict[Endpoint, TrackedConnection] = {}
         self._forgotten_at: dict[bytes, float] = {}
-        """What was asked for before then, and is answered after it, is not kept."""
-        self._watches = Watches(loop, self._lane_for, self.take_in, self._tell)
+        """When a key was forgotten. Replies to reads that were sent before that are not cached."""
+        self._watches = Watches(loop, self._connection_for, self.cache_reply, self._call)
         self._failovers = topology.failovers()
         self._rechecking = False
         self._closed = False
         self.pushes = 0
-        """Invalidations received, for people."""
+        """Invalidations received, as a counter for people."""
         self._ticker = loop.call_later(RECHECK_SECONDS, self._tick)
-        self._recheck()  # so that the first question finds it known who holds what
+        self._recheck()  # loads the slot map before the first read needs it
 
     def entries(self, namespace: str) -> Mapping[str, Entry]:
-        """What is known of a namespace, each until its `until`. Look, and do not keep it."""
+        """The cached entries of a namespace, each valid until its `until`. Do not keep it."""
         return self._entries.of(namespace)
 
     @property
     def size(self) -> int:
         return len(self._entries)
 
-    def ask(self, namespace: str, keys: Sequence[str], answer: Answer) -> None:
-        """The records of `keys`, in their order; at once where all are known."""
+    def ask(self, namespace: str, keys: Sequence[str], on_found: OnFound) -> None:
+        """Call `on_found` with the records of `keys`, in their order; at once if all are cached.
+
+        It ends within the call timeout. A key whose server was not reached has StoreUnavailable as
+        its result.
+        """
         entries, now = self.entries(namespace), self._loop.time()
         found: list[Found] = []
         missing: list[int] = []
@@ -97,138 +105,161 @@ class Mirror:
             if entry is None or entry.until < now:
                 missing.append(index)
         if missing:
-            self._read(_Reading(namespace, keys, found, answer, now), missing)
+            self._read(_PendingRead(namespace, keys, found, on_found, now), missing)
         else:
-            answer(found)
+            on_found(found)
 
     def forget(self, namespace: str, key: str) -> None:
-        """Read the key anew when it is asked for: another connection has told something newer, and
-        was quicker than the push."""
+        """Drop a key, so that its next read goes to the server.
+
+        For a caller that learned of a newer state over another connection, before the push arrived.
+        """
         name = layout.record(namespace, key).encode()
         self._entries.drop(name)
         self._forgotten_at[name] = self._loop.time()
 
     def watch(self, namespace: str, key: str, notify: Callable[[], None]) -> Callable[[], None]:
-        """Call `notify` once what is known now is known, and after each change; until cancelled.
+        """Call `notify` when the key's current state is known, and after each change.
 
-        A change of the record or of the claim; not as long as there is a claim and no record. It is
-        called when the next change can no longer be missed, so what is read or claimed in it, or
-        later, is enough. Returns the cancellation.
+        Returns a function that cancels the watch. A change is one of the record or of the claim.
+        While there is a claim and no record, `notify` is not called. It is called only after the
+        next change can no longer be missed, so a read or a claim inside `notify`, or later, sees
+        the current state.
         """
         return self._watches.add(namespace, key, notify)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Drop all connections. Pending reads end with StoreUnavailable. Idempotent."""
         self._closed = True
         self._ticker.cancel()
         self._watches.close()
-        for lane in self._lanes.values():
-            lane.close(StoreUnavailable("the mirror is closed"))
+        for connection in self._connections.values():
+            connection.close(StoreUnavailable("the mirror is closed"))
 
     def now(self) -> float:
-        """What `take_in` goes by: when something was asked."""
+        """When a request is sent, as `cache_reply` needs it: seconds of the loop's clock."""
         return self._loop.time()
 
     def send(
-        self, name: bytes, command: Command, answer: Callable[[Lane | None, Any], None]
+        self,
+        name: bytes,
+        command: Command,
+        on_reply: Callable[[TrackedConnection | None, Any], None],
     ) -> None:
-        """Put a command on the lane of the key `name` of Redis. `answer` is told the lane and the
-        reply, which may be a Refusal; or StoreUnavailable, and no lane where none was known."""
+        """Send a command over the tracked connection of the Redis key `name`.
+
+        `on_reply` gets the connection and the reply, which may be an ErrorReply or
+        StoreUnavailable. The connection is None if the key's server is not known.
+        """
         try:
-            lane = self._lane_for(name)
+            connection = self._connection_for(name)
         except StoreUnavailable as error:
-            answer(None, error)
+            on_reply(None, error)
             return
         replies: list[Any] = []
 
         def done(error: StoreError | None) -> None:
             unknown = StoreUnavailable(str(error))
-            self._tell(answer, lane, replies[0] if replies else unknown)
+            self._call(on_reply, connection, replies[0] if replies else unknown)
 
-        lane.ask([command], lambda _, reply: replies.append(reply), done)
+        connection.request([command], lambda _, reply: replies.append(reply), done)
 
-    # -- reading
+    # -- reads
 
-    def _read(self, reading: "_Reading", indexes: Sequence[int]) -> None:
-        groups: dict[Lane, list[tuple[int, bytes]]] = {}
+    def _read(self, pending: "_PendingRead", indexes: Sequence[int]) -> None:
+        groups: dict[TrackedConnection, list[tuple[int, bytes]]] = {}
         for index in indexes:
-            name = layout.record(reading.namespace, reading.keys[index]).encode()
+            name = layout.record(pending.namespace, pending.keys[index]).encode()
             try:
-                lane = self._lane_for(name)
+                connection = self._connection_for(name)
             except StoreUnavailable as error:
-                reading.found[index] = error
+                pending.found[index] = error
             else:
-                groups.setdefault(lane, []).append((index, name))
-        reading.left = len(groups)
-        for lane, group in groups.items():
+                groups.setdefault(connection, []).append((index, name))
+        pending.left = len(groups)
+        for connection, group in groups.items():
             commands = [hgetall(name) for _, name in group]
-            each = partial(self._read_one, lane, reading, group)
-            lane.ask(commands, each, partial(self._read_all, reading, group))
+            each = partial(self._read_one, connection, pending, group)
+            connection.request(commands, each, partial(self._read_all, pending, group))
         if not groups:
-            self._tell(reading.answer, reading.found)
+            self._call(pending.on_found, pending.found)
 
     def _read_one(
-        self, lane: Lane, reading: "_Reading", group: _Group, at: int, reply: Any
+        self,
+        connection: TrackedConnection,
+        pending: "_PendingRead",
+        group: _Group,
+        at: int,
+        reply: Any,
     ) -> None:
         index, name = group[at]
-        key = reading.keys[index]
-        address = (reading.namespace, key)
-        reading.found[index] = self.take_in(lane, name, address, reply, reading.asked_at)
+        key = pending.keys[index]
+        address = (pending.namespace, key)
+        pending.found[index] = self.cache_reply(connection, name, address, reply, pending.sent_at)
 
-    def _read_all(self, reading: "_Reading", group: _Group, error: StoreError | None) -> None:
+    def _read_all(self, pending: "_PendingRead", group: _Group, error: StoreError | None) -> None:
         if error is not None:
             unknown = StoreUnavailable(str(error))
             for index, _ in group:
-                reading.found[index] = unknown
-        reading.left -= 1
-        if not reading.left:
-            self._tell(reading.answer, reading.found)
+                pending.found[index] = unknown
+        pending.left -= 1
+        if not pending.left:
+            self._call(pending.on_found, pending.found)
 
-    def take_in(
-        self, lane: Lane, name: bytes, address: tuple[str, str], reply: Any, asked_at: float
+    def cache_reply(
+        self,
+        connection: TrackedConnection,
+        name: bytes,
+        address: tuple[str, str],
+        reply: Any,
+        sent_at: float,
     ) -> Found:
-        """What a reply says of a key; remembered, unless it says that somebody else knows."""
-        if isinstance(reply, Refusal) and reply.code != "WRONGTYPE":
-            self.refused(lane, reply)
-            return StoreUnavailable(f"store {lane.server.endpoint}: {reply}")
+        """Parse and cache the reply to HGETALL `name`, sent at `sent_at`.
+
+        Returns the record or None. An error reply, other than for a foreign type, is not cached and
+        returned as StoreUnavailable.
+        """
+        if isinstance(reply, ErrorReply) and reply.code != "WRONGTYPE":
+            self.refused(connection, reply)
+            return StoreUnavailable(f"store {connection.server.endpoint}: {reply}")
         record = record_fields.read_record(*address, fields_of(reply))
-        if self._forgotten_at.get(name, -math.inf) < asked_at:
-            self._entries.put(name, *address, lane, record, self._loop.time())
+        if self._forgotten_at.get(name, -math.inf) < sent_at:
+            self._entries.put(name, *address, connection, record, self._loop.time())
         return record
 
-    def refused(self, lane: Lane, refusal: Refusal) -> None:
-        """A server refused a command: perhaps another one is to be asked from now on."""
-        if refusal.code not in _PASSING:
-            self._topology.doubt(lane.server)
+    def refused(self, connection: TrackedConnection, error: ErrorReply) -> None:
+        """Check the topology after an error reply, unless it says that a slot is moving."""
+        if error.code not in _SLOT_MOVING:
+            self._topology.suspect(connection.server)
             self._recheck()
 
-    def _tell(self, callback: Callable[..., None], *arguments: object) -> None:
-        """Call somebody else's code: what is wrong with it must not end the lane's own reading."""
+    def _call(self, callback: Callable[..., None], *arguments: object) -> None:
+        """Run a callback. Its exception must not end the read loop of the connection."""
         try:
             callback(*arguments)
         except Exception as error:  # noqa: BLE001
-            context = {"message": "told by the mirror, it failed", "exception": error}
+            context = {"message": "a callback of the mirror failed", "exception": error}
             self._loop.call_exception_handler(context)
 
-    # -- what servers say unasked
+    # -- pushes
 
-    def _invalidated(self, lane: Lane, names: Sequence[bytes] | None) -> None:
+    def _invalidated(self, connection: TrackedConnection, names: Sequence[bytes] | None) -> None:
         self.pushes += 1
         if names is None:
-            self._forget_all(lane)
+            self._forget_all(connection)
             return
         for name in names:
             self._entries.drop(name)
             self._watches.changed(name)
 
-    def _forget_all(self, lane: Lane) -> None:
-        """All that `lane` had read; what is watched there is read again, now or soon."""
-        self._entries.drop_all(lane)
-        self._watches.lost(lane)
+    def _forget_all(self, connection: TrackedConnection) -> None:
+        """Drop all that `connection` had read. What is watched there is read again, now or soon."""
+        self._entries.drop_all(connection)
+        self._watches.lost(connection)
 
     # -- servers
 
-    def _lane_for(self, name: bytes) -> Lane:
+    def _connection_for(self, name: bytes) -> TrackedConnection:
         if self._closed:
             raise StoreUnavailable("the mirror is closed")
         try:
@@ -236,26 +267,26 @@ class Mirror:
         except StoreUnavailable:
             self._recheck()
             raise
-        lane = self._lanes.get(server.endpoint)
-        if lane is None:
-            lane = Lane(
+        connection = self._connections.get(server.endpoint)
+        if connection is None:
+            connection = TrackedConnection(
                 self._loop,
                 self._dialler,
                 server,
                 invalidated=self._invalidated,
                 lost=self._forget_all,
             )
-            self._lanes[server.endpoint] = lane
-        return lane
+            self._connections[server.endpoint] = connection
+        return connection
 
     def _tick(self) -> None:
-        """Once a second: forget what is too old, and see whether keys or servers have gone."""
+        """Once a second: drop old entries, probe the connections, check the topology."""
         self._ticker = self._loop.call_later(RECHECK_SECONDS, self._tick)
         self._forget_old()
         bound = self._loop.time() - FORGOTTEN_SECONDS
         self._forgotten_at = {name: at for name, at in self._forgotten_at.items() if at > bound}
-        for lane in tuple(self._lanes.values()):
-            lane.probe()
+        for connection in tuple(self._connections.values()):
+            connection.probe()
         self._recheck()
 
     def _forget_old(self) -> None:
@@ -263,35 +294,35 @@ class Mirror:
             self._loop.call_soon(self._forget_old)
 
     def _recheck(self) -> None:
-        """Look at the topology on another thread, unless that is under way."""
+        """Check the topology on another thread, unless a check is in flight."""
         if not (self._rechecking or self._closed or isinstance(self._topology, Standalone)):
             self._rechecking = True
             checked = self._dialler.submit(self._topology.recheck)
             checked.add_done_callback(self._rechecked_elsewhere)
 
     def _rechecked_elsewhere(self, checked: "Future[None]") -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is gone, and so are we
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nothing left to do
             self._loop.call_soon_threadsafe(self._rechecked)
 
     def _rechecked(self) -> None:
-        """Forget everything where servers took over from each other, or slots moved."""
+        """Drop everything after a failover, or after slots moved."""
         self._rechecking = False
         failovers = self._topology.failovers()
         if failovers == self._failovers or self._closed:
             return
         self._failovers = failovers
-        lanes, self._lanes = self._lanes, {}
-        for lane in lanes.values():
-            lane.close(StoreUnavailable("keys have moved to other servers"))
+        connections, self._connections = self._connections, {}
+        for connection in connections.values():
+            connection.close(StoreUnavailable("keys have moved to other servers"))
 
 
 @dataclass(slots=True, eq=False)
-class _Reading:
-    """One `ask` under way, over one lane or more."""
+class _PendingRead:
+    """One `ask` in flight, over one connection or more."""
 
     namespace: str
     keys: Sequence[str]
     found: list[Found]
-    answer: Answer
-    asked_at: float
+    on_found: OnFound
+    sent_at: float
     left: int = 0

@@ -1,7 +1,7 @@
-"""Claims by way of a mirror's connections: asked for and given back without a thread or a wait.
+"""Claims over the mirror's tracked connections: acquired and released without a thread.
 
-On the mirror's lanes, in whose order they take effect. The script that decides a claim reads the
-record as well; what it reads is tracked, so the mirror knows it from then on.
+The commands take effect in the order of the connection. The claim script also reads the record.
+That read is tracked, so the mirror caches it.
 """
 
 from collections.abc import Callable
@@ -10,20 +10,22 @@ from typing import Any
 from store import layout
 from store.answers import ClaimAnswer, Claiming, Releasing
 from store.calls import claim_answer, claim_call, release_call
-from store.connection import Refusal
+from store.connection import ErrorReply
 from store.errors import StoreCorrupt, StoreError, StoreRefused
-from store.lane import Lane
+from store.lane import TrackedConnection
 from store.link import Call, Script, translated
 from store.mirror import Mirror
 from store.record import check_namespace, check_token
 
-Heard = Callable[[Lane | None, Any], None]
+OnReply = Callable[[TrackedConnection | None, Any], None]
 
 
 class MirrorClaims:
-    """All methods, and all answers, on the mirror's loop; an answer maybe before they return.
+    """All methods and callbacks run on the mirror's loop; a callback may run before the method
+    returns.
 
-    Whoever is pointed elsewhere (a slot has moved) hears StoreRefused: the store itself follows.
+    If a slot has moved, the result is StoreRefused: this class does not follow redirections, but
+    the store does.
     """
 
     def __init__(self, mirror: Mirror, claim: Script, release: Script) -> None:
@@ -32,45 +34,45 @@ class MirrorClaims:
         self._release = release
 
     def claim(self, claiming: Claiming, answer: Callable[[ClaimAnswer | StoreError], None]) -> None:
-        """As MetadataStore.claim."""
+        """As MetadataStore.claim, without waiting."""
         check_namespace(claiming.namespace)
         check_token(claiming.token)
         address = (claiming.namespace, claiming.key)
-        asked_at = self._mirror.now()
+        sent_at = self._mirror.now()
 
-        def heard(lane: Lane | None, reply: Any) -> None:
-            if lane is None or isinstance(reply, StoreError):
+        def on_reply(connection: TrackedConnection | None, reply: Any) -> None:
+            if connection is None or isinstance(reply, StoreError):
                 answer(reply)
                 return
             record = layout.record(*address).encode()
-            self._mirror.take_in(lane, record, address, reply[-1], asked_at)
+            self._mirror.cache_reply(connection, record, address, reply[-1], sent_at)
             answer(claim_answer(claiming, reply))
 
-        self._run(self._claim, claim_call(claiming), heard)
+        self._run(self._claim, claim_call(claiming), on_reply)
 
     def release(self, releasing: Releasing, answer: Callable[[bool | StoreError], None]) -> None:
-        """As MetadataStore.release_many, of one."""
+        """As MetadataStore.release_many of one claim, without waiting."""
         check_namespace(releasing.namespace)
         self._run(self._release, release_call(releasing), lambda _, reply: answer(_released(reply)))
 
-    def _run(self, script: Script, call: Call, heard: Heard) -> None:
-        """`heard` gets the lane and the answer, or a StoreError."""
-        name = call[0][0].encode()  # all keys of a call lie on one server
+    def _run(self, script: Script, call: Call, on_reply: OnReply) -> None:
+        """`on_reply` gets the connection and the script's result, or None and a StoreError."""
+        name = call[0][0].encode()  # all keys of a call are on one server
 
-        def answered(lane: Lane | None, reply: Any) -> None:
-            if isinstance(reply, Refusal) and reply.code == "NOSCRIPT":
-                # Once after each start of a server.
+        def answered(connection: TrackedConnection | None, reply: Any) -> None:
+            if isinstance(reply, ErrorReply) and reply.code == "NOSCRIPT":
+                # Happens once after each start of a server.
                 self._mirror.send(name, script.by_text(call), answered)
                 return
             found = translated(reply)
-            if lane is not None and isinstance(found, StoreRefused):
-                self._mirror.refused(lane, reply)
-            heard(lane, found)
+            if connection is not None and isinstance(found, StoreRefused):
+                self._mirror.refused(connection, reply)
+            on_reply(connection, found)
 
         self._mirror.send(name, script.by_digest(call), answered)
 
 
 def _released(answer: Any) -> bool | StoreError:
     if isinstance(answer, StoreCorrupt) and answer.wrong_type:
-        return False  # what stands there is somebody else's
+        return False  # a foreign value: not our claim
     return answer if isinstance(answer, StoreError) else bool(answer == 1)

@@ -1,7 +1,7 @@
-"""What the store says of one key: shape and type of the tensor, and which nodes hold it.
+"""The record of a key: dtype and shape of the tensor, and the nodes that hold it.
 
-Plain values, used by every layer above. They know neither Redis nor sockets. Named tuples, for a
-look-up makes many of them, and a frozen dataclass takes four times as long to make.
+Plain values, used by every layer above, independent of Redis and of sockets. They are named tuples
+because a look-up creates many of them: creating a frozen dataclass takes four times as long.
 """
 
 import re
@@ -9,24 +9,27 @@ from contextlib import suppress
 from typing import NamedTuple
 
 LOCATIONS_MAX = 4
-"""Nodes named in one record. More copies bring a reader nothing and make the record grow."""
+"""Nodes in one record. More copies do not help a reader and make the record larger."""
 
 POOLS_MAX = 16
-"""Pools that a node names: one for each of its processes that have a device."""
+"""Pools in a node's description: one for each of its processes that have a device."""
 
 SAFE_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}\Z")
-"""Node ids and namespaces: they stand in key names and before colons, so no other characters."""
+"""Node ids and namespaces. They are parts of key names and come before colons, so no other
+characters are allowed.
+"""
 
 DEVICE = re.compile(r"[ -~]{1,12}\Z")
-"""Name of what computed something. Each record holds one, so it is short: with more, a record of 3
-copies takes more than 600 bytes of a Redis 7.0."""
+"""Name of the hardware that computed a tensor. Each record holds one, so it is short: with a longer
+one a record with 3 copies takes more than 600 bytes in Redis 7.0.
+"""
 
 _BOOT = re.compile(r"[A-Za-z0-9]{1,24}\Z")
 _LOCATION = re.compile(r"([A-Za-z0-9]{1,24}):([1-9][0-9]{0,15}):([0-9a-f]{16})\Z")
 _POOL = re.compile(r"(gloo|nccl):([0-9a-f]{8}):([0-9]{1,5}):([0-9a-f]{12})\Z")
 _DEVICE = re.compile(rf"([1-9][0-9]{{0,15}}):{_POOL.pattern}")
 _POOLS_BYTES_MAX = 4096
-_GENERATION_LIMIT = 2**53  # Lua has only doubles; above this two generations would look alike
+_GENERATION_LIMIT = 2**53  # Lua numbers are doubles: above this, two generations compare equal
 _CHECKSUM_LIMIT = 2**64
 _NBYTES_LIMIT = 2**63
 
@@ -34,9 +37,9 @@ _NBYTES_LIMIT = 2**63
 class Location(NamedTuple):
     """One copy of a key's bytes.
 
-    `boot` changes with every start of the node and `generation` with every insert, so a location
-    that has gone stale is recognised by the node it names. Two copies may differ in checksum: two
-    devices may encode the same image to slightly different bytes.
+    `boot` changes with every start of the node and `generation` with every insert, so the node that
+    it names can recognise a stale location. Copies may differ in checksum: two devices may encode
+    one image to slightly different bytes.
     """
 
     node: str
@@ -46,17 +49,19 @@ class Location(NamedTuple):
 
     @property
     def text(self) -> str:
-        """At most 64 bytes: beyond that the server gives up its compact form of the record."""
+        """The stored form. At most 64 bytes: with more, the server abandons the record's compact
+        encoding.
+        """
         return f"{self.boot}:{self.generation}:{self.checksum:016x}"
 
     @property
     def is_offer(self) -> bool:
-        """Whether the node has no room for the bytes as yet: a hand-off to be taken, not read."""
+        """Whether the bytes wait for admission: the hand-off can be taken, but not read."""
         return self.checksum == 0
 
     @classmethod
     def parse(cls, node: str, text: str) -> "Location":
-        """The reverse of `text`; `node` is taken as it is. Raises ValueError for anything else."""
+        """The reverse of `text`; `node` is not checked. Raises ValueError for other text."""
         match = _LOCATION.match(text)
         if not match:
             raise ValueError("not a location")
@@ -76,46 +81,49 @@ class Location(NamedTuple):
 
 
 class DeviceLocation(NamedTuple):
-    """The bytes of a node's copy, as a process of that node also has them on its device.
+    """The same bytes as a node's copy, on the device of one of that node's processes.
 
-    A process that has a device of its own may take them from there, by a lane of that `kind`. It
-    goes with the copy beside which it stands, and with the process: `pool` is drawn anew by each,
-    `mark` is the pool's number for the entry, so one that has gone stale is recognised.
+    A process with a device of its own may read them over a lane of that `kind`. The entry is valid
+    while both the copy and the process exist. Each process draws a random `pool`, and `mark` is the
+    pool's number for the entry, so a stale entry is recognised.
     """
 
     node: str
     mark: int
     kind: str
-    """gloo or nccl: what moves the bytes."""
+    """gloo or nccl: what transfers the bytes."""
     library: str
-    """Eight hex digits that tell versions apart which cannot talk to each other."""
+    """Eight hex digits that distinguish incompatible library versions."""
     port: int
-    """Of the pool, on the host of the node's endpoint."""
+    """Port of the pool, on the host of the node's endpoint."""
     pool: str
 
     @property
     def text(self) -> str:
-        """At most 64 bytes, as a location's."""
+        """The stored form. At most 64 bytes, like that of a Location."""
         return f"{self.mark}:{self.kind}:{self.library}:{self.port}:{self.pool}"
 
     @classmethod
     def parse(cls, node: str, text: str) -> "DeviceLocation":
-        """The reverse of `text`. Raises ValueError for anything else."""
+        """The reverse of `text`. Raises ValueError for other text."""
         match = _DEVICE.match(text)
         if not match:
-            raise ValueError("not a location on a device")
+            raise ValueError("not a device location")
         mark, kind, library, port, pool = match.groups()
         return cls(node, int(mark), kind, library, int(port), pool)
 
     def check(self) -> None:
         """Raise ValueError unless the store may hold this location."""
         if not SAFE_NAME.match(self.node) or not 1 <= self.port <= 65535:
-            raise ValueError("a location on a device has a node and a port")
+            raise ValueError(
+                f"device location of node {self.node!r}, port {self.port}: a node id of 1 to 128 "
+                "of A-Z a-z 0-9 . _ - and a port of 1 to 65535 are required"
+            )
         self.parse(self.node, self.text)
 
 
 class PoolEndpoint(NamedTuple):
-    """Where a process of a node lets others take from its pool; see `DeviceLocation`."""
+    """Where a process of a node serves its device pool to others; see `DeviceLocation`."""
 
     kind: str
     library: str
@@ -128,17 +136,19 @@ class PoolEndpoint(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "PoolEndpoint":
-        """The reverse of `text`. Raises ValueError for anything else."""
+        """The reverse of `text`. Raises ValueError for other text."""
         match = _POOL.match(text)
         if not match or not 1 <= int(match[3]) <= 65535:
-            raise ValueError("not the endpoint of a pool")
+            raise ValueError("not a pool endpoint")
         kind, library, port, pool = match.groups()
         return cls(kind, library, int(port), pool)
 
     @classmethod
     def parse_all(cls, value: bytes) -> "tuple[PoolEndpoint, ...]":
-        """Those that a node names, with spaces between them. What is none that we know is passed
-        over: a newer version may have others."""
+        """The pools in a node's description, separated by spaces.
+
+        Unknown forms are skipped: a newer version may add some.
+        """
         pools = []
         for text in value[:_POOLS_BYTES_MAX].decode("ascii", "replace").split():
             with suppress(ValueError):
@@ -158,38 +168,41 @@ class Record(NamedTuple):
     created: float
     locations: tuple[Location, ...] = ()
     devices: tuple[DeviceLocation, ...] = ()
-    """At most one beside each of `locations`, of the same node."""
+    """At most one for each of `locations`, of the same node."""
     device: str = ""
-    """On what the first publisher computed the bytes, such as cpu or H200, for people only; empty
-    where nobody said."""
+    """Hardware on which the first publisher computed the bytes, such as cpu or H200. For people
+    only; empty if unknown.
+    """
 
     def check(self) -> None:
         """Raise ValueError unless the store may hold this record."""
         check_namespace(self.namespace)
         if not self.key:
-            raise ValueError("an empty key cannot be published")
+            raise ValueError("the key is empty: at least one character is required")
         if self.kind not in ("tensor", "none"):
             raise ValueError(f"kind {self.kind!r}: 'tensor' and 'none' are allowed")
         if any(dimension < 0 for dimension in self.shape):
-            raise ValueError(f"shape {self.shape}: a dimension is negative")
+            raise ValueError(f"shape {self.shape}: dimensions of 0 or more are allowed")
         if not 0 <= self.nbytes < _NBYTES_LIMIT:
             raise ValueError(f"nbytes {self.nbytes}: 0 to 2**63 - 1 are allowed")
         if self.device and not DEVICE.match(self.device):
-            raise ValueError(f"device {self.device!r}: 1 to 12 printable ASCII characters")
+            raise ValueError(
+                f"device {self.device!r}: 1 to 12 printable ASCII characters are allowed"
+            )
 
 
 def check_namespace(namespace: str) -> None:
-    """Raise ValueError for a text that cannot be a namespace."""
+    """Raise ValueError if the text is no valid namespace."""
     if not SAFE_NAME.match(namespace):
         raise ValueError(f"namespace {namespace!r}: 1 to 128 of A-Z a-z 0-9 . _ - are allowed")
 
 
 def check_node(node: str, boot: str) -> None:
-    """Raise ValueError for what cannot be the id of a node and of its boot."""
+    """Raise ValueError if the texts are no valid node id and boot id."""
     Location(node, boot, 1, 0).check()
 
 
 def check_token(token: str) -> None:
-    """Raise ValueError for a text that cannot be the token of a claim."""
+    """Raise ValueError if the text is no valid token of a claim."""
     if not SAFE_NAME.match(token):
-        raise ValueError("the token of a claim is 1 to 128 of A-Z a-z 0-9 . _ -")
+        raise ValueError("token of a claim: 1 to 128 of A-Z a-z 0-9 . _ - are allowed")

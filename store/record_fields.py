@@ -1,6 +1,6 @@
-"""How a record is written in its HASH: fields, and what becomes of what is garbled.
+"""The fields of a record's HASH: how they are written, read and validated.
 
-Pure. Part of the contract of `layout`, which names the keys.
+Pure functions. They belong to the contract of `layout`, which names the keys.
 """
 
 import re
@@ -15,16 +15,16 @@ from store.record import DEVICE, SAFE_NAME, DeviceLocation, Location, Record
 _RECORD_NAME = re.compile(rb"lb:rec:([A-Za-z0-9._-]{1,128}):\{([^{}]+)\}\Z")
 _SHAPE = re.compile(rb"\[(\d+(?:,\d+)*)?\]\Z")
 _DIMENSIONS_MAX = 16
-_CREATED_LIMIT = 1e11  # seconds, the year 5138: what is later no calendar can show
+_CREATED_LIMIT = 1e11  # seconds since 1970, the year 5138: later times have no calendar date
 _DESCRIPTION = frozenset(
     [b"v", b"key", b"dtype", b"shape", b"nbytes", b"kind", b"created", b"device"]
 )
-"""The fields of a record beside its locations: passed over without a call for each."""
+"""A record's fields other than its locations. Skipped without a function call for each."""
 _KINDS = {b"tensor": "tensor", b"none": "none"}
 
 
 def identity_fields(record: Record) -> list[str | int | bytes]:
-    """Fields and values, alternating, that two publishers of one key have to agree on."""
+    """Fields and values, alternating, in which two publishers of one key must agree."""
     shape = f"[{','.join(map(str, record.shape))}]"
     key = key_field(record.key)
     return [
@@ -34,22 +34,22 @@ def identity_fields(record: Record) -> list[str | int | bytes]:
 
 
 def read_record(namespace: str, key: str, fields: Mapping[bytes, bytes]) -> Record | None:
-    """The record in the HASH of `key`; None where it is absent, garbled, or another key's.
+    """Parse the HASH of `key`. None if it is absent, garbled, or another key's.
 
-    Garbled is a miss and no error: nobody who looks a key up could do anything about it.
+    A garbled record is a miss and no error: a reader could not repair it.
     """
     try:
         if not fields or fields[b"v"] != b"1":
             return None
         raw = key_field(key)
         if raw and fields[b"key"] != raw:
-            return None  # hashes that collide
+            return None  # another key with the same hash
         locations, devices = _read_locations(fields)
         if not locations:
-            return None  # nobody to fetch from; withdraw never leaves such a record behind
+            return None  # no node to fetch from; withdraw never leaves such a record
         tensor = fields[b"dtype"], fields[b"shape"], fields[b"nbytes"], fields[b"kind"]
         created = float(fields[b"created"])
-        if not 0 <= created < _CREATED_LIMIT:  # nor is NaN
+        if not 0 <= created < _CREATED_LIMIT:  # rejects NaN too
             return None
         device = _read_device(fields.get(b"device", b""))
         return Record(namespace, key, *_read_tensor(*tensor), created, locations, devices, device)
@@ -58,7 +58,7 @@ def read_record(namespace: str, key: str, fields: Mapping[bytes, bytes]) -> Reco
 
 
 def read_named_record(name: bytes, fields: Mapping[bytes, bytes]) -> Record | None:
-    """The record in a HASH that was found by its name, as by a walk; None likewise."""
+    """Parse a HASH that a scan found under `name`. None in the same cases as `read_record`."""
     match = _RECORD_NAME.match(name)
     if not match:
         return None
@@ -72,11 +72,11 @@ def read_named_record(name: bytes, fields: Mapping[bytes, bytes]) -> Record | No
 
 
 def unreadable(name: bytes, fields: Mapping[bytes, bytes]) -> str:
-    """Why readers of this version miss what is in the HASH `name`; empty where they do not."""
+    """Why readers of this version miss the HASH `name`; empty if they can read it."""
     version = fields.get(b"v", b"").decode("utf-8", "replace")
     if version != layout.VERSION:
-        return f"of version {version}" if version else "without a version: no node wrote it"
-    return "" if read_named_record(name, fields) else "garbled, without a copy, or misnamed"
+        return f"of version {version}" if version else "without a version: not written by a node"
+    return "" if read_named_record(name, fields) else "garbled, without a location, or misnamed"
 
 
 def _read_locations(
@@ -91,19 +91,19 @@ def _read_locations(
             elif kind == b"on:":
                 devices.append(DeviceLocation.parse(node, fields[name].decode()))
         except ValueError:
-            continue  # one garbled copy is no reason to miss the others
+            continue  # a garbled location does not hide the others
     return tuple(locations), _beside(devices, locations) if devices else ()
 
 
 def _beside(devices: list[DeviceLocation], locations: list[Location]) -> tuple[DeviceLocation, ...]:
-    """Those that stand beside a location: what an older publisher leaves behind counts for none."""
+    """Those whose node has a location. Older publishers may leave a device location without one."""
     nodes = {location.node for location in locations}
     return tuple(device for device in devices if device.node in nodes)
 
 
 @lru_cache(maxsize=4096)  # a fleet has few nodes
 def _node_in(name: bytes) -> tuple[bytes, str]:
-    """What the field `name` holds, at: or on:, and of which node; nothing where something else."""
+    """Split the field `name` into its prefix, at: or on:, and the node; empty for another field."""
     kind, node = name[:3], name[3:].decode("ascii", "replace")
     return (kind, node) if kind in (b"at:", b"on:") and SAFE_NAME.match(node) else (b"", "")
 
@@ -117,7 +117,7 @@ def _read_tensor(
 
 @lru_cache(maxsize=1024)  # a fleet has few kinds of devices
 def _read_device(value: bytes) -> str:
-    """Empty where it is garbled: nothing depends on it."""
+    """Empty if garbled: no decision depends on it."""
     text = value.decode("ascii", "replace")
     return text if DEVICE.match(text) else ""
 

@@ -1,7 +1,7 @@
-"""RedisStore: the contract on Redis (7.0 or newer) or Valkey: one server, Sentinel or a cluster.
+"""RedisStore: the contract on Redis (7.0 or newer) or Valkey: standalone, Sentinel or Cluster.
 
-Every write is a script or a single command on keys that share a hash tag, so that a cluster needs
-no other code. Runs in whatever thread calls. Knows key names only through store.layout.
+Every write is a script or a single command on keys that share a hash tag, so a cluster needs no
+other code. Runs on the caller's thread. Key names come from store.layout only.
 """
 
 import time
@@ -49,7 +49,7 @@ _PAGE = 1000  # keys in one round trip: about a millisecond of the server's time
 class RedisStore(MetadataStore):
     """See MetadataStore.
 
-    The first script after a start of the server takes a second round trip.
+    After a restart of the server, the first run of each script takes a second round trip.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class RedisStore(MetadataStore):
         for one in withdrawings:
             check_namespace(one.namespace)
         answers = self._link.run_many(self._withdraw, list(map(calls.withdraw_call, withdrawings)))
-        return list(map(calls.done, answers))
+        return list(map(calls.removed, answers))
 
     def claim(
         self,
@@ -121,12 +121,12 @@ class RedisStore(MetadataStore):
         for one in releasings:
             check_namespace(one.namespace)
         answers = self._link.run_many(self._release, list(map(calls.release_call, releasings)))
-        return list(map(calls.done, answers))
+        return list(map(calls.removed, answers))
 
     def beat(self, node: str, boot: str, sequence: int, *, replacing: Beat | None = None) -> bool:
         check_node(node, boot)
         replaced = f"{replacing.boot}:{replacing.sequence}" if replacing else ""
-        with _named(layout.NODES):
+        with _naming_key(layout.NODES):
             answer = self._link.run(self._beat, (layout.NODES,), (node, boot, sequence, replaced))
         taken = layout.read_beat(answer) if isinstance(answer, bytes) else None
         if taken is not None:
@@ -135,9 +135,9 @@ class RedisStore(MetadataStore):
 
     def leave(self, node: str, boot: str, *, reason: str = "stopped") -> None:
         if self._link.run(self._leave, (layout.NODES,), (node, boot)) == 1:
-            # One command each: in a cluster these lie on different servers.
+            # Single commands: in a cluster these keys are on different servers.
             left = ("SET", layout.left(node), f"{reason}:{boot}", "EX", layout.LEFT_SECONDS)
-            with suppress(StoreFull):  # of the last one
+            with suppress(StoreFull):  # from the SET
                 self._link.batch(
                     [("UNLINK", layout.node(node)), ("UNLINK", layout.stats(node)), left]
                 )
@@ -151,7 +151,7 @@ class RedisStore(MetadataStore):
         info.check()
         name = layout.node(info.node)
         fields = layout.node_fields(info)
-        with _named(name):
+        with _naming_key(name):
             self._link.batch([("HSET", name, *fields), ("EXPIRE", name, layout.NODE_SECONDS)])
 
     def node_infos(self, nodes: Sequence[str]) -> dict[str, NodeInfo]:
@@ -171,7 +171,7 @@ class RedisStore(MetadataStore):
         if parts:
             fields = [text for pair in parts.items() for text in pair]
             name, life = layout.namespace(fingerprint), layout.NAMESPACE_SECONDS
-            with _named(name):
+            with _naming_key(name):
                 self._link.batch([("HSET", name, *fields), ("EXPIRE", name, life)])
 
     def namespaces(self) -> dict[str, dict[str, str]]:
@@ -233,7 +233,7 @@ class RedisStore(MetadataStore):
 
     def mark_invalid(self, namespace: str, at: float) -> None:
         check_namespace(namespace)
-        with _named(layout.INVALID):
+        with _naming_key(layout.INVALID):
             self._link.batch(
                 [
                     ("HSET", layout.INVALID, namespace, f"{at:.3f}"),
@@ -255,7 +255,7 @@ class RedisStore(MetadataStore):
                 self._clear,
                 [(pair, (f"{GoneReason.INVALIDATED}:", GONE_SECONDS)) for pair in pairs],
             )
-            count += sum(map(bool, map(calls.done, cleared)))
+            count += sum(map(bool, map(calls.removed, cleared)))
         return count
 
     def server_info(self) -> ServerInfo:
@@ -280,23 +280,23 @@ class RedisStore(MetadataStore):
         dialler: Executor,
         forgotten: Forgotten = lambda _: None,
     ) -> Mirror:
-        """A mirror of this store's records for `loop`, on whose thread this is called.
+        """A mirror of this store's records for `loop`. Call it on the loop's thread.
 
-        `dialler` is a thread or more, to connect on; `forgotten` see there. Close the mirror
-        before the store.
+        `dialler` is an executor for connecting. For `forgotten` see `store.entries.Forgotten`.
+        Close the mirror before the store.
         """
         return Mirror(loop, self._link.topology, dialler, forgotten)
 
     def mirror_claims(self, mirror: Mirror) -> MirrorClaims:
-        """Claims by the connections of this store's mirror, without a thread."""
+        """Claims over the connections of this store's mirror, without a thread."""
         return MirrorClaims(mirror, self._claim, self._release)
 
     def traces(self) -> Traces:
-        """What stands in the servers about single keys, for people."""
+        """Everything that the servers hold about single keys, for people."""
         return Traces(self._link)
 
     def inspection(self) -> Inspection:
-        """A closer look at the servers, for people."""
+        """Checks of the servers, for people."""
         return Inspection(self._link)
 
     def close(self) -> None:
@@ -305,29 +305,33 @@ class RedisStore(MetadataStore):
     def _add(
         self, script: Script, key: str, head: tuple[int, ...], counts: Mapping[str, int]
     ) -> None:
-        """Run a script that takes names and increments, in pages that do not hold the server."""
+        """Run a script with names and increments, in pages that do not block the server for
+        long.
+        """
         pairs = list(counts.items())
         for start in range(0, len(pairs), _PAGE):
             page = [part for pair in pairs[start : start + _PAGE] for part in pair]
-            with _named(key):
+            with _naming_key(key):
                 self._link.run(script, (key,), (*head, *page))
 
 
 @contextmanager
-def _named(name: str) -> Iterator[None]:
-    """Say which key it is where something foreign stands: the server does not."""
+def _naming_key(name: str) -> Iterator[None]:
+    """Add the key's name to a StoreCorrupt about a foreign value: the server does not report it."""
     try:
         yield
     except StoreCorrupt as error:
         if not error.wrong_type:
             raise
-        named = StoreCorrupt(f"store: what stands at {name} is not ours (UNLINK it): {error}")
+        named = StoreCorrupt(
+            f"store: the value at {name} was not written by us; remove it with UNLINK: {error}"
+        )
         named.wrong_type = True
         raise named from error
 
 
 def _found(item: tuple[str, str], fields: Fields | StoreUnavailable) -> Found:
-    """What was read under the name of a record."""
+    """The result of reading one record's HASH."""
     if isinstance(fields, StoreUnavailable):
         return fields
     return record_fields.read_record(*item, fields)

@@ -1,10 +1,10 @@
-"""Run as a program: become another program that the kernel kills when our owner ends.
+"""Exec another program that the kernel kills when the owner process ends.
 
 `python -I -S run_with_owner.py OWNER_PID PROGRAM [ARGUMENT ...]`, started by EmbeddedServer. It
-imports nothing of ours, so that it starts in a few milliseconds.
+imports no other module of this project, so it starts in a few milliseconds.
 
-The kernel delivers the parent-death signal when the *thread* that started us ends, and keeps it
-over exec. SIGKILL, because a frozen server would not act on anything milder.
+The kernel sends the parent-death signal when the *thread* that started this process ends. The
+setting survives exec. The signal is SIGKILL, because a frozen server ignores any other.
 """
 
 import ctypes

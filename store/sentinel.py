@@ -1,24 +1,24 @@
-"""SentinelTopology: one master that Sentinel names, and may name anew at any time."""
+"""SentinelTopology: one master, named by Sentinel, which may name another at any time."""
 
 import threading
 from collections.abc import Sequence
 
 from store.budget import Budget
-from store.connection import Part, Refusal
+from store.connection import ErrorReply, Part
 from store.dialled import Access, Endpoint
 from store.errors import StoreUnavailable
 from store.server import Server
-from store.topology import PoolMemory, Topology
+from store.topology import Route, Topology
 
 
 class SentinelTopology(Topology):
-    """Asks the sentinels in turn; one that failed, or named a master that did, is then asked last.
+    """Asks the sentinels in turn. One that failed, or named a master that failed, moves to the end.
 
-    Where no sentinel answers, the master they named last is as good as ever: nobody replaces it.
+    If no sentinel replies, the last known master is used: without sentinels nothing replaces it.
 
-    A master that Sentinel still names but that no longer is one answers READONLY; that, like any
-    failure, makes the next call ask again. So nothing is ever written to a replica, and what a
-    deposed master is asked in vain costs its caller an error, never a wrong answer for long.
+    A former master that Sentinel still names replies READONLY. Like any failure, this makes the
+    next call ask the sentinels again. So nothing is ever written to a replica. A call to a deposed
+    master costs an error, and never a wrong result for long.
     """
 
     def __init__(
@@ -41,13 +41,13 @@ class SentinelTopology(Topology):
     def new_budget(self) -> Budget:
         return Budget(self._access)
 
-    def servers_for(self, names: Sequence[Part], budget: Budget) -> Sequence[PoolMemory]:
+    def servers_for(self, names: Sequence[Part], budget: Budget) -> Sequence[Route]:
         return self.servers(budget) * len(names)
 
     def known_server_for(self, name: Part) -> Server:
         master = self._master
         if master is None or not self._certain:
-            raise StoreUnavailable(f"the master of {self._service!r} is being looked for")
+            raise StoreUnavailable(f"the master of {self._service!r} is being looked up")
         return master
 
     def servers(self, budget: Budget) -> tuple[Server]:
@@ -60,10 +60,10 @@ class SentinelTopology(Topology):
         with self._lock:
             return self._changes + sum(server.losses for server in self._known.values())
 
-    def doubt(self, server: Server) -> None:
+    def suspect(self, server: Server) -> None:
         if server is self._master and self._certain:
             self._certain = False
-            self._ask_last(self._sentinels[0])  # it may be the one that has not heard yet
+            self._move_to_end(self._sentinels[0])  # it may have stale information
 
     def recheck(self) -> None:
         self._find(self.new_budget())
@@ -77,7 +77,7 @@ class SentinelTopology(Topology):
 
     def _find(self, budget: Budget) -> Server:
         try:
-            endpoint = self._ask(budget)
+            endpoint = self._query(budget)
         except StoreUnavailable:
             with self._lock:
                 if self._master is None or self._closed:
@@ -96,7 +96,7 @@ class SentinelTopology(Topology):
             self._certain = True
             return master
 
-    def _ask(self, budget: Budget) -> Endpoint:
+    def _query(self, budget: Budget) -> Endpoint:
         cause: Exception | None = None
         for sentinel in self._sentinels:
             try:
@@ -107,18 +107,18 @@ class SentinelTopology(Topology):
             except StoreUnavailable as error:
                 cause = error
             else:
-                if not isinstance(reply, Refusal) and reply:
+                if not isinstance(reply, ErrorReply) and reply:
                     host, port = reply
                     return Endpoint(host.decode(), int(port))
                 cause = StoreUnavailable(
                     f"sentinel {sentinel.endpoint} knows no service {self._service!r}: {reply}"
                 )
-            self._ask_last(sentinel)
+            self._move_to_end(sentinel)
             if not budget.left:
                 break
         raise StoreUnavailable(f"no sentinel names a master of {self._service!r}") from cause
 
-    def _ask_last(self, sentinel: Server) -> None:
+    def _move_to_end(self, sentinel: Server) -> None:
         with self._lock:
             others = [other for other in self._sentinels if other is not sentinel]
             self._sentinels = (*others, sentinel)

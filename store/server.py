@@ -1,4 +1,4 @@
-"""Server: the connections to one server, handed to one caller each."""
+"""Server: a pool of connections to one server."""
 
 import threading
 from collections.abc import Sequence
@@ -9,11 +9,11 @@ from store.connection import Command, Connection, Lost, pack
 from store.dialled import Access, Endpoint
 from store.errors import StoreUnavailable
 
-_CONNECTIONS_MAX = 64  # more callers at once than a node has threads; the next is refused
+_CONNECTIONS_MAX = 64  # more than a node has threads; a call above the limit fails
 
 
 class Exchange:
-    """Commands that were sent; `finish` takes their replies."""
+    """Commands that were sent; `finish` reads their replies."""
 
     def __init__(
         self, server: "Server", connection: Connection, count: int, budget: Budget
@@ -24,22 +24,22 @@ class Exchange:
         self._budget = budget
 
     def finish(self) -> list[Any]:
-        """The replies, in order; a refused command has its Refusal. Raises StoreUnavailable."""
+        """The replies, in order; a failed command has an ErrorReply. Raises StoreUnavailable."""
         try:
             replies = self._connection.receive(self._count, self._budget.deadline)
         except BaseException as error:
-            # The replies may still be on their way: never again may it be read from.
-            self._server.give_up(self._connection, error)
+            # Replies may still arrive, so the connection cannot be used again.
+            self._server.discard(self._connection, error)
             raise
-        self._server.give_back(self._connection)
+        self._server.release(self._connection)
         return replies
 
 
 class Server:
-    """Up to 64 connections to one server; every method from any thread.
+    """Up to 64 connections to one server. Every method may be called from any thread.
 
-    `losses` counts connections that ended by themselves, or were refused, after the server had
-    once been reached: it may have been restarted since, and may lack what it knew.
+    `losses` counts connections that ended, or were refused, after the server had been reached: it
+    may have restarted and lost its data.
     """
 
     def __init__(self, endpoint: Endpoint, access: Access) -> None:
@@ -54,29 +54,29 @@ class Server:
 
     @property
     def connected(self) -> bool:
-        """Whether a call now would probably not have to dial."""
+        """Whether a call now would probably find an open connection."""
         return bool(self._idle)
 
     def begin(
         self, commands: Sequence[Command], budget: Budget | None = None, *, share: int = 1
     ) -> Exchange:
-        """Send `commands`; `share` servers have to share the budget for dialling."""
+        """Send `commands`. The time for connecting is divided among `share` servers."""
         budget = budget or Budget(self.access)
         packed = pack(commands)
         connection = self._take(budget, share)
         try:
             connection.send(packed, budget.deadline)
         except BaseException as error:
-            self.give_up(connection, error)
+            self.discard(connection, error)
             raise
         return Exchange(self, connection, len(commands), budget)
 
     def exchange(self, commands: Sequence[Command], budget: Budget | None = None) -> list[Any]:
-        """One round trip."""
+        """Send commands and read the replies, in one round trip."""
         return self.begin(commands, budget).finish()
 
     def dial(self) -> Connection:
-        """A connection of the caller's own, with pushes."""
+        """Open a RESP3 connection outside the pool, for the caller alone."""
         return self._dial(Budget(self.access), 1, protocol=3)
 
     def _take(self, budget: Budget, share: int) -> Connection:
@@ -87,25 +87,26 @@ class Server:
                 if not self._idle:
                     if self._in_use >= _CONNECTIONS_MAX:
                         raise StoreUnavailable(
-                            f"store {self.endpoint}: {_CONNECTIONS_MAX} calls are under way"
+                            f"store {self.endpoint}: at the limit of {_CONNECTIONS_MAX} calls "
+                            "in flight; use fewer threads"
                         )
                     self._in_use += 1
                     break
                 connection = self._idle.pop()
                 self._in_use += 1
-            if connection.in_step:
+            if connection.is_idle:
                 return connection
-            self.give_up(connection, Lost("ended while it was idle"))
+            self.discard(connection, Lost("ended while it was idle"))
         try:
             connection = self._dial(budget, share, protocol=2)
         except BaseException as error:
-            self._forget(error)
+            self._count_loss(error)
             raise
         self._reached = True
         return connection
 
     def _dial(self, budget: Budget, share: int, *, protocol: int) -> Connection:
-        with budget.dialling(share) as seconds:
+        with budget.connecting(share) as seconds:
             connection = Connection(self.endpoint, self.access, seconds)
         try:
             connection.log_in(budget.deadline, protocol=protocol)
@@ -114,7 +115,7 @@ class Server:
             raise
         return connection
 
-    def give_back(self, connection: Connection) -> None:
+    def release(self, connection: Connection) -> None:
         with self._lock:
             self._in_use -= 1
             if not self._closed:
@@ -122,11 +123,11 @@ class Server:
                 return
         connection.close()
 
-    def give_up(self, connection: Connection, cause: BaseException) -> None:
+    def discard(self, connection: Connection, cause: BaseException) -> None:
         connection.close()
-        self._forget(cause)
+        self._count_loss(cause)
 
-    def _forget(self, cause: BaseException) -> None:
+    def _count_loss(self, cause: BaseException) -> None:
         with self._lock:
             self._in_use -= 1
             if not isinstance(cause, Lost):
@@ -134,13 +135,15 @@ class Server:
             if self._reached:
                 self.losses += 1
                 self._reached = False
-            # The others ended with it, or will be dialled anew: one restart is one loss.
+            # The idle ones ended too, or are opened again: one restart counts as one loss.
             stale, self._idle = self._idle, []
         for connection in stale:
             connection.close()
 
     def close(self) -> None:
-        """Idempotent. A connection in use is closed by its user, as soon as it has its replies."""
+        """Close idle connections now, and those in use when their replies have arrived.
+        Idempotent.
+        """
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []

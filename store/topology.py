@@ -1,8 +1,8 @@
-"""Topology: which server of a deployment holds a key, and who has taken over from whom.
+"""Topology: which server holds a key, and which failovers happened.
 
-`Standalone` here; `SentinelTopology` and `ClusterTopology` in modules of their own. A topology
-keeps its servers; it finds out what changed when a call is answered with a hint (MOVED, READONLY)
-or fails, never on a timer of its own.
+`Standalone` is here; `SentinelTopology` and `ClusterTopology` have modules of their own. A topology
+owns its servers. It notices changes when a call fails or its reply has a hint (MOVED, READONLY),
+never on a timer of its own.
 """
 
 from abc import ABC, abstractmethod
@@ -14,30 +14,32 @@ from store.dialled import Endpoint
 from store.errors import StoreUnavailable
 from store.server import Server
 
-PoolMemory = Server | StoreUnavailable
-"""Where a command goes, or why it can go nowhere."""
+Route = Server | StoreUnavailable
+"""The server for a command, or the error why there is none."""
 
-_IS_A_CLUSTER = "store: this server is one of a cluster; its URL begins with redis-cluster://"
+_IS_A_CLUSTER = "store: the server is part of a cluster; use a URL with redis-cluster://"
 
 
 class Topology(ABC):
-    """Thread-safe. Methods that may have to ask a server raise StoreUnavailable."""
+    """Thread-safe. Methods that may do I/O raise StoreUnavailable."""
 
     @abstractmethod
     def new_budget(self) -> Budget:
-        """For one operation, from now on."""
+        """The deadlines of one operation that starts now."""
 
     @abstractmethod
-    def servers_for(self, names: Sequence[Part], budget: Budget) -> Sequence[PoolMemory]:
-        """The server that holds each key; an error in its place where nobody serves that key."""
+    def servers_for(self, names: Sequence[Part], budget: Budget) -> Sequence[Route]:
+        """The server of each key, or an error if no server has it."""
 
     @abstractmethod
     def known_server_for(self, name: Part) -> Server:
-        """The same, but asks nobody: raises StoreUnavailable where it is not known, or in doubt."""
+        """The server of one key, without I/O. Raises StoreUnavailable if it is unknown or
+        suspect.
+        """
 
     def place_of(self, name: Part) -> str:
-        """Names the key's server as far as it is known, in doubt or not; asks nobody."""
-        return ""  # all keys are on one server at a time, and none is better off than another
+        """The name of the key's server as far as it is known, suspect or not, without I/O."""
+        return ""  # all keys are on one server at a time
 
     @abstractmethod
     def servers(self, budget: Budget) -> Sequence[Server]:
@@ -45,23 +47,23 @@ class Topology(ABC):
 
     @abstractmethod
     def failovers(self) -> int:
-        """How often a server was lost or replaced, as far as it was noticed."""
+        """How many losses or replacements of a server were noticed."""
 
     def moved(self, name: Part, endpoint: Endpoint) -> Server:
-        """A server said that the key now lives at `endpoint`; the server there."""
+        """Record that the key is now at `endpoint` (MOVED); return the server there."""
         raise StoreUnavailable(_IS_A_CLUSTER)
 
-    def aside(self, endpoint: Endpoint) -> Server:
-        """The server at `endpoint`, for one question that the key's server passed on (ASK)."""
+    def ask_server(self, endpoint: Endpoint) -> Server:
+        """The server at `endpoint`, for one command that was redirected (ASK)."""
         raise StoreUnavailable(_IS_A_CLUSTER)
 
     @abstractmethod
-    def doubt(self, server: Server) -> None:
-        """A call to `server` failed or was refused: find out anew before the next."""
+    def suspect(self, server: Server) -> None:
+        """A call to `server` failed or was refused: check the topology before the next one."""
 
     @abstractmethod
     def recheck(self) -> None:
-        """Find out now whether anything changed. One round trip; for whoever keeps what it read."""
+        """Check for changes now, in one round trip; for callers that cache what they read."""
 
     @abstractmethod
     def close(self) -> None:
@@ -69,7 +71,7 @@ class Topology(ABC):
 
 
 class Standalone(Topology):
-    """One server, always the same."""
+    """One server that never changes."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
@@ -78,7 +80,7 @@ class Standalone(Topology):
     def new_budget(self) -> Budget:
         return Budget(self._server.access)
 
-    def servers_for(self, names: Sequence[Part], budget: Budget) -> Sequence[PoolMemory]:
+    def servers_for(self, names: Sequence[Part], budget: Budget) -> Sequence[Route]:
         return self._servers * len(names)
 
     def known_server_for(self, name: Part) -> Server:
@@ -90,7 +92,7 @@ class Standalone(Topology):
     def failovers(self) -> int:
         return self._server.losses
 
-    def doubt(self, server: Server) -> None:
+    def suspect(self, server: Server) -> None:
         pass
 
     def recheck(self) -> None:

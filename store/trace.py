@@ -1,6 +1,6 @@
-"""Traces: all that stands in the servers about one key, for whoever explains why it is a miss.
+"""Traces: everything that the servers hold about one key, to explain why it is a miss.
 
-Read by people's commands alone: nothing here is on an engine's way. Runs in whatever thread calls.
+Used by commands for people only, never by an engine. Runs on the caller's thread.
 """
 
 import re
@@ -23,7 +23,7 @@ Address = tuple[str, str]
 
 
 class Claim(NamedTuple):
-    """Who is about to produce the key, or at work on it."""
+    """The claim of a key: its holder will produce it (intent) or is producing it (encoding)."""
 
     holder: str
     state: ClaimState
@@ -31,22 +31,24 @@ class Claim(NamedTuple):
 
 
 class Gone(NamedTuple):
-    """Why the last copy went; `node` is empty where an older version wrote it."""
+    """Why the last copy was removed; `node` is empty if an older version wrote it."""
 
     reason: str
     node: str
     remaining_seconds: float
-    """Until it is no longer told."""
+    """Until the tombstone expires."""
 
 
 class Trace(NamedTuple):
-    """What stands about one key in one namespace."""
+    """Everything that is stored about one key in one namespace."""
 
     namespace: str
     key: str
     record: Record | None = None
     unreadable: str = ""
-    """Why readers of this version miss what stands in the record's place; empty if they do not."""
+    """Why readers of this version miss the value under the record's name; empty if they can read
+    it.
+    """
     record_remaining_seconds: float = 0.0
     claim: Claim | None = None
     gone: Gone | None = None
@@ -60,14 +62,14 @@ class Trace(NamedTuple):
 
 
 class Departure(NamedTuple):
-    """What is known of a node that does not beat."""
+    """What is known of a node that no longer beats."""
 
     reason: str
-    """`stopped` or `died`; empty where nobody struck it off within the last day."""
+    """`stopped` or `died`; empty if nobody removed it within the last day."""
     boot: str
     seconds_ago: float
     silent_seconds: float | None
-    """Since it last said what it has; None where it has not within the last day."""
+    """Since it last described itself; None if not within the last day."""
 
 
 class Traces:
@@ -77,7 +79,7 @@ class Traces:
         self._link = link
 
     def of(self, addresses: Sequence[Address]) -> list[Trace]:
-        """What stands about each, in their order."""
+        """The trace of each key, in their order."""
         for namespace, _ in addresses:
             check_namespace(namespace)
         traces: list[Trace] = []
@@ -91,9 +93,10 @@ class Traces:
         return traces
 
     def find(self, part: str) -> Iterator[Address]:
-        """Namespaces and keys of which `part` is a part, some more than once. Walks the server.
+        """Iterate over (namespace, key) of keys that contain `part`; some come twice. Scans the
+        server.
 
-        A key whose name is a hash is found by its record alone.
+        A key whose name is a hash is found by its record only.
         """
         escaped = _SPECIAL.sub(lambda match: "\\" + match[0], part)
         for names in self._link.walk(f"lb:*:{{*{escaped}*}}"):
@@ -107,7 +110,7 @@ class Traces:
                 yield record.namespace, record.key
 
     def hottest(self, namespaces: Sequence[str], most: int) -> dict[Address, int]:
-        """The hits of up to `most` keys of each namespace that have the most of them."""
+        """Hits of the `most` keys with the most hits in each namespace."""
         commands: list[Command] = [
             ("ZRANGE", layout.hits(space), 0, most - 1, "REV", "WITHSCORES") for space in namespaces
         ]
@@ -120,7 +123,7 @@ class Traces:
         return hottest
 
     def departures(self, nodes: Sequence[str]) -> dict[str, Departure]:
-        """How each node went, as far as anybody told."""
+        """How each node ended, as far as it is known."""
         commands: list[Command] = []
         for node in nodes:
             left = layout.left(node)
@@ -140,7 +143,7 @@ class Traces:
 
 
 def _scored(reply: Sequence[Any]) -> Iterator[tuple[bytes, Any]]:
-    """Members and scores, as pairs in RESP3 and one after the other before it."""
+    """Pairs of member and score: RESP3 sends pairs, RESP2 a flat list."""
     if reply and isinstance(reply[0], list):
         yield from ((member, score) for member, score in reply)
     else:
@@ -168,7 +171,7 @@ def _trace(namespace: str, key: str, replies: Sequence[Any]) -> Trace:
     unreadable = ""
     if record is None and fields:
         unreadable = record_fields.unreadable(layout.record(namespace, key).encode(), fields)
-    elif record is None and kind not in (b"none", b"hash"):  # one that has come since is a record
+    elif record is None and kind not in (b"none", b"hash"):  # a HASH here was written since HGETALL
         unreadable = f"a {kind.decode()}"
     return Trace(
         namespace,
@@ -195,7 +198,7 @@ def _claim(value: bytes | None, milliseconds: int) -> Claim | None:
     try:
         return Claim(holder, ClaimState(rest), milliseconds / 1000)
     except ValueError:
-        return None  # not written by a node, which takes it over
+        return None  # not written by a node; the next claimant overwrites it
 
 
 def _gone(value: bytes | None, milliseconds: int) -> Gone | None:
@@ -206,5 +209,5 @@ def _gone(value: bytes | None, milliseconds: int) -> Gone | None:
 
 
 def _ago(life_seconds: float, milliseconds: int) -> float:
-    """How long ago something was written that then had so long to live."""
+    """Seconds since a key was written with a TTL of `life_seconds`, from its remaining TTL."""
     return max(0.0, life_seconds - max(0, milliseconds) / 1000)

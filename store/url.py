@@ -1,6 +1,6 @@
-"""Store URLs: parsed and checked here, and made fit to be shown.
+"""Store URLs: parsed, validated, and redacted for display.
 
-Nothing in this module puts a password into a message, a repr or a cause.
+Nothing in this module puts a password into a message, a repr or an exception's cause.
 """
 
 import re
@@ -46,11 +46,11 @@ _SERVICE = re.compile(r"[A-Za-z0-9._-]{1,128}")  # Sentinel allows no other char
 
 @dataclass(frozen=True, slots=True)
 class StoreUrl:
-    """A URL taken apart. `hosts` is empty exactly where `path` is set.
+    """A parsed URL. `hosts` is empty exactly if `path` is set.
 
-    Standalone has one host; the hosts of the others are where to ask first: sentinels that know
-    the master of `service`, or some of a cluster's servers. User, password and TLS files are for
-    all servers; sentinels have a user and a password of their own, and share the TLS files.
+    A standalone URL has one host. The hosts of the others are entry points: sentinels that know the
+    master of `service`, or some of a cluster's servers. User, password and TLS files apply to all
+    servers. Sentinels have a user and a password of their own, and share the TLS files.
     """
 
     scheme: str
@@ -73,10 +73,10 @@ class StoreUrl:
         return self.scheme.partition("-")[0] in _TLS_PRODUCTS
 
     def with_passwords(self, password: str | None, sentinel_password: str | None) -> "StoreUrl":
-        """The same with these in the place of its own, where they are given.
+        """Return a copy with the given passwords instead of its own.
 
         Raises:
-            StoreUrlError: a user without a password; servers would take it for the default user.
+            StoreUrlError: a user without a password; servers would use the default user.
         """
         complete = replace(
             self,
@@ -88,7 +88,7 @@ class StoreUrl:
             (complete.sentinel_username, complete.sentinel_password, "store_sentinel_password"),
         ):
             if user is not None and secret is None:
-                raise StoreUrlError(  # the user may be a password in the wrong place: not shown
+                raise StoreUrlError(  # the user may be a misplaced password, so it is not shown
                     f"the store URL names a user and no password; set {name!r} or '{name}_file' "
                     "(a password without a user is written redis://:PASSWORD@host)"
                 )
@@ -96,12 +96,12 @@ class StoreUrl:
 
     @property
     def with_secret(self) -> bool:
-        """Whether it must not be written where others may read it."""
+        """Whether it has a password, and so must not be written where others can read it."""
         return self.password is not None or self.sentinel_password is not None
 
 
 def parse(url: str) -> StoreUrl:
-    """Take `url` apart. Raises StoreUrlError that says what is wrong and what is allowed."""
+    """Parse `url`. Raises StoreUrlError, which says what is wrong and what is allowed."""
     scheme, separator, rest = url.partition("://")
     scheme = scheme.lower()
     topology = _TOPOLOGIES.get(scheme)
@@ -113,7 +113,7 @@ def parse(url: str) -> StoreUrl:
     authority, slash, path = address.partition("/")
     user, _, hosts = authority.rpartition("@")
     if topology != "standalone" and "@" in user:
-        raise _refusal(url, "user and password stand once, before the first host; write @ as %40")
+        raise _refusal(url, "write user and password once, before the first host; write @ as %40")
     username, _, password = user.partition(":")
     options = _options(url, scheme, query)
     service, database = _service_and_database(url, scheme, path, options)
@@ -132,7 +132,7 @@ def parse(url: str) -> StoreUrl:
 
 
 def _options(url: str, scheme: str, query: str) -> dict[str, str]:
-    """Name and value of each option. Only what the scheme knows, and each once."""
+    """Value of each option by name. An option must be allowed by the scheme, and given once."""
     topology = _TOPOLOGIES[scheme]
     allowed: tuple[str, ...] = () if topology == "cluster" else ("db",)
     allowed += _SENTINEL_OPTIONS if topology == "sentinel" else ()
@@ -144,7 +144,7 @@ def _options(url: str, scheme: str, query: str) -> dict[str, str]:
             names = f"allowed are {', '.join(allowed)}" if allowed else "none is allowed here"
             raise _refusal(url, f"unknown option; {names}")
         if name in options:
-            raise _refusal(url, f"the option {name} stands there twice")
+            raise _refusal(url, f"the option {name} is given twice")
         options[name] = unquote(value)
     return options
 
@@ -157,17 +157,17 @@ def _service_and_database(
     if topology == "sentinel":
         service, _, database = path.partition("/")
         if not _SERVICE.fullmatch(service):
-            raise _refusal(url, "the service is missing, or has other characters than A-Za-z0-9._-")
+            raise _refusal(url, "the service must be 1 to 128 characters of A-Za-z0-9._-")
     if topology == "cluster" and database:
-        raise _refusal(url, "a cluster has no databases to choose from")
+        raise _refusal(url, "a cluster has only database 0; leave the database out")
     if "db" in options:
         if database:
-            raise _refusal(url, "names the database twice")
+            raise _refusal(url, "the database is given twice; write it as a path or as db=N")
         database = options["db"]
     elif not database:
         return service, 0
     if not (database.isascii() and database.isdigit() and len(database) <= 6):
-        raise _refusal(url, "the database is a number")
+        raise _refusal(url, "the database must be a number of at most six digits")
     return service, int(database)
 
 
@@ -183,7 +183,7 @@ def _read_hosts(url: str, topology: Topology, text: str) -> tuple[tuple[str, int
             raise _refusal(url, "a host or a port cannot be read")
         hosts.append((unquote(match[1].strip("[]")).lower(), port))
     if len(hosts) > 1 and topology == "standalone":
-        raise _refusal(url, "several hosts are for redis-sentinel:// and redis-cluster://")
+        raise _refusal(url, "several hosts are for redis-sentinel:// and redis-cluster:// only")
     return tuple(hosts)
 
 
@@ -210,28 +210,28 @@ def _refusal(url: str, why: str) -> StoreUrlError:
 
 
 def redact(url: str) -> str:
-    """`url` without user, password and unknown options: fit for logs, errors and screens.
+    """`url` without user, password and unknown options: safe for logs, errors and screens.
 
-    Works on anything, also on what is no URL: then rather too much is hidden than too little.
+    Accepts any text, also one that is no URL. In doubt it hides more.
     """
     scheme, separator, rest = url.partition("://")
     if not separator:
         return url if _ADDRESS.fullmatch(url) else _HIDDEN
     if scheme.lower() not in SCHEMES:
         return f"{scheme if scheme.isalnum() else _HIDDEN}://{_HIDDEN}"
-    # A path of a socket may hold an '@'; elsewhere it ends a user part, however many slashes a
-    # password or a slip of the finger put before it.
+    # A socket's path may contain an '@'. Elsewhere the last '@' ends the user part, even if slashes
+    # come before it: they may be part of a password, or a typing error.
     hidden_user = ""
     if "@" in rest and not (scheme.lower() == "unix" and rest.startswith("/")):
         user, _, rest = rest.rpartition("@")
-        if "?" in user:  # then this '@' may be within an option, and a secret goes on behind it
+        if "?" in user:  # this '@' may be part of an option, and a secret may follow it
             return f"{scheme}://{_HIDDEN}"
         hidden_user = f"{_HIDDEN}@"
     address, question, query = rest.partition("?")
     authority, slash, path = address.partition("/")
     hosts = authority.split(",") if authority or scheme.lower() != "unix" else []
     if rest and not all(map(_ADDRESS.fullmatch, hosts)):
-        return f"{scheme}://{hidden_user}{_HIDDEN}"  # part of a password, which goes on behind it
+        return f"{scheme}://{hidden_user}{_HIDDEN}"  # may be part of a password, like what follows
     options = "&".join(_shown_option(option) for option in query.split("&")) if query else ""
     return f"{scheme}://{hidden_user}{authority}{slash}{path}{question}{options}"
 

@@ -1,7 +1,7 @@
-"""Watches: who wants to know when a key's record changes, or its claim is gone.
+"""Watches: callbacks for changes of a key's record, and for the end of its claim.
 
-Part of the mirror, on its loop's thread. Both keys of Redis are read on the mirror's lane, so that
-the server tells of their next change, and after each change again.
+Part of the mirror, on its loop's thread. Both Redis keys are read on the tracked connection, so the
+server reports their next change. After each change they are read again.
 """
 
 from collections.abc import Callable
@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 from store import layout
 from store.connection import Command, hgetall
 from store.errors import StoreError, StoreUnavailable
-from store.lane import Lane
+from store.lane import TrackedConnection
 
 if TYPE_CHECKING:
     import asyncio
 
 REARM_SECONDS = 0.1
-"""After a server was not reached, or refused."""
+"""Pause after a server was not reached, or refused."""
 
 
 @dataclass(slots=True, eq=False)
@@ -27,8 +27,8 @@ class Watch:
     key: str
     notify: Callable[[], None]
     names: tuple[bytes, bytes] = field(init=False)
-    """Of the record and of the claim."""
-    lane: Lane | None = None
+    """Names of the record and of the claim."""
+    connection: TrackedConnection | None = None
 
     def __post_init__(self) -> None:
         of = (self.namespace, self.key)
@@ -36,25 +36,25 @@ class Watch:
 
 
 class Watches:
-    """`lane_for`, `take_in` and `tell` are the mirror's."""
+    """`connection_for`, `cache_reply` and `call` are methods of the mirror."""
 
     def __init__(
         self,
         loop: "asyncio.AbstractEventLoop",
-        lane_for: Callable[[bytes], Lane],
-        take_in: Callable[[Lane, bytes, tuple[str, str], Any, float], object],
-        tell: Callable[..., None],
+        connection_for: Callable[[bytes], TrackedConnection],
+        cache_reply: Callable[[TrackedConnection, bytes, tuple[str, str], Any, float], object],
+        call: Callable[..., None],
     ) -> None:
         self._loop = loop
-        self._lane_for = lane_for
-        self._take_in = take_in
-        self._tell = tell
+        self._connection_for = connection_for
+        self._cache_reply = cache_reply
+        self._call = call
         self._by_name: dict[bytes, set[Watch]] = {}
         self._unarmed: set[Watch] = set()
         self._closed = False
 
     def __len__(self) -> int:
-        """Keys of Redis that are watched."""
+        """How many Redis keys are watched."""
         return len(self._by_name)
 
     def add(self, namespace: str, key: str, notify: Callable[[], None]) -> Callable[[], None]:
@@ -66,37 +66,39 @@ class Watches:
         return partial(self._remove, watch)
 
     def changed(self, name: bytes) -> None:
-        """The server says so of a key of Redis."""
+        """The server reported a change of a Redis key."""
         for watch in tuple(self._by_name.get(name, ())):
             self._arm(watch)
 
-    def lost(self, lane: Lane) -> None:
-        """What was read there is read again soon."""
+    def lost(self, connection: TrackedConnection) -> None:
+        """A connection was lost: read again soon what was watched on it."""
         for watch in {watch for watches in self._by_name.values() for watch in watches}:
-            if watch.lane is lane:
+            if watch.connection is connection:
                 self._arm_soon(watch)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Drop all watches. Idempotent."""
         self._closed = True
         self._by_name.clear()
         self._unarmed.clear()
 
     def _arm(self, watch: Watch) -> None:
-        """Read both keys, so that the server tells of their next change; then notify, if there is
-        something to be had: a record, or the claim for it."""
+        """Read both keys, and notify if there is a record or no claim.
+
+        The read makes the server report their next change.
+        """
         record, claim = watch.names
         try:
-            lane = watch.lane = self._lane_for(record)
+            connection = watch.connection = self._connection_for(record)
         except StoreUnavailable:
             self._arm_soon(watch)
             return
         found: list[Any] = []
-        asked_at, address = self._loop.time(), (watch.namespace, watch.key)
+        sent_at, address = self._loop.time(), (watch.namespace, watch.key)
 
         def each(index: int, reply: Any) -> None:
             if index == 0:
-                reply = self._take_in(lane, record, address, reply, asked_at)
+                reply = self._cache_reply(connection, record, address, reply, sent_at)
             found.append(reply)
 
         def done(error: StoreError | None) -> None:
@@ -105,12 +107,12 @@ class Watches:
             if error is not None or isinstance(found[0], StoreUnavailable):
                 self._arm_soon(watch)
             elif found[0] is not None or not isinstance(found[1], bytes):
-                self._tell(watch.notify)
-            # Else it is claimed, and no more: who tried for it now would be refused, and would
-            # disturb others by the claims that he takes and gives back for that.
+                self._call(watch.notify)
+            # Only a claim exists. A waiter that now tried to claim would be refused. Claims that it
+            # acquires and releases for other keys would wake other waiters in turn.
 
         commands: list[Command] = [hgetall(record), ("GET", claim)]
-        lane.ask(commands, each, done)
+        connection.request(commands, each, done)
 
     def _arm_soon(self, watch: Watch) -> None:
         if not self._unarmed and not self._closed:

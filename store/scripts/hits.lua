@@ -1,7 +1,7 @@
 #!lua
--- Add hits and keep only the keys with the most of them.
+-- Add to the hits of keys, and keep only the keys with the most.
 -- KEYS: the hits of a namespace.
--- ARGV: most keys kept, life in seconds, then key, hits, key, hits ...
+-- ARGV: how many keys to keep, life in seconds, then key, hits, key, hits ...
 for i = 3, #ARGV, 2 do
   redis.call('ZINCRBY', KEYS[1], ARGV[i + 1], ARGV[i])
 end

@@ -1,22 +1,22 @@
 #!lua
--- Add a node's location to the record of a key, and drop the claim if it is the publisher's.
+-- Add a node's location to the record of a key, and release the publisher's claim.
 -- KEYS: record, claim, tombstone.
--- ARGV: location field, location value, TTL in ms, claim token or "", most locations allowed,
---       created, "sole" or "", where a process of the node has it on its device or "",
---       on what it was computed or "",
---       then the identity of the record as field, value, field, value ...
+-- ARGV: 1 location field, 2 location value, 3 TTL in ms, 4 claim token or "",
+--       5 most locations allowed, 6 created, 7 "sole" or "", 8 device location or "",
+--       9 hardware that computed it or "",
+--       10 ... the identity of the record as field, value, field, value ...
 -- Returns "added", "present", "full", "owned" or "conflict"; see Publication.
--- Without allow-oom: when memory is full a new copy is the thing to do without.
+-- Without allow-oom: when memory is full, a new location is what we can do without.
 local record, claim, gone = KEYS[1], KEYS[2], KEYS[3]
 local at, location, ttl, token, most = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4], tonumber(ARGV[5])
 local sole, device = ARGV[7] == 'sole', ARGV[8]
 
--- boot:generation:checksum; nothing where the field holds something else.
+-- Split boot:generation:checksum; nil for another text.
 local function parse(value)
   return string.match(value, '^(%w+):(%d+):(%x+)$')
 end
 
--- Whether another node has it. A checksum of zeros is an offer: that node has no room as yet.
+-- Whether another node holds it. A checksum of zeros is an offer, still waiting for admission.
 local function owned()
   for _, field in ipairs(redis.call('HKEYS', record)) do
     if string.sub(field, 1, 3) == 'at:' and field ~= at then
@@ -43,8 +43,8 @@ if known then
   if sole and not garbled and owned() then return 'owned' end
 end
 if garbled or differs then
-  -- Garbled: readers miss it already. Start anew instead of waiting for it to expire. Or what was
-  -- under the key before, of nobody but us: this is in its place.
+  -- Garbled: it is a miss for readers already, so replace it instead of waiting for its expiry.
+  -- Differs: a sole key whose earlier value was this node's, or an offer; it is replaced.
   redis.call('DEL', record)
   known = false
 end
@@ -71,13 +71,13 @@ if outcome ~= 'full' then
   if not known and ARGV[9] ~= '' then redis.call('HSET', record, 'device', ARGV[9]) end
   if outcome == 'added' then redis.call('HSET', record, at, location) end
   if outcome == 'added' or current == location then
-    -- Only what differs is written: each write is told to all who have read the record.
+    -- Write only what differs: each write is pushed to all connections that have read the record.
     local on = 'on:' .. string.sub(at, 4)
     local there = redis.call('HGET', record, on) or ''
     if device == '' and there ~= '' then redis.call('HDEL', record, on) end
     if device ~= '' and there ~= device then redis.call('HSET', record, on, device) end
   end
-  -- A copy with little time left must not shorten the life of the others.
+  -- A location with little time left must not shorten the life of the others.
   if redis.call('PTTL', record) < ttl then redis.call('PEXPIRE', record, ttl) end
   redis.call('DEL', gone)
 end

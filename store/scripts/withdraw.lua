@@ -1,16 +1,16 @@
 #!lua flags=allow-oom
--- Take a node's location from a record; with the last one goes the record, and a tombstone says why.
+-- Remove a node's location from a record. The last one removes the record and writes a tombstone.
 -- KEYS: record, tombstone.
--- ARGV: raw key where the name is a hash, else "", location field, the value it must have or "",
---       reason, life of the tombstone in seconds, "1" where the record may have ended by itself.
--- Returns 1 where a location went, else 0.
--- allow-oom: withdrawing is what frees memory. It must work when there is none.
+-- ARGV: raw key if the name is a hash, else "", location field, the value it must have or "",
+--       reason, life of the tombstone in seconds, "1" if the record may have expired.
+-- Returns 1 if a location was removed, else 0.
+-- allow-oom: withdrawing frees memory, so it must work when there is none.
 local record, gone = KEYS[1], KEYS[2]
 local key, at, expected, reason, seconds, ended = unpack(ARGV)
 
 local current = redis.call('HGET', record, at)
 if not current and ended == '1' and redis.call('EXISTS', record) == 0 then
-  -- It ended together with what it stood for, or was never written. An earlier reason stands.
+  -- The record expired, or was never written. An earlier tombstone is kept.
   redis.call('SET', gone, reason, 'EX', seconds, 'NX')
 end
 if not current or (expected ~= '' and current ~= expected) then return 0 end

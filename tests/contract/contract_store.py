@@ -1,9 +1,9 @@
-"""What every MetadataStore has to do. A store's test inherits it and says how to make one.
+"""What every MetadataStore must do. A store's test inherits it and provides the store.
 
 Claims, nodes and hand-offs have their own: contract_store_claims, _nodes, _sole.
 
-TTLs run on the clock of the store, so tests that wait use short real ones, and check only that
-nothing ends early and that all ends.
+TTLs run on the store's clock. Tests that wait use short real TTLs, and check only that nothing ends
+early and that everything ends.
 """
 
 import time
@@ -50,7 +50,7 @@ def a_record(namespace: str, key: str, **changes: Any) -> Record:
 
 
 class StoreContract:
-    """Subclasses give a `store` fixture that is empty at the start of each test."""
+    """Subclasses provide a `store` fixture that is empty at the start of each test."""
 
     @pytest.fixture
     def store(self) -> Iterator[MetadataStore]:
@@ -194,7 +194,7 @@ class StoreContract:
     def test_a_record_ends_with_its_ttl(self, store: MetadataStore, namespace: str) -> None:
         store.publish(a_record(namespace, "short"), a_location(), ttl_seconds=1.5)
         store.publish(a_record(namespace, "long"), a_location(), ttl_seconds=60)
-        # A copy with little time left does not shorten the life of the others.
+        # A location with little time left does not shorten the life of the others.
         store.publish(a_record(namespace, "long"), a_location("node-2"), ttl_seconds=0.1)
         assert None not in store.locate(namespace, ["short", "long"])
         time.sleep(1.6)
@@ -277,7 +277,7 @@ class StoreContract:
         assert store.withdraw_many([]) == []
 
     def test_exactly_is_of_that_node(self, store: MetadataStore, namespace: str) -> None:
-        """Two nodes' locations may read the same; `exactly` names one of them."""
+        """Two nodes' locations may have the same text; `exactly` names one of them."""
         for node in ("node-1", "node-2"):
             store.publish(a_record(namespace, "k"), a_location(node))
         other = a_location("node-2")

@@ -1,7 +1,7 @@
-"""What every MetadataStore has to do about claims. See contract_store.
+"""What every MetadataStore must do about claims. See contract_store.
 
-Leases run on the clock of the store: tests that wait use short real ones, and check only that
-nothing ends early and that all ends.
+Leases run on the store's clock. Tests that wait use short real leases, and check only that nothing
+ends early and that everything ends.
 """
 
 import time
@@ -30,7 +30,7 @@ def ask(
     key: str = "k",
     state: ClaimState = ENCODING,
 ) -> ClaimAnswer:
-    """A claim of `who`, whose token follows from the name."""
+    """Claim for `who`, whose token follows from the name."""
     return store.claim(
         namespace,
         key,
@@ -42,7 +42,7 @@ def ask(
 
 
 class ClaimContract:
-    """Subclasses give a `store` fixture that is empty at the start of each test."""
+    """Subclasses provide a `store` fixture that is empty at the start of each test."""
 
     def test_one_claim_at_a_time(self, store: MetadataStore, namespace: str) -> None:
         first = ask(store, namespace, "a")

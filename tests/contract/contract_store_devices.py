@@ -1,4 +1,4 @@
-"""What every MetadataStore has to do about locations on devices, which stand beside others."""
+"""What every MetadataStore must do about device locations, which accompany other locations."""
 
 import pytest
 
@@ -24,7 +24,7 @@ def devices(store: MetadataStore, namespace: str) -> set[DeviceLocation]:
 
 
 class DeviceContract:
-    """Subclasses give `store` and `namespace` fixtures, empty at the start of each test."""
+    """Subclasses provide `store` and `namespace` fixtures, empty at the start of each test."""
 
     def test_it_stands_beside_a_location(self, store: MetadataStore, namespace: str) -> None:
         assert publish(store, namespace, a_location(), on_device()) is Publication.ADDED

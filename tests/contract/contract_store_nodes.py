@@ -1,4 +1,4 @@
-"""What every MetadataStore has to do about nodes: beats, who an id belongs to, leaving."""
+"""What every MetadataStore must do about nodes: beats, ownership of a node id, leaving."""
 
 import time
 from dataclasses import replace
@@ -10,7 +10,7 @@ from store import POOLS_MAX, Beat, MetadataStore, NodeInfo, NodeTaken, PoolEndpo
 
 
 class NodeContract:
-    """Subclasses give a `store` fixture that is empty at the start of each test."""
+    """Subclasses provide a `store` fixture that is empty at the start of each test."""
 
     def test_beats(self, store: MetadataStore) -> None:
         assert not store.beat("node-1", BOOT, 1), "the first beat"

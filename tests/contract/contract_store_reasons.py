@@ -1,4 +1,4 @@
-"""What every MetadataStore has to keep for people: why a key is gone, or was not had.
+"""What every MetadataStore must keep for people: why a key is gone, or could not be fetched.
 
 See contract_store.
 """
@@ -9,7 +9,7 @@ from store import ClaimState, Failure, MetadataStore, Withdrawing
 
 
 class ReasonContract:
-    """Subclasses give a `store` fixture that is empty at the start of each test."""
+    """Subclasses provide a `store` fixture that is empty at the start of each test."""
 
     def test_why_what_ended_by_itself_is_gone(self, store: MetadataStore, namespace: str) -> None:
         ended = Withdrawing(namespace, "k", "node-1", "expired", may_have_ended=True)

@@ -1,4 +1,4 @@
-"""What every MetadataStore has to do about hand-offs, which one node has and no other."""
+"""What every MetadataStore must do about hand-offs, which exactly one node may hold."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from contract_store import OTHER_BOOT, a_location, a_record
 from store import Location, MetadataStore, Publication, Publishing
 
 OFFER = 0
-"""The checksum of one for which there is no room as yet."""
+"""The checksum of a hand-off that waits for admission."""
 
 
 def publish(store: MetadataStore, namespace: str, at: Location, **changes: Any) -> Publication:
@@ -23,7 +23,7 @@ def locations(store: MetadataStore, namespace: str) -> set[Location]:
 
 
 class SoleContract:
-    """Subclasses give `store` and `namespace` fixtures, empty at the start of each test."""
+    """Subclasses provide `store` and `namespace` fixtures, empty at the start of each test."""
 
     @pytest.mark.parametrize("changes", [{}, {"shape": (3, 3)}], ids=["alike", "another shape"])
     def test_what_another_node_has_is_owned(

@@ -1,4 +1,4 @@
-"""MemoryStore: the contract, and what only it has."""
+"""MemoryStore: the contract, and the features that only it has."""
 
 from collections.abc import Iterator
 

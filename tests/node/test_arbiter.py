@@ -11,7 +11,7 @@ from clusters import ValkeyCluster, slot_of
 from lookup_buffer.client.buffer import EngineRank
 from lookup_buffer.client.handles import PrefetchState
 from lookup_buffer.protocol.messages import ClaimOutcome
-from mirrors import kill_lanes
+from mirrors import kill_tracked
 from nodes import NodeProcess, StartNode, key, wait_until, with_store
 from servers import command
 from store import EmbeddedServer, layout
@@ -75,9 +75,9 @@ def test_a_connection_that_was_cut_neither_grants_nor_keeps_a_claim(
         assert holder.claim(held, lease_seconds=60.0).granted
         assert other.claim(ours, lease_seconds=60.0).remaining_seconds > 0
         for _ in range(2):
-            kill_lanes(valkey_server.url)
+            kill_tracked(valkey_server.url)
             assert other.claim(held, lease_seconds=60.0).outcome is ClaimOutcome.HELD
-        kill_lanes(valkey_server.url)
+        kill_tracked(valkey_server.url)
         assert other.release_claim(ours)
         assert claim_in(valkey_server, ours) == b"$-1"
 

@@ -198,10 +198,10 @@ def test_records_that_nobody_can_read(
     assert found.startswith("looked at: 6; nobody can read: 5: ")
     for key, why in {
         "newer": "of version 2",
-        "garbled": "garbled, without a copy, or misnamed",
-        "else where": "garbled, without a copy, or misnamed",
+        "garbled": "garbled, without a location, or misnamed",
+        "else where": "garbled, without a location, or misnamed",
         "text": "a string",
-        "by-hand": "without a version: no node wrote it",
+        "by-hand": "without a version: not written by a node",
     }.items():
         assert f"{layout.record(namespace, key)} ({why})" in found
     for n in range(3):

@@ -255,10 +255,10 @@ def test_foreign_things_under_the_nodes_keys_are_told_and_harm_nothing_local(
     described = f"lb:node:{node.node_id}"
     assert command(server.url, "DEL", described) == b":1"
     assert command(server.url, "SET", described, "x") == b"+OK"
-    wait_until(lambda: f"{described} is not ours" in node.log_text(), BACK_SECONDS)
+    wait_until(lambda: f"{described} was not written by us" in node.log_text(), BACK_SECONDS)
     assert node.stats()["store_up"] == 1
     assert command(server.url, "SET", "lb:nodes", "x") == b"+OK"
-    wait_until(lambda: "lb:nodes is not ours" in node.log_text(), BACK_SECONDS)
+    wait_until(lambda: "lb:nodes was not written by us" in node.log_text(), BACK_SECONDS)
     wait_until(lambda: not node.stats()["store_up"], BACK_SECONDS)
     with node.client() as client:
         name = key()
@@ -268,7 +268,7 @@ def test_foreign_things_under_the_nodes_keys_are_told_and_harm_nothing_local(
         assert torch.equal(found, tensor)
     assert command(server.url, "DEL", "lb:nodes", described) == b":2"
     wait_until(lambda: node.stats()["store_up"], BACK_SECONDS)
-    assert node.log_text().count("lb:nodes is not ours") == 1
+    assert node.log_text().count("lb:nodes was not written by us") == 1
 
 
 def command_keys(url: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""RedisStore on real clusters whose members are killed, frozen and given each other's slots."""
+"""RedisStore on real clusters whose servers are killed or frozen, and whose slots move."""
 
 import time
 from collections import Counter
@@ -34,7 +34,7 @@ def open_at(url: str) -> MetadataStore:
 
 @pytest.fixture
 def store(own_cluster: ValkeyCluster) -> Iterator[MetadataStore]:
-    for member in own_cluster.members:  # what the living have is theirs to give, all the while
+    for member in own_cluster.members:  # keys of live masters must be found throughout
         member.command("CONFIG", "SET", "cluster-require-full-coverage", "no")
     with open_at(own_cluster.url) as store:
         yield store
@@ -68,7 +68,7 @@ def test_a_master_goes_in_the_middle_of_a_write_load(
         victim.kill() if fault == "killed" else victim.stop()
         healthy_from = time.monotonic() + 2 * CALL_SECONDS
         wait_until(lambda: all(reader.had_at[k] > healthy_from for k in names if k not in his), 5.0)
-        # Before the replica has noticed, the others are read and written as ever.
+        # Before the failover the other masters can be read and written.
         went_on = time.monotonic() - started
         assert not any(reader.had_at[key] > healthy_from for key in his), "the test came too late"
         assert any(writer.partly for writer in load.writers)
@@ -92,7 +92,7 @@ def test_a_master_goes_in_the_middle_of_a_write_load(
 
 
 def _stop_replicating(replica: ServerProcess) -> None:
-    """What is acknowledged from now on is lost when this one takes over."""
+    """What is acknowledged after this is lost when the replica takes over."""
     replica.command("CONFIG", "SET", "masterauth", "which the master does not know")
     replica.command("CLIENT", "KILL", "TYPE", "master")
 
@@ -124,17 +124,17 @@ def test_a_slot_moves_to_another_master_under_load(
 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often servers refused, by the first word of what they said."""
+    """How often servers replied with an error, by the error's first word."""
     from store import connection
 
     counts: Counter[str] = Counter()
 
-    class Counting(connection.Refusal):
+    class Counting(connection.ErrorReply):
         def __init__(self, text: str) -> None:
             super().__init__(text)
             counts[self.code] += 1
 
-    monkeypatch.setattr(connection, "Refusal", Counting)
+    monkeypatch.setattr(connection, "ErrorReply", Counting)
     return counts
 
 
@@ -201,7 +201,7 @@ def test_servers_that_cannot_even_be_dialled_leave_time_for_the_others(
                 started = time.monotonic()
                 with pytest.raises(StoreUnavailable):
                     store.publish_many(publishings)
-                # Dialling has a time of its own.
+                # Connecting has its own timeout.
                 assert time.monotonic() - started < CALL_SECONDS + LIMIT_SECONDS
 
 
@@ -242,7 +242,7 @@ def test_a_slot_that_nobody_serves_fails_alone(
     slot = slot_of(layout.record(namespace, keys[3]))
     for member in own_cluster.members:
         member.command("CLUSTER", "DELSLOTS", slot)
-    with open_at(own_cluster.url) as fresh:  # whose map has never had it
+    with open_at(own_cluster.url) as fresh:  # its slot map never had this slot
         for one in (store, fresh, store, fresh):
             found = one.look_up([(namespace, key) for key in keys])
             assert [isinstance(each, StoreUnavailable) for each in found] == [
@@ -286,7 +286,7 @@ def test_what_is_not_reached_is_no_miss(
     found = store.look_up(items)
     assert [isinstance(one, StoreUnavailable) for one in found] == his
     assert store.release_many(tokens) == [None if lost else False for lost in his[:64]]
-    # The rest of the second page alone would be nobody's.
+    # A second page on its own would have no reached server.
     last = [item for item, lost in zip(items, his, strict=True) if not lost][:700]
     found = store.look_up([*last, *last[:300], items[-1]])
     assert found[:-1] == [None] * 1000

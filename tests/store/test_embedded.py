@@ -1,4 +1,4 @@
-"""EmbeddedServer: found, started, private, and gone with its owner however that one ends."""
+"""EmbeddedServer: found, started, private, and ended with its owner, however that one ends."""
 
 import os
 import signal
@@ -38,7 +38,7 @@ time.sleep(60)
 
 
 def owner_of(directory: Path, ending: str = "", wait: float = 0.0) -> tuple[int, int]:
-    """A process that owns a server: its pid and the server's. The caller ends it."""
+    """A process that owns a server: its pid and the server's. The caller kills it."""
     process = python(OWNER, str(directory), str(wait), *([ending] if ending else []))
     assert process.stdout is not None
     pid, running = process.stdout.readline().split()
@@ -70,7 +70,7 @@ def gone_within(pid: int, seconds: float) -> bool:
 
 
 def open_files(pid: int) -> set[str]:
-    """What the links in /proc name; the process may close a file between two looks."""
+    """Targets of the links in /proc; the process may close a file between listing and reading."""
     names = set()
     for link in Path(f"/proc/{pid}/fd").iterdir():
         with suppress(FileNotFoundError):
@@ -100,7 +100,7 @@ def test_it_answers_when_start_returns_and_is_private(tmp_path: Path) -> None:
 
 
 def test_it_starts_fast(tmp_path: Path) -> None:
-    """Some 0.03 s, of which nothing is a pause between two looks."""
+    """About 0.03 s, none of it spent waiting between polls."""
     times = []
     for n in range(5):
         start = time.monotonic()
@@ -149,7 +149,7 @@ def test_the_server_dies_with_an_owner_that_ends(tmp_path: Path, ending: str) ->
 
 
 def test_the_server_outlives_the_thread_that_started_it(tmp_path: Path) -> None:
-    """The kernel's parent-death signal is sent at the end of a thread, not only of a process."""
+    """The kernel sends the parent-death signal at the end of a thread, not only of a process."""
     _, server = owner_of(tmp_path / "s", wait=0.5)
     assert alive(server)
 
@@ -161,7 +161,7 @@ def test_a_forked_child_neither_keeps_nor_closes_the_server(tmp_path: Path) -> N
     assert alive(server)
     os.kill(owner, signal.SIGKILL)
     assert gone_within(server, 2.0), "the child kept it alive"
-    # Nor does the child hold the directory.
+    # The child does not hold the directory's lock either.
     EmbeddedServer.start(tmp_path / "s").close()
 
 
@@ -198,7 +198,7 @@ def test_a_second_server_in_the_directory_is_refused(tmp_path: Path) -> None:
         command(first.url, "PING")
 
 
-# ---- what can be wrong
+# ---- errors
 
 
 def test_a_path_that_is_too_long(tmp_path: Path) -> None:

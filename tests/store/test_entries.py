@@ -1,4 +1,4 @@
-"""Entries: which go when they are too many or too old, and what goes with a lane."""
+"""Entries: bounds on number and age, and what is dropped with a connection."""
 
 import time
 
@@ -7,22 +7,22 @@ from mirrors import Mirroring
 from servers import command
 from store import EmbeddedServer
 from store.entries import ABSENT_SECONDS_MAX, Entries
-from store.lane import Lane
+from store.lane import TrackedConnection
 from store.record import Record
 
 MANY = 50_000
 NAMESPACE = "ns"
 
 
-def a_lane() -> Lane:
-    """One that nobody asks: entries only tell lanes apart."""
-    return Lane.__new__(Lane)
+def a_connection() -> TrackedConnection:
+    """Never used for I/O: entries only distinguish connections."""
+    return TrackedConnection.__new__(TrackedConnection)
 
 
-def put(entries: Entries, lane: Lane, *keys: str, now: float = 1.0) -> None:
+def put(entries: Entries, connection: TrackedConnection, *keys: str, now: float = 1.0) -> None:
     for key in keys:
         record = Record(NAMESPACE, key, "uint8", (4,), 4, "tensor", 1.0)
-        entries.put(key.encode(), NAMESPACE, key, lane, record, now)
+        entries.put(key.encode(), NAMESPACE, key, connection, record, now)
 
 
 def known(entries: Entries) -> set[str]:
@@ -33,21 +33,21 @@ def known(entries: Entries) -> set[str]:
 
 
 def test_what_a_lane_had_read_goes_at_once() -> None:
-    entries, lanes = Entries(10 * MANY), [a_lane(), a_lane()]
+    entries, connections = Entries(10 * MANY), [a_connection(), a_connection()]
     keys = [[f"{n}-{m}" for m in range(MANY)] for n in range(2)]
     started = time.thread_time()
-    put(entries, lanes[0], *keys[0])
+    put(entries, connections[0], *keys[0])
     filling = time.thread_time() - started
-    put(entries, lanes[1], *keys[1])
+    put(entries, connections[1], *keys[1])
     started = time.thread_time()
-    entries.drop_all(lanes[0])
+    entries.drop_all(connections[0])
     assert time.thread_time() - started < filling / 50
     assert known(entries) == set(keys[1])
     assert entries.of(NAMESPACE).get(keys[0][0]) is None
 
 
 def test_what_is_lost_is_freed_in_pieces_and_nothing_else_with_it() -> None:
-    entries, lost, kept = Entries(MANY), a_lane(), a_lane()
+    entries, lost, kept = Entries(MANY), a_connection(), a_connection()
     put(entries, lost, *(f"l{n}" for n in range(10_000)))
     put(entries, kept, "old", now=1.0)
     put(entries, kept, "young", now=3.0)
@@ -65,17 +65,17 @@ def test_what_is_lost_is_freed_in_pieces_and_nothing_else_with_it() -> None:
 
 
 def test_past_the_most_the_longest_unread_go_whoever_had_read_them() -> None:
-    entries, lanes = Entries(10), [a_lane(), a_lane(), a_lane()]
+    entries, connections = Entries(10), [a_connection(), a_connection(), a_connection()]
     for n in range(15):
-        put(entries, lanes[n % 2], f"k{n}", now=float(n))
+        put(entries, connections[n % 2], f"k{n}", now=float(n))
     assert known(entries) == {f"k{n}" for n in range(5, 15)}
-    put(entries, lanes[1], "k5", now=20.0)
-    put(entries, lanes[2], "k15", now=21.0)
+    put(entries, connections[1], "k5", now=20.0)
+    put(entries, connections[2], "k15", now=21.0)
     assert known(entries) == {"k5", *(f"k{n}" for n in range(7, 16))}
 
 
 def test_a_key_that_moved_is_the_new_lanes() -> None:
-    entries, before, after = Entries(10), a_lane(), a_lane()
+    entries, before, after = Entries(10), a_connection(), a_connection()
     put(entries, before, "moved", "stays")
     put(entries, after, "moved", now=2.0)
     assert known(entries) == {"moved", "stays"}
@@ -89,7 +89,7 @@ def test_a_key_that_moved_is_the_new_lanes() -> None:
 def test_what_is_absent_is_read_again_after_a_second(
     valkey_server: EmbeddedServer, namespace: str
 ) -> None:
-    """A bound on what a push that never came could hide; what is there is not read again."""
+    """Bounds what a lost push could hide; a present key is not read again."""
     with Mirroring(valkey_server.url) as mirroring:
         mirroring.store.publish(a_record(namespace, "there"), a_location())
 

@@ -1,4 +1,4 @@
-"""The mirror on one real server, which does what servers do: pushes, forgets, freezes and dies."""
+"""The mirror on one real server that pushes, evicts, freezes and dies."""
 
 import os
 import signal
@@ -10,15 +10,15 @@ from functools import partial
 import pytest
 
 from contract_store import a_location, a_record
-from mirrors import HASTY_SECONDS, MARGIN_SECONDS, Mirroring, kill_lanes
+from mirrors import HASTY_SECONDS, MARGIN_SECONDS, Mirroring, kill_tracked
 from nodes import wait_until
 from servers import StartServer, alive, command, flush, frozen, valkey_executable
 from store import EmbeddedServer, MetadataStore, StoreUnavailable, layout, open_store
 
 PUSHED_SECONDS = 0.5
-"""For what takes a fraction of a millisecond on a machine that is not busy."""
+"""A push takes a fraction of a millisecond on an idle machine."""
 RECOVERED_SECONDS = 2.0
-"""The longest pause before a lane is dialled again is one second."""
+"""The longest pause before the mirror connects again is one second."""
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def publish(store: MetadataStore, namespace: str, key: str, *, ttl_seconds: floa
     store.publish(a_record(namespace, key), a_location(), ttl_seconds=ttl_seconds)
 
 
-# ---- what is pushed
+# ---- pushes
 
 
 def test_what_is_absent_appears_and_goes_again(
@@ -211,7 +211,7 @@ def test_no_entry_is_older_than_allowed(valkey_server: EmbeddedServer, namespace
         for start in range(0, 6000, 1000):
             mirroring.ask(namespace, [f"k{n}" for n in range(start, start + 1000)])
         assert mirroring.mirror.size > 1000, "the test came too late to see anything"
-        # One tick after the age: that of a second.
+        # One tick, of a second, after the maximum age.
         wait_until(lambda: mirroring.mirror.size == 0, 2.0, "all are forgotten")
 
 
@@ -226,11 +226,11 @@ def test_a_lost_lane_is_forgotten_and_what_is_watched_read_again(
     watching = mirroring.watch(namespace, "watched")
     watching.wait(there=False)
     for n in range(5):
-        kill_lanes(valkey_server.url)
+        kill_tracked(valkey_server.url)
         wait_until(lambda: not mirroring.knows(namespace, "there"), 1.0, "all is forgotten")
         publish(store, namespace, f"watched-{n}")
         mirroring.wait_to_know(namespace, "there", there=True, seconds=RECOVERED_SECONDS)
-    kill_lanes(valkey_server.url)
+    kill_tracked(valkey_server.url)
     publish(store, namespace, "watched")
     waited = watching.wait(there=True, seconds=RECOVERED_SECONDS)
     print(f"notified {waited:.3f} s after its connection ended")
@@ -301,7 +301,7 @@ def test_a_server_that_refuses_tracking_says_so(server: EmbeddedServer, namespac
         mirroring.wait_to_know(namespace, "k", there=False, seconds=RECOVERED_SECONDS)
 
 
-# ---- size of questions
+# ---- size of requests
 
 
 def test_a_question_that_does_not_fit_into_the_socket(
@@ -315,7 +315,7 @@ def test_a_question_that_does_not_fit_into_the_socket(
         assert [one is not None for one in found] == [False] * 1999 + [True]
 
 
-# ---- nothing is left
+# ---- nothing leaks
 
 
 def test_closing_leaves_no_descriptors_and_no_threads(
@@ -328,7 +328,7 @@ def test_closing_leaves_no_descriptors_and_no_threads(
         with Mirroring(valkey_server.url) as mirroring:
             mirroring.has(namespace, "k")
             mirroring.watch(namespace, "k").wait(there=False)
-            kill_lanes(valkey_server.url)
+            kill_tracked(valkey_server.url)
             mirroring.do(lambda: mirroring.mirror.ask(namespace, ["j"], lambda _: None))
 
     use()
@@ -345,4 +345,4 @@ def test_a_closed_mirror_answers_and_dials_no_more(
     with Mirroring(valkey_server.url) as mirroring:
         mirroring.do(mirroring.mirror.close)
         assert mirroring.has(namespace, "k") is None
-        assert mirroring.do(lambda: mirroring.mirror._lanes) == {}
+        assert mirroring.do(lambda: mirroring.mirror._connections) == {}

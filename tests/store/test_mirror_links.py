@@ -1,4 +1,4 @@
-"""The mirror over networks that cut, delay and swallow, and over TLS."""
+"""The mirror over networks that cut, delay and drop traffic, and over TLS."""
 
 import time
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from tls_server import TlsServer
 
 RECOVERED_SECONDS = 2.0
 NOTICED_SECONDS = 1.0 + HASTY_SECONDS + RECOVERED_SECONDS
-"""A probe each second, its time, and the pause before the server is dialled again."""
+"""The interval of probes, a probe's timeout, and the pause before the mirror connects again."""
 KEYS = [f"{n:064x}" for n in range(500)]
 
 
@@ -88,7 +88,7 @@ def test_late_replies_reach_nobody(
     relay.hold_after(3)
     assert mirroring.has(namespace, "held") is None
     publish(store, namespace, "k")
-    relay.let_go()  # what was held comes now, on a connection that is ours no more
+    relay.let_go()  # the held bytes arrive now, on a connection that the mirror has closed
     mirroring.wait_to_know(namespace, "held", there=False, seconds=RECOVERED_SECONDS)
     assert mirroring.has(namespace, "k") is True
 
@@ -124,7 +124,7 @@ def test_over_tls(tls_server: TlsServer, namespace: str) -> None:
         publish(store, namespace, "k")
         watching.wait(there=True, seconds=1.0)
         assert mirroring.has(namespace, "k") is True
-        # More than a TLS record, in both directions, and more than the socket takes at once.
+        # More than a TLS record, in both directions, and more than the socket accepts at once.
         many = [f"{n:064x}" + "x" * 60 for n in range(2000)]
         for key in many[::10]:
             publish(store, namespace, key)

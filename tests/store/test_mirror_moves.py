@@ -1,4 +1,4 @@
-"""The mirror on clusters and behind sentinels, while servers take over and slots move."""
+"""The mirror on clusters and behind Sentinel, during failovers and while slots move."""
 
 import time
 from collections.abc import Iterator
@@ -14,14 +14,16 @@ from servers import ServerProcess
 from store import MetadataStore, layout, open_store
 
 TRUE_SECONDS = 1.5
-"""A look at the topology each second, and what it takes to read again."""
+"""A check of the topology each second, and the time to read again."""
 FAILOVER_SECONDS = 15.0
 KEYS = [f"k{n}" for n in range(24)]
 
 
 @pytest.fixture
 def other(request: pytest.FixtureRequest) -> Iterator[MetadataStore]:
-    """Another process' store, so that the mirror's own hears of changes from servers only."""
+    """Another process' store, so that the mirror's own store learns of changes from servers
+    only.
+    """
     names = {"valkey_cluster", "own_cluster", "own_sentinels"} & set(request.fixturenames)
     servers = request.getfixturevalue(names.pop())
     with open_store(servers.url, call_timeout_seconds=2.0) as store:
@@ -35,7 +37,7 @@ def publish(store: MetadataStore, namespace: str, key: str, generation: int = 1)
 def where_all_are(
     cluster: ValkeyCluster, namespace: str
 ) -> tuple[list[ServerProcess], dict[str, ServerProcess]]:
-    """The masters, and which of them has each key."""
+    """The masters, and the keys of each."""
     masters = cluster.masters()
     return masters, {key: cluster.owner(layout.record(namespace, key)) for key in KEYS}
 
@@ -88,7 +90,9 @@ def test_what_is_known_of_a_slot_that_moved_becomes_true(
 def test_an_empty_slot_that_moved_without_a_sign(
     valkey_cluster: ValkeyCluster, other: MetadataStore, namespace: str, how: str
 ) -> None:
-    """The old master has nothing to push, and nobody asks it: only a look at the map tells."""
+    """The old master has nothing to push and gets no request: only a check of the slot map shows
+    it.
+    """
     masters, owners = where_all_are(valkey_cluster, namespace)
     slot, source = slot_of(layout.record(namespace, "k0")), owners["k0"]
     with Mirroring(valkey_cluster.url) as mirroring:
@@ -140,7 +144,7 @@ def test_a_master_of_a_cluster_goes(
         victim.kill() if fault == "killed" else victim.stop()
         until = time.monotonic() + 0.8
         while time.monotonic() < until:
-            mirroring.store.locate(namespace, KEYS)  # which casts a doubt on the victim each time
+            mirroring.store.locate(namespace, KEYS)  # makes the victim suspect each time
             mirroring.has(namespace, f"{his[0]}-another")
             assert [mirroring.has(namespace, key) for key in others] == [True] * len(others)
         wait_until(lambda: own_cluster.owner(0) is not None and _published(other, namespace), 10.0)
@@ -180,7 +184,7 @@ def test_the_master_behind_sentinels_goes(
         old.kill() if fault == "killed" else old.stop()
         own_sentinels.sentinels[0].stop()
         for _ in range(5):
-            mirroring.has(namespace, "another")  # in time, whatever it says
+            mirroring.has(namespace, "another")  # in time, whatever the result
         wait_until(lambda: own_sentinels.is_master(new), FAILOVER_SECONDS)
         wait_until(lambda: _published(other, namespace), FAILOVER_SECONDS)
         publish(other, namespace, "absent")

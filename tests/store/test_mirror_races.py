@@ -1,4 +1,4 @@
-"""Changes, questions, watches and cuts in any order: after quiet mirror and server agree."""
+"""Changes, reads, watches and cuts in random order: afterwards mirror and server agree."""
 
 import threading
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from contract_store import a_location, a_record
-from mirrors import Mirroring, Watching, kill_lanes
+from mirrors import Mirroring, Watching, kill_tracked
 from nodes import wait_until
 from servers import command, flush
 from store import EmbeddedServer, MetadataStore, StoreUnavailable, layout, open_store
@@ -44,7 +44,7 @@ def racing(valkey_server: EmbeddedServer) -> Iterator[tuple[MetadataStore, Mirro
     max_examples=60,
     deadline=None,
     suppress_health_check=list(HealthCheck),
-    phases=[Phase.generate],  # a race is not found again by smaller and smaller examples
+    phases=[Phase.generate],  # shrinking does not reproduce a race
 )
 @given(of_the_store=STEPS, of_the_mirror=STEPS)
 def test_after_quiet_the_mirror_says_what_redis_says(
@@ -53,7 +53,7 @@ def test_after_quiet_the_mirror_says_what_redis_says(
     of_the_mirror: list[Step],
 ) -> None:
     store, mirroring, url = racing
-    flush(url)  # what has expired is pushed when the server removes it: late among other such keys
+    flush(url)  # an expired key is pushed when the server removes it: late if there are many others
     namespace = f"races-{next(NAMESPACES)}"
     keys = [f"k{n}" for n in range(KEYS)]
     watchings = {keys[0]: [mirroring.watch(namespace, keys[0])]}
@@ -76,13 +76,14 @@ def test_after_quiet_the_mirror_says_what_redis_says(
             and all(
                 w.seen and w.seen[-1] is truth[key] for key, ws in watchings.items() for w in ws
             )
-            # What is watched is known, and will be known of.
+            # What is watched is cached, and its changes will be noticed.
             and watchings.keys() <= entries.keys()
         )
 
     try:
         wait_until(agrees, QUIET_SECONDS, "the mirror agrees with the server")
-        # And of the other keys as well; what expires just now is pushed in a moment.
+        # The same for the other keys; for a key that expires right now the push comes a moment
+        # later.
         wait_until(
             lambda: (
                 [found is not None for found in mirroring.ask(namespace, keys)]
@@ -122,7 +123,7 @@ def _do(
     elif what == "watch":
         watchings.setdefault(key, []).append(mirroring.watch(namespace, key))
     else:
-        kill_lanes(url)
+        kill_tracked(url)
 
 
 def _exists(url: str, namespace: str, key: str) -> bool:

@@ -62,8 +62,8 @@ def test_a_slot_on_its_way_and_after(
     def on_its_way() -> None:
         (found,) = store.locate(namespace, ["k"])
         assert (found is not None) == known
-        # Scripts have several keys, of which some are here and some there, or nowhere: to the
-        # cluster that looks the same. Whoever has to publish tries again.
+        # While a slot moves, some keys of a script are on the old server, some on the new or on
+        # none; the cluster cannot tell these cases apart. The publisher retries.
         with pytest.raises(StoreUnavailable, match="TRYAGAIN"):
             store.publish(a_record(namespace, "k"), a_location("node-2"))
 
@@ -107,11 +107,11 @@ def test_the_first_seeds_may_be_dead(own_cluster: ValkeyCluster, namespace: str)
 
 
 def _in_time(store: MetadataStore, namespace: str, keys: list[str]) -> list[Record | None]:
-    """What is located once the store has found its way; the first calls may fail."""
+    """Locate until the store has found the servers; the first calls may fail."""
     for _ in range(50):
         with suppress(StoreUnavailable):
             found = store.locate(namespace, keys)
-            if all(found):  # those of a server that is not reached are a miss
+            if all(found):  # keys of a server that was not reached are misses
                 return found
         time.sleep(0.05)
     raise AssertionError("the store does not find its way")

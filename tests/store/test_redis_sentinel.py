@@ -72,7 +72,7 @@ def test_a_service_that_nobody_knows(sentinels: Sentinels, namespace: str) -> No
 
 
 def _in_time(store: MetadataStore, namespace: str) -> list[Record | None]:
-    """What is located once the store has found its way; the first calls may fail."""
+    """Locate until the store has found the servers; the first calls may fail."""
     for _ in range(50):
         try:
             return store.locate(namespace, ["k"])

@@ -1,4 +1,4 @@
-"""RedisStore: the contract on real servers, and what really lies in them."""
+"""RedisStore: the contract on real servers, and the keys that it writes there."""
 
 from collections.abc import Iterator
 
@@ -50,7 +50,7 @@ def store(valkey_server: EmbeddedServer) -> Iterator[MetadataStore]:
         yield store
 
 
-# ---- what a person with redis-cli sees: the documented layout
+# ---- the documented layout, as redis-cli shows it
 
 
 def test_the_layout_is_what_it_says(
@@ -113,7 +113,7 @@ def test_a_colliding_name_is_a_miss_and_a_conflict(
     mine = "x" * 300
     store.publish(a_record(namespace, mine), a_location())
     name = layout.record(namespace, mine)
-    # What a second long key with the same 128-bit hash would find.
+    # What another long key with the same 128-bit hash would find.
     command(valkey_server.url, "HSET", name, "key", "y" * 300)
     assert store.locate(namespace, [mine]) == [None]
     assert store.publish(a_record(namespace, mine), a_location()) is Publication.CONFLICT

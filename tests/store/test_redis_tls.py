@@ -60,7 +60,7 @@ def test_without_tls_nothing_is_said(tls_server: TlsServer, namespace: str) -> N
 
 
 def test_connecting_and_the_handshake_share_one_time_out() -> None:
-    """A host that lets us in at the second try, after a second, and then says nothing."""
+    """A host that accepts the second connect, after a second, and then sends nothing."""
     with Blackhole() as host:
         opening = threading.Timer(0.5, host.take_in, [2.5])
         url = f"rediss://127.0.0.1:{host.port}"

@@ -1,4 +1,4 @@
-"""RedisStore behind real sentinels: masters and sentinels are killed, frozen and come back."""
+"""RedisStore behind real sentinels: masters and sentinels are killed, frozen and resumed."""
 
 import time
 from collections.abc import Iterator
@@ -38,12 +38,12 @@ def test_the_master_goes_in_the_middle_of_a_write_load(
     own_sentinels: Sentinels, store: MetadataStore, namespace: str, fault: str
 ) -> None:
     old, new = own_sentinels.master(), own_sentinels.replica()
-    frozen = own_sentinels.sentinels[0]  # it would be the first to be asked
+    frozen = own_sentinels.sentinels[0]  # it would be asked first
     with under_load(store, namespace, keys=MANY_KEYS) as load:
         load.moves(5.0)
         load.within_budget()
         before = store.failovers()
-        # What is acknowledged from now on is lost with the master.
+        # What is acknowledged after this is lost with the master.
         own_sentinels.ask(new, "CONFIG", "SET", "masterauth", "a wrong one")
         own_sentinels.ask(new, "CLIENT", "KILL", "TYPE", "master")
         load.write(100)
@@ -55,7 +55,7 @@ def test_the_master_goes_in_the_middle_of_a_write_load(
         assert store.failovers() > before
         load.within_budget()
         own_sentinels.ask(new, "CONFIG", "SET", "masterauth", "of-servers")
-        if fault == "stopped":  # it wakes as a master, and is told in ten seconds
+        if fault == "stopped":  # it resumes as a master; Sentinel demotes it within ten seconds
             old.go_on()
             wait_until(lambda: _is_replica(own_sentinels, old), FAILOVER_SECONDS)
         frozen.stop()
@@ -77,7 +77,7 @@ def _is_replica(sentinels: Sentinels, server: ServerProcess) -> bool:
 def test_a_replica_is_not_written_to(
     own_sentinels: Sentinels, store: MetadataStore, namespace: str
 ) -> None:
-    """A master that was made a replica by hand, which no sentinel has noticed yet."""
+    """A master that was demoted by hand, which no sentinel has noticed yet."""
     store.ping()
     master = own_sentinels.master()
     for sentinel in own_sentinels.sentinels:
@@ -109,7 +109,7 @@ def test_sentinels_are_needed_only_to_find_a_master(
     for sentinel in others:
         sentinel.kill() if fault == "killed" else sentinel.stop()
     assert store.publish(record, a_location(generation=2)) is Publication.ADDED
-    # Also after a failure, when it would have asked them.
+    # Also after a failure, after which it would ask the sentinels.
     own_sentinels.ask(own_sentinels.servers[0], "CLIENT", "PAUSE", 700, "ALL")
     with pytest.raises(StoreUnavailable):
         store.publish(record, a_location(generation=3))

@@ -1,4 +1,4 @@
-"""RedisStore on servers that are frozen, killed, full, loading, read-only or refuse us."""
+"""RedisStore on servers that are frozen, killed, full, loading, read-only or refuse the login."""
 
 import os
 import signal
@@ -88,7 +88,7 @@ def store(server: EmbeddedServer) -> Iterator[MetadataStore]:
 
 
 def fails_within(seconds: float, call: Callable[[], object]) -> StoreError:
-    """The error of a call, which has to come in time. Once more, should the machine have dozed."""
+    """The error of a call, which must come in time. Tried twice, in case the machine paused."""
     for attempt in range(5):
         start = time.monotonic()
         with pytest.raises(StoreUnavailable) as caught:
@@ -109,7 +109,7 @@ def test_a_frozen_server_costs_one_timeout(
     with frozen(server):
         error = fails_within(CALL_SECONDS + MARGIN_SECONDS, lambda: call(store))
         assert error.__cause__ is not None
-        # Now without a connection: the kernel accepts in the frozen server's name.
+        # Now without a connection: the kernel accepts it on behalf of the frozen server.
         fails_within(CALL_SECONDS + MARGIN_SECONDS, lambda: call(store))
     call(store)
 

@@ -1,4 +1,4 @@
-"""A lane whose server hangs: one caller pays for it, the others are told at once."""
+"""A tracked connection whose server hangs: one request times out, later ones fail at once."""
 
 import time
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from contract_store import a_location, a_record
-from mirrors import HASTY_SECONDS, Mirroring, kill_lanes
+from mirrors import HASTY_SECONDS, Mirroring, kill_tracked
 from nodes import wait_until
 from proxies import Relay
 from servers import StartServer, command, frozen
@@ -14,7 +14,7 @@ from store import EmbeddedServer, lane
 
 CALL_SECONDS = 2.0
 HANG_SECONDS = 6.0
-"""Long enough for many tries: the pauses between them are 0.1 to 1 s."""
+"""Long enough for many retries: the pauses between them are 0.1 to 1 s."""
 RECOVERED_SECONDS = 2.0
 
 
@@ -51,7 +51,7 @@ def test_who_was_cut_off_asks_again_after_the_pause(
     with Mirroring(valkey_server.url) as mirroring:
         for _ in range(3):
             assert mirroring.has(namespace, "k") is False
-            kill_lanes(valkey_server.url)
+            kill_tracked(valkey_server.url)
             wait_until(lambda: not mirroring.knows(namespace, "k"), 1.0, "it is noticed")
             time.sleep(lane.PAUSE_SECONDS_MIN + 0.05)
 
@@ -66,7 +66,7 @@ def test_it_is_tried_without_being_asked_one_try_at_a_time(
         before, most = relay.connections, 0
         until = time.monotonic() + HANG_SECONDS
         while time.monotonic() < until:
-            most = max(most, lanes_open(valkey_server.url))
+            most = max(most, tracked_open(valkey_server.url))
         assert relay.connections - before >= 3
         assert most == 1
         relay.let_go()
@@ -74,7 +74,7 @@ def test_it_is_tried_without_being_asked_one_try_at_a_time(
         assert mirroring.has(namespace, "other") is False, "the question found it well"
 
 
-def lanes_open(url: str) -> int:
+def tracked_open(url: str) -> int:
     return command(url, "CLIENT", "LIST").decode().count(" resp=3")
 
 
@@ -82,7 +82,7 @@ def lanes_open(url: str) -> int:
 def test_nobody_is_tried_for_whom_nobody_asks(
     monkeypatch: pytest.MonkeyPatch, relay: Relay, namespace: str, watched: bool
 ) -> None:
-    monkeypatch.setattr(lane, "WANTED_SECONDS", 0.5)
+    monkeypatch.setattr(lane, "RETRY_SECONDS", 0.5)
     with Mirroring(f"redis://127.0.0.1:{relay.port}", call_seconds=HASTY_SECONDS) as mirroring:
         watching = mirroring.watch(namespace, "k")
         watching.wait(there=False)

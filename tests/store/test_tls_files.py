@@ -1,4 +1,4 @@
-"""TLS files that cannot be used: which one it is, and why, is said before a server is dialled."""
+"""Unusable TLS files: the error names the file and the reason before anything connects."""
 
 import os
 import ssl
@@ -59,12 +59,12 @@ def test_a_file_that_is_something_else(files: Certificates, text: str, option: s
         "ssl_keyfile": files.client_key, option: text,
     }  # fmt: skip
     what = "private key" if option == "ssl_keyfile" else "certificate"
-    assert refusal(**options).startswith(f"{option} {text}: there is no {what} in it")
+    assert refusal(**options).startswith(f"{option} {text}: it contains no {what} in PEM format")
 
 
 def test_a_key_of_another_certificate(files: Certificates) -> None:
     said = refusal(ssl_certfile=files.client, ssl_keyfile=files.server_key)
-    assert f"ssl_keyfile {files.server_key}: the key is not that of" in said
+    assert f"ssl_keyfile {files.server_key}: the key does not belong to" in said
     assert str(files.client) in said
 
 
@@ -89,7 +89,9 @@ def test_a_passphrase_is_not_asked_for_at_the_terminal(files: Certificates, tmp_
 
 
 def test_a_file_that_goes_while_we_run(files: Certificates, tmp_path: Path) -> None:
-    """As when certificates are renewed: it may come again, so the store is only away."""
+    """As during a renewal of certificates: the file may return, so the store is only
+    unavailable.
+    """
     authority = tmp_path / "authority.pem"
     os.link(files.authority, authority)
     with open_store(f"rediss://127.0.0.1:1/0?ssl_ca_certs={authority}") as store:

@@ -105,7 +105,7 @@ def test_threads_share_one_store(store: MetadataStore, namespace: str) -> None:
     assert errors == []
 
 
-# ---- the same answers as the reference
+# ---- the same results as the reference
 
 _keys = st.sampled_from(["a", "b" * 200])
 _nodes = st.sampled_from([f"n{n}" for n in range(6)])
@@ -113,7 +113,7 @@ _boots = st.sampled_from(["boot1", "boot2"])
 
 
 class SameAsMemory(RuleBasedStateMachine):
-    """Any sequence of operations has the same answers from RedisStore as from MemoryStore."""
+    """Any sequence of operations has the same results from RedisStore as from MemoryStore."""
 
     def __init__(self, redis: MetadataStore) -> None:
         super().__init__()
@@ -204,7 +204,7 @@ class SameAsMemory(RuleBasedStateMachine):
 
 
 def _sorted(record: Record | None) -> Record | None:
-    """The record with its locations in an order that does not depend on the store."""
+    """The record with its locations in an order that is independent of the store."""
     return record and record._replace(locations=tuple(sorted(record.locations, key=str)))
 
 

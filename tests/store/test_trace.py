@@ -1,4 +1,4 @@
-"""Traces: what stands about a key, on one server and spread over a cluster."""
+"""Traces: everything stored about a key, on one server and spread over a cluster."""
 
 import time
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ def traces_of(store: MetadataStore) -> Traces:
 
 
 class TraceContract:
-    """Subclasses say on what servers."""
+    """Subclasses choose the servers."""
 
     @pytest.fixture
     def store(self) -> Iterator[MetadataStore]:
@@ -74,7 +74,7 @@ class TraceContract:
         for key in wanted:
             store.publish(a_record(namespace, key), a_location())
         store.publish(a_record(namespace, "hay"), a_location())
-        if part == "needle":  # of names that are a hash only records tell the key
+        if part == "needle":  # if the name is a hash, only the record has the key
             store.claim(
                 namespace, "claimed-needle", holder="n:b:1", token="t",
                 state=ClaimState.ENCODING, lease_seconds=60.0,

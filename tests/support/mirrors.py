@@ -139,7 +139,7 @@ class Watching:
         self._mirroring.do(self._cancel)
 
 
-def kill_lanes(url: str) -> None:
+def kill_tracked(url: str) -> None:
     """End the connections that have tracking on, as a network that fails does."""
     for line in command(url, "CLIENT", "LIST").decode().splitlines():
         fields = dict(field.partition("=")[::2] for field in line.split())
