@@ -19,7 +19,7 @@ from connectors.pass_time import FIRST_SIGHT_SECONDS, IDLE_SECONDS
 from lookup_buffer.config import GIB, SECRETS, BufferConfig, Bytes, explain, guard_listener
 from lookup_buffer.environment import read_secret
 from lookup_buffer.errors import ConfigError
-from lookup_buffer.protocol.messages import SECONDS_MAX
+from lookup_buffer.protocol.fields import SECONDS_MAX
 from store import redact
 from store.url import parse
 

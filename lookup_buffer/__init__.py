@@ -1,6 +1,6 @@
 """Lookup Buffer: store a tensor under a key on one host, read it by that key on any other.
 
-This module owns the public names of the library. Importing it imports neither torch nor Redis:
+The public names of the library. Importing this module imports neither torch nor a Redis client:
 
     from lookup_buffer import BufferConfig, LookupBuffer, Namespace, TensorKey
 
@@ -14,7 +14,7 @@ from importlib.machinery import PathFinder
 from os.path import abspath, dirname, realpath
 
 TYPE_CHECKING = False
-"""As in `typing`, whose import alone would take longer than this whole module."""
+"""As in `typing`, whose import would take longer than this whole module."""
 
 
 def _refuse_another_store() -> None:
@@ -24,12 +24,12 @@ def _refuse_another_store() -> None:
     found = PathFinder.find_spec("store")
     if found is None:
         return  # a custom importer loads this package, not the path
-    places = list(found.submodule_search_locations or [found.origin or ""])
+    paths = list(found.submodule_search_locations or [found.origin or ""])
     # Compare both the given and the resolved path: a folder or its files may be symbolic links.
     ours = (dirname(dirname(abspath(__file__))), dirname(dirname(realpath(__file__))))
-    if len(places) > 1 or not {dirname(abspath(places[0])), dirname(realpath(places[0]))} & {*ours}:
+    if len(paths) > 1 or not {dirname(abspath(paths[0])), dirname(realpath(paths[0]))} & {*ours}:
         raise ImportError(
-            f"another package named 'store' shadows lookup-buffer's: {places}. Start Python from "
+            f"another package named 'store' shadows lookup-buffer's: {paths}. Start Python from "
             "another directory, with `python -P`, or uninstall the other package"
         )
 
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from store import ClaimState as ClaimState
     from store import MetadataStore as MetadataStore
 
-_HOMES = {
+_MODULES = {
     "store": (
         "ClaimState",
         "MetadataStore",
@@ -85,16 +85,16 @@ _HOMES = {
     "lookup_buffer.key": ("TensorKey",),
     "lookup_buffer.namespace": ("Namespace",),
 }
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
-__all__ = list(_HOME_OF)
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+__all__ = list(_MODULE_OF)
 
 
 def __getattr__(name: str) -> "Any":
     """Import a public name at its first use: the CLI and the node need no torch."""
-    if name not in _HOME_OF:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module 'lookup_buffer' has no attribute {name!r}")
     try:
-        return getattr(importlib.import_module(_HOME_OF[name]), name)
+        return getattr(importlib.import_module(_MODULE_OF[name]), name)
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise

@@ -1,9 +1,9 @@
 """Access to the metadata store: URL, passwords, timeout; and the node's runtime directory.
 
-`StoreAccess` is the store part of `BufferConfig`, and all that a command needs that only queries
-the store. Such a command takes 0.2 s, as long as an import of pydantic would; so this module must
-not import it. The runtime directory holds the sockets, lock and log of this host's node, and the
-data of an embedded store. Any thread; starts none.
+`StoreAccess` is the store part of `BufferConfig`. A command that only queries the store needs no
+more. Such a command takes 0.2 s, as long as an import of pydantic would, so this module must not
+import it. The runtime directory holds the sockets, lock and log of this host's node, and the data
+of an embedded store. Any thread; starts none.
 """
 
 import os
@@ -31,7 +31,8 @@ def runtime_directory(named: Path | None) -> Path:
         state = path.stat()
     except OSError as error:
         raise ConfigError(
-            f"setting 'directory' is '{path}': {error.strerror}; allowed: a directory of yours"
+            f"setting 'directory' is '{path}': {error.strerror}; allowed: a directory that you own "
+            "or can create"
         ) from error
     if state.st_uid != os.getuid() or state.st_mode & 0o077:
         raise ConfigError(
@@ -68,15 +69,15 @@ class StoreAccess:
     directory: Path | None = None
 
     @classmethod
-    def from_environment(cls, **said: str | Path | None) -> "StoreAccess":
-        """Settings from the environment, under the names of `BufferConfig`. A value in `said` wins
-        unless it is None.
+    def from_environment(cls, **overrides: str | Path | None) -> "StoreAccess":
+        """Settings from the environment, under the names of `BufferConfig`; `overrides` that are
+        not None win.
 
         Raises:
             ConfigError: a setting is wrong.
         """
         settings: dict[str, str | Path] = dict(settings_of_environment(_SETTINGS))
-        settings |= {name: value for name, value in said.items() if value is not None}
+        settings |= {name: value for name, value in overrides.items() if value is not None}
         directory = settings.get("directory")
         password = settings.get("store_password")
         sentinel_password = settings.get("store_sentinel_password")
@@ -129,7 +130,7 @@ def embedded_url(directory: Path) -> str:
 
 
 def check_store_url(value: str) -> str:
-    """`value`, if it is a valid store URL. Raises ValueError: it says what is allowed."""
+    """`value`, if it is a valid store URL. Raises ValueError, which states the form allowed."""
     if value == EMBEDDED:
         return value
     if value.partition("://")[0].lower() not in SCHEMES:

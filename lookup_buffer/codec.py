@@ -1,13 +1,13 @@
 """The codec: torch tensors as (header, bytes) and back, bit for bit.
 
-Owns the mapping of dtype names to torch's, access to a tensor's bytes without a copy, and the
+Contains the mapping of dtype names to torch's, access to a tensor's bytes without a copy, and the
 construction of tensors from bytes. Pure functions; any thread; large copies run without the GIL.
-Knows neither the origin of the bytes (arena, socket) nor their use. The node must not load it:
-no other module outside `device`, `pipes` and `cli.speeds` loads torch.
+The node must not import it: outside of `device`, `pipes` and `cli.speeds`, no other module imports
+torch at run time.
 
 A value is encoded in row-major order. Strides, gradients, device, and the lazy conjugate and
 negative bits are not encoded. Sparse, nested, quantized and storage-less (meta, fake) tensors are
-not supported ("not carried"), because bytes, dtype and shape do not describe them.
+not supported, because bytes, dtype and shape do not describe them.
 """
 
 import ctypes
@@ -33,10 +33,10 @@ Value = Tensor | None
 
 _LENGTH: Final = struct.Struct(">I")
 _ALIGNMENT: Final = 64
-"""Bytes, for each of several values in one tensor: torch needs elements aligned to their width."""
+"""Alignment in bytes of each value in `packed`: torch needs elements aligned to their width."""
 
-# Integers of the same width replace dtypes that torch cannot copy, or copies with a warning.
-_CARRIERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# Integer dtypes of the same width, for dtypes that torch cannot copy or copies with a warning.
+_COPY_DTYPES: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def torch_version() -> str:
@@ -47,7 +47,7 @@ def header_of(tensor: torch.Tensor | None) -> TensorHeader:
     """The header that describes this value.
 
     Raises:
-        CodecError: a tensor of a kind that is not carried.
+        CodecError: a tensor of an unsupported kind.
     """
     if tensor is None:
         return TensorHeader.of_none()
@@ -58,7 +58,7 @@ def copy_of(value: Value, out: torch.Tensor | None = None) -> Value:
     """The value as a receiver gets it: a new contiguous CPU tensor, or a copy in `out`.
 
     Raises:
-        CodecError: a tensor of a kind that is not carried.
+        CodecError: a tensor of an unsupported kind.
     """
     if value is None:
         return None
@@ -77,14 +77,14 @@ def contiguous_bytes(tensor: torch.Tensor) -> tuple[torch.Tensor, int, int]:
     on another device is copied with `.cpu()`, which waits for the device.
 
     Raises:
-        CodecError: a tensor of a kind that is not carried.
+        CodecError: a tensor of an unsupported kind.
     """
     plain = _strided(tensor)
     nbytes = _header_of(plain).nbytes
     plain = plain.resolve_conj().resolve_neg().cpu()
     if not plain.is_contiguous():
-        carrier = _CARRIERS.get(plain.itemsize)
-        plain = (plain if carrier is None else plain.view(carrier)).contiguous()
+        copy_dtype = _COPY_DTYPES.get(plain.itemsize)
+        plain = (plain if copy_dtype is None else plain.view(copy_dtype)).contiguous()
     return plain, plain.data_ptr(), nbytes
 
 
@@ -109,9 +109,9 @@ def empty_tensor(header: TensorHeader) -> torch.Tensor:
 def tensor_over(buffer: bytes | bytearray | memoryview, header: TensorHeader) -> torch.Tensor:
     """A tensor that shares the memory of `buffer`, which may be read-only.
 
-    The buffer stays exported while the tensor or a view of it lives, so its owner (an mmap, a
-    bytearray) cannot be closed or resized before. torch has no read-only tensors: a write to one
-    over read-only memory kills the process. The caller must ensure that nothing writes to it.
+    The buffer stays exported while the tensor or a view of it lives; until then its owner (an mmap,
+    a bytearray) cannot be closed or resized. torch has no read-only tensors: a write to a tensor
+    over read-only memory kills the process. The caller must prevent such writes.
 
     Raises:
         CodecError: the buffer is not exactly `header.nbytes` long, or see `empty_tensor`.
@@ -119,7 +119,9 @@ def tensor_over(buffer: bytes | bytearray | memoryview, header: TensorHeader) ->
     dtype = _torch_dtype(header)
     exported = memoryview(buffer)
     if exported.nbytes != header.nbytes:
-        raise CodecError(f"{exported.nbytes} bytes cannot hold a value of {header.nbytes}")
+        raise CodecError(
+            f"a buffer of {exported.nbytes} bytes for a value of {header.nbytes} bytes"
+        )
     if header.nbytes == 0:
         return _empty(header.shape, dtype)
     try:
@@ -133,16 +135,17 @@ def check_out(out: torch.Tensor, header: TensorHeader) -> None:
     """Check that a value of `header` can be copied into `out`.
 
     Raises:
-        CodecError: another dtype or shape, overlapping elements, or a kind that is not carried.
+        CodecError: another dtype or shape, overlapping elements, or an unsupported kind.
     """
     dtype = _torch_dtype(header)
     if out.dtype is not dtype or tuple(out.shape) != header.shape:
         raise CodecError(
-            f"out is {_dtype_name(out)} {tuple(out.shape)}, the value {header.dtype} {header.shape}"
+            f"out is {_dtype_name(out)} {tuple(out.shape)}, but the value is {header.dtype} "
+            f"{header.shape}"
         )
     strided = zip(_strided(out).shape, out.stride(), strict=True)
     if any(size > 1 and stride == 0 for size, stride in strided):
-        raise CodecError("out is an expanded tensor: its elements share memory")
+        raise CodecError("out is an expanded tensor, whose elements share memory; pass a dense one")
 
 
 def check_place(out: torch.Tensor, header: TensorHeader, device: str | torch.device) -> None:
@@ -153,9 +156,9 @@ def check_place(out: torch.Tensor, header: TensorHeader, device: str | torch.dev
     """
     check_out(out, header)
     if not out.is_contiguous() or out.is_conj() or out.is_neg():
-        raise CodecError(f"out has strides {out.stride()}: it is not a contiguous tensor")
+        raise CodecError(f"out has strides {out.stride()}; it must be contiguous")
     if out.device != torch.device(device):
-        raise CodecError(f"out is on {out.device}, and this is received to {device}")
+        raise CodecError(f"out is on {out.device}; it must be on {device}")
 
 
 def destination(out: torch.Tensor | None, header: TensorHeader) -> torch.Tensor:
@@ -181,34 +184,36 @@ def copy_into(out: torch.Tensor, address: int, nbytes: int) -> None:
     """
     target = _strided(out)
     if _header_of(target).nbytes != nbytes:
-        raise CodecError(f"out has {_header_of(target).nbytes} bytes, the value {nbytes}")
+        raise CodecError(f"out has {_header_of(target).nbytes} bytes, but the value has {nbytes}")
     if nbytes == 0:
         return
     lazy = target.is_conj() or target.is_neg()
     if target.device.type == "cpu" and target.is_contiguous() and not lazy:
         ctypes.memmove(target.data_ptr(), address, nbytes)
         return
-    carrier = None if lazy else _CARRIERS.get(target.itemsize)
-    if carrier is not None:
-        target = target.view(carrier)
+    copy_dtype = None if lazy else _COPY_DTYPES.get(target.itemsize)
+    if copy_dtype is not None:
+        target = target.view(copy_dtype)
     source = _tensor_at(address, nbytes, target.dtype, tuple(target.shape), keep=None)
     target.copy_(source)
 
 
 def _strided(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor without its gradient, if it is of a kind that is carried."""
+    """The tensor without its gradient, if it is of a supported kind."""
     if not isinstance(tensor, torch.Tensor):
-        raise CodecError(f"a {type(tensor).__name__} is not a tensor")
-    # `detach` releases the GIL; to get it back can take long while other threads want it.
+        raise CodecError(f"a {type(tensor).__name__} is neither a tensor nor None")
+    # `detach` releases the GIL, and acquiring it again can take long while other threads run.
     is_plain = type(tensor) is torch.Tensor and not tensor.requires_grad
     plain = tensor if is_plain else tensor.detach()
     # A subclass that `detach` preserves wraps its memory (fake, distributed, masked).
     if type(plain) is not torch.Tensor or plain.layout is not torch.strided or plain.is_nested:
-        raise CodecError(f"a {type(plain).__name__} of layout {plain.layout} is not carried")
+        raise CodecError(
+            f"a {type(plain).__name__} of layout {plain.layout} is not supported; pass a dense one"
+        )
     if plain.is_meta:
         raise CodecError("a meta tensor has no bytes")
     if plain.untyped_storage().nbytes() < _reach(plain):  # a read would kill the process
-        raise CodecError("a tensor whose storage was taken away has no bytes")
+        raise CodecError("a tensor whose storage was freed has no bytes")
     return plain
 
 
@@ -223,9 +228,9 @@ def _reach(plain: torch.Tensor) -> int:
 
 def _header_of(plain: torch.Tensor) -> TensorHeader:
     if plain.dtype not in _NAMES:
-        raise CodecError(f"dtype {_dtype_name(plain)} is not carried")
+        raise CodecError(f"dtype {_dtype_name(plain)} is not supported")
     if plain.dim() > MAX_DIMENSIONS:
-        raise CodecError(f"{plain.dim()} dimensions, at most {MAX_DIMENSIONS} are carried")
+        raise CodecError(f"{plain.dim()} dimensions; at most {MAX_DIMENSIONS} are supported")
     return TensorHeader.for_tensor(_NAMES[plain.dtype], tuple(plain.shape))
 
 
@@ -244,8 +249,8 @@ def _dtype_name(tensor: torch.Tensor) -> str:
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     # Not torch.empty of the dtype itself: for complex32 that warns.
-    carrier = _CARRIERS.get(dtype.itemsize)
-    empty = torch.empty(shape, dtype=carrier or dtype)
+    copy_dtype = _COPY_DTYPES.get(dtype.itemsize)
+    empty = torch.empty(shape, dtype=copy_dtype or dtype)
     prefer_huge_pages(empty.data_ptr(), empty.nbytes)
     return empty.view(dtype)
 
@@ -254,7 +259,7 @@ def _tensor_at(
     address: int, nbytes: int, dtype: torch.dtype, shape: tuple[int, ...], *, keep: object
 ) -> torch.Tensor:
     # torch.frombuffer warns about a read-only buffer, and silencing a warning is not thread-safe.
-    # So it gets a ctypes array, which claims to be writable, and which torch keeps alive.
+    # A ctypes array counts as writable, and torch keeps it alive.
     array = array_at(address, nbytes, keep=keep)
     return torch.frombuffer(array, dtype=torch.uint8).view(dtype).view(shape)
 
@@ -263,7 +268,7 @@ def packed(values: Sequence[Value]) -> torch.Tensor:
     """Several values as one uint8 tensor, to be sent as a whole. `unpacked` reverses it.
 
     Raises:
-        CodecError: one of them is of a kind that is not carried.
+        CodecError: one of them is of an unsupported kind.
     """
     headers = [header_of(value) for value in values]
     head = pack([header.to_fields() for header in headers])
@@ -286,15 +291,15 @@ def unpacked(whole: torch.Tensor) -> list[Value]:
     """The values in a tensor made by `packed`; they share its memory.
 
     Raises:
-        ProtocolError: `packed` cannot have made this tensor.
+        ProtocolError: the bytes are not those of a tensor made by `packed`.
     """
     view = writable_bytes(whole)
     if len(view) < _LENGTH.size:
-        raise ProtocolError("too few bytes for several values")
+        raise ProtocolError("too few bytes for the length of the headers")
     (length,) = _LENGTH.unpack(view[: _LENGTH.size])
     fields = unpack(view[_LENGTH.size : _LENGTH.size + length])
     if not isinstance(fields, list):
-        raise ProtocolError("no list of headers")
+        raise ProtocolError("the headers are not a list")
     values: list[Value] = []
     at = _aligned(_LENGTH.size + length)
     for each in fields:

@@ -1,8 +1,8 @@
 """`BufferConfig`: the settings of a node and of its clients, validated on construction.
 
-This module owns the settings' names, defaults and bounds, and the rule that a listener beyond
+This module has the settings' names, defaults and bounds, and the rule that a listener beyond
 loopback needs a token. Secrets are `SecretStr`: no repr, error or log line shows them. Immutable
-data; any thread. Knows nothing of sockets or of the store beyond its URL and TLS files.
+data; any thread.
 """
 
 import hashlib
@@ -85,7 +85,7 @@ class BufferConfig(BaseModel):
     store_timeout_seconds: float = Field(default=TIMEOUT_SECONDS, gt=0, le=TIMEOUT_SECONDS_MAX)
     """Bound on one call to the store."""
     mirror: bool = True
-    """Keep a mirror of the store's records, updated by its push messages; off: ask each time."""
+    """Keep a mirror of the store's records, updated by its push messages; off: query it always."""
     capacity_bytes: Bytes = Field(default=4 * GIB, ge=1 << 20)
     """Size of the arena: a number of bytes, or a size like `8GiB`."""
     node_socket: Path | None = None
@@ -108,12 +108,12 @@ class BufferConfig(BaseModel):
     record_ttl_seconds: float = Field(default=1800.0, ge=3, le=YEAR_SECONDS)
     """How long Redis keeps a record that its node no longer renews."""
     handoff_lease_seconds: float = Field(default=10.0, gt=0, le=600)
-    """How long a taker may lease a hand-off of this node; longer for large ones. Then others may
-    take it."""
+    """How long a taker may lease a hand-off of this node; longer for large ones. After that it is
+    available to other takers."""
     log_level: Literal["error", "warning", "info"] = "warning"
     """Lowest level that the node logs; `info` includes each hand-off taken."""
     idle_exit_seconds: float = Field(default=600.0, gt=0, le=YEAR_SECONDS)
-    """An automatically started node ends after it had no client for this time."""
+    """A node that a client started ends after this time without clients."""
 
     @field_validator("store_url")
     @classmethod
@@ -166,8 +166,8 @@ class BufferConfig(BaseModel):
         guard_listener("'listen'", host, "token", self.token)
         if host in WILDCARDS and self.advertise is None:
             raise ValueError(
-                f"the settings need 'advertise', because 'listen' is {self.listen!r}: no peer "
-                "gets there"
+                f"'listen' is {self.listen!r}, to which no peer can connect; set 'advertise' to an "
+                "address of this host, as tcp://10.0.0.7:7730"
             )
         self.store_access().check_passwords()
         return self
@@ -239,7 +239,7 @@ def check_token(token: str) -> None:
     is_text = token.isprintable() and len(token.strip()) >= TOKEN_CHARACTERS_MIN
     if not is_text or _PLACEHOLDER.search(token):
         raise ValueError(
-            f"at least {TOKEN_CHARACTERS_MIN} characters that can be printed, and no placeholder; "
+            f"at least {TOKEN_CHARACTERS_MIN} characters that can be printed, not a placeholder; "
             "`openssl rand -hex 32` makes a good one"
         )
 
@@ -269,18 +269,18 @@ def guard_listener(what: str, host: str, needed: str, token: object) -> None:
     """
     if token is None and not is_loopback(host):
         raise ConfigError(
-            f"{what} is at {host!r}, which is not loopback, and needs {needed!r} "
-            f"(or, among settings, '{needed}_file')"
+            f"{what} is at {host!r}, which is not loopback: set {needed!r} "
+            f"(or the setting '{needed}_file')"
         )
 
 
 def parse_tcp(address: str) -> tuple[str, int]:
-    """Host and port of `tcp://host:port`. Raises ValueError: it says what is allowed."""
+    """Host and port of `tcp://host:port`. Raises ValueError, which states the form allowed."""
     return _parse(address, "tcp")
 
 
 def parse_http(address: str) -> tuple[str, int]:
-    """Host and port of `http://host:port`. Raises ValueError: it says what is allowed."""
+    """Host and port of `http://host:port`. Raises ValueError, which states the form allowed."""
     return _parse(address, "http")
 
 

@@ -1,8 +1,8 @@
 """Settings from environment variables: `LOOKUP_BUFFER_<NAME>`, and files that hold them.
 
 The only module that reads the environment. It must not import pydantic, so that a command with a
-single query to a store starts quickly. It does not know which settings exist or which values are
-valid. Any thread; starts none.
+single query to a store starts quickly. Its callers have the list of settings and validate the
+values. Any thread; starts none.
 """
 
 import os
@@ -32,17 +32,17 @@ def settings_of_environment(names: Iterable[str]) -> dict[str, str]:
 
 
 def misspelt_variables(names: Iterable[str]) -> dict[str, str]:
-    """Variables without effect whose name nearly matches a known one, each with that known name.
-    Less similar names may belong to others, as the variables that Kubernetes sets for a service."""
+    """Unknown variables whose name nearly matches a known one, each with that known name. Less
+    similar names may be of other programs, as the variables that Kubernetes sets for a service."""
     from difflib import get_close_matches  # takes 6 ms; imported for this check only
 
     known = [form for name in names for form in (name.upper(), f"{name.upper()}_FILE")]
     misspelt = {}
     for variable in sorted(os.environ):
-        said = variable.removeprefix(ENVIRONMENT_PREFIX)
-        if said in (variable, *known):
+        name = variable.removeprefix(ENVIRONMENT_PREFIX)
+        if name in (variable, *known):
             continue
-        if near := get_close_matches(said, known, n=1, cutoff=0.8):
+        if near := get_close_matches(name, known, n=1, cutoff=0.8):
             misspelt[variable] = ENVIRONMENT_PREFIX + near[0]
     return misspelt
 

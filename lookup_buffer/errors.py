@@ -1,12 +1,12 @@
 """The errors that callers of the lookup buffer see, and the reasons of misses.
 
-All errors have one base class. Foreign exceptions (sockets, msgpack, torch, Redis) are translated
-where the I/O happens, with the cause chained. A miss is a return value if the signature permits
-one; `MissingTensor` exists for `select`, whose `None` is a stored value.
+All errors have one base class. Exceptions of other packages (sockets, msgpack, torch, Redis) are
+translated where the I/O happens, with the cause chained. A miss is a return value if the signature
+permits one; `MissingTensor` exists for `select`, where `None` is a stored value.
 
 There are three families: the tensor is absent (`MissingTensor`, `LookupTimeout`), there is no room
-(`BufferFull`, `TensorTooLarge`), or something is broken (the rest). Messages never contain a
-token, a password or tensor bytes. Pure; any thread.
+(`BufferFull`, `TensorTooLarge`), or a part failed or was misused (the rest). Messages never contain
+a token, a password or tensor bytes.
 """
 
 from enum import StrEnum
@@ -26,7 +26,7 @@ class MissReason(StrEnum):
     TIMEOUT = "timeout"
     NO_ROOM = "no_room"
     TAKEN = "taken"
-    # From a node to an engine, or from a client without a node.
+    # From a node to an engine, or from a client that has no node.
     RANKS_NOT_ATTACHED = "ranks_not_attached"
     NODE_DOWN = "node_down"
     # From an engine: docs/vllm.md.
@@ -42,7 +42,7 @@ class MissReason(StrEnum):
     NO_ANSWER = "no_answer"
     NOT_SHAREABLE = "not_shareable"
     OTHER = "other"
-    """A reason that this version does not know."""
+    """A reason of another version."""
 
     @classmethod
     def of(cls, text: str) -> "MissReason":
@@ -62,7 +62,7 @@ class LookupBufferError(Exception):
 
 
 class InvalidKey(LookupBufferError, ValueError):
-    """A text that is not a key, or pieces that cannot form one."""
+    """A text that is not a key, or pieces that do not form one."""
 
 
 class ConfigError(LookupBufferError, ValueError):
@@ -86,15 +86,15 @@ class BufferFull(LookupBufferError):
 
 
 class TensorTooLarge(LookupBufferError, ValueError):
-    """Larger than the whole budget: no later try can succeed."""
+    """Larger than the whole arena, or for a hand-off than its half: no later try can succeed."""
 
 
 class Closed(LookupBufferError):
-    """This object was closed by its owner, perhaps while the call was waiting."""
+    """The program closed this object, perhaps during the call."""
 
 
 class NodeUnavailable(LookupBufferError):
-    """The node did not answer in time, or is gone. The client reconnects by itself."""
+    """The node did not answer in time, or ended. The client reconnects by itself."""
 
 
 class NodeRefused(LookupBufferError):
@@ -102,7 +102,7 @@ class NodeRefused(LookupBufferError):
 
 
 class ProtocolError(LookupBufferError):
-    """Bytes that are no valid message: garbled, oversized, truncated, or of a wrong type."""
+    """Bytes that are not a valid message: garbled, oversized, truncated, or of a wrong type."""
 
 
 class CorruptTensor(LookupBufferError):
@@ -110,7 +110,7 @@ class CorruptTensor(LookupBufferError):
 
 
 class CodecError(LookupBufferError, ValueError):
-    """This tensor cannot be carried, or does not fit the destination given for it."""
+    """The tensor is of an unsupported kind, or does not fit the destination given for it."""
 
 
 class PipeError(LookupBufferError):

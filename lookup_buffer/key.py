@@ -1,7 +1,7 @@
 """Keys: the names of tensors, and their canonical text.
 
-Owns the text form used in frames, Redis and log lines: printable ASCII stays readable, and the
-form is always reversible. Pure data; any thread. Knows nothing of namespaces, nodes or Redis.
+The text form is used in frames, in Redis and in log lines: printable ASCII stays readable, and the
+form is always reversible. Pure data; any thread.
 """
 
 import re
@@ -56,7 +56,7 @@ class TensorKey:
             text += "@" + _escaped("request_id", self.request_id)
         if len(text) > MAX_KEY_CHARACTERS:
             raise InvalidKey(
-                f"the key's text has {len(text)} characters, allowed are {MAX_KEY_CHARACTERS}"
+                f"the key's text has {len(text)} characters; allowed: {MAX_KEY_CHARACTERS}"
             )
         object.__setattr__(self, "text", text)
 
@@ -122,4 +122,4 @@ def _unescape(match: re.Match[str]) -> str:
     try:
         return bytes.fromhex(match[0].replace("%", "")).decode("utf-8", "surrogatepass")
     except UnicodeDecodeError as error:
-        raise InvalidKey(f"not a key: {match[0]!r} is no UTF-8") from error
+        raise InvalidKey(f"not a key: {match[0]!r} is not UTF-8") from error

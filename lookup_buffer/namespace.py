@@ -1,8 +1,8 @@
 """Namespace: the fingerprint of everything that determines the bytes beside the key.
 
-Two users of one namespace promise that equal keys mean equal tensors. The parts stay readable:
-they are published in clear text beside the fingerprint, so that two namespaces can be compared.
-Pure data; any thread. Knows nothing of keys, nodes or Redis.
+In one namespace, equal keys mean equal tensors; its users are responsible for that. The parts are
+published in clear text beside the fingerprint, so that two namespaces can be compared. Pure data;
+any thread.
 """
 
 import hashlib
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from lookup_buffer.errors import ConfigError
-from lookup_buffer.protocol.messages import PARTS_MAX, TEXT_MAX, is_parts
+from lookup_buffer.protocol.fields import PARTS_MAX, TEXT_MAX, is_parts
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Namespace:
     The order of the parts does not matter; any difference in a name or a value does.
 
     Raises:
-        ConfigError: a part is no text or has an empty name, or there are too many parts.
+        ConfigError: a part is not a text or has an empty name, or there are too many parts.
     """
 
     parts: Mapping[str, str]

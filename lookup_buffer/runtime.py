@@ -1,9 +1,9 @@
 """Finds this host's node, and starts one if none runs.
 
 Each runtime directory has one node, guaranteed by `flock` and not by a file's existence. A node
-started here is independent of its starter: it is forked twice, has a session of its own and all
-the machine's cores, and ends by itself after a while without clients. Runs on the threads of its
-callers and starts none. Knows nothing of the node's protocol.
+started here is independent of its starter: it is forked twice, has its own process session and all
+the machine's cores, and ends after `idle_exit_seconds` without clients. Runs on the threads of its
+callers and starts none.
 """
 
 import fcntl
@@ -33,12 +33,12 @@ def node_socket(config: BufferConfig, *, timeout: float) -> Path:
         NodeUnavailable: no node runs and none could be started within `timeout` seconds.
     """
     path = config.socket_path()
-    if config.node_socket is not None or timeout <= 0 or _answers(path):
+    if config.node_socket is not None or timeout <= 0 or _accepts_connections(path):
         return path
     deadline = time.monotonic() + timeout
     directory = config.runtime_directory()
     with lock(directory / "start.lock", timeout=timeout):
-        if not _answers(path):
+        if not _accepts_connections(path):
             _start(config, directory, path, deadline)
     return path
 
@@ -91,20 +91,20 @@ def _start(config: BufferConfig, directory: Path, path: Path, deadline: float) -
             start_new_session=True,
         )
     starter.communicate(to_json(config).encode())
-    while not _answers(path):
+    while not _accepts_connections(path):
         if time.monotonic() >= deadline:
             tail = log.read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace").strip()
             raise NodeUnavailable(f"the node did not start; the end of {log}: {tail}")
         time.sleep(POLL_SECONDS)
 
 
-def _answers(path: Path) -> bool:
+def _accepts_connections(path: Path) -> bool:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(PROBE_SECONDS)
         try:
             probe.connect(str(path))
         except BlockingIOError:
-            return True  # its queue is full: a node exists, busy or stopped
+            return True  # its backlog is full: a node exists, busy or stopped
         except OSError:
             return False
     return True

@@ -1,7 +1,7 @@
 """Parses sizes in human-readable form, as `8GiB`.
 
-A pure function without dependencies, for settings and command options; any thread. It does not
-know which sizes are valid.
+A pure function without dependencies, for settings and command options, which check the bounds; any
+thread.
 """
 
 import re

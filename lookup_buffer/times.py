@@ -9,7 +9,7 @@ from typing import Final
 # -- a client's call of its node
 
 CALL_SECONDS: Final = 1.0
-"""How long a client waits for a reply, in addition to the wait that it asks of the node."""
+"""How long a client waits for a reply, in addition to the wait that it requests of the node."""
 NODE_SHARE: Final = 0.9
 """The fraction of a caller's time that the node may use; the rest is for its reply to arrive."""
 CLAIM_ANSWER_SECONDS: Final = 0.4
@@ -27,11 +27,11 @@ INTENT_SECONDS_MAX: Final = 1.0
 """The lease of an intent at the node. A client that only intends to produce a key delays others no
 longer than this."""
 PROMISE_SECONDS: Final = 0.4
-"""The node tells the store that an intent became ENCODING at least this long before the intent
-expires."""
+"""The node reports to the store that an intent became ENCODING at least this long before the
+intent expires."""
 INTENT_SECONDS: Final = INTENT_SECONDS_MAX - PROMISE_SECONDS
 """How long an engine relies on an intent. If it reports its encode by then, the node gets the
-report early enough to tell the store, even on a host short of processors."""
+report early enough to pass it on to the store, even on a host short of processors."""
 assert INTENT_SECONDS > 0
 assert CLAIM_ANSWER_SECONDS <= PROMISE_SECONDS, "the store's answer comes before the intent lapses"
 
@@ -42,7 +42,7 @@ LEASE_ANSWER_SECONDS: Final = 1.0
 lease's end."""
 REMEMBERED_SECONDS: Final = LEASE_ANSWER_SECONDS + CALL_SECONDS
 """The owner remembers a successful acknowledgement for the lease's time plus this. A taker whose
-link broke repeats it for `LEASE_ANSWER_SECONDS` after the lease, a client for `CALL_SECONDS`
+connection broke repeats it for `LEASE_ANSWER_SECONDS` after the lease, a client for `CALL_SECONDS`
 more."""
 HANDOFF_GONE_SECONDS: Final = 60
 """Seconds for which the store keeps the reason of a hand-off's removal. There are many hand-offs,
@@ -73,10 +73,14 @@ LONG_DEAD_SECONDS: Final = 60.0
 """A node silent for this long is evicted and its records are withdrawn. If it was only frozen, it
 must publish all its records again."""
 assert DEAD_AFTER_SECONDS + BEAT_SECONDS + DEATH_CHECK_SECONDS <= DEATH_NOTICED_SECONDS
-assert SILENT_SECONDS < BLIND_SECONDS < DEAD_AFTER_SECONDS, "a pause of the store kills nobody"
-assert STALL_SECONDS < DEAD_AFTER_SECONDS, "a stalled node calls nobody dead"
-assert STALL_SECONDS > CALL_SECONDS, "clients have given up by then"
-assert LONG_DEAD_SECONDS > DEATH_NOTICED_SECONDS, "dead to all before it is evicted"
+assert SILENT_SECONDS < BLIND_SECONDS < DEAD_AFTER_SECONDS, (
+    "a pause of the store makes no node dead"
+)
+assert STALL_SECONDS < DEAD_AFTER_SECONDS, "a stalled node declares no node dead"
+assert STALL_SECONDS > CALL_SECONDS, "the calls of its clients have timed out by then"
+assert LONG_DEAD_SECONDS > DEATH_NOTICED_SECONDS, (
+    "every node detects its death before it is evicted"
+)
 
 # -- one node to another
 
@@ -89,7 +93,7 @@ OWNER_IDLE_SECONDS: Final = 60.0
 """A connection for hand-offs is closed this long after its last use and the end of its leases."""
 PEER_IDLE_SECONDS: Final = 300.0
 """A node closes a connection without a request for this long."""
-assert OWNER_IDLE_SECONDS < PEER_IDLE_SECONDS, "the side that asks closes first"
+assert OWNER_IDLE_SECONDS < PEER_IDLE_SECONDS, "the requesting side closes first"
 
 # -- retention after the end of a node or a session
 

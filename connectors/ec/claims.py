@@ -143,7 +143,7 @@ class EcClaims:
             claims = self._claims[state.request_id] = RequestClaims(now + self.wait_seconds)
         elif claims.handle is not None and claims.keys.keys() == missing:
             claims.answer_deadline = now + self._settings.fetch_wait_seconds
-            claims.handle.hear(timeout)
+            claims.handle.wait_for_answer(timeout)
             return True
         else:
             if claims.expires_at < math.inf:  # one set holds all that the request encodes

@@ -12,7 +12,7 @@ import click
 from lookup_buffer.cli.options import of_store, store_access
 from lookup_buffer.cli.output import print_json, print_line
 from lookup_buffer.inspection.records import CommandError, ExitCode, HeartbeatMonitor, opened_store
-from lookup_buffer.protocol.messages import is_fingerprint
+from lookup_buffer.protocol.fields import is_fingerprint
 from store import MetadataStore
 
 BEATS = 2

@@ -26,7 +26,7 @@ from lookup_buffer.inspection.records import (
     tensor_text,
     to_json,
 )
-from lookup_buffer.protocol.messages import is_fingerprint
+from lookup_buffer.protocol.fields import is_fingerprint
 from store import MetadataStore, Record
 
 LOOKED_AT = 500

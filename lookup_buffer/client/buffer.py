@@ -1,15 +1,16 @@
 """`LookupBuffer`: the public API. Stores tensors under keys on this host, reads them from any host.
 
-This module owns the calls of a program and the copies between its tensors and shared memory:
+A call moves bytes between the caller's tensors and shared memory; the node does the rest:
 
     insert: tensor → staging area → (node copies, hashes) → arena → indexed, published
     select: local index → arena → the caller's tensor → local index again: unchanged
        else node locates, fetches, pins → arena → the caller's tensor → unpinned
     drop_select: node takes, pins → arena → the caller's tensor → acknowledged, unpinned
 
-Calls run on the caller's thread; any thread may call. Each insert and each take uses a connection
-of its own. A take that fails before its acknowledgement gives the hand-off back. The module must
-not know how the node locates, fetches or publishes; `local` reads what the local index lists.
+Calls run on the caller's thread; any thread may call. Each insert and each take has a connection to
+itself. A take that fails before its acknowledgement gives the hand-off back. `local` reads through
+the local index, `load` copies pinned bytes, `pending` keeps prefetches and sets of claims, and
+`session` holds the connections and the mapped memory.
 """
 
 import time
@@ -20,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 
 from lookup_buffer import codec
 from lookup_buffer.client.handles import ClaimAnswer, ClaimHandle, LoadOrder, PrefetchHandle
-from lookup_buffer.client.load import JoinedPool, Loading, Pooling
+from lookup_buffer.client.load import JoinedPool, Loads, PoolMembership
 from lookup_buffer.client.local import LocalReads, NotListed
-from lookup_buffer.client.pending import Claiming, Prefetching
+from lookup_buffer.client.pending import PendingClaims, PendingPrefetches
 from lookup_buffer.client.session import ClientSession, NodeConnection, next_request_id
 from lookup_buffer.codec import Tensor, Value
 from lookup_buffer.config import BufferConfig
@@ -38,80 +39,27 @@ from lookup_buffer.errors import (
 )
 from lookup_buffer.key import TensorKey
 from lookup_buffer.namespace import Namespace
+from lookup_buffer.protocol.fields import checked_seconds, clamped_seconds, split
 from lookup_buffer.protocol.header import TensorHeader
 from lookup_buffer.protocol.messages import (
     Acknowledge,
+    Claim,
+    Contains,
     Describe,
     GiveBack,
     Insert,
     InsertOutcome,
+    ReleaseClaim,
     Select,
     Stats,
     Take,
-    lasting,
-    waiting,
 )
 from lookup_buffer.shm.memory import copy_bytes
-from lookup_buffer.times import CALL_SECONDS, LEASE_ANSWER_SECONDS
+from lookup_buffer.times import CALL_SECONDS, LEASE_ANSWER_SECONDS, NODE_SHARE
 from store import ClaimState
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
     import torch
-
-
-class Inserting:
-    def __init__(self, attachment: ClientSession) -> None:
-        self._attachment = attachment
-
-    def insert(
-        self,
-        key: TensorKey,
-        tensor: Value,
-        ttl_seconds: float | None,
-        timeout: float,
-        on_stored: Callable[[int], None] | None = None,
-    ) -> InsertOutcome:
-        """See `LookupBuffer.insert`."""
-        if ttl_seconds is not None:
-            ttl_seconds = lasting("ttl_seconds", ttl_seconds)
-        header = codec.header_of(tensor)
-        self._check_fits(header)
-        deadline = time.monotonic() + timeout
-        with self._attachment.channel(timeout) as channel:
-            if tensor is not None and header.nbytes:
-                _fill(channel, tensor, header, deadline - time.monotonic())
-            left = deadline - time.monotonic()
-            request = Insert(
-                next_request_id(),
-                self._attachment.namespace,
-                key.text,
-                header.to_fields(),
-                ttl_seconds,
-                0.0 if key.is_shared else waiting(left),
-            )
-            reply = channel.call(request, left if key.is_shared else waiting(left) + CALL_SECONDS)
-        outcome = InsertOutcome(reply["outcome"])
-        if on_stored is not None and outcome is InsertOutcome.STORED:
-            on_stored(reply["checksum"])
-        return outcome
-
-    def _check_fits(self, header: TensorHeader) -> None:
-        with self._attachment.memory() as memory:
-            capacity_bytes = memory.arena.nbytes
-        if header.nbytes > capacity_bytes:
-            raise TensorTooLarge(
-                f"a tensor of {header.nbytes} bytes exceeds the arena of "
-                f"{capacity_bytes} bytes; raise capacity_bytes"
-            )
-
-
-def _fill(channel: NodeConnection, tensor: Tensor, header: TensorHeader, timeout: float) -> None:
-    staging = channel.stage(header.nbytes, timeout)
-    source, address, nbytes = codec.contiguous_bytes(tensor)
-    copy_bytes(staging.address, address, nbytes)
-    del source  # kept the memory at `address` alive until here
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +71,7 @@ class EngineRank:
     rank: int | None
     world_size: int
     encodes: bool = False
-    """Whether each tensor read here saves the engine an encode: outputs of its encoder."""
+    """Whether each tensor read here saves the engine an encode, as outputs of its encoder do."""
     device: str = ""
     """The device that computes this client's tensors: up to 12 printable ASCII characters."""
 
@@ -131,115 +79,15 @@ class EngineRank:
         return list(astuple(self))
 
 
-class Selecting:
-    def __init__(self, attachment: ClientSession, loading: Loading) -> None:
-        self._attachment = attachment
-        self._loading = loading
-
-    def select(self, key: TensorKey, timeout: float, out: Tensor | None) -> Value:
-        """See `LookupBuffer.select`."""
-        with self._pinned(key, timeout) as order:
-            return self._loading.load(order, out)
-
-    @contextmanager
-    def view(self, key: TensorKey, timeout: float) -> Iterator[Value]:
-        """See `LookupBuffer.view`."""
-        with self._pinned(key, timeout) as order:
-            if order.header.kind == "none":
-                yield None
-            else:
-                end = order.offset + order.nbytes
-                window = self._loading.arena(order.boot)[order.offset : end]
-                yield codec.tensor_over(window, order.header)
-
-    @contextmanager
-    def _pinned(self, key: TensorKey, timeout: float) -> Iterator[LoadOrder]:
-        """The order for the bytes of `key` on this host, pinned inside the `with`."""
-        wait = waiting(timeout)
-        request = Select(next_request_id(), self._attachment.namespace, key.text, wait)
-        reply = self._attachment.call(request, wait + CALL_SECONDS)
-        if reply["state"] != "resident":
-            if timeout:
-                raise LookupTimeout(f"{key} did not appear within {timeout} s ({reply['reason']})")
-            raise MissingTensor(f"{key}: {reply['reason']}")
-        order = LoadOrder.of(reply)
-        try:
-            yield order
-        finally:
-            self._loading.release(order)
-
-
-class Taking:
-    def __init__(self, attachment: ClientSession, loading: Loading) -> None:
-        self._attachment = attachment
-        self._loading = loading
-
-    def drop_select(self, key: TensorKey, timeout: float, out: Tensor | None) -> Value:
-        """See `LookupBuffer.drop_select`."""
-        if key.is_shared:
-            raise InvalidKey(
-                f"{key} is shared: content for many readers, which nobody takes away. Use select, "
-                "or give the key a request_id, which makes it a hand-off"
-            )
-        deadline = time.monotonic() + timeout
-        while True:
-            # One connection for the whole exchange: while its lease runs, a taker must not wait
-            # for a free connection behind callers that only wait for a key.
-            bound = waiting(deadline - time.monotonic()) + CALL_SECONDS
-            with self._attachment.channel(bound) as channel:
-                wait = waiting(deadline - time.monotonic())
-                request = Take(next_request_id(), self._attachment.namespace, key.text, wait)
-                reply = channel.call(request, wait + CALL_SECONDS)
-                if reply["state"] != "resident":
-                    raise _miss(key, timeout, reply["reason"])
-                order, token = LoadOrder.of(reply), reply["token"]
-                try:
-                    tensor = self._loaded(order, token, out)
-                    if self._won(channel, token, reply["lease_seconds"]):
-                        return tensor
-                finally:
-                    self._loading.release(order)
-            # The lease expired before the acknowledgement: another taker has the hand-off, or it
-            # is available again.
-
-    def _loaded(self, order: LoadOrder, token: int, out: Tensor | None) -> Value:
-        try:
-            return self._loading.load(order, out)
-        except BaseException:
-            try:
-                self._attachment.post(GiveBack(next_request_id(), token))
-            except LookupBufferError:
-                pass  # the session is over, and the lease with it
-            raise
-
-    def _won(self, channel: NodeConnection, token: int, lease_seconds: float) -> bool:
-        request = Acknowledge(next_request_id(), token)
-        try:
-            bound = lease_seconds + LEASE_ANSWER_SECONDS + CALL_SECONDS
-            return bool(channel.call(request, bound)["won"])
-        except NodeUnavailable:
-            # The connection broke, perhaps not the session. A repeated acknowledgement gets the
-            # same answer.
-            return bool(self._attachment.call(request, CALL_SECONDS)["won"])
-
-
-def _miss(key: TensorKey, timeout: float, reason: str) -> LookupBufferError:
-    if reason == MissReason.NO_ROOM:
-        return BufferFull(f"{key}: no room on this host for what lies on another")
-    if timeout and reason != MissReason.OWNER_DEAD:
-        return LookupTimeout(f"{key} was not to be had within {timeout} s ({reason})")
-    return MissingTensor(f"{key}: {reason}")
-
-
 class LookupBuffer:
-    """A client of this host's node, for one namespace. Thread-safe; not to be used after a fork.
+    """A client of this host's node, for one namespace. Thread-safe; do not use it after a fork.
 
-    An engine's client may be opened without a namespace and `enter` it later. Until then it can
+    An engine's client may be opened without a namespace and `enter` one later. Until then it can
     only load orders.
 
-    Keys match exactly and never wait for each other. Faults of Redis or of other nodes are
-    misses. A fault of this host's node raises `NodeUnavailable` within the call's time, and the
-    client reconnects by itself.
+    Keys match exactly, and a call for one key never waits for another key. Faults of Redis or of
+    other nodes are misses. A fault of this host's node raises `NodeUnavailable` within the call's
+    time, and the client reconnects by itself.
 
     Raises:
         NodeUnavailable: no node runs and none could be started; not raised with `required=False`.
@@ -258,37 +106,32 @@ class LookupBuffer:
             namespace = Namespace.named("default")
         self._parts: dict[str, str] | None = None
         self._rank = engine.rank or 0 if engine else 0
-        seat = engine.to_wire() if engine else None
-        self._attachment = ClientSession(
+        session = self._session = ClientSession(
             config or BufferConfig.from_environment(),
-            seat,
+            engine.to_wire() if engine else None,
             on_event=self._on_event,
-            on_attached=self._on_attached,
+            on_connected=self._on_connected,
             on_lost=self._on_lost,
-            on_tick=lambda: self._local_reads.tell(),
+            on_tick=lambda: self._local_reads.report(),
         )
-        attachment = self._attachment
         if namespace is not None:
-            attachment.namespace, self._parts = namespace.fingerprint, dict(namespace.parts)
-        self._local_reads = LocalReads(attachment)
-        self._pooling = Pooling(attachment)
-        self._loading = Loading(attachment, self._pooling)
-        self._selecting = Selecting(attachment, self._loading)
-        self._prefetching = Prefetching(attachment, self._loading)
-        self._inserting = Inserting(attachment)
-        self._taking = Taking(attachment, self._loading)
-        self._claiming = Claiming(attachment)
-        self._attachment.open(required=required)
+            session.namespace, self._parts = namespace.fingerprint, dict(namespace.parts)
+        self._local_reads = LocalReads(session)
+        self._pool = PoolMembership(session)
+        self._loads = Loads(session, self._pool)
+        self._prefetches = PendingPrefetches(session, self._loads)
+        self._claims = PendingClaims(session)
+        self._session.open(required=required)
 
     @property
     def namespace(self) -> str:
         """The fingerprint of the namespace; empty until one is set."""
-        return self._attachment.namespace
+        return self._session.namespace
 
     def enter(self, fingerprint: str, parts: Mapping[str, str] | None = None) -> None:
         """Use this namespace for all keys from now on. `parts` is its clear text, which the node
         publishes; one client of each engine passes it. Never raises."""
-        self._attachment.namespace = fingerprint
+        self._session.namespace = fingerprint
         if parts is not None:
             self._parts = dict(parts)
             self._describe()
@@ -323,7 +166,29 @@ class LookupBuffer:
                 hand-off did not answer within `timeout`.
             ConfigError: `ttl_seconds` is not a valid time.
         """
-        return self._inserting.insert(key, tensor, ttl_seconds, timeout, on_stored)
+        if ttl_seconds is not None:
+            ttl_seconds = checked_seconds("ttl_seconds", ttl_seconds)
+        header = codec.header_of(tensor)
+        self._check_fits_arena(header)
+        deadline = time.monotonic() + timeout
+        with self._session.connection(timeout) as connection:
+            if tensor is not None and header.nbytes:
+                _copy_to_staging(connection, tensor, header, deadline - time.monotonic())
+            left = deadline - time.monotonic()
+            request = Insert(
+                next_request_id(),
+                self.namespace,
+                key.text,
+                header.to_fields(),
+                ttl_seconds,
+                0.0 if key.is_shared else clamped_seconds(left),
+            )
+            bound = left if key.is_shared else clamped_seconds(left) + CALL_SECONDS
+            reply = connection.call(request, bound)
+        outcome = InsertOutcome(reply["outcome"])
+        if on_stored is not None and outcome is InsertOutcome.STORED:
+            on_stored(reply["checksum"])
+        return outcome
 
     # -- read
 
@@ -347,7 +212,8 @@ class LookupBuffer:
             return self._local_reads.select(key, out)
         except NotListed:
             pass
-        return self._selecting.select(key, timeout, out)
+        with self._pinned(key, timeout) as order:
+            return self._loads.load(order, out)
 
     def drop_select(
         self, key: TensorKey, *, timeout: float = 0.0, out: "torch.Tensor | None" = None
@@ -368,17 +234,46 @@ class LookupBuffer:
             CodecError: `out` does not fit; the hand-off stays where it was.
             NodeUnavailable: the node did not answer; the hand-off may be lost with it.
         """
-        return self._taking.drop_select(key, timeout, out)
+        if key.is_shared:
+            raise InvalidKey(
+                f"{key} is shared, for many readers, and cannot be taken. Use select, or give the "
+                "key a request_id, which makes it a hand-off"
+            )
+        deadline = time.monotonic() + timeout
+        while True:
+            # One connection for the whole exchange: while its lease runs, a taker must not wait
+            # for a free connection behind callers that only wait for a key.
+            bound = clamped_seconds(deadline - time.monotonic()) + CALL_SECONDS
+            with self._session.connection(bound) as connection:
+                wait = clamped_seconds(deadline - time.monotonic())
+                request = Take(next_request_id(), self.namespace, key.text, wait)
+                reply = connection.call(request, wait + CALL_SECONDS)
+                if reply["state"] != "resident":
+                    raise _take_error(key, timeout, reply["reason"])
+                order, token = LoadOrder.of(reply), reply["token"]
+                try:
+                    tensor = self._load_or_give_back(order, token, out)
+                    if self._acknowledge(connection, token, reply["lease_seconds"]):
+                        return tensor
+                finally:
+                    self._loads.release(order)
+            # The lease expired before the acknowledgement: another taker has the hand-off, or it
+            # is available again.
 
-    def view(
-        self, key: TensorKey, *, timeout: float = 0.0
-    ) -> "AbstractContextManager[torch.Tensor | None]":
+    @contextmanager
+    def view(self, key: TensorKey, *, timeout: float = 0.0) -> "Iterator[torch.Tensor | None]":
         """The tensor itself, not a copy: read-only shared memory, pinned inside the `with`.
 
         Raises:
             As `select`.
         """
-        return self._selecting.view(key, timeout)
+        with self._pinned(key, timeout) as order:
+            if order.header.kind == "none":
+                yield None
+            else:
+                end = order.offset + order.nbytes
+                window = self._loads.arena(order.boot)[order.offset : end]
+                yield codec.tensor_over(window, order.header)
 
     def has_caches(self, keys: Sequence[TensorKey], *, timeout: float = 0.05) -> list[bool]:
         """For each key, whether a live node holds a complete copy; False if unknown.
@@ -386,7 +281,20 @@ class LookupBuffer:
         The indexes of this host are read first, without a request to the node. With a `timeout` of
         0 the answer covers this host only. At most one round trip to the store for 4,096 keys.
         """
-        return self._local_reads.present(keys, timeout)
+        deadline = time.monotonic() + clamped_seconds(timeout)
+        present = self._local_reads.listed(keys, remote=timeout > 0)
+        unknown = [index for index, known in enumerate(present) if not known and timeout > 0]
+        left = iter(unknown)
+        for part in split([keys[index].text for index in unknown]):
+            budget = clamped_seconds(deadline - time.monotonic())
+            request = Contains(next_request_id(), self.namespace, list(part), NODE_SHARE * budget)
+            try:
+                answers = self._session.call(request, budget)["present"]
+            except NodeUnavailable:
+                break
+            for answer in answers:
+                present[next(left)] = answer
+        return present
 
     def prefetch(
         self, keys: Sequence[TensorKey], *, timeout: float = 0.0, wait_seconds: float = 0.0
@@ -395,59 +303,60 @@ class LookupBuffer:
 
         Returns when all have settled or `timeout` seconds have passed; a PENDING handle settles
         later. A key that no node holds is MISSING at once. With `wait_seconds` it is PENDING until
-        it is published and fetched, for at most that time; hand-offs are not waited for. The caller
-        passes each handle to `release`, settled or not. Never raises for a fault of the node, of
-        Redis or of a peer: such handles are MISSING or FAILED with a reason.
+        it is published and fetched, for at most that time; a missing hand-off is MISSING at once.
+        The caller passes each handle to `release`, settled or not. Never raises for a fault of the
+        node, of Redis or of a peer: such handles are MISSING or FAILED with a reason.
         """
-        return self._prefetching.prefetch(keys, timeout, wait_seconds=waiting(wait_seconds))
+        return self._prefetches.start(keys, timeout, wait_seconds=clamped_seconds(wait_seconds))
 
     def prefetch_and_claim(
         self, keys: Sequence[TensorKey], *, wait_seconds: float, timeout: float = 0.0
     ) -> tuple[list[PrefetchHandle], ClaimHandle]:
-        """`prefetch` and `claim_all` of the same keys in one message. This saves one round trip for
-        the claims of absent keys. Returns as `prefetch`; the set may settle later."""
-        claims = self._claiming.begin(keys)
-        wait = waiting(wait_seconds)
+        """`prefetch` and `claim_all` of the same keys in one message, which saves a round trip for
+        the claims of absent keys. Returns when `prefetch` does; the set may settle later."""
+        claims = self._claims.register(keys)
+        wait = clamped_seconds(wait_seconds)
         claimer = claims.request_id
         # If the set cannot be claimed (too many keys), nothing waits for claims or bytes.
-        handles = self._prefetching.prefetch(keys, timeout, claimer, wait if claimer else 0.0)
+        handles = self._prefetches.start(keys, timeout, claimer, wait if claimer else 0.0)
         if any(handle.reason == MissReason.NODE_DOWN for handle in handles):
-            self._claiming.fail([claims.request_id])
+            self._claims.fail([claims.request_id])
         return handles, claims
 
     def release(self, held: PrefetchHandle | LoadOrder) -> None:
         """Release a pin. One-way; idempotent; never raises."""
         if isinstance(held, PrefetchHandle):
-            self._prefetching.release(held)
+            self._prefetches.release(held)
         else:
-            self._loading.release(held)
+            self._loads.release(held)
 
     def load(self, order: LoadOrder, *, out: "torch.Tensor | None" = None) -> "torch.Tensor | None":
-        """Copy pinned bytes out of the arena, without a socket call; works without a live node.
+        """Copy pinned bytes out of the arena, without a system call on a socket; works also after
+        the node's death.
 
         Raises:
-            NodeUnavailable: the arena of that boot is not mapped in this process, or the device
-                pool of this process does not hold the bytes that a lane received.
+            NodeUnavailable: the arena of that boot is not mapped in this process, or a lane
+                received the bytes and this process's device pool does not hold them.
             CodecError: `out` does not fit.
         """
-        return self._loading.load(order, out)
+        return self._loads.load(order, out)
 
     def arena(self, boot: str) -> memoryview:
         """The whole arena of `boot`, read-only, mapped until the view and its slices are released.
-        The bytes at an order's offset belong to the order while it is pinned. Raises as `load`."""
-        return self._loading.arena(boot)
+        The bytes at an order's offset are the order's while it is pinned. Raises as `load`."""
+        return self._loads.arena(boot)
 
     def done(self, orders: Sequence[LoadOrder]) -> None:
         """Report that this rank of the engine has copied `orders`. One-way; never raises."""
-        self._loading.done(orders, self._rank)
+        self._loads.done(orders, self._rank)
 
     # -- devices
 
     def join_lane(self, lane: JoinedPool) -> None:
-        """Receive into this device pool, from now on, what other processes' pools can send. Such an
-        order names a lane, and `load` reads it from the pool. Call once; the caller closes the
-        pool."""
-        self._pooling.join(lane)
+        """Receive tensors from the device pools of other processes into this one, from now on. The
+        order of such a tensor names its lane, and `load` reads it from the pool. Call once; the
+        caller closes the pool."""
+        self._pool.join(lane)
 
     # -- claims and inspection
 
@@ -464,13 +373,16 @@ class LookupBuffer:
 
         While another client holds the claim, wait up to `timeout` seconds for the key to appear or
         for the claim to be free. Inserting the key, or closing this client, gives the claim back.
-        If the store is down the claim is granted: a fault costs at most a second production.
+        If the store is down, the claim is granted: a fault costs at most a second production.
         """
-        return self._claiming.claim(key, lease_seconds, state, timeout)
+        lease, wait = checked_seconds("lease_seconds", lease_seconds), clamped_seconds(timeout)
+        request = Claim(next_request_id(), self.namespace, key.text, lease, state.value, wait)
+        return ClaimAnswer.of(self._session.call(request, wait + CALL_SECONDS))
 
     def release_claim(self, key: TensorKey) -> bool:
         """Give the claim back. Returns whether this client still held it."""
-        return self._claiming.release(key)
+        request = ReleaseClaim(next_request_id(), self.namespace, key.text)
+        return bool(self._session.call(request, CALL_SECONDS)["released"])
 
     def claim_all(
         self, keys: Sequence[TensorKey], *, wait_seconds: float, timeout: float = 0.0
@@ -482,35 +394,35 @@ class LookupBuffer:
         and holds none of the set during that wait; the set then settles later. The caller passes
         the set to `unclaim` unless all keys are produced. Never raises.
         """
-        return self._claiming.claim_all(keys, wait_seconds, timeout)
+        return self._claims.claim_all(keys, wait_seconds, timeout)
 
     def encoding(self, keys: Sequence[TensorKey], *, lease_seconds: float) -> None:
         """Claim `keys`, which are being produced, or renew the claims. One-way; never raises."""
-        self._claiming.encoding(keys, lease_seconds)
+        self._claims.encoding(keys, lease_seconds)
 
     def unclaim(self, keys: Sequence[TensorKey], waiter: ClaimHandle | None = None) -> None:
         """Give the claims for `keys` back, and end the wait of `waiter`. One-way; idempotent;
         never raises."""
-        self._claiming.unclaim(keys, waiter)
+        self._claims.unclaim(keys, waiter)
 
     def stats(self) -> dict[str, int]:
         """The node's gauges (items, bytes, pins, …) and counters (hits, misses by reason, …)."""
-        return dict(self._attachment.call(Stats(next_request_id()), CALL_SECONDS)["stats"])
+        return dict(self._session.call(Stats(next_request_id()), CALL_SECONDS)["stats"])
 
     @property
     def attached(self) -> bool:
         """Whether a node is connected now."""
-        return self._attachment.attached
+        return self._session.is_connected
 
     @property
     def boot(self) -> str:
         """The boot id of the connected node, "" without one. Orders of an earlier boot can be
-        loaded for a while longer, but their pins are gone."""
-        return self._attachment.boot
+        loaded for a while longer, but their pins no longer exist."""
+        return self._session.boot
 
     def close(self) -> None:
         """Close the session. Idempotent and bounded; the pins of this client are released."""
-        self._attachment.close()
+        self._session.close()
 
     def __enter__(self) -> "LookupBuffer":
         return self
@@ -518,23 +430,89 @@ class LookupBuffer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    # -- events of the session
+
     def _on_event(self, message: dict[str, Any]) -> None:
-        told = {"settled": self._prefetching.on_event, "claimed": self._claiming.on_event}
-        told.get(message["event"], self._pooling.on_event)(message)
+        handlers = {"settled": self._prefetches.on_event, "claimed": self._claims.on_event}
+        handlers.get(message["event"], self._pool.on_event)(message)
 
     def _on_lost(self) -> None:
-        self._prefetching.on_lost()
-        self._claiming.on_lost()
-        self._pooling.on_lost()
+        self._prefetches.on_lost()
+        self._claims.on_lost()
+        self._pool.on_lost()
 
-    def _on_attached(self) -> None:
+    def _on_connected(self) -> None:
         self._describe()
-        self._pooling.on_attached()
+        self._pool.on_connected()
 
     def _describe(self) -> None:
         if self._parts is not None:
-            request = Describe(next_request_id(), self._attachment.namespace, self._parts)
             try:
-                self._attachment.post(request)
+                self._session.post(Describe(next_request_id(), self.namespace, self._parts))
             except LookupBufferError:
                 pass  # the session is lost again; the next one sends the parts
+
+    # -- steps of insert, select and drop_select
+
+    def _check_fits_arena(self, header: TensorHeader) -> None:
+        with self._session.memory() as memory:
+            capacity_bytes = memory.arena.nbytes
+        if header.nbytes > capacity_bytes:
+            raise TensorTooLarge(
+                f"a tensor of {header.nbytes} bytes exceeds the arena of "
+                f"{capacity_bytes} bytes; raise capacity_bytes"
+            )
+
+    @contextmanager
+    def _pinned(self, key: TensorKey, timeout: float) -> Iterator[LoadOrder]:
+        """The order for the bytes of `key` on this host, pinned inside the `with`."""
+        wait = clamped_seconds(timeout)
+        request = Select(next_request_id(), self.namespace, key.text, wait)
+        reply = self._session.call(request, wait + CALL_SECONDS)
+        if reply["state"] != "resident":
+            if timeout:
+                raise LookupTimeout(f"{key} did not appear within {timeout} s ({reply['reason']})")
+            raise MissingTensor(f"{key}: {reply['reason']}")
+        order = LoadOrder.of(reply)
+        try:
+            yield order
+        finally:
+            self._loads.release(order)
+
+    def _load_or_give_back(self, order: LoadOrder, token: int, out: Tensor | None) -> Value:
+        try:
+            return self._loads.load(order, out)
+        except BaseException:
+            try:
+                self._session.post(GiveBack(next_request_id(), token))
+            except LookupBufferError:
+                pass  # the session is over, and the lease with it
+            raise
+
+    def _acknowledge(self, connection: NodeConnection, token: int, lease_seconds: float) -> bool:
+        """Whether the acknowledgement arrived within the lease."""
+        request = Acknowledge(next_request_id(), token)
+        try:
+            bound = lease_seconds + LEASE_ANSWER_SECONDS + CALL_SECONDS
+            return bool(connection.call(request, bound)["won"])
+        except NodeUnavailable:
+            # The connection broke, perhaps not the session. A repeated acknowledgement gets the
+            # same answer.
+            return bool(self._session.call(request, CALL_SECONDS)["won"])
+
+
+def _copy_to_staging(
+    connection: NodeConnection, tensor: Tensor, header: TensorHeader, timeout: float
+) -> None:
+    staging = connection.stage(header.nbytes, timeout)
+    source, address, nbytes = codec.contiguous_bytes(tensor)
+    copy_bytes(staging.address, address, nbytes)
+    del source  # kept the memory at `address` alive until here
+
+
+def _take_error(key: TensorKey, timeout: float, reason: str) -> LookupBufferError:
+    if reason == MissReason.NO_ROOM:
+        return BufferFull(f"{key} is on another host, and the arena here has no room for a copy")
+    if timeout and reason != MissReason.OWNER_DEAD:
+        return LookupTimeout(f"{key} was not available within {timeout} s ({reason})")
+    return MissingTensor(f"{key}: {reason}")

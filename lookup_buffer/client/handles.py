@@ -4,7 +4,7 @@
 A prefetch returns one `PrefetchHandle` for each key, with a `LoadOrder` once the bytes are on this
 host. A claim returns a `ClaimAnswer`, a set of claims a `ClaimHandle`. Handles settle on the
 client's listening thread while other threads read them; reading a field is one attribute access and
-never waits. The module knows no sockets and sends no requests.
+never waits. Plain data: the module sends no requests.
 """
 
 import enum
@@ -24,18 +24,19 @@ class PrefetchState(enum.Enum):
     RESIDENT = "resident"
     """On this host and pinned: `order` gives its location."""
     PENDING = "pending"
-    """Being located, being fetched, or waiting for its publication."""
+    """Not settled: it is being located or fetched, or waits for its publication."""
     MISSING = "missing"
-    """No live node holds it; `reason` says why."""
+    """No live node holds it; `reason` gives the cause."""
     FAILED = "failed"
-    """It could not be fetched; `reason` says why."""
+    """It could not be fetched; `reason` gives the cause."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadOrder:
     """The location of pinned bytes. Plain data: the scheduler sends it to the workers.
 
-    It represents a pin. Its holder releases the pin, or every rank sends `Done`.
+    It represents a pin. The pin ends when its holder releases it, or when every rank has sent
+    `Done`.
     """
 
     boot: str
@@ -45,8 +46,8 @@ class LoadOrder:
     generation: int
     header: TensorHeader
     lane: str = ""
-    """The lane that received the bytes: they are in the readers' device pools, under the ticket;
-    "" if they are in the arena."""
+    """The lane that received the bytes, which are then in the readers' device pools, under the
+    ticket. Empty if the bytes are in the arena."""
 
     @classmethod
     def of(cls, entry: Mapping[str, Any]) -> "LoadOrder":
@@ -76,7 +77,7 @@ class PrefetchHandle:
     """'local', or the node it was fetched from."""
     order: LoadOrder | None = None
     released: bool = False
-    """Released by its owner: a pin that arrives later is released at once."""
+    """The caller has released it: a pin that arrives later is released at once."""
 
     def wait(self, timeout: float) -> PrefetchState:
         """The state once it is settled, or PENDING after `timeout` seconds."""
@@ -87,10 +88,11 @@ class PrefetchHandle:
 
 @dataclass(frozen=True, slots=True)
 class ClaimAnswer:
-    """The answer to one claim. `holder` and `state` are this client's own if it was granted, and
-    empty if no client holds the claim.
+    """The answer to one claim. `holder` and `state` are this client's own if the claim was granted,
+    and empty if no client holds it.
 
-    `remaining_seconds` is 0 if it was granted because the store did not answer.
+    `remaining_seconds` is the rest of the holder's lease; 0 if the claim was granted because the
+    store did not answer.
     """
 
     outcome: ClaimOutcome
@@ -112,22 +114,22 @@ class ClaimAnswer:
 
 @dataclass(slots=True, eq=False)
 class ClaimHandle:
-    """The state of a set of claims. Settles on the client's listening thread, as `PrefetchHandle`;
-    readers must not change it."""
+    """The state of a set of claims. It settles on the client's listening thread, as
+    `PrefetchHandle`; readers must not change it."""
 
     keys: Sequence[TensorKey]
     settled: threading.Condition = field(repr=False)
-    """Notified when any set of the client settles, or begins to wait."""
+    """Notified when any set of the client settles, or starts to wait for another claimant."""
     state: ClaimOutcome = ClaimOutcome.PENDING
     key: str = ""
-    """Text of the key that decided the outcome, or for whose claim the set waits."""
+    """Text of the key that determined the outcome, or whose claim the set waits for."""
     holder: str = ""
     """The claimant of `key`, as `node:boot`; set while PENDING if another client holds `key`."""
     request_id: int = 0
 
-    def hear(self, timeout: float) -> None:
-        """Wait until the set has settled or is known to wait for another claimant, for at most
-        `timeout` seconds."""
+    def wait_for_answer(self, timeout: float) -> None:
+        """Wait, at most `timeout` seconds, for the node's first answer: the set has settled, or it
+        waits for another claimant."""
         if timeout > 0:
             with self.settled:
                 self.settled.wait_for(

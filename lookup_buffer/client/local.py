@@ -1,13 +1,12 @@
 """Reads of what this host holds, through the local index: no round trip, no pin.
 
 A read copies the bytes and then checks the index entry again. If the item was removed during the
-copy, the copy is invalid and the caller asks the node instead. The module counts its reads and
-reports them to the node from time to time: the node then counts hits and does not evict items in
-use. Any thread. It must not know how the node locates or fetches.
+copy, the copy is invalid and the caller sends a request to the node instead. The module counts its
+reads and reports them to the node from time to time: the node counts them as hits, and as uses in
+the order of eviction. Any thread.
 """
 
 import threading
-import time
 from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
@@ -16,38 +15,34 @@ from lookup_buffer import codec
 from lookup_buffer.client.session import ClientSession, next_request_id
 from lookup_buffer.errors import LookupBufferError, NodeUnavailable
 from lookup_buffer.key import TensorKey
-from lookup_buffer.protocol.messages import COUNT_MAX, Contains, Touch, split, waiting
+from lookup_buffer.protocol.fields import COUNT_MAX, split
+from lookup_buffer.protocol.messages import Touch
 from lookup_buffer.shm.index import digest_of
-from lookup_buffer.times import NODE_SHARE
 
 if TYPE_CHECKING:
     import torch
 
-TOLD_BYTES_MAX: Final = 32 << 10
-"""Bound on the keys of one report: it fits into a socket buffer that has any room."""
-
-
-class NotListed(Exception):
-    """The local index does not list the key, or no longer does."""
+REPORT_BYTES_MAX: Final = 32 << 10
+"""Bound on the keys of one report: a writable socket can take it without a wait."""
 
 
 class LocalReads:
-    def __init__(self, attachment: ClientSession) -> None:
-        self._attachment = attachment
+    def __init__(self, session: ClientSession) -> None:
+        self._session = session
         self._lock = threading.Lock()
-        self._telling = threading.Lock()
-        self._read: Counter[str] = Counter()
+        self._reporting = threading.Lock()
+        self._reads: Counter[str] = Counter()
 
     def select(self, key: TensorKey, out: "torch.Tensor | None") -> "torch.Tensor | None":
         """A copy of the tensor under `key`, in `out` if given.
 
         Raises:
-            NotHere: ask the node. `out` may have been written to.
+            NotListed: a request to the node is needed. `out` may have been written to.
             CodecError: `out` does not fit.
             NodeUnavailable: no node is connected now.
         """
-        with self._attachment.memory() as memory:
-            entry = memory.local_index.find(digest_of(self._attachment.namespace, key.text))
+        with self._session.memory() as memory:
+            entry = memory.local_index.find(digest_of(self._session.namespace, key.text))
             if entry is None:
                 raise NotListed
             header = entry.header
@@ -56,61 +51,48 @@ class LocalReads:
             else:
                 tensor = codec.destination(out, header)
                 codec.copy_into(tensor, memory.arena.address + entry.offset, header.nbytes)
-            if not memory.local_index.stands(entry):
+            if not memory.local_index.is_unchanged(entry):
                 raise NotListed
         with self._lock:
-            self._read[key.text] += 1
+            self._reads[key.text] += 1
         return tensor
 
-    def holds(self, keys: Sequence[TensorKey], *, elsewhere: bool) -> list[bool]:
-        """For each key, whether the local index lists it or, with `elsewhere`, the remote index;
-        False if the node must be asked."""
-        digests = [digest_of(self._attachment.namespace, key.text) for key in keys]
+    def listed(self, keys: Sequence[TensorKey], *, remote: bool) -> list[bool]:
+        """For each key, whether the local index lists it or, with `remote`, the remote index; False
+        if a request to the node is needed."""
+        digests = [digest_of(self._session.namespace, key.text) for key in keys]
         try:
-            with self._attachment.memory() as memory:
-                here, there = memory.local_index.lists, memory.remote_index.lists
-                if elsewhere and memory.remote_index.is_current():
-                    return [there(digest) or here(digest) for digest in digests]
-                return [here(digest) for digest in digests]
+            with self._session.memory() as memory:
+                in_local, in_remote = memory.local_index.contains, memory.remote_index.contains
+                if remote and memory.remote_index.is_current():
+                    return [in_remote(digest) or in_local(digest) for digest in digests]
+                return [in_local(digest) for digest in digests]
         except NodeUnavailable:
             return [False] * len(keys)
 
-    def present(self, keys: Sequence[TensorKey], timeout: float) -> list[bool]:
-        """See `LookupBuffer.has_caches`: by the indexes, and for the rest by a request."""
-        deadline = time.monotonic() + waiting(timeout)
-        present = self.holds(keys, elsewhere=timeout > 0)
-        unknown = [index for index, known in enumerate(present) if not known and timeout > 0]
-        left, of = iter(unknown), self._attachment.namespace
-        for part in split([keys[index].text for index in unknown]):
-            budget = waiting(deadline - time.monotonic())
-            request = Contains(next_request_id(), of, list(part), NODE_SHARE * budget)
-            try:
-                found = self._attachment.call(request, budget)["present"]
-            except NodeUnavailable:
-                break
-            for there in found:
-                present[next(left)] = there
-        return present
-
-    def tell(self) -> None:
+    def report(self) -> None:
         """Report to the node the reads since the last report. Never raises, never waits.
 
-        Reads for which the socket has no room are reported the next time.
+        While the socket is full, reads are kept for the next report.
         """
-        with self._telling:  # `close` waits for a report in progress on another thread
-            if not self._read:
+        with self._reporting:  # `close` waits for a report in progress on another thread
+            if not self._reads:
                 return
             with self._lock:
-                read, self._read = self._read, Counter()
+                unsent, self._reads = self._reads, Counter()
             try:
-                for keys in split(list(read), TOLD_BYTES_MAX):
-                    reads = {key: min(read[key], COUNT_MAX) for key in keys}
-                    touch = Touch(next_request_id(), self._attachment.namespace, reads)
-                    if not self._attachment.mention(touch):
+                for keys in split(list(unsent), REPORT_BYTES_MAX):
+                    reads = {key: min(unsent[key], COUNT_MAX) for key in keys}
+                    touch = Touch(next_request_id(), self._session.namespace, reads)
+                    if not self._session.post_if_writable(touch):
                         break
                     for key in keys:
-                        del read[key]
+                        del unsent[key]
             except LookupBufferError:
-                return  # the node is gone, and with it its counts
+                return  # the node is lost, and its counts with it
             with self._lock:
-                self._read.update(read)
+                self._reads.update(unsent)
+
+
+class NotListed(Exception):
+    """The local index does not list the key, or no longer does."""

@@ -1,67 +1,55 @@
-"""A client's prefetches and claims: requests whose answers arrive later, as events.
+"""A client's prefetches and sets of claims: requests whose answers arrive later, as events.
 
-This module owns the handles and claim sets that have not settled, and settles them by events of
-the node. A claim of one key is a plain request with a reply. Any thread may call; events arrive on
-the session's listening thread. When the node is lost, all pending handles and sets fail. The module
-must not know how the node locates, fetches or decides.
+`PendingPrefetches` and `PendingClaims` send the requests, keep the handles that have not settled,
+and settle them by events of the node. Any thread may call; events arrive on the session's listening
+thread. When the node is lost, all pending handles fail.
 """
 
 import threading
 from collections.abc import Sequence
 from typing import Any
 
-from lookup_buffer.client.handles import (
-    ClaimAnswer,
-    ClaimHandle,
-    LoadOrder,
-    PrefetchHandle,
-    PrefetchState,
-)
-from lookup_buffer.client.load import Loading
+from lookup_buffer.client.handles import ClaimHandle, LoadOrder, PrefetchHandle, PrefetchState
+from lookup_buffer.client.load import Loads
 from lookup_buffer.client.session import ClientSession, next_request_id
 from lookup_buffer.errors import LookupBufferError, MissReason
 from lookup_buffer.key import TensorKey
+from lookup_buffer.protocol.fields import checked_seconds, clamped_seconds, split
 from lookup_buffer.protocol.messages import (
-    Claim,
     ClaimAll,
     ClaimOutcome,
     Encoding,
     Prefetch,
-    ReleaseClaim,
     Request,
     Unclaim,
-    lasting,
-    split,
-    waiting,
 )
-from lookup_buffer.times import CALL_SECONDS
-from store import ClaimState
 
 
-class Prefetching:
-    def __init__(self, attachment: ClientSession, loading: Loading) -> None:
-        self._attachment = attachment
-        self._loading = loading
+class PendingPrefetches:
+    def __init__(self, session: ClientSession, loads: Loads) -> None:
+        self._session = session
+        self._loads = loads
         self._settled = threading.Condition()
-        self._waiting: dict[tuple[int, int], PrefetchHandle] = {}
-        """(request id, index) → handle that has not settled."""
+        self._pending: dict[tuple[int, int], PrefetchHandle] = {}
+        """(request id, index of the key) → handle that has not settled."""
 
-    def prefetch(
+    def start(
         self, keys: Sequence[TensorKey], timeout: float, claimer: int = 0, wait_seconds: float = 0.0
     ) -> list[PrefetchHandle]:
-        """See `LookupBuffer.prefetch`. `claimer` is as in `Prefetch`: only for keys that fit one
-        message; if it is not 0, the claims wait for `wait_seconds`, not the prefetch."""
+        """See `LookupBuffer.prefetch`. `claimer` is as in the request `Prefetch`, and needs keys
+        that fit one message. If it is not 0, `wait_seconds` bounds the wait of the claims, not of
+        the prefetch."""
         handles = [PrefetchHandle(key, self._settled) for key in keys]
         left = iter(handles)
         for part in split([key.text for key in keys]):
             request = Prefetch(
-                next_request_id(), self._attachment.namespace, list(part), claimer, wait_seconds
+                next_request_id(), self._session.namespace, list(part), claimer, wait_seconds
             )
             entries = [(request.id, index) for index in range(len(part))]
             with self._settled:
-                self._waiting.update(zip(entries, left, strict=False))
+                self._pending.update(zip(entries, left, strict=False))
             try:
-                self._attachment.post(request)
+                self._session.post(request)
             except LookupBufferError:
                 self._fail(entries)
         if timeout > 0:
@@ -76,14 +64,14 @@ class Prefetching:
             handle.released = True
             order = handle.order
         if order is not None:
-            self._loading.release(order)
+            self._loads.release(order)
 
     def on_event(self, message: dict[str, Any]) -> None:
         """A `settled` event of the node."""
         unwanted = []
         with self._settled:
             for index, entry in message["entries"]:
-                handle = self._waiting.pop((message["id"], index), None)
+                handle = self._pending.pop((message["id"], index), None)
                 order = LoadOrder.of(entry) if entry["state"] == "resident" else None
                 if handle is None or handle.released:
                     unwanted.append(order)
@@ -92,18 +80,18 @@ class Prefetching:
             self._settled.notify_all()
         for order in unwanted:
             if order is not None:
-                self._loading.release(order)
+                self._loads.release(order)
 
     def on_lost(self) -> None:
-        """The node is gone: fail all pending handles, which it will not answer."""
+        """The node is lost: fail all pending handles."""
         with self._settled:
-            waiting = list(self._waiting)
-        self._fail(waiting)
+            pending = list(self._pending)
+        self._fail(pending)
 
     def _fail(self, entries: Sequence[tuple[int, int]]) -> None:
         with self._settled:
             for entry in entries:
-                handle = self._waiting.pop(entry, None)
+                handle = self._pending.pop(entry, None)
                 if handle is not None:
                     handle.reason = MissReason.NODE_DOWN
                     handle.state = PrefetchState.FAILED
@@ -121,99 +109,85 @@ def _settle(handle: PrefetchHandle, entry: dict[str, Any], order: LoadOrder | No
     handle.state = PrefetchState(entry["state"])  # last: readers read it first
 
 
-class Claiming:
-    def __init__(self, attachment: ClientSession) -> None:
-        self._attachment = attachment
+class PendingClaims:
+    def __init__(self, session: ClientSession) -> None:
+        self._session = session
         self._settled = threading.Condition()
         self._pending: dict[int, ClaimHandle] = {}
-
-    def claim(
-        self, key: TensorKey, lease_seconds: float, state: ClaimState, timeout: float
-    ) -> ClaimAnswer:
-        """See `LookupBuffer.claim`."""
-        lease, wait = lasting("lease_seconds", lease_seconds), waiting(timeout)
-        namespace = self._attachment.namespace
-        request = Claim(next_request_id(), namespace, key.text, lease, state.value, wait)
-        return ClaimAnswer.of(self._attachment.call(request, wait + CALL_SECONDS))
-
-    def release(self, key: TensorKey) -> bool:
-        """See `LookupBuffer.release_claim`."""
-        request = ReleaseClaim(next_request_id(), self._attachment.namespace, key.text)
-        return bool(self._attachment.call(request, CALL_SECONDS)["released"])
 
     def claim_all(
         self, keys: Sequence[TensorKey], wait_seconds: float, timeout: float
     ) -> ClaimHandle:
         """See `LookupBuffer.claim_all`."""
-        one = self.begin(keys)
-        texts, wait = sorted(key.text for key in keys), waiting(wait_seconds)
-        if one.state is not ClaimOutcome.PENDING:
-            return one
-        if self._post(ClaimAll(one.request_id, self._attachment.namespace, texts, wait)):
-            one.hear(timeout)
+        handle = self.register(keys)
+        texts, wait = sorted(key.text for key in keys), clamped_seconds(wait_seconds)
+        if handle.state is not ClaimOutcome.PENDING:
+            return handle
+        if self._post(ClaimAll(handle.request_id, self._session.namespace, texts, wait)):
+            handle.wait_for_answer(timeout)
         else:
-            self.fail([one.request_id])
-        return one
+            self.fail([handle.request_id])
+        return handle
 
-    def begin(self, keys: Sequence[TensorKey]) -> ClaimHandle:
-        """A set that waits for its events. FAILED if one message cannot carry all keys, because
-        they could then not be claimed all or none."""
+    def register(self, keys: Sequence[TensorKey]) -> ClaimHandle:
+        """A new handle, which the events of its request id settle. FAILED if the keys do not fit
+        one message: they could then not be claimed all or none."""
         if len(list(split([key.text for key in keys]))) > 1:
             return ClaimHandle(keys, self._settled, ClaimOutcome.FAILED)
-        one = ClaimHandle(keys, self._settled, request_id=next_request_id())
+        handle = ClaimHandle(keys, self._settled, request_id=next_request_id())
         with self._settled:
-            self._pending[one.request_id] = one
-        return one
+            self._pending[handle.request_id] = handle
+        return handle
 
     def encoding(self, keys: Sequence[TensorKey], lease_seconds: float) -> None:
         """See `LookupBuffer.encoding`."""
-        lease = lasting("lease_seconds", lease_seconds)
+        lease = checked_seconds("lease_seconds", lease_seconds)
         for part in split([key.text for key in keys]):
-            self._post(Encoding(next_request_id(), self._attachment.namespace, list(part), lease))
+            self._post(Encoding(next_request_id(), self._session.namespace, list(part), lease))
 
     def unclaim(self, keys: Sequence[TensorKey], waiter: ClaimHandle | None) -> None:
         """See `LookupBuffer.unclaim`."""
-        awaited = 0
+        waiter_id = 0
         if waiter is not None:
             with self._settled:
                 if self._pending.pop(waiter.request_id, None) is not None:
-                    awaited = waiter.request_id
-        parts = list(split([key.text for key in keys])) or ([[]] if awaited else [])
+                    waiter_id = waiter.request_id
+        parts = list(split([key.text for key in keys])) or ([[]] if waiter_id else [])
         for part in parts:
-            self._post(Unclaim(next_request_id(), self._attachment.namespace, list(part), awaited))
+            self._post(Unclaim(next_request_id(), self._session.namespace, list(part), waiter_id))
 
     def on_event(self, message: dict[str, Any]) -> None:
         """A `claimed` event of the node."""
         with self._settled:
-            one = self._pending.get(message["id"])
-            if one is None:
-                return  # abandoned; its `unclaim` tells the node
-            one.key = message["key"]
-            one.holder = message["holder"]
-            one.state = ClaimOutcome(message["outcome"])
-            if one.state is not ClaimOutcome.PENDING:
-                del self._pending[one.request_id]
+            handle = self._pending.get(message["id"])
+            if handle is None:
+                return  # `unclaim` has removed it, and sent that to the node
+            handle.key = message["key"]
+            handle.holder = message["holder"]
+            handle.state = ClaimOutcome(message["outcome"])
+            if handle.state is not ClaimOutcome.PENDING:
+                del self._pending[handle.request_id]
             self._settled.notify_all()
 
     def on_lost(self) -> None:
-        """The node is gone, and with it its claims: fail all pending sets."""
+        """The node is lost, and its claims with it: fail all pending sets."""
         with self._settled:
             pending = list(self._pending)
         self.fail(pending)
 
     def fail(self, request_ids: Sequence[int]) -> None:
-        """Settle these sets as FAILED: no answer will come."""
+        """Settle these sets as FAILED."""
         with self._settled:
             for request_id in request_ids:
-                one = self._pending.pop(request_id, None)
-                if one is not None:
-                    one.state = ClaimOutcome.FAILED
+                handle = self._pending.pop(request_id, None)
+                if handle is not None:
+                    handle.state = ClaimOutcome.FAILED
             self._settled.notify_all()
 
     def _post(self, request: Request) -> bool:
-        """Whether the request could be sent to a node."""
+        """Send the request. Returns False if no node is connected."""
         try:
-            self._attachment.post(request)
+            self._session.post(request)
         except LookupBufferError:
             return False
         return True

@@ -6,7 +6,7 @@ the node is lost. Its listening thread receives the node's events on the session
 deadline is closed, so a late reply is never taken for the reply to another request. `NodeMemories`
 maps the memory of each boot read-only, and keeps it mapped for a while after the node's death:
 pinned bytes can still be loaded. The last reader of retired memory unmaps it. Any thread may call.
-The module must not know what requests and events mean.
+The module does not interpret requests and events; `buffer`, `load` and `pending` do.
 """
 
 import array
@@ -43,11 +43,21 @@ DESCRIPTORS_MAX = 4
 HEADER_MAX_BYTES = 4 << 20
 STAGING_BYTES_MIN = 1 << 20
 FULL_SECONDS = 0.05
-"""How long in total a full socket may delay a one-way request; after that its session ends."""
+"""How long in total a full socket may delay a one-way request; after that the session ends."""
 TRANSFER_SECONDS = 5.0
 TRANSFER_BYTES_PER_SECOND_MIN = 20e6
 """Time for a transfer, from its announcement by the node: `TRANSFER_SECONDS` plus its bytes over
 this rate."""
+CONNECT_SECONDS = 10.0
+"""Bound on finding or starting the node and opening a session with it."""
+CONNECTIONS_MAX = 16
+"""Connections for concurrent calls, beside the main connection."""
+RETRY_SECONDS_MIN = 0.1
+RETRY_SECONDS_MAX = 2.0
+TICK_SECONDS = 0.1
+"""Longest pause between two calls of `on_tick` during a session."""
+LOST_SECONDS: Final = 120.0
+"""How long the memory of a lost node stays mapped; longer than any engine step."""
 
 _request_ids = itertools.count(1)
 
@@ -56,9 +66,262 @@ def next_request_id() -> int:
     return next(_request_ids)
 
 
+@dataclass(slots=True, eq=False)
+class _OpenSession:
+    """One session with one boot of a node."""
+
+    id: int
+    node: str
+    boot: str
+    main_connection: "NodeConnection"
+    idle: list["NodeConnection"] = field(default_factory=list)
+
+
+class ClientSession:
+    """A client's session with its node. Thread-safe, but must not be used in a forked child.
+
+    The listening thread calls `on_event(message)`, `on_lost()` and `on_tick()`; `on_connected()` is
+    called on the thread that opened the session. `close` calls `on_tick()` once more, and
+    `on_lost()` if a session is open. None of them may raise.
+    """
+
+    def __init__(
+        self,
+        config: BufferConfig,
+        engine: list[Any] | None,
+        *,
+        on_event: Callable[[dict[str, Any]], None],
+        on_connected: Callable[[], None],
+        on_lost: Callable[[], None],
+        on_tick: Callable[[], None],
+    ) -> None:
+        self._config = config
+        self._engine = engine
+        self._on_event = on_event
+        self._on_connected = on_connected
+        self._on_lost = on_lost
+        self._on_tick = on_tick
+        self.namespace = ""
+        """The fingerprint of the namespace of this client's keys; empty until it is set."""
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._send_lock = threading.Lock()
+        self._free_connections = threading.BoundedSemaphore(CONNECTIONS_MAX)
+        self._open_session: _OpenSession | None = None
+        self._memories = NodeMemories()
+        self._closing = threading.Event()
+        self._listener = threading.Thread(target=self._listen, name="lb-client", daemon=True)
+
+    def open(self, *, required: bool) -> None:
+        """Open a session and start the listening thread.
+
+        Raises:
+            NodeRefused: the node that runs has another configuration.
+            NodeUnavailable: no node runs; not raised if it is not `required`.
+        """
+        try:
+            self._connect()
+        except NodeUnavailable:
+            if required:
+                raise
+        self._listener.start()
+
+    @property
+    def is_connected(self) -> bool:
+        return self._open_session is not None
+
+    def call(self, request: Request, timeout: float) -> dict[str, Any]:
+        """One round trip; see `NodeConnection.call`. `timeout` bounds the whole call."""
+        deadline = time.monotonic() + timeout
+        with self.connection(timeout) as connection:
+            return connection.call(request, deadline - time.monotonic())
+
+    @contextmanager
+    def connection(self, timeout: float = CALL_SECONDS) -> Iterator["NodeConnection"]:
+        """A connection for one caller. It returns to the pool afterwards if it is still open."""
+        current = self._connected_session()
+        deadline = time.monotonic() + min(timeout, CALL_SECONDS)
+        if not self._free_connections.acquire(timeout=timeout):
+            raise NodeUnavailable(
+                f"all {CONNECTIONS_MAX} connections to the node were in use for {timeout:g} s; use "
+                "fewer threads, or a longer timeout"
+            )
+        try:
+            connection = self._idle_or_new(current, deadline)
+            try:
+                yield connection
+            finally:
+                self._put_idle(current, connection)
+        finally:
+            self._free_connections.release()
+
+    def post(self, request: Request) -> None:
+        """Send a one-way request. Waits at most `FULL_SECONDS`, if the socket is full.
+
+        Raises:
+            NodeUnavailable: no node is connected now.
+        """
+        current = self._connected_session()
+        with self._send_lock:
+            current.main_connection.send_now(request)
+
+    def post_if_writable(self, request: Request) -> bool:
+        """As `post`, but only if the socket can take a few 10 KB now. Returns whether the request
+        was sent."""
+        current = self._connected_session()
+        with self._send_lock:
+            if not current.main_connection.is_writable():
+                return False
+            current.main_connection.send_now(request)
+        return True
+
+    def memory(self, boot: str | None = None) -> AbstractContextManager["NodeMemory"]:
+        """The memory of `boot` (None: of the current node), kept mapped inside the `with`.
+
+        Raises:
+            NodeUnavailable: it is not mapped here.
+            Closed: see `close`.
+        """
+        self._check_usable()
+        return self._memories.use(self.boot if boot is None else boot)
+
+    @property
+    def boot(self) -> str:
+        """The boot id of the connected node, "" without one."""
+        current = self._open_session
+        return current.boot if current else ""
+
+    def close(self) -> None:
+        """Close the session. Idempotent and bounded; the node releases its pins at once."""
+        if self._closing.is_set():
+            return
+        if self._pid != os.getpid():
+            self._closing.set()  # nothing else: the parent process owns the connections
+            return
+        self._on_tick()
+        self._closing.set()
+        current = self._open_session
+        if current is not None:
+            try:
+                with self._send_lock:  # not `post`, which is closed by now
+                    current.main_connection.send_now(Goodbye(next_request_id()))
+            except LookupBufferError:
+                pass  # the node has ended, and the session with it
+            current.main_connection.close()
+        if self._listener.is_alive() and self._listener is not threading.current_thread():
+            self._listener.join(timeout=2.0)
+        self._end(current)
+        self._memories.close()
+
+    # -- the open session and the listening thread
+
+    def _check_usable(self) -> None:
+        if self._pid != os.getpid():
+            raise Closed("this buffer was opened before a fork; open one in the child")
+        if self._closing.is_set():
+            raise Closed("the buffer is closed")
+
+    def _connected_session(self) -> _OpenSession:
+        self._check_usable()
+        current = self._open_session
+        if current is None:
+            raise NodeUnavailable("not connected to a node; reconnecting in the background")
+        return current
+
+    def _connect(self) -> None:
+        deadline = time.monotonic() + CONNECT_SECONDS
+        path = node_socket(self._config, timeout=CONNECT_SECONDS)
+        connection = NodeConnection(path, timeout=CALL_SECONDS)
+        try:
+            hello = Hello(next_request_id(), VERSION, self._engine, self._config.expectations())
+            connection.send(hello, deadline=deadline)
+            welcome, descriptors = connection.receive_with_descriptors(deadline)
+            try:
+                memory = NodeMemory.adopt(descriptors, welcome["arena_bytes"])
+            finally:
+                for descriptor in descriptors:
+                    os.close(descriptor)
+        except (OSError, ValueError, KeyError) as error:
+            connection.close()
+            raise NodeUnavailable(f"no session with the node at {path}: {error}") from error
+        except BaseException:
+            connection.close()
+            raise
+        boot = welcome["boot"]
+        self._memories.add(boot, memory)
+        with self._lock:
+            self._open_session = _OpenSession(welcome["session"], welcome["node"], boot, connection)
+        if self._engine is None:
+            memory.arena.populate_in_background()  # not in engines: docs/decisions.md
+        self._on_connected()
+
+    def _listen(self) -> None:
+        retry_seconds = RETRY_SECONDS_MIN
+        while not self._closing.is_set():
+            current = self._open_session
+            try:
+                if current is None:
+                    self._connect()
+                    retry_seconds = RETRY_SECONDS_MIN
+                else:
+                    self._dispatch_events(current)
+            except NodeRefused:
+                self._closing.wait(RETRY_SECONDS_MAX)  # an operator may replace that node
+            except LookupBufferError:
+                self._end(current)
+                self._closing.wait(retry_seconds)
+                retry_seconds = min(2 * retry_seconds, RETRY_SECONDS_MAX)
+            self._memories.retire_lost()
+        self._end(self._open_session)  # it may have been opened during `close`
+
+    def _dispatch_events(self, current: _OpenSession) -> None:
+        """Pass the node's events on until the session ends."""
+        while not self._closing.is_set():
+            if current.main_connection.readable_within(TICK_SECONDS):
+                for message in current.main_connection.receive(None):
+                    if "event" in message:
+                        self._on_event(message)
+            self._on_tick()
+
+    def _end(self, current: _OpenSession | None) -> None:
+        with self._lock:
+            if current is None or self._open_session is not current:
+                return
+            self._open_session = None
+            idle, current.idle = current.idle, []
+        self._memories.mark_lost(current.boot)
+        current.main_connection.close()
+        for connection in idle:
+            connection.close()
+        self._on_lost()
+
+    # -- the pool of connections
+
+    def _idle_or_new(self, current: _OpenSession, deadline: float) -> "NodeConnection":
+        with self._lock:
+            if current.idle:
+                return current.idle.pop()
+        connection = NodeConnection(
+            self._config.socket_path(), timeout=max(deadline - time.monotonic(), 1e-3)
+        )
+        try:
+            connection.call(Join(next_request_id(), current.id), deadline - time.monotonic())
+        except LookupBufferError as error:
+            connection.close()
+            raise NodeUnavailable(f"the session with the node has ended: {error}") from error
+        return connection
+
+    def _put_idle(self, current: _OpenSession, connection: "NodeConnection") -> None:
+        with self._lock:
+            if connection.open and self._open_session is current and not self._closing.is_set():
+                current.idle.append(connection)
+                return
+        connection.close()
+
+
 class NodeConnection:
-    """A blocking connection to the node. Not thread-safe, except `close`: any thread may call it,
-    and it wakes a waiting one."""
+    """A blocking connection to the node. Not thread-safe, except `close`, which any thread may call
+    and which ends a wait of another thread."""
 
     def __init__(self, path: Path, timeout: float) -> None:
         self._path = path
@@ -77,7 +340,7 @@ class NodeConnection:
         """The reply to `request`.
 
         Raises:
-            NodeUnavailable: no reply within `timeout` seconds, or the node is gone.
+            NodeUnavailable: no reply within `timeout` seconds, or the node ended.
             LookupBufferError: the node's answer is an error.
         """
         deadline = time.monotonic() + timeout
@@ -106,10 +369,11 @@ class NodeConnection:
             if sent < len(frame):
                 self._socket.sendall(frame[sent:])
         except OSError as error:
-            raise self._failed(error) from error
+            raise self._broken(error) from error
 
     def send_now(self, request: Request) -> None:
-        """Send without waiting for an answer. A node whose socket stays full counts as gone."""
+        """Send a one-way request. If the socket stays full for `FULL_SECONDS`, the connection is
+        closed and the node counts as unavailable."""
         frame = memoryview(encode_frame(request.to_wire()))
         deadline = time.monotonic() + FULL_SECONDS
         while frame:
@@ -118,16 +382,16 @@ class NodeConnection:
                 frame = frame[self._socket.send(frame, socket.MSG_DONTWAIT) :]
             except BlockingIOError as error:
                 if not self._ready(select.POLLOUT, max(0.0, deadline - time.monotonic())):
-                    raise self._failed(OSError("its socket is full")) from error
+                    raise self._broken(OSError("its socket is full")) from error
             except OSError as error:
-                raise self._failed(error) from error
+                raise self._broken(error) from error
 
     def readable_within(self, seconds: float) -> bool:
         """Whether `receive` can return or raise without waiting, within `seconds`; also at the end
         of the connection."""
         return self._ready(select.POLLIN, seconds)
 
-    def has_room(self) -> bool:
+    def is_writable(self) -> bool:
         """Whether `send_now` can send about 100 KB without waiting."""
         return self._ready(select.POLLOUT, 0.0)
 
@@ -138,9 +402,9 @@ class NodeConnection:
             self._socket.settimeout(wait)
             data = self._socket.recv(READ_BYTES)
         except OSError as error:
-            raise self._failed(error) from error
+            raise self._broken(error) from error
         if not data:
-            raise self._failed(OSError("it closed the connection"))
+            raise self._broken(OSError("it closed the connection"))
         return self._decode(data)
 
     def receive_with_descriptors(self, deadline: float) -> tuple[dict[str, Any], list[int]]:
@@ -151,9 +415,9 @@ class NodeConnection:
                 self._socket.settimeout(max(deadline - time.monotonic(), 1e-6))
                 data, found, _, _ = socket.recv_fds(self._socket, READ_BYTES, DESCRIPTORS_MAX)
             except OSError as error:
-                raise self._failed(error) from error
+                raise self._broken(error) from error
             if not data:
-                raise self._failed(OSError("it closed the connection"))
+                raise self._broken(OSError("it closed the connection"))
             descriptors += found
             for message in self._decode(data):
                 if "error" in message:
@@ -203,10 +467,10 @@ class NodeConnection:
         try:
             poller.register(self._socket, event)
         except ValueError as error:  # closed meanwhile, by another thread or a failed send
-            raise self._failed(OSError("the connection is closed")) from error
+            raise self._broken(OSError("the connection is closed")) from error
         return bool(poller.poll(seconds * 1000))
 
-    def _failed(self, error: OSError) -> NodeUnavailable:
+    def _broken(self, error: OSError) -> NodeUnavailable:
         self.close()
         reason = "no answer in time" if isinstance(error, TimeoutError) else str(error)
         return NodeUnavailable(f"the node at {self._path} is not available: {reason}")
@@ -218,10 +482,6 @@ def _error_of(message: dict[str, Any]) -> LookupBufferError:
         kind = LookupBufferError
     error: LookupBufferError = kind(str(message.get("message", "")))
     return error
-
-
-LOST_SECONDS: Final = 120.0
-"""How long the memory of a lost node stays mapped; longer than any engine step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,7 +529,7 @@ class NodeMemories:
         self._mapped: dict[str, _Mapped] = {}
 
     def add(self, boot: str, memory: NodeMemory) -> None:
-        """Add the memory of a new session's boot. This object closes it from now on."""
+        """Add the memory of a new session's boot. From now on this object owns it."""
         with self._lock:
             self._mapped[boot] = _Mapped(memory)
 
@@ -293,11 +553,11 @@ class NodeMemories:
                 if mapped.retired and mapped.uses == 0:
                     mapped.memory.close()
 
-    def lose(self, boot: str) -> None:
-        """Note that the node is gone; its memory is retired after `LOST_SECONDS`."""
+    def mark_lost(self, boot: str) -> None:
+        """Record the loss of the node; its memory is retired after `LOST_SECONDS`."""
         with self._lock:
             mapped = self._mapped.get(boot)
-            if mapped is not None:  # else it is closed by now
+            if mapped is not None:  # else `close` has retired it
                 mapped.lost_at = time.monotonic()
 
     def retire_lost(self) -> None:
@@ -319,260 +579,3 @@ class NodeMemories:
         mapped.retired = True
         if mapped.uses == 0:
             mapped.memory.close()
-
-
-ATTACH_SECONDS = 10.0
-CHANNELS_MAX = 16
-RETRY_SECONDS_MIN = 0.1
-RETRY_SECONDS_MAX = 2.0
-TICK_SECONDS = 0.1
-"""Longest pause between two calls of `on_tick` during a session."""
-
-
-@dataclass(slots=True, eq=False)
-class _Live:
-    """One session with one boot of a node."""
-
-    session: int
-    node: str
-    boot: str
-    anchor: NodeConnection
-    idle: list[NodeConnection] = field(default_factory=list)
-
-
-class ClientSession:
-    """A client's session with its node. Thread-safe, but must not be used in a forked child.
-
-    The listening thread calls `on_event(message)`, `on_lost()` and `on_tick()`. `close` calls
-    `on_tick()` once more, and `on_lost()` if a session is open. None of them may raise.
-    """
-
-    def __init__(
-        self,
-        config: BufferConfig,
-        seat: list[Any] | None,
-        *,
-        on_event: Callable[[dict[str, Any]], None],
-        on_attached: Callable[[], None],
-        on_lost: Callable[[], None],
-        on_tick: Callable[[], None],
-    ) -> None:
-        self._config = config
-        self._seat = seat
-        self._on_event = on_event
-        self._on_attached = on_attached
-        self._on_lost = on_lost
-        self._on_tick = on_tick
-        self.namespace = ""
-        """The fingerprint of the namespace of this client's keys; empty until it is set."""
-        self._pid = os.getpid()
-        self._lock = threading.Lock()
-        self._send_lock = threading.Lock()
-        self._slots = threading.BoundedSemaphore(CHANNELS_MAX)
-        self._live: _Live | None = None
-        self._memories = NodeMemories()
-        self._closing = threading.Event()
-        self._listener = threading.Thread(target=self._listen, name="lb-client", daemon=True)
-
-    def open(self, *, required: bool) -> None:
-        """Open a session and start the listening thread.
-
-        Raises:
-            NodeRefused: the node that runs has another configuration.
-            NodeUnavailable: no node runs; not raised if it is not `required`.
-        """
-        try:
-            self._attach()
-        except NodeUnavailable:
-            if required:
-                raise
-        self._listener.start()
-
-    @property
-    def attached(self) -> bool:
-        return self._live is not None
-
-    def call(self, request: Request, timeout: float) -> dict[str, Any]:
-        """One round trip; see `NodeConnection.call`. `timeout` bounds the whole call."""
-        deadline = time.monotonic() + timeout
-        with self.channel(timeout) as channel:
-            return channel.call(request, deadline - time.monotonic())
-
-    @contextmanager
-    def channel(self, timeout: float = CALL_SECONDS) -> Iterator[NodeConnection]:
-        """A connection for one caller. It returns to the pool afterwards if it is still open."""
-        live = self._current()
-        deadline = time.monotonic() + min(timeout, CALL_SECONDS)
-        if not self._slots.acquire(timeout=timeout):
-            raise NodeUnavailable(f"all {CHANNELS_MAX} connections to the node are in use")
-        try:
-            channel = self._take(live, deadline)
-            try:
-                yield channel
-            finally:
-                self._give_back(live, channel)
-        finally:
-            self._slots.release()
-
-    def post(self, request: Request) -> None:
-        """Send a one-way request. Waits only for room in the socket.
-
-        Raises:
-            NodeUnavailable: no node is connected now.
-        """
-        live = self._current()
-        with self._send_lock:
-            live.anchor.send_now(request)
-
-    def mention(self, request: Request) -> bool:
-        """As `post`, but only if the socket has room (for a few 10 KB) now. Returns whether it was
-        sent."""
-        live = self._current()
-        with self._send_lock:
-            if not live.anchor.has_room():
-                return False
-            live.anchor.send_now(request)
-        return True
-
-    def memory(self, boot: str | None = None) -> AbstractContextManager[NodeMemory]:
-        """The memory of `boot` (None: of the current node), kept mapped inside the `with`.
-
-        Raises:
-            NodeUnavailable: it is not mapped here.
-            Closed: see `close`.
-        """
-        self._check_usable()
-        return self._memories.use(self.boot if boot is None else boot)
-
-    @property
-    def boot(self) -> str:
-        """The boot id of the connected node, "" without one."""
-        live = self._live
-        return live.boot if live else ""
-
-    def close(self) -> None:
-        """Close the session. Idempotent and bounded; the node releases its pins at once."""
-        if self._closing.is_set():
-            return
-        if self._pid != os.getpid():
-            self._closing.set()  # nothing else: the parent process owns the connections
-            return
-        self._on_tick()
-        self._closing.set()
-        live = self._live
-        if live is not None:
-            try:
-                with self._send_lock:  # not `post`, which is closed by now
-                    live.anchor.send_now(Goodbye(next_request_id()))
-            except LookupBufferError:
-                pass  # the node is gone, and the session with it
-            live.anchor.close()
-        if self._listener.is_alive() and self._listener is not threading.current_thread():
-            self._listener.join(timeout=2.0)
-        self._lose(live)
-        self._memories.close()
-
-    # -- attach and listen
-
-    def _check_usable(self) -> None:
-        if self._pid != os.getpid():
-            raise Closed("this buffer was opened before a fork; open one in the child")
-        if self._closing.is_set():
-            raise Closed("the buffer is closed")
-
-    def _current(self) -> _Live:
-        self._check_usable()
-        live = self._live
-        if live is None:
-            raise NodeUnavailable("not attached to a node; attaching again in the background")
-        return live
-
-    def _attach(self) -> None:
-        deadline = time.monotonic() + ATTACH_SECONDS
-        path = node_socket(self._config, timeout=ATTACH_SECONDS)
-        anchor = NodeConnection(path, timeout=CALL_SECONDS)
-        try:
-            hello = Hello(next_request_id(), VERSION, self._seat, self._config.expectations())
-            anchor.send(hello, deadline=deadline)
-            welcome, descriptors = anchor.receive_with_descriptors(deadline)
-            try:
-                memory = NodeMemory.adopt(descriptors, welcome["arena_bytes"])
-            finally:
-                for descriptor in descriptors:
-                    os.close(descriptor)
-        except (OSError, ValueError, KeyError) as error:
-            anchor.close()
-            raise NodeUnavailable(f"the node at {path} cannot be attached to: {error}") from error
-        except BaseException:
-            anchor.close()
-            raise
-        boot = welcome["boot"]
-        self._memories.add(boot, memory)
-        with self._lock:
-            self._live = _Live(welcome["session"], welcome["node"], boot, anchor)
-        if self._seat is None:
-            memory.arena.populate_in_background()  # not in engines: docs/decisions.md
-        self._on_attached()
-
-    def _listen(self) -> None:
-        retry_seconds = RETRY_SECONDS_MIN
-        while not self._closing.is_set():
-            live = self._live
-            try:
-                if live is None:
-                    self._attach()
-                    retry_seconds = RETRY_SECONDS_MIN
-                else:
-                    self._pump(live)
-            except NodeRefused:
-                self._closing.wait(RETRY_SECONDS_MAX)  # an operator may end the other node
-            except LookupBufferError:
-                self._lose(live)
-                self._closing.wait(retry_seconds)
-                retry_seconds = min(2 * retry_seconds, RETRY_SECONDS_MAX)
-            self._memories.retire_lost()
-        self._lose(self._live)  # a session that was opened during `close`
-
-    def _pump(self, live: _Live) -> None:
-        """Dispatch the node's events until the session ends."""
-        while not self._closing.is_set():
-            if live.anchor.readable_within(TICK_SECONDS):
-                for message in live.anchor.receive(None):
-                    if "event" in message:
-                        self._on_event(message)
-            self._on_tick()
-
-    def _lose(self, live: _Live | None) -> None:
-        with self._lock:
-            if live is None or self._live is not live:
-                return
-            self._live = None
-            idle, live.idle = live.idle, []
-        self._memories.lose(live.boot)
-        live.anchor.close()
-        for channel in idle:
-            channel.close()
-        self._on_lost()
-
-    # -- channels
-
-    def _take(self, live: _Live, deadline: float) -> NodeConnection:
-        with self._lock:
-            if live.idle:
-                return live.idle.pop()
-        channel = NodeConnection(
-            self._config.socket_path(), timeout=max(deadline - time.monotonic(), 1e-3)
-        )
-        try:
-            channel.call(Join(next_request_id(), live.session), deadline - time.monotonic())
-        except LookupBufferError as error:
-            channel.close()
-            raise NodeUnavailable(f"the session with the node has ended: {error}") from error
-        return channel
-
-    def _give_back(self, live: _Live, channel: NodeConnection) -> None:
-        with self._lock:
-            if channel.open and self._live is live and not self._closing.is_set():
-                live.idle.append(channel)
-                return
-        channel.close()

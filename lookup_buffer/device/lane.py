@@ -37,9 +37,8 @@ from lookup_buffer.errors import (
 )
 from lookup_buffer.key import QualifiedKey
 from lookup_buffer.pipes.pipe import PipeLimits
+from lookup_buffer.protocol.fields import Fallback, MaybeFallback, split
 from lookup_buffer.protocol.messages import (
-    Fallback,
-    MaybeFallback,
     Offer,
     OpenPool,
     Prepare,
@@ -47,7 +46,6 @@ from lookup_buffer.protocol.messages import (
     Request,
     Retract,
     SeenPool,
-    split,
 )
 from lookup_buffer.times import ORPHANED_SECONDS
 

@@ -6,7 +6,7 @@ recently used one is closed, and so are pairs with pools that are gone. After a 
 pauses before it is made again, longer after each failure.
 
 `PoolReceiver` brings a tensor from another pool into this one. It runs on the lane's threads (see
-`lane.RECEIVERS`). Each failure is returned as a reason (see `messages.Fallback`); the bytes then
+`lane.RECEIVERS`). Each failure is returned as a reason (see `fields.Fallback`); the bytes then
 come over the hosts.
 
 Neither knows the node: `lane` reports the results.
@@ -45,8 +45,9 @@ from lookup_buffer.key import QualifiedKey
 from lookup_buffer.pipes.connect import meet
 from lookup_buffer.pipes.pipe import PipeLimits
 from lookup_buffer.pipes.stream import StreamPipe
+from lookup_buffer.protocol.fields import Fallback, MaybeFallback
 from lookup_buffer.protocol.header import TensorHeader
-from lookup_buffer.protocol.messages import Fallback, MaybeFallback, SeenPool
+from lookup_buffer.protocol.messages import SeenPool
 
 PAIRS_MAX: Final = 16
 WARM_MAX: Final = 8
@@ -136,7 +137,7 @@ class Pairs:
             return sum(pair.is_open for pair in self._pairs.values())
 
     def why_not(self, source: Source) -> MaybeFallback:
-        """The reason why nothing can be received from there now (see `messages.Fallback`); "" if it
+        """The reason why nothing can be received from there now (see `fields.Fallback`); "" if it
         can. Starts making the pair if it does not exist."""
         if (source.lane, source.library) != (self._dialect.lane, self._dialect.library):
             return Fallback.VERSION

@@ -32,8 +32,8 @@ from lookup_buffer.errors import (
 )
 from lookup_buffer.pipes.pipe import KVPipe, PipeLimits
 from lookup_buffer.pipes.stream import StreamPipe
+from lookup_buffer.protocol.acceptor import HANDSHAKE_SECONDS, Acceptor, listening_socket
 from lookup_buffer.protocol.auth import accept_handshake
-from lookup_buffer.protocol.stream import HANDSHAKE_SECONDS, Acceptor, listening
 
 PEERS_MAX: Final = 32
 AT_SIGHT_MAX: Final = 16
@@ -84,7 +84,7 @@ class PoolServer:
         """In the order of their last request; the most recent is last."""
         self._closed = False
         try:
-            self._listener, shown = listening(host, 0)
+            self._listener, shown = listening_socket(host, 0)
         except OSError as error:
             raise ConfigError(f"a pool cannot listen at {host}: {error.strerror}") from error
         self.port = int(shown.rpartition(":")[2])

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Final
 
-from lookup_buffer.protocol.messages import Fallback
+from lookup_buffer.protocol.fields import Fallback
 
 logger = logging.getLogger(__name__)
 

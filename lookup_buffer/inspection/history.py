@@ -27,7 +27,7 @@ from lookup_buffer.inspection.findings import (
 )
 from lookup_buffer.inspection.records import CommandError, ExitCode, HeartbeatMonitor, traces_of
 from lookup_buffer.key import MAX_KEY_CHARACTERS, TensorKey
-from lookup_buffer.protocol.messages import is_fingerprint
+from lookup_buffer.protocol.fields import is_fingerprint
 from store import Beat, MetadataStore, NodeInfo
 from store.record import SAFE_NAME
 

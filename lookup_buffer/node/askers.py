@@ -16,7 +16,7 @@ from lookup_buffer.node.connection import Connection
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.handoffs import Bid, Handoffs, Lease
 from lookup_buffer.protocol.messages import Acknowledge, GiveBack, Holds, Leave, Take, parse
-from lookup_buffer.protocol.sockets import watch_over
+from lookup_buffer.protocol.sockets import enable_keepalive
 
 BIDS_MAX: Final = 4096
 """Bound on those who stand in line by way of one other node."""
@@ -39,7 +39,7 @@ class Askers:
             self.handoffs.end(connection)
             on_end()
 
-        watch_over(stream)
+        enable_keepalive(stream)
         connection = Connection(self.loop, stream, self._on_message, ended)
         self._bids[connection] = {}
 

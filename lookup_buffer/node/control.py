@@ -26,9 +26,9 @@ from lookup_buffer.protocol.messages import (
     Join,
     SessionRequest,
     Stage,
-    failure,
+    error_reply,
+    hello_of_another_version,
     parse,
-    strange_hello,
 )
 from lookup_buffer.shm.index import RemoteIndex
 from lookup_buffer.shm.memory import adopt_staging
@@ -116,7 +116,7 @@ class Control:
 
     def _on_message(self, connection: Connection, message: Any) -> None:
         session = self._of[connection]
-        if session is None and (strange := strange_hello(message)) is not None:
+        if session is None and (strange := hello_of_another_version(message)) is not None:
             connection.send(_refusal(*strange))
             return
         request = parse(message)
@@ -137,7 +137,7 @@ class Control:
         except ProtocolError:
             raise  # the connection ends by it
         except LookupBufferError as error:
-            connection.send(failure(request.id, error))
+            connection.send(error_reply(request.id, error))
 
     def _hello(self, connection: Connection, request: Hello) -> None:
         for name, wanted in request.expects.items():
@@ -262,4 +262,4 @@ def _refusal(number: int, version: int) -> dict[str, Any]:
         f"this node speaks version {VERSION}, the client {version}; "
         "install the same lookup-buffer on both, or end the node"
     )
-    return failure(number, NodeRefused(why))
+    return error_reply(number, NodeRefused(why))

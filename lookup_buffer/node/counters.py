@@ -17,7 +17,8 @@ from typing import Final
 from lookup_buffer.errors import MissReason
 from lookup_buffer.key import QualifiedKey
 from lookup_buffer.node.inventory import Item
-from lookup_buffer.protocol.messages import LANES, ClaimOutcome, Fallback
+from lookup_buffer.protocol.fields import LANES, Fallback
+from lookup_buffer.protocol.messages import ClaimOutcome
 from store import GoneReason
 
 BOUNDS_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)

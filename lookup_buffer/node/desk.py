@@ -59,7 +59,7 @@ from lookup_buffer.protocol.messages import (
     Take,
     Touch,
     Unclaim,
-    failure,
+    error_reply,
 )
 
 
@@ -225,7 +225,7 @@ class Desk:
             try:
                 held = self._hold(session, address)
             except LookupBufferError as error:
-                connection.send(failure(request.id, error))
+                connection.send(error_reply(request.id, error))
                 return True
             if held is not None:
                 self._hand_over(connection, session, request, held)

@@ -26,7 +26,7 @@ from lookup_buffer.node.session import Session
 from lookup_buffer.node.shelf import Shelf
 from lookup_buffer.node.waiting import Waiting
 from lookup_buffer.protocol.header import TensorHeader
-from lookup_buffer.protocol.messages import Insert, InsertOutcome, failure
+from lookup_buffer.protocol.messages import Insert, InsertOutcome, error_reply
 from lookup_buffer.shm.memory import Mapping
 
 COPY_INLINE_BYTES = 512 << 10
@@ -92,7 +92,7 @@ class Intake:
         def refused(error: LookupBufferError) -> None:
             self._busy.discard(connection)
             self.counters.add("inserts_refused")
-            connection.send(failure(request.id, error))
+            connection.send(error_reply(request.id, error))
 
         address = (request.namespace, request.key)
         until = self.loop.time() + request.wait_seconds
@@ -152,7 +152,7 @@ class Intake:
         except ProtocolError as error:
             connection.end(error)
         except LookupBufferError as error:
-            connection.send(failure(request.id, error))
+            connection.send(error_reply(request.id, error))
 
     def _copy(self, item: Item, staging: Mapping, written: Callable[[Any, int], None]) -> None:
         checksum = self.shelf.fill(item, staging)
@@ -202,7 +202,7 @@ class Intake:
         self.shelf.release([ticket], session.id)
         if isinstance(outcome, LookupBufferError):
             self.counters.add("inserts_refused")
-            connection.send(failure(request.id, outcome))
+            connection.send(error_reply(request.id, outcome))
             return
         if outcome is InsertOutcome.STORED:
             _tell_stored(connection, request, item)

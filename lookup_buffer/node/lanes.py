@@ -20,8 +20,9 @@ from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.locator import Located, Locator
 from lookup_buffer.node.pools import Pool, Pools
 from lookup_buffer.node.session import Session
+from lookup_buffer.protocol.fields import Fallback, MaybeFallback
 from lookup_buffer.protocol.header import DTYPES, TensorHeader
-from lookup_buffer.protocol.messages import Fallback, MaybeFallback, OpenPool, Received
+from lookup_buffer.protocol.messages import OpenPool, Received
 from store import DeviceLocation, Location, Record
 
 FIRST_TICKET: Final = 1 << 62

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from lookup_buffer.node.counters import CLAIM_ANSWERS, FETCH_FAILURES, MISS_REASONS, REMOVAL_REASONS
-from lookup_buffer.protocol.messages import LANES, Fallback
+from lookup_buffer.protocol.fields import LANES, Fallback
 
 PREFIX: Final = "lookup_buffer_"
 

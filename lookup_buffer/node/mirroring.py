@@ -100,7 +100,7 @@ class MirrorLocator(Locator):
 
     def tick(self) -> None:
         self._turn()
-        self.remote_index.confirm()
+        self.remote_index.mark_current()
 
     def watch(self, address: QualifiedKey, notify: Callable[[], None]) -> Callable[[], None]:
         watch = _Watch(address, notify)
@@ -223,7 +223,7 @@ class MirrorLocator(Locator):
         entry.verdict = bool(located(record, self.directory).sources)
         entry.verdict_epoch = self._round
         if entry.verdict:
-            self.remote_index.list(address)
+            self.remote_index.add(address)
         return entry.verdict
 
     def _turn(self) -> None:
@@ -234,11 +234,11 @@ class MirrorLocator(Locator):
 
     def _judge_anew(self) -> None:
         self._round += 1
-        self.remote_index.strike_all()
+        self.remote_index.clear()
 
     def _forgotten(self, address: QualifiedKey | None) -> None:
         """The mirror no longer knows the key, or many keys at once."""
         if address is None:
             self._judge_anew()
         else:
-            self.remote_index.strike(address)
+            self.remote_index.remove(address)

@@ -24,8 +24,9 @@ from lookup_buffer.node.connection import Connection
 from lookup_buffer.node.directory import Directory
 from lookup_buffer.node.loop import call_from_thread
 from lookup_buffer.protocol.auth import connect
-from lookup_buffer.protocol.messages import Leave, Request, is_count, is_seconds
-from lookup_buffer.protocol.sockets import watch_over
+from lookup_buffer.protocol.fields import is_count, is_seconds
+from lookup_buffer.protocol.messages import Leave, Request
+from lookup_buffer.protocol.sockets import enable_keepalive
 from lookup_buffer.times import OWNER_IDLE_SECONDS, PEER_ANSWER_SECONDS, PEER_CONNECT_SECONDS
 from store import Location
 
@@ -153,7 +154,7 @@ class Owner:
         if self.over:
             stream.close()
             return
-        watch_over(stream)
+        enable_keepalive(stream)
         self._connection = connection = Connection(
             self.loop, stream, self._on_message, lambda *_: self.unreached()
         )

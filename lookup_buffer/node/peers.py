@@ -19,11 +19,12 @@ from lookup_buffer.errors import BufferFull, LookupBufferError, ProtocolError
 from lookup_buffer.key import QualifiedKey
 from lookup_buffer.node.counters import Counters
 from lookup_buffer.node.shelf import Held, Shelf
+from lookup_buffer.protocol.acceptor import Acceptor, listening_socket
 from lookup_buffer.protocol.auth import accept_handshake
+from lookup_buffer.protocol.fields import is_fingerprint
 from lookup_buffer.protocol.framing import Frame
 from lookup_buffer.protocol.header import PayloadHeader
-from lookup_buffer.protocol.messages import is_fingerprint
-from lookup_buffer.protocol.stream import Acceptor, FramedSocket, listening
+from lookup_buffer.protocol.stream import FramedSocket
 from lookup_buffer.times import PEER_IDLE_SECONDS, PEER_SEND_SECONDS
 
 CONNECTIONS_MAX = 128
@@ -55,7 +56,7 @@ class PeerServer:
         Raises:
             OSError: the address is taken or not ours.
         """
-        self._listener, shown = listening(*parse_tcp(address))
+        self._listener, shown = listening_socket(*parse_tcp(address))
         return f"tcp://{shown}"
 
     def start(self, boot: str) -> None:
@@ -113,7 +114,7 @@ class PeerServer:
             link.close()
             return False
         link.send({"status": "ok"}, timeout=PEER_SEND_SECONDS)
-        self.admit(link.detach(), self._greetings.leave)
+        self.admit(link.detach(), self._greetings.release)
         return True
 
     def _answer(self, link: FramedSocket, request: Frame) -> None:

@@ -44,7 +44,7 @@ class Shelf:
         self._clock = clock
         self._on_change = on_change
         self._lock = threading.Lock()
-        self._inventory = Inventory(capacity_bytes, clock, self.local_index.strike)
+        self._inventory = Inventory(capacity_bytes, clock, self.local_index.remove)
         self._on_room: Callable[[], None] | None = None
         self._offers: dict[QualifiedKey, Item] = {}
 
@@ -179,7 +179,7 @@ class Shelf:
             self._inventory.commit(item, checksum)
             is_loan = item.gone
             if item.expires_at is None and not is_loan:
-                self.local_index.list(item.address, item.header, item.offset)
+                self.local_index.add(item.address, item.header, item.offset)
             ticket = self._inventory.pin(item, owner)
         self._report()
         if not is_loan:

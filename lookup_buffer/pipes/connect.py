@@ -16,14 +16,9 @@ from lookup_buffer.config import guard_listener, parse_tcp
 from lookup_buffer.errors import ConfigError, LookupBufferError, PipeBroken, PipeTimeout
 from lookup_buffer.pipes.pipe import PipeLimits
 from lookup_buffer.pipes.stream import Memory, StreamPipe
+from lookup_buffer.protocol.acceptor import HANDSHAKE_SECONDS, Acceptor, listening_socket
 from lookup_buffer.protocol.auth import accept_handshake, connect
-from lookup_buffer.protocol.stream import (
-    HANDSHAKE_SECONDS,
-    Acceptor,
-    FramedSocket,
-    FrameStream,
-    listening,
-)
+from lookup_buffer.protocol.stream import FramedSocket, FrameStream
 
 TRY_AGAIN_SECONDS: Final = 0.05
 
@@ -48,7 +43,7 @@ class _Listening(StreamPipe):
         memory: Memory | None,
     ) -> None:
         try:
-            self._listener, address = listening(host, port)
+            self._listener, address = listening_socket(host, port)
         except OSError as error:
             raise PipeBroken(f"cannot listen at {host}:{port}: {error.strerror}") from error
         super().__init__(f"{scheme}://{address}", limits, memory)

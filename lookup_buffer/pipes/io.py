@@ -164,7 +164,7 @@ class FrameWriter:
             if self._begun is not None or not self._frames or self._next_is_last():
                 return False
             frame = self._next()
-        frame.begun = self._link.begin(frame.header, frame.payload, frame.before)
+        frame.begun = self._link.send_nowait(frame.header, frame.payload, frame.before)
         if frame.begun is not None:
             self._begun = frame
             return False
@@ -185,7 +185,7 @@ class FrameWriter:
             frame.payload,
             timeout=self._seconds,
             before=frame.before,
-            begun=frame.begun or 0,
+            already_sent=frame.begun or 0,
         )
         self._sent(frame.header, frame.out)
         return frame
@@ -315,7 +315,7 @@ class Reading:
                     left_over = not self._read_at_once(link, number) or self._over
         finally:
             self._was_read = True
-            if left_over or link.holds_more:
+            if left_over or link.has_buffered:
                 watches.threads.look(True)
                 watches.threads.call()
             else:
@@ -328,7 +328,7 @@ class Reading:
         if frame is None:
             return False
         nbytes = frame.payload_nbytes
-        if nbytes and frame.header != ["data", number] and not link.has_come(nbytes):
+        if nbytes and frame.header != ["data", number] and not link.has_arrived(nbytes):
             return False
         self._read()
         return True

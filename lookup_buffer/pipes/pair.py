@@ -172,7 +172,7 @@ class PairLink:
         *,
         timeout: float,
         before: Header | None = None,
-        begun: int = 0,
+        already_sent: int = 0,
     ) -> None:
         match header:
             case ["pull", _]:
@@ -181,9 +181,11 @@ class PairLink:
                 self._send_through(number, payload, timeout, before)
                 return
         with self._sending, self._telling_why():
-            self._link.send(header, payload, timeout=timeout, before=before, begun=begun)
+            self._link.send(
+                header, payload, timeout=timeout, before=before, already_sent=already_sent
+            )
 
-    def begin(
+    def send_nowait(
         self, header: Header, payload: memoryview | None = None, before: Header | None = None
     ) -> int | None:
         match header:
@@ -195,7 +197,7 @@ class PairLink:
             if not self._sending.acquire(blocking=False):
                 return 0
             try:
-                return self._link.begin(header, payload, before)
+                return self._link.send_nowait(header, payload, before)
             finally:
                 self._sending.release()
 

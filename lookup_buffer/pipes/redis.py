@@ -28,8 +28,8 @@ from lookup_buffer.pipes.pipe import KVPipe, PipeLimits
 from lookup_buffer.pipes.redis_link import LOOK_SECONDS, RedisLink, Session
 from lookup_buffer.pipes.resp import Resp3Connection
 from lookup_buffer.pipes.stream import StreamPipe
-from lookup_buffer.protocol.auth import HELLO_BYTES, admit, introduce
-from lookup_buffer.protocol.stream import HANDSHAKE_SECONDS, Acceptor
+from lookup_buffer.protocol.acceptor import HANDSHAKE_SECONDS, Acceptor
+from lookup_buffer.protocol.auth import HELLO_BYTES, client_handshake, server_handshake
 from store import StoreUnavailable, StoreUrlError, redact
 from store.connection import Lost
 from store.dialling import dial
@@ -160,7 +160,7 @@ class _Listening(StreamPipe):
                 reply = self._lane.ask(knock, time.monotonic() + patience)
                 if reply is not None:
                     session = _session_of(reply)
-                    self._greetings.begin(partial(self._greet, session))
+                    self._greetings.try_start(partial(self._greet, session))
         except LookupBufferError as error:
             # Without the database this end cannot be used, even if no other end is connected.
             if not self._leaving and self._end_here(error):
@@ -174,7 +174,7 @@ class _Listening(StreamPipe):
             try:
                 if not link.is_awaited(deadline):
                     raise PipeBroken("who knocked is gone")
-                admit(link, self._token, deadline)
+                server_handshake(link, self._token, deadline)
             except BaseException:
                 link.close()
                 raise
@@ -209,7 +209,7 @@ def open_end(
     finally:
         lane.close()
     try:
-        introduce(link, token, deadline)
+        client_handshake(link, token, deadline)
     except BaseException:
         link.close()
         raise

@@ -215,7 +215,7 @@ class RedisLink:
         *,
         timeout: float,
         before: Header | None = None,
-        begun: int = 0,
+        already_sent: int = 0,
     ) -> None:
         """Send a frame. With a large payload: returns once the other end has received it."""
         nbytes = 0 if payload is None else payload.nbytes
@@ -278,7 +278,7 @@ class RedisLink:
             elif time.monotonic() >= deadline:
                 raise _too_slow()
 
-    def begin(
+    def send_nowait(
         self, header: Header, payload: memoryview | None = None, before: Header | None = None
     ) -> int:
         """Always 0: each frame is a request to the server that waits for its reply."""

@@ -34,8 +34,9 @@ from lookup_buffer.errors import (
 from lookup_buffer.pipes.carrier import SharedMemory
 from lookup_buffer.pipes.pipe import KVPipe, PipeLimits
 from lookup_buffer.pipes.stream import StreamPipe
+from lookup_buffer.protocol.acceptor import HANDSHAKE_SECONDS, Acceptor
 from lookup_buffer.protocol.auth import accept_handshake, request_handshake
-from lookup_buffer.protocol.stream import HANDSHAKE_SECONDS, Acceptor, FramedSocket
+from lookup_buffer.protocol.stream import FramedSocket
 
 PATH_BYTES_MAX: Final = 107
 """The kernel's bound, without the terminating byte."""

@@ -1,9 +1,9 @@
 """The handshake: the two ends of a new connection check versions and prove that they know a token.
 
-`introduce` and `admit` run it over anything that carries frames; `connect` and `accept_handshake`
-make a `FramedSocket` with it. Each end proves its knowledge by HMAC-SHA256 over both ends' nonces
-and its own role; the token itself is never sent. Runs on the threads of its callers. Knows nothing
-of the messages that follow.
+`client_handshake` and `server_handshake` run it over any `FrameStream`; `connect` and
+`accept_handshake` make a `FramedSocket` with it. Each end proves its knowledge by HMAC-SHA256 over
+both ends' nonces and its own role; the token itself is never sent. Runs on the threads of its
+callers.
 """
 
 import hmac
@@ -36,8 +36,8 @@ def connect(
     timeout: float,
     limits: FramedSocketLimits | None = None,
 ) -> FramedSocket:
-    """A link to a listening remote end, after the handshake. `timeout` in seconds bounds both,
-    except the time that the system takes to resolve a host name.
+    """A connection to a listening remote end, after the handshake. `timeout` in seconds bounds
+    both, except the time that the system takes to resolve a host name.
 
     With a token, each end proves that it knows it: HMAC-SHA256 over both ends' nonces and its own
     role; the token itself is never sent. This authenticates the ends at connection time only. It
@@ -63,11 +63,11 @@ def request_handshake(
 ) -> FramedSocket:
     """See `connect`; for a newly connected socket, which the function owns from the call on."""
     deadline = time.monotonic() + timeout
-    link = FramedSocket(stream, _HANDSHAKE_LIMITS)
-    with _aborting(link):
-        introduce(link, token, deadline)
-    link.set_limits(limits or FramedSocketLimits())
-    return link
+    connection = FramedSocket(stream, _HANDSHAKE_LIMITS)
+    with _aborting(connection):
+        client_handshake(connection, token, deadline)
+    connection.set_limits(limits or FramedSocketLimits())
+    return connection
 
 
 def accept_handshake(
@@ -89,66 +89,65 @@ def accept_handshake(
         ProtocolError: the client does not speak this protocol.
     """
     deadline = time.monotonic() + timeout
-    link = FramedSocket(stream, _HANDSHAKE_LIMITS)
-    with _aborting(link):
-        admit(link, token, deadline)
-    link.set_limits(limits or FramedSocketLimits())
-    return link
+    connection = FramedSocket(stream, _HANDSHAKE_LIMITS)
+    with _aborting(connection):
+        server_handshake(connection, token, deadline)
+    connection.set_limits(limits or FramedSocketLimits())
+    return connection
 
 
 @contextmanager
-def _aborting(link: FramedSocket) -> Iterator[None]:
-    """Close the link on any error, so that none stays half-open. A refusal already sent still
-    arrives."""
+def _aborting(connection: FramedSocket) -> Iterator[None]:
+    """Close the connection on any error. A refusal that was sent before still arrives."""
     try:
         yield
     except NodeRefused:
-        link.close()
+        connection.close()
         raise
     except BaseException:
-        link.abort()
+        connection.abort()
         raise
 
 
-def introduce(link: FrameStream, token: str | None, deadline: float) -> None:
+def client_handshake(connection: FrameStream, token: str | None, deadline: float) -> None:
     """Run the connecting side. For the errors see `connect`."""
     mine = os.urandom(_NONCE_BYTES)
-    _say(link, deadline, ["hello", PROTOCOL_VERSION, mine, token is not None])
-    version, theirs, has_token = _hello(_hear(link, deadline))
+    _send(connection, deadline, ["hello", PROTOCOL_VERSION, mine, token is not None])
+    version, theirs, has_token = _hello(_receive(connection, deadline))
     if version != PROTOCOL_VERSION:
         raise _other_version(version)
     if has_token != (token is not None):
         raise NodeRefused(_REFUSED)
     if token is not None:
-        _say(link, deadline, ["proof", _proof(token, b"client", mine, theirs)])
-        _check_proof(_hear(link, deadline), _proof(token, b"server", mine, theirs))
+        _send(connection, deadline, ["proof", _proof(token, b"client", mine, theirs)])
+        _check_proof(_receive(connection, deadline), _proof(token, b"server", mine, theirs))
 
 
-def admit(link: FrameStream, token: str | None, deadline: float) -> None:
+def server_handshake(connection: FrameStream, token: str | None, deadline: float) -> None:
     """Run the listening side. An unauthenticated client learns only the version and whether a
     token is required."""
-    version, theirs, has_token = _hello(_hear(link, deadline))
+    version, theirs, has_token = _hello(_receive(connection, deadline))
     if version != PROTOCOL_VERSION:
-        _say(link, deadline, ["refused", PROTOCOL_VERSION])
+        _send(connection, deadline, ["refused", PROTOCOL_VERSION])
         raise _other_version(version)
     if has_token != (token is not None):
-        _refuse(link, deadline)
+        _refuse(connection, deadline)
     mine = os.urandom(_NONCE_BYTES)
-    _say(link, deadline, ["hello", PROTOCOL_VERSION, mine, token is not None])
+    _send(connection, deadline, ["hello", PROTOCOL_VERSION, mine, token is not None])
     if token is not None:
         try:
-            _check_proof(_hear(link, deadline), _proof(token, b"client", theirs, mine))
+            _check_proof(_receive(connection, deadline), _proof(token, b"client", theirs, mine))
         except NodeRefused:
-            _refuse(link, deadline)
-        _say(link, deadline, ["proof", _proof(token, b"server", theirs, mine)])
+            _refuse(connection, deadline)
+        _send(connection, deadline, ["proof", _proof(token, b"server", theirs, mine)])
 
 
-def _say(link: FrameStream, deadline: float, message: list[Any]) -> None:
-    link.send(message, timeout=deadline - time.monotonic())
+def _send(connection: FrameStream, deadline: float, message: list[Any]) -> None:
+    connection.send(message, timeout=deadline - time.monotonic())
 
 
-def _hear(link: FrameStream, deadline: float) -> list[Any]:
-    header = link.recv_header(deadline - time.monotonic()).header
+def _receive(connection: FrameStream, deadline: float) -> list[Any]:
+    header = connection.recv_header(deadline - time.monotonic()).header
     if not isinstance(header, list) or not header:
         raise ProtocolError("not a handshake message")
     match header:
@@ -161,12 +160,13 @@ def _hear(link: FrameStream, deadline: float) -> list[Any]:
 
 def _other_version(theirs: int) -> NodeRefused:
     return NodeRefused(
-        f"refused: the other end speaks protocol version {theirs}, this one {PROTOCOL_VERSION}"
+        f"refused: the remote end has protocol version {theirs}, this one {PROTOCOL_VERSION}; run "
+        "the same version on both"
     )
 
 
-def _refuse(link: FrameStream, deadline: float) -> NoReturn:
-    _say(link, deadline, ["refused"])
+def _refuse(connection: FrameStream, deadline: float) -> NoReturn:
+    _send(connection, deadline, ["refused"])
     raise NodeRefused(_REFUSED)
 
 
@@ -179,8 +179,8 @@ def _hello(message: list[Any]) -> tuple[int, bytes, bool]:
 
 def _proof(token: str, role: bytes, client_nonce: bytes, server_nonce: bytes) -> bytes:
     # With the role, a proof cannot be reflected as the proof of the other end.
-    said = b"lookup-buffer link %d %s " % (PROTOCOL_VERSION, role) + client_nonce + server_nonce
-    return hmac.digest(token.encode("utf-8", "surrogatepass"), said, "sha256")
+    message = b"lookup-buffer link %d %s " % (PROTOCOL_VERSION, role) + client_nonce + server_nonce
+    return hmac.digest(token.encode("utf-8", "surrogatepass"), message, "sha256")
 
 
 def _check_proof(message: list[Any], expected: bytes) -> None:

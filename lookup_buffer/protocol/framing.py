@@ -6,9 +6,9 @@ A frame is a 16-byte prologue, a header and a payload:
 
 Numbers are big endian; the header is a msgpack map or list of plain data: None, bool, int (64 bit),
 float, str, bytes, list, and dict with str keys. No extension types, no pickle, nothing that runs
-code. No other module turns bytes from outside into Python values. It also owns the decoder for
-non-blocking control sockets; it never sees payload bytes. No I/O; functions run on any thread, an
-object belongs to one thread at a time.
+code. No other module turns bytes from outside into Python values. `FrameDecoder` decodes the stream
+of a non-blocking control socket; it never gets payload bytes. No I/O; functions run on any thread,
+an object belongs to one thread at a time.
 
 The decoder allocates a msgpack list by its declared length, so a few bytes of nested lists could
 cost gigabytes. Hence two bounds: list length and nesting depth.
@@ -144,7 +144,7 @@ def encode_frame(
         raise ProtocolError("a frame's header is a map or a list")
     packed = pack(header)
     if len(packed) > max_header_bytes:
-        raise ProtocolError(f"header of {len(packed)} bytes, allowed are {max_header_bytes}")
+        raise ProtocolError(f"header of {len(packed)} bytes; allowed: {max_header_bytes}")
     if not 0 <= payload_nbytes < 1 << 64:
         raise ProtocolError(f"a payload cannot have {payload_nbytes} bytes")
     return _PROLOGUE.pack(MAGIC, len(packed), payload_nbytes) + packed
@@ -164,9 +164,9 @@ def decode_prologue(
     if header_nbytes == 0:
         raise ProtocolError("a frame without a header")
     if header_nbytes > max_header_bytes:
-        raise ProtocolError(f"header of {header_nbytes} bytes, allowed are {max_header_bytes}")
+        raise ProtocolError(f"header of {header_nbytes} bytes; allowed: {max_header_bytes}")
     if payload_nbytes > max_payload_bytes:
-        raise ProtocolError(f"payload of {payload_nbytes} bytes, allowed are {max_payload_bytes}")
+        raise ProtocolError(f"payload of {payload_nbytes} bytes; allowed: {max_payload_bytes}")
     return header_nbytes, payload_nbytes
 
 

@@ -1,8 +1,7 @@
 """Headers: the description of a tensor beside its bytes, and its validation.
 
-Owns the dtype table (names and widths, so a node needs no torch) and the validation of headers
-from outside. A header is not trusted: every field is checked before memory is allocated for it.
-Pure data; any thread. Knows nothing of torch, sockets or Redis.
+The dtype table has names and widths, so a node needs no torch. A header from outside is not
+trusted: every field is checked before memory is allocated for it. Pure data; any thread.
 """
 
 from collections.abc import Mapping
@@ -104,9 +103,9 @@ class TensorHeader:
             product *= _checked_int("a dimension", size, 0, 1 << 63)
             reach *= size or 1
         if reach >= 1 << 63:
-            raise ProtocolError("bad header: a shape that no tensor has, not even an empty one")
+            raise ProtocolError("bad header: the non-empty dimensions exceed 2**63 bytes")
         if product != nbytes:
-            raise ProtocolError("bad header: dtype and shape do not make nbytes")
+            raise ProtocolError("bad header: nbytes does not match dtype and shape")
 
     def to_fields(self) -> dict[str, Any]:
         """As plain data, for use inside a larger message."""
@@ -134,8 +133,8 @@ class PayloadHeader:
     """The header before a tensor's bytes between nodes: its identity, checksum and expiry.
 
     The receiver compares namespace, key and generation with its request, and the checksum with the
-    bytes, because Redis is only a hint. `ttl_ms` is the remaining time to live (None: no expiry),
-    so that a copy expires with its original.
+    bytes, because the location in Redis may be out of date. `ttl_ms` is the remaining time to live
+    (None: no expiry), so that a copy expires with its original.
     """
 
     namespace: str
@@ -205,7 +204,7 @@ class PayloadHeader:
         """The validated header in these bytes.
 
         Raises:
-            ProtocolError: no msgpack, trailing bytes, or not a valid header.
+            ProtocolError: not msgpack, trailing bytes, or not a valid header.
         """
         return cls.from_fields(unpack(data), max_nbytes=max_nbytes)
 
@@ -213,7 +212,7 @@ class PayloadHeader:
 def _tensor_header(fields: dict[str, Any]) -> TensorHeader:
     shape = fields["shape"]
     if not isinstance(shape, list | tuple) or len(shape) > MAX_DIMENSIONS:
-        raise ProtocolError(f"bad header: shape is no list of at most {MAX_DIMENSIONS} sizes")
+        raise ProtocolError(f"bad header: shape is not a list of at most {MAX_DIMENSIONS} sizes")
     return TensorHeader(fields["dtype"], tuple(shape), fields["nbytes"], fields["kind"])
 
 
@@ -226,11 +225,11 @@ def _checked_fields(fields: object, names: frozenset[str]) -> dict[str, Any]:
 def _checked_int(name: str, value: object, low: int, end: int) -> int:
     # In Python a bool is an int; in this protocol it is not.
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value < end:
-        raise ProtocolError(f"bad header: {name} is no integer of the allowed range")
+        raise ProtocolError(f"bad header: {name} is not an integer in the allowed range")
     return value
 
 
 def _checked_str(name: str, value: object, max_characters: int) -> str:
     if not isinstance(value, str) or not 0 < len(value) <= max_characters:
-        raise ProtocolError(f"bad header: {name} is no text of 1 to {max_characters} characters")
+        raise ProtocolError(f"bad header: {name} is not a text of 1 to {max_characters} characters")
     return value

@@ -1,7 +1,7 @@
 """Additions to a plain socket: safe closing between threads, deadlines, this package's errors.
 
-Owns the moment at which a descriptor is closed, and the translation of socket errors. Runs on the
-threads of its callers. Knows nothing of frames.
+`SocketGuard` decides when a descriptor is closed, and translates socket errors. Runs on the threads
+of its callers. Frames are in `stream`.
 """
 
 import socket
@@ -28,7 +28,7 @@ _ONE_HOST_BUFFER_BYTES: Final = 256 << 10
 class SocketGuard:
     """Counts the operations on a socket, so that its descriptor is closed after the last one.
 
-    If a descriptor is closed while a thread is about to enter a system call, that thread could
+    If a descriptor were closed while a thread is about to enter a system call, that thread could
     read from the next connection that gets the same number. The guard also translates socket
     errors into this package's errors, and ends the connection after a failed operation.
 
@@ -58,7 +58,7 @@ class SocketGuard:
         if error is None:
             return
         if closed_by_another and isinstance(error, OSError | PipeClosed | PipeBroken):
-            raise PipeClosed("this link was closed by another thread") from error
+            raise PipeClosed("this connection was closed by another thread") from error
         ours = _translated(error)
         if not closed_by_another:
             self.failure = ours
@@ -66,7 +66,7 @@ class SocketGuard:
         if ours is not error:
             raise ours from error
 
-    def watch(self, wait: Callable[[float], bool], seconds: float) -> bool:
+    def wait(self, wait: Callable[[float], bool], seconds: float) -> bool:
         """An operation that moves no bytes. Its failure, such as an interrupt, does not end the
         connection."""
         self._enter()
@@ -83,12 +83,13 @@ class SocketGuard:
         """
         with self._lock:
             if self.closed or self._operations:
-                raise PipeClosed("this link is closed, or in use")
+                raise PipeClosed("this connection is closed, or another thread uses it")
             self.closed = True
             return socket.socket(fileno=self._socket.detach())
 
     def shut(self, *, reset: bool = False) -> None:
-        """End the connection and wake its threads; with `reset`, drop unsent bytes. Idempotent."""
+        """End the connection and the waits of its threads; with `reset`, drop unsent bytes.
+        Idempotent."""
         with self._lock:
             if self.closed:
                 return
@@ -99,16 +100,16 @@ class SocketGuard:
             linger = (socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
             ignore_errors(lambda: self._socket.setsockopt(*linger))
         if others or not reset:
-            # Wakes the other threads. It also sends an orderly end, which must not precede a reset.
-            # Not `shutdown` of a TLS socket, which drops its keys first: bytes that another thread
-            # is about to send would then go out unencrypted.
+            # Ends the waits of other threads. It also sends an orderly end, which must not precede
+            # a reset. Not the `shutdown` of a TLS socket, which drops its keys first: bytes that
+            # another thread is about to send would then be sent unencrypted.
             ignore_errors(lambda: socket.socket.shutdown(self._socket, socket.SHUT_RDWR))
         self._leave()
 
     def _enter(self) -> None:
         with self._lock:
             if self.closed:
-                raise PipeClosed("this link is closed")
+                raise PipeClosed("this connection is closed")
             self._operations += 1
 
     def _leave(self) -> None:
@@ -121,7 +122,7 @@ class SocketGuard:
 
 def _translated(error: BaseException) -> BaseException:
     if isinstance(error, TimeoutError | BlockingIOError) and not isinstance(error, PipeTimeout):
-        return PipeTimeout("the peer did not move its bytes in time")
+        return PipeTimeout("the remote end was too slow: the deadline passed")
     if isinstance(error, OSError) and not isinstance(error, PipeTimeout):
         return PipeBroken(f"the connection failed: {error.strerror or error}")
     return error
@@ -208,8 +209,8 @@ def _tune(stream: socket.socket) -> None:
             stream.setsockopt(socket.SOL_SOCKET, option, _ONE_HOST_BUFFER_BYTES)
 
 
-def watch_over(stream: socket.socket) -> None:
-    """Let the kernel end an idle connection whose remote host is gone (TCP keep-alive)."""
+def enable_keepalive(stream: socket.socket) -> None:
+    """Let the kernel end an idle connection whose remote host no longer answers."""
     options = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3))
     for option, value in options:
         ignore_errors(partial(stream.setsockopt, socket.IPPROTO_TCP, option, value))

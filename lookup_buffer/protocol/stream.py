@@ -1,24 +1,17 @@
-"""FrameStream over a connected stream socket (`FramedSocket`), and the acceptor of a listening
-socket.
+"""`FramedSocket`: frames over a connected stream socket, each operation with a deadline.
 
-`FramedSocket` owns a socket and the deadlines of its operations; `auth` makes links by a handshake.
-`FrameStream` is its interface for callers that do not depend on a socket:
-`pipes.redis_link.RedisLink` has it too, over a database. `FramedSocket` runs on the threads of its
-callers and starts none. `Acceptor` serves the connections of a listening socket, of nodes and of
-pipes, each on a thread of its own. So a silent client does not block others, and the bound on the
-number of connections served at a time keeps silent clients from taking all threads. This module
-knows bytes only: no tensors, no keys, no Redis.
+`auth` makes one by a handshake, `acceptor` serves those of a listening socket. `FrameStream` is its
+interface for callers that do not depend on a socket: `pipes.redis_link.RedisLink` has it too, over
+a database. A `FramedSocket` runs on the threads of its callers and starts none. It carries bytes
+and headers, whatever they mean.
 """
 
-import errno
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from fcntl import ioctl
-from functools import partial
 from select import POLLIN, poll
 from termios import FIONREAD
 from typing import Any, Final, Protocol
@@ -49,7 +42,7 @@ class Hasher(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FramedSocketLimits:
-    """What a link accepts from its remote end, and the lowest rate that it tolerates."""
+    """Bounds on what the remote end may send, and the lowest accepted rate of both directions."""
 
     max_header_bytes: int = MAX_HEADER_BYTES
     max_payload_bytes: int = 1 << 40
@@ -57,23 +50,23 @@ class FramedSocketLimits:
 
 
 class FramedSocket:
-    """Frames in both directions over a socket, which the link owns from now on.
+    """Frames in both directions over a socket, which this object owns.
 
     Threads: one may send while another receives; two threads must not do the same. Any thread may
-    call `close` and `abort` at any time; they wake the others.
+    call `close` and `abort` at any time; both end the waits of other threads.
 
     Deadlines: each operation has one, its `timeout` plus its bytes over the minimum rate. A
-    stopped or slow remote end cannot hold a caller longer (except by a tenth), however it spreads
-    its bytes.
+    stopped or slow remote end cannot delay a caller longer (except by a tenth), at whatever rate
+    its bytes arrive.
 
     Errors:
         PipeClosed: an end was closed between two frames, or this one by another thread.
         PipeBroken: the connection was reset, or ended within a frame (a killed remote end).
         PipeTimeout: the deadline passed.
-        ProtocolError: the remote end sent bytes that are no frame, or that exceed the limits.
-    After one of these errors from an operation on the stream the link is aborted, so that a stream
-    is never read from the middle of a frame. A frame that cannot be encoded is refused before
-    anything is sent, and the link stays usable.
+        ProtocolError: the remote end sent bytes that are not a frame, or that exceed the limits.
+    After one of these errors from an operation on the stream the connection is aborted, so that no
+    stream is read from the middle of a frame. A frame that cannot be encoded is refused before
+    anything is sent, and the connection stays usable.
     """
 
     def __init__(self, stream: socket.socket, limits: FramedSocketLimits | None = None) -> None:
@@ -96,13 +89,13 @@ class FramedSocket:
         *,
         timeout: float,
         before: Header | None = None,
-        begun: int = 0,
+        already_sent: int = 0,
     ) -> None:
         """Send one frame. `payload` is a contiguous view of bytes; it may be reused on return.
 
         On return the kernel has the bytes; the remote end may not have them. `before` is the header
-        of a frame without payload that is sent first, at less cost than a call of its own. `begun`
-        is the result of `begin` for the same arguments.
+        of a frame without payload that is sent first, at less cost than a separate call.
+        `already_sent` is the result of `send_nowait` for the same arguments.
         """
         nbytes = 0 if payload is None else payload.nbytes
         frame = self._encoded(header, nbytes, before)
@@ -110,7 +103,7 @@ class FramedSocket:
         with self._guard:
             self._send_timeout.allow_until(deadline)
             # One call for header and payload: no second packet, no wait for an ACK.
-            sent = begun or self._socket.sendmsg((frame, payload or b""))
+            sent = already_sent or self._socket.sendmsg((frame, payload or b""))
             while sent < len(frame) + nbytes:
                 self._send_timeout.allow_until(deadline)
                 if sent < len(frame):
@@ -118,11 +111,11 @@ class FramedSocket:
                 elif payload is not None:
                     sent += self._socket.send(payload[sent - len(frame) :])
 
-    def begin(
+    def send_nowait(
         self, header: Header, payload: memoryview | None = None, before: Header | None = None
     ) -> int | None:
         """As `send`, but only the bytes that the kernel takes without waiting. Returns their
-        number, None if that is all.
+        number; None if the frame is sent in full.
 
         The caller sends the rest before anything else, by `send` with the same arguments.
         """
@@ -170,11 +163,11 @@ class FramedSocket:
         if self._peeked is None and not self._payload_left:
             with self._guard:
                 self._peeked = self._next_frame()
-                if self._peeked is None and self._take_more():
+                if self._peeked is None and self._read_available():
                     self._peeked = self._next_frame()
         return self._peeked
 
-    def has_come(self, nbytes: int) -> bool:
+    def has_arrived(self, nbytes: int) -> bool:
         """Whether `nbytes` bytes after the frame header of `peek` can be received at once."""
         missing = nbytes - (self._end - self._start)
         if missing <= 0:
@@ -185,8 +178,8 @@ class FramedSocket:
             return int.from_bytes(waiting, sys.byteorder) >= missing
 
     @property
-    def holds_more(self) -> bool:
-        """Whether the link has read bytes or a header that no caller has received."""
+    def has_buffered(self) -> bool:
+        """Whether bytes or a header were read from the socket that no caller has received."""
         return self._peeked is not None or self._start < self._end
 
     def recv_into(
@@ -200,7 +193,9 @@ class FramedSocket:
         On an error the content of the buffer is unspecified.
         """
         if buffer.nbytes > self._payload_left:
-            raise ValueError(f"{buffer.nbytes} bytes wanted, {self._payload_left} are to come")
+            raise ValueError(
+                f"a buffer of {buffer.nbytes} bytes; {self._payload_left} of the payload are left"
+            )
         deadline = self._deadline(timeout, buffer.nbytes)
         with self._guard:
             self._receive(buffer, deadline, hasher)
@@ -209,32 +204,33 @@ class FramedSocket:
     def wait_readable(self, timeout: float, wait: Callable[[float], bool] | None = None) -> bool:
         """Whether there is something to receive (a frame, or the end) within `timeout` seconds.
 
-        No other wait leaves the link usable after its time has passed or after an interrupt. If
-        `wait` is given, it does the waiting: it takes seconds and returns whether `descriptor` was
+        Only this wait leaves the connection usable after its time has passed or after an interrupt.
+        `wait`, if given, replaces the poll: it takes seconds and returns whether `descriptor` was
         readable.
         """
-        if self.holds_more:
+        if self.has_buffered:
             return True
-        return self._guard.watch(wait or self._poll, timeout)
+        return self._guard.wait(wait or self._poll, timeout)
 
     @property
     def descriptor(self) -> int:
-        """The socket's descriptor, for polling; open during an operation on the link."""
+        """The socket's descriptor, for polling; open during any operation."""
         return self._socket.fileno()
 
     @property
     def closed(self) -> bool:
-        """Whether this end was closed or aborted, whatever the state of the remote end."""
+        """Whether this end was closed or aborted. The state of the remote end does not matter."""
         return self._guard.closed
 
     @property
     def failure(self) -> BaseException | None:
-        """The error that ended this link; None if none did, or `close` or `abort` ended it."""
+        """The error that ended the connection; None while it is open, or after `close` or
+        `abort`."""
         return self._guard.failure
 
     @property
     def local_host(self) -> str:
-        """The address of this end, which the remote end can reach."""
+        """The address of this end, under which the remote end's host can reach it."""
         return str(self._socket.getsockname()[0])
 
     def close(self) -> None:
@@ -251,11 +247,11 @@ class FramedSocket:
         next one.
 
         Raises:
-            PipeClosed: this link is closed, or another thread uses it.
+            PipeClosed: this end is closed, or another thread uses it.
             ProtocolError: the remote end has already sent something.
         """
-        if self._payload_left or self.holds_more:
-            raise ProtocolError("the peer sent more than it was asked for")
+        if self._payload_left or self.has_buffered:
+            raise ProtocolError("the remote end sent more than one request")
         return self._guard.detach()
 
     def set_limits(self, limits: FramedSocketLimits) -> None:
@@ -269,13 +265,13 @@ class FramedSocket:
         self.close()
 
     def __repr__(self) -> str:
-        return f"<Link {'closed' if self.closed else 'open'}>"
+        return f"<FramedSocket {'closed' if self.closed else 'open'}>"
 
     def _deadline(self, timeout: float, nbytes: int) -> float:
         return time.monotonic() + timeout + nbytes / self._limits.minimum_bytes_per_second
 
     def _prologue(self) -> tuple[int, int]:
-        """(header bytes, payload bytes) by the complete prologue at the start of the scratch."""
+        """(header bytes, payload bytes) in the complete prologue at the start of the scratch."""
         return decode_prologue(
             self._scratch[self._start : self._start + PROLOGUE_BYTES],
             max_header_bytes=self._limits.max_header_bytes,
@@ -293,7 +289,7 @@ class FramedSocket:
         self._start = start + header_nbytes
         return Frame(decode_header(self._scratch[start : self._start]), payload_nbytes)
 
-    def _take_more(self) -> bool:
+    def _read_available(self) -> bool:
         """Read into the scratch without waiting. Returns whether bytes were added."""
         self._make_room()
         try:
@@ -330,7 +326,7 @@ class FramedSocket:
         self._start += got
         hashed = 0
         while got < buffer.nbytes:
-            # Always ask for the full remainder: the kernel returns all it has in one call.
+            # Always request the full remainder: the kernel returns all it has in one call.
             read = self._read(buffer[got:], deadline)
             if read == 0:
                 raise _ended(within_frame=True)
@@ -349,7 +345,7 @@ class FramedSocket:
 def _ended(*, within_frame: bool) -> PipeClosed | PipeBroken:
     if within_frame:
         return PipeBroken("the connection ended in the middle of a frame")
-    return PipeClosed("the peer closed the connection")
+    return PipeClosed("the remote end closed the connection")
 
 
 class FrameStream(Protocol):
@@ -363,10 +359,10 @@ class FrameStream(Protocol):
         *,
         timeout: float,
         before: Header | None = None,
-        begun: int = 0,
+        already_sent: int = 0,
     ) -> None:
-        """`before` is the header of a frame without payload that is sent first, `begun` the number
-        of bytes already sent."""
+        """`before` is the header of a frame without payload that is sent first; `already_sent` is
+        the result of `send_nowait` for the same arguments."""
         ...
 
     def recv_header(self, timeout: float) -> Frame: ...
@@ -375,11 +371,11 @@ class FrameStream(Protocol):
 
     def wait_readable(self, timeout: float) -> bool: ...
 
-    def begin(
+    def send_nowait(
         self, header: Header, payload: memoryview | None = None, before: Header | None = None
     ) -> int | None:
-        """Send the bytes that can be sent without waiting. Returns their number, None if that is
-        all.
+        """Send the bytes that can be sent without waiting. Returns their number; None if the frame
+        is sent in full.
 
         The caller sends the rest before anything else, by `send` with the same arguments.
         """
@@ -391,65 +387,3 @@ class FrameStream(Protocol):
     def close(self) -> None: ...
 
     def abort(self) -> None: ...
-
-
-GREETINGS_MAX: Final = 256
-HANDSHAKE_SECONDS: Final = 5.0
-"""How long one handshake may take."""
-TRY_AGAIN_SECONDS: Final = 0.05
-
-
-def listening(host: str, port: int) -> tuple[socket.socket, str]:
-    """A socket that listens at the address, and HOST:PORT with the actual port.
-
-    Raises:
-        OSError: the address is in use, or is not an address of this host.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.create_server((host, port), family=family, backlog=GREETINGS_MAX)
-    shown = f"[{host}]" if family == socket.AF_INET6 else host
-    return listener, f"{shown}:{listener.getsockname()[1]}"
-
-
-class Acceptor:
-    def __init__(self, places: int = GREETINGS_MAX, thread_name: str = "lb-pipe-greet") -> None:
-        self._places = threading.BoundedSemaphore(places)
-        self._thread_name = thread_name
-
-    def serve(self, listener: socket.socket, greet: Callable[[socket.socket], object]) -> None:
-        """Run `greet` for each connection until the listener is shut down; then close it. At the
-        limit, connections wait in the kernel's queue; the handshake timeout ends silent ones."""
-        with listener:
-            while True:
-                self._places.acquire()
-                try:
-                    stream, _ = listener.accept()
-                except OSError as error:
-                    self.leave()
-                    if error.errno == errno.EINVAL:  # the listener was shut down
-                        return
-                    time.sleep(TRY_AGAIN_SECONDS)  # no free descriptor, or the client disconnected
-                    continue
-                self._begin(partial(greet, stream))
-
-    def begin(self, greet: Callable[[], object]) -> bool:
-        """Run `greet` on a thread if the limit allows; returns whether it does. `greet` must not
-        raise. If it returns True, its slot stays taken until a call of `leave`."""
-        if not self._places.acquire(blocking=False):
-            return False
-        self._begin(greet)
-        return True
-
-    def _begin(self, greet: Callable[[], object]) -> None:
-        def run() -> None:
-            stays: object = False
-            try:
-                stays = greet()
-            finally:
-                if stays is not True:
-                    self.leave()
-
-        threading.Thread(target=run, name=self._thread_name, daemon=True).start()
-
-    def leave(self) -> None:
-        self._places.release()

@@ -1,7 +1,7 @@
 """The allocator: divides one contiguous range of bytes into allocated blocks and gaps.
 
-Pure bookkeeping: no memory, no I/O, no clock. Not thread-safe; the owner of the range calls it.
-It must not know what the blocks hold.
+Pure bookkeeping: no memory, no I/O, no clock. Not thread-safe; only the node's arena uses it. The
+content of the blocks does not matter here.
 
 One list holds the allocated blocks by address. A gap is the space between two neighbours in it,
 so adjacent gaps are merged by construction. A second list holds the gaps by size, for best fit.
@@ -14,10 +14,11 @@ from collections.abc import Iterator, Mapping
 from typing import Final
 
 _MAX_ADDRESS_BITS: Final = 56
-_PATIENCE: Final = 16
-_PATIENCE_MIN: Final = 64
-"""`eviction_window` examines one of `_PATIENCE` blocks by age, but at least `_PATIENCE_MIN`; after
-that it walks over all blocks by address. By age a block costs four times as much."""
+_EXAMINED_FRACTION: Final = 16
+_EXAMINED_MIN: Final = 64
+"""`eviction_window` first examines one in `_EXAMINED_FRACTION` blocks by age, and at least
+`_EXAMINED_MIN`. Without a result it then examines all blocks by address. By age, a block costs four
+times as much."""
 
 
 class Allocator:
@@ -120,7 +121,7 @@ class Allocator:
         offset. A run is a sequence of neighbouring evictable blocks; it suffices if its bytes and
         gaps together hold `nbytes`. Of these the result is the run whose youngest block is oldest;
         among equals the one that evicts the fewest bytes, then the lowest. Empty if a gap suffices
-        already; None if no run does. The method itself frees nothing.
+        already; None if no run suffices. The method itself frees nothing.
         """
         size = self.rounded_bytes(nbytes)
         if self.largest_free_bytes >= size:
@@ -128,20 +129,20 @@ class Allocator:
         if size > self.capacity_bytes:
             return None
         times: dict[int, float] = {}
-        lowest, highest = self._where_room_comes(size, oldest_first, times)
+        lowest, highest = self._search_bounds(size, oldest_first, times)
         run = self._best_run(size, times, lowest, highest)
         return None if run is None else self._offsets[run]
 
-    def _where_room_comes(
+    def _search_bounds(
         self, size: int, oldest_first: Iterator[tuple[float, int]], times: dict[int, float]
     ) -> tuple[int, int]:
         """The indexes of the first and the last block between which the best run lies. Fills
         `times` with the times of the blocks that may be in that run.
 
-        Takes one block after another, from the oldest on, and joins it to its neighbours taken
-        before, until a run suffices: the best run contains no younger block.
+        It adds blocks from the oldest on, and joins each to the neighbours added before, until a
+        run suffices. The best run contains no younger block.
         """
-        patience = max(_PATIENCE_MIN, len(self) // _PATIENCE)
+        examined_max = max(_EXAMINED_MIN, len(self) // _EXAMINED_FRACTION)
         last_of: dict[int, int] = {}  # last block of each run so far, by its first block
         first_of: dict[int, int] = {}  # first block, by its last block
         lowest, highest, found_time = len(self), -1, math.inf
@@ -149,7 +150,7 @@ class Allocator:
             if time > found_time:
                 break
             times[offset] = time
-            if highest < 0 and len(times) > patience:
+            if highest < 0 and len(times) > examined_max:
                 break
             index = bisect_left(self._offsets, offset)
             first, last = first_of.pop(index - 1, index), last_of.pop(index + 1, index)

@@ -1,14 +1,16 @@
 """The local and the remote index: digest tables in shared memory, written by the node only.
 
+The local index (`LocalIndex`) lists complete items of the arena, except those with a time to live,
+with too many dimensions, or whose bucket is full. The node removes an entry before the item's bytes
+are reused, so an unchanged entry means unchanged bytes. A stopped node therefore blocks no local
+read. The remote index (`RemoteIndex`) lists the keys that live nodes hold, as far as the node's
+mirror has their records and is current. Keys in neither index need a request.
+
 A digest table finds entries by the digest of (namespace, key). Clients map it read-only and read it
 on any thread without a request. An entry begins with a sequence number that is never reused; 0
 means empty or being written. A reader that finds the same number before and after has read a
 consistent entry (a seqlock). This needs stores to become visible in order, which x86-64 guarantees;
-on other machines the tables stay empty. The local index (`LocalIndex`) lists complete items of the
-arena, except those with a time to live, too many dimensions or a full bucket. The node removes an
-entry before the item's bytes are reused, so an unchanged entry means unchanged bytes. A stopped
-node therefore blocks no local read. The remote index (`RemoteIndex`) lists the keys that the node's
-mirror knows on live nodes, until either may no longer hold. Unlisted keys need a request.
+on other machines the tables stay empty.
 """
 
 import hashlib
@@ -30,7 +32,7 @@ BUCKET_ENTRIES: Final = 8
 DIGEST_BYTES: Final = 32
 WORD_BYTES: Final = 8
 HEADER_BYTES: Final = 64
-"""At the start of a table: words for the use of its owner."""
+"""Bytes at the start of a table: words for the table's own use."""
 _NO_DIGEST: Final = bytes(DIGEST_BYTES)
 
 
@@ -38,6 +40,173 @@ _NO_DIGEST: Final = bytes(DIGEST_BYTES)
 def digest_of(namespace: str, key: str) -> bytes:
     """The digest that finds an entry; cryptographic, because clients may choose keys."""
     return hashlib.blake2b(f"{namespace} {key}".encode(), digest_size=DIGEST_BYTES).digest()
+
+
+LOCAL_ENTRY: Final = struct.Struct("@Q32sQBBB13x8Q")
+"""sequence, digest, offset, kind, dtype, dimensions, sizes; two cache lines."""
+DIMENSIONS_MAX: Final = 8
+BYTES_PER_ENTRY: Final = 256 << 10
+"""The index has one entry per this many bytes of the arena; with smaller items it may be
+incomplete."""
+ENTRIES_MIN, ENTRIES_MAX = 1024, 65536
+_DTYPE_NAMES: Final = tuple(DTYPES)
+_DTYPE_CODES: Final = {name: code for code, name in enumerate(_DTYPE_NAMES)}
+_KINDS: Final = ("tensor", "none")
+
+
+def entries_for(capacity_bytes: int) -> int:
+    wanted = min(max(capacity_bytes // BYTES_PER_ENTRY, ENTRIES_MIN), ENTRIES_MAX)
+    return 1 << (wanted - 1).bit_length()
+
+
+class LocalIndex:
+    """The local index, for the node that writes it. The caller holds the arena's lock."""
+
+    def __init__(self, capacity_bytes: int) -> None:
+        entries = entries_for(capacity_bytes)
+        self._table = DigestTable("lookup-buffer-local-index", entries, LOCAL_ENTRY)
+        self._positions: dict[QualifiedKey, int] = {}
+
+    @property
+    def fd(self) -> int:
+        return self._table.fd
+
+    def add(self, address: QualifiedKey, header: TensorHeader, offset: int) -> None:
+        """Add a complete item, unless it has too many dimensions or its bucket is full."""
+        if not IS_ORDERED or len(header.shape) > DIMENSIONS_MAX:
+            return
+        digest = digest_of(*address)
+        position, sequence = self._table.oldest(digest)
+        if sequence:
+            return  # the bucket is full
+        sizes = header.shape + (0,) * (DIMENSIONS_MAX - len(header.shape))
+        kind, dtype = _KINDS.index(header.kind), _DTYPE_CODES.get(header.dtype, 0)
+        self._table.write(position, digest, offset, kind, dtype, len(header.shape), *sizes)
+        self._positions[address] = position
+
+    def remove(self, address: QualifiedKey) -> None:
+        """Remove an item. Call it before the item's bytes can be reused. Idempotent."""
+        position = self._positions.pop(address, None)
+        if position is not None:
+            self._table.erase(position)
+
+    def close(self) -> None:
+        self._table.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """The location of an item when the index was read. It is valid while
+    `LocalIndexReader.is_unchanged` returns True."""
+
+    position: int
+    sequence: int
+    header: TensorHeader
+    offset: int
+
+
+class LocalIndexReader:
+    """The local index, for a client that reads it. Any thread."""
+
+    def __init__(self, fd: int) -> None:
+        self._table = DigestReader(fd, LOCAL_ENTRY)
+
+    def contains(self, digest: bytes) -> bool:
+        """Whether this host holds the item; False if that is unknown and needs a request."""
+        return self._table.find(digest) is not None
+
+    def find(self, digest: bytes) -> Entry | None:
+        """The entry of an item on this host; None if it is not listed and needs a request."""
+        found = self._table.find(digest)
+        if found is None:
+            return None
+        fields = LOCAL_ENTRY.unpack_from(self._table.view, found[0])
+        if not self._table.is_unchanged(*found):
+            return None
+        _, _, offset, kind, dtype, dimensions, *sizes = fields
+        if _KINDS[kind] == "none":
+            header = TensorHeader.of_none()
+        else:
+            header = TensorHeader.for_tensor(_DTYPE_NAMES[dtype], tuple(sizes[:dimensions]))
+        return Entry(*found, header, offset)
+
+    def is_unchanged(self, entry: Entry) -> bool:
+        """Whether the entry is unchanged. If so, the bytes read since `find` are valid."""
+        return self._table.is_unchanged(entry.position, entry.sequence)
+
+    def close(self) -> None:
+        self._table.close()
+
+
+ENTRIES: Final = 65536
+"""2.6 MB if all are used. In a full bucket a new entry replaces the oldest one."""
+REMOTE_ENTRY: Final = struct.Struct("@Q32s")
+"""sequence, digest"""
+CURRENT_SECONDS: Final = 1.0
+"""How long the table counts as current after `RemoteIndex.mark_current`. A node that has not called
+it for this long is frozen, and its table may be out of date."""
+_FLOOR, _CURRENT_AT = 0, 1
+"""Words of the table's header: the last invalid sequence number, and nanoseconds of
+CLOCK_MONOTONIC, which all processes of a host share. (In another time namespace, with another
+clock, no entry is valid.)"""
+
+
+class RemoteIndex:
+    """The remote index, for the node that writes it. One thread."""
+
+    def __init__(self) -> None:
+        self._table = DigestTable("lookup-buffer-remote-index", ENTRIES, REMOTE_ENTRY)
+
+    @property
+    def fd(self) -> int:
+        return self._table.fd
+
+    def add(self, address: QualifiedKey) -> None:
+        """Add a key; in a full bucket it replaces the oldest entry."""
+        if not IS_ORDERED:
+            return
+        digest = digest_of(*address)
+        position, _ = self._table.find(digest) or self._table.oldest(digest)
+        self._table.write(position, digest)
+
+    def remove(self, address: QualifiedKey) -> None:
+        """Remove a key. Idempotent."""
+        found = self._table.find(digest_of(*address))
+        if found is not None:
+            self._table.erase(found[0])
+
+    def clear(self) -> None:
+        """Invalidate all entries, by one write."""
+        self._table.words[_FLOOR] = self._table.sequence
+
+    def mark_current(self) -> None:
+        """Store the time at which the table was current: now. Call it more often than every
+        `CURRENT_SECONDS`."""
+        self._table.words[_CURRENT_AT] = time.monotonic_ns()
+
+    def close(self) -> None:
+        self._table.close()
+
+
+class RemoteIndexReader:
+    """The remote index, for a client that reads it. Any thread."""
+
+    def __init__(self, fd: int, clock: Callable[[], int] = time.monotonic_ns) -> None:
+        self._table = DigestReader(fd, REMOTE_ENTRY)
+        self._clock = clock
+
+    def is_current(self) -> bool:
+        """Whether the node marked the table as current within `CURRENT_SECONDS`."""
+        age = self._clock() - self._table.words[_CURRENT_AT]
+        return 0 <= age < CURRENT_SECONDS * 1e9
+
+    def contains(self, digest: bytes) -> bool:
+        """Whether a live node holds the key; False if that is unknown and needs a request."""
+        found = self._table.find(digest)
+        return found is not None and found[1] > self._table.words[_FLOOR]
+
+    def close(self) -> None:
+        self._table.close()
 
 
 class _Table:
@@ -71,14 +240,13 @@ class _Table:
         if sequence == 0:
             return None
         listed = self.view[position + WORD_BYTES : position + WORD_BYTES + DIGEST_BYTES]
-        stands = listed == digest and self.stands(position, sequence)
-        return (position, sequence) if stands else None
+        is_valid = listed == digest and self.is_unchanged(position, sequence)
+        return (position, sequence) if is_valid else None
 
     def _bucket_of(self, tag: int) -> int:
         return HEADER_BYTES + tag % self._buckets * self._bucket_bytes
 
-    def stands(self, position: int, sequence: int) -> bool:
-        """Whether the entry is unchanged."""
+    def is_unchanged(self, position: int, sequence: int) -> bool:
         return self.words[position // WORD_BYTES] == sequence
 
 
@@ -104,6 +272,7 @@ class DigestTable(_Table):
         return min((self.words[at // WORD_BYTES], at) for at in positions)[::-1]
 
     def write(self, position: int, digest: bytes, *fields: int) -> None:
+        """Write a new entry; its sequence number comes last."""
         self.words[position // WORD_BYTES] = 0
         self._entry.pack_into(self.view, position, 0, digest, *fields)
         self.sequence += 1
@@ -128,164 +297,3 @@ class DigestReader(_Table):
     def close(self) -> None:
         self.words.release()
         self._mapping.close()
-
-
-LOCAL_ENTRY: Final = struct.Struct("@Q32sQBBB13x8Q")
-"""sequence, digest, offset, kind, dtype, dimensions, sizes; two cache lines."""
-DIMENSIONS_MAX: Final = 8
-BYTES_AN_ENTRY: Final = 256 << 10
-"""The index has one entry per this many bytes of the arena; with smaller items it may be
-incomplete."""
-ENTRIES_MIN, ENTRIES_MAX = 1024, 65536
-_DTYPE_NAMES: Final = tuple(DTYPES)
-_DTYPE_CODES: Final = {name: code for code, name in enumerate(_DTYPE_NAMES)}
-_KINDS: Final = ("tensor", "none")
-
-
-def entries_for(capacity_bytes: int) -> int:
-    wanted = min(max(capacity_bytes // BYTES_AN_ENTRY, ENTRIES_MIN), ENTRIES_MAX)
-    return 1 << (wanted - 1).bit_length()
-
-
-class LocalIndex:
-    """The local index, for the node that writes it. The caller holds the arena's lock."""
-
-    def __init__(self, capacity_bytes: int) -> None:
-        entries = entries_for(capacity_bytes)
-        self._table = DigestTable("lookup-buffer-board", entries, LOCAL_ENTRY)
-        self._positions: dict[QualifiedKey, int] = {}
-
-    @property
-    def fd(self) -> int:
-        return self._table.fd
-
-    def list(self, address: QualifiedKey, header: TensorHeader, offset: int) -> None:
-        """Add a complete item, if it fits."""
-        if not IS_ORDERED or len(header.shape) > DIMENSIONS_MAX:
-            return
-        digest = digest_of(*address)
-        position, there = self._table.oldest(digest)
-        if there:
-            return
-        sizes = header.shape + (0,) * (DIMENSIONS_MAX - len(header.shape))
-        kind, dtype = _KINDS.index(header.kind), _DTYPE_CODES.get(header.dtype, 0)
-        self._table.write(position, digest, offset, kind, dtype, len(header.shape), *sizes)
-        self._positions[address] = position
-
-    def strike(self, address: QualifiedKey) -> None:
-        """Remove an item, before its bytes can be reused."""
-        position = self._positions.pop(address, None)
-        if position is not None:
-            self._table.erase(position)
-
-    def close(self) -> None:
-        self._table.close()
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """The location of an item when the index was read. Valid while `LocalIndexReader.stands`."""
-
-    position: int
-    sequence: int
-    header: TensorHeader
-    offset: int
-
-
-class LocalIndexReader:
-    """The local index, for a client that reads it. Any thread."""
-
-    def __init__(self, fd: int) -> None:
-        self._table = DigestReader(fd, LOCAL_ENTRY)
-
-    def lists(self, digest: bytes) -> bool:
-        """Whether this host has the item; False if the node must be asked."""
-        return self._table.find(digest) is not None
-
-    def find(self, digest: bytes) -> Entry | None:
-        """The entry of an item on this host, None if the node must be asked."""
-        place = self._table.find(digest)
-        if place is None:
-            return None
-        fields = LOCAL_ENTRY.unpack_from(self._table.view, place[0])
-        if not self._table.stands(*place):
-            return None
-        _, _, offset, kind, dtype, dimensions, *sizes = fields
-        if _KINDS[kind] == "none":
-            header = TensorHeader.of_none()
-        else:
-            header = TensorHeader.for_tensor(_DTYPE_NAMES[dtype], tuple(sizes[:dimensions]))
-        return Entry(*place, header, offset)
-
-    def stands(self, entry: Entry) -> bool:
-        """Whether the entry is unchanged; if so, the bytes read since then are valid."""
-        return self._table.stands(entry.position, entry.sequence)
-
-    def close(self) -> None:
-        self._table.close()
-
-
-ENTRIES: Final = 65536
-"""2.6 MB if all are used. In a full bucket a new entry replaces the one listed longest ago."""
-REMOTE_ENTRY: Final = struct.Struct("@Q32s")
-"""sequence, digest"""
-BELIEVED_SECONDS: Final = 1.0
-"""A node that has not confirmed its table for so long is frozen; its table may be out of date."""
-_FLOOR, _CONFIRMED_AT = 0, 1
-"""Words of the header: the last invalid sequence number, and nanoseconds of CLOCK_MONOTONIC, which
-all processes of a host share. (In another time namespace, with another clock, no entry counts.)"""
-
-
-class RemoteIndex:
-    """The remote index, for the node that writes it. One thread."""
-
-    def __init__(self) -> None:
-        self._table = DigestTable("lookup-buffer-elsewhere", ENTRIES, REMOTE_ENTRY)
-
-    @property
-    def fd(self) -> int:
-        return self._table.fd
-
-    def list(self, address: QualifiedKey) -> None:
-        if not IS_ORDERED:
-            return
-        digest = digest_of(*address)
-        position, _ = self._table.find(digest) or self._table.oldest(digest)
-        self._table.write(position, digest)
-
-    def strike(self, address: QualifiedKey) -> None:
-        """Remove a key, if it is listed."""
-        found = self._table.find(digest_of(*address))
-        if found is not None:
-            self._table.erase(found[0])
-
-    def strike_all(self) -> None:
-        self._table.words[_FLOOR] = self._table.sequence
-
-    def confirm(self) -> None:
-        """Confirm that the table is current. Call it more often than every `BELIEVED_SECONDS`."""
-        self._table.words[_CONFIRMED_AT] = time.monotonic_ns()
-
-    def close(self) -> None:
-        self._table.close()
-
-
-class RemoteIndexReader:
-    """The remote index, for a client that reads it. Any thread."""
-
-    def __init__(self, fd: int, clock: Callable[[], int] = time.monotonic_ns) -> None:
-        self._table = DigestReader(fd, REMOTE_ENTRY)
-        self._clock = clock
-
-    def is_current(self) -> bool:
-        """Whether the node has confirmed the table within `BELIEVED_SECONDS`."""
-        age = self._clock() - self._table.words[_CONFIRMED_AT]
-        return 0 <= age < BELIEVED_SECONDS * 1e9
-
-    def lists(self, digest: bytes) -> bool:
-        """Whether a live node holds the key; False if this host's node must be asked."""
-        found = self._table.find(digest)
-        return found is not None and found[1] > self._table.words[_FLOOR]
-
-    def close(self) -> None:
-        self._table.close()

@@ -1,15 +1,15 @@
 """Shared memory: the node's `Arena`, its read-only `Mapping` in clients, and a client's `Staging`.
 
-All are memfds, passed over the unix socket by descriptor: /dev/shm holds nothing that could leak
-or clash. Once the node has mapped the arena, it is sealed against shrinking, growing *and future
-writable mappings*. Only the node writes it: no client can change or truncate bytes promised to an
-engine, whatever it does with the descriptor. A client passes bytes through a staging area of its
-own, which the node maps read-only after a check of its seals.
+All are memfds, passed over the unix socket by descriptor, so no file in /dev/shm can leak or have
+the name of another. Once the node has mapped the arena, it is sealed against shrinking, growing
+*and future writable mappings*. Only the node can write it: no client can change or truncate bytes
+that an engine relies on, whatever it does with the descriptor. A client passes bytes through its
+own staging area, which the node maps read-only after a check of its seals.
 
-The module also owns madvise and addresses of buffers. `madvise` runs without the GIL, which
-mmap.madvise holds for the whole call; an advice unknown to the kernel has no effect. ctypes' own
-`from_buffer` refuses read-only memory. Any thread. Nothing here knows the content of the memory;
-see `allocator` and `node.inventory`.
+The module also calls madvise and gives the addresses of buffers. Its madvise runs without the GIL,
+which mmap.madvise holds for the whole call; an advice that the kernel does not know has no effect.
+`pointer_to` exists because ctypes' own `from_buffer` refuses read-only memory. Any thread. What the
+memory contains is up to `allocator` and `node.inventory`.
 """
 
 import ctypes
@@ -24,6 +24,9 @@ from lookup_buffer.errors import ProtocolError
 PAGE_BYTES: Final = 4096
 HUGE_BYTES: Final = 4 << 20
 """From this size on, huge pages are worth their cost: two of the usual 2 MiB."""
+POPULATE_STEP_BYTES = 16 << 20
+F_SEAL_FUTURE_WRITE = 0x0010
+_FIXED_SIZE = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _DONTNEED: Final = 4
 _HUGEPAGE: Final = 14
 _POPULATE_READ: Final = 22
@@ -31,85 +34,6 @@ _POPULATE_WRITE: Final = 23
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-
-
-def populate(address: int, nbytes: int, *, writable: bool) -> bool:
-    """Fault the pages in; False if the kernel (before 5.14) cannot."""
-    advice = _POPULATE_WRITE if writable else _POPULATE_READ
-    return bool(_libc.madvise(address, nbytes, advice) == 0)
-
-
-def discard(address: int, nbytes: int) -> None:
-    """Return whole pages to the system; unmapping them later then takes no time."""
-    _libc.madvise(address, nbytes, _DONTNEED)
-
-
-def prefer_huge_pages(address: int, nbytes: int) -> None:
-    """Request huge pages for large memory before its first use. The first copy into it is then up
-    to four times as fast, if the kernel grants huge pages on request, as most do.
-    """
-    if nbytes < HUGE_BYTES:
-        return
-    start = -(-address // PAGE_BYTES) * PAGE_BYTES
-    stop = (address + nbytes) // PAGE_BYTES * PAGE_BYTES
-    _libc.madvise(start, stop - start, _HUGEPAGE)
-
-
-class _PyBuffer(ctypes.Structure):
-    """`Py_buffer` of the stable ABI; only `buf` is read."""
-
-    _fields_ = (
-        ("buf", ctypes.c_void_p),
-        ("obj", ctypes.c_void_p),
-        ("len", ctypes.c_ssize_t),
-        ("itemsize", ctypes.c_ssize_t),
-        ("readonly", ctypes.c_int),
-        ("ndim", ctypes.c_int),
-        ("format", ctypes.c_void_p),
-        ("shape", ctypes.c_void_p),
-        ("strides", ctypes.c_void_p),
-        ("suboffsets", ctypes.c_void_p),
-        ("internal", ctypes.c_void_p),
-    )
-
-
-# Separate function objects: the prototypes on ctypes.pythonapi are shared by the whole process.
-_get_buffer: Final = ctypes.PYFUNCTYPE(
-    ctypes.c_int, ctypes.py_object, ctypes.POINTER(_PyBuffer), ctypes.c_int
-)(("PyObject_GetBuffer", ctypes.pythonapi))
-_release_buffer: Final = ctypes.PYFUNCTYPE(None, ctypes.POINTER(_PyBuffer))(
-    ("PyBuffer_Release", ctypes.pythonapi)
-)
-
-
-def pointer_to(buffer: mmap.mmap | memoryview) -> int:
-    """The address of the first byte; valid while the caller keeps `buffer` open.
-
-    Raises:
-        BufferError: the bytes are not contiguous.
-    """
-    view = _PyBuffer()
-    _get_buffer(buffer, ctypes.byref(view), 0)  # PyBUF_SIMPLE: contiguous bytes
-    address = int(view.buf or 0)
-    _release_buffer(ctypes.byref(view))
-    return address
-
-
-def array_at(address: int, nbytes: int, *, keep: object) -> "ctypes.Array[ctypes.c_ubyte]":
-    """A buffer over the memory at `address`. The buffer and its views keep `keep` alive."""
-    array = (ctypes.c_ubyte * nbytes).from_address(address)
-    array.__dict__["keep"] = keep
-    return array
-
-
-def bytes_at(address: int, nbytes: int, *, keep: object) -> memoryview:
-    """A view of bytes over `array_at`; always writable, also over read-only memory."""
-    return memoryview(array_at(address, nbytes, keep=keep)).cast("B")
-
-
-POPULATE_STEP_BYTES = 16 << 20
-F_SEAL_FUTURE_WRITE = 0x0010
-_FIXED_SIZE = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
 class Mapping:
@@ -203,8 +127,9 @@ def adopt_staging(fd: int, capacity_bytes: int) -> Mapping:
     """Map a staging descriptor from a client. The caller keeps ownership of `fd`.
 
     Raises:
-        ProtocolError: it is no memfd of fixed size (its owner could then truncate it and kill the
-            node by SIGBUS), is empty, or is larger than twice the arena.
+        ProtocolError: it is not a memfd of fixed size (its owner could truncate it, and an access
+            by the node would then end the node by SIGBUS), is empty, or is larger than twice the
+            arena.
     """
     return adopt(fd, most_bytes=2 * capacity_bytes)
 
@@ -218,16 +143,92 @@ def adopt(fd: int, *, most_bytes: int) -> Mapping:
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError as error:
-        raise ProtocolError("the descriptor of shared memory is no memfd") from error
+        raise ProtocolError("the descriptor for shared memory is not a memfd") from error
     nbytes = os.fstat(fd).st_size
     if seals & _FIXED_SIZE != _FIXED_SIZE or not 0 < nbytes <= most_bytes:
-        raise ProtocolError(f"shared memory must be sealed in size and hold 1 to {most_bytes}")
+        raise ProtocolError(
+            f"shared memory of {nbytes} bytes; allowed: 1 to {most_bytes} bytes, sealed in size"
+        )
     try:
         return Mapping(fd, nbytes, writable=False)
     except OSError as error:
-        raise ProtocolError(f"shared memory that cannot be mapped: {error.strerror}") from error
+        raise ProtocolError(f"the shared memory cannot be mapped: {error.strerror}") from error
 
 
 def copy_bytes(target_address: int, source_address: int, nbytes: int) -> None:
     """memmove without the GIL."""
     ctypes.memmove(target_address, source_address, nbytes)
+
+
+def populate(address: int, nbytes: int, *, writable: bool) -> bool:
+    """Fault the pages in; False if the kernel (before 5.14) cannot."""
+    advice = _POPULATE_WRITE if writable else _POPULATE_READ
+    return bool(_libc.madvise(address, nbytes, advice) == 0)
+
+
+def discard(address: int, nbytes: int) -> None:
+    """Return whole pages to the system; unmapping them later then takes no time."""
+    _libc.madvise(address, nbytes, _DONTNEED)
+
+
+def prefer_huge_pages(address: int, nbytes: int) -> None:
+    """Request huge pages for large memory before its first use. The first copy into it is then up
+    to four times as fast, if the kernel grants huge pages on request, as most do.
+    """
+    if nbytes < HUGE_BYTES:
+        return
+    start = -(-address // PAGE_BYTES) * PAGE_BYTES
+    stop = (address + nbytes) // PAGE_BYTES * PAGE_BYTES
+    _libc.madvise(start, stop - start, _HUGEPAGE)
+
+
+class _PyBuffer(ctypes.Structure):
+    """`Py_buffer` of the stable ABI; only `buf` is read."""
+
+    _fields_ = (
+        ("buf", ctypes.c_void_p),
+        ("obj", ctypes.c_void_p),
+        ("len", ctypes.c_ssize_t),
+        ("itemsize", ctypes.c_ssize_t),
+        ("readonly", ctypes.c_int),
+        ("ndim", ctypes.c_int),
+        ("format", ctypes.c_void_p),
+        ("shape", ctypes.c_void_p),
+        ("strides", ctypes.c_void_p),
+        ("suboffsets", ctypes.c_void_p),
+        ("internal", ctypes.c_void_p),
+    )
+
+
+# Separate function objects: the prototypes on ctypes.pythonapi are shared by the whole process.
+_get_buffer: Final = ctypes.PYFUNCTYPE(
+    ctypes.c_int, ctypes.py_object, ctypes.POINTER(_PyBuffer), ctypes.c_int
+)(("PyObject_GetBuffer", ctypes.pythonapi))
+_release_buffer: Final = ctypes.PYFUNCTYPE(None, ctypes.POINTER(_PyBuffer))(
+    ("PyBuffer_Release", ctypes.pythonapi)
+)
+
+
+def pointer_to(buffer: mmap.mmap | memoryview) -> int:
+    """The address of the first byte; valid while the caller keeps `buffer` open.
+
+    Raises:
+        BufferError: the bytes are not contiguous.
+    """
+    view = _PyBuffer()
+    _get_buffer(buffer, ctypes.byref(view), 0)  # PyBUF_SIMPLE: contiguous bytes
+    address = int(view.buf or 0)
+    _release_buffer(ctypes.byref(view))
+    return address
+
+
+def array_at(address: int, nbytes: int, *, keep: object) -> "ctypes.Array[ctypes.c_ubyte]":
+    """A buffer over the memory at `address`. The buffer and its views keep `keep` alive."""
+    array = (ctypes.c_ubyte * nbytes).from_address(address)
+    array.__dict__["keep"] = keep
+    return array
+
+
+def bytes_at(address: int, nbytes: int, *, keep: object) -> memoryview:
+    """A view of bytes over `array_at`; always writable, also over read-only memory."""
+    return memoryview(array_at(address, nbytes, keep=keep)).cast("B")

@@ -38,7 +38,7 @@ from connectors.ec.scheduler import EcScheduler
 from connectors.ec.shape import EngineShape
 from connectors.settings import ConnectorSettings
 from lookup_buffer.client.handles import ClaimHandle, PrefetchState
-from lookup_buffer.client.pending import Claiming
+from lookup_buffer.client.pending import PendingClaims
 from lookup_buffer.key import TensorKey
 from lookup_buffer.node.claim_sets import ClaimSets
 from lookup_buffer.protocol.messages import ClaimOutcome
@@ -54,19 +54,19 @@ EPSILON = 1e-6
 
 
 class VirtualBuffer(LedgerBuffer):
-    """The client of one engine: prefetches that take a while, and the real `Claiming`."""
+    """The client of one engine: prefetches that take a while, and the real `PendingClaims`."""
 
     def __init__(self, node: VirtualNode, chance: random.Random) -> None:
         super().__init__()
         self.node = node
         self.to_node, self.from_node = Way(node.loop, chance), Way(node.loop, chance)
         self.namespace = NAMESPACE
-        attachment: Any = self
-        self.claiming = Claiming(attachment)
+        session: Any = self
+        self.claims = PendingClaims(session)
 
     def post(self, request: Any) -> None:
         def answer(event: dict[str, Any]) -> None:
-            self.from_node.send(self.claiming.on_event, {"id": request.id, **event})
+            self.from_node.send(self.claims.on_event, {"id": request.id, **event})
 
         self.to_node.send(self.node.handle, request, answer)
 
@@ -88,13 +88,13 @@ class VirtualBuffer(LedgerBuffer):
     def claim_all(
         self, keys: Sequence[TensorKey], *, wait_seconds: float, timeout: float = 0.0
     ) -> ClaimHandle:
-        return self.claiming.claim_all(keys, wait_seconds, 0.0)
+        return self.claims.claim_all(keys, wait_seconds, 0.0)
 
     def encoding(self, keys: Sequence[TensorKey], *, lease_seconds: float) -> None:
-        self.claiming.encoding(keys, lease_seconds)
+        self.claims.encoding(keys, lease_seconds)
 
     def unclaim(self, keys: Sequence[TensorKey], waiter: ClaimHandle | None = None) -> None:
-        self.claiming.unclaim(keys, waiter)
+        self.claims.unclaim(keys, waiter)
 
 
 @dataclass(slots=True)
@@ -293,7 +293,7 @@ class Traffic(RuleBasedStateMachine):
         for engine in self.fleet.engines:
             engine.poll()
             assert len(engine.scheduler.claims) == 0
-            assert engine.buffer.claiming._pending == {}
+            assert engine.buffer.claims._pending == {}
             assert not any(line.wishes for line in engine.node.sets._lines.values())
             assert engine.buffer.pinned == {}
         assert all(

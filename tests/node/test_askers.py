@@ -283,10 +283,10 @@ def test_a_token_is_its_sessions_alone(producer: Producer) -> None:
     with owner.client() as one, owner.client() as other:
 
         def call(of: LookupBuffer, request: Request) -> dict[str, Any]:
-            return of._attachment.call(request, 5.0)
+            return of._session.call(request, 5.0)
 
         taken = call(one, Take(1, NAMESPACE, name.text, 0.0))
-        other._attachment.post(GiveBack(2, taken["token"]))
+        other._session.post(GiveBack(2, taken["token"]))
         assert call(other, Acknowledge(3, taken["token"])) == {"id": 3, "won": False}
         assert call(other, Take(4, NAMESPACE, name.text, 0.0))["reason"] == "taken"
         assert call(one, Acknowledge(5, taken["token"])) == {"id": 5, "won": True}

@@ -12,8 +12,8 @@ import pytest
 from command_line import beating, boot_of, run_json
 from lookup_buffer.cli.doctor import clock_check
 from lookup_buffer.errors import LookupBufferError
+from lookup_buffer.protocol.acceptor import Acceptor, listening_socket
 from lookup_buffer.protocol.auth import accept_handshake
-from lookup_buffer.protocol.stream import Acceptor, listening
 from servers import command
 from store import MetadataStore, NodeInfo
 
@@ -47,7 +47,7 @@ def a_peer(token: str | None = None) -> Iterator[int]:
         with suppress(LookupBufferError):
             accept_handshake(stream, token=token, timeout=5.0).close()
 
-    listener, shown = listening("127.0.0.1", 0)
+    listener, shown = listening_socket("127.0.0.1", 0)
     thread = threading.Thread(target=Acceptor(8).serve, args=(listener, greet))
     thread.start()
     yield int(shown.rpartition(":")[2])

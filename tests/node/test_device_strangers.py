@@ -21,9 +21,9 @@ from lookup_buffer.device import protocol
 from lookup_buffer.device.serving import PEERS_MAX
 from lookup_buffer.errors import PipeError
 from lookup_buffer.pipes import gloo
+from lookup_buffer.protocol.acceptor import HANDSHAKE_SECONDS
 from lookup_buffer.protocol.framing import unpack
 from lookup_buffer.protocol.header import TensorHeader
-from lookup_buffer.protocol.stream import HANDSHAKE_SECONDS
 from nodes import Nodes, at_rest, tensor_of, wait_until, with_store
 from raw_ends import RawEnd, hostile, offer
 from store import EmbeddedServer

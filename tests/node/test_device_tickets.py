@@ -19,8 +19,9 @@ from lookup_buffer.codec import header_of, writable_bytes
 from lookup_buffer.device.lane import SILENCE_SECONDS, DeviceLane
 from lookup_buffer.device.memory import HostPoolMemory
 from lookup_buffer.errors import ConfigError
+from lookup_buffer.protocol.fields import KEYS_BYTES_MAX
 from lookup_buffer.protocol.header import TensorHeader
-from lookup_buffer.protocol.messages import KEYS_BYTES_MAX, OpenPool, Received, Retract
+from lookup_buffer.protocol.messages import OpenPool, Received, Retract
 from nodes import tensor_of, wait_until
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import torch
 
 from lookup_buffer.client.buffer import LookupBuffer
 from lookup_buffer.client.handles import PrefetchState
-from lookup_buffer.client.session import CHANNELS_MAX
+from lookup_buffer.client.session import CONNECTIONS_MAX
 from lookup_buffer.errors import (
     BufferFull,
     CodecError,
@@ -209,7 +209,7 @@ def test_who_has_taken_needs_no_connection_that_others_wait_for(
             took.append(time.monotonic())
 
         threads = [threading.Thread(target=take)]
-        threads += [threading.Thread(target=wait_in_vain) for _ in range(CHANNELS_MAX + 10)]
+        threads += [threading.Thread(target=wait_in_vain) for _ in range(CONNECTIONS_MAX + 10)]
         for thread in threads:
             thread.start()
             time.sleep(0.01)

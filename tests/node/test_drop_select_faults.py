@@ -33,15 +33,15 @@ DEAD_SECONDS = 7.0
 SLACK = 3.0
 """By so much longer may things take where it is not."""
 TAKER = """
-from lookup_buffer.client.load import Loading
+from lookup_buffer.client.load import Loads
 
 def load(order, out=None):
-    tensor = Loading.load(buffer._loading, order, out=out)
+    tensor = Loads.load(buffer._loads, order, out=out)
     say("taken")
     hear()
     return tensor
 
-buffer._loading.load = load
+buffer._loads.load = load
 key = TensorKey("h", request_id=hear())
 try:
     tensor = buffer.drop_select(key, timeout=hear())

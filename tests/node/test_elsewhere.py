@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from lookup_buffer.key import QualifiedKey, TensorKey
 from lookup_buffer.shm.index import (
-    BELIEVED_SECONDS,
     BUCKET_ENTRIES,
+    CURRENT_SECONDS,
     ENTRIES,
     IS_ORDERED,
     RemoteIndex,
@@ -45,7 +45,7 @@ def crowded(count: int) -> list[QualifiedKey]:
 CROWD = crowded(BUCKET_ENTRIES + 2)
 CHANGES = st.lists(
     st.one_of(
-        st.none(), st.tuples(st.sampled_from(["list", "strike"]), st.integers(0, len(CROWD) - 1))
+        st.none(), st.tuples(st.sampled_from(["add", "remove"]), st.integers(0, len(CROWD) - 1))
     ),
     max_size=40,
 )
@@ -61,18 +61,18 @@ def test_it_lists_the_last_that_were_listed_and_not_struck_off(
     listed: dict[QualifiedKey, None] = {}
     for change in changes:
         if change is None:
-            table.strike_all()
+            table.clear()
             listed.clear()
-        elif change[0] == "strike":
-            table.strike(CROWD[change[1]])
+        elif change[0] == "remove":
+            table.remove(CROWD[change[1]])
             listed.pop(CROWD[change[1]], None)
         else:
-            table.list(CROWD[change[1]])
+            table.add(CROWD[change[1]])
             listed.pop(CROWD[change[1]], None)
             listed[CROWD[change[1]]] = None
             for oldest in list(listed)[:-BUCKET_ENTRIES]:
                 del listed[oldest]
-        seen = [address for address in CROWD if reader.lists(digest_of(*address))]
+        seen = [address for address in CROWD if reader.contains(digest_of(*address))]
         assert set(seen) == set(listed)
     reader.close()
     table.close()
@@ -82,13 +82,13 @@ def test_what_was_struck_off_all_together_can_be_listed_again() -> None:
     table = RemoteIndex()
     reader = RemoteIndexReader(table.fd)
     first, second = CROWD[:2]
-    table.list(first)
-    table.list(second)
-    table.strike_all()
-    assert not reader.lists(digest_of(*first))
-    table.list(first)
-    assert reader.lists(digest_of(*first))
-    assert not reader.lists(digest_of(*second))
+    table.add(first)
+    table.add(second)
+    table.clear()
+    assert not reader.contains(digest_of(*first))
+    table.add(first)
+    assert reader.contains(digest_of(*first))
+    assert not reader.contains(digest_of(*second))
     reader.close()
     table.close()
 
@@ -99,12 +99,12 @@ def test_it_is_believed_for_a_second_after_it_was_confirmed() -> None:
     reader = RemoteIndexReader(table.fd, lambda: now[0])
     now[0] = time.monotonic_ns()
     assert not reader.is_current(), "never confirmed"
-    table.confirm()
+    table.mark_current()
     now[0] = time.monotonic_ns()
     assert reader.is_current()
-    now[0] += int(BELIEVED_SECONDS * SECOND)
+    now[0] += int(CURRENT_SECONDS * SECOND)
     assert not reader.is_current()
-    now[0] -= 2 * int(BELIEVED_SECONDS * SECOND)
+    now[0] -= 2 * int(CURRENT_SECONDS * SECOND)
     assert not reader.is_current(), "confirmed in the future: not the same clock"
     reader.close()
     table.close()
@@ -134,7 +134,7 @@ class Pair:
         return all(asked) and self.listed(names)
 
     def listed(self, names: tuple[TensorKey, ...]) -> bool:
-        return all(self.here._local_reads.holds(list(names), elsewhere=True))
+        return all(self.here._local_reads.listed(list(names), remote=True))
 
     def sees(self, name: TensorKey) -> bool:
         return self.here.has_caches([name]) == [True]
@@ -165,7 +165,7 @@ def test_a_stopped_node_is_believed_for_a_moment_and_no_longer(pair: Pair) -> No
     with pair.asked.frozen():
         assert pair.here.has_caches(list(names)) == [True] * 32, "nobody else can have said so"
         assert pair.here.has_caches(list(names), timeout=0.0) == [False] * 32, "not on this host"
-        wait_until(lambda: not pair.listed(names), BELIEVED_SECONDS + 0.5)
+        wait_until(lambda: not pair.listed(names), CURRENT_SECONDS + 0.5)
         assert pair.here.has_caches(list(names)) == [False] * 32, "in doubt, no"
     wait_until(lambda: pair.by_table(names), 5.0)
 

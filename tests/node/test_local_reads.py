@@ -75,7 +75,7 @@ def test_without_time_only_the_board_is_asked(
     with start_node().client() as client:
         client.insert(here, torch.ones(2))
         asked = []
-        monkeypatch.setattr(client._attachment, "call", lambda *given: asked.append(given))
+        monkeypatch.setattr(client._session, "call", lambda *given: asked.append(given))
         assert client.has_caches([absent, here], timeout=0.0) == [False, True]
         assert asked == []
 

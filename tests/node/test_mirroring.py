@@ -98,9 +98,9 @@ async def _what_is_struck_off_is_listed_again(url: str, namespace: str) -> None:
     await asyncio.wait_for(answered, 10.0)
     for _ in range(2):
         assert locator.known(namespace, ["k"]) == [True]
-        assert reader.lists(digest_of(namespace, "k"))
+        assert reader.contains(digest_of(namespace, "k"))
         locator._forgotten(None)
-        assert not reader.lists(digest_of(namespace, "k"))
+        assert not reader.contains(digest_of(namespace, "k"))
     store.leave(node, "boot")
     locator.close()
     storage.close()

@@ -263,7 +263,9 @@ for number in itertools.count():
         assert client_after.select(TensorKey("held")) is not None
 
 
-def test_a_lost_anchor_keeps_the_pins_while_the_process_lives(start_node: StartNode) -> None:
+def test_a_lost_main_connection_keeps_the_pins_while_the_process_lives(
+    start_node: StartNode,
+) -> None:
     """The process may be in the middle of a copy: its bytes stay until it has ended."""
     node = start_node(capacity_bytes=32 * MIB)
     source = """
@@ -272,7 +274,7 @@ name = TensorKey("held")
 tensor = tensor_of("held", 10 << 20)
 buffer.insert(name, tensor)
 order = buffer.prefetch([name], timeout=5.0)[0].order
-buffer._attachment._live.anchor._socket.shutdown(socket.SHUT_RDWR)
+buffer._session._open_session.main_connection._socket.shutdown(socket.SHUT_RDWR)
 say("broken")
 hear()
 say(bool(torch.equal(buffer.load(order), tensor)))

@@ -33,9 +33,10 @@ from lookup_buffer.pipes.peer import Peer
 from lookup_buffer.pipes.redis_link import RedisLink, Session
 from lookup_buffer.pipes.resp import Resp3Connection
 from lookup_buffer.pipes.shm import connect_to
+from lookup_buffer.protocol.acceptor import HANDSHAKES_MAX
 from lookup_buffer.protocol.framing import encode_frame
 from lookup_buffer.protocol.header import TensorHeader
-from lookup_buffer.protocol.stream import GREETINGS_MAX, FramedSocket
+from lookup_buffer.protocol.stream import FramedSocket
 from patience import scaled
 from raw_ends import RawEnd, hostile, offer
 from store import EmbeddedServer
@@ -237,12 +238,12 @@ def test_a_crowd_that_says_nothing_takes_so_many_threads_and_no_more(
     closing.callback(pipe.abort)
     before = threading.active_count()
     crowd = []
-    for _ in range(GREETINGS_MAX + 50):
+    for _ in range(HANDSHAKES_MAX + 50):
         if scheme == "tcp":
             crowd.append(socket.create_connection(parse_tcp(pipe.uri), SOON_SECONDS))
         else:
             crowd.append(connect_to(tmp_path / "pipe", time.monotonic() + SOON_SECONDS))
-        assert threading.active_count() - before <= GREETINGS_MAX
+        assert threading.active_count() - before <= HANDSHAKES_MAX
     for one in crowd:
         one.close()
     deadline = time.monotonic() + SOON_SECONDS

@@ -17,7 +17,7 @@ from lookup_buffer.key import QualifiedKey
 from lookup_buffer.protocol.header import DTYPES, TensorHeader
 from lookup_buffer.shm.index import (
     BUCKET_ENTRIES,
-    BYTES_AN_ENTRY,
+    BYTES_PER_ENTRY,
     DIMENSIONS_MAX,
     ENTRIES_MAX,
     ENTRIES_MIN,
@@ -70,7 +70,7 @@ class Both:
 
     def find(self, address: QualifiedKey) -> Entry | None:
         found = self.reader.find(digest_of(*address))
-        assert self.reader.lists(digest_of(*address)) == (found is not None)
+        assert self.reader.contains(digest_of(*address)) == (found is not None)
         return found
 
     def __enter__(self) -> "Both":
@@ -102,16 +102,18 @@ def test_it_says_what_a_dictionary_would_as_far_as_there_is_room(
         left_off: set[QualifiedKey] = set()
         for index, change in changes:
             address = CROWD[index]
-            both.local_index.strike(address)
+            both.local_index.remove(address)
             before = held.pop(address, None)
-            assert before is None or address not in seen or not both.reader.stands(seen[address])
+            assert (
+                before is None or address not in seen or not both.reader.is_unchanged(seen[address])
+            )
             seen.pop(address, None)
             left_off.discard(address)
             if change is not None:
                 crowd = CROWD[:-3] if address in CROWD[:-3] else CROWD[-3:]
                 listed = sum(other in held and other not in left_off for other in crowd)
                 held[address] = change
-                both.local_index.list(address, *change)
+                both.local_index.add(address, *change)
                 if listed == BUCKET_ENTRIES:
                     left_off.add(address)
             for other in CROWD:
@@ -122,23 +124,23 @@ def test_it_says_what_a_dictionary_would_as_far_as_there_is_room(
                     assert entry is not None, "there was room"
                     assert (entry.header, entry.offset) == held[other]
                     assert seen.setdefault(other, entry) == entry
-                    assert both.reader.stands(entry)
+                    assert both.reader.is_unchanged(entry)
 
 
 def test_an_entry_does_not_stand_for_the_next_one_in_its_place() -> None:
     """Also where all of it is the same, because the bytes were written anew."""
     header, address = TensorHeader.for_tensor("uint8", (4,)), CROWD[0]
     with Both() as both:
-        both.local_index.list(address, header, 64)
+        both.local_index.add(address, header, 64)
         before = both.find(address)
-        both.local_index.strike(address)
-        both.local_index.list(address, header, 64)
+        both.local_index.remove(address)
+        both.local_index.add(address, header, 64)
         after = both.find(address)
         assert before is not None
         assert after is not None
         assert (before.position, before.offset) == (after.position, after.offset)
-        assert both.reader.stands(after)
-        assert not both.reader.stands(before)
+        assert both.reader.is_unchanged(after)
+        assert not both.reader.is_unchanged(before)
 
 
 def test_what_is_half_written_is_not_there() -> None:
@@ -146,12 +148,12 @@ def test_what_is_half_written_is_not_there() -> None:
     header = TensorHeader.for_tensor("uint8", (4,))
     with Both() as both:
         with pytest.raises(struct.error):
-            both.local_index.list(CROWD[0], header, -1)
+            both.local_index.add(CROWD[0], header, -1)
         assert digest_of(*CROWD[0]) in os.pread(
             both.local_index.fd, HEADER_BYTES + ENTRIES_MIN * LOCAL_ENTRY.size, 0
         )
         assert both.find(CROWD[0]) is None
-        both.local_index.list(CROWD[1], header, 64)
+        both.local_index.add(CROWD[1], header, 64)
         assert both.find(CROWD[1]) is not None
 
 
@@ -159,15 +161,15 @@ def test_more_dimensions_than_fit_are_left_off() -> None:
     with Both() as both:
         for dimensions in range(DIMENSIONS_MAX + 3):
             address = (NAMESPACE, str(dimensions))
-            both.local_index.list(address, TensorHeader.for_tensor("int8", (1,) * dimensions), 0)
+            both.local_index.add(address, TensorHeader.for_tensor("int8", (1,) * dimensions), 0)
             assert (both.find(address) is not None) == (dimensions <= DIMENSIONS_MAX)
-            both.local_index.strike(address)
+            both.local_index.remove(address)
 
 
 def test_the_largest_numbers_fit() -> None:
     header = TensorHeader.for_tensor("uint8", (0, (1 << 63) - 1))
     with Both() as both:
-        both.local_index.list(CROWD[0], header, (1 << 56) - 64)
+        both.local_index.add(CROWD[0], header, (1 << 56) - 64)
         entry = both.find(CROWD[0])
         assert entry is not None
         assert (entry.header, entry.offset) == (header, (1 << 56) - 64)
@@ -178,9 +180,9 @@ def test_a_digest_in_the_wrong_place_is_not_found() -> None:
     honest, forged = CROWD[0], CROWD[1]
     sizes = struct.unpack("<4Q", digest_of(*honest))
     with Both() as both:
-        both.local_index.list(forged, TensorHeader.for_tensor("uint8", (0, *sizes)), 0)
+        both.local_index.add(forged, TensorHeader.for_tensor("uint8", (0, *sizes)), 0)
         assert both.find(honest) is None
-        both.local_index.list(honest, TensorHeader.for_tensor("uint8", (1,)), 64)
+        both.local_index.add(honest, TensorHeader.for_tensor("uint8", (1,)), 64)
         entry = both.find(honest)
         assert entry is None or entry.offset == 64  # None: the node is asked
 
@@ -192,14 +194,14 @@ def test_digests_that_begin_alike_are_told_apart(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("lookup_buffer.shm.index.digest_of", lambda _, key: digests[key])
     with Both() as both:
         for number, key in enumerate(digests):
-            both.local_index.list(
+            both.local_index.add(
                 (NAMESPACE, key), TensorHeader.for_tensor("uint8", (1,)), 64 * number
             )
         entries = [both.reader.find(digest) for digest in (first, second, third)]
         assert [entry and entry.offset for entry in entries] == [0, 64, None]
-        both.local_index.strike((NAMESPACE, "first"))
-        assert not both.reader.lists(first)
-        assert both.reader.lists(second)
+        both.local_index.remove((NAMESPACE, "first"))
+        assert not both.reader.contains(first)
+        assert both.reader.contains(second)
 
 
 def test_digests_differ_by_namespace_and_by_key() -> None:
@@ -215,7 +217,7 @@ def test_its_size_is_a_power_of_two_within_bounds(capacity_bytes: int) -> None:
     entries = entries_for(capacity_bytes)
     assert entries & (entries - 1) == 0
     assert ENTRIES_MIN <= entries <= ENTRIES_MAX
-    assert entries * BYTES_AN_ENTRY >= min(capacity_bytes, ENTRIES_MAX * BYTES_AN_ENTRY)
+    assert entries * BYTES_PER_ENTRY >= min(capacity_bytes, ENTRIES_MAX * BYTES_PER_ENTRY)
 
 
 # What the reader of another process checks: size and offset follow from the key.
@@ -256,8 +258,8 @@ def test_a_reader_of_another_process_never_sees_halves() -> None:
         turn = 0
         while reader.poll() is None and time.monotonic() < until:
             index = turn * 7 % len(CROWD)
-            both.local_index.list(CROWD[index], headers[index], index)
-            both.local_index.strike(CROWD[(turn - 4) * 7 % len(CROWD)])
+            both.local_index.add(CROWD[index], headers[index], index)
+            both.local_index.remove(CROWD[(turn - 4) * 7 % len(CROWD)])
             turn += 1
         output, _ = reader.communicate(timeout=scaled(5.0))
         found, missed, wrong = map(int, output.split())

@@ -59,7 +59,7 @@ def test_a_payload_in_parts(links: tuple[FramedSocket, FramedSocket]) -> None:
     for start, end in ((0, 1), (1, 1), (1, 6000), (6000, 10_000)):
         other.recv_into(memoryview(target)[start:end], timeout=TIMEOUT)
     assert target == pattern(10_000)
-    with pytest.raises(ValueError, match="0 are to come"):
+    with pytest.raises(ValueError, match="0 of the payload are left"):
         other.recv_into(memoryview(target)[:1], timeout=TIMEOUT)
 
 

@@ -213,7 +213,7 @@ def test_close_is_idempotent_and_final(links: tuple[FramedSocket, FramedSocket])
     one, _ = links
     for end in (one.close, one.close, one.abort):
         end()
-    assert repr(one) == "<Link closed>"
+    assert repr(one) == "<FramedSocket closed>"
     for use in (
         lambda: one.send([], timeout=TIMEOUT),
         lambda: one.recv_header(TIMEOUT),

@@ -10,19 +10,16 @@ from hypothesis import strategies as st
 from lookup_buffer import errors
 from lookup_buffer.errors import LookupBufferError, ProtocolError
 from lookup_buffer.protocol import messages
+from lookup_buffer.protocol.fields import COUNT_MAX, LANES, Fallback, is_fingerprint
 from lookup_buffer.protocol.framing import pack, unpack
 from lookup_buffer.protocol.messages import (
-    COUNT_MAX,
-    LANES,
-    Fallback,
     Offer,
     OpenPool,
     Prepare,
     Received,
     Request,
     Retract,
-    failure,
-    is_fingerprint,
+    error_reply,
     parse,
 )
 from store import LOCATIONS_MAX
@@ -232,7 +229,7 @@ def test_messages_of_errors_do_not_repeat_what_was_sent() -> None:
 def test_failures_name_a_class_that_the_client_knows() -> None:
     for name, kind in vars(errors).items():
         if isinstance(kind, type) and issubclass(kind, LookupBufferError):
-            reply = failure(7, kind("why"))
+            reply = error_reply(7, kind("why"))
             assert reply == {"id": 7, "error": name, "message": "why"}
 
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from lookup_buffer.errors import ConfigError
 from lookup_buffer.namespace import Namespace
-from lookup_buffer.protocol.messages import Describe, is_fingerprint, parse
+from lookup_buffer.protocol.fields import is_fingerprint
+from lookup_buffer.protocol.messages import Describe, parse
 
 parts = st.dictionaries(
     st.text(st.characters(codec="utf-8"), min_size=1, max_size=20),

@@ -1,4 +1,4 @@
-"""A channel that was closed by another thread says so to whoever still uses it."""
+"""A connection that another thread closed raises NodeUnavailable for its other users."""
 
 import socket
 from collections.abc import Callable
@@ -11,26 +11,26 @@ from lookup_buffer.errors import NodeUnavailable
 from lookup_buffer.protocol.messages import Stats
 
 USES: dict[str, Callable[[NodeConnection], object]] = {
-    "readable_within": lambda channel: channel.readable_within(0.1),
-    "has_room": lambda channel: channel.has_room(),
-    "receive": lambda channel: channel.receive(None),
-    "send_now": lambda channel: channel.send_now(Stats(next_request_id())),
-    "call": lambda channel: channel.call(Stats(next_request_id()), 0.1),
+    "readable_within": lambda connection: connection.readable_within(0.1),
+    "is_writable": lambda connection: connection.is_writable(),
+    "receive": lambda connection: connection.receive(None),
+    "send_now": lambda connection: connection.send_now(Stats(next_request_id())),
+    "call": lambda connection: connection.call(Stats(next_request_id()), 0.1),
 }
 
 
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
-def test_a_closed_channel_is_a_node_that_is_not_available(
+def test_a_closed_connection_is_a_node_that_is_not_available(
     tmp_path: Path, use: Callable[[NodeConnection], object]
 ) -> None:
-    """Anything else would end the thread that attaches again, and nobody would."""
+    """Anything else would end the thread that reconnects, and nothing else would."""
     path = tmp_path / "s"
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
         listener.listen(1)
-        channel = NodeConnection(path, timeout=1.0)
-        assert channel.has_room()
-        assert not channel.readable_within(0.0)
-        channel.close()
+        connection = NodeConnection(path, timeout=1.0)
+        assert connection.is_writable()
+        assert not connection.readable_within(0.0)
+        connection.close()
         with pytest.raises(NodeUnavailable):
-            use(channel)
+            use(connection)

@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 
 from lookup_buffer.client.handles import PrefetchState
-from lookup_buffer.client.pending import Prefetching
+from lookup_buffer.client.pending import PendingPrefetches
 from lookup_buffer.errors import MissReason
 from lookup_buffer.key import TensorKey
+from lookup_buffer.protocol.fields import Fallback
 from lookup_buffer.protocol.framing import pack, unpack
-from lookup_buffer.protocol.messages import ClaimOutcome, Fallback
+from lookup_buffer.protocol.messages import ClaimOutcome
 from store import GoneReason
 
 
@@ -39,9 +40,9 @@ class ClientSession:
     [("absent", MissReason.ABSENT), ("of_a_later_version", MissReason.OTHER)],
 )
 def test_a_reason_of_another_version_settles_a_handle(received: str, known: MissReason) -> None:
-    attachment = ClientSession()
-    prefetching = Prefetching(attachment, None)  # type: ignore[arg-type]
-    (handle,) = prefetching.prefetch([TensorKey("k")], 0.0)
+    session = ClientSession()
+    prefetches = PendingPrefetches(session, None)  # type: ignore[arg-type]
+    (handle,) = prefetches.start([TensorKey("k")], 0.0)
     entry = {"state": "missing", "reason": received}
-    prefetching.on_event({"id": attachment.sent[0].id, "entries": [[0, entry]]})
+    prefetches.on_event({"id": session.sent[0].id, "entries": [[0, entry]]})
     assert (handle.state, handle.reason) == (PrefetchState.MISSING, known)
