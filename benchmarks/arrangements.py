@@ -1,16 +1,16 @@
 """No connector, vLLM's file connector on tmpfs, and ours, side by side on real engines.
 
-Two engines on one host for each arrangement, all six running, each with one core for its
-arithmetic. The same requests go to each arrangement, `TURN` of them in turn, and the arrangement
-that begins changes from turn to turn: a slow moment of the machine falls on all. Two streams, one
-to each engine, one request of it at a time. Of `slots` requests a share asks for an image that was
-asked for before, by either engine, at least `APART` requests ago (the file connector reads a file
-that its neighbour has not finished writing, and the engine ends). vLLM's own cache holds one image.
+Each arrangement has two engines on one host. All six run, each with one core for its arithmetic.
+The same requests go to each arrangement, `TURN` at a time, and the arrangement that begins changes
+from turn to turn, so a slow moment of the machine affects all. There are two streams, one for each
+engine, with one request at a time. A share of the `slots` requests repeats an image that either
+engine had at least `APART` requests ago. (With less distance the file connector reads a file that
+the other engine is still writing, and the engine ends.) vLLM's own cache holds one image.
 
 Time to first token is vLLM's own, from queued to first token. Prints JSON: for each encoder, reuse
-and arrangement the median and the requests per second; and against each other arrangement the
-ratio of means and the difference of medians, with 95 % confidence (bootstrap over requests, paired
-by slot: the same image at the same place of the same stream).
+and arrangement the median and the requests per second; and for each pair of arrangements the ratio
+of means and the difference of medians, with 95 % confidence (bootstrap over requests, paired by
+slot: the same image at the same position of the same stream).
 
     python -m benchmarks.arrangements [--rounds 5] [--encoders heavy light]
 """
@@ -44,7 +44,7 @@ PROMPT = "<image>What is in this picture?"
 START_SECONDS = 300.0
 WITHOUT, FILES, OURS = "no connector", "files on tmpfs", "lookup buffer"
 
-# The tower of SigLIP-base, as far as time goes; about 20 times what the rest of a request takes.
+# As slow as the tower of SigLIP-base: about 20 times the time of the rest of a request.
 BASE = ModelSize(
     name="base",
     vision=VisionSize(
@@ -61,7 +61,7 @@ class Arrangement:
     name: str
     engines: list[DemoEngine]
     ttft_seconds: list[float] = field(default_factory=list)
-    """Of one cell, by round and slot; the walls by round and turn."""
+    """Of one cell, by round and slot; `wall_seconds` by round and turn."""
     wall_seconds: list[float] = field(default_factory=list)
     encoded: int = 0
 
@@ -97,7 +97,7 @@ def main() -> None:
 
 @contextmanager
 def arrangements(size: ModelSize, directory: Path) -> Iterator[list[Arrangement]]:
-    """Started one after the other, for starts at the same time would take turns anyway."""
+    """Start the engines one after the other: parallel starts would share the cores."""
     model = ensure_model(size, Path("build/models"), progress=None).resolve()
     files = directory / "files"
     files.mkdir()
@@ -128,13 +128,13 @@ def arrangements(size: ModelSize, directory: Path) -> Iterator[list[Arrangement]
                 engines.append(stack.enter_context(DemoEngine(settings)))
             for engine in engines:
                 engine.wait_ready(timeout_seconds=START_SECONDS)
-            say(f"{size.name}: {name}: ready")
+            log(f"{size.name}: {name}: ready")
             started.append(Arrangement(name, engines))
         yield started
 
 
 class Pictures:
-    """Each is another: noise, from a seed."""
+    """Makes pictures of noise from a seed, all different."""
 
     def __init__(self, directory: Path, edge: int) -> None:
         self._directory, self._edge = directory, edge
@@ -162,14 +162,14 @@ def cell(
 ) -> dict[str, Any]:
     for arrangement in all_of_them:
         arrangement.clear()
-    for number in range(-1, rounds):  # the first one warms up and is not counted
+    for number in range(-1, rounds):  # the first round is a warm-up and is not counted
         images = pictures.take(slots - round(slots * reuse))
-        asked = order(images, slots, random.Random(f"{reuse}-{number}"))
+        requests = order(images, slots, random.Random(f"{reuse}-{number}"))
         for begin in range(0, slots, TURN):
             first = begin // TURN % len(all_of_them)
             for arrangement in all_of_them[first:] + all_of_them[:first]:
-                run(arrangement, asked[begin : begin + TURN], counted=number >= 0)
-    say(f"reuse {reuse}: " + ", ".join(f"{a.name} {median_ms(a):.1f} ms" for a in all_of_them))
+                run(arrangement, requests[begin : begin + TURN], counted=number >= 0)
+    log(f"reuse {reuse}: " + ", ".join(f"{a.name} {median_ms(a):.1f} ms" for a in all_of_them))
     by_name = {arrangement.name: arrangement for arrangement in all_of_them}
     return {
         "images": rounds * len(images),
@@ -181,17 +181,17 @@ def cell(
 
 
 def order(images: Sequence[Path], slots: int, chance: random.Random) -> list[Path]:
-    """Each image at least once; the other slots repeat one that was asked for `APART` ago."""
+    """Each image at least once; the other slots repeat one from at least `APART` requests ago."""
     fresh = list(images)
-    asked: list[Path] = []
-    while len(asked) < slots:
-        known = asked[: max(0, len(asked) - APART + 1)]
-        left = slots - len(asked)
+    requests: list[Path] = []
+    while len(requests) < slots:
+        known = requests[: max(0, len(requests) - APART + 1)]
+        left = slots - len(requests)
         if fresh and (not known or chance.random() < len(fresh) / left):
-            asked.append(fresh.pop())
+            requests.append(fresh.pop())
         else:
-            asked.append(chance.choice(known))
-    return asked
+            requests.append(chance.choice(known))
+    return requests
 
 
 def run(arrangement: Arrangement, images: Sequence[Path], *, counted: bool) -> None:
@@ -258,14 +258,14 @@ def total(pairs: Pairs, which: int) -> float:
 
 
 def confident(pairs: Pairs, statistic: Callable[[Pairs], float], digits: int) -> list[float]:
-    """The statistic, and between what 95 % of resamples lie."""
+    """The statistic, and the bounds of 95 % of its resamples."""
     chance = random.Random(0)
     found = sorted(statistic(chance.choices(pairs, k=len(pairs))) for _ in range(RESAMPLES))
     low, high = found[RESAMPLES // 40], found[-1 - RESAMPLES // 40]
     return [round(value, digits) for value in (statistic(pairs), low, high)]
 
 
-def say(line: str) -> None:
+def log(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 

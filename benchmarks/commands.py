@@ -1,9 +1,9 @@
 """Commands of the command line against a server with a million records.
 
-For each command: seconds to its first line and to its end, processor seconds, for how long commands
-of it held the server (its slow log, from 0.1 ms), and how long another connection's PING waited
-meanwhile, beside what it waits while nothing happens. `longest_hold_ms` is the least of the runs'
-longest: what the server really has to do it does in each of them; interruptions come and go.
+For each command: seconds to its first line and to its end; processor seconds; how long its Redis
+commands held the server (the server's slow log, from 0.1 ms); and how long the PINGs of another
+connection waited meanwhile, compared with an idle server. `longest_hold_ms` is the minimum over the
+runs of each run's longest hold: necessary work recurs in each run, interruptions do not.
 
     python -m benchmarks.commands [--records 1000000] [--repeats 5]
 """
@@ -52,20 +52,20 @@ COMMANDS: Final[Sequence[tuple[str, ...]]] = (
 )
 
 
-class Filled:
-    """One server with records in it."""
+class FilledServer:
+    """A server with records."""
 
     def __init__(self, url: str, records: int) -> None:
         self.url = url
         self._connection: Connection = dialled(url)
         for space in SPACES:
-            self.ask(("HSET", layout.namespace(space), "model", space[:4]))
+            self.execute(("HSET", layout.namespace(space), "model", space[:4]))
         for start in range(0, records, PAGE):
-            self.ask(*map(_record, range(start, min(start + PAGE, records))))
+            self.execute(*map(_record, range(start, min(start + PAGE, records))))
         for space in SPACES:
             for start in range(0, HIT_KEYS, PAGE):
                 scores = [part for n in range(start, start + PAGE) for part in (n, _key(n))]
-                self.ask(("ZADD", layout.hits(space), *scores))
+                self.execute(("ZADD", layout.hits(space), *scores))
 
     def __enter__(self) -> Self:
         return self
@@ -73,14 +73,14 @@ class Filled:
     def __exit__(self, *_: object) -> None:
         self._connection.close()
 
-    def ask(self, *commands: Command) -> list[Any]:
+    def execute(self, *commands: Command) -> list[Any]:
         deadline = time.monotonic() + 60.0
         self._connection.send(pack(commands), deadline)
         return self._connection.receive(len(commands), deadline)
 
     def holds(self) -> dict[str, list[float]]:
         """Milliseconds for which commands held the server since the last call, by their names."""
-        logged = self.ask(("SLOWLOG", "GET", -1), ("SLOWLOG", "RESET"))[0]
+        logged = self.execute(("SLOWLOG", "GET", -1), ("SLOWLOG", "RESET"))[0]
         found: dict[str, list[float]] = {}
         for _, _, microseconds, arguments, *_ in logged:
             if (name := arguments[0].decode()) not in ("SLOWLOG", "CONFIG"):
@@ -104,7 +104,7 @@ def _record(number: int) -> Command:
 
 @contextmanager
 def beating(url: str) -> Iterator[None]:
-    """As if the node lived."""
+    """Send the heartbeats of the node, as if it were alive."""
     over = threading.Event()
 
     def beat() -> None:
@@ -127,7 +127,7 @@ def beating(url: str) -> Iterator[None]:
 
 
 class Prober:
-    """Somebody else's PINGs, one a millisecond."""
+    """PINGs of another connection, one a millisecond."""
 
     def __init__(self, url: str) -> None:
         self.seconds: list[float] = []
@@ -175,7 +175,7 @@ def _spread(milliseconds: list[float]) -> dict[str, float]:
     return {"count": len(milliseconds), **found}
 
 
-def measured(filled: Filled, arguments: Sequence[str], repeats: int) -> dict[str, Any]:
+def measured(filled: FilledServer, arguments: Sequence[str], repeats: int) -> dict[str, Any]:
     prober, found, longest = Prober(filled.url), [], []
     filled.holds()
     held: dict[str, list[float]] = {}
@@ -185,7 +185,7 @@ def measured(filled: Filled, arguments: Sequence[str], repeats: int) -> dict[str
         longest.append(max((max(each) for each in of_run.values()), default=0.0))
         for name, milliseconds in of_run.items():
             held.setdefault(name, []).extend(milliseconds)
-        if found[-1][1] > 10.0:  # it looks at, or shows, all of it
+        if found[-1][1] > 10.0:  # a command that reads or shows all records
             break
     first, whole, processor = map(statistics.median, zip(*found, strict=True))
     return {
@@ -203,8 +203,8 @@ def main() -> None:
     parser.add_argument("--records", type=int, default=1_000_000)
     parser.add_argument("--repeats", type=int, default=5)
     arguments = parser.parse_args()
-    with running() as server, Filled(server.url, arguments.records) as filled:
-        filled.ask(
+    with running() as server, FilledServer(server.url, arguments.records) as filled:
+        filled.execute(
             ("CONFIG", "SET", "slowlog-log-slower-than", LOGGED_MICROSECONDS),
             ("CONFIG", "SET", "slowlog-max-len", 1_000_000),
         )

@@ -1,18 +1,18 @@
-"""What the connector costs vLLM's own threads, against a real node with an embedded store.
+"""The cost of the connector on vLLM's own threads, with a real node and an embedded store.
 
 - `save_caches`: the time that the model's thread is held per encoder output, at three sizes, while
-  the background thread really stores each (new keys, with eviction once the arena is full). Beside
-  it one warm memcpy of the same size, which is what a store in place would cost at the least;
-- `ensure_cache_available`: first sight of a request with one resident item, a poll of a request
-  that waits for its turn, and a poll of a request that decodes;
-- `queues`: a pass in which 1, 32 or 256 waiting requests are polled, whose items are here, are on
-  their way from another node, are being encoded by another engine, or came as metadata alone and
-  are published by nobody (these also 500 at a time); by request, and the whole pass. `work` is
-  processor time of the thread, the rest is what the machine adds: the clock also counts when other
-  threads and processes have its core. `control` are 40 look-ups in a dictionary for each request,
-  timed in turn with ours: its tail is the machine's; `longest_pass_before` is of those in which the
-  requests were seen first and answers came in;
-- `has_cache_item`: within a pass (remembered), and the first of a pass.
+  the background thread stores each (new keys, with eviction once the arena is full). Compared with
+  one warm memcpy of the same size, the least cost of storing on the model's thread;
+- `ensure_cache_available`: the first call for a request with one resident item, a poll of a waiting
+  request, and a poll of a request that decodes;
+- `queues`: a pass that polls 1, 32 or 256 waiting requests, for each request and for the whole
+  pass. Their items are on this node, in transfer from another node, being encoded by another
+  engine, or came as metadata only and are not published (these also 500 at a time). `work` is
+  processor time of the thread; the clock also counts time in which other threads and processes
+  have its core. `control` is 40 look-ups in a dictionary for each request, timed in turn with
+  ours: its tail is the machine's. `longest_pass_before` covers the passes in which the requests
+  were first seen and answers arrived;
+- `has_cache_item`: within a pass (cached), and the first of a pass.
 
 Prints microseconds as JSON.
 
@@ -47,14 +47,14 @@ from lookup_buffer.namespace import Namespace
 
 SIZES_BYTES = (1 << 20, 8 << 20, 64 << 20)
 ENCODE_SECONDS = 0.02
-"""What an encoder would need for one item; the background thread works meanwhile."""
+"""The time of an encoder for one item; the background thread works meanwhile."""
 POLLS = 2000
 QUEUES = (1, 32, 256)
 AWAITED = (*QUEUES, 500)
 PASSES = 500
 SETTLING_SECONDS = 1.0
-"""After the first answers, until the queue stands still: who waits for another engine's encode
-hears so one by one."""
+"""Time from the first answers until the queue is stable: the answers of requests that wait for
+another engine's encode arrive one by one."""
 ROWS = 676
 EMBED_BYTES = 16
 
@@ -74,7 +74,7 @@ def timed(call: Callable[[], object]) -> float:
 
 
 def batched(call: Callable[[], object], count: int = 100) -> list[float]:
-    """Times of one call, from batches: a single one is shorter than the clock is precise."""
+    """Times of one call, from batches: a single call is shorter than the clock's resolution."""
     times = []
     for _ in range(POLLS // count):
         started = time.perf_counter()
@@ -90,8 +90,8 @@ def engine(directory: Path) -> Iterator[tuple[EcScheduler, EcWorker]]:
     namespace = Namespace.named("benchmark")
 
     def client(rank: int | None) -> LookupBuffer:
-        seat = EngineRank("benchmark", rank, 1)
-        return LookupBuffer(settings.buffer_config(), namespace, engine=seat)
+        engine_rank = EngineRank("benchmark", rank, 1)
+        return LookupBuffer(settings.buffer_config(), namespace, engine=engine_rank)
 
     worker = EcWorker(lambda: client(0), settings, WorkerSeat(rank=0, is_producer=True))
     worker.start()
@@ -107,9 +107,9 @@ def engine(directory: Path) -> Iterator[tuple[EcScheduler, EcWorker]]:
 @contextmanager
 def another_engine(directory: Path) -> Iterator[LookupBuffer]:
     settings = ConnectorSettings(directory=directory, capacity_bytes="512MiB", idle_exit_seconds=5)
-    seat = EngineRank("another", None, 1)
+    engine_rank = EngineRank("another", None, 1)
     with LookupBuffer(
-        settings.buffer_config(), Namespace.named("benchmark"), engine=seat
+        settings.buffer_config(), Namespace.named("benchmark"), engine=engine_rank
     ) as buffer:
         yield buffer
 
@@ -126,7 +126,7 @@ def time_saves(worker: EcWorker, nbytes: int, count: int) -> dict[str, float]:
         time.sleep(ENCODE_SECONDS)
     assert worker.saves is not None
     worker.saves.drain(30)
-    time.sleep(0.5)  # the last outputs are still on their way into the directory
+    time.sleep(0.5)  # the last outputs are still being published
     memcpy = statistics.median(timed(lambda: target.copy_(tensor)) for _ in range(10))
     return {**percentiles(times), "memcpy_us": round(memcpy * 1e6, 2)}
 
@@ -172,21 +172,21 @@ def time_gate(scheduler: EcScheduler, worker: EcWorker) -> dict[str, dict[str, f
     answer = scheduler.has_cache_item(item)
     assert answer, "the benchmark times hits"
     remembered = batched(lambda: scheduler.has_cache_item(item))
-    anew = []
+    first_of_pass = []
     for _ in range(200):
         end_pass(scheduler)
-        anew.append(timed(lambda: scheduler.has_cache_item(item)))
+        first_of_pass.append(timed(lambda: scheduler.has_cache_item(item)))
     return {
         "ensure_first_sight": percentiles(first_sights),
         "ensure_poll_waiting": percentiles(batched(lambda: ensure(waiting, 0))),
         "ensure_poll_decoding": percentiles(batched(lambda: ensure(waiting, ROWS + 10))),
         "has_cache_item": percentiles(remembered),
-        "has_cache_item_first_of_a_pass": percentiles(anew),
+        "has_cache_item_first_of_a_pass": percentiles(first_of_pass),
     }
 
 
 def time_queues(scheduler: EcScheduler, worker: EcWorker, other: LookupBuffer) -> dict[str, Any]:
-    """`other` is the client of another engine."""
+    """Times of passes; `other` is the client of another engine."""
     assert worker.saves is not None
     report: dict[str, Any] = {}
     on_their_way = time_fetches()
@@ -213,7 +213,7 @@ def time_queues(scheduler: EcScheduler, worker: EcWorker, other: LookupBuffer) -
 
 
 def time_fetches() -> dict[int, Any]:
-    """Items of a node that stands still: asked for, and they do not come."""
+    """Items of a stopped node: requested, and never received."""
     report = {}
     for count in QUEUES:
         with (
@@ -239,8 +239,8 @@ def time_fetches() -> dict[int, Any]:
 
 @contextmanager
 def at(node: DemoNode, engine_id: str) -> Iterator[LookupBuffer]:
-    """The scheduler's side of an engine of one rank."""
-    scheduler, rank = (EngineRank(engine_id, place, 1) for place in (None, 0))
+    """The scheduler side of an engine with one rank."""
+    scheduler, rank = (EngineRank(engine_id, index, 1) for index in (None, 0))
     namespace = Namespace.named("benchmark")
     with (
         LookupBuffer(node.config, namespace, engine=rank),
@@ -259,7 +259,7 @@ def wait_for(buffer: LookupBuffer, key: TensorKey) -> None:
 def time_passes(
     scheduler: EcScheduler, items: list[str], *, passes: bool, with_media: bool = True
 ) -> dict[str, Any]:
-    """`passes`: what the gate says of each request once all is settled."""
+    """`passes`: the gate's answer for each request once all answers have arrived."""
     ensure = scheduler.gate.ensure_cache_available
     waiting = [request(f"queued-{item}", item, with_media=with_media) for item in items]
     settling: list[float] = []
@@ -271,7 +271,7 @@ def time_passes(
         end_pass(scheduler)
         if answers == [passes] * len(items):
             settled_at = min(settled_at, time.monotonic())
-        time.sleep(0.001)  # the model's turn, in which the node's answers arrive
+        time.sleep(0.001)  # the model runs; the node's answers arrive
     times, work, control = [], [], []
     table = dict.fromkeys(range(40), True)
     for _ in range(PASSES):

@@ -1,15 +1,15 @@
-"""A lane between two processes' pools beside the way over the hosts, over Gloo, on one machine.
+"""A lane between the pools of two processes, over Gloo, compared with the transfer between hosts.
 
-Two nodes that treat each other as two hosts; the producer is a process of its own. For each size,
-in interleaved rounds, the median time from `prefetch` of a key that only the other host has until
-its tensor is there for the reader, as vLLM's worker gets it:
+Two nodes on one machine treat each other as two hosts; the producer is its own process. For each
+size, in interleaved rounds, the median time from `prefetch` of a key that only the other host has
+until the reader has the tensor, as vLLM's worker gets it:
 
-- `lane`: received from the producer's pool into the reader's, which hands out its own tensor;
-- `hosts`: from arena to arena over TCP, then copied out into a new tensor, as without a lane;
+- `lane`: received from the producer's pool into the reader's, which returns its own tensor;
+- `hosts`: from arena to arena over TCP, then copied into a new tensor, as without a lane;
 - `view`: the same, but used in place in the arena.
 
-Both ways verify the checksum. On a CPU the lane saves nothing, for there is no device to save the
-way to: this is what it costs, not what it is for.
+All verify the checksum. On a CPU the lane saves nothing, since no copy to a device is avoided: this
+measures its cost, not its benefit.
 
     python -m benchmarks.device_lane [--rounds 15]
 """
@@ -49,7 +49,7 @@ def config_of(directory: Path, node: str, store_url: str) -> BufferConfig:
 
 
 def produce(directory: Path, store_url: str, orders: Connection) -> None:
-    """The other process: inserts what it is told to."""
+    """The producer process: inserts the tensors that it is ordered to."""
     torch.set_num_threads(1)
     lane = DeviceLane("gloo", pool_bytes=POOL_BYTES)
     with DeviceBuffer(lane, config_of(directory, "a", store_url)) as buffer:
@@ -72,7 +72,7 @@ class Reader:
         self._number = 0
 
     def offered(self, nbytes: int) -> TensorKey:
-        """A key that only the other host has, and that its record offers on a device."""
+        """A key that only the other host has, and whose record names a device."""
         self._number += 1
         key = TensorKey(f"key-{self._number}")
         self._orders.send((key.text, nbytes))
@@ -94,7 +94,7 @@ class Reader:
         else:
             buffer.load(handle.order)
             seconds = time.perf_counter() - start
-        assert bool(handle.order.lane) == (way == "lane"), "it came by the other way"
+        assert bool(handle.order.lane) == (way == "lane"), "it came by the other transfer"
         buffer.release(handle)
         return seconds
 
@@ -107,7 +107,7 @@ class Reader:
             if came_by_lane:
                 return
             time.sleep(0.1)
-        raise SystemExit("no lane came about")
+        raise SystemExit("no lane was opened")
 
     def close(self) -> None:
         self.with_lane.close()

@@ -1,4 +1,4 @@
-"""Draws what the benchmarks measured: benchmarks/results/*.json → *.svg beside them.
+"""Draw the results of the benchmarks: benchmarks/results/*.json → *.svg in the same folder.
 
 python -m benchmarks.draw
 """

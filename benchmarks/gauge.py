@@ -1,4 +1,4 @@
-"""What the benchmarks of the store share: percentiles, processor time, servers, the machine."""
+"""Shared code of the benchmarks: percentiles, processor time, servers, the machine."""
 
 import json
 import math
@@ -29,7 +29,7 @@ LIFE_SECONDS = 1800.0
 
 
 def key_of(number: int) -> str:
-    """64 hex digits, as vLLM's hash of an image has."""
+    """64 hex digits, like vLLM's hash of an image."""
     return f"{number:064x}"
 
 
@@ -50,7 +50,7 @@ def seconds_of(action: Callable[[], object]) -> float:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that `share` of them do not exceed; NaN of nothing."""
+    """The smallest value that `share` of the values do not exceed; NaN without values."""
     if not values:
         return math.nan
     ordered = sorted(values)
@@ -67,7 +67,7 @@ def microseconds(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """Median of the per-round ratios of time: a slow moment of the machine falls on both sides."""
+    """Median of the per-round ratios of time: a slow moment of the machine affects both sides."""
     return round(statistics.median(a / b for a, b in zip(ours, theirs, strict=True)), 3)
 
 
@@ -79,7 +79,7 @@ def target(
     at_most: float | None = None,
     **of: Any,
 ) -> dict[str, Any]:
-    """A figure beside what it is meant to be; it asserts nothing."""
+    """A figure with its target; it asserts nothing."""
     if at_least is not None:
         return {"figure": name, **of, "at_least": at_least, "was": value, "met": value >= at_least}
     met = at_most is not None and value <= at_most
@@ -93,12 +93,12 @@ def processor_seconds(pid: int) -> float:
 
 
 def main_thread_seconds(pid: int) -> float:
-    """Processor time of a process's first thread, to the nanosecond: a Redis serves on that one."""
+    """Processor time of a process's first thread, to the nanosecond: Redis serves on that one."""
     return int(Path(f"/proc/{pid}/schedstat").read_text().split()[0]) / 1e9
 
 
 def machine_busy_seconds() -> float:
-    """Processor time of the whole machine that was not idle."""
+    """Busy processor time of the whole machine."""
     fields = [int(part) for part in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
     return (sum(fields) - fields[3] - fields[4]) / os.sysconf("SC_CLK_TCK")
 

@@ -1,11 +1,11 @@
 """Prompts without a connector, with vLLM's file-based KV connector on tmpfs, and with ours.
 
-One engine for each, all three running on core 0, vLLM's own prefix cache off. Each prompt is asked
-for twice: cold, when nobody has its KV, and warm, when what was stored of it is there. The same
-prompts go to each engine in turn, and who begins changes from prompt to prompt: a slow moment of
-the machine falls on all. A prompt is computed in one step, for the file connector stores nothing
-else rightly; its length lies 30 tokens behind a multiple of what ours stores, so that both compute
-the same 30 when warm.
+One engine for each, all three on core 0, with vLLM's own prefix cache off. Each prompt is sent
+twice: cold, before any of its KV is stored, and warm, when its stored KV is available. The same
+prompts go to each engine in turn, and the engine that begins changes from prompt to prompt, so a
+slow moment of the machine affects all. A prompt is computed in one step: the file connector stores
+only such prompts correctly. Its length is 30 tokens more than a multiple of our chunk, so that both
+connectors compute the same 30 tokens when warm.
 
 Time to first token is vLLM's own, from queued to first token. Prints JSON: for each length medians
 in milliseconds, and medians of the ratios prompt by prompt.
@@ -34,7 +34,7 @@ from examples.demo.model_size import ModelSize, TextSize, VisionSize
 WITHOUT, FILES, OURS = "no connector", "files on tmpfs", "lookup buffer"
 START_SECONDS = 300.0
 STORED_SECONDS = 0.5
-"""Until what was computed has been stored, by a thread beside the model's."""
+"""Time for the background thread to store what was computed."""
 
 SIZE = ModelSize(
     name="kv",
@@ -138,7 +138,7 @@ def cell(of: dict[str, DemoEngine], length: int, rounds: int, seed: int) -> dict
                 seconds[heat][name].append(answer.ttft_seconds)
                 answers.add(answer.tokens)
             time.sleep(STORED_SECONDS)
-        assert len(answers) == 1, "an engine answers otherwise"
+        assert len(answers) == 1, "the engines' tokens differ"
     return {heat: summary(measured) for heat, measured in seconds.items()}
 
 

@@ -1,13 +1,13 @@
-"""A link beside a bare socket: the same payload over loopback TCP, between two processes.
+"""A framed socket compared with a bare socket: the same payload over loopback TCP, two processes.
 
 For each size, in interleaved rounds, prints the median of
 
-- `bare`: one byte asks, `sendall` answers, `recv_into` of the full remainder receives;
-- `link`: frames with headers, deadlines, and an xxh3 of the payload that follows its bytes;
+- `bare`: a request of 8 bytes; `sendall` answers; `recv_into` of the full remainder receives;
+- `link`: frames with headers and deadlines, and an xxh3 of the payload as its bytes arrive;
 - `link_unverified`: the same without the hash;
 
-each into memory that was touched before, and the ratios of their speeds. Medians of per-round
-ratios, so that a slow moment of the machine falls on both sides.
+each into memory that was touched before, and the ratios of their speeds. These are medians of
+per-round ratios, so a slow moment of the machine affects both sides.
 
     python -m benchmarks.link [--rounds 15] [--token TEXT]
 """
@@ -36,7 +36,7 @@ SIZE = struct.Struct(">Q")
 
 
 def serve(ports: Connection, token: str | None) -> None:
-    """The other process: answers one bare and one link connection until they end."""
+    """The other process: answers one bare and one framed connection until they end."""
     payload = memoryview(bytearray(b"\xa5" * max(SIZES_BYTES)))
     listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
     ports.send([listener.getsockname()[1] for listener in listeners])

@@ -1,14 +1,14 @@
-"""Reads through a node beside what they cannot beat: a memcpy, a bare socket, a Redis MGET.
+"""Reads through a node compared with their lower bounds: a memcpy, a bare socket, a Redis MGET.
 
 Starts a Valkey and two nodes that treat each other as two hosts. In interleaved rounds, medians:
 
 - `select`: a cold `select(out=…)` on one host against one warm single-thread memmove of the size;
 - `transfer`: node to node, from the fetcher's request until the bytes are verified in the arena,
   against a bare socket with `sendall` and `recv_into` into warm memory;
-- `fetch`: the same as a client sees it, `prefetch` of a key that only the other node holds, until
-  it is pinned here (locate, transfer, checksum, event), against the same bare socket;
-- `has_caches`: 32 keys that this node holds, and 32 that only the store knows, against one
-  redis-py MGET of 32.
+- `fetch`: the same for a client: `prefetch` of a key that only the other node holds, until it is
+  pinned here (locate, transfer, checksum, event), against the same bare socket;
+- `has_caches`: 32 keys that this node holds, and 32 that only the store has, against one redis-py
+  MGET of 32.
 
     python -m benchmarks.node [--rounds 15]
 """
@@ -83,7 +83,7 @@ def two_clients() -> Iterator[tuple[LookupBuffer, LookupBuffer, str]]:
 
 
 def wait_until_gone(directory: Path) -> None:
-    """The nodes end by themselves soon after their last client."""
+    """Wait for the nodes, which end soon after their last client."""
     deadline = time.monotonic() + 10.0
     while any(directory.glob("*/node.sock")) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -208,7 +208,7 @@ def measure_has_caches(
 
 
 def compared(ours: list[float], theirs: list[float], name: str, nbytes: int) -> dict[str, Any]:
-    """Medians, and the median of the per-round ratios of speed (theirs/ours; above 1 we win)."""
+    """Medians, and the median of per-round speed ratios (theirs/ours; above 1: ours is faster)."""
     ratios = [other / own for own, other in zip(ours, theirs, strict=True)]
     result: dict[str, Any] = {
         "ours_us": round(statistics.median(ours) * 1e6, 1),

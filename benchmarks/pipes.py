@@ -1,18 +1,18 @@
-"""Pipes beside a memcpy and a bare socket of the same kind, between two processes.
+"""Pipes compared with a memcpy and a bare socket of the same kind, between two processes.
 
 For each scheme and size, in interleaved rounds, the medians of
 
-- `memcpy`: one copy of bytes that no cache holds into memory that was touched before;
+- `memcpy`: one copy of bytes that no CPU cache holds into memory that was touched before;
 - `memcpy_new`: the same into a new tensor;
-- `bare`: one message asks, `sendall` answers, `recv_into` of the full remainder receives;
-- `receive`: `recv_tensor` by key, of what was sent before, last key first, into such memory;
+- `bare`: one message is the request, `sendall` answers, `recv_into` of the full remainder receives;
+- `receive`: `recv_tensor` by key, of messages sent before, last key first, into touched memory;
 - `receive_new`: the same into a new tensor;
-- `ask`, `ask_new`: a message asks through the pipe, the answer is sent then, and received by key;
+- `ask`, `ask_new`: a request through the pipe; its answer is sent then, and received by key;
 
-and the ratios of their speeds (medians of per-round ratios, so that a slow moment of the machine
-falls on both sides). `targets` is what they are meant to be, and what they were. Then, for scale,
-the way of vLLM's first pipe over the CPU: a value set in torch's TCPStore by one process and got by
-the other (without the pickling of it).
+and the ratios of their speeds (medians of per-round ratios, so a slow moment of the machine affects
+both sides). `targets` has the target and the result of each ratio. For comparison it also measures
+the method of vLLM's first pipe over the CPU: one process sets a value in torch's TCPStore, and the
+other gets it (without pickling).
 
     python -m benchmarks.pipes [--rounds 15] [SCHEME ...]
 """
@@ -32,11 +32,11 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.gauge import emit, machine, paired_ratio, target
-from lookup_buffer.cli.speeds import TIMEOUT_SECONDS, Ways, serve
+from lookup_buffer.cli.speeds import TIMEOUT_SECONDS, TransferTimer, serve
 from lookup_buffer.codec import torch_version
 from lookup_buffer.pipes import open_pipe
 
-_dist: Any = dist  # its types leave out most of what is used here
+_dist: Any = dist  # its type stubs lack most of what is used here
 SIZES_BYTES: Final = (16 << 10, 64 << 10, 1 << 20, 2 << 20, 8 << 20, 64 << 20)
 ROUND_BYTES: Final = 128 << 20
 FIRST_PIPE_BYTES: Final = (1 << 20, 8 << 20, 64 << 20)
@@ -46,6 +46,11 @@ LISTENING: Final = {
     "shm": f"shm://{DIRECTORY}/lb-bench-{os.getpid()}",
     "tcp": "tcp://127.0.0.1:0",
 }
+NAMES: Final = ("memcpy", "memcpy_new", "bare", "receive", "receive_new", "ask", "ask_new")
+RATIOS: Final = (
+    ("receive", "memcpy"), ("receive_new", "memcpy_new"), ("receive", "bare"),
+    ("ask", "memcpy"), ("ask", "bare"), ("ask_new", "bare"),
+)  # fmt: skip
 
 
 def bare_listener(scheme: str) -> socket.socket:
@@ -57,19 +62,12 @@ def bare_listener(scheme: str) -> socket.socket:
     return socket.create_server(("127.0.0.1", 0))
 
 
-NAMES: Final = ("memcpy", "memcpy_new", "bare", "receive", "receive_new", "ask", "ask_new")
-RATIOS: Final = (
-    ("receive", "memcpy"), ("receive_new", "memcpy_new"), ("receive", "bare"),
-    ("ask", "memcpy"), ("ask", "bare"), ("ask_new", "bare"),
-)  # fmt: skip
-
-
-def measure(ways: Ways, nbytes: int, rounds: int) -> dict[str, Any]:
+def measure(timer: TransferTimer, nbytes: int, rounds: int) -> dict[str, Any]:
     seconds: dict[str, list[float]] = {name: [] for name in NAMES}
     for number in range(rounds + 1):
         for name in NAMES:
-            spent = getattr(ways, name)()
-            if number:  # the first is to warm up
+            spent = getattr(timer, name)()
+            if number:  # the first round is a warm-up
                 seconds[name].append(spent)
     result: dict[str, Any] = {"payload_bytes": nbytes}
     for name, values in seconds.items():
@@ -96,7 +94,8 @@ def measured(scheme: str, rounds: int) -> list[dict[str, Any]]:
                 if not isinstance(bare_address, str):
                     bare.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 results = [
-                    measure(Ways(pipe, bare, n, ROUND_BYTES), n, rounds) for n in SIZES_BYTES
+                    measure(TransferTimer(pipe, bare, n, ROUND_BYTES), n, rounds)
+                    for n in SIZES_BYTES
                 ]
             pipe.send_tensor(None)
         process.join(TIMEOUT_SECONDS)
@@ -107,8 +106,11 @@ def measured(scheme: str, rounds: int) -> list[dict[str, Any]]:
 
 
 def targets_of(scheme: str, results: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """`receive` is a load of what the sender has put there, `ask` one of what is still to be sent,
-    which in shared memory is two copies: in and out."""
+    """Each figure with its target.
+
+    `receive` loads messages that were sent before. `ask` loads one that is sent on request: in
+    shared memory these are two copies, in and out.
+    """
     found = []
     for result in results:
         nbytes = result["payload_bytes"]

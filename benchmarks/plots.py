@@ -1,4 +1,4 @@
-"""Charts as SVG, for people who read in the light and in the dark: lines, bars, ranges."""
+"""Charts as SVG, for light and dark pages: lines, bars, ranges."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -10,7 +10,7 @@ LEFT, RIGHT, TOP, BOTTOM = 72, 36, 48, 96
 """Margins around the plot: axis numbers and labels, title, legend."""
 TICKS = 5
 
-# A background of its own: readable on any page, light or dark as the reader prefers.
+# With its own background: readable on any page, light or dark.
 STYLE = """
   .paper { fill: #ffffff } .ink { fill: #24292f } .rule { stroke: #d0d7de }
   .s0 { --c: #0969da } .s1 { --c: #bc4c00 } .s2 { --c: #1a7f37 } .s3 { --c: #8250df }
@@ -39,7 +39,7 @@ class Goal:
 
 Series = dict[str, Sequence[tuple[float, float]]]
 Range = Sequence[float]
-"""A value, and between what it surely lies."""
+"""A value, and the bounds of its confidence interval."""
 
 
 def lines(title: str, x: Axis, y: Axis, series: Series, goal: Goal | None = None) -> str:
@@ -98,7 +98,7 @@ def bars(title: str, label: str, values: dict[str, float], goal: Goal) -> str:
 
 
 def ranges(title: str, label: str, rows: dict[str, dict[str, Range]], goal: Goal) -> str:
-    """In each row a point for each series, within what is believed of it; from 0."""
+    """In each row a point for each series, with its confidence interval; from 0."""
     series = list(next(iter(rows.values())))
     values = [value for row in rows.values() for each in row.values() for value in each]
     left, step = 150, (HEIGHT - TOP - BOTTOM) / len(rows)
@@ -153,8 +153,8 @@ def legend(names: Sequence[str]) -> Iterator[str]:
 
 
 def text(x: float, y: float, words: str, anchor: str, kind: str = "ink") -> str:
-    place = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"'
-    return f'<text class="{kind}" {place}>{escape(words)}</text>'
+    position = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"'
+    return f'<text class="{kind}" {position}>{escape(words)}</text>'
 
 
 def document(title: str, parts: Sequence[str]) -> str:
@@ -169,7 +169,7 @@ def document(title: str, parts: Sequence[str]) -> str:
 def scale(
     low: float, high: float, start: float, end: float, logarithmic: bool
 ) -> Callable[[float], float]:
-    """From values to places."""
+    """From values to positions."""
     bend = math.log10 if logarithmic else float
     first, span = bend(low), (bend(high) - bend(low)) or 1.0
     return lambda value: start + (bend(value) - first) / span * (end - start)

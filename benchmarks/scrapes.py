@@ -1,11 +1,11 @@
-"""What it costs a node to be scraped: the same work with and without, by turns.
+"""The cost of scraping a node: the same work with and without scrapes, in turns.
 
-The work is round trips that the loop answers: an insert of 256 bytes, and a `view` of it. For
-each window of some seconds, round trips a second, and processor time of the node for each; then
-medians of the windows' ratios, scraped over not. It is scraped twenty times a second, for what one
-scrape a second costs is lost in the noise; that is a twentieth (`each_second`). Processor time is
-what to go by on a machine that does other things too. `scrape_seconds` is the page itself, in
-processor time of the node.
+The work is round trips that the node's loop answers: an insert of 256 bytes, and a `view` of it.
+Each window of some seconds gives round trips a second, and the node's processor time for each. The
+result has medians of the ratios of windows, with scrapes over without. The node is scraped twenty
+times a second, since the cost of one scrape a second is lost in the noise; one a second costs a
+twentieth (`each_second`). On a machine with other load, use the processor time. `scrape_seconds` is
+the node's processor time for one page.
 
     python -m benchmarks.scrapes [--rounds 20] [--window 2]
 """
@@ -53,7 +53,7 @@ def node_pid(path: Path) -> int:
 
 
 def processor_seconds(pid: int) -> float:
-    """Of all its threads; those of a node stay."""
+    """Processor time of all threads; those of a node do not end."""
     tasks = Path(f"/proc/{pid}/task").glob("*/schedstat")
     return sum(int(task.read_text().split()[0]) for task in tasks) / 1e9
 

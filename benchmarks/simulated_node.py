@@ -1,6 +1,6 @@
-"""One simulated node of a fleet: it does to Redis what a node does, and moves no bytes.
+"""One simulated node of a fleet: it uses Redis as a node does, and moves no bytes.
 
-Run by the benchmark of fleets, in a process of its own.
+The benchmark `store_fleet` runs each in its own process.
 """
 
 import asyncio
@@ -28,17 +28,17 @@ if TYPE_CHECKING:
     from store.mirror import Mirror
 
 KEYS = 10_000
-"""Each belongs to one node, which publishes it anew with a newer generation."""
+"""Each belongs to one node, which publishes it again with a newer generation."""
 WATCHED = 200
 QUESTION_KEYS = 32
 QUESTIONS_PER_SECOND = 2.0
-"""64 keys a second: an engine that sees so many images."""
+"""64 keys a second: an engine with so many images."""
 BATCH = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What one node of the fleet is to do."""
+    """The work of one node of the fleet."""
 
     url: str
     index: int
@@ -52,7 +52,7 @@ class Plan:
 
 @dataclass(slots=True)
 class SimulatedNode:
-    """Asks on the loop, beats and publishes on threads of its own, as a node does."""
+    """Reads on the loop; sends heartbeats and publishes on its own threads, as a node does."""
 
     plan: Plan
     lags: list[float] = field(default_factory=list)
@@ -69,7 +69,7 @@ class SimulatedNode:
         mirror = store.mirror(loop, ThreadPoolExecutor(1))
         generator = random.Random(self.plan.index)
         for key in sampled_keys(KEYS, WATCHED, generator):
-            mirror.watch(NAMESPACE, key, self._told(mirror, key))
+            mirror.watch(NAMESPACE, key, self._on_change(mirror, key))
         threads = [
             threading.Thread(target=run, args=(store,), daemon=True)
             for run in (self._beat, self._publish)
@@ -86,7 +86,7 @@ class SimulatedNode:
         after = (mirror.pushes, self.published, self.asked)
         self._counting = False
         orders.send((self.lags, *(b - a for a, b in zip(before, after, strict=True)), self.failed))
-        orders.recv()  # the processor time of all is read before anyone ends
+        orders.recv()  # the processor time of all nodes is read before one ends
         self._ending.set()
         asking.cancel()
         for thread in threads:
@@ -94,16 +94,16 @@ class SimulatedNode:
         mirror.close()
         store.close()
 
-    def _told(self, mirror: "Mirror", key: str) -> Callable[[], None]:
-        """What a watcher is told by: the record is in the mirror again, with its time."""
+    def _on_change(self, mirror: "Mirror", key: str) -> Callable[[], None]:
+        """A watcher's callback: the record is in the mirror again, with its publication time."""
 
-        def told() -> None:
+        def changed() -> None:
             entry = mirror.entries(NAMESPACE).get(key)
             if self._counting and entry is not None and entry.record is not None:
                 begun = max(location.checksum for location in entry.record.locations)
                 self.lags.append((time.monotonic_ns() - begun) / 1e9)
 
-        return told
+        return changed
 
     async def _ask(self, mirror: "Mirror", generator: random.Random) -> None:
         loop = asyncio.get_running_loop()
@@ -118,7 +118,7 @@ class SimulatedNode:
             await asyncio.sleep(begun + turn / QUESTIONS_PER_SECOND - loop.time())
 
     def _beat(self, store: RedisStore) -> None:
-        """What a registrar does each second."""
+        """The metadata writer's work of each second."""
         directory = Directory(self.plan.name)
         info = NodeInfo(self.plan.name, BOOT, "tcp://127.0.0.1:1", "gpu-host", "0", 1, 1, 1)
         self._ending.wait(random.random() * BEAT_SECONDS)
@@ -133,7 +133,7 @@ class SimulatedNode:
                 return
 
     def _publish(self, store: RedisStore) -> None:
-        """Whatever is due, in one round trip; publications come at random moments."""
+        """Publish all that is due in one round trip; publications are due at random moments."""
         own = range(self.plan.index, KEYS, self.plan.nodes)
         generator = random.Random(1000 + self.plan.index)
         due = time.monotonic()
@@ -154,6 +154,6 @@ class SimulatedNode:
                 self.failed += 1
 
 
-def be_a_node(plan: Plan, orders: "Connection[Any, Any]") -> None:
+def run_node(plan: Plan, orders: "Connection[Any, Any]") -> None:
     sys.setswitchinterval(SWITCH_SECONDS)  # as a node does
     asyncio.run(SimulatedNode(plan).run(orders))

@@ -1,7 +1,7 @@
-"""A node that notes when it begins to publish each key: for the benchmark of wakes.
+"""A node that logs when it begins to publish each key, for the benchmarks of wake-ups.
 
-Otherwise the node that a client would start. Reads its settings as JSON from standard input, and
-appends a line `<key> <monotonic nanoseconds>` to the file it is given for each publication.
+Otherwise it is the node that a client would start. It reads its settings as JSON from standard
+input. For each publication it appends a line `<key> <monotonic nanoseconds>` to the given file.
 """
 
 import json

@@ -1,10 +1,11 @@
-"""A fleet of simulated nodes over one Redis: how late mirrors are, and what it costs.
+"""A fleet of simulated nodes over one Redis: the lag of mirrors, and the cost.
 
-Each node is one light process that does to Redis what a node does, and moves no bytes: it beats
-and reads all beats each second, publishes its share of the keys, and keeps a mirror that is asked
-for random keys. 200 keys of each mirror are watched, as keys are that requests wait for; what was
-published carries its time, so each time a watcher is told the lag is known: from the beginning of
-the publication until the record was read again in the other process (at 1 node: in the same one).
+Each node is one light process that uses Redis as a node does, and moves no bytes. Each second it
+sends its heartbeat and reads all heartbeats. It publishes its share of the keys, and looks up
+random keys in a mirror. 200 keys of each mirror are watched, like keys that requests wait for. A
+record carries the time of its publication, so each notification of a watcher gives the lag: from
+the beginning of the publication until the record was read again in the other process (at 1 node: in
+the same process).
 
 Points: 1 to 64 nodes at 1,000 publications a second in total, and 16 nodes at other rates.
 
@@ -28,7 +29,7 @@ from benchmarks.gauge import (
     product_of,
     running,
 )
-from benchmarks.simulated_node import KEYS, Plan, be_a_node
+from benchmarks.simulated_node import KEYS, Plan, run_node
 
 NODES = (1, 4, 16, 64)
 PUBLISHES = 1_000.0
@@ -41,14 +42,14 @@ READY_SECONDS = 120.0
 def measure(nodes: int, publishes: float, seconds: float) -> dict[str, Any]:
     """One point of the curve."""
     context = multiprocessing.get_context("forkserver")
-    # What is imported once is shared by all: without it a node would cost a second and 40 MB.
+    # The imports are shared by all nodes: without that a node would cost a second and 40 MB.
     context.set_forkserver_preload(["benchmarks.simulated_node"])
     with running() as server, redis.Redis.from_url(server.url) as client:
         processes, ends = [], []
         for index in range(nodes):
             end, theirs = context.Pipe()
             plan = Plan(server.url, index, nodes, publishes / nodes)
-            process = context.Process(target=be_a_node, args=(plan, theirs), daemon=True)
+            process = context.Process(target=run_node, args=(plan, theirs), daemon=True)
             process.start()
             theirs.close()
             processes.append(process)
@@ -75,7 +76,7 @@ def measure(nodes: int, publishes: float, seconds: float) -> dict[str, Any]:
 
 
 def processor_times(server_pid: int, pids: list[int]) -> list[float]:
-    """Of the machine, of the server, and of each node."""
+    """Processor seconds of the machine, of the server, and of each node."""
     return [machine_busy_seconds(), *(processor_seconds(pid) for pid in (server_pid, *pids))]
 
 

@@ -1,11 +1,11 @@
-"""The mirror beside one redis-py MGET of 32 values, what a publication wakes, and a hung Redis.
+"""The mirror compared with one redis-py MGET of 32 values; wake-ups by publications; a hung Redis.
 
-- `questions`: 32 keys, in interleaved rounds: what the node's locator knows at once, the mirror
-  warm (asked for before) and cold (never asked for), the store without a mirror, and the MGET;
-- `parts`: where the time of the store's answer goes;
-- `has_caches`: the same as a client sees it, of keys that another node holds: two real nodes;
-- `wakes`: from the publication in another process until a watcher here was told, until a client's
-  waiting `claim` or `select` on another node has returned;
+- `questions`: 32 keys, in interleaved rounds: the node's locator from memory, the mirror warm (read
+  before) and cold (never read), the store without a mirror, and the MGET;
+- `parts`: the parts of a look-up in the store, and the time of each;
+- `has_caches`: the same for a client, of keys that another node holds: two real nodes;
+- `wakes`: from the publication in another process until a watcher here was notified, and until a
+  client's waiting `claim` or `select` on another node has returned;
 - `hung`: `has_caches` while Redis is stopped, against its budget.
 
     python -m benchmarks.store_mirror [--rounds 1000] [--wakes 300] [--awake]
@@ -64,13 +64,13 @@ KEYS = 32
 VALUE = b"x" * 96
 HOLDER = "gpu-host-0001-ab12"
 BUDGET_SECONDS = 0.05
-"""What `has_caches` may take where its caller says nothing."""
+"""The default timeout of `has_caches`."""
 HUNG_SECONDS = 8.0
-"""Long enough that the nodes' own signs of life have stopped counting, after 5 s."""
+"""Long enough that the nodes' heartbeats have expired, after 5 s."""
 
 
-class Questions:
-    """The locator of a node, without the node, and the ways to ask that it stands beside."""
+class LookupBenchmark:
+    """The locator of a node, without the node, and the look-ups that it is compared with."""
 
     def __init__(self, url: str, rounds: int) -> None:
         self.rounds = rounds
@@ -87,7 +87,7 @@ class Questions:
         store.describe_node(info)
 
     def publish(self) -> None:
-        """32 keys that are asked for all the time, and 32 for each round that never were."""
+        """32 keys that every round looks up, and 32 new keys for each round."""
         keys = [key_of(number) for number in range((self.rounds + 1) * KEYS)]
         for start in range(0, len(keys), 500):
             self._store.publish_many(
@@ -127,7 +127,7 @@ class Questions:
         } | {"pushes_by_renewing_32": renewal_pushes}
 
     async def _renew(self, mirror: "Mirror", keys: Sequence[str]) -> int:
-        """How many invalidations it brings that a holder renews its records, as each walk does."""
+        """Invalidations by a holder that renews its records, as each walk of the inventory does."""
         await ask_mirror(mirror, keys)
         before = mirror.pushes
         self._store.publish_many([publishing_of(key, HOLDER, 1, 2**63) for key in keys])
@@ -135,14 +135,14 @@ class Questions:
         return mirror.pushes - before
 
     def _beat(self) -> None:
-        """The holder lives, and the directory knows."""
+        """Send the holder's heartbeat, and have the directory read it."""
         self._sequence += 1
         self._store.beat(HOLDER, BOOT, self._sequence)
         self._directory.refresh(self._store)
 
 
 def measure_parts(url: str, rounds: int) -> dict[str, Any]:
-    """A look-up of 32 keys taken apart, on a bare connection; and what the server spends on it."""
+    """The parts of a look-up of 32 keys, on a bare connection; and the server's time for it."""
     keys = [key_of(number) for number in range(KEYS)]
     plain = [f"plain-{number}" for number in range(KEYS)]
     times: dict[str, list[float]] = {
@@ -195,7 +195,7 @@ async def ask_locator(locator: MirrorLocator, keys: Sequence[str]) -> None:
 def measure_has_caches(
     holder: LookupBuffer, reader: LookupBuffer, url: str, rounds: int
 ) -> dict[str, Any]:
-    """Of 32 keys that only the other node holds: known to this one, and never asked for."""
+    """`has_caches` of 32 keys that only the other node holds: read before, and never read."""
     keys = [TensorKey(f"held-{number}") for number in range((rounds + 1) * KEYS)]
     hold(holder, reader, keys)
     warm = keys[:KEYS]
@@ -208,7 +208,7 @@ def measure_has_caches(
             times["mget"].append(seconds_of(lambda: client.mget(names)))
             times["warm"].append(seconds_of(lambda: reader.has_caches(warm)))
             times["cold"].append(seconds_of(lambda: reader.has_caches(cold)))  # noqa: B023
-    assert all(reader.has_caches(keys[-KEYS:])), "the cold ones were asked for in vain"
+    assert all(reader.has_caches(keys[-KEYS:])), "the cold keys were not found"
     return {
         name: microseconds(taken) | {"times_mget": paired_ratio(taken, times["mget"])}
         for name, taken in times.items()
@@ -216,7 +216,7 @@ def measure_has_caches(
 
 
 def hold(holder: LookupBuffer, reader: LookupBuffer, keys: Sequence[TensorKey]) -> None:
-    """All of `keys` on the holder's node, and published; the reader has asked for the first 32."""
+    """Insert and publish all of `keys` on the holder's node; the reader looks up the first 32."""
     tensor = torch.zeros(8)
     for key in keys:
         holder.insert(key, tensor)
@@ -229,7 +229,7 @@ def hold(holder: LookupBuffer, reader: LookupBuffer, keys: Sequence[TensorKey]) 
 def measure_hung(
     holder: LookupBuffer, reader: LookupBuffer, server_pid: int, seconds: float
 ) -> dict[str, Any]:
-    """Redis stops; 32 keys that were never asked for, again and again, and 32 that were."""
+    """While Redis is stopped: 32 new keys in each round, and 32 keys that were read before."""
     known = [TensorKey(f"hung-{number}") for number in range(KEYS)]
     hold(holder, reader, known)
     unknown: list[float] = []
@@ -259,9 +259,9 @@ def measure_hung(
 def measure(rounds: int, count: int) -> dict[str, Any]:
     with running() as server:
         report: dict[str, Any] = {"server": product_of(server.url)}
-        questions = Questions(server.url, rounds)
-        questions.publish()
-        report["questions"] = asyncio.run(questions.measure())
+        lookups = LookupBenchmark(server.url, rounds)
+        lookups.publish()
+        report["questions"] = asyncio.run(lookups.measure())
         report["parts"] = measure_parts(server.url, rounds)
         wakes = {"watcher_told": asyncio.run(measure_watch_wakes(server.url, count))}
         with two_nodes(server.url) as nodes:
@@ -279,7 +279,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=1000)
     parser.add_argument("--wakes", type=int, default=300)
-    parser.add_argument("--awake", action="store_true", help="let no core fall asleep meanwhile")
+    parser.add_argument("--awake", action="store_true", help="keep all cores awake meanwhile")
     arguments = parser.parse_args()
     random.seed(1)
     with cores_awake() if arguments.awake else nullcontext():

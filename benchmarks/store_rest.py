@@ -1,7 +1,8 @@
-"""What a publication wakes, by how long all that takes part had rested before.
+"""The latency of wake-ups by a publication, by the idle time before it.
 
-Whoever slept for 10 ms takes longer for the same steps than whoever slept for 1 ms, a PING of Redis
-included. So the time from a publication until others know it depends on the pause before it.
+Processes that slept for 10 ms take longer for the same steps than those that slept for 1 ms, and so
+does a PING of Redis. So the time from a publication until other nodes have it depends on the pause
+before it.
 
     python -m benchmarks.store_rest [--wakes 300]
 """
@@ -16,7 +17,7 @@ from benchmarks.wakes import measure_claim_wakes, measure_watch_wakes, two_nodes
 
 WATCHER_RESTS = ((0.0002, 0.0004), (0.001, 0.002), (0.01, 0.03))
 CLAIM_RESTS = ((0.003, 0.005), (0.01, 0.03))
-"""Not shorter: whoever waits in a claim has to be waiting by then."""
+"""Not shorter: by then the client must be waiting in its claim."""
 
 
 def main() -> None:
@@ -29,12 +30,12 @@ def main() -> None:
     with running() as server:
         product = product_of(server.url)
         for rest in WATCHER_RESTS:
-            told = asyncio.run(measure_watch_wakes(server.url, arguments.wakes, rest))
-            watchers.append({"rest_seconds": rest, **told})
+            found = asyncio.run(measure_watch_wakes(server.url, arguments.wakes, rest))
+            watchers.append({"rest_seconds": rest, **found})
         with two_nodes(server.url) as nodes:
             for rest in CLAIM_RESTS:
-                told = measure_claim_wakes(nodes, arguments.wakes, rest)
-                claims.append({"rest_seconds": rest, **told})
+                found = measure_claim_wakes(nodes, arguments.wakes, rest)
+                claims.append({"rest_seconds": rest, **found})
     emit(
         {
             "benchmark": "store_rest",

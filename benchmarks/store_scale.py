@@ -1,15 +1,15 @@
-"""What grows with the records: a look-up, Redis' memory, a walk through all; and per-node costs.
+"""Costs that grow with the records: a look-up, Redis' memory, a full scan; and costs per node.
 
 For each server found (Valkey from the wheel; Redis, where it is installed) and each number of
 records, at 1 to 4 locations a record:
 
-- `locate` of 32 random keys, beside the same on a second server that holds 1,000 records and is
-  asked by turns, so that the machine's mood falls on both;
-- `bytes_a_record`: how much Redis' used memory grew, by the number of records.
+- `locate` of 32 random keys, compared with a second server of 1,000 records, in turns, so a slow
+  moment of the machine affects both;
+- `bytes_a_record`: the growth of Redis' used memory over the number of records.
 
-At the most records, also: all of them read by `scan` in another process, beside a PING each
-millisecond. And what the costs of a large fleet are worked out from (docs/scale.md): the server's
-processor time for a publication, for a renewal and for one reading of all beats, and the memory
+At the largest number of records, also: all of them read by `scan` in another process, with a PING
+each millisecond. And the inputs for the costs of a large fleet (docs/scale.md): the server's
+processor time for a publication, for a renewal and for one read of all heartbeats, and the memory
 of its tracking table.
 
     python -m benchmarks.store_scale [--records 1000 10000 100000 1000000] [--rounds 1000]
@@ -59,15 +59,15 @@ KEYS = 32
 SMALL = 1_000
 PAGE = 500
 BATCH = 64
-"""What a node publishes in one round trip."""
+"""Most records that a node publishes in one round trip."""
 CALL_SECONDS = 30.0
 NODES = (1, 64, 1_000)
 TRACKERS = (1, 2, 4, 8)
 RENEWED_MAX = 20_000
 
 
-class Filled:
-    """One server with records in it, and who asks it."""
+class FilledServer:
+    """A server with records, and its clients."""
 
     def __init__(self, server: EmbeddedServer, records: int) -> None:
         self.pid = server.pid
@@ -76,7 +76,7 @@ class Filled:
         self.store: MetadataStore = open_store(server.url, call_timeout_seconds=CALL_SECONDS)
         self.client = redis.Redis.from_url(server.url)
         self._raw = dialled(server.url)
-        # The scripts and the connections are there before, whatever the number of records.
+        # Scripts and connections are set up first, whatever the number of records.
         self.store.publish_many([publishing_of("first", node_name(0), 1, 1)])
         self.store.withdraw(NAMESPACE, "first", node_name(0), reason="measured")
         self.client.ping()
@@ -89,7 +89,7 @@ class Filled:
         return round((self.used_bytes() - self._empty_bytes) / self.records, 1)
 
     def publish_all(self) -> dict[str, float]:
-        """Each record, with a first location, as nodes do it but in longer batches."""
+        """Publish each record with a first location, as nodes do, but in larger batches."""
         begun, begun_cpu = time.perf_counter(), main_thread_seconds(self.pid)
         for start in range(0, self.records, PAGE):
             numbers = range(start, min(start + PAGE, self.records))
@@ -100,8 +100,10 @@ class Filled:
         return self._cost(begun, begun_cpu, self.records)
 
     def add_location(self, index: int) -> None:
-        """One more for each record: the field that a publication would write, without its script,
-        for a million of those take a minute."""
+        """Add a location to each record: writes the field of a publication without its script.
+
+        The scripts of a million publications would take a minute.
+        """
         for start in range(0, self.records, PAGE):
             commands = []
             for n in range(start, min(start + PAGE, self.records)):
@@ -113,7 +115,7 @@ class Filled:
         assert all(record and len(record.locations) == index + 1 for record in found)
 
     def renew(self) -> dict[str, float]:
-        """Publications of what is there already, as in a walk of the inventory."""
+        """Publish records that exist already, as a walk of the inventory does."""
         count = min(self.records, RENEWED_MAX)
         begun, begun_cpu = time.perf_counter(), main_thread_seconds(self.pid)
         for start in range(0, count, BATCH):
@@ -141,11 +143,11 @@ class Filled:
 
 
 def node_name(index: int) -> str:
-    """As long as the name of a host and a random suffix is."""
+    """As long as the name of a host with a random suffix."""
     return f"gpu-host-{index:04}-ab12"
 
 
-def measure_locate(small: Filled, large: Filled, rounds: int) -> dict[str, Any]:
+def measure_locate(small: FilledServer, large: FilledServer, rounds: int) -> dict[str, Any]:
     generator = random.Random(1)
     times: tuple[list[float], list[float]] = ([], [])
     for turn in range(rounds + rounds // 10):
@@ -169,14 +171,14 @@ def measure_records(program: str | None, records: int, rounds: int, largest: boo
     """One number of records at 1 to 4 locations."""
     report: dict[str, Any] = {"records": records, "locations": []}
     with running(program) as first, running(program) as second:
-        small, large = Filled(first, SMALL), Filled(second, records)
+        small, large = FilledServer(first, SMALL), FilledServer(second, records)
         small.publish_all()
         report["publish"] = large.publish_all()
         for locations in range(1, LOCATIONS_MAX + 1):
             if locations > 1:
                 small.add_location(locations - 1)
                 large.add_location(locations - 1)
-            time.sleep(0.5)  # a table that was growing has grown
+            time.sleep(0.5)  # until the server has resized its table
             entry = {"locations": locations, "bytes_a_record": large.bytes_a_record()}
             report["locations"].append(entry | {"locate": measure_locate(small, large, rounds)})
         report["renew"] = large.renew()
@@ -197,7 +199,7 @@ def scan_all(url: str, answer: Any) -> None:
         answer.send((found, time.perf_counter() - start))
 
 
-def measure_scan(filled: Filled) -> dict[str, Any]:
+def measure_scan(filled: FilledServer) -> dict[str, Any]:
     filled.client.ping()
     alone = [ping(filled) for _ in range(1000)]
     here, there = multiprocessing.get_context("spawn").Pipe()
@@ -221,13 +223,13 @@ def measure_scan(filled: Filled) -> dict[str, Any]:
     }
 
 
-def ping(filled: Filled) -> float:
+def ping(filled: FilledServer) -> float:
     time.sleep(0.001)
     return seconds_of(filled.client.ping)
 
 
-def measure_beats(filled: Filled, nodes: int, calls: int = 1000) -> dict[str, Any]:
-    """One reading of all beats and what a node makes of it, as every node does each second."""
+def measure_beats(filled: FilledServer, nodes: int, calls: int = 1000) -> dict[str, Any]:
+    """One read of all heartbeats and its evaluation, as every node does each second."""
     for index in range(nodes):
         name = node_name(index)
         filled.store.beat(name, BOOT, 1000)
@@ -249,13 +251,13 @@ def measure_beats(filled: Filled, nodes: int, calls: int = 1000) -> dict[str, An
 
 
 def measure_tracking(program: str | None, records: int) -> dict[str, Any]:
-    """Memory of the tracking table, with so many connections that have all read all records."""
+    """Memory of the tracking table, for connections that have all read all records."""
     results = []
     with running(program) as server:
-        filled = Filled(server, records)
+        filled = FilledServer(server, records)
         filled.publish_all()
         unconnected = filled.used_bytes()
-        # What a reader's own connection costs the server is no part of the table.
+        # A reader's own connection costs memory that is not part of the table.
         trackers = [dialled(server.url) for _ in range(TRACKERS[-1])]
         for tracker in trackers:
             read_all(tracker, 1000)

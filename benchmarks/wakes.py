@@ -1,4 +1,4 @@
-"""How long a publication takes to reach who waits for it, in another process and on another node.
+"""The latency from a publication to its waiters, in another process and on another node.
 
 All times are of CLOCK_MONOTONIC, which is one clock for all processes of a machine.
 """
@@ -34,7 +34,7 @@ PUBLISHER = "gpu-host-0003-ab12"
 Rest = tuple[float, float]
 
 REST_SECONDS: Rest = (0.01, 0.03)
-"""Between the order to publish and the publication: by then whoever waits does so."""
+"""Pause between the order to publish and the publication: by then the waiter waits."""
 WAIT_SECONDS = 10.0
 
 
@@ -46,7 +46,7 @@ def spin() -> None:
 
 @contextmanager
 def cores_awake() -> Iterator[None]:
-    """No core falls asleep meanwhile: each runs a process that gives way to every other."""
+    """Keep all cores awake: each runs a spinning process of the lowest priority."""
     context = multiprocessing.get_context("spawn")
     spinning = [context.Process(target=spin, daemon=True) for _ in range(os.cpu_count() or 1)]
     for process in spinning:
@@ -62,10 +62,10 @@ def cores_awake() -> Iterator[None]:
 # -- a watcher of a mirror
 
 
-def publish_when_told(url: str, rest: Rest, orders: "Connection[Any, Any]") -> None:
-    """The other process: publishes each key it is told, and says when it began to.
+def publish_on_order(url: str, rest: Rest, orders: "Connection[Any, Any]") -> None:
+    """The other process: publishes each ordered key, and reports when it began.
 
-    Beside it one PING after the same rest: processes and cores that slept answer later.
+    It also times one PING after the same rest: processes and cores that slept answer later.
     """
     with open_store(url, call_timeout_seconds=5.0) as store:
         orders.send("ready")
@@ -83,9 +83,9 @@ async def measure_watch_wakes(url: str, count: int, rest: Rest = REST_SECONDS) -
     loop = asyncio.get_running_loop()
     context = multiprocessing.get_context("spawn")
     orders, theirs = context.Pipe()
-    process = context.Process(target=publish_when_told, args=(url, rest, theirs), daemon=True)
+    process = context.Process(target=publish_on_order, args=(url, rest, theirs), daemon=True)
     process.start()
-    theirs.close()  # so that its end is noticed
+    theirs.close()  # so that the end of the process is detected
     assert orders.recv() == "ready"
     store = open_store(url, call_timeout_seconds=5.0)
     assert isinstance(store, RedisStore)
@@ -93,11 +93,11 @@ async def measure_watch_wakes(url: str, count: int, rest: Rest = REST_SECONDS) -
     seconds, pings = [], []
     for number in range(count):
         key = key_of(int(rest[0] * 1e6) << 40 | number)
-        told: asyncio.Queue[int] = asyncio.Queue()
-        cancel = mirror.watch(NAMESPACE, key, lambda: told.put_nowait(time.monotonic_ns()))  # noqa: B023
-        await told.get()  # from here on no change can be missed
+        notified: asyncio.Queue[int] = asyncio.Queue()
+        cancel = mirror.watch(NAMESPACE, key, lambda: notified.put_nowait(time.monotonic_ns()))  # noqa: B023
+        await notified.get()  # from here on no change is missed
         orders.send(key)
-        woken = await told.get()
+        woken = await notified.get()
         cancel()
         begun, ping = orders.recv()
         seconds.append((woken - begun) / 1e9)
@@ -120,7 +120,7 @@ class Nodes:
     reader: LookupBuffer
     holder_config: BufferConfig
     log: Path
-    """When the holder's node began to publish what."""
+    """The times at which the holder's node began to publish each key."""
 
 
 @contextmanager
@@ -159,13 +159,13 @@ def two_nodes(url: str) -> Iterator[Nodes]:
 
 
 def wait_until_gone(directory: Path) -> None:
-    """The other node ends by itself soon after its last client."""
+    """Wait for the other node, which ends soon after its last client."""
     deadline = time.monotonic() + 15.0
     while any(directory.glob("*/node.sock")) and time.monotonic() < deadline:
         time.sleep(0.1)
 
 
-def insert_when_told(
+def insert_on_order(
     config: BufferConfig, nbytes: int | None, rest: Rest, orders: "Connection[Any, Any]"
 ) -> None:
     """The other process: a client of the holder's node."""
@@ -187,13 +187,13 @@ def insert_when_told(
 def inserter(
     nodes: Nodes, nbytes: int | None, rest: Rest = REST_SECONDS
 ) -> Iterator["Connection[Any, Any]"]:
-    """Give it (key, whether to claim it first); it says when it inserted. None is a value."""
+    """Takes (key, whether to claim it first); reports when it inserted. `nbytes` None: a None."""
     context = multiprocessing.get_context("spawn")
     orders, theirs = context.Pipe()
     arguments = (nodes.holder_config, nbytes, rest, theirs)
-    process = context.Process(target=insert_when_told, args=arguments, daemon=True)
+    process = context.Process(target=insert_on_order, args=arguments, daemon=True)
     process.start()
-    theirs.close()  # so that its end is noticed
+    theirs.close()  # so that the end of the process is detected
     assert orders.recv() == "ready"
     yield orders
     orders.send(None)
@@ -201,7 +201,7 @@ def inserter(
 
 
 def measure_claim_wakes(nodes: Nodes, count: int, rest: Rest = REST_SECONDS) -> dict[str, Any]:
-    """Until a client whose key another node's client produces was told that it is there."""
+    """Until a waiting `claim` has returned that another node's client stored the key."""
     inserted, woken = {}, {}
     with inserter(nodes, 4096, rest) as orders:
         for number in range(count):
@@ -218,9 +218,9 @@ def measure_claim_wakes(nodes: Nodes, count: int, rest: Rest = REST_SECONDS) -> 
 
 
 def measure_select_wakes(nodes: Nodes, nbytes: int | None, count: int) -> dict[str, Any]:
-    """Until a waiting `select` on the other node has returned what was inserted.
+    """Until a waiting `select` on the other node has returned the inserted tensor.
 
-    Beside it a `select` that need not wait: published and known here, but to be fetched.
+    It also times a `select` that need not wait: the key is known here, and only fetched.
     """
     out = None if nbytes is None else torch.zeros(nbytes, dtype=torch.uint8)
     inserted, woken, fetched = {}, {}, []
@@ -246,7 +246,7 @@ def measure_select_wakes(nodes: Nodes, nbytes: int | None, count: int) -> dict[s
 
 
 def since(nodes: Nodes, inserted: dict[str, int], woken: dict[str, int]) -> dict[str, Any]:
-    """From when the holder's node began to publish, and from the call of `insert` before it."""
+    """Times since the holder's node began to publish, and since the call of `insert` before it."""
     time.sleep(0.1)  # until the last line is written
     published: dict[str, int] = {}
     for line in nodes.log.read_text().splitlines():

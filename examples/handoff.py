@@ -1,6 +1,6 @@
 """Two processes and a hand-off: `python examples/handoff.py [DIRECTORY]`.
 
-On one host, with a node and a store of their own; on two, give both `store_url` and `listen`.
+On one host, with its own node and store. On two hosts, set `store_url` and `listen` on both.
 """
 
 import multiprocessing
@@ -30,12 +30,12 @@ def main(directory: str) -> None:
     with open_buffer(directory) as buffer:
         producer = multiprocessing.get_context("spawn").Process(target=produce, args=(directory,))
         producer.start()
-        for layer in (2, 0, 1):  # each waits until it is there, and is gone when it is taken
+        for layer in (2, 0, 1):  # waits until the item is present, and removes it
             tensor = buffer.drop_select(key_of(layer), timeout=60.0)
             assert tensor is not None
             print(f"layer-{layer}: {tuple(tensor.shape)} of {tensor.mean():g}")
         producer.join()
-        print("still there:", buffer.has_caches([key_of(layer) for layer in range(3)]))
+        print("still present:", buffer.has_caches([key_of(layer) for layer in range(3)]))
 
 
 if __name__ == "__main__":

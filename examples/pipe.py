@@ -1,6 +1,6 @@
 """Two processes and a pipe: `python examples/pipe.py [URI]`.
 
-The address says how the bytes travel; nothing else depends on it.
+The URI selects the transport; nothing else depends on it.
 """
 
 import multiprocessing

@@ -1,11 +1,11 @@
-"""Brings the Python sources of one vLLM release here, for `make test-hosts`.
+"""Fetch the Python sources of one vLLM release, for `make test-hosts`.
 
     python scripts/fetch_host.py VERSION [--into build/hosts]      prints the folder
 
 A wheel of vLLM has 250 to 500 MB, its Python files compressed 3 to 11. So only these are read, by
-HTTP ranges; a server that knows none sends the whole wheel, which is then checked by its hash. Each
-file is checked against the wheel's RECORD. Where the wheel lies is asked of pip, so that pip's own
-configuration decides about the index. A folder that is there is complete and never fetched again.
+HTTP ranges. A server without ranges sends the whole wheel, which is then checked by its hash. Each
+file is checked against the wheel's RECORD. pip locates the wheel, so pip's configuration selects
+the index. An existing folder is complete and never fetched again.
 """
 
 import argparse
@@ -29,21 +29,21 @@ from typing import IO, Any
 
 INTO = Path(__file__).resolve().parent.parent / "build" / "hosts"
 SILENCE_SECONDS = 60.0
-"""A server that sends nothing for so long is given up."""
+"""Timeout for a server that sends nothing."""
 PIP_SECONDS = 300.0
 READ_AHEAD_BYTES = 1 << 20
 TOTAL_BYTES_MAX = 1 << 30
 
 
 class FetchError(Exception):
-    """Nothing was left behind; the message is for the user."""
+    """The sources were not fetched, and no files were left. The message is for the user."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wheel:
     url: str
     sha256: str
-    """Of the whole file, "" where the index does not say."""
+    """Of the whole file; "" if the index has none."""
 
     @property
     def name(self) -> str:
@@ -51,7 +51,7 @@ class Wheel:
 
 
 class RemoteFile(io.RawIOBase):
-    """A file on a server that knows ranges; each read is one request."""
+    """A file on a server that supports ranges; each read is one request."""
 
     def __init__(self, url: str, size: int) -> None:
         self._url = url
@@ -76,7 +76,7 @@ class RemoteFile(io.RawIOBase):
         wanted = min(len(buffer), self._size - self._position)
         if wanted <= 0:
             return 0
-        with _ask(self._url, f"bytes={self._position}-{self._position + wanted - 1}") as answer:
+        with _request(self._url, f"bytes={self._position}-{self._position + wanted - 1}") as answer:
             data = answer.read(wanted)
         if answer.status != 206 or len(data) != wanted:
             raise FetchError(f"the server sent {len(data)} bytes instead of a range of {wanted}")
@@ -89,7 +89,7 @@ def fetch(version: str, into: Path) -> Path:
     """The folder with the release's sources.
 
     Raises:
-        FetchError: they could not be had, or are not what the wheel says.
+        FetchError: they could not be fetched, or differ from the wheel's RECORD.
     """
     folder = into / version
     if folder.is_dir():
@@ -106,22 +106,22 @@ def fetch(version: str, into: Path) -> Path:
         try:
             (scratch / "sources").rename(folder)
         except OSError:
-            if not folder.is_dir():  # unless another run was quicker
+            if not folder.is_dir():  # unless another run was faster
                 raise
     return folder
 
 
 def locate(version: str) -> Wheel:
-    """Where pip would take the wheel from.
+    """The wheel that pip would download.
 
     Raises:
-        FetchError: pip does not find it; its own words are in the message.
+        FetchError: pip does not find it; the message has pip's output.
     """
     command = [
         _python_with_pip(), "-m", "pip", "install", "--dry-run", "--no-deps", "--ignore-installed",
         "--only-binary", ":all:", "--quiet", "--report", "-", f"vllm=={version}",
     ]  # fmt: skip
-    _say(f"vllm {version}: asking pip for its wheel")
+    _log(f"vllm {version}: locating its wheel with pip")
     try:
         run = subprocess.run(
             command, capture_output=True, text=True, timeout=PIP_SECONDS, check=False
@@ -137,7 +137,7 @@ def locate(version: str) -> Wheel:
 
 
 def _python_with_pip() -> str:
-    """This environment may have been made without pip; the Python that it is made of has one."""
+    """A Python with pip: this environment's, or else the base interpreter's."""
     base: str = getattr(sys, "_base_executable", sys.executable)
     for python in (sys.executable, base):
         known = subprocess.run([python, "-m", "pip", "--version"], capture_output=True, check=False)
@@ -148,13 +148,13 @@ def _python_with_pip() -> str:
 
 @contextmanager
 def _opened(wheel: Wheel, scratch: Path) -> Iterator[zipfile.ZipFile]:
-    with _ask(wheel.url, "bytes=0-0") as answer:
+    with _request(wheel.url, "bytes=0-0") as answer:
         if answer.status == 206:
             size = int(answer.headers["Content-Range"].rpartition("/")[2])
-            _say(f"{wheel.name}: only its Python files, out of {size >> 20} MiB")
+            _log(f"{wheel.name}: only its Python files, out of {size >> 20} MiB")
             remote = io.BufferedReader(RemoteFile(wheel.url, size), READ_AHEAD_BYTES)
         else:
-            _say(f"{wheel.name}: the server knows no ranges, so all of it")
+            _log(f"{wheel.name}: the server has no range support; fetching the whole wheel")
             remote = None
             _download(answer, wheel, scratch / "wheel")
     with zipfile.ZipFile(remote or scratch / "wheel") as archive:
@@ -170,7 +170,7 @@ def _download(answer: IO[bytes], wheel: Wheel, path: Path) -> None:
             if file.tell() > TOTAL_BYTES_MAX:
                 raise FetchError(f"{wheel.name} has more than {TOTAL_BYTES_MAX} bytes")
     if wheel.sha256 and digest.hexdigest() != wheel.sha256:
-        raise FetchError(f"{wheel.name} has another hash than the index says")
+        raise FetchError(f"{wheel.name} does not have the hash that the index gives")
 
 
 def _extract(archive: zipfile.ZipFile, target: Path) -> None:
@@ -188,33 +188,33 @@ def _extract(archive: zipfile.ZipFile, target: Path) -> None:
     ]
     if sum(member.file_size for member in members) > TOTAL_BYTES_MAX:
         raise FetchError(f"its Python files have more than {TOTAL_BYTES_MAX} bytes")
-    # In the order in which they lie there, so that one range serves many.
+    # In the order of their offsets, so that one range serves many.
     for member in sorted(members, key=lambda member: member.header_offset):
         data = archive.read(member)
         if member.filename != records[0] and promised.get(member.filename) != _digest(data):
-            raise FetchError(f"{member.filename} is not what the wheel's RECORD says")
+            raise FetchError(f"{member.filename} differs from the wheel's RECORD")
         path = target / member.filename
         if target not in path.resolve().parents:
             raise FetchError(f"{member.filename} points out of the folder")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
-    _say(f"{len(members)} files")
+    _log(f"{len(members)} files")
 
 
 def _digest(data: bytes) -> str:
-    """As RECORD writes it."""
+    """The digest in the form of RECORD."""
     raw = base64.urlsafe_b64encode(hashlib.sha256(data).digest())
     return "sha256=" + raw.rstrip(b"=").decode()
 
 
 @contextmanager
-def _ask(url: str, byte_range: str) -> Iterator[Any]:
+def _request(url: str, byte_range: str) -> Iterator[Any]:
     request = urllib.request.Request(url, headers={"Range": byte_range})
     with urllib.request.urlopen(request, timeout=SILENCE_SECONDS) as answer:
         yield answer
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     print(f"[hosts] {text}", file=sys.stderr, flush=True)
 
 
@@ -226,7 +226,7 @@ def main() -> int:
     try:
         print(fetch(arguments.version, arguments.into))
     except FetchError as error:
-        _say(str(error))
+        _log(str(error))
         return 1
     return 0
 

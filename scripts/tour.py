@@ -1,9 +1,9 @@
-"""Takes the pictures of docs/tour.md: three nodes under load, and their dashboard in Chromium.
+"""Take the pictures of docs/tour.md: three nodes under load, and their dashboard in Chromium.
 
     make tour
 
-The load is a few thousand lookups of keys of which some are asked for often, on three nodes of
-this host; a claim is held, and one node is killed for the last picture.
+The load is a few thousand lookups on three nodes of this host, some keys far more often than
+others. A claim is held, and one node is killed for the last picture.
 """
 
 import argparse
@@ -38,7 +38,7 @@ def key_of(number: int) -> TensorKey:
 
 
 def work(node: NodeProcess, seed: int, over: threading.Event) -> None:
-    """Looks items up, some far more often than others, and inserts what is not there."""
+    """Look items up, some far more often than others, and insert those that are absent."""
     dice, waves = random.Random(seed), seed
     try:
         with node.client() as client:
@@ -54,7 +54,7 @@ def work(node: NodeProcess, seed: int, over: threading.Event) -> None:
                     except BufferFull:
                         pass
     except NodeUnavailable:
-        pass  # it was killed, for the last picture
+        pass  # the node was killed, for the last picture
 
 
 @contextmanager

@@ -1,10 +1,10 @@
-"""`python -m examples.demo`, also behind `lookup-buffer demo`: the whole story on one machine.
+"""`python -m examples.demo`, also run by `lookup-buffer demo`: the demonstration on one machine.
 
 Starts store, nodes and engines, runs the requests, prints and writes the result. Main thread.
 
 Exit codes: 0 every promise is kept, except perhaps those about times; 1 another promise is broken
 (the output names both kinds); 2 something did not start or answer; 130 interrupted. In every case
-all processes that were started are ended.
+it ends all processes that it started.
 """
 
 import argparse
@@ -33,15 +33,15 @@ from store import StoreError
 _ENGINES = ("host-a", "host-b")
 _CORES_PER_ENGINE_MAX = 8
 _HITS_WAIT_SECONDS = 30.0
-_WIDTH_OF_A_FILE = 120
+_FILE_COLUMNS = 120
 
 
 def main() -> int:
     arguments = _parser().parse_args()
-    console = Console() if sys.stdout.isatty() else Console(width=_WIDTH_OF_A_FILE)
+    console = Console() if sys.stdout.isatty() else Console(width=_FILE_COLUMNS)
     if importlib.util.find_spec("vllm") is None:
         console.print(
-            "The demo runs two vLLM engines, and vLLM is not installed here: run `make demo` in a "
+            "The demo runs two vLLM engines, but vLLM is not installed: run `make demo` in a "
             "checkout, which installs its CPU build.",
             highlight=False, soft_wrap=True,
         )  # fmt: skip
@@ -64,13 +64,13 @@ def _parser() -> argparse.ArgumentParser:
         "--model",
         choices=sorted(SIZES),
         default=HEAVY.name,
-        help="heavy encodes like a SigLIP-so400m; tiny only shows that it works (default: heavy)",
+        help="heavy encodes like a SigLIP-so400m; tiny is a functional check only (default: heavy)",
     )
     parser.add_argument(
         "--directory",
         type=Path,
         default=Path("build"),
-        help="keeps the generated model and the logs (default: build)",
+        help="holds the generated model and the logs (default: build)",
     )
     parser.add_argument(
         "--json",
@@ -96,7 +96,7 @@ def _demo(size: ModelSize, directory: Path, json_path: Path, console: Console) -
             for name in _ENGINES
         }
         baseline.wait_ready()
-        console.print("The engine without a connector says what the tokens have to be …")
+        console.print("Reading the expected tokens from the engine without a connector …")
         expected = reference_tokens(baseline)
         baseline.close()
         for engine in engines.values():
@@ -104,7 +104,7 @@ def _demo(size: ModelSize, directory: Path, json_path: Path, console: Console) -
         story = Story(
             engines, fleet.store, expected, lambda outcome: console.print(describe(outcome))
         )
-        console.print("Warming up: text alone, then one photograph that does not count …")
+        console.print("Warming up: text only, then one photograph that does not count …")
         for engine in engines.values():
             warm_up_text(engine, size)
         story.warm_up()

@@ -1,7 +1,7 @@
 """vLLM's scheduler with a log of what it schedules. Runs in the process of vLLM's engine core.
 
 Only the demo and the end-to-end tests use it, through vLLM's `scheduler_cls`. It changes no
-decision and knows no connector.
+decision and depends on no connector.
 """
 
 from pathlib import Path

@@ -1,6 +1,6 @@
 """One real vLLM engine in its own processes, as the demo and the end-to-end tests use it.
 
-Runs in the commanding process and imports neither vLLM nor torch. The engine is a session leader
+Runs in the controlling process and imports neither vLLM nor torch. The engine is a session leader
 with its own process group: a Ctrl-C in the terminal does not reach it, and every process that it
 started ends with it.
 """
@@ -33,7 +33,7 @@ _NAMED = re.compile(r"lookup buffer: (namespace [0-9a-f]{64}|.*shares nothing)")
 
 
 class EngineFailure(Exception):
-    """The engine did not start, did not answer in time, or ended. The text has its log's tail."""
+    """The engine did not start, did not answer in time, or ended. The text ends with its log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,11 +116,11 @@ class DemoEngine:
 
     @property
     def pid(self) -> int:
-        """Id of the engine's process and of its process group, which has all that it started."""
+        """Id of the engine's process and of its process group, which holds all that it started."""
         return self._process.pid
 
     def wait_ready(self, *, timeout_seconds: float = START_SECONDS) -> StartFacts:
-        """Return when the engine can answer and its connector, if any, has its namespace or none.
+        """Return when the engine can answer and its connector, if any, has logged its namespace.
 
         Raises:
             EngineFailure: it was not ready in time, or ended.
@@ -133,13 +133,13 @@ class DemoEngine:
         return self.facts
 
     def _wait_named(self, deadline: float) -> None:
-        """Wait until the connector's log names its namespace, or says that it shares nothing."""
+        """Wait until the connector logs its namespace, or that it shares nothing."""
         arguments = json.dumps(engine_arguments(self.settings), default=str)
         if CONNECTOR_NAME not in arguments and KV_CONNECTOR_NAME not in arguments:
             return
         while not _NAMED.search(self.settings.log_path.read_text(errors="replace")):
             if time.monotonic() > deadline:
-                raise self._failure("does not say under which namespace it shares")
+                raise self._failure("did not log its namespace in time")
             time.sleep(_POLL_SECONDS)
 
     def generate(self, question: Question, *, timeout_seconds: float = ANSWER_SECONDS) -> Answer:
@@ -177,7 +177,7 @@ class DemoEngine:
         self._end(patience_seconds=0.0)
 
     def close(self, *, timeout_seconds: float = 15.0) -> None:
-        """Ask the engine to end; kill the processes that remain after the timeout."""
+        """Shut the engine down; kill the processes that remain after the timeout."""
         if self._closed:
             return
         with contextlib.suppress(EngineFailure):
@@ -215,7 +215,7 @@ class DemoEngine:
         try:
             self._connection.sendall(json.dumps(message).encode() + b"\n")
         except OSError as error:
-            raise self._failure("does not listen") from error
+            raise self._failure("closed its connection") from error
 
     def _receive(self, kind: str, timeout_seconds: float) -> Any:
         message = json.loads(self._receive_line(timeout_seconds))
@@ -230,7 +230,7 @@ class DemoEngine:
             try:
                 received = self._connection.recv(1 << 16)
             except TimeoutError as error:
-                raise self._failure(f"said nothing for {timeout_seconds:.0f} s") from error
+                raise self._failure(f"sent nothing for {timeout_seconds:.0f} s") from error
             except OSError as error:
                 raise self._failure("broke its connection") from error
             if not received:

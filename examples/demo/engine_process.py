@@ -1,7 +1,7 @@
-"""The engine's own process: one real vLLM engine, commanded by JSON lines over a socket.
+"""The engine's own process: one real vLLM engine, controlled by JSON lines over a socket.
 
-Main thread: vLLM. A second thread reads the socket, so that the end of the commanding process is
-noticed during an answer too; it then kills its whole process group.
+Main thread: vLLM. A second thread reads the socket, so it detects the end of the controlling
+process during an answer too. It then kills its whole process group.
 """
 
 import json
@@ -120,7 +120,7 @@ def _read_commands(connection: socket.socket, commands: "queue.Queue[Message]") 
             commands.put(command)
             if "stop" in command:
                 return
-    # End of file without "stop": the commanding process has ended and cannot clean up any more.
+    # End of file without "stop": the controlling process has ended and cannot clean up.
     os.killpg(os.getpgid(0), signal.SIGKILL)
 
 

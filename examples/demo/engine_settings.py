@@ -28,8 +28,10 @@ class Placement(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """One engine. Engines that shall share need the same `model_directory`: the path is part of
-    vLLM's content hash."""
+    """One engine.
+
+    Engines that share need the same `model_directory`: the path is part of vLLM's content hash.
+    """
 
     name: str
     size: ModelSize
@@ -44,7 +46,7 @@ class EngineSettings:
     images_per_prompt: int = 1
     cores: tuple[int, ...] = ()
     """Cores for the engine's arithmetic; if empty, vLLM chooses. Engines whose tokens are compared
-    need equally many: the number of threads decides the order of floating-point sums."""
+    need equal numbers of cores: the number of threads sets the order of floating-point sums."""
     environment: dict[str, str] = field(default_factory=dict)
     """Added to the engine's environment."""
     extra_arguments: dict[str, Any] = field(default_factory=dict)
@@ -69,9 +71,9 @@ def engine_environment(settings: EngineSettings) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         # An engine imports 3,000 modules in each of its processes: bytecode files halve its start.
         "PYTHONDONTWRITEBYTECODE": "",
-        # glibc returns freed tensors to the system, depending on their place on its heap: the same
-        # prefill then took 0 to 15,000 page faults, 43 to 68 ms. vLLM's documentation for CPU
-        # preloads TCMalloc, which keeps memory; these two make glibc keep it.
+        # glibc returns freed tensors to the system, depending on their position on its heap: the
+        # same prefill then took 0 to 15,000 page faults, 43 to 68 ms. vLLM's documentation for CPU
+        # preloads TCMalloc, which keeps memory; these two variables make glibc keep it.
         "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
         "MALLOC_MMAP_THRESHOLD_": str(_MMAP_THRESHOLD_MAX),
     }

@@ -1,7 +1,7 @@
 """The demo's fleet without its engines: a Valkey, and two nodes that act as two hosts.
 
 The nodes have their own names, directories and sockets, and reach each other over TCP only. All
-of it runs on embedded parts and ends with this process, however this process ends.
+processes end with this process, however it ends.
 """
 
 import contextlib
@@ -26,9 +26,9 @@ _NODE_READY_SECONDS = 60.0
 _NODE_END_SECONDS = 15.0
 _POLL_SECONDS = 0.02
 _STORE_SECONDS = 5.0
-# An engine whose wait times out encodes by itself, and the demo would report a broken promise. So
-# these limits are longer than the defaults, for a busy machine; an idle one never reaches them.
-_PATIENCE = {"fetch_wait_seconds": 60.0, "claim_wait_seconds": 100.0}
+# An engine whose wait times out encodes by itself, and the demo reports a broken promise. So these
+# limits are longer than the defaults, for a busy machine; an idle one never reaches them.
+_ENGINE_WAITS = {"fetch_wait_seconds": 60.0, "claim_wait_seconds": 100.0}
 
 
 class NodeFailure(Exception):
@@ -47,7 +47,7 @@ class DemoNode:
         return str(self.config.node_id)
 
     def ec_transfer_config(self) -> dict[str, Any]:
-        """What a vLLM user on this node's host would write into `--ec-transfer-config`."""
+        """The value of `--ec-transfer-config` for a vLLM engine on this node's host."""
         return {
             "ec_connector": CONNECTOR_NAME,
             "ec_role": "ec_both",
@@ -56,7 +56,7 @@ class DemoNode:
                 "node_socket": str(self.config.socket_path()),
                 "capacity_bytes": self.config.capacity_bytes,
                 "required": True,
-                **_PATIENCE,
+                **_ENGINE_WAITS,
             },
         }
 

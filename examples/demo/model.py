@@ -50,7 +50,7 @@ def ensure_model(
         try:
             draft.rename(target)
         except OSError:
-            # Another process was faster; its files are equal to ours.
+            # Another process was faster; its files are equal.
             if not target.is_dir():
                 raise
     finally:

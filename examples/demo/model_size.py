@@ -1,7 +1,7 @@
 """Sizes and file names of the demo's model. Pure: nothing random, nothing on disk.
 
 The model is an Idefics3 (the architecture of SmolVLM): a SigLIP-like vision tower, one projection
-and a small Llama. It is not trained; it exists so that a real engine really encodes a photograph.
+and a small Llama. It is not trained; it lets a real engine encode a photograph.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ class VisionSize:
 
 @dataclass(frozen=True, slots=True)
 class TextSize:
-    """The language model after the tower; small, since the demo is about encoding."""
+    """The language model after the tower; small, since the demo measures encoding."""
 
     hidden: int
     intermediate: int
@@ -55,7 +55,7 @@ class ModelSize:
         return self.embeddings_per_image * self.text.hidden * 4
 
     def digest(self, seed: int) -> str:
-        """The name of the weights: twelve hex digits of a hash of all that they are made from."""
+        """The name of the weights: twelve hex digits of a hash of their size, seed and formula."""
         made_from = {"formula": FORMULA_VERSION, "seed": seed, "size": asdict(self)}
         return hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()[:12]
 

@@ -13,7 +13,7 @@ HIT_PART_OF_ENCODE = 0.1
 
 
 class Purpose(StrEnum):
-    """The purpose of a request; each has its place in the story."""
+    """The purpose of a request in the demo."""
 
     WARM_UP = "warm-up"
     """Shown and compared with the engine without a connector, but in none of the figures."""
@@ -41,9 +41,9 @@ class Outcome:
     photograph: str
     origin: Origin
     source: str
-    """Where the encoding of a loaded image was before, in words; otherwise empty."""
+    """Where the encoding of a loaded image was before, as text; otherwise empty."""
     queued_seconds: float
-    """The part of `ttft_seconds` in which the request waited for its turn, or for a transfer."""
+    """The part of `ttft_seconds` in which the request waited for its turn or for a transfer."""
     ttft_seconds: float
     tokens: tuple[int, ...]
     tokens_expected: tuple[int, ...]
@@ -76,7 +76,7 @@ class Promise:
     kept: bool
     found: str
     is_time: bool = False
-    """Times depend on the machine's other load: a missed one is reported, but is no failure."""
+    """Times depend on other load of the machine: a missed one is reported, but is not a failure."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,8 @@ def milliseconds(seconds: float) -> str:
 def describe(outcome: Outcome) -> str:
     """One line for one outcome, shown while the demo runs."""
     return (
-        f"  {outcome.purpose}: {outcome.photograph} to {outcome.engine}: {_had(outcome)}, "
-        f"first token after {milliseconds(outcome.ttft_seconds)}"
+        f"  {outcome.purpose}: {outcome.photograph} to {outcome.engine}: "
+        f"{_encoding_text(outcome)}, first token after {milliseconds(outcome.ttft_seconds)}"
     )
 
 
@@ -31,7 +31,7 @@ def summary(result: Result, promises: Sequence[Promise]) -> list[RenderableType]
         _request_table(result.outcomes),
         Text(_legend(result)),
         _record_table(result.records),
-        Text("hits: how often a node handed it to an engine; one's own cache asks no node.\n"),
+        Text("hits: how often a node delivered it to an engine; vLLM's own cache needs no node.\n"),
         _promise_table(promises),
     ]
 
@@ -49,7 +49,7 @@ def _table(title: str) -> Table:
     )
 
 
-def _had(outcome: Outcome) -> str:
+def _encoding_text(outcome: Outcome) -> str:
     """How the engine got the encoding of the image."""
     if outcome.origin is Origin.LOADED:
         return f"loaded: {outcome.source}"
@@ -69,7 +69,7 @@ def _request_table(outcomes: Sequence[Outcome]) -> Table:
             str(outcome.purpose),
             outcome.photograph,
             outcome.engine,
-            _had(outcome),
+            _encoding_text(outcome),
             milliseconds(outcome.ttft_seconds),
             tokens,
             "yes" if outcome.tokens_equal else "[red]NO[/red]",
@@ -88,17 +88,17 @@ def _legend(result: Result) -> str:
     lines = [
         "first token: time from queued to first token, by the clock of vLLM's engine.",
         "equal: to the tokens of an engine without a connector.",
-        "warm-up: each engine's first photograph and repeats of it, slow where a new engine is; "
-        "of the promises below it counts only for those about tokens.",
+        "warm-up: each engine's first photograph and its repeats, slow on a new engine; of the "
+        "promises below they count only for those about tokens.",
     ]
     at_once = [o for o in result.outcomes if o.purpose is Purpose.AT_ONCE]
     if at_once and all(outcome.origin is Origin.ENCODED for outcome in at_once):
         lines.append(
-            "both at once: both encoded it, where one was to wait for the other; "
-            "without a fault, one encodes for the whole fleet."
+            "both at once: both engines encoded it; without a fault, one encodes for the whole "
+            "fleet and the other waits."
         )
     lines.append(
-        f"Images encoded, as vLLM's schedulers saw it: {_counts(result.encoder_runs)} "
+        f"Images encoded, as vLLM's schedulers counted: {_counts(result.encoder_runs)} "
         f"(and to warm up: {_counts(result.encoder_runs_of_warm_up)}).\n"
     )
     return "\n".join(lines)

@@ -1,7 +1,7 @@
 """What vLLM's own scheduler did, step by step, as JSON lines in a file.
 
-The scheduler's process writes the file (`counting_scheduler.py`); the process that commands the
-engine reads it. The log is evidence independent of the connector: it counts what was scheduled.
+The scheduler's process writes the file (`counting_scheduler.py`); the process that controls the
+engine reads it. The log is independent of the connector: it counts what was scheduled.
 """
 
 import json
@@ -28,7 +28,7 @@ class Step:
     encoded: tuple[Item, ...]
     """Images that were scheduled to be encoded by the vision tower in this step."""
     loaded: tuple[Item, ...]
-    """Images that the scheduler had loaded by the connector instead."""
+    """Images that the connector loaded instead."""
 
     def to_line(self) -> str:
         fields = {
@@ -73,7 +73,7 @@ class ScheduleLog:
 
         The origin is "encoded", or "loaded" through the connector. An image that vLLM's own encoder
         cache held, or that another request of the same step brought, is not in the log and not
-        listed. `request` is the id that the engine's caller has; vLLM adds a random suffix to it.
+        listed. `request` is the id of the engine's caller; vLLM adds a random suffix to it.
         """
         found = []
         for step in self.steps():

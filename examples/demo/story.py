@@ -1,7 +1,6 @@
 """The demo's requests to two running engines, in their order.
 
-Runs in the commanding process. It uses the engines and the store; it does not know how they were
-started.
+Runs in the controlling process. It uses the engines and the store, but does not start them.
 """
 
 import time
@@ -24,7 +23,7 @@ _PHOTOGRAPHS = Path(__file__).parent / "photographs"
 FIRST_PHOTOGRAPH, SECOND_PHOTOGRAPH, WARM_UP_PHOTOGRAPH = "cat", "coffee", "rocket"
 
 Expected = Mapping[str, tuple[int, ...]]
-Tell = Callable[[Outcome], None]
+Report = Callable[[Outcome], None]
 
 
 def question(photograph: str) -> Question:
@@ -43,7 +42,7 @@ def warm_up_text(engine: DemoEngine, size: ModelSize) -> None:
 
 
 def reference_tokens(baseline: DemoEngine) -> dict[str, tuple[int, ...]]:
-    """The tokens that all other engines must reproduce, from an engine without a connector."""
+    """The tokens that all other engines must produce, from an engine without a connector."""
     return {
         photograph: baseline.generate(question(photograph)).tokens
         for photograph in (WARM_UP_PHOTOGRAPH, FIRST_PHOTOGRAPH, SECOND_PHOTOGRAPH)
@@ -58,12 +57,12 @@ class Story:
         engines: Mapping[str, DemoEngine],
         store: MetadataStore,
         expected: Expected,
-        tell: Tell,
+        report: Report,
     ) -> None:
         self._engines = engines
         self._store = store
         self._expected = expected
-        self._tell = tell
+        self._report = report
         self._photographs: dict[str, str] = {}
         self.outcomes: list[Outcome] = []
         self.encoder_runs_of_warm_up = dict.fromkeys(engines, 0)
@@ -88,8 +87,10 @@ class Story:
         self.encoder_runs_of_warm_up = runs
 
     def run(self) -> None:
-        """All requests that count. Each engine's own cache holds one image, so the second
-        photograph evicts the first one."""
+        """All requests that count.
+
+        Each engine's own cache holds one image, so the second photograph evicts the first one.
+        """
         first, second = self._engines
         self._ask(Purpose.FIRST, first, FIRST_PHOTOGRAPH)
         for _ in range(_OWN_REPEATS):
@@ -102,7 +103,7 @@ class Story:
         holders = self._holders()
         time.sleep(_REST_SECONDS)
         engine = self._engines[name]
-        self._note(purpose, name, photograph, engine.generate(question(photograph)), holders)
+        self._record(purpose, name, photograph, engine.generate(question(photograph)), holders)
 
     def _ask_both(self, photograph: str) -> None:
         holders = self._holders()
@@ -110,9 +111,9 @@ class Story:
         for engine in self._engines.values():
             engine.submit([question(photograph)])
         for name, engine in self._engines.items():
-            self._note(Purpose.AT_ONCE, name, photograph, engine.collect()[0], holders)
+            self._record(Purpose.AT_ONCE, name, photograph, engine.collect()[0], holders)
 
-    def _note(
+    def _record(
         self,
         purpose: Purpose,
         name: str,
@@ -137,7 +138,7 @@ class Story:
             tokens_expected=self._expected[photograph],
         )
         self.outcomes.append(outcome)
-        self._tell(outcome)
+        self._report(outcome)
 
     def _source(self, name: str, holders: tuple[str, ...]) -> str:
         """Where the bytes were when the request was sent, by the records in Redis at that time."""

@@ -3,8 +3,8 @@
 Each tensor has its own generator, seeded by its name, so the values do not depend on the order of
 creation. The scales keep the signal of every layer near one. The tokens then depend on the
 photograph and the prompt, and rounding errors stay far below the gap between the two most likely
-tokens. (Weights near zero, as a load format "dummy" makes them, give every photograph the same
-tokens, and a comparison of tokens would prove nothing.)
+tokens. Weights near zero, as of the load format "dummy", give every photograph the same tokens,
+and a comparison of tokens would prove nothing.
 """
 
 import hashlib

@@ -8,7 +8,7 @@ import os
 import signal
 
 INTERRUPTED = 130
-"""Equal to `ExitCode.INTERRUPTED`, which is not imported yet."""
+"""Equals `ExitCode.INTERRUPTED`, which is not imported yet."""
 
 
 def main() -> None:
@@ -17,13 +17,13 @@ def main() -> None:
     Importing its modules takes longer than many commands do. Ctrl-C during the imports ends the
     process at once and prints nothing: there is nothing to undo yet.
     """
-    ours = signal.default_int_handler
+    default = signal.default_int_handler
     # A SIGINT that is ignored, as in a background job of a shell, stays ignored.
-    listens = signal.getsignal(signal.SIGINT) is ours
-    if listens:
+    handles_sigint = signal.getsignal(signal.SIGINT) is default
+    if handles_sigint:
         signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
     from lookup_buffer.cli.commands import app
 
-    if listens:
-        signal.signal(signal.SIGINT, ours)
+    if handles_sigint:
+        signal.signal(signal.SIGINT, default)
     app()

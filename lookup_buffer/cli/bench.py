@@ -1,7 +1,7 @@
 """`lookup-buffer bench`: the speed of this host's pipes, against memcpy and a bare socket.
 
-Checks the options, the memory and the server first. Then it measures by `cli.speeds`, which needs
-torch and is therefore imported last, and prints a table or JSON. Runs on the main thread.
+Checks the options, the memory and the server first. Then it measures with `cli.speeds`, and prints
+a table or JSON. `cli.speeds` needs torch, so it is imported last. Runs on the main thread.
 """
 
 import importlib.util
@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
+from lookup_buffer.cli.doctor import available_bytes
 from lookup_buffer.cli.options import as_json, refuse_password, size_of
 from lookup_buffer.cli.output import print_json, print_line, print_table
-from lookup_buffer.inspection.records import CommandError, ExitCode, size_text
+from lookup_buffer.inspection.access import CommandError, ExitCode
+from lookup_buffer.inspection.records import size_text
 
 if TYPE_CHECKING:
     from lookup_buffer.cli.speeds import Speed
@@ -21,10 +23,10 @@ if TYPE_CHECKING:
 SIZES: Final = ("2MiB", "8MiB", "64MiB")
 SMALLEST_BYTES, LARGEST_BYTES = 1 << 10, 1 << 30
 COPIES: Final = 8
-"""Copies of the largest message in memory at once: in both processes and in the pipes."""
+"""Copies of the largest message in memory at one time: in both processes and in the pipes."""
 START_SECONDS: Final = 5.0
 QUIET_SECONDS: Final = 2.0
-"""A command that takes longer shows a progress note at a terminal."""
+"""A command that takes longer shows a progress note on a terminal."""
 
 
 @click.command()
@@ -35,27 +37,27 @@ QUIET_SECONDS: Final = 2.0
     default=SIZES,
     show_default=True,
     metavar="SIZE",
-    help="Of a message; may be said several times.",
+    help="Size of a message; may be given several times.",
 )
 @click.option(
     "--seconds",
     type=click.FloatRange(0.1, 600),
     default=10.0,
     show_default=True,
-    help="To measure for, altogether; the start takes some more.",
+    help="Time to measure, for all pipes and sizes; the start adds to it.",
 )
 @click.option(
     "--redis",
     metavar="URL",
-    help="Measure the pipe by this server, too. It gets the messages, so take one that may.",
+    help="Also measure the pipe through this server, which gets all the messages.",
 )
 @as_json
 def bench(sizes: tuple[str, ...], seconds: float, redis: str | None, json: bool) -> None:
     """Measure this host's pipes against memcpy and a bare socket.
 
-    Between two processes of this host (inproc: two threads), one asks and the other answers with a
-    tensor. Ratios are of speed: 0.50 x of memcpy is half as fast. Other work on the machine shows:
-    run it while nothing else runs.
+    Between two processes of this host (inproc: two threads), one sends requests and the other
+    answers with a tensor. Ratios are of speed: 0.50 x of memcpy is half as fast. Other load affects
+    the result, so measure on an idle machine.
     """
     nbytes = sorted({_checked(size) for size in sizes})
     if importlib.util.find_spec("torch") is None:
@@ -84,7 +86,7 @@ def _checked(text: str) -> int:
 
 
 def _check_server(url: str) -> None:
-    """Connect to the server before anything is measured; its pipe is the last one measured.
+    """Connect to the server before the measurements; its pipe is measured last.
 
     Raises:
         CommandError: the URL holds a password.
@@ -97,7 +99,7 @@ def _check_server(url: str) -> None:
 
 
 def _check_memory(nbytes: int) -> None:
-    needed, free = COPIES * nbytes, _available_bytes()
+    needed, free = COPIES * nbytes, available_bytes()
     if free is not None and needed > free:
         raise CommandError(
             f"messages of {size_text(nbytes)} need {size_text(needed)} of memory, "
@@ -106,29 +108,23 @@ def _check_memory(nbytes: int) -> None:
         )
 
 
-def _available_bytes() -> int | None:
-    from lookup_buffer.cli.doctor import available_bytes
-
-    return available_bytes()
-
-
 def _measured(pipes: list[str], sizes: list[int], seconds: float) -> list["Speed"]:
     started = time.monotonic()
-    from lookup_buffer.cli.speeds import Bench
+    from lookup_buffer.cli.speeds import PipeOpener
 
     found = []
-    with Bench(max(sizes)) as bench:
+    with PipeOpener(max(sizes)) as opener:
         for pipe in pipes:
-            with bench.opened(pipe) as gauge:
+            with opener.opened(pipe) as benchmark:
                 for nbytes in sizes:
                     if time.monotonic() - started > QUIET_SECONDS:
-                        _note(f"measuring {gauge.name} with {size_text(nbytes)} …")
-                    found.append(gauge.measure(nbytes, seconds))
-    _note("")
+                        _show_progress(f"measuring {benchmark.name} with {size_text(nbytes)} …")
+                    found.append(benchmark.measure(nbytes, seconds))
+    _show_progress("")
     return found
 
 
-def _note(text: str) -> None:
+def _show_progress(text: str) -> None:
     if sys.stderr.isatty():
         sys.stderr.write(f"\r\x1b[K{text}")
         sys.stderr.flush()
@@ -155,9 +151,9 @@ def _print(found: list["Speed"]) -> None:
     slow = [f"{one.pipe} with {size_text(one.nbytes)}" for one in found if one.verdict == "slow"]
     if slow:
         print_line(
-            f"slower than it should be: {', '.join(slow)}. Measure again while nothing else runs; "
-            "if it stays, look at the processor's clock, at other virtual machines beside this "
-            "one, and, for tcp, at a firewall on loopback"
+            f"slower than it should be: {', '.join(slow)}. Measure again on an idle machine; if it "
+            "stays slow, check the processor's clock, other virtual machines on the same host and, "
+            "for tcp, a firewall on loopback"
         )
 
 

@@ -1,11 +1,10 @@
 """The group of all commands, one module each, and the options for shell completion.
 
-Starting must be cheap: modules of this package import at their top only what `--help` needs.
-A command imports what its work needs (pydantic, rich, and the driver behind `store`) inside its
-function.
+The start must be cheap: modules of this package import at their top only what `--help` needs. A
+command imports the rest (pydantic, rich, and the driver behind `store`) inside its function.
 
-Shell completion: the script that a shell loads is printed, or written to where the shell finds it.
-The script runs the command itself for proposals, controlled by environment variables: see click.
+Shell completion: the script for a shell is printed, or written to where the shell finds it. The
+script runs the command itself for proposals, controlled by environment variables: see click.
 """
 
 from collections.abc import Callable
@@ -26,20 +25,36 @@ from lookup_buffer.cli.show import show
 from lookup_buffer.cli.stats import stats
 from lookup_buffer.cli.top import top
 from lookup_buffer.cli.why import why
-from lookup_buffer.inspection.records import CommandError, ExitCode
+from lookup_buffer.inspection.access import CommandError, ExitCode
 
-PLACES: Final = {
+__all__ = ["app"]
+
+_HELP = """Put a tensor under a key on any host, get it by that key from any other.
+
+Settings come from options, else from variables LOOKUP_BUFFER_<NAME>, for instance
+LOOKUP_BUFFER_STORE_URL. Secrets come from variables or files, never from an option.
+
+\b
+Exit codes:
+  0  all is well
+  1  a problem was found, or the key is absent
+  2  wrong usage or configuration
+  3  the store or the node is not reachable
+  130  ended by Ctrl-C
+  141  the reader of the output closed it
+"""
+SCRIPT_PATHS: Final = {
     "bash": ".local/share/bash-completion/completions/lookup-buffer",
     "zsh": ".zfunc/_lookup-buffer",
     "fish": ".config/fish/completions/lookup-buffer.fish",
 }
 """Path of the completion script below the home directory, by shell."""
-_REST: Final = {
-    "bash": "a new shell has it where the package bash-completion is installed; where it is not, "
-    "add to ~/.bashrc: source {path}",
-    "zsh": "add to ~/.zshrc, where it does not stand there yet: fpath+=~/.zfunc; "
+_NEXT_STEP: Final = {
+    "bash": "new shells load it if the package bash-completion is installed; if not, add to "
+    "~/.bashrc: source {path}",
+    "zsh": "add to ~/.zshrc, unless it is there: fpath+=~/.zfunc; "
     "autoload -Uz compinit && compinit",
-    "fish": "a new shell has it",
+    "fish": "new shells load it",
 }
 
 
@@ -47,11 +62,11 @@ def completion_options(command: Callable[..., None]) -> Callable[..., None]:
     """Add the options `--install-completion SHELL` and `--show-completion SHELL`."""
     for name, callback, text in (
         ("--show-completion", _show, "Print the completion script for a shell, and exit."),
-        ("--install-completion", _install, "Put it where the shell looks for it, and exit."),
+        ("--install-completion", _install, "Install it where the shell finds it, and exit."),
     ):
         command = click.option(
             name,
-            type=click.Choice(list(PLACES)),
+            type=click.Choice(list(SCRIPT_PATHS)),
             callback=callback,
             is_eager=True,
             expose_value=False,
@@ -70,16 +85,16 @@ def _install(context: click.Context, _: click.Parameter, shell: str | None) -> N
     if shell is None:
         return
     try:
-        path = Path.home() / PLACES[shell]
+        path = Path.home() / SCRIPT_PATHS[shell]
     except RuntimeError as error:  # no passwd entry, as in containers, and no HOME
-        raise CommandError("nobody says what your home is: set HOME", ExitCode.FOUND) from error
+        raise CommandError("the home directory is unknown: set HOME", ExitCode.FOUND) from error
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(_script(context, shell), encoding="utf-8")
     except OSError as error:
         sentence = f"{path} cannot be written: {error.strerror}"
         raise CommandError(sentence, ExitCode.FOUND) from error
-    click.echo(f"{path} is written; {_REST[shell].format(path=path)}")
+    click.echo(f"{path} is written; {_NEXT_STEP[shell].format(path=path)}")
     context.exit()
 
 
@@ -87,26 +102,8 @@ def _script(context: click.Context, shell: str) -> str:
     from click.shell_completion import get_completion_class
 
     kind = get_completion_class(shell)
-    assert kind is not None  # one of PLACES
+    assert kind is not None  # one of SCRIPT_PATHS
     return kind(context.command, {}, "lookup-buffer", "_LOOKUP_BUFFER_COMPLETE").source()
-
-
-__all__ = ["app"]
-
-_HELP = """Put a tensor under a key on any host, get it by that key from any other.
-
-Settings come from options, else from variables LOOKUP_BUFFER_<NAME>, for instance
-LOOKUP_BUFFER_STORE_URL. Secrets come from variables or files, never from an option.
-
-\b
-Exit codes:
-  0  all is well
-  1  something wrong was found, or the key is not there
-  2  wrong usage or configuration
-  3  the store or the node is not reachable
-  130  ended by Ctrl-C
-  141  whoever read the output has left
-"""
 
 
 def _version(context: click.Context, _: click.Parameter, wanted: bool) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from lookup_buffer.inspection.records import CommandError, ExitCode
+from lookup_buffer.inspection.access import CommandError, ExitCode
 
 _PACKAGES = Path(__file__).resolve().parent.parent.parent
 _FILES_OF_A_CHECKOUT = ("pyproject.toml", "lookup_buffer/cli/demo.py", "examples/demo/__main__.py")
@@ -28,8 +28,8 @@ def demo(context: click.Context) -> None:
     from lookup_buffer.environment import environment_importing_from
 
     # -P: a folder named `store` in the working directory must not shadow our package. This process
-    # is replaced, so Ctrl-C, signals and exit codes are the demo's own. The environment passes the
-    # checkout's root to every process of the demo, also to those that vLLM starts.
+    # is replaced, so the demo itself handles signals and sets the exit code. The environment passes
+    # the checkout's root to every process of the demo, also to those that vLLM starts.
     command = [sys.executable, "-P", "-m", "examples.demo", *context.args]
     os.execve(command[0], command, environment_importing_from(_checkout()))
 

@@ -1,11 +1,12 @@
-"""`lookup-buffer doctor`: checks store, host, node and fleet, and says what to do.
+"""`lookup-buffer doctor`: check store, fleet, host and node, with advice for each problem.
 
-One `Check` for each thing that was examined:
-- the store: client library, server, rights, memory policy, clock, records, nodes' keys;
-- the fleet: whether the nodes with a beat are alive, reachable, and accept our token;
+It makes one `Check` for each subject:
+- the store: client library, server, rights, eviction policy, memory, latency, clock, records, and
+  the keys of nodes;
+- the fleet: whether the nodes with a heartbeat are alive, reachable, and accept our token;
 - this host: variables, runtime directory, node, memory for its arena.
 
-Runs on the main thread. Network calls have timeouts; a failed check is a result, no exception.
+Runs on the main thread. Network calls have timeouts. A failed check is a result, not an exception.
 """
 
 import os
@@ -25,15 +26,15 @@ from lookup_buffer.cli.options import configure, of_store
 from lookup_buffer.cli.output import print_json, print_outline
 from lookup_buffer.environment import misspelt_variables
 from lookup_buffer.errors import ConfigError, LookupBufferError, NodeRefused
-from lookup_buffer.inspection.records import (
+from lookup_buffer.inspection.access import (
     CommandError,
     ExitCode,
-    HeartbeatMonitor,
-    answers,
+    is_listening,
     opened_store,
     shown_url,
-    size_text,
 )
+from lookup_buffer.inspection.heartbeats import HeartbeatMonitor
+from lookup_buffer.inspection.records import size_text
 from store import EmbeddedServerError, MetadataStore, NodeInfo, ServerInfo, StoreError, layout
 from store.embedded import find_server
 from store.url import parse
@@ -42,11 +43,30 @@ if TYPE_CHECKING:
     from lookup_buffer.config import BufferConfig
     from store.inspection import Inspection
 
+OLDEST_VERSIONS = {"redis": (7, 0), "valkey": (8, 0)}
+SERVER_MEMORY_PART_MAX = 0.8
+RECORDS_MAX = 10_000
+"""Most records examined. The server lists them in no order, so they are a sample of all."""
+PINGS = 5
+CLOCK_SECONDS_MAX = 2.0
+PING_SECONDS_MAX = 0.005
+"""Round trip above which there is a warning: a look-up takes one, and a hit should cost little."""
+CONNECT_SECONDS = 1.0
+"""Timeout for connecting to a node, and again for the handshake."""
+TRIED_MAX = 16
+"""Most nodes whose ports are tried: an unreachable one takes all of CONNECT_SECONDS."""
+NAMED_MAX = 5
+LOOPBACK = ("127.", "localhost", "[::1]")
+ANSWER_SECONDS = 2.0
+SOCKET_PATH_BYTES_MAX = 107
+ARENA_PART_MAX = 0.75
+"""Largest part of the machine's memory for an arena; a larger one leaves engines too little."""
+
 
 class Verdict(StrEnum):
     OK = "ok"
     WARN = "warn"
-    """It works, but perhaps not as well or as long as expected."""
+    """It works, but perhaps slowly or not for long."""
     FAIL = "fail"
 
 
@@ -82,9 +102,8 @@ def doctor(
 ) -> None:
     """Check the store, this host and its node.
 
-    Says what to do where something fails; the exit code is then 1.
+    Advises what to do about each problem. The exit code is 1 if a check fails.
     """
-
     config = configure(
         store_url=store_url, store_password_file=store_password_file, directory=directory
     )
@@ -112,63 +131,275 @@ def _print(checks: list[Check]) -> None:
     )
 
 
-CONNECT_SECONDS = 1.0
-"""Timeout for connecting to a node, and again for the handshake."""
-TRIED_MAX = 16
-"""Most nodes whose ports are tried: an unreachable one takes all of CONNECT_SECONDS."""
-NAMED_MAX = 5
-LOOPBACK = ("127.", "localhost", "[::1]")
+def store_checks(config: "BufferConfig") -> Iterator[Check]:
+    """Checks of the client library and the store, and of the fleet if the store is usable."""
+    yield from _client_check()
+    access = config.store_access()
+    try:
+        access.check_files()
+    except ConfigError as error:
+        yield fail("store", str(error), "correct the file, or the URL")
+        return
+    try:
+        with opened_store(access) as store:
+            store.ping()
+            yield ok("store", f"{shown_url(access)} answers")
+            yield from _usable_store_checks(config, store)
+    except CommandError as error:
+        if error.code is ExitCode.UNREACHABLE:  # the embedded server, which a node would start
+            yield _embedded_check(str(error))
+        # Otherwise the directory is the cause; the checks of this host report it.
+    except ConfigError:
+        pass  # the directory, as above
+    except StoreError as error:
+        yield fail(
+            "store",
+            str(error),
+            "start the server, or correct the URL, password, certificates or firewall",
+        )
+
+
+def _client_check() -> Iterator[Check]:
+    try:
+        yield ok("store client", f"hiredis {version('hiredis')}")
+    except PackageNotFoundError:
+        yield fail("store client", "hiredis is not installed", "pip install hiredis")
+
+
+def _embedded_check(found: str) -> Check:
+    """The check of an embedded server that does not run. `found` is the store's error."""
+    try:
+        find_server()
+    except EmbeddedServerError as error:
+        return fail("store", str(error), "a node starts without it and shares nothing")
+    return warn("store", found, "it starts with the node")
+
+
+def _usable_store_checks(config: "BufferConfig", store: MetadataStore) -> Iterator[Check]:
+    """Checks of a store that answers. They end at a failure that makes the later ones pointless."""
+    inspection = _inspection(store)
+    try:
+        info = store.server_info()
+    except StoreError:
+        info = None  # not permitted; the next check reports it
+    if info is not None:
+        first = (mode_check(config.store_url, info), version_check(info))
+        yield from first
+        if any(check.verdict is Verdict.FAIL for check in first):
+            return
+    rights = rights_check(inspection)
+    yield rights
+    if info is not None and rights.verdict is Verdict.OK:
+        yield policy_check(info)
+        yield memory_check(info)
+        yield _latency_check(config, store)
+        yield from clock_check(inspection.clock_ahead_seconds())
+        yield records_check(inspection)
+        yield nodes_check(inspection)
+        token = config.token.get_secret_value() if config.token else None
+        yield from fleet_checks(store, token)
+
+
+def _inspection(store: MetadataStore) -> "Inspection":
+    from store.redis_store import RedisStore  # slow to import; imported by now
+
+    assert isinstance(store, RedisStore)  # a node can be configured with no other
+    return store.inspection()
+
+
+def mode_check(url: str, info: ServerInfo) -> Check:
+    """Whether the URL's scheme fits the mode in which the server runs."""
+    topology = "standalone" if url == "embedded" else parse(url).topology
+    if (topology == "cluster") == (info.mode == "cluster") and info.mode != "sentinel":
+        return ok("store mode", topology)
+    return fail(
+        "store mode",
+        f"the URL is for {topology}, the server runs as {info.mode or 'unknown'}",
+        "name a cluster by redis-cluster://host,host, the sentinels by "
+        "redis-sentinel://host,host/service",
+    )
+
+
+def version_check(info: ServerInfo) -> Check:
+    found = f"{info.product} {info.version}"
+    oldest = OLDEST_VERSIONS.get(info.product)
+    wanted = "use Redis 7.0 or newer, or Valkey 8 or newer"
+    if oldest is None:
+        return warn("store version", f"{found} is untested", wanted)
+    if version_tuple(info.version) < oldest:
+        return fail("store version", f"{found} is too old", wanted)
+    return ok("store version", found)
+
+
+def version_tuple(text: str) -> tuple[int, ...]:
+    """The leading numbers of a version: (7, 0, 15) of `7.0.15-rc1`."""
+    numbers = []
+    for piece in text.split("."):
+        digits = piece[: len(piece) - len(piece.lstrip("0123456789"))]
+        if not digits:
+            break
+        numbers.append(int(digits))
+    return tuple(numbers)
+
+
+def rights_check(inspection: "Inspection") -> Check:
+    """Whether the server allows all commands that a node needs."""
+    refused = inspection.refused()
+    if refused is None:
+        return ok("store rights", "every command that a node needs is allowed")
+    advice = "give the user the rights in docs/redis-keys.md: ACL SETUSER ... ~lb:* ..."
+    if not refused.reason.startswith("NOPERM"):
+        advice = (
+            "use Redis 7.0 or newer, or Valkey 8 or newer, with scripting and without renamed "
+            "commands"
+        )
+    names = ", ".join(refused.commands)
+    return fail("store rights", f"the server refuses {names}: {refused.reason}", advice)
+
+
+def _latency_check(config: "BufferConfig", store: MetadataStore) -> Check:
+    seconds = statistics.median(store.ping() for _ in range(PINGS))
+    found = f"{seconds * 1000:.2f} ms for one round trip"
+    if seconds > config.store_timeout_seconds / 2:
+        return fail(
+            "store latency",
+            f"{found}, store_timeout_seconds is {config.store_timeout_seconds:g}",
+            "bring the server nearer, or raise store_timeout_seconds",
+        )
+    if seconds > PING_SECONDS_MAX:
+        advice = "bring the server nearer: each look-up takes one round trip"
+        return warn("store latency", found, advice)
+    return ok("store latency", found)
+
+
+def policy_check(info: ServerInfo) -> Check:
+    """The eviction policy: the server may evict records, but not heartbeats or claims at random."""
+    advice = "CONFIG SET maxmemory-policy volatile-lru, and in the server's configuration file"
+    if "random" in info.policy or info.policy == "volatile-ttl":
+        return fail(
+            "store policy", f"{info.policy} evicts keys in use as readily as unused ones", advice
+        )
+    if info.policy == "noeviction":
+        found = "noeviction: a full server refuses new records, and renewals until records expire"
+        return warn("store policy", found, advice)
+    if info.policy.startswith("allkeys-"):
+        found = f"{info.policy} may also evict keys that never expire, such as the list of nodes"
+        return warn("store policy", found, advice)
+    return ok("store policy", info.policy)
+
+
+def memory_check(info: ServerInfo) -> Check:
+    used = size_text(info.used_memory_bytes)
+    if info.maxmemory_bytes == 0:
+        return warn(
+            "store memory",
+            f"{used} in use, without a limit",
+            "CONFIG SET maxmemory 256mb: without a limit the server never evicts",
+        )
+    found = f"{used} of {size_text(info.maxmemory_bytes)} in use"
+    if info.used_memory_bytes > SERVER_MEMORY_PART_MAX * info.maxmemory_bytes:
+        return warn("store memory", found, "raise maxmemory")
+    return ok("store memory", found)
+
+
+def clock_check(ahead_seconds: float | None) -> Iterator[Check]:
+    """The server's clock against this host's. Only the ages that commands show depend on it.
+
+    `ahead_seconds` is None if the user has no right to read the time: then there is no check.
+    """
+    if ahead_seconds is None:
+        return
+    found = (
+        f"{abs(ahead_seconds):.1f} s {'ahead of' if ahead_seconds > 0 else 'behind'} this host's"
+    )
+    if abs(ahead_seconds) > CLOCK_SECONDS_MAX:
+        yield warn(
+            "store clock",
+            f"the server's clock is {found}",
+            "synchronize both hosts with one time server: ages in `ls`, `show` and `why` are wrong",
+        )
+    else:
+        yield ok("store clock", found)
+
+
+def records_check(inspection: "Inspection") -> Check:
+    """Unreadable records: of another version, or written by hand. Each node reads a miss there."""
+    examined = inspection.examine_records(RECORDS_MAX)
+    found = f"examined: {examined.looked_at}"
+    if not examined.unreadable:
+        return ok("records", found)
+    named = [f"{name} ({why})" for name, why in examined.unreadable.items()][:NAMED_MAX]
+    if (more := len(examined.unreadable) - len(named)) > 0:
+        named.append(f"and {more} more")
+    return warn(
+        "records",
+        f"{found}; unreadable: {len(examined.unreadable)}: {', '.join(named)}",
+        "UNLINK those written by hand; those of another version expire by themselves",
+    )
+
+
+def nodes_check(inspection: "Inspection") -> Check:
+    """Foreign values under the nodes' keys.
+
+    Such a value keeps a node from publishing its heartbeat or its endpoint.
+    """
+    foreign = inspection.foreign_nodes()
+    if not foreign:
+        return ok("nodes", "no foreign values under their keys")
+    named = ", ".join(f"{name} is a {kind}" for name, kind in list(foreign.items())[:NAMED_MAX])
+    verdict = Verdict.FAIL if layout.NODES in foreign else Verdict.WARN
+    return Check("nodes", verdict, f"foreign values: {named}", f"UNLINK it: {' '.join(foreign)}")
 
 
 def fleet_checks(store: MetadataStore, token: str | None) -> Iterator[Check]:
-    """Checks of the nodes with a beat. Watches their beats for 2 s at most."""
-    watch = HeartbeatMonitor(store)
-    watch.settle()
-    alive = [node for node in watch.last if watch.alive(node)]
-    silent = sorted(watch.last.keys() - set(alive))
+    """Checks of the nodes with a heartbeat. Reads heartbeats for 2 s at most."""
+    monitor = HeartbeatMonitor(store)
+    monitor.wait()
+    alive = [node for node in monitor.last if monitor.alive(node)]
+    silent = sorted(monitor.last.keys() - set(alive))
     infos = list(store.node_infos(alive).values())
     if silent:
         yield warn(
             "fleet",
             f"nodes alive: {len(alive)}; silent for 2 s: {', '.join(silent)}",
-            "start them again, or let it be: what only they held is a miss",
+            "start them again if they should run: what only they held is a miss",
         )
     else:
         yield ok("fleet", f"nodes alive: {len(alive)}")
     if infos:
-        yield _versions(infos)
-        yield from peers_checks(infos, token)
+        yield _versions_check(infos)
+        yield from _peer_checks(infos, token)
 
 
-def _versions(infos: Sequence[NodeInfo]) -> Check:
+def _versions_check(infos: Sequence[NodeInfo]) -> Check:
     found = ", ".join(sorted({info.version for info in infos}))
     if "," in found:
         return warn("versions", f"of nodes: {found}", "install the same lookup-buffer everywhere")
     return ok("versions", f"of all nodes: {found}")
 
 
-def peers_checks(infos: Sequence[NodeInfo], token: str | None) -> Iterator[Check]:
+def _peer_checks(infos: Sequence[NodeInfo], token: str | None) -> Iterator[Check]:
     """Whether nodes are reachable at the endpoints that they publish, and accept this token.
 
-    `token` is this configuration's. Each node is tried from this host, as another node would do.
+    `token` is this configuration's. Each node is tried from this host, as another node would do it.
     """
     tried = sorted(infos, key=lambda info: info.node)[:TRIED_MAX]
     unreached, refusing = [], []
     for info in tried:
         try:
-            _knock(info, token)
+            _try_handshake(info, token)
         except NodeRefused as error:
             refusing.append(f"{info.node} at {info.endpoint} ({error})")
         except (LookupBufferError, OSError, ValueError) as error:
             why = getattr(error, "strerror", None) or str(error)
             unreached.append(f"{info.node} at {info.endpoint} ({why})")
-    yield _ports(unreached, len(tried))
-    yield _token(refusing, len(tried) - len(unreached), token)
+    yield _ports_check(unreached, len(tried))
+    yield _token_check(refusing, len(tried) - len(unreached), token)
 
 
-def _ports(unreached: Sequence[str], tried: int) -> Check:
+def _ports_check(unreached: Sequence[str], tried: int) -> Check:
     if not unreached:
-        return ok("ports", f"of nodes that were reached from here: {tried}")
+        return ok("ports", f"nodes reached from here: {tried}")
     return warn(
         "ports",
         f"not reached from here: {_named(unreached)}",
@@ -177,13 +408,13 @@ def _ports(unreached: Sequence[str], tried: int) -> Check:
     )
 
 
-def _token(refusing: Sequence[str], reached: int, token: str | None) -> Check:
+def _token_check(refusing: Sequence[str], reached: int, token: str | None) -> Check:
     if not refusing:
-        return ok("token", f"of nodes that take this configuration's: {reached}")
-    found = f"not let in by {_named(refusing)}"
+        return ok("token", f"nodes that accept this configuration's: {reached}")
+    found = f"refused by {_named(refusing)}"
     if token is None:  # this host's nodes may have one that this configuration lacks
         return warn(
-            "token", f"{found}; none is set here", "set LOOKUP_BUFFER_TOKEN_FILE to have it tried"
+            "token", f"{found}; none is set here", "set LOOKUP_BUFFER_TOKEN_FILE to test it"
         )
     return fail(
         "token",
@@ -197,12 +428,13 @@ def _named(nodes: Sequence[str]) -> str:
     return ", ".join(nodes[:NAMED_MAX]) + (", …" if len(nodes) > NAMED_MAX else "")
 
 
-def _knock(info: NodeInfo, token: str | None) -> None:
+def _try_handshake(info: NodeInfo, token: str | None) -> None:
     """Connect to the node and do the handshake.
 
     Raises:
         NodeRefused: the node refuses the token.
-        LookupBufferError, OSError, ValueError: the node is not reached, or another program is.
+        LookupBufferError, OSError, ValueError: the node is not reached, or another program listens
+            there.
     """
     from lookup_buffer.protocol.auth import request_handshake
 
@@ -213,41 +445,37 @@ def _knock(info: NodeInfo, token: str | None) -> None:
     request_handshake(stream, token=token, timeout=CONNECT_SECONDS).close()
 
 
-ANSWER_SECONDS = 2.0
-SOCKET_PATH_BYTES_MAX = 107
-ARENA_PART_MAX = 0.75
-"""Largest part of the machine's memory for an arena; a larger one leaves engines too little."""
-
-
 def host_checks(config: "BufferConfig") -> Iterator[Check]:
     """Checks of this host: variables, runtime directory, node and arena."""
-    yield from _variables(config)
+    yield from _variable_checks(config)
     try:
         path = config.socket_path()
-        yield _directory(config, path)
+        yield _directory_check(config, path)
     except (ConfigError, OSError) as error:
         yield fail(
-            "directory", str(error), "chmod 700 it if it is yours, or name another by --directory"
+            "directory",
+            str(error),
+            "chmod 700 it if it is yours, or choose another with --directory",
         )
         return
-    if answers(path):
-        yield from _node(config, path)
+    if is_listening(path):
+        yield from _node_checks(config, path)
     else:
         yield warn(
             "node",
             f"no node answers at {path}",
             "run `lookup-buffer serve`; a client also starts one where node_socket is not set",
         )
-        yield _room(config)
+        yield _planned_arena_check(config)
 
 
-def _variables(config: "BufferConfig") -> Iterator[Check]:
-    """Warn of misspelt variables: unknown ones are not refused, since they need not be ours."""
+def _variable_checks(config: "BufferConfig") -> Iterator[Check]:
+    """Warnings of misspelt variables. Unknown ones are allowed: they may be another program's."""
     for variable, meant in misspelt_variables(type(config).model_fields).items():
-        yield warn("variables", f"{variable} is set, and no setting", f"is {meant} meant?")
+        yield warn("variables", f"{variable} is set, but is not a setting", f"is {meant} meant?")
 
 
-def _directory(config: "BufferConfig", path: Path) -> Check:
+def _directory_check(config: "BufferConfig", path: Path) -> Check:
     directory = config.runtime_directory()
     # The longest path of a socket in the directory.
     longest = max(len(os.fsencode(path)), len(os.fsencode(directory / "valkey" / "server.sock")))
@@ -261,11 +489,11 @@ def _directory(config: "BufferConfig", path: Path) -> Check:
     return ok("directory", f"{directory}, mode 0700")
 
 
-def _node(config: "BufferConfig", path: Path) -> Iterator[Check]:
+def _node_checks(config: "BufferConfig", path: Path) -> Iterator[Check]:
     try:
-        facts = ask_node(path, {})
+        facts = node_facts(path, {})
     except LookupBufferError as error:
-        yield fail("node", str(error), "end it and start it again; its log is node.log")
+        yield fail("node", str(error), "restart it; its log is node.log")
         return
     stats = facts["stats"]
     yield ok("node", f"{facts['node']} answers at {path}")
@@ -276,12 +504,12 @@ def _node(config: "BufferConfig", path: Path) -> Iterator[Check]:
             "start the server; the node connects again by itself",
         )
     try:
-        ask_node(path, config.expectations())
-        yield ok("node's settings", "are those of this configuration")
+        node_facts(path, config.expectations())
+        yield ok("node's settings", "equal this configuration")
     except NodeRefused as error:
         yield warn("node's settings", str(error), "clients with this configuration are refused")
     except LookupBufferError as error:
-        yield fail("node's settings", str(error), "end it and start it again")
+        yield fail("node's settings", str(error), "restart the node")
     yield arena_check(stats["capacity_bytes"])
     yield ok(
         "arena in use",
@@ -299,19 +527,19 @@ def arena_check(capacity_bytes: int) -> Check:
     if capacity_bytes > memory:
         return fail("arena", found, "lower capacity_bytes: the node would be killed")
     if capacity_bytes > ARENA_PART_MAX * memory:
-        return warn("arena", found, "lower capacity_bytes: it leaves engines too little")
+        return warn("arena", found, "lower capacity_bytes: too little is left for engines")
     return ok("arena", found)
 
 
-def _room(config: "BufferConfig") -> Check:
-    """The arena of a node that does not run yet: free memory counts too."""
+def _planned_arena_check(config: "BufferConfig") -> Check:
+    """The arena of a node that does not run yet: free memory is checked too."""
     check = arena_check(config.capacity_bytes)
     free = available_bytes()
     if check.advice or free is None or config.capacity_bytes <= free:
         return check
     return warn(
         "arena",
-        f"{size_text(config.capacity_bytes)}, while {size_text(free)} of memory are free",
+        f"{size_text(config.capacity_bytes)}, but only {size_text(free)} of memory are free",
         "lower capacity_bytes, or end other programs first",
     )
 
@@ -327,8 +555,8 @@ def available_bytes() -> int | None:
     return None
 
 
-def ask_node(path: Path, expects: Mapping[str, str | int]) -> dict[str, Any]:
-    """Open a session with the expectations `expects` and end it. Returns node, boot and stats.
+def node_facts(path: Path, expects: Mapping[str, str | int]) -> dict[str, Any]:
+    """Open a session with the expectations `expects`, and end it. Returns node, boot and stats.
 
     Raises:
         NodeRefused: the node has another configuration.
@@ -343,240 +571,10 @@ def ask_node(path: Path, expects: Mapping[str, str | int]) -> dict[str, Any]:
         hello = Hello(next_request_id(), VERSION, None, dict(expects))
         channel.send(hello, deadline=deadline)
         welcome, descriptors = channel.receive_with_descriptors(deadline)
-        for descriptor in descriptors:  # of the node's memory, which is not read here
+        for descriptor in descriptors:  # of the node's memory, unused here
             os.close(descriptor)
         reply = channel.call(Stats(next_request_id()), ANSWER_SECONDS)
         channel.send_now(Goodbye(next_request_id()))
     finally:
         channel.close()
     return {"node": welcome["node"], "boot": welcome["boot"], "stats": reply["stats"]}
-
-
-OLDEST = {"redis": (7, 0), "valkey": (8, 0)}
-SERVER_MEMORY_PART_MAX = 0.8
-RECORDS_MAX = 10_000
-"""Most records examined. The server lists them in no order, so they are a sample of all."""
-PINGS = 5
-CLOCK_SECONDS_MAX = 2.0
-PING_SECONDS_MAX = 0.005
-"""Round trip above which there is a warning: a look-up is one, and a hit should be nearly free."""
-
-
-def store_checks(config: "BufferConfig") -> Iterator[Check]:
-    """Checks of the client library and the store, and of the fleet if the store is usable."""
-    yield from _client()
-    access = config.store_access()
-    try:
-        access.check_files()
-    except ConfigError as error:
-        yield fail("store", str(error), "correct the file, or the URL")
-        return
-    try:
-        with opened_store(access) as store:
-            store.ping()
-            yield ok("store", f"{shown_url(access)} answers")
-            yield from _answering(config, store)
-    except CommandError as error:
-        if error.code is ExitCode.UNREACHABLE:  # the embedded server, which a node would start
-            yield _embedded(str(error))
-        # Otherwise the directory is the cause, which the checks of this host report.
-    except ConfigError:
-        pass  # likewise
-    except StoreError as error:
-        yield fail(
-            "store",
-            str(error),
-            "start the server, or correct the URL, password, certificates or firewall",
-        )
-
-
-def _embedded(found: str) -> Check:
-    """The check of the embedded server, which does not run. `found` is the store's error."""
-    try:
-        find_server()
-    except EmbeddedServerError as error:
-        return fail("store", str(error), "a node starts without, and shares nothing")
-    return warn("store", found, "it starts with the node")
-
-
-def _client() -> Iterator[Check]:
-    try:
-        yield ok("store client", f"hiredis {version('hiredis')}")
-    except PackageNotFoundError:
-        yield fail("store client", "hiredis is not installed", "pip install hiredis")
-
-
-def _answering(config: "BufferConfig", store: MetadataStore) -> Iterator[Check]:
-    """Checks of a store that answers. A failure that makes the later checks pointless ends them."""
-    inspection = _inspection(store)
-    try:
-        info = store.server_info()
-    except StoreError:
-        info = None  # not permitted, which the next check reports
-    if info is not None:
-        first = (mode_check(config.store_url, info), version_check(info))
-        yield from first
-        if any(check.verdict is Verdict.FAIL for check in first):
-            return
-    rights = rights_check(inspection)
-    yield rights
-    if info is not None and rights.verdict is Verdict.OK:
-        yield from _server(config, store, info)
-        yield from clock_check(inspection.clock_ahead_seconds())
-        yield records_check(inspection)
-        yield nodes_check(inspection)
-        token = config.token.get_secret_value() if config.token else None
-        yield from fleet_checks(store, token)
-
-
-def mode_check(url: str, info: ServerInfo) -> Check:
-    """Whether the URL's scheme fits the mode in which the server runs."""
-    topology = "standalone" if url == "embedded" else parse(url).topology
-    if (topology == "cluster") == (info.mode == "cluster") and info.mode != "sentinel":
-        return ok("store mode", topology)
-    return fail(
-        "store mode",
-        f"the URL says {topology}, the server runs as {info.mode or 'unknown'}",
-        "name a cluster by redis-cluster://host,host, the sentinels by "
-        "redis-sentinel://host,host/service",
-    )
-
-
-def _server(config: "BufferConfig", store: MetadataStore, info: ServerInfo) -> Iterator[Check]:
-    yield policy_check(info)
-    yield memory_check(info)
-    seconds = statistics.median(store.ping() for _ in range(PINGS))
-    found = f"{seconds * 1000:.2f} ms for one round trip"
-    if seconds > config.store_timeout_seconds / 2:
-        yield fail(
-            "store latency",
-            f"{found}, store_timeout_seconds is {config.store_timeout_seconds:g}",
-            "bring the server nearer, or raise store_timeout_seconds",
-        )
-    elif seconds > PING_SECONDS_MAX:
-        yield warn("store latency", found, "bring the server nearer: each look-up takes so long")
-    else:
-        yield ok("store latency", found)
-
-
-def _inspection(store: MetadataStore) -> "Inspection":
-    from store.redis_store import RedisStore  # slow to import; imported by now
-
-    assert isinstance(store, RedisStore)  # a node can be configured with no other
-    return store.inspection()
-
-
-def rights_check(inspection: "Inspection") -> Check:
-    """Try all commands that a node needs."""
-    refused = inspection.refused()
-    if refused is None:
-        return ok("store rights", "every command that a node needs is allowed")
-    advice = "give the user the rights in docs/redis-keys.md: ACL SETUSER ... ~lb:* ..."
-    if not refused.reason.startswith("NOPERM"):
-        advice = (
-            "use Redis 7.0 or newer, or Valkey 8 or newer, with scripting and without renamed "
-            "commands"
-        )
-    names = ", ".join(refused.commands)
-    return fail("store rights", f"the server refuses {names}: {refused.reason}", advice)
-
-
-def records_check(inspection: "Inspection") -> Check:
-    """Unreadable records: of another version, or written by hand. To every node they are a miss."""
-    examined = inspection.examine_records(RECORDS_MAX)
-    found = f"looked at: {examined.looked_at}"
-    if not examined.unreadable:
-        return ok("records", found)
-    named = [f"{name} ({why})" for name, why in examined.unreadable.items()][:NAMED_MAX]
-    if (more := len(examined.unreadable) - len(named)) > 0:
-        named.append(f"and {more} more")
-    return warn(
-        "records",
-        f"{found}; nobody can read: {len(examined.unreadable)}: {', '.join(named)}",
-        "UNLINK what was written by hand; those of another version expire by themselves",
-    )
-
-
-def nodes_check(inspection: "Inspection") -> Check:
-    """Foreign values under the nodes' keys.
-
-    With such a value a node cannot publish that it is alive, or its endpoint.
-    """
-    foreign = inspection.foreign_nodes()
-    if not foreign:
-        return ok("nodes", "their keys are theirs")
-    named = ", ".join(f"{name} is a {kind}" for name, kind in list(foreign.items())[:NAMED_MAX])
-    verdict = Verdict.FAIL if layout.NODES in foreign else Verdict.WARN
-    return Check("nodes", verdict, f"not theirs: {named}", f"UNLINK it: {' '.join(foreign)}")
-
-
-def version_check(info: ServerInfo) -> Check:
-    found = f"{info.product} {info.version}"
-    oldest = OLDEST.get(info.product)
-    wanted = "use Redis 7.0 or newer, or Valkey 8 or newer"
-    if oldest is None:
-        return warn("store version", f"{found} was never tried", wanted)
-    if version_tuple(info.version) < oldest:
-        return fail("store version", f"{found} is too old", wanted)
-    return ok("store version", found)
-
-
-def policy_check(info: ServerInfo) -> Check:
-    """The eviction policy: records may be evicted, beats and claims must not go at random."""
-    advice = "CONFIG SET maxmemory-policy volatile-lru, and in the server's configuration file"
-    if "random" in info.policy or info.policy == "volatile-ttl":
-        return fail(
-            "store policy", f"{info.policy} evicts what is in use as soon as what is not", advice
-        )
-    if info.policy == "noeviction":
-        found = "noeviction: a full server refuses new records, and renewals until records expire"
-        return warn("store policy", found, advice)
-    if info.policy.startswith("allkeys-"):
-        found = f"{info.policy} may also evict what never expires, as the list of nodes"
-        return warn("store policy", found, advice)
-    return ok("store policy", info.policy)
-
-
-def memory_check(info: ServerInfo) -> Check:
-    used = size_text(info.used_memory_bytes)
-    if info.maxmemory_bytes == 0:
-        return warn(
-            "store memory",
-            f"{used} in use, and no limit",
-            "CONFIG SET maxmemory 256mb: without a limit the server never evicts",
-        )
-    found = f"{used} of {size_text(info.maxmemory_bytes)} in use"
-    if info.used_memory_bytes > SERVER_MEMORY_PART_MAX * info.maxmemory_bytes:
-        return warn("store memory", found, "raise maxmemory")
-    return ok("store memory", found)
-
-
-def clock_check(ahead_seconds: float | None) -> Iterator[Check]:
-    """The server's clock against this host's. Only the ages that are shown to people depend on it.
-
-    `ahead_seconds` is None if the server may not be asked: then there is no check.
-    """
-    if ahead_seconds is None:
-        return
-    found = (
-        f"{abs(ahead_seconds):.1f} s {'ahead of' if ahead_seconds > 0 else 'behind'} this host's"
-    )
-    if abs(ahead_seconds) > CLOCK_SECONDS_MAX:
-        yield warn(
-            "store clock",
-            f"the server's clock is {found}",
-            "let both hosts follow one time server: ages in `ls`, `show` and `why` are wrong else",
-        )
-    else:
-        yield ok("store clock", found)
-
-
-def version_tuple(text: str) -> tuple[int, ...]:
-    """The leading numbers of a version: (7, 0, 15) of `7.0.15-rc1`."""
-    numbers = []
-    for piece in text.split("."):
-        digits = piece[: len(piece) - len(piece.lstrip("0123456789"))]
-        if not digits:
-            break
-        numbers.append(int(digits))
-    return tuple(numbers)

@@ -1,7 +1,7 @@
 """How a command ends: an expected error becomes one line on stderr and an exit code.
 
-Holds the click group of all commands, and the mapping of error classes to codes and advice. Runs
-on the main thread. It must not know the single commands.
+Defines the click group of all commands, and maps error classes to exit codes and advice. Runs on
+the main thread. It must not know the single commands.
 """
 
 import os
@@ -14,12 +14,12 @@ import click
 
 from lookup_buffer.cli.output import shown
 from lookup_buffer.errors import ConfigError, InvalidKey, LookupBufferError
-from lookup_buffer.inspection.records import CommandError, ExitCode
+from lookup_buffer.inspection.access import CommandError, ExitCode
 from store import StoreCorrupt, StoreError, StoreRefused, StoreUnavailable, StoreUrlError
 
 
 class Commands(click.Group):
-    """Turns an expected error of any command into one line and an exit code, without traceback."""
+    """Turns an expected error of a command into one line and an exit code, without a traceback."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """The commands in the order in which they were added, not by name."""
@@ -27,11 +27,11 @@ class Commands(click.Group):
 
     def make_context(self, *args: Any, **extra: Any) -> click.Context:
         """Parse the options. Options that print something and end (--help, --version) act here."""
-        with _one_line():
+        with _errors_as_one_line():
             return super().make_context(*args, **extra)
 
     def invoke(self, ctx: click.Context) -> Any:
-        with _one_line():
+        with _errors_as_one_line():
             if sys.stdout is None:
                 raise CommandError("the output is closed", ExitCode.FOUND)
             try:
@@ -41,16 +41,16 @@ class Commands(click.Group):
 
 
 @contextmanager
-def _one_line() -> Iterator[None]:
+def _errors_as_one_line() -> Iterator[None]:
     try:
         yield
     except BrokenPipeError:
-        _write_no_more()
-        raise click.exceptions.Exit(ExitCode.NOBODY_READS) from None
+        _discard_output()
+        raise click.exceptions.Exit(ExitCode.OUTPUT_CLOSED) from None
     except OSError as error:
         if error.filename is not None:
             _end(f"{error.filename}: {error.strerror}", ExitCode.USAGE)
-        _write_no_more()
+        _discard_output()
         _end(f"the output cannot be written: {error.strerror or error}", ExitCode.FOUND)
     except KeyboardInterrupt:
         _end("interrupted", ExitCode.INTERRUPTED)
@@ -59,9 +59,9 @@ def _one_line() -> Iterator[None]:
     except (ConfigError, InvalidKey, StoreUrlError) as error:
         _end(str(error), ExitCode.USAGE)
     except StoreCorrupt as error:
-        advice = "`lookup-buffer doctor` tells what the server lacks"
+        advice = "`lookup-buffer doctor` shows what the server lacks"
         if error.wrong_type:
-            advice = "another program uses our keys, `lb:*`: remove them"
+            advice = "another program wrote keys `lb:*`: remove them"
         _end(f"{error}; {advice}", ExitCode.FOUND)
     except StoreUnavailable as error:
         advice = (
@@ -69,13 +69,13 @@ def _one_line() -> Iterator[None]:
             "LOOKUP_BUFFER_STORE_URL)"
         )
         if isinstance(error, StoreRefused) and error.forbidden:
-            advice = "give the user the rights in docs/redis-keys.md, or name another"
+            advice = "give the user the rights in docs/redis-keys.md, or choose another user"
         _end(f"{str(error).rstrip('.')}; {advice}", ExitCode.UNREACHABLE)
     except (StoreError, LookupBufferError) as error:
         _end(str(error), ExitCode.UNREACHABLE)
 
 
-def _write_no_more() -> None:
+def _discard_output() -> None:
     """Point stdout at /dev/null: Python flushes it again at exit and would repeat the error."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

@@ -1,7 +1,7 @@
 """`lookup-buffer invalidate NAMESPACE`: every node drops its items of the namespace.
 
-Marks the namespace as invalid, removes its records, waits for the beats of all nodes, and removes
-the records that were written meanwhile. Runs on the main thread; blocks on the store alone.
+Marks the namespace as invalid, removes its records, waits for heartbeats of all nodes, and removes
+the records that were written meanwhile. Runs on the main thread; blocks on the store only.
 """
 
 import time
@@ -11,12 +11,13 @@ import click
 
 from lookup_buffer.cli.options import of_store, store_access
 from lookup_buffer.cli.output import print_json, print_line
-from lookup_buffer.inspection.records import CommandError, ExitCode, HeartbeatMonitor, opened_store
+from lookup_buffer.inspection.access import CommandError, ExitCode, opened_store
+from lookup_buffer.inspection.heartbeats import HeartbeatMonitor
 from lookup_buffer.protocol.fields import is_fingerprint
 from store import MetadataStore
 
 BEATS = 2
-"""Beats to wait for: a node that has beaten so often since the mark was set has read the mark."""
+"""Heartbeats to wait for: a node that has sent so many since the mark was set has read the mark."""
 
 
 @click.command()
@@ -33,36 +34,35 @@ def invalidate(
 
     NAMESPACE is a fingerprint; its beginning is enough.
 
-    For engines whose outputs are not to be believed any more. What an engine inserts later stays,
-    so stop such engines first. The exit code is 1 where a node does not answer: it drops its items
-    when it is back.
+    For engines whose outputs are wrong. What an engine inserts later stays, so stop such engines
+    first. The exit code is 1 if a node does not answer: it drops its items when it is back.
     """
     access = store_access(store_url, store_password_file, directory)
     with opened_store(access) as store:
-        space = _the_one(store, namespace)
+        space = _only_namespace(store, namespace)
         store.mark_invalid(space, time.time())
         count = store.clear(space)
         silent: set[str] = set()
         for _ in range(BEATS):
-            watch = HeartbeatMonitor(store)
-            watch.settle()
-            silent |= {node for node, beat in watch.last.items() if not watch.alive(node)}
+            monitor = HeartbeatMonitor(store)
+            monitor.wait()
+            silent |= {node for node, beat in monitor.last.items() if not monitor.alive(node)}
         count += store.clear(space)  # records that a node wrote before it read the mark
     if json:
         print_json({"namespace": space, "records": count, "silent_nodes": sorted(silent)})
     else:
-        print_line(f"namespace {space}: {count} records removed; every node that lives has heard")
+        print_line(f"namespace {space}: {count} records removed; all live nodes have read the mark")
         for node in sorted(silent):
-            print_line(f"node {node} is silent: it drops what it holds when it is back")
+            print_line(f"node {node} is silent: it drops its items when it is back")
     if silent:
         raise click.exceptions.Exit(ExitCode.FOUND)
 
 
-def _the_one(store: MetadataStore, beginning: str) -> str:
+def _only_namespace(store: MetadataStore, beginning: str) -> str:
     """The namespace that begins with `beginning`: a described one, or any complete fingerprint.
 
     Raises:
-        CommandError: no namespace begins so, or several do.
+        CommandError: no namespace begins with it, or several do.
     """
     found = sorted(name for name in store.namespaces() if name.startswith(beginning))
     if beginning in found or (not found and is_fingerprint(beginning)):

@@ -1,7 +1,7 @@
 """`lookup-buffer ls`: which records the store holds, and on which nodes.
 
-Records are read from the store page by page, so that the first page is shown at once. Runs on the
-main thread; blocks on the store alone.
+Records are read from the store page by page, so the first page is shown at once. Runs on the main
+thread; blocks on the store only.
 """
 
 from collections.abc import Iterable, Iterator
@@ -14,14 +14,14 @@ import click
 
 from lookup_buffer.cli.options import of_namespace, of_store, seconds_of, size_of, store_access
 from lookup_buffer.cli.output import TextTable, print_json_list, print_line
+from lookup_buffer.inspection.access import opened_store
+from lookup_buffer.inspection.heartbeats import HeartbeatMonitor
 from lookup_buffer.inspection.records import (
-    HeartbeatMonitor,
     age_since,
     age_text,
     hits_of,
     nodes_of,
     nodes_text,
-    opened_store,
     size_text,
     tensor_text,
     to_json,
@@ -29,13 +29,16 @@ from lookup_buffer.inspection.records import (
 from lookup_buffer.protocol.fields import is_fingerprint
 from store import MetadataStore, Record
 
-LOOKED_AT = 500
-"""Records that are examined together: half a page of a scan, a few milliseconds."""
+PAGE_RECORDS = 500
+"""Records examined together: half a page of a scan, a few milliseconds."""
+SHOWN_OF_FINGERPRINT = 8
+COLUMNS = ["KEY", "TENSOR", "SIZE", "NODES", "HITS", "AGE"]
+COUNT: Final = click.IntRange(min=0)
 
 
 @dataclass(frozen=True, slots=True)
 class RecordFilter:
-    """The filter: which records are listed. None is no bound. Ages are in seconds."""
+    """Which records are listed. None is no bound. Ages are in seconds, sizes in bytes."""
 
     namespace: str = ""
     """A prefix of the namespace."""
@@ -72,8 +75,8 @@ def pages_of(store: MetadataStore, wanted: RecordFilter) -> Iterator[Page]:
     whole = wanted.namespace if is_fingerprint(wanted.namespace) else None
     seen: set[int] = set()  # hashes, since there may be millions
     records = iter(store.scan(whole))
-    while looked_at := list(islice(records, LOOKED_AT)):
-        found = [record for record in _unseen(looked_at, seen) if wanted.matches(record)]
+    while page := list(islice(records, PAGE_RECORDS)):
+        found = [record for record in _unseen(page, seen) if wanted.matches(record)]
         hits = hits_of(store, found)
         if wanted.hits_min:
             found = [one for one in found if hits[one.namespace, one.key] >= wanted.hits_min]
@@ -90,11 +93,6 @@ def _unseen(records: Iterable[Record], seen: set[int]) -> Iterator[Record]:
             yield record
 
 
-COUNT: Final = click.IntRange(min=0)
-SHOWN_OF_FINGERPRINT = 8
-COLUMNS = ["KEY", "TENSOR", "SIZE", "NODES", "HITS", "AGE"]
-
-
 @click.command()
 @of_namespace
 @click.option("--node", metavar="ID", help="Only what this node holds.")
@@ -102,9 +100,9 @@ COLUMNS = ["KEY", "TENSOR", "SIZE", "NODES", "HITS", "AGE"]
 @click.option("--younger-than", metavar="AGE", help="Only what is younger.")
 @click.option("--larger-than", metavar="SIZE", help="Only what is larger: 4096, 8MiB.")
 @click.option("--smaller-than", metavar="SIZE", help="Only what is smaller.")
-@click.option("--min-hits", type=COUNT, default=0, help="Only what has so many hits.")
+@click.option("--min-hits", type=COUNT, default=0, help="Only what has at least so many hits.")
 @click.option(
-    "--limit", type=COUNT, default=1000, show_default=True, help="At most so many records; 0: all."
+    "--limit", type=COUNT, default=1000, show_default=True, help="Most records listed; 0: all."
 )
 @of_store
 def ls(
@@ -123,10 +121,9 @@ def ls(
 ) -> None:
     """List records: what is stored, and where.
 
-    + before a node: it is alive. - before a node: it has not been heard of for 2 s. ~ before a
-    node: it offers a hand-off for which it has no room as yet. A terminal cuts long keys, a pipe
-    does not; `show` takes the beginning of a key. What is found is shown page by page, each sorted
-    by age.
+    + before a node: it is alive. - before a node: no heartbeat for 2 s. ~ before a node: it offers
+    a hand-off that it has no room for yet. A terminal cuts long keys, a pipe does not; `show` takes
+    the beginning of a key. Records are shown page by page, each page sorted by age.
     """
     access = store_access(store_url, store_password_file, directory)
     wanted = RecordFilter(
@@ -151,14 +148,14 @@ class _Listing:
 
     def __init__(self, store: MetadataStore, wanted: RecordFilter, limit: int) -> None:
         self.truncated = False
-        self._watch = HeartbeatMonitor(store)
-        self._glanced_at: set[str] = set()
-        self._pages = self._first(pages_of(store, wanted), limit)
+        self._monitor = HeartbeatMonitor(store)
+        self._checked: set[str] = set()
+        self._pages = self._limited(pages_of(store, wanted), limit)
 
     def as_json(self) -> Iterator[dict[str, object]]:
         for page in self._pages:
             for record in page.records:
-                yield to_json(record, page.hits[record.namespace, record.key], self._watch)
+                yield to_json(record, page.hits[record.namespace, record.key], self._monitor)
 
     def print(self) -> None:
         table, spaces, count = None, set[str](), 0
@@ -174,10 +171,10 @@ class _Listing:
         elif self.truncated:
             print_line(f"the first {count} that were found; --limit 0 lists all")
 
-    def _first(self, pages: Iterator[Page], limit: int) -> Iterator[Page]:
+    def _limited(self, pages: Iterator[Page], limit: int) -> Iterator[Page]:
         """Up to `limit` records (0: all), each page sorted by age.
 
-        When a page is yielded, it is known which nodes with its records are alive.
+        Before a page is yielded, the liveness of its nodes is known.
         """
         left = limit
         for page in pages:
@@ -188,9 +185,9 @@ class _Listing:
             self.truncated = len(records) < len(page.records)
             left -= len(records)
             records.sort(key=lambda record: (record.namespace, -record.created))
-            holders = nodes_of(records) - self._glanced_at
-            self._glanced_at |= holders
-            self._watch.glance(holders)
+            holders = nodes_of(records) - self._checked
+            self._checked |= holders
+            self._monitor.wait_unless_fresh(holders)
             yield Page(records, page.hits)
             if self.truncated:
                 return
@@ -202,7 +199,7 @@ class _Listing:
             record.key,
             tensor_text(record),
             size_text(record.nbytes),
-            nodes_text(record, self._watch),
+            nodes_text(record, self._monitor),
             str(page.hits[record.namespace, record.key]),
             age_text(age_since(record.created)),
         ]

@@ -1,6 +1,6 @@
 """`lookup-buffer nodes`: the nodes of the fleet, which are alive, and how full they are.
 
-Reads the store alone, on the main thread; watches the beats for 2 s at most.
+Reads the store only, on the main thread; reads heartbeats for 2 s at most.
 """
 
 from dataclasses import asdict, fields
@@ -11,7 +11,9 @@ import click
 
 from lookup_buffer.cli.options import of_store, store_access
 from lookup_buffer.cli.output import print_json, print_line, print_table
-from lookup_buffer.inspection.records import HeartbeatMonitor, opened_store, size_text
+from lookup_buffer.inspection.access import opened_store
+from lookup_buffer.inspection.heartbeats import HeartbeatMonitor
+from lookup_buffer.inspection.records import size_text
 from store import Beat, NodeInfo
 
 
@@ -23,18 +25,18 @@ def nodes(
     directory: Path | None,
     json: bool,
 ) -> None:
-    """List nodes: which live, and how full they are.
+    """List nodes: which are alive, and how full they are.
 
-    Watches their beats, for 2 s at most.
+    Reads their heartbeats for 2 s at most.
     """
     access = store_access(store_url, store_password_file, directory)
     with opened_store(access) as store:
-        watch = HeartbeatMonitor(store)
-        watch.settle()
-        infos = store.node_infos(sorted(watch.last))
+        monitor = HeartbeatMonitor(store)
+        monitor.wait()
+        infos = store.node_infos(sorted(monitor.last))
     found = [
-        _facts(node, beat, infos.get(node), watch.alive(node))
-        for node, beat in sorted(watch.last.items())
+        _facts(node, beat, infos.get(node), monitor.alive(node))
+        for node, beat in sorted(monitor.last.items())
     ]
     if json:
         print_json({"nodes": found})
@@ -47,10 +49,10 @@ def nodes(
 def _facts(node: str, beat: Beat, info: NodeInfo | None, alive: bool) -> dict[str, Any]:
     """The stable JSON form of a node. Without a description (`info`) its fields are null."""
     if info is None:
-        said = dict.fromkeys(field.name for field in fields(NodeInfo))
+        described = dict.fromkeys(field.name for field in fields(NodeInfo))
     else:
-        said = asdict(info) | {"pools": [pool.text for pool in info.pools]}
-    return {**said, "node": node, "boot": beat.boot, "alive": alive}
+        described = asdict(info) | {"pools": [pool.text for pool in info.pools]}
+    return {**described, "node": node, "boot": beat.boot, "alive": alive}
 
 
 def _print(found: list[dict[str, Any]]) -> None:

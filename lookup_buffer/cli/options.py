@@ -1,8 +1,8 @@
 """The options that commands share, and the configuration that results from them.
 
-A value comes from the option; otherwise from the configuration file, if there is one; otherwise
-from the environment; otherwise from the defaults of `BufferConfig`. Secrets come from files or
-variables only. Imports `BufferConfig` late, so that `--help` stays fast.
+The first source that has a value counts: the option, the configuration file, the environment, the
+defaults of `BufferConfig`. Secrets come from files or variables only. `BufferConfig` is imported
+late, so that `--help` stays fast.
 """
 
 import json
@@ -15,12 +15,14 @@ import click
 
 from lookup_buffer.access import StoreAccess
 from lookup_buffer.environment import read_secret
-from lookup_buffer.inspection.records import CommandError, ExitCode
+from lookup_buffer.inspection.access import CommandError, ExitCode
 from lookup_buffer.sizes import parse_bytes
 
 if TYPE_CHECKING:
     from lookup_buffer.config import BufferConfig
 
+_AGE = re.compile(r"(\d{1,9}(?:\.\d+)?)\s*(s|m|min|h|d)?")
+_AGE_SECONDS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86_400}
 FILE: Final = click.Path(path_type=Path)
 
 store_url: Final = click.option(
@@ -53,7 +55,7 @@ as_json: Final = click.option("--json", "json", is_flag=True, help="Print one JS
 
 
 def of_store(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the options of commands that read a store: where it is, and the output's form."""
+    """Add the options of commands that read a store: where it is, and the form of the output."""
     for option in (
         as_json,
         directory,
@@ -111,8 +113,8 @@ def configure(
         if file is not None:
             option = f"--{name.replace('_', '-')}-file"
             settings[name] = read_secret(file, f"the file of {option}")
-    said = {name: value for name, value in settings.items() if value is not None}
-    merged = (_read_settings(config_file) if config_file is not None else {}) | said
+    given = {name: value for name, value in settings.items() if value is not None}
+    merged = (_read_settings(config_file) if config_file is not None else {}) | given
     for name in ("directory", "node_socket"):
         if merged.get(name):
             merged[name] = Path(merged[name]).absolute()  # used in URLs; a node runs in /
@@ -127,9 +129,9 @@ def refuse_password(option: str, url: str | None) -> None:
     try:
         exposed = url is not None and parse(url).password is not None
     except StoreUrlError:
-        return  # 'embedded', or no URL, which the configuration reports with the setting
+        return  # 'embedded', or no URL: the configuration reports it with the setting's name
     if exposed:
-        advice = "name a server that wants none"
+        advice = "choose a server without a password"
         if option == "--store-url":
             advice = (
                 "put the URL into LOOKUP_BUFFER_STORE_URL or the password into a file for "
@@ -151,18 +153,14 @@ def _read_settings(path: Path) -> dict[str, Any]:
         raise CommandError(f"--config {path} is not JSON: {error}", ExitCode.USAGE) from error
     if not isinstance(settings, dict):
         raise CommandError(
-            f'--config {path} has to hold one JSON object, as {{"capacity_bytes": "8GiB"}}',
+            f'--config {path} must hold one JSON object, such as {{"capacity_bytes": "8GiB"}}',
             ExitCode.USAGE,
         )
     return settings
 
 
-_AGE = re.compile(r"(\d{1,9}(?:\.\d+)?)\s*(s|m|min|h|d)?")
-_AGE_SECONDS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86_400}
-
-
 def seconds_of(option: str, text: str | None) -> float | None:
-    """The seconds of `90`, `5m`, `2h` or `1d`.
+    """The seconds in `90`, `5m`, `2h` or `1d`.
 
     Raises:
         CommandError: it is none of these.
@@ -176,7 +174,7 @@ def seconds_of(option: str, text: str | None) -> float | None:
 
 
 def size_of(option: str, text: str | None) -> int | None:
-    """The bytes of `4096`, `16KiB` or `8MB`.
+    """The bytes in `4096`, `16KiB` or `8MB`.
 
     Raises:
         CommandError: it is none of these.

@@ -1,9 +1,9 @@
 """What commands print: tables and fields for people, one JSON document for programs.
 
-At a terminal a table fits the width. In a pipe nothing is cut, and there is neither colour nor
-markup. Texts from the store are untrusted: control characters in them are shown as escapes, so
-that no key can control a terminal. Writes to stdout, on the main thread. It must not know what
-the texts mean.
+On a terminal a table fits the width. In a pipe nothing is cut, and there is neither colour nor
+markup. Texts from the store are untrusted: control characters in them are shown as escapes, so no
+key can control a terminal. Writes to stdout, on the main thread. It must not know what the texts
+mean.
 """
 
 import json
@@ -45,10 +45,10 @@ def print_table(
 
 
 class TextTable:
-    """A table without lines. The columns named in `numeric` are aligned at the right.
+    """A table without rules. The columns named in `numeric` are right-aligned.
 
-    If a terminal is too narrow, the columns named in `cut` end in …; the others are wrapped. Rows
-    may be printed in several calls: then columns keep at least their width.
+    On a narrow terminal the columns named in `cut` end in …, and the others are wrapped. Rows may
+    be printed in several calls: columns then keep at least their width.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class TextTable:
         self._numeric = numeric
         self._cut = cut
         self._widths = [0] * len(columns)
-        self._headed = False
+        self._header_printed = False
 
     def print(self, rows: Sequence[Sequence[str]]) -> None:
         lines = [[shown(cell) for cell in row] for row in rows]
@@ -66,18 +66,18 @@ class TextTable:
             self._print_at_terminal(lines)
         else:
             self._print_plain(lines)
-        self._headed = True
+        self._header_printed = True
         sys.stdout.flush()
 
     def _print_plain(self, rows: list[list[str]]) -> None:
         from rich.cells import cell_len
 
-        if not self._headed:
+        if not self._header_printed:
             rows = [self.columns, *rows]
         lengths = [[cell_len(cell) for cell in row] for row in rows]
         self._widths = [max(column) for column in zip(self._widths, *lengths, strict=True)]
         right = [name in self._numeric for name in self.columns]
-        _tolerate()
+        _replace_unencodable()
         for row, found in zip(rows, lengths, strict=True):
             cells = [
                 " " * (width - length) + cell if at_right else cell + " " * (width - length)
@@ -92,7 +92,9 @@ class TextTable:
         from rich.table import Table
         from rich.text import Text
 
-        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=not self._headed)
+        table = Table(
+            box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=not self._header_printed
+        )
         for name, width in zip(self.columns, self._widths, strict=True):
             # Numbers keep their width; of the other columns the widest shrinks first.
             table.add_column(
@@ -141,7 +143,7 @@ def _print_grid(rows: Sequence[Sequence[str | tuple[str, str]]]) -> None:
     from rich.cells import cell_len
 
     widths = [max(cell_len(text) for text, _ in column) for column in zip(*lines, strict=True)]
-    _tolerate()
+    _replace_unencodable()
     for *row, (last, _) in lines:
         ahead = "".join(
             text + " " * (width - cell_len(text) + 2)
@@ -164,7 +166,7 @@ def _print_grid_at_terminal(rows: list[list[tuple[str, str]]]) -> None:
 
 
 def shown(text: str) -> str:
-    """`text` with every character that is not printable as an escape."""
+    """`text` with every unprintable character as an escape."""
     if text.isprintable():
         return text
     return "".join(
@@ -178,6 +180,6 @@ def _print(table: "Table") -> None:
     Console().print(table)
 
 
-def _tolerate() -> None:
+def _replace_unencodable() -> None:
     """Replace characters that the locale cannot encode, instead of raising."""
     sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]

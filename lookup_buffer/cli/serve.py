@@ -17,7 +17,12 @@ from lookup_buffer.cli.options import (
     store_sentinel_password_file,
     store_url,
 )
-from lookup_buffer.inspection.records import CommandError, ExitCode, answers, shown_url
+from lookup_buffer.inspection.access import (
+    CommandError,
+    ExitCode,
+    is_listening,
+    shown_url,
+)
 
 if TYPE_CHECKING:
     from lookup_buffer.config import BufferConfig
@@ -38,7 +43,7 @@ if TYPE_CHECKING:
 @click.option(
     "--mirror/--no-mirror",
     default=None,
-    help="Keep what the store said, corrected by its push; or ask each time.",
+    help="Cache what the store returns, kept true by its push; or read it each time.",
 )
 @click.option("--capacity-bytes", metavar="SIZE", help="Size of the arena, as 8GiB.")
 @directory
@@ -46,11 +51,11 @@ if TYPE_CHECKING:
     "--node-socket",
     type=FILE,
     metavar="FILE",
-    help="Unix socket for clients, elsewhere than in DIR.",
+    help="Unix socket for clients, if not in DIR.",
 )
-@click.option("--node-id", metavar="ID", help="Name of the node; none: made from the host's.")
+@click.option("--node-id", metavar="ID", help="Name of the node; default: from the host's name.")
 @click.option("--listen", metavar="ADDRESS", help="tcp://host:port for other nodes.")
-@click.option("--advertise", metavar="ADDRESS", help="Address that other nodes are told.")
+@click.option("--advertise", metavar="ADDRESS", help="Address that other nodes connect to.")
 @click.option(
     "--token-file",
     type=FILE,
@@ -64,21 +69,21 @@ if TYPE_CHECKING:
     "--http-token-file",
     type=FILE,
     metavar="FILE",
-    help="File with the secret that who reads /metrics sends.",
+    help="File with the token for reading /metrics.",
 )
 @click.option(
-    "--record-ttl-seconds", type=float, help="How long a record lives that nobody renews."
+    "--record-ttl-seconds", type=float, help="Time to live of a record that is not renewed."
 )
 @click.option(
     "--handoff-lease-seconds",
     type=float,
-    help="How long a taker may keep a hand-off from others.",
+    help="Lease of the taker of a hand-off.",
 )
 @click.option("--log-level", metavar="LEVEL", help="error, warning; info: each hand-off taken.")
 @click.option(
     "--idle-exit-seconds",
     type=float,
-    help="End when no client was there for so long; else never.",
+    help="Exit after so long without a client; default: never.",
 )
 def serve(
     config: Path | None,
@@ -87,11 +92,11 @@ def serve(
     store_password_file: Path | None,
     store_sentinel_password_file: Path | None,
     idle_exit_seconds: float | None,
-    **said: Any,
+    **options: Any,
 ) -> None:
     """Run a node in the foreground.
 
-    It says one line when it answers. SIGTERM or Ctrl-C ends it in good order.
+    Prints one line when it is ready. SIGTERM or Ctrl-C shuts it down cleanly.
     """
     settings = configure(
         config_file=config,
@@ -99,7 +104,7 @@ def serve(
         http_token_file=http_token_file,
         store_password_file=store_password_file,
         store_sentinel_password_file=store_sentinel_password_file,
-        **said,
+        **options,
         idle_exit_seconds=idle_exit_seconds,
     )
     try:
@@ -115,25 +120,25 @@ def _run(config: "BufferConfig", *, ends_when_idle: bool) -> None:
     from lookup_buffer.runtime import lock
 
     directory, path = config.runtime_directory(), config.socket_path()
-    if answers(path):
-        raise _taken(directory, path)
+    if is_listening(path):
+        raise _already_runs(directory, path)
     try:
         with lock(directory / "node.lock", timeout=LOCK_SECONDS):
             node = Node(config, ends_when_idle=ends_when_idle)
-            node.run(path, lambda: _announce(node, path, shown_url(config.store_access())))
+            node.run(path, lambda: _print_ready(node, path, shown_url(config.store_access())))
     except NodeUnavailable as error:
-        raise _taken(directory, path) from error
+        raise _already_runs(directory, path) from error
 
 
-def _taken(directory: Path, path: Path) -> CommandError:
+def _already_runs(directory: Path, path: Path) -> CommandError:
     return CommandError(
-        f"a node already runs in {directory} (socket {path}); end it, or choose another place by "
+        f"a node already runs in {directory} (socket {path}); end it, or choose another "
         "--directory",
         ExitCode.USAGE,
     )
 
 
-def _announce(node: "Node", path: Path, store: str) -> None:
+def _print_ready(node: "Node", path: Path, store: str) -> None:
     identity = node.identity
     line = f"node {identity.node} is ready: socket {path}, endpoint {identity.endpoint}"
     if node.http_address is not None:

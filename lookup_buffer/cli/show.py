@@ -1,6 +1,6 @@
 """`lookup-buffer show KEY`: one record in full, or the reason why there is none.
 
-Reads the store alone, on the main thread.
+Reads the store only, on the main thread.
 """
 
 import time
@@ -11,19 +11,21 @@ import click
 
 from lookup_buffer.cli.options import of_namespace, of_store, store_access
 from lookup_buffer.cli.output import print_fields, print_json, print_line, print_table
-from lookup_buffer.inspection.records import (
+from lookup_buffer.inspection.access import (
     CommandError,
     ExitCode,
-    HeartbeatMonitor,
+    opened_store,
+    traces_of,
+)
+from lookup_buffer.inspection.heartbeats import HeartbeatMonitor
+from lookup_buffer.inspection.records import (
     age_since,
     age_text,
     hits_of,
     nodes_of,
-    opened_store,
     size_text,
     tensor_text,
     to_json,
-    traces_of,
 )
 from lookup_buffer.key import is_handoff
 from store import MetadataStore, Record
@@ -44,15 +46,15 @@ def show(
     directory: Path | None,
     json: bool,
 ) -> None:
-    """Show one record in full, or why it is gone.
+    """Show one record in full, or why it is absent.
 
-    KEY is a key, or how one begins.
+    KEY is a key, or the beginning of one.
 
-    From each namespace that has the key, unless --namespace chooses one.
+    Shows each namespace that has the key, unless --namespace chooses one.
     """
     access = store_access(store_url, store_password_file, directory)
     with opened_store(access) as store:
-        watch = HeartbeatMonitor(store)
+        monitor = HeartbeatMonitor(store)
         described = store.namespaces()
         spaces = {
             fingerprint: parts
@@ -62,10 +64,10 @@ def show(
         records = _find(store, key, namespace or "", sorted(spaces))
         gone = _reasons(store, key, sorted(spaces)) if not records else {}
         hits = hits_of(store, records)
-        watch.settle(nodes_of(records))
+        monitor.wait(nodes_of(records))
     shown = [
         {
-            **to_json(record, hits[record.namespace, record.key], watch),
+            **to_json(record, hits[record.namespace, record.key], monitor),
             "namespace_parts": spaces.get(record.namespace, {}),
         }
         for record in records
@@ -81,11 +83,11 @@ def show(
 
 
 def _find(store: MetadataStore, key: str, namespace: str, spaces: list[str]) -> list[Record]:
-    """The records of `key`; if there are none, those of the one key that begins with it."""
+    """The records of `key`; without any, those of the only key that begins with it."""
     exact = [record for space in spaces for record in store.locate(space, [key]) if record]
     if exact:
         return exact
-    # Either the beginning of a key, or a key in a namespace that is not described.
+    # The beginning of a key, or a key in a namespace that has no description.
     addresses = sorted(
         {
             address
@@ -116,9 +118,11 @@ def _reasons(store: MetadataStore, key: str, spaces: list[str]) -> dict[str, str
 def _absence(key: str, gone: dict[str, str]) -> str:
     if not gone:
         ago = "a minute" if is_handoff(key) else "an hour"
-        return f"no record of {key!r}: never published, or it expired, or went over {ago} ago"
+        return f"no record of {key!r}: never published, expired, or removed over {ago} ago"
     reasons = ", ".join(f"{reason} (namespace {space[:8]})" for space, reason in gone.items())
-    return f"no record of {key!r} any more; its last copy went within the last hour: {reasons}"
+    return (
+        f"no record of {key!r} any more; its last copy was removed within the last hour: {reasons}"
+    )
 
 
 def _print(record: Record, facts: dict[str, Any]) -> None:
@@ -143,7 +147,7 @@ def _print(record: Record, facts: dict[str, Any]) -> None:
                 "yes" if copy["alive"] else "no",
                 copy["boot"],
                 str(copy["generation"]),
-                copy["checksum"] or "none: offered, no room as yet",
+                copy["checksum"] or "none: offered, no room yet",
                 copy["lane"] or "-",
             ]
             for copy in facts["locations"]

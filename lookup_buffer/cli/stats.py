@@ -1,6 +1,6 @@
 """`lookup-buffer stats`: the counters of all nodes, as they were last flushed to the store.
 
-Reads the store alone, on the main thread.
+Reads the store only, on the main thread.
 """
 
 from collections import Counter
@@ -11,7 +11,8 @@ import click
 
 from lookup_buffer.cli.options import of_store, store_access
 from lookup_buffer.cli.output import print_json, print_line, print_table
-from lookup_buffer.inspection.records import opened_store, size_text
+from lookup_buffer.inspection.access import opened_store
+from lookup_buffer.inspection.records import size_text
 
 _TOTAL = "(all)"
 _MISS_PREFIX = "misses_"
@@ -39,7 +40,7 @@ def stats(
         document = {"nodes": counters, "totals": dict(sorted(totals.items()))}
         print_json({**document, "seconds_saved": _seconds_saved(totals)})
     elif not counters:
-        print_line("no counters: no node has counted anything yet")
+        print_line("no counters: no node has written any yet")
     else:
         _print(counters, totals)
 
@@ -79,8 +80,10 @@ def _print(counters: Mapping[str, Mapping[str, int]], totals: Counter[str]) -> N
 
 
 def _seconds_saved(totals: Mapping[str, int]) -> float | None:
-    """Estimated seconds of the encodes that were saved: their number times the mean of those that
-    ran. None if no node has timed an encode."""
+    """Estimated seconds of the saved encodes: their number times the mean of those that ran.
+
+    None if no node has timed an encode.
+    """
     encodes, milliseconds, saved = (totals.get(name, 0) for name in _ENCODES)
     return round(saved * milliseconds / encodes / 1e3, 3) if encodes else None
 

@@ -1,6 +1,6 @@
 """`lookup-buffer top`: nodes, hits, misses and the hottest keys, live or once.
 
-Takes samples of the store on the main thread; asks no node.
+Takes samples of the store, on the main thread; connects to no node.
 """
 
 import sys
@@ -13,8 +13,9 @@ import click
 
 from lookup_buffer.cli.options import of_store, store_access
 from lookup_buffer.cli.output import print_json, print_line, print_table, shown
+from lookup_buffer.inspection.access import opened_store, traces_of
 from lookup_buffer.inspection.history import Activity, Sample, take_sample
-from lookup_buffer.inspection.records import opened_store, size_text, traces_of
+from lookup_buffer.inspection.records import size_text
 from lookup_buffer.times import SILENT_SECONDS
 from store import MetadataStore, StoreUnavailable
 from store.record import SAFE_NAME
@@ -23,10 +24,15 @@ if TYPE_CHECKING:
     from rich.console import Group
 
 NAMESPACES_SECONDS = 30.0
-"""Between two scans for namespaces, each of which reads all keys of the server."""
+"""Time between two scans for namespaces. Each scan reads all keys of the server."""
 WINDOW_SECONDS = 5.0
-"""The period of the rates. Nodes write their beats and counters once a second."""
+"""The period of the rates. Nodes write their heartbeats and counters once a second."""
 _HITS = ("hits_local", "hits_remote", "hits_lane")
+_NODE_NUMBERS = ("ITEMS", "USED", "OF", "HITS/s", "MISSES/s", "FETCHED/s")
+_KEY_NUMBERS = ("HITS/s", "HITS")
+_WIDE = 70
+_FOR_WIDE = ("ITEMS", "USED", "OF", "FETCHED/s", "SPACE", "HITS")
+"""Columns that are left out on a narrower screen."""
 
 
 @click.command()
@@ -36,7 +42,7 @@ _HITS = ("hits_local", "hits_remote", "hits_lane")
     default=1.0,
     show_default=True,
     metavar="SECONDS",
-    help="Between two looks.",
+    help="Time between two updates.",
 )
 @of_store
 def top(
@@ -46,9 +52,9 @@ def top(
     directory: Path | None,
     json: bool,
 ) -> None:
-    """Watch the fleet: nodes, hits and misses a second, the keys that are hit most.
+    """Watch the fleet: nodes, hits and misses a second, the keys with the most hits.
 
-    Live at a terminal, until Ctrl-C. In a pipe, and with --json, what happened within 2 s, once.
+    Live on a terminal until Ctrl-C. In a pipe, or with --json, one sample of 2 s.
     """
     access = store_access(store_url, store_password_file, directory)
     with opened_store(access) as store:
@@ -77,13 +83,13 @@ def _watch(store: MetadataStore, interval: float) -> None:
     from rich.text import Text
 
     samples: deque[Sample] = deque(maxlen=max(1, round(WINDOW_SECONDS / interval)) + 1)
-    spaces, walk_at = list[str](), 0.0
-    with Live(Text("looking …"), screen=True, auto_refresh=False) as live:
+    spaces, scan_at = list[str](), 0.0
+    with Live(Text("reading the store …"), screen=True, auto_refresh=False) as live:
         while True:
             now = time.monotonic()
             try:
-                if now >= walk_at:
-                    spaces, walk_at = _namespaces(store), now + NAMESPACES_SECONDS
+                if now >= scan_at:
+                    spaces, scan_at = _namespaces(store), now + NAMESPACES_SECONDS
                 samples.append(take_sample(store, traces_of(store), spaces, now))
             except StoreUnavailable as error:  # try again: the store may come back
                 samples.clear()
@@ -159,13 +165,6 @@ def _summary(activity: Activity) -> str:
         f"{alive} of {len(activity.last.beats)} nodes live; {hits / seconds:.1f} hits and "
         f"{misses / seconds:.1f} misses a second{f' ({named})' if named else ''}, hit rate {found}"
     )
-
-
-_NODE_NUMBERS = ("ITEMS", "USED", "OF", "HITS/s", "MISSES/s", "FETCHED/s")
-_KEY_NUMBERS = ("HITS/s", "HITS")
-_WIDE = 70
-_FOR_WIDE = ("ITEMS", "USED", "OF", "FETCHED/s", "SPACE", "HITS")
-"""Columns that are left out on a narrower screen."""
 
 
 def _nodes(activity: Activity) -> tuple[list[str], list[list[str]]]:

@@ -1,6 +1,6 @@
 """`lookup-buffer why KEY`: why a key is a miss, in sentences, and what to do about it.
 
-Prints the findings of `lookup_buffer.inspection`; reads the store alone, on the main thread.
+Prints the findings of `lookup_buffer.inspection`. Reads the store only, on the main thread.
 """
 
 from dataclasses import asdict
@@ -11,9 +11,9 @@ import click
 
 from lookup_buffer.cli.options import of_namespace, of_store, store_access
 from lookup_buffer.cli.output import print_fields, print_json, print_line, print_outline, shown
-from lookup_buffer.inspection.findings import THERE, UNDER_WAY, Finding
+from lookup_buffer.inspection.access import ExitCode, opened_store
+from lookup_buffer.inspection.findings import IN_PROGRESS, PRESENT, Finding
 from lookup_buffer.inspection.history import History, history_of
-from lookup_buffer.inspection.records import ExitCode, opened_store
 
 
 @click.command()
@@ -28,19 +28,19 @@ def why(
     directory: Path | None,
     json: bool,
 ) -> None:
-    """Say why a key is a miss, and what to do about it.
+    """Explain why a key is a miss, and what to do about it.
 
     KEY is a key, or a part of one.
 
-    Looks into all namespaces, unless --namespace chooses one: then it is also said where else the
-    key is, and in which parts the two namespaces differ. The exit code is 0 where the key is
-    stored on a node that lives.
+    Searches all namespaces, unless --namespace chooses one: then it also shows where else the key
+    is, and in which parts the two namespaces differ. The exit code is 0 if the key is stored on an
+    alive node.
     """
     access = store_access(store_url, store_password_file, directory)
     with opened_store(access) as store:
         history = history_of(store, key, namespace or "")
     findings = list(history.findings())
-    found = any(one.code in THERE for one in findings)
+    found = any(one.code in PRESENT for one in findings)
     if json:
         listed = [asdict(one) for one in findings]
         print_json({"key": history.key, "found": found, "findings": listed})
@@ -65,8 +65,8 @@ def _print(history: History, findings: list[Finding]) -> None:
 
 
 def _mark(finding: Finding) -> tuple[str, str]:
-    if finding.code in THERE:
+    if finding.code in PRESENT:
         return "+", "green"
-    if finding.code in UNDER_WAY:
+    if finding.code in IN_PROGRESS:
         return "~", "yellow"
     return "-", "bold red"

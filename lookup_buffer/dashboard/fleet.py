@@ -1,9 +1,9 @@
-"""The fleet as the page shows it, sampled each second from the store alone.
+"""The fleet as the page shows it, sampled each second from the store only.
 
-Counters are given as differences since the last sample (`point`), which the page adds up over its
-window, and as totals (`now`). `FleetWatch` is used by one thread; it scans for namespaces on the
-executor that it gets. `answer` gives the findings of `why` for the page, or the sentence that the
-command would print; any thread may call it. It must not know HTTP or the page.
+Counters are given as differences since the last sample (`point`), which the page sums over its
+window, and as totals (`now`). One thread uses `FleetSampler`; it scans for namespaces on the
+executor that it is given. `explain` returns the findings of `why` for the page, or the error that
+the command would print; any thread may call it. It must not know HTTP or the page.
 """
 
 import time
@@ -15,9 +15,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from lookup_buffer.errors import InvalidKey
-from lookup_buffer.inspection.findings import THERE, UNDER_WAY, Finding
+from lookup_buffer.inspection.access import CommandError, traces_of
+from lookup_buffer.inspection.findings import IN_PROGRESS, PRESENT, Finding
 from lookup_buffer.inspection.history import Activity, Address, Sample, history_of, take_sample
-from lookup_buffer.inspection.records import CommandError, traces_of
 from lookup_buffer.node.counters import MISS_REASONS
 from lookup_buffer.node.liveness import Liveness
 from lookup_buffer.node.metrics import FAMILIES
@@ -26,17 +26,18 @@ from store import MetadataStore, StoreError, StoreRefused, StoreUnavailable
 from store.record import SAFE_NAME
 
 RATE_SECONDS = 10
-"""The period of the nodes' rates."""
+"""The period of the rates of nodes."""
 HOTTEST_SHOWN = 12
 HOT_SECONDS = 60
-"""The period of the keys' hit rates."""
-WALK_SECONDS = 5.0
-WALK_SHARE = 0.02
-"""The pause between two scans for namespaces, each of which reads all keys of the server; and the
-largest part of the time that scans may take, which lengthens the pause on a large server."""
+"""The period of the hit rates of keys."""
+SCAN_SECONDS = 5.0
+"""Least pause between two scans for namespaces. Each scan reads all keys of the server."""
+SCAN_SHARE = 0.02
+"""Largest part of the time that scans may take: it lengthens the pause on a large server."""
 GONE_SECONDS = 15 * 60.0
+"""How long nodes that left are shown."""
 GONE_MAX = 50
-"""How long nodes that left are shown, and at most how many."""
+"""Most nodes that left and are shown."""
 _SERIES = {family.name: family.series for family in FAMILIES}
 TRANSFERS = _SERIES["transfer_bytes"]
 """The counter of transferred bytes, by direction and pipe."""
@@ -45,7 +46,7 @@ HIT_BYTES = tuple(_SERIES["hit_bytes"].values())
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class PageUpdate:
     """One sample for the page: the present state, and what was counted since the last sample."""
 
     now: dict[str, Any]
@@ -53,43 +54,43 @@ class Seen:
     """None for the first sample."""
 
 
-class FleetWatch:
+class FleetSampler:
     """Samples the fleet; keeps the samples of the last minute. Used by one thread."""
 
-    def __init__(self, store: MetadataStore, walker: Executor) -> None:
+    def __init__(self, store: MetadataStore, scanner: Executor) -> None:
         self._store = store
-        self._walker = walker
+        self._scanner = scanner
         self._samples: deque[Sample] = deque(maxlen=HOT_SECONDS + 1)
         self._liveness = Liveness()
         self._first: dict[str, tuple[str, int]] = {}
-        """The first beat seen of each node; a node is not alive while its beat equals it.
+        """The first heartbeat read of each node. A node is not alive while its heartbeat equals it.
 
-        It is ("", 0) once the beat has changed, or the node's description was fresh.
+        It is ("", 0) once the heartbeat has changed, or the description of the node was fresh.
         """
         self._gone: dict[str, float] = {}
-        """Nodes that left, and when that was noticed (the samples' clock, seconds)."""
+        """Nodes that left, and when that was found (clock of the samples, seconds)."""
         self._spaces: list[str] = []
-        self._walk: Future[tuple[list[str], float]] | None = None
-        self._walk_at = 0.0
+        self._scan: Future[tuple[list[str], float]] | None = None
+        self._scan_at = 0.0
 
-    def look(self) -> Seen:
+    def sample(self) -> PageUpdate:
         """Take a sample: the present state, and what was counted since the last one.
 
         Raises:
-            StoreError: the store did not answer.
+            StoreError: the store cannot be reached or refuses the request.
         """
-        self._walk_namespaces()
+        self._scan_namespaces()
         began = time.monotonic()
         sample = take_sample(self._store, traces_of(self._store), self._spaces, began)
         ages = self._store.node_ages(sorted(sample.beats))
-        asked_seconds = time.monotonic() - began
+        read_seconds = time.monotonic() - began
         self._observe(sample, ages)
         before = self._samples[-1] if self._samples else None
         self._samples.append(sample)
         totals = sum(map(Counter, sample.counters.values()), Counter[str]())
         now = {
             "at": round(time.time(), 3),
-            "asked_seconds": round(asked_seconds, 4),
+            "asked_seconds": round(read_seconds, 4),
             "nodes": self._nodes(sample, ages) + self._departed(sample),
             "hits": _hits(totals),
             "hit_bytes": sum(totals[name] for name in HIT_BYTES),
@@ -98,7 +99,7 @@ class FleetWatch:
             "claims": sum(info.claims or 0 for info in sample.infos.values()),
             "hottest": self._hottest(sample),
         }
-        return Seen(now, None if before is None else _point(Activity(before, sample), now))
+        return PageUpdate(now, None if before is None else _point(Activity(before, sample), now))
 
     # -- nodes
 
@@ -164,34 +165,34 @@ class FleetWatch:
         return self._samples[max(0, len(self._samples) - 1 - seconds)]
 
     def _transfers(self, sample: Sample) -> list[dict[str, Any]]:
-        """Bytes by direction and pipe: in all, and per second over RATE_SECONDS."""
+        """Bytes by direction and pipe: total, and per second over RATE_SECONDS."""
         recent = Activity(self._since(RATE_SECONDS), sample)
-        lately = recent.of_all()
+        counted = recent.of_all()
         return [
             {
                 "direction": direction,
                 "pipe": pipe,
-                "bytes": sum(counted.get(name, 0) for counted in sample.counters.values()),
-                "bytes_per_second": round(lately[name] / recent.seconds),
+                "bytes": sum(node.get(name, 0) for node in sample.counters.values()),
+                "bytes_per_second": round(counted[name] / recent.seconds),
             }
             for (direction, pipe), name in TRANSFERS.items()
         ]
 
     def _hottest(self, sample: Sample) -> list[dict[str, Any]]:
-        """The hottest keys: most hits per second first; among equals, most hits in all."""
-        speeds = {address: self._speed(address, sample) for address in sample.hits}
-        hottest = sorted(speeds, key=lambda one: (-speeds[one], -sample.hits[one], one))
+        """The hottest keys: most hits per second first; among equals, most total hits."""
+        rates = {address: self._hit_rate(address, sample) for address in sample.hits}
+        hottest = sorted(rates, key=lambda one: (-rates[one], -sample.hits[one], one))
         return [
             {
                 "namespace": address[0],
                 "key": address[1],
                 "hits": sample.hits[address],
-                "hits_per_second": round(speeds[address], 3),
+                "hits_per_second": round(rates[address], 3),
             }
             for address in hottest[:HOTTEST_SHOWN]
         ]
 
-    def _speed(self, address: Address, sample: Sample) -> float:
+    def _hit_rate(self, address: Address, sample: Sample) -> float:
         """Hits per second, since the first sample of the last minute that has the key."""
         first = next(one for one in self._samples if address in one.hits)
         hits = max(0, sample.hits[address] - first.hits[address])
@@ -199,17 +200,17 @@ class FleetWatch:
 
     # -- namespaces
 
-    def _walk_namespaces(self) -> None:
+    def _scan_namespaces(self) -> None:
         """Start a scan for namespaces if one is due, or take the result of a finished one."""
-        if self._walk is None:
-            if time.monotonic() >= self._walk_at:
-                self._walk = self._walker.submit(_namespaces, self._store)
+        if self._scan is None:
+            if time.monotonic() >= self._scan_at:
+                self._scan = self._scanner.submit(_namespaces, self._store)
             return
-        if self._walk.done():
-            walk, self._walk = self._walk, None
-            self._walk_at = time.monotonic() + WALK_SECONDS
-            self._spaces, took_seconds = walk.result()
-            self._walk_at += took_seconds / WALK_SHARE
+        if self._scan.done():
+            scan, self._scan = self._scan, None
+            self._scan_at = time.monotonic() + SCAN_SECONDS
+            self._spaces, took_seconds = scan.result()
+            self._scan_at += took_seconds / SCAN_SHARE
 
 
 def _namespaces(store: MetadataStore) -> tuple[list[str], float]:
@@ -245,31 +246,31 @@ def _misses(counted: Mapping[str, int]) -> dict[str, int]:
 
 
 def _is_fresh(age_seconds: float | None) -> bool:
-    """Whether a node with a description of this age is alive, when its beat is seen first."""
+    """Whether a node with a description of this age is alive when its heartbeat is first read."""
     return age_seconds is not None and age_seconds <= DEAD_AFTER_SECONDS
 
 
-def answer(store: MetadataStore, key: str, namespace: str) -> dict[str, Any]:
-    """The findings of `key`, or a sentence under `problem`; never raises."""
+def explain(store: MetadataStore, key: str, namespace: str) -> dict[str, Any]:
+    """The findings of `key`, or the error under `problem`; never raises."""
     try:
         history = history_of(store, key, namespace)
         findings = list(history.findings())
     except (CommandError, InvalidKey, ValueError) as error:
         return {"key": key, "problem": str(error)}
     except StoreError as error:
-        return {"key": key, "problem": trouble_text(error)}
+        return {"key": key, "problem": store_error_text(error)}
     except Exception:  # noqa: BLE001 -- top of a thread: a bug of ours must not keep the page waiting
         traceback.print_exc()  # stderr goes into the node's log
-        return {"key": key, "problem": "that question failed; the node's log says why"}
+        return {"key": key, "problem": "the question failed; see the node's log"}
     return {
         "key": history.key,
-        "found": any(one.code in THERE for one in findings),
+        "found": any(one.code in PRESENT for one in findings),
         "findings": [{**asdict(one), "state": _state(one)} for one in findings],
     }
 
 
-def trouble_text(error: StoreError) -> str:
-    """Why the store gave no answer, and what to do."""
+def store_error_text(error: StoreError) -> str:
+    """The error of the store, and what to do."""
     text = " ".join(str(error).split())
     if isinstance(error, StoreRefused) and error.forbidden:
         return f"{text}; give the user the rights in docs/redis-keys.md"
@@ -279,6 +280,6 @@ def trouble_text(error: StoreError) -> str:
 
 
 def _state(finding: Finding) -> str:
-    if finding.code in THERE:
+    if finding.code in PRESENT:
         return "there"
-    return "coming" if finding.code in UNDER_WAY else "missing"
+    return "coming" if finding.code in IN_PROGRESS else "missing"

@@ -4,8 +4,8 @@ Standard input: first the node's name and settings, then questions, one JSON val
 Standard output, one line each: `point` (what was counted since the last one), `now` (all that the
 page shows), `trouble` (why there is neither) or `answer N`, followed by a JSON value.
 
-The main thread samples once a second; a second thread reads the questions, which a pool answers.
-The process reads the store alone, with the code of the commands. It ends when its input ends.
+The main thread samples once a second. A second thread reads the questions, and a pool answers
+them. The process reads the store only, with the code of the commands. It ends when its input ends.
 """
 
 import json
@@ -18,70 +18,70 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from lookup_buffer.config import BufferConfig
-from lookup_buffer.dashboard.fleet import FleetWatch, answer, trouble_text
-from lookup_buffer.inspection.records import PATIENCE_SECONDS
+from lookup_buffer.dashboard.fleet import FleetSampler, explain, store_error_text
+from lookup_buffer.inspection.access import CALL_SECONDS_MIN
 from store import MetadataStore, StoreError
 
 INTERVAL_SECONDS = 1.0
-"""Between two samples. Nodes write their beats and counters once a second."""
+"""Time between two samples. Nodes write their heartbeats and counters once a second."""
 NICENESS = 10
-"""Lower priority than engines and the node: watching must not slow them down."""
+"""Lower priority than engines and the node: sampling must not slow them down."""
 QUESTIONS_AT_ONCE = 2
 
 
-class Lines:
+def main() -> None:
+    start = json.loads(sys.stdin.readline())
+    os.nice(NICENESS)
+    access = BufferConfig.of(start["settings"]).store_access()
+    output = LineWriter()
+    store = access.open(access.actual_url(), CALL_SECONDS_MIN)
+    threading.Thread(target=answer_questions, args=(sys.stdin, store, output), daemon=True).start()
+    try:
+        observe(store, start["node"], output)
+    except BrokenPipeError:
+        os._exit(0)
+
+
+class LineWriter:
     """Writes the lines for the node to stdout. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
 
-    def say(self, kind: str, value: Any) -> None:
+    def write(self, kind: str, value: Any) -> None:
         line = f"{kind} {json.dumps(value, separators=(',', ':'))}\n"
         with self._lock:
             sys.stdout.write(line)
             sys.stdout.flush()
 
 
-def observe(store: MetadataStore, node: str, lines: Lines) -> None:
+def observe(store: MetadataStore, node: str, output: LineWriter) -> None:
     """Take a sample each second; never returns. BrokenPipeError: the node has ended."""
-    with ThreadPoolExecutor(1, "namespaces") as walker:
-        watch = FleetWatch(store, walker)
+    with ThreadPoolExecutor(1, "namespaces") as scanner:
+        sampler = FleetSampler(store, scanner)
         due = time.monotonic()
         while True:
             try:
-                seen = watch.look()
+                update = sampler.sample()
             except StoreError as error:  # try again: the store may come back
-                lines.say("trouble", trouble_text(error))
+                output.write("trouble", store_error_text(error))
             else:
-                if seen.point is not None:
-                    lines.say("point", seen.point)
-                lines.say("now", {"node": node, "point": seen.point, **seen.now})
+                if update.point is not None:
+                    output.write("point", update.point)
+                output.write("now", {"node": node, "point": update.point, **update.now})
             now = time.monotonic()
             due = max(due + INTERVAL_SECONDS, now)
             time.sleep(due - now)
 
 
-def heed(questions: Iterable[str], store: MetadataStore, lines: Lines) -> None:
+def answer_questions(questions: Iterable[str], store: MetadataStore, output: LineWriter) -> None:
     """Answer questions until the input ends, as the node has ended; then end this process."""
     pool = ThreadPoolExecutor(QUESTIONS_AT_ONCE, "question")
 
-    def find_out(asked: dict[str, Any]) -> None:
-        found = answer(store, asked["key"], asked["namespace"])
-        lines.say(f"answer {asked['number']}", found)
+    def answer(question: dict[str, Any]) -> None:
+        found = explain(store, question["key"], question["namespace"])
+        output.write(f"answer {question['number']}", found)
 
-    for question in questions:
-        pool.submit(find_out, json.loads(question))
+    for line in questions:
+        pool.submit(answer, json.loads(line))
     os._exit(0)
-
-
-def main() -> None:
-    told = json.loads(sys.stdin.readline())
-    os.nice(NICENESS)
-    access = BufferConfig.of(told["settings"]).store_access()
-    lines = Lines()
-    store = access.open(access.actual_url(), PATIENCE_SECONDS)
-    threading.Thread(target=heed, args=(sys.stdin, store, lines), daemon=True).start()
-    try:
-        observe(store, told["node"], lines)
-    except BrokenPipeError:
-        os._exit(0)

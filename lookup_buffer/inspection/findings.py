@@ -1,11 +1,11 @@
 """Findings of `why`: one `Finding`, a sentence and a hint, for each fact known of a key.
 
 Input: what the store holds of a key (`Trace`) and which nodes are alive (`Fleet`). Output: what it
-means and what to do. Also compares the parts of two namespaces; a part that is a JSON object, as
-the connector's are, is compared member by member.
+means and what to do. Also compares the parts of two namespaces. A part that is a JSON object, such
+as the connector's, is compared member by member.
 
-Pure: no I/O, no thread of its own; any thread may call it. It must not know how findings are
-shown, on a terminal or on the page.
+Pure: no I/O and no thread of its own; any thread may call it. It must not know how findings are
+shown on a terminal or on the page.
 """
 
 import json
@@ -16,7 +16,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from lookup_buffer.errors import MissReason
-from lookup_buffer.inspection.records import HeartbeatMonitor, age_since, age_text, size_text
+from lookup_buffer.inspection.heartbeats import HeartbeatMonitor
+from lookup_buffer.inspection.records import age_since, age_text, size_text
 from lookup_buffer.key import is_handoff
 from lookup_buffer.times import HANDOFF_GONE_SECONDS
 from store import GONE_SECONDS, ClaimState, GoneReason, Location
@@ -54,8 +55,52 @@ class Code(StrEnum):
     ABSENT = "absent"
 
 
-THERE: Final = frozenset([Code.STORED, Code.OFFERED])
-UNDER_WAY: Final = frozenset([Code.ENCODING, Code.INTENDED])
+PRESENT: Final = frozenset([Code.STORED, Code.OFFERED])
+IN_PROGRESS: Final = frozenset([Code.ENCODING, Code.INTENDED])
+_GONE: Final[Mapping[str, tuple[Code, str, str]]] = {
+    GoneReason.EXPIRED: (
+        Code.EXPIRED,
+        "it expired on {node}: its time to live ended",
+        "insert it with a longer ttl_seconds, or without one",
+    ),
+    GoneReason.EVICTED: (
+        Code.EVICTED,
+        "it was evicted on {node}, whose arena was full",
+        "raise capacity_bytes there; `lookup-buffer nodes` shows how full nodes are",
+    ),
+    GoneReason.TAKEN: (
+        Code.TAKEN,
+        "it was taken from {node}: a hand-off goes to one taker",
+        "insert it again for another taker; `serve --log-level info` logs each one taken",
+    ),
+    GoneReason.RETRACTED: (
+        Code.RETRACTED,
+        "it was only offered by {node}: its producer stopped waiting for room",
+        "hand-offs have half of the arena: take them sooner, or raise capacity_bytes there",
+    ),
+    GoneReason.STALE: (
+        Code.STALE,
+        "the store named a copy on {node}, which did not have it",
+        "it is encoded again when an engine needs it",
+    ),
+    GoneReason.OWNER_DEAD: (
+        Code.OWNER_DEAD,
+        "it was on {node}, which was dead for over a minute: other nodes removed the copy",
+        "it is encoded again when an engine needs it",
+    ),
+    GoneReason.INVALIDATED: (
+        Code.INVALIDATED,
+        "its whole namespace was invalidated, by `lookup-buffer invalidate`",
+        "it is encoded again when an engine needs it",
+    ),
+}
+
+Described = Mapping[str, Mapping[str, str]]
+"""The parts of each namespace, by fingerprint; without namespaces that have no description."""
+Differences = dict[str, tuple[str | None, str | None]]
+
+_SHOWN_CHARACTERS = 32
+_NAMED_MAX = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +124,7 @@ class Finding:
 class Fleet:
     """Which nodes are alive, and how the other nodes left."""
 
-    watch: HeartbeatMonitor
+    monitor: HeartbeatMonitor
     departures: Mapping[str, "Departure"]
 
 
@@ -93,12 +138,12 @@ def findings_of(trace: "Trace", fleet: Fleet) -> list[Finding]:
                 trace,
                 Code.ENDED,
                 f"it was stored: it was hit {times} within the last week. Its record ended without "
-                "a word: whoever held it died, or the server lost or evicted it",
-                "a node that still holds it writes it again within ten minutes; else it is "
-                "encoded again where it is wanted",
+                "a recorded reason: its holder died, or the server lost or evicted it",
+                "a node that still holds it writes it again within ten minutes; otherwise it is "
+                "encoded again when an engine needs it",
             )
         )
-    return sorted(found, key=lambda one: (one.code not in THERE, one.code not in UNDER_WAY))
+    return sorted(found, key=lambda one: (one.code not in PRESENT, one.code not in IN_PROGRESS))
 
 
 def _findings(trace: "Trace", fleet: Fleet) -> Iterator[Finding]:
@@ -130,14 +175,14 @@ def _copy(trace: "Trace", location: Location, fleet: Fleet) -> Finding:
     record = trace.record
     assert record is not None
     node, boot = location.node, location.boot
-    if not fleet.watch.alive(node, boot):
+    if not fleet.monitor.alive(node, boot):
         return _lost_copy(trace, location, fleet)
     if location.is_offer:
         return _finding(
             trace, Code.OFFERED,
-            f"a hand-off, offered by {node}, which has no room for it as yet: it can be taken, "
+            f"a hand-off, offered by {node}, which has no room for it yet: it can be taken, "
             "but not read",
-            "whoever takes it makes the room; or raise capacity_bytes there",
+            "taking it makes the room; or raise capacity_bytes there",
             node,
         )  # fmt: skip
     hits = f", hit {trace.hits} times" if trace.hits > 1 else ", hit once" if trace.hits else ""
@@ -147,7 +192,7 @@ def _copy(trace: "Trace", location: Location, fleet: Fleet) -> Finding:
     size = "a stored None" if record.kind == "none" else size_text(record.nbytes)
     return _finding(
         trace, Code.STORED,
-        f"stored on {node}, which lives: {size}, first published "
+        f"stored on {node}, which is alive: {size}, first published "
         f"{age_text(age_since(record.created))} ago{hits}{lane}",
         "an engine that misses it has another namespace (see its log: `lookup buffer: namespace`) "
         "or store, or another key; `lookup-buffer stats` counts misses by reason",
@@ -157,13 +202,12 @@ def _copy(trace: "Trace", location: Location, fleet: Fleet) -> Finding:
 
 def _lost_copy(trace: "Trace", location: Location, fleet: Fleet) -> Finding:
     node, boot = location.node, location.boot
-    beat, departure = fleet.watch.last.get(node), fleet.departures.get(node)
-    again = "it is encoded again where it is wanted, and this copy is struck off"
+    beat, departure = fleet.monitor.last.get(node), fleet.departures.get(node)
+    again = "it is encoded again when an engine needs it; nodes remove this copy from the record"
     if beat is not None and beat.boot != boot:
         return _finding(
             trace, Code.HOLDER_RESTARTED,
-            f"it was on {node}, which has been started anew since: its memory went with the "
-            "old process",
+            f"it was on {node}, which was restarted since: its memory ended with the old process",
             again, node,
         )  # fmt: skip
     if beat is not None:
@@ -171,24 +215,26 @@ def _lost_copy(trace: "Trace", location: Location, fleet: Fleet) -> Finding:
         since = "over a day" if silent is None else age_text(silent)
         return _finding(
             trace, Code.HOLDER_SILENT,
-            f"it is on {node}, which has not beaten for {since}: dead, frozen or cut off from "
-            "the store, so nobody fetches from it",
-            "look whether that node runs, and into its node.log; should it come back, so does "
-            "the item",
+            f"it is on {node}, which has sent no heartbeat for {since}: dead, frozen or cut off "
+            "from the store, so no node fetches from it",
+            "check whether that node runs, and its node.log; the item is back when the node is",
             node, silent,
         )  # fmt: skip
     if departure is None or departure.boot != boot or not departure.reason:
         return _finding(
             trace, Code.HOLDER_UNKNOWN,
-            f"it was on {node}, which is not in the fleet: it went over a day ago, or the store "
-            "lost its data",
+            f"it was on {node}, which is not in the fleet: it left over a day ago, or the "
+            "store lost its data",
             again, node,
         )  # fmt: skip
     ago = departure.seconds_ago
     if departure.reason == "stopped":
         code, how = Code.HOLDER_STOPPED, f"which was stopped {age_text(ago)} ago"
     else:
-        code, how = Code.HOLDER_DIED, f"which died: others struck it off {age_text(ago)} ago"
+        code, how = (
+            Code.HOLDER_DIED,
+            f"which died: other nodes evicted that node {age_text(ago)} ago",
+        )
     return _finding(trace, code, f"it was on {node}, {how}", again, node, ago)
 
 
@@ -202,67 +248,27 @@ def _claimed(trace: "Trace", claim: "Claim") -> Finding:
         return _finding(
             trace, Code.ENCODING,
             f"it is being encoded by an engine of {node}{lasted}",
-            f"others wait for it; without a sign of progress another may begin in {left}",
+            f"other engines wait for it; without progress the claim expires in {left}",
             node, seconds,
         )  # fmt: skip
-    lasted = "" if seconds is None else f", since {age_text(seconds)}"
+    ago = "" if seconds is None else f" {age_text(seconds)} ago"
     return _finding(
         trace, Code.INTENDED,
-        f"an engine of {node} means to encode it{lasted}",
-        f"it has to begin within {left}, or another may",
+        f"an engine of {node} claimed it{ago} and has not begun to encode it",
+        f"unless it begins, the claim expires in {left}",
         node, seconds,
     )  # fmt: skip
 
 
 def _unreadable(trace: "Trace") -> Finding:
-    hint = "`lookup-buffer doctor` names such keys; UNLINK what was written by hand"
+    hint = "`lookup-buffer doctor` lists such keys; UNLINK those that were written by hand"
     if trace.unreadable.startswith("of version"):
         hint = "run one version of lookup-buffer on all hosts; this record expires by itself"
     return _finding(
         trace, Code.UNREADABLE,
-        f"what stands in the place of its record is {trace.unreadable}, so it is a miss to nodes "
-        "of this version",
+        f"its record is {trace.unreadable}, so it is a miss to nodes of this version",
         hint,
     )  # fmt: skip
-
-
-_GONE: Final[Mapping[str, tuple[Code, str, str]]] = {
-    GoneReason.EXPIRED: (
-        Code.EXPIRED,
-        "it expired on {node}: the time to live of the item was over",
-        "insert it with a longer ttl_seconds, or with none",
-    ),
-    GoneReason.EVICTED: (
-        Code.EVICTED,
-        "it was evicted on {node}, whose arena was full",
-        "raise capacity_bytes there; `lookup-buffer nodes` shows how full nodes are",
-    ),
-    GoneReason.TAKEN: (
-        Code.TAKEN,
-        "it was taken from {node}: a hand-off goes to one taker",
-        "insert it anew for another; `serve --log-level info` logs each that was taken",
-    ),
-    GoneReason.RETRACTED: (
-        Code.RETRACTED,
-        "it was only offered by {node}: its producer gave up before there was room",
-        "hand-offs have half of the arena: take them sooner, or raise capacity_bytes there",
-    ),
-    GoneReason.STALE: (
-        Code.STALE,
-        "the store named a copy on {node} that was not there",
-        "it is encoded again where it is wanted",
-    ),
-    GoneReason.OWNER_DEAD: (
-        Code.OWNER_DEAD,
-        "it was on {node}, which was dead for over a minute: others struck the copy off",
-        "it is encoded again where it is wanted",
-    ),
-    GoneReason.INVALIDATED: (
-        Code.INVALIDATED,
-        "its whole namespace was invalidated, by `lookup-buffer invalidate`",
-        "it is encoded again where it is wanted",
-    ),
-}
 
 
 def _gone(trace: "Trace", gone: "Gone") -> Finding:
@@ -284,16 +290,16 @@ def _failed(trace: "Trace") -> Finding:
     if failure.reason == MissReason.CHECKSUM:
         return _finding(
             trace, Code.CHECKSUM_FAILED,
-            f"{reader} fetched it from {holder} {ago} ago, and its checksum was wrong: thrown away",
-            "the reader asks another holder, or encodes; if it happens again, test memory and "
-            "network of both hosts",
+            f"{reader} fetched it from {holder} {ago} ago and dropped it: its checksum was wrong",
+            "the reader fetches from another holder, or encodes; if it happens again, test memory "
+            "and network of both hosts",
             holder, trace.failed_seconds_ago,
         )  # fmt: skip
     return _finding(
         trace, Code.FETCH_FAILED,
         f"{reader} could not fetch it from {holder} {ago} ago ({failure.reason})",
-        f"`lookup-buffer doctor` on the host of {reader}, with its token, tells whether it reaches "
-        f"{holder}, and is let in",
+        f"`lookup-buffer doctor` on the host of {reader}, with its token, shows whether "
+        f"{holder} is reached and accepts the token",
         holder, trace.failed_seconds_ago,
     )  # fmt: skip
 
@@ -303,9 +309,9 @@ def absent(key: str, namespace: str | None, where: str = "") -> Finding:
     ago = "a minute" if is_handoff(key) else "an hour"
     return Finding(
         Code.ABSENT, namespace, key,
-        f"no trace of it{where}: never published, or gone for over {ago}",
-        "inserts that found no room are no record; `lookup-buffer stats` counts them, and "
-        "`lookup-buffer doctor` tells whether the server refuses records",
+        f"no trace of it{where}: never published, or removed over {ago} ago",
+        "an insert without room leaves no record; `lookup-buffer stats` counts them, and "
+        "`lookup-buffer doctor` shows whether the server refuses records",
     )  # fmt: skip
 
 
@@ -317,14 +323,6 @@ def no_namespace(key: str, namespace: str, known: Sequence[str]) -> Finding:
         f"there is no namespace that begins with {namespace!r}",
         f"known: {named or 'none'}; engines log theirs at start: `lookup buffer: namespace`",
     )  # fmt: skip
-
-
-Described = Mapping[str, Mapping[str, str]]
-"""The parts of each namespace, by fingerprint; without the namespaces that nobody described."""
-Differences = dict[str, tuple[str | None, str | None]]
-
-_SHOWN_CHARACTERS = 32
-_NAMED_MAX = 6
 
 
 def differences(ours: Mapping[str, str], theirs: Mapping[str, str]) -> Differences:

@@ -1,10 +1,10 @@
-"""The history of a key, from every namespace; and samples of the fleet for rates.
+"""The history of a key in all namespaces; and samples of the fleet, for rates.
 
-`history_of` collects all that the store knows of one key, for `why` and the dashboard.
-`take_sample` reads beats, node descriptions, counters and the hottest keys at one moment;
+`history_of` collects all that the store holds of one key, for `why` and the dashboard.
+`take_sample` reads heartbeats, node descriptions, counters and the hottest keys at one moment.
 `Activity` is what was counted between two samples, for `top` and the dashboard.
 
-Reads the store alone; it connects to no node. The functions block on the store, on the caller's
+Reads the store only and connects to no node. The functions block on the store, on the caller's
 thread. It must not know how results are shown.
 """
 
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from lookup_buffer.inspection.access import CommandError, ExitCode, traces_of
 from lookup_buffer.inspection.findings import (
     Code,
     Finding,
@@ -25,7 +26,7 @@ from lookup_buffer.inspection.findings import (
     most_alike,
     no_namespace,
 )
-from lookup_buffer.inspection.records import CommandError, ExitCode, HeartbeatMonitor, traces_of
+from lookup_buffer.inspection.heartbeats import HeartbeatMonitor
 from lookup_buffer.key import MAX_KEY_CHARACTERS, TensorKey
 from lookup_buffer.protocol.fields import is_fingerprint
 from store import Beat, MetadataStore, NodeInfo
@@ -34,12 +35,14 @@ from store.record import SAFE_NAME
 if TYPE_CHECKING:
     from store.trace import Trace, Traces
 
-
+Address = tuple[str, str]
+"""(namespace, key)."""
 NAMED_WHEN_AMBIGUOUS = 5
 FOUND_MAX = 10_000
+HOTTEST = 20
 OTHERS_MAX = 5
-"""At most so many namespaces without the key are reported if the caller named none: those most
-similar to one that has the key."""
+"""Most namespaces without the key that are reported if the caller named none: those most similar to
+one that has the key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,27 +51,29 @@ class History:
 
     key: str
     namespace: str
-    """The prefix of the namespaces that were asked for."""
+    """The prefix of the requested namespaces; "" is all."""
     described: Mapping[str, Mapping[str, str]]
     traces: Mapping[str, "Trace"]
     fleet: Fleet
 
     def findings(self) -> Iterator[Finding]:
-        asked = {space for space in self.traces if space.startswith(self.namespace)}
+        requested = {space for space in self.traces if space.startswith(self.namespace)}
         has_it = [space for space in self.traces if self._is_stored(space)]
         found = [
-            one for space in sorted(asked) for one in findings_of(self.traces[space], self.fleet)
+            one
+            for space in sorted(requested)
+            for one in findings_of(self.traces[space], self.fleet)
         ]
         yield from found
         known = {space for space in self.described if space.startswith(self.namespace)}
-        if not asked and not known and self.namespace:
+        if not requested and not known and self.namespace:
             yield no_namespace(self.key, self.namespace, sorted(self.described))
         elif not found and not (self.namespace and has_it):
             where = " in the namespace" if self.namespace else ""
             one = next(iter(known)) if len(known) == 1 and self.namespace else None
             yield absent(self.key, one, where)
         if has_it:
-            beside = most_alike(self.described, (known | asked) - set(has_it), has_it)
+            beside = most_alike(self.described, (known | requested) - set(has_it), has_it)
             for space, other in islice(beside.items(), None if self.namespace else OTHERS_MAX):
                 yield self._elsewhere(space, other)
 
@@ -83,9 +88,9 @@ class History:
         if differs:
             what = f"they differ in {difference_text(differs)}"
         elif ours and theirs:
-            what = "what they stand for is the same, written differently"
+            what = "their settings are equal, but written differently"
         else:
-            what = "nobody says what one of the two stands for"
+            what = "one of the two is not described"
         return Finding(
             Code.OTHER_NAMESPACE, space, self.key,
             f"not in namespace {space[:8]}, but present under namespace {other[:8]}; {what}",
@@ -98,16 +103,16 @@ class History:
 def history_of(store: MetadataStore, key: str, namespace: str) -> History:
     """What is known of `key`, or of the only key that contains it, in all namespaces.
 
-    `namespace`: the prefix of the namespaces that are asked for; "" is all.
+    `namespace`: the prefix of the requested namespaces; "" is all.
 
     Raises:
         CommandError: several keys contain it.
         InvalidKey: no key contains it, and no valid key can.
-        StoreError: the store does not answer.
+        StoreError: the store cannot be reached or refuses the request.
     """
     if not 0 < len(key) <= MAX_KEY_CHARACTERS:
-        TensorKey.parse(key)  # raises, and says what is wrong
-    watch = HeartbeatMonitor(store)
+        TensorKey.parse(key)  # raises, with the reason
+    monitor = HeartbeatMonitor(store)
     described = {name: parts for name, parts in store.namespaces().items() if SAFE_NAME.match(name)}
     reader = traces_of(store)
     spaces = sorted({*described, *([namespace] if is_fingerprint(namespace) else [])})
@@ -115,15 +120,16 @@ def history_of(store: MetadataStore, key: str, namespace: str) -> History:
     if not traces:
         traces = _search(reader, key, namespace)
     nodes = {at.node for trace in traces if trace.record for at in trace.record.locations}
-    watch.settle(nodes)
-    fleet = Fleet(watch, reader.departures(sorted(nodes)))
+    monitor.wait(nodes)
+    fleet = Fleet(monitor, reader.departures(sorted(nodes)))
     by_space = {trace.namespace: trace for trace in traces}
     return History(traces[0].key if traces else key, namespace, described, by_space, fleet)
 
 
 def _search(reader: "Traces", part: str, namespace: str) -> list["Trace"]:
-    """All traces of the one key that contains `part`. A key in the namespaces that are asked for
-    goes before keys in other namespaces.
+    """All traces of the one key that contains `part`.
+
+    A key in the requested namespaces goes before keys in other namespaces.
 
     Raises:
         CommandError: several keys contain `part`.
@@ -141,19 +147,15 @@ def _search(reader: "Traces", part: str, namespace: str) -> list["Trace"]:
     if len(keys) > 1:
         named = ", ".join(keys[:NAMED_WHEN_AMBIGUOUS])
         more = ", …" if len(keys) > NAMED_WHEN_AMBIGUOUS else ""
-        raise CommandError(f"{len(keys)} keys have {part!r} in them: {named}{more}", ExitCode.USAGE)
+        raise CommandError(f"{len(keys)} keys contain {part!r}: {named}{more}", ExitCode.USAGE)
     if not keys:
         TensorKey.parse(part)  # raises if no valid key can contain it
     return [t for t in reader.of(sorted(a for a in found if a[1] in keys)) if not t.is_empty]
 
 
-HOTTEST = 20
-Address = tuple[str, str]
-
-
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """All that was read at one moment, `at` on the monotonic clock in seconds."""
+    """All that was read at one moment: `at`, in seconds of the monotonic clock."""
 
     at: float
     beats: Mapping[str, Beat]
@@ -174,7 +176,7 @@ class Activity:
         return max(self.last.at - self.first.at, 1e-3)
 
     def alive(self, node: str) -> bool:
-        """Whether the beat of `node` changed between the samples."""
+        """Whether the heartbeat of `node` changed between the samples."""
         return self.last.beats.get(node) != self.first.beats.get(node)
 
     def of_node(self, node: str) -> Counter[str]:
@@ -216,12 +218,12 @@ def take_sample(
     Hits are those of the HOTTEST keys in `namespaces`.
 
     Raises:
-        StoreError: the store does not answer.
+        StoreError: the store cannot be reached or refuses the request.
     """
     beats = store.beats()
     hottest = reader.hottest(namespaces, HOTTEST)
     return Sample(
         now, beats, store.node_infos(sorted(beats)), store.stats(),
-        # A name written by hand may be longer than any key, and too long to be shown.
+        # A name written by hand may be longer than any key, too long to show.
         {at: hits for at, hits in hottest.items() if len(at[1]) <= MAX_KEY_CHARACTERS},
     )  # fmt: skip

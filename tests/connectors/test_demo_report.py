@@ -75,9 +75,11 @@ def test_a_missed_time_is_named_and_is_no_broken_promise() -> None:
 
 
 def test_that_both_encode_is_explained_only_where_both_did() -> None:
-    assert "both encoded it" in _shown(RESULT)
+    assert "both engines encoded it" in _shown(RESULT)
     loaded = _outcome(Purpose.AT_ONCE, "host-b", Origin.LOADED, "host-a over TCP")
-    assert "both encoded it" not in _shown(replace(RESULT, outcomes=(*RESULT.outcomes[:3], loaded)))
+    assert "both engines encoded it" not in _shown(
+        replace(RESULT, outcomes=(*RESULT.outcomes[:3], loaded))
+    )
 
 
 def test_encodes_of_the_warm_up_are_counted_apart() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from command_line import beating, boot_of, publish, run_at_terminal
 from lookup_buffer.cli.commands import app
-from lookup_buffer.inspection.records import ExitCode
+from lookup_buffer.inspection.access import ExitCode
 from store import MetadataStore, NodeInfo
 
 DOCUMENT = (Path(__file__).resolve().parents[2] / "docs" / "cli.md").read_text(encoding="utf-8")

@@ -30,5 +30,5 @@ def test_a_hand_off_between_two_processes() -> None:
         )
         assert run.returncode == 0, run.stderr
         expected = [f"layer-{n}: (1024, 1024) of {n}" for n in (2, 0, 1)]
-        assert run.stdout.splitlines() == [*expected, "still there: [False, False, False]"]
+        assert run.stdout.splitlines() == [*expected, "still present: [False, False, False]"]
         wait_until(lambda: not (Path(directory) / "node.sock").exists(), 20.0)  # idle, so it ends

@@ -14,7 +14,7 @@ import yaml
 from deployment import Service, Stack, client_config, running_stack, why_not_contained
 from lookup_buffer.client.buffer import LookupBuffer
 from lookup_buffer.errors import LookupTimeout, MissingTensor, NodeRefused
-from lookup_buffer.inspection.records import ExitCode
+from lookup_buffer.inspection.access import ExitCode
 from lookup_buffer.key import TensorKey
 from lookup_buffer.namespace import Namespace
 from nodes import MIB, ROOT, key, tensor_of, wait_until
@@ -112,8 +112,8 @@ def _a_node_dies(stack: Stack, pair: Pair) -> None:
     _quoted("owner_dead")
     assert re.search(r"node-a no ", _said(stack, "node-b", "nodes")[1])
     history = _said(stack, "node-b", "why", "on-a")[1]
-    assert _quoted("it is on node-a, which has not beaten for ") in history
-    tail = "dead, frozen or cut off from the store, so nobody fetches from it"
+    assert _quoted("it is on node-a, which has sent no heartbeat for ") in history
+    tail = "dead, frozen or cut off from the store, so no node fetches from it"
     assert _quoted(tail) in history
     _start(stack, "node-a")
     _attached(here)
@@ -229,7 +229,7 @@ def _a_wrong_token(stack: Stack, pair: Pair) -> None:
         assert re.search(r"node-a yes .*node-b yes ", _said(stack, "node-b", "nodes")[1])
         code, text = _said(stack, "node-b", "doctor")
         assert code == 1
-        assert _quoted("not let in by node-a at tcp://") in text
+        assert _quoted("refused by node-a at tcp://") in text
 
 
 DRILLS = {

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lookup_buffer.inspection.records import ExitCode
+from lookup_buffer.inspection.access import ExitCode
 from patience import scaled
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -88,4 +88,4 @@ def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pwd, "getpwuid", unknown)
     done = CliRunner().invoke(app, ["--install-completion", "bash"])
     assert done.exit_code == 1
-    assert done.stderr.startswith("lookup-buffer: nobody says what your home is: set HOME")
+    assert done.stderr.startswith("lookup-buffer: the home directory is unknown: set HOME")

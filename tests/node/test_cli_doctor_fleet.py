@@ -116,7 +116,7 @@ def test_tokens(
     assert checks["ports"]["verdict"] == "ok"
     assert checks["token"]["verdict"] == verdict
     if verdict != "ok":
-        assert f"not let in by n2 at tcp://127.0.0.1:{other} (" in checks["token"]["found"]
+        assert f"refused by n2 at tcp://127.0.0.1:{other} (" in checks["token"]["found"]
         assert "n1" not in checks["token"]["found"]
 
 

@@ -195,7 +195,7 @@ def test_records_that_nobody_can_read(
     checks = examine(0, valkey_server.url, tmp_path / "d")
     assert checks["records"]["verdict"] == "warn"
     found = checks["records"]["found"]
-    assert found.startswith("looked at: 6; nobody can read: 5: ")
+    assert found.startswith("examined: 6; unreadable: 5: ")
     for key, why in {
         "newer": "of version 2",
         "garbled": "garbled, without a location, or misnamed",
@@ -217,4 +217,4 @@ def test_records_are_readable(
         for n in range(1100):
             store.publish(a_record(namespace, f"k{n}"), a_location())
     checks = examine(0, valkey_server.url, tmp_path / "d")
-    assert (checks["records"]["verdict"], checks["records"]["found"]) == ("ok", "looked at: 1100")
+    assert (checks["records"]["verdict"], checks["records"]["found"]) == ("ok", "examined: 1100")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.commands import COMMANDS, LOGGED_MICROSECONDS, Filled, beating, run
+from benchmarks.commands import COMMANDS, LOGGED_MICROSECONDS, FilledServer, beating, run
 from benchmarks.gauge import percentile
 from servers import StartServer
 
@@ -18,8 +18,8 @@ def test_no_command_holds_the_server(start_server: StartServer) -> None:
     looked at everything at once (KEYS, a SCAN without a COUNT to speak of) would do so each time,
     and on a slow machine a part of that counts as long.
     """
-    with Filled(start_server().url, RECORDS) as filled, beating(filled.url):
-        filled.ask(
+    with FilledServer(start_server().url, RECORDS) as filled, beating(filled.url):
+        filled.execute(
             ("CONFIG", "SET", "slowlog-log-slower-than", LOGGED_MICROSECONDS),
             ("CONFIG", "SET", "slowlog-max-len", 100_000),
             ("KEYS", "lb:rec:*"),

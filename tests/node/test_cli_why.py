@@ -67,7 +67,7 @@ def test_stored(
     client.insert(name, torch.ones(3))
     client.insert(none, None)
     holder = node_pair[0].node_id
-    words = ("stored on", holder, "which lives", "12 B", "first published", " s ago")
+    words = ("stored on", holder, "which is alive", "12 B", "first published", " s ago")
     found = the_finding(store, name, Code.STORED, *words)
     assert (found.node, found.namespace) == (holder, SPACE)
     the_finding(store, none, Code.STORED, "a stored None")
@@ -86,7 +86,7 @@ def test_an_offered_hand_off(store: MetadataStore, start_node: StartNode) -> Non
         writer.start()
         the_finding(store, name, Code.OFFERED, "offered by", node.node_id, "not read")
         shown = run("show", name.text, "--store-url", node.settings.store_url).stdout
-        assert "offered, no room as yet" in shown
+        assert "offered, no room yet" in shown
         assert "0000000000000000" not in shown
         (record,) = run_json("show", name.text, "--store-url", node.settings.store_url)["records"]
         (location,) = record["locations"]
@@ -105,7 +105,7 @@ def test_claims(
 ) -> None:
     name, node = key(), node_pair[0].node_id
     client.claim(name, lease_seconds=1.0, state=ClaimState.INTENT)
-    assert the_finding(store, name, Code.INTENDED, "means to encode it", node).node == node
+    assert the_finding(store, name, Code.INTENDED, "has not begun to encode it", node).node == node
     client.claim(name, lease_seconds=30.0)
     the_finding(store, name, Code.ENCODING, "being encoded by an engine of", node)
 
@@ -147,7 +147,9 @@ def test_retracted(store: MetadataStore, start_node: StartNode) -> None:
         client.insert(handoff(), tensor_of("blocks", 2 * MIB))
         with pytest.raises(BufferFull):
             client.insert(name, tensor_of("late", MIB), timeout=0.5)
-        the_finding(store, name, Code.RETRACTED, "only offered by", node.node_id, "gave up")
+        the_finding(
+            store, name, Code.RETRACTED, "only offered by", node.node_id, "stopped waiting for room"
+        )
 
 
 def test_stale(
@@ -162,7 +164,7 @@ def test_stale(
     with node_pair[1].client() as reader:
         with pytest.raises(MissingTensor):
             reader.select(name, timeout=0.0)
-        the_finding(store, name, Code.STALE, "named a copy on", "not there")
+        the_finding(store, name, Code.STALE, "named a copy on", "did not have it")
 
 
 def test_gone_for_a_reason_of_another_version(
@@ -182,7 +184,9 @@ def test_hit_once_and_ended_without_a_word(store: MetadataStore, start_node: Sta
         assert client.select(name) is not None
         wait_until(lambda: store.hits(SPACE, [name.text]) == [1], 10.0)
     node.kill()
-    the_finding(store, name, Code.ENDED, "hit once within the last week", "without a word")
+    the_finding(
+        store, name, Code.ENDED, "hit once within the last week", "without a recorded reason"
+    )
 
 
 def test_never_published(store: MetadataStore) -> None:
@@ -205,23 +209,27 @@ def test_what_becomes_of_holders(
             the_finding(store, each, Code.STORED)
         boot = client.boot
     with node.frozen():
-        found = the_finding(store, name, Code.HOLDER_SILENT, node.node_id, "has not beaten for")
+        found = the_finding(
+            store, name, Code.HOLDER_SILENT, node.node_id, "has sent no heartbeat for"
+        )
         assert found.seconds is not None
         assert 0 < found.seconds < 60
     the_finding(store, name, Code.STORED)
     node.kill()
     the_finding(store, name, Code.HOLDER_SILENT, "dead, frozen")
     store.leave(node.node_id, boot, reason="died")
-    the_finding(store, name, Code.HOLDER_DIED, node.node_id, "struck it off", " s ago")
+    the_finding(
+        store, name, Code.HOLDER_DIED, node.node_id, "other nodes evicted that node", " s ago"
+    )
     command(valkey_server.url, "DEL", layout.left(node.node_id))  # a day later
     the_finding(store, name, Code.HOLDER_UNKNOWN, node.node_id, "not in the fleet")
     node.start()
-    the_finding(store, name, Code.HOLDER_RESTARTED, node.node_id, "started anew since")
+    the_finding(store, name, Code.HOLDER_RESTARTED, node.node_id, "restarted since")
     (record,) = store.locate(SPACE, [name.text])
     assert record is not None
     (location,) = record.locations
     store.withdraw(SPACE, name.text, node.node_id, reason="owner dead", exactly=location)
-    the_finding(store, name, Code.OWNER_DEAD, node.node_id, "struck the copy off")
+    the_finding(store, name, Code.OWNER_DEAD, node.node_id, "other nodes removed the copy")
 
     assert leaving.terminate() == 0
     the_finding(store, other, Code.HOLDER_STOPPED, leaving.node_id, "which was stopped")

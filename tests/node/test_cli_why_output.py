@@ -83,7 +83,7 @@ def test_a_part_of_a_key_is_enough(store: MetadataStore, url: str) -> None:
     assert {one["namespace"] for one in document["findings"]} == {SPACE, OTHER_SPACE}
     publish(store, SPACE, f"{LONG_KEY}#lora-2", "n1")
     done = run("why", LONG_KEY, "--store-url", url)
-    assert_refused(done, 2, "2 keys have", "lora-1", "lora-2")
+    assert_refused(done, 2, "2 keys contain", "lora-1", "lora-2")
     other = run_json("why", LONG_KEY, "--store-url", url, "--namespace", "bbb", code=1)
     assert other["key"] == f"{LONG_KEY}#lora-1", "the only one there"
     publish(store, SPACE, LONG_KEY, "n1")

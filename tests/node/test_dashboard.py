@@ -183,7 +183,7 @@ def test_redis_away_is_a_sentence(
         with frozen(server):
             tab.wait_for("!document.getElementById('banner').hidden", 30.0)
             assert "Redis is not reached: " in tab.text("#banner")
-            assert "What stands below is of" in tab.text("#banner")
+            assert "The data below is of" in tab.text("#banner")
             tab.type("#key", "anything")
             tab.wait_for("document.getElementById('answer').innerText.includes('not reached')")
         tab.wait_for(f"document.getElementById('banner').hidden && {LIVE}", 30.0)
@@ -214,7 +214,7 @@ def test_the_box_answers_why(browser: Browser, pair: tuple[NodeProcess, NodeProc
             return found
 
         assert codes(stored.text, "stored") == ["stored"]
-        assert f"stored on {node.node_id}, which lives: 12 B" in tab.text("#answer")
+        assert f"stored on {node.node_id}, which is alive: 12 B" in tab.text("#answer")
         assert codes(claimed.text[:-3], "encoding") == ["encoding"]  # a part is enough
         assert codes(brief.text, "expired") == ["expired"]
         assert codes("never-" + secrets.token_hex(4), "absent") == ["absent"]
@@ -225,7 +225,7 @@ def test_the_box_answers_why(browser: Browser, pair: tuple[NodeProcess, NodeProc
             tab.run("document.getElementById('key').value = ''")
             tab.type("#key", stored.text[:-1])
             tab.wait_for("!document.getElementById('answer').innerText.includes('Asking')")
-            return "2 keys have" in tab.text("#answer")
+            return "2 keys contain" in tab.text("#answer")
 
         wait_until(is_ambiguous, 30.0)
         tab.run("[...document.querySelectorAll('#answer button')].at(-1).click()")

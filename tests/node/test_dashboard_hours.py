@@ -82,7 +82,7 @@ def test_a_lost_connection_is_told_and_found_again(browser: Browser, start_node:
         tab.wait_for("document.getElementById('alive').textContent.startsWith('1 ')")
         node.kill()
         tab.wait_for(f"{status}.innerText.includes('connection lost, trying again in')")
-        assert "The connection to the node is lost. What stands below is of" in tab.text("#banner")
+        assert "The connection to the node is lost. The data below is of" in tab.text("#banner")
         assert tab.run("document.getElementById('board').classList.contains('stale')")
         tab.type("#key", "anything")
         tab.wait_for("document.getElementById('answer').innerText.includes('does not answer')")

@@ -149,10 +149,10 @@ export class RateChart {
     const sums = this.#buckets[place];
     const back = this.#buckets.length - 1 - place;
     const at = (Math.floor(this.#now / BUCKET_SECONDS) - back) * BUCKET_SECONDS;
-    const told = sums
+    const values = sums
       ? `hit rate ${share(sums.hits, sums.hits + sums.misses)}\n${rate(sums.hits / sums.seconds)} hits/s\n${rate(sums.misses / sums.seconds)} misses/s`
-      : "nobody looked";
-    this.#tip.textContent = `${clock(at)}\n${told}`;
+      : "no lookups";
+    this.#tip.textContent = `${clock(at)}\n${values}`;
     const right = x > this.#box.clientWidth / 2;
     this.#tip.style.left = right ? "" : `${x + 10}px`;
     this.#tip.style.right = right ? `${this.#box.clientWidth - x + 10}px` : "";

@@ -15,14 +15,14 @@ let frame = 0;
 function state(name, text) {
   connection = name;
   byId("status").dataset.state = trouble && name === "live" ? "lost" : name;
-  const live = trouble ? "no news" : last ? `live, ${clock(last.at)}` : "live";
+  const live = trouble ? "no data" : last ? `live, ${clock(last.at)}` : "live";
   put(byId("status").querySelector(".text"), text ?? live);
   warn();
 }
 
 function warn() {
   const lost = connection === "lost";
-  const seen = last ? ` What stands below is of ${clock(last.at)}.` : "";
+  const seen = last ? ` The data below is of ${clock(last.at)}.` : "";
   const text = lost ? `The connection to the node is lost.${seen}` : trouble ? `${trouble}.${seen}` : "";
   byId("banner").hidden = !text;
   put(byId("banner"), text);

@@ -5,15 +5,15 @@ import { age, byId, clock, count, make, put, rate, rows, share, size } from "./f
 
 const NOW_SECONDS = 10;
 const REASONS = {
-  absent: "nobody has it: never inserted, evicted or expired",
+  absent: "no node has it: never inserted, evicted or expired",
   owner_dead: "the node that had it is dead",
-  stale: "the node that had it has it no more",
-  checksum: "what came was not what was stored",
+  stale: "the record named a copy that was absent",
+  checksum: "the transferred bytes differed from the stored ones",
   peer_failed: "the node that has it was not reached",
-  store_down: "nobody could say who has it",
-  timeout: "it did not come in time",
+  store_down: "the store was not reached",
+  timeout: "it did not arrive in time",
   no_room: "too much of the arena is pinned",
-  taken: "a hand-off that another one took",
+  taken: "a hand-off that another taker took",
 };
 const WAYS = {
   "received shm": "from engines of the node's host",
@@ -172,7 +172,7 @@ function showTransfers(transfers, buckets) {
 function showHottest(hottest, ask) {
   byId("no-hits").hidden = hottest.length > 0;
   byId("hottest").closest("table").hidden = hottest.length === 0;
-  put(byId("hot-note"), hottest.length ? "by hits of the last minute; press a key to ask where it is" : "");
+  put(byId("hot-note"), hottest.length ? "by hits of the last minute; press a key to see where it is" : "");
   rows(byId("hottest"), hottest, (one) => `${one.namespace} ${one.key}`,
     (one) => {
       const button = make("button", "plain", make("bdi", "mono", one.key));

@@ -17,7 +17,7 @@ export async function listen(on, state) {
   for (let failed = 0; ; failed += 1) {
     let why = "the node does not answer";
     try {
-      await hear(on, () => {
+      await readEvents(on, () => {
         failed = 0;
         state("live");
       });
@@ -34,7 +34,7 @@ export async function listen(on, state) {
   }
 }
 
-async function hear(on, alive) {
+async function readEvents(on, alive) {
   const ending = new AbortController();
   let quiet = setTimeout(() => ending.abort(), QUIET_MS);
   try {
@@ -53,14 +53,14 @@ async function hear(on, alive) {
       text += value;
       const events = text.split("\n\n");
       text = events.pop();
-      for (const event of events) tell(event, on);
+      for (const event of events) dispatch(event, on);
     }
   } finally {
     clearTimeout(quiet);
   }
 }
 
-function tell(event, on) {
+function dispatch(event, on) {
   const match = /^event: (\w+)\ndata: ([^]*)$/.exec(event);
   if (match) on(match[1], JSON.parse(match[2]));
 }

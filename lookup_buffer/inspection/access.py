@@ -1,0 +1,97 @@
+"""Access to the store that a command inspects, and how a command fails.
+
+`opened_store` needs no node and starts none. It may block on the store, on the caller's thread.
+"""
+
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import IntEnum
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import unquote
+
+from lookup_buffer.access import EMBEDDED, StoreAccess, runtime_directory
+from store import MetadataStore, redact
+
+if TYPE_CHECKING:
+    from store.trace import Traces
+
+CALL_SECONDS_MIN = 3.0
+"""Least timeout of one store call in commands. A person waits longer than an engine, and the pages
+of a scan are large."""
+
+
+class ExitCode(IntEnum):
+    OK = 0
+    FOUND = 1
+    """Something wrong was found, or the key is absent."""
+    USAGE = 2
+    UNREACHABLE = 3
+    INTERRUPTED = 130
+    """Ended by Ctrl-C: 128 + SIGINT, as a shell reports a process that the signal killed."""
+    OUTPUT_CLOSED = 141
+    """The reader of the output closed it, as `head` does: 128 + SIGPIPE."""
+
+
+class CommandError(Exception):
+    """A command cannot continue. The text is one line that says what to do."""
+
+    def __init__(self, sentence: str, code: ExitCode) -> None:
+        super().__init__(sentence)
+        self.code = code
+
+
+@contextmanager
+def opened_store(access: StoreAccess) -> Iterator[MetadataStore]:
+    """The store as a context; it is closed at the end.
+
+    Raises:
+        ConfigError: a TLS file that the URL names cannot be used.
+        CommandError: the store is the embedded server, and it does not run or its directory
+            cannot be used.
+    """
+    access.check_files()
+    try:
+        url = access.actual_url()
+    except OSError as error:  # the runtime directory cannot be created
+        raise CommandError(
+            f"{error.filename}: {error.strerror}; choose another --directory", ExitCode.USAGE
+        ) from error
+    if access.url == EMBEDDED and not is_listening(_socket_of(url)):
+        raise CommandError(
+            f"no embedded server runs in {runtime_directory(access.directory)}: start a node by "
+            "`lookup-buffer serve`, or name a server by --store-url or LOOKUP_BUFFER_STORE_URL",
+            ExitCode.UNREACHABLE,
+        )
+    with access.open(url, max(access.timeout_seconds, CALL_SECONDS_MIN)) as store:
+        yield store
+
+
+def shown_url(access: StoreAccess) -> str:
+    """The store's URL without credentials, in the form that other commands accept."""
+    return redact(access.actual_url())
+
+
+def _socket_of(url: str) -> Path:
+    """The path in a unix:// URL."""
+    return Path(unquote(url.removeprefix("unix://").partition("?")[0]))
+
+
+def is_listening(path: Path) -> bool:
+    """Whether a process listens on the unix socket at `path`; tried for at most 1 s."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(str(path))
+        except OSError:
+            return False
+    return True
+
+
+def traces_of(store: MetadataStore) -> "Traces":
+    """The reader of traces of single keys. Only a store on a server has one."""
+    from store.redis_store import RedisStore  # slow to import; imported by now
+
+    assert isinstance(store, RedisStore)  # a node can be configured with no other
+    return store.traces()

@@ -1,0 +1,93 @@
+"""Liveness of nodes within one command, by their heartbeats.
+
+A node sends a heartbeat once a second. `HeartbeatMonitor` reads the heartbeats until they have
+changed. Only such a change tells a live node from one that was killed a moment ago, and no clock
+of another machine takes part.
+
+Blocks on the store, on the caller's thread.
+"""
+
+import sys
+import time
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+
+from lookup_buffer.times import SILENT_SECONDS
+from store import Beat, MetadataStore
+
+POLL_SECONDS = 0.1
+
+
+class HeartbeatMonitor:
+    """Decides which nodes are alive. Reads all heartbeats in `__init__` and again in `wait`.
+
+    Other work may be done between the two. Not thread-safe.
+    """
+
+    def __init__(
+        self,
+        store: MetadataStore,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._store = store
+        self._clock = clock
+        self._sleep = sleep
+        self._until = clock() + SILENT_SECONDS
+        self._first = store.beats()
+        self.last: dict[str, Beat] = dict(self._first)
+        self._fresh: dict[str, str] = {}
+        """Boot by node, for nodes whose description `wait_unless_fresh` found fresh."""
+
+    def wait(self, nodes: Iterable[str] | None = None) -> None:
+        """Read heartbeats until that of each of `nodes` has changed, or the time is up.
+
+        None means all nodes with a heartbeat. The time ends SILENT_SECONDS after this object was
+        made.
+        """
+        if nodes is None:
+            nodes = self._first
+        awaited = [node for node in nodes if node in self._first]
+        with _progress_note("waiting for the nodes' heartbeats …"):
+            while not all(self._has_changed(node) for node in awaited):
+                if self._clock() >= self._until:
+                    return
+                self._sleep(POLL_SECONDS)
+                self.last = self._store.beats()
+
+    def wait_unless_fresh(self, nodes: Iterable[str]) -> None:
+        """Count nodes as alive whose description is younger than SILENT_SECONDS, without a wait.
+
+        A full server may refuse descriptions, and keeps heartbeats only. So this waits for `nodes`
+        as `wait` does if no description was fresh so far.
+        """
+        nodes = [node for node in nodes if node in self._first and node not in self._fresh]
+        ages = self._store.node_ages(nodes)
+        fresh = [node for node, seconds in ages.items() if seconds < SILENT_SECONDS]
+        for node, info in self._store.node_infos(fresh).items():
+            self._fresh[node] = info.boot
+        if nodes and not self._fresh:
+            self.wait(nodes)
+
+    def alive(self, node: str, boot: str | None = None) -> bool:
+        """Whether the heartbeat of `node` has changed, or its description was fresh.
+
+        With `boot`: and the node still runs as that boot.
+        """
+        beat = self.last.get(node)
+        if beat is None or not (self._has_changed(node) or self._fresh.get(node) == beat.boot):
+            return False
+        return boot is None or beat.boot == boot
+
+    def _has_changed(self, node: str) -> bool:
+        return node in self.last and self.last[node] != self._first.get(node)
+
+
+def _progress_note(text: str) -> AbstractContextManager[object]:
+    """Show `text` while the block runs and remove it afterwards; only if stderr is a terminal."""
+    if not sys.stderr.isatty():
+        return nullcontext()
+    from rich.console import Console
+
+    return Console(stderr=True).status(text)
