@@ -1,12 +1,12 @@
-"""What a node's fetch costs over a link, as it is, and what it would cost through a pipe.
+"""The cost of a node's fetch over a link, as it is, and through a pipe.
 
-Between two processes over loopback, in interleaved rounds, medians; the bytes land in memory of
-the asker that is warm, and are hashed there:
+Between two processes over loopback, in interleaved rounds, medians. The bytes are received into
+warm memory of the requesting process, and hashed there:
 
-- `link`: a request, and its answer with the bytes behind it, from where they lie; hashed as they
-  come. As `node.fetcher` and `node.peers` do it.
-- `pipe`: the same by a `tcp` pipe: the question is a message, the answer another one under a key,
-  which is offered, asked for and sent; hashed when it is there.
+- `link`: a request, and a reply with the bytes, sent from their own memory; hashed as they arrive.
+  As `node.fetcher` and `node.peers` do it.
+- `pipe`: the same by a `tcp` pipe: the request is a message, the reply another one under a key,
+  which is offered, requested and sent; hashed when it has arrived.
 
     python -m benchmarks.pipe_fetch [--rounds 15]
 """
@@ -33,7 +33,7 @@ TIMEOUT_SECONDS: Final = 60.0
 
 
 def serve(ports: Connection) -> None:
-    """The other process: has the bytes, and answers until it is told to end."""
+    """The other process: replies with the bytes until it receives None."""
     stored = torch.ones(max(SIZES), dtype=torch.uint8)
     with socket.create_server(("127.0.0.1", 0)) as listener, open_pipe(
         "tcp://127.0.0.1:0", listen=True

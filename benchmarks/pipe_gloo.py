@@ -3,15 +3,16 @@
 For each size, in interleaved rounds, the median of one message of that size:
 
 - `memcpy`: one copy into memory that was touched before;
-- `bare`: a small message asks through a bare Gloo group, `send` answers, `recv` receives in place;
+- `bare`: a small message requests through a bare Gloo group, `send` replies, `recv` receives in
+  place;
 - `bare_new`: the same into a new tensor, which is what `recv_tensor` returns;
-- `gloo`, `tcp`: a small message asks through the pipe, the answer, which its sender copies, is
+- `gloo`, `tcp`: a small message requests through the pipe; the reply, which its sender copies, is
   received by key, into such memory;
 - `gloo_receive`: `recv_tensor` by key alone, of what was sent before, into such memory;
 - `gloo_receive_new`: the same into a new tensor;
 
 and the ratios of their speeds, medians of per-round ratios, so that a slow moment of the machine
-falls on both sides. `targets` is what they are meant to be, and what they were.
+falls on both sides. `targets` has the aims and the measured values.
 
     python -m benchmarks.pipe_gloo [--rounds 15]
 """

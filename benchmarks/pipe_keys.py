@@ -1,9 +1,10 @@
-"""What keys cost: messages of 1 KiB with one and without, and many that are received in any order.
+"""The cost of keys: messages of 1 KiB with and without one, and many received in any order.
 
 For each scheme, between two processes, in interleaved rounds, the medians of
 
-- `unkeyed`, `keyed`: a small message asks, the answer comes back without a key, or under one;
-- `in_order`, `reversed`, `shuffled`: 1,000 answers under as many keys are there; each is received.
+- `unkeyed`, `keyed`: a small message requests, the reply comes without a key, or under one;
+- `in_order`, `reversed`, `shuffled`: 1,000 replies under as many keys have arrived; each is
+  received.
 
     python -m benchmarks.pipe_keys [--rounds 15] [SCHEME ...]
 """
@@ -34,7 +35,7 @@ UNKEYED, KEYED, MANY = range(3)
 
 
 def serve(uri: str) -> None:
-    """The other process: answers until it gets None."""
+    """The other process: replies until it receives None."""
     payload = torch.ones(PAYLOAD_BYTES, dtype=torch.uint8)
     with open_pipe(uri) as pipe:
         while (asked := pipe.recv_tensor(timeout=TIMEOUT_SECONDS)) is not None:

@@ -3,13 +3,13 @@
 For each size, in interleaved rounds, the medians of
 
 - `memcpy`: one copy into memory that was touched before;
-- `bare`: over a unix socket between two processes: one message asks, `recv_into` receives;
+- `bare`: over a unix socket between two processes: one message requests, `recv_into` receives;
 - `redis_py_set`, `redis_py_get`: one value of that size;
-- `lane_set`, `lane_get`: the same in chunks by the pipe's raw lane; reading takes it out, too;
-- `ask`: through the pipe between two processes, the answer by key, into such memory;
+- `lane_set`, `lane_get`: the same in chunks by `Resp3Connection`; reading also removes them;
+- `ask`: through the pipe between two processes, the reply by key, into such memory;
 
-and the ratios of their speeds, medians of per-round ratios. All over unix sockets. `targets` is
-what those at 64 MiB are meant to be, and what they were.
+and the ratios of their speeds, medians of per-round ratios. All over unix sockets. `targets` has
+the aims for those at 64 MiB, and the measured values.
 
     python -m benchmarks.pipe_redis [--rounds 9]
 """
@@ -55,7 +55,7 @@ NAMES: Final = (
 
 
 def serve(uri: str, bare_path: str) -> None:
-    """The other process: answers over the pipe and over the bare socket until they end."""
+    """The other process: replies over the pipe and over the bare socket until they end."""
     payload = torch.zeros(max(SIZES_BYTES), dtype=torch.uint8)
     stream = socket.socket(socket.AF_UNIX)
     stream.connect(bare_path)
@@ -75,9 +75,9 @@ class Ways:
     """What is measured with messages of one size."""
 
     def __init__(
-        self, client: "redis.Redis", lane: Resp3Connection, pipe: KVPipe, bare: socket.socket
+        self, client: "redis.Redis", connection: Resp3Connection, pipe: KVPipe, bare: socket.socket
     ) -> None:
-        self._client, self._lane, self._pipe, self._bare = client, lane, pipe, bare
+        self._client, self._connection, self._pipe, self._bare = client, connection, pipe, bare
         self._source = torch.ones(max(SIZES_BYTES), dtype=torch.uint8)
         self._target = torch.ones(max(SIZES_BYTES), dtype=torch.uint8)
         self.resize(SIZES_BYTES[0])
@@ -109,15 +109,15 @@ class Ways:
         value = memoryview(self._value)
         for name, at in self._chunks:
             chunk = value[at : at + CHUNK_BYTES]
-            self._lane.say([(b"SET", name, chunk, b"PX", b"60000")], deadline)
-        self._lane.settle(deadline)
+            self._connection.send([(b"SET", name, chunk, b"PX", b"60000")], deadline)
+        self._connection.read_replies(deadline)
 
     def lane_get(self) -> None:
         deadline = time.monotonic() + TIMEOUT_SECONDS
         for first in range(0, len(self._chunks), BATCH_CHUNKS):
             batch = self._chunks[first : first + BATCH_CHUNKS]
             places = [self._place[at : at + CHUNK_BYTES] for _, at in batch]
-            assert all(self._lane.fetch([name for name, _ in batch], places, deadline))
+            assert all(self._connection.fetch([name for name, _ in batch], places, deadline))
 
     def ask(self) -> None:
         self._pipe.send_tensor(torch.tensor(self._nbytes))
@@ -160,11 +160,11 @@ def measured(executable: str | None, rounds: int) -> dict[str, object]:
         )
         process.start()
         bare, _ = listener.accept()
-        lane = Resp3Connection(dial(server.url, TIMEOUT_SECONDS))
+        connection = Resp3Connection(dial(server.url, TIMEOUT_SECONDS))
         with bare:
-            ways = Ways(client, lane, pipe, bare)
+            ways = Ways(client, connection, pipe, bare)
             results = [measure(ways, nbytes, rounds) for nbytes in SIZES_BYTES]
-        lane.close()
+        connection.close()
         pipe.send_tensor(None)
         process.join(TIMEOUT_SECONDS)
         server_name = product_of(server.url)

@@ -68,6 +68,7 @@ pytest.register_assert_rewrite(
     "contract_pipe",
     "contract_pipe_limits",
     "contract_pipe_processes",
+    "pipe_ends",
     "servers",
     "nodes",
     "engines",

@@ -4,7 +4,7 @@ An insert writes to the host buffer as usual and keeps a copy in the device pool
 from another process's pool where a lane connects the two. Otherwise the bytes travel over the hosts
 and are copied onto the device.
 
-All methods run on the caller's thread. This module does not know how a lane moves bytes.
+All methods run on the caller's thread.
 """
 
 import time
@@ -47,7 +47,7 @@ class DeviceBuffer:
         self.lane = lane
         self._namespace = namespace or Namespace.named("default")
         self.host = LookupBuffer(config, self._namespace)
-        """The buffer over the hosts, for everything else."""
+        """The host's buffer, for all other operations."""
         self.host.join_lane(lane)
 
     def insert(
@@ -76,21 +76,21 @@ class DeviceBuffer:
     ) -> "torch.Tensor | None":
         """See `LookupBuffer.select`. The tensor is on the lane's device. A tensor that is inserted
         only during the wait comes over the hosts."""
-        with self.view(key, timeout=timeout) as there:
-            if there is None:
+        with self.view(key, timeout=timeout) as tensor:
+            if tensor is None:
                 return None
             if out is None:
                 # As bytes: there are dtypes that torch cannot copy.
-                raw = there.contiguous().reshape(-1).view(torch.uint8).clone()
-                return raw.view(there.dtype).view(there.shape)
-            check_out(out, header_of(there))
-            return out.copy_(there)
+                raw = tensor.contiguous().reshape(-1).view(torch.uint8).clone()
+                return raw.view(tensor.dtype).view(tensor.shape)
+            check_out(out, header_of(tensor))
+            return out.copy_(tensor)
 
     @contextmanager
     def view(self, key: TensorKey, *, timeout: float = 0.0) -> "Iterator[torch.Tensor | None]":
         """The tensor on the device; the caller must not write to it.
 
-        A tensor that came by a lane is the pool's own, and is held inside the `with`.
+        A tensor that came over a lane is the pool's own, and is pinned inside the `with`.
 
         Raises:
             As `LookupBuffer.select`.
@@ -99,21 +99,21 @@ class DeviceBuffer:
         (handle,) = self.host.prefetch([key])
         try:
             if handle.wait(timeout + SETTLE_SECONDS) is not PrefetchState.RESIDENT:
-                yield self._appearing(key, handle, max(0.0, deadline - time.monotonic()))
+                yield self._wait_and_select(key, handle, max(0.0, deadline - time.monotonic()))
                 return
             assert handle.order is not None, "it is resident"
-            there = self.host.load(handle.order)
-            yield there if there is None or handle.order.lane else self.lane.onto_device(there)
+            tensor = self.host.load(handle.order)
+            yield tensor if tensor is None or handle.order.lane else self.lane.onto_device(tensor)
         finally:
             self.host.release(handle)
 
-    def _appearing(
+    def _wait_and_select(
         self, key: TensorKey, handle: PrefetchHandle, timeout: float
     ) -> "torch.Tensor | None":
         if timeout <= 0:
             raise MissingTensor(f"{key}: {handle.reason or 'it did not come in time'}")
-        there = self.host.select(key, timeout=timeout)
-        return there if there is None else self.lane.onto_device(there)
+        tensor = self.host.select(key, timeout=timeout)
+        return tensor if tensor is None else self.lane.onto_device(tensor)
 
     def close(self) -> None:
         """Idempotent and bounded."""

@@ -2,11 +2,11 @@
 
     prepare,     called by the producer: keep an inserted tensor in the pool, and offer it
     settle
-    on_event     called for messages of the node: bring a tensor into the pool and hold it under a
-                 ticket; release tickets; or start pairs with pools that the node has seen
-    tensor       called by the reader: the tensor that a ticket holds
+    on_event     called for messages of the node: receive a tensor into the pool and pin it for a
+                 ticket; release tickets; or start pairs with pools that the node has discovered
+    tensor       called by the reader: the tensor of a ticket
 
-Each failure is reported to the node, which then has the bytes brought over the hosts. Failures are
+Each failure is reported to the node, which then fetches the bytes over the hosts. Failures are
 counted by reason, and logged once for each reason. Receiving runs on the lane's own threads, all
 else on the caller's. A pool works without a node or its client, but then nothing requests its
 tensors.
@@ -22,11 +22,11 @@ from lookup_buffer.client.session import next_request_id
 from lookup_buffer.codec import header_of
 from lookup_buffer.config import check_token_of, guard_listener
 from lookup_buffer.device import protocol
-from lookup_buffer.device.memory import PoolMemory, place_of
+from lookup_buffer.device.memory import PoolMemory, memory_for
 from lookup_buffer.device.pairs import Pairs, PoolReceiver
 from lookup_buffer.device.pool import DevicePool, Entry, PoolGauges
-from lookup_buffer.device.protocol import ProtocolVersion, dialect_of
-from lookup_buffer.device.serving import PoolServer
+from lookup_buffer.device.protocol import ProtocolVersion, version_of
+from lookup_buffer.device.server import PoolServer
 from lookup_buffer.device.stats import DaemonThreads, LaneStats
 from lookup_buffer.errors import (
     BufferFull,
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     import torch
 
 RECEIVERS: Final = 4
-"""How many tensors are received at a time."""
+"""The number of tensors that are received at a time."""
 SILENCE_SECONDS: Final = 5.0
 CLOSE_SECONDS: Final = 10.0
 
@@ -65,21 +65,21 @@ class ToNode(Protocol):
 
 
 class DeviceLane:
-    """Thread-safe. A fault of a peer, of the node or of the device raises only where a method says
-    so.
+    """Thread-safe. A fault of another process, of the node or of the device raises only where a
+    method documents it.
 
     Args:
         lane: gloo or nccl.
         device: as torch names it.
         pool_bytes: capacity of the pool.
         receives: whether this process ever reads; if not, it starts no pair.
-        offers: whether it ever keeps tensors that others may want; if not, no other process learns
-            of it.
+        offers: whether it ever keeps tensors for others; if not, the node does not announce the
+            pool.
         host: address to listen at; other hosts must reach it as they reach the node.
         token: the fleet's secret; at least 16 characters.
-        silence_seconds: a peer that sends nothing for so long is lost.
-        dialect: the library version to announce; None means the version of this process.
-        place: where the tensors lie; None means `device`.
+        silence_seconds: another process that sends nothing for so long is lost.
+        version: the library version to announce; None means the version of this process.
+        memory: the memory of the tensors; None means that of `device`.
 
     Raises:
         ConfigError: this process cannot use that kind of lane, or cannot listen at `host` (beyond
@@ -97,15 +97,15 @@ class DeviceLane:
         host: str = "127.0.0.1",
         token: str | None = None,
         silence_seconds: float = SILENCE_SECONDS,
-        dialect: ProtocolVersion | None = None,
-        place: PoolMemory | None = None,
+        version: ProtocolVersion | None = None,
+        memory: PoolMemory | None = None,
     ) -> None:
         check_token_of("a device lane", token)
         guard_listener("a device lane", host, "token", token)
-        self._place: PoolMemory = place or place_of(device)
-        self.dialect = dialect or dialect_of(lane, self._place)
+        self._memory: PoolMemory = memory or memory_for(device)
+        self.version = version or version_of(lane, self._memory)
         self.id = secrets.token_hex(6)
-        self._opening = (pool_bytes, receives, offers)
+        self._pool_options = (pool_bytes, receives, offers)
         limits = PipeLimits(
             buffer_bytes=pool_bytes,
             inbox_bytes=protocol.INBOX_BYTES,
@@ -115,24 +115,24 @@ class DeviceLane:
         self._to_node: ToNode = lambda _request: None
         self._lock = threading.Lock()
         self._closed = False
-        self._notes = LaneStats(self.dialect.lane)
-        self._under_way: set[int] = set()
-        """Tickets that are still wanted and do not hold an entry yet."""
+        self._stats = LaneStats(self.version.lane)
+        self._pending: set[int] = set()
+        """Tickets that are not released and have no entry yet."""
         self._orphans: list[tuple[float, list[int]]] = []
-        self._serving = PoolServer(
-            self.pool, self._place, self.dialect, self.id,
-            host=host, token=token, limits=limits, notes=self._notes,
+        self._server = PoolServer(
+            self.pool, self._memory, self.version, self.id,
+            host=host, token=token, limits=limits, stats=self._stats,
         )  # fmt: skip
-        self._crew = DaemonThreads(self._notes, "lb-lane", RECEIVERS)
+        self._threads = DaemonThreads(self._stats, "lb-lane", RECEIVERS)
         self._pairs = Pairs(
-            self._place, self.dialect, token=token, limits=limits, notes=self._notes
+            self._memory, self.version, token=token, limits=limits, stats=self._stats
         )
-        self._receiving = PoolReceiver(self.pool, self._place, self._pairs, self._notes)
+        self._receiver = PoolReceiver(self.pool, self._memory, self._pairs, self._stats)
 
     @property
     def port(self) -> int:
         """The port at which other pools reach this one."""
-        return self._serving.port
+        return self._server.port
 
     # -- the node
 
@@ -140,18 +140,18 @@ class DeviceLane:
         """A node is connected (again): send it this pool and the entries that it offers."""
         self._to_node = to_node
         opened = OpenPool(
-            next_request_id(), self.dialect.lane, self.dialect.library, self.port, self.id,
-            *self._opening,
+            next_request_id(), self.version.lane, self.version.library, self.port, self.id,
+            *self._pool_options,
         )  # fmt: skip
         to_node(opened)
-        for entry in self.pool.own():
+        for entry in self.pool.own_entries():
             self._offer(entry)
 
     def lost(self) -> None:
         """The connection to the node is lost. Tickets that it issued can still be loaded for
         `ORPHANED_SECONDS`."""
         with self._lock:
-            self._under_way.clear()  # no node would release what arrives from now on
+            self._pending.clear()  # no node would release a ticket from now on
             self._orphans.append((time.monotonic(), self.pool.tickets()))
         self._end_orphans()
 
@@ -161,7 +161,7 @@ class DeviceLane:
             old = [tickets for lost_at, tickets in self._orphans if lost_at < due]
             del self._orphans[: len(old)]
         for tickets in old:
-            self.pool.end(tickets)
+            self.pool.release(tickets)
 
     def on_event(self, message: dict[str, Any]) -> None:
         """Handle a message of the node; see `protocol.messages`. Runs on the listening thread, so
@@ -172,27 +172,27 @@ class DeviceLane:
                 self._pairs.warm(SeenPool(*fields))
             return
         if message["event"] == "let_go":
-            self._let_go(message["tickets"])
+            self._release(message["tickets"])
             self.pool.forget((namespace, key) for namespace, key in message["keys"])
             return
         if self._orphans:
             self._end_orphans()
         ticket, deadline = message["id"], time.monotonic() + message["seconds"]
         with self._lock:
-            self._under_way.add(ticket)
-        if not self._crew.soon(partial(self._receive, message, deadline)):
-            self._say_received(ticket, Fallback.BUSY, 0)
+            self._pending.add(ticket)
+        if not self._threads.submit(partial(self._receive, message, deadline)):
+            self._send_received(ticket, Fallback.BUSY, 0)
 
-    def _let_go(self, tickets: list[int]) -> None:
+    def _release(self, tickets: list[int]) -> None:
         with self._lock:
-            self._under_way.difference_update(tickets)
-            self.pool.end(tickets)
+            self._pending.difference_update(tickets)
+            self.pool.release(tickets)
 
-    def _say_received(self, ticket: int, reason: MaybeFallback, source: int) -> None:
+    def _send_received(self, ticket: int, reason: MaybeFallback, source: int) -> None:
         with self._lock:
-            self._under_way.discard(ticket)
+            self._pending.discard(ticket)
         if reason:
-            self._notes.count(f"fallback:{reason}")
+            self._stats.count(f"fallback:{reason}")
         self._to_node(Received(next_request_id(), ticket, reason, source))
 
     # -- producers
@@ -213,14 +213,14 @@ class DeviceLane:
             nbytes = header_of(tensor).nbytes
             self.pool.reserve(nbytes)
         except (BufferFull, TensorTooLarge, CodecError):
-            self._notes.count("kept_not")
+            self._stats.count("kept_not")
             return None
         try:
-            value = self._place.keep(tensor, immutable=immutable)
+            value = self._memory.keep(tensor, immutable=immutable)
         except (LookupBufferError, RuntimeError) as error:  # a device raises RuntimeError
             self.pool.cancel(nbytes)
-            self._notes.count("kept_not")
-            self._notes.warn(Fallback.DEVICE, error)
+            self._stats.count("kept_not")
+            self._stats.warn(Fallback.DEVICE, error)
             return None
         entry = self.pool.put(address, value, nbytes)
         self._to_node(Prepare(next_request_id(), namespace, key, entry.mark))
@@ -229,21 +229,21 @@ class DeviceLane:
     def settle(self, entry: Entry | None, checksum: int | None) -> None:
         """The insert of this entry is over.
 
-        If it was stored, `checksum` is its checksum, and the entry is offered. None means that the
-        buffer has other bytes or none; then the entry is forgotten.
+        If the tensor was stored, `checksum` is its checksum, and the entry is offered. None means
+        that the buffer has other bytes or none; then the entry is forgotten.
         """
         if entry is None:
             return
         namespace, key = entry.address
-        # The entry is still held here, so the pool can evict and retract it only after this offer.
-        if checksum is not None and not entry.gone:
+        # The entry is still pinned, so the pool can evict and retract it only after this offer.
+        if checksum is not None and not entry.removed:
             entry.checksum = checksum
             self._offer(entry)
-            self._notes.count("kept")
+            self._stats.count("kept")
         else:
             self.pool.forget([entry.address])
             self._to_node(Retract(next_request_id(), namespace, [key]))
-        self.pool.let_go(entry)
+        self.pool.unpin(entry)
 
     def _offer(self, entry: Entry) -> None:
         if entry.checksum is not None:  # without one, `settle` offers it after its insert
@@ -261,23 +261,23 @@ class DeviceLane:
     # -- readers
 
     def tensor(self, ticket: int) -> "torch.Tensor":
-        """The tensor that the ticket holds, ready for any later work on the caller's stream.
+        """The tensor of the ticket, ready for any later work on the caller's stream.
 
         The caller must not write to it. It stays valid as long as the caller keeps it, in the pool
         or not.
 
         Raises:
-            NodeUnavailable: the ticket holds nothing here.
+            NodeUnavailable: the ticket has no entry here.
         """
-        entry = self.pool.of(ticket)
+        entry = self.pool.entry_of(ticket)
         if entry is None:
-            raise NodeUnavailable("the pool of this process does not hold what was promised")
+            raise NodeUnavailable("the pool of this process has no entry for the ticket")
         tensor, ready = entry.value
-        return self._place.hand_out(tensor, ready)
+        return self._memory.on_caller_stream(tensor, ready)
 
     def onto_device(self, tensor: "torch.Tensor") -> "torch.Tensor":
         """A copy on this lane's device of a tensor that came over the hosts."""
-        return tensor.to(self._place.device)
+        return tensor.to(self._memory.device)
 
     # -- the threads
 
@@ -285,49 +285,48 @@ class DeviceLane:
         ticket, source = message["id"], 0
         reason: MaybeFallback = ""
         address = (message["namespace"], message["key"])
-        entry = self.pool.hold(address, checksums=message["checksums"])
+        entry = self.pool.pin(address, checksums=message["checksums"])
         if entry is None:
-            entry, reason, source = self._receiving.bring(
-                message, address, deadline, lambda: ticket in self._under_way
+            entry, reason, source = self._receiver.receive(
+                message, address, deadline, lambda: ticket in self._pending
             )
-        if entry is not None and not self._give(ticket, entry):
+        if entry is not None and not self._assign(ticket, entry):
             return
-        self._say_received(ticket, reason, source)
+        self._send_received(ticket, reason, source)
 
-    def _give(self, ticket: int, entry: Entry) -> bool:
-        """Returns whether the ticket is still wanted. If so, it holds the entry from the same
-        moment on."""
+    def _assign(self, ticket: int, entry: Entry) -> bool:
+        """Pin the entry for the ticket, if that is not released. Returns whether it is pinned."""
         with self._lock:
-            wanted = ticket in self._under_way
-            if wanted:
-                self._under_way.discard(ticket)
-                self.pool.give(ticket, entry)
-        if not wanted:  # the entry came too late
-            self.pool.let_go(entry)
-        return wanted
+            is_pending = ticket in self._pending
+            if is_pending:
+                self._pending.discard(ticket)
+                self.pool.assign(ticket, entry)
+        if not is_pending:  # the ticket was released meanwhile
+            self.pool.unpin(entry)
+        return is_pending
 
-    # -- what it did
+    # -- figures
 
     def stats(self) -> dict[str, int]:
         """Counts of tensors kept and served, and of tensors that did not arrive, by reason."""
-        return {**self._notes.counts(), "served": self._serving.served}
+        return {**self._stats.counts(), "served": self._server.served}
 
     def gauges(self) -> PoolGauges:
         return self.pool.gauges()
 
     def pairs(self) -> int:
-        """Number of open communicators, started by this process or by others."""
-        return self._pairs.open_pairs() + self._serving.pairs()
+        """The number of open communicators, started by this process or by others."""
+        return self._pairs.open_pairs() + self._server.pairs()
 
     def close(self) -> None:
-        """Idempotent and bounded. Other processes can no longer use the pool; tensors handed out
-        stay valid."""
+        """Idempotent and bounded. Other processes can no longer use the pool; tensors that callers
+        have stay valid."""
         with self._lock:
             if self._closed:
                 return
             self._closed = True
         self._to_node = lambda _request: None
-        self._serving.close()
+        self._server.close()
         deadline = time.monotonic() + CLOSE_SECONDS
         self._pairs.close(CLOSE_SECONDS)
-        self._crew.close(deadline - time.monotonic())
+        self._threads.close(deadline - time.monotonic())

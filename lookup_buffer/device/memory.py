@@ -1,4 +1,4 @@
-"""Device memory: where a pool's tensors lie, and how a lane's pipe reads and writes them.
+"""Device memory: the memory of a pool's tensors, and how a lane's pipe reads and writes it.
 
 `PoolMemory` keeps and allocates tensors, and orders them with the caller's computation. On the host
 it copies at once. On a GPU it enqueues the copy on a stream of the pool, after an event of the
@@ -10,7 +10,7 @@ sender may change it afterwards. A pool entry never changes, and the view that i
 alive, so no copy is made. Figures: 32 MiB took 95 ms with a copy into new memory, and 20 ms
 without.
 
-Any thread may call this module. It knows nothing of keys, tickets or pairs.
+Any thread may call this module.
 """
 
 from abc import ABC, abstractmethod
@@ -26,50 +26,6 @@ from lookup_buffer.pipes.inbox import Offer
 from lookup_buffer.pipes.outbox import INLINE_BYTES, Bytes
 from lookup_buffer.pipes.stream import Memory
 from lookup_buffer.protocol.header import TensorHeader
-
-
-class LaneMemory:
-    """See `Memory`. Everything but the memory of sent tensors is delegated to `inner`."""
-
-    def __init__(self, inner: Memory) -> None:
-        self._inner = inner
-
-    def outward(self, value: Value) -> Bytes:
-        bytes_of = self._inner.outward(value)
-        few = value is None or value.nbytes <= INLINE_BYTES
-        return bytes_of if few else _Unchanging(bytes_of)
-
-    def check(self, out: Tensor, offer: Offer) -> None:
-        self._inner.check(out, offer)
-
-    def place(self, offer: Offer, out: Tensor | None) -> Tensor:
-        return self._inner.place(offer, out)
-
-    def writable(self, value: Tensor) -> memoryview:
-        return self._inner.writable(value)
-
-    def done(self, value: Tensor, out: Tensor | None) -> Value:
-        return self._inner.done(value, out)
-
-    def rest(self) -> None:
-        self._inner.rest()
-
-    def end(self) -> None:
-        self._inner.end()
-
-
-class _Unchanging:
-    """The bytes of a large tensor that never changes."""
-
-    def __init__(self, bytes_of: Bytes) -> None:
-        self._bytes_of = bytes_of
-
-    def lent(self) -> memoryview:
-        return self._bytes_of.lent()
-
-    def copied(self) -> memoryview:
-        return self._bytes_of.lent()
-
 
 _cuda: Any = torch.cuda  # torch has no types for its streams and events
 
@@ -97,12 +53,12 @@ class PoolMemory(ABC):
         """
 
     @abstractmethod
-    def hand_out(self, tensor: torch.Tensor, ready: Any) -> torch.Tensor:
+    def on_caller_stream(self, tensor: torch.Tensor, ready: Any) -> torch.Tensor:
         """The same tensor, ready for any later work on the caller's stream."""
 
     @abstractmethod
     def wait(self, ready: Any) -> None:
-        """Block until `ready` is reached. Not for a caller's thread."""
+        """Block until `ready` is reached. Do not call it on a caller's thread."""
 
     @abstractmethod
     @contextmanager
@@ -112,14 +68,14 @@ class PoolMemory(ABC):
 
 
 class HostPoolMemory(PoolMemory):
-    """Host memory: the same interface in CI, and where models run on the CPU."""
+    """Host memory: for tests, and for models on the CPU."""
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
 
     def keep(self, tensor: torch.Tensor, *, immutable: bool) -> tuple[torch.Tensor, Any]:
         plain = tensor.detach()
-        if immutable and _is_alone(plain):
+        if immutable and _fills_storage(plain):
             return plain, None
         copied = copy_of(plain)
         assert copied is not None
@@ -128,7 +84,7 @@ class HostPoolMemory(PoolMemory):
     def empty(self, header: TensorHeader) -> torch.Tensor:
         return empty_tensor(header)
 
-    def hand_out(self, tensor: torch.Tensor, ready: Any) -> torch.Tensor:
+    def on_caller_stream(self, tensor: torch.Tensor, ready: Any) -> torch.Tensor:
         return tensor
 
     def wait(self, ready: Any) -> None:
@@ -150,7 +106,7 @@ class CudaPoolMemory(PoolMemory):
     def keep(self, tensor: torch.Tensor, *, immutable: bool) -> tuple[torch.Tensor, Any]:
         caller = _cuda.current_stream(self.device)
         plain = tensor.detach()
-        if immutable and plain.device == self.device and _is_alone(plain):
+        if immutable and plain.device == self.device and _fills_storage(plain):
             return plain, caller.record_event()
         try:
             with _cuda.stream(self._stream):
@@ -160,7 +116,7 @@ class CudaPoolMemory(PoolMemory):
                 ready = self._stream.record_event()
         except torch.OutOfMemoryError as error:
             raise BufferFull("the GPU has no memory for the pool") from error
-        caller.wait_event(ready)  # so the caller may write to its tensor at once
+        caller.wait_event(ready)  # so that the caller may write to its tensor at once
         if plain.is_cuda:
             plain.record_stream(self._stream)
         return copied, ready
@@ -170,12 +126,12 @@ class CudaPoolMemory(PoolMemory):
         if not isinstance(dtype, torch.dtype):
             raise CodecError(f"torch {torch.__version__} has no dtype {header.dtype}")
         try:
-            there = torch.empty(header.nbytes, dtype=torch.uint8, device=self.device)
+            raw = torch.empty(header.nbytes, dtype=torch.uint8, device=self.device)
         except torch.OutOfMemoryError as error:
             raise BufferFull("the GPU has no memory for the pool") from error
-        return there.view(dtype).view(header.shape)
+        return raw.view(dtype).view(header.shape)
 
-    def hand_out(self, tensor: torch.Tensor, ready: Any) -> torch.Tensor:
+    def on_caller_stream(self, tensor: torch.Tensor, ready: Any) -> torch.Tensor:
         caller = _cuda.current_stream(self.device)
         if ready is not None:
             caller.wait_event(ready)
@@ -192,13 +148,55 @@ class CudaPoolMemory(PoolMemory):
             yield
 
 
-def place_of(device: str) -> PoolMemory:
+def memory_for(device: str) -> PoolMemory:
     return CudaPoolMemory(device) if device.startswith("cuda") else HostPoolMemory()
 
 
-def _is_alone(tensor: torch.Tensor) -> bool:
-    """Whether the tensor fills its storage alone. A slice of a batch would keep the whole batch
-    alive."""
+class LaneMemory:
+    """See `Memory`. Everything but the memory of sent tensors is delegated to `inner`."""
+
+    def __init__(self, inner: Memory) -> None:
+        self._inner = inner
+
+    def outgoing(self, value: Value) -> Bytes:
+        bytes_of = self._inner.outgoing(value)
+        few = value is None or value.nbytes <= INLINE_BYTES
+        return bytes_of if few else _ImmutableBytes(bytes_of)
+
+    def check_out(self, out: Tensor, offer: Offer) -> None:
+        self._inner.check_out(out, offer)
+
+    def allocate(self, offer: Offer, out: Tensor | None) -> Tensor:
+        return self._inner.allocate(offer, out)
+
+    def writable(self, value: Tensor) -> memoryview:
+        return self._inner.writable(value)
+
+    def result(self, value: Tensor, out: Tensor | None) -> Value:
+        return self._inner.result(value, out)
+
+    def trim(self) -> None:
+        self._inner.trim()
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+class _ImmutableBytes:
+    """The bytes of a large tensor that never changes."""
+
+    def __init__(self, bytes_of: Bytes) -> None:
+        self._bytes_of = bytes_of
+
+    def view(self) -> memoryview:
+        return self._bytes_of.view()
+
+    def copy(self) -> memoryview:
+        return self._bytes_of.view()
+
+
+def _fills_storage(tensor: torch.Tensor) -> bool:
+    """Whether the tensor fills its storage. A slice of a batch would keep the whole batch alive."""
     lazy = tensor.is_conj() or tensor.is_neg()
     return (
         not lazy and tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes

@@ -1,7 +1,7 @@
 """DevicePool: the tensors that a process keeps on its device, within a budget of bytes.
 
-Pure bookkeeping under one lock; any thread may call it. It does not know how values are made or
-read: see `memory.PoolMemory`. At capacity, the least recently used entry without a pin is evicted.
+Pure bookkeeping under one lock; any thread may call it. `memory.PoolMemory` makes and reads the
+values. At capacity, the least recently used entry without a pin is evicted.
 """
 
 import threading
@@ -27,7 +27,7 @@ class Entry:
     is_own: bool = False
     """Whether its producer, in this process, put it here."""
     pins: int = 0
-    gone: bool = False
+    removed: bool = False
     """The entry can no longer be found. Its bytes stay charged until the last pin is released."""
 
 
@@ -60,7 +60,7 @@ class DevicePool:
         self._used_bytes = 0
         self._last_mark = 0
 
-    # -- what is put in
+    # -- adding
 
     def reserve(self, nbytes: int) -> None:
         """Reserve so many bytes, which `put` fills or `cancel` returns. Evicts entries where
@@ -71,7 +71,7 @@ class DevicePool:
             BufferFull: the rest of the pool is pinned or reserved.
         """
         if nbytes > self._capacity_bytes:
-            raise TensorTooLarge(f"{nbytes} bytes; the pool holds {self._capacity_bytes}")
+            raise TensorTooLarge(f"{nbytes} bytes; the pool holds at most {self._capacity_bytes}")
         in_the_way: list[Entry] = []
         with self._lock:
             missing = nbytes - (self._capacity_bytes - self._used_bytes)
@@ -82,7 +82,7 @@ class DevicePool:
                     missing -= entry.nbytes
                     in_the_way.append(entry)
             if missing > 0:
-                raise BufferFull(f"no room for {nbytes} bytes: the rest of the pool is held")
+                raise BufferFull(f"no room for {nbytes} bytes: the rest of the pool is pinned")
             for entry in in_the_way:
                 self._drop(entry)
             self._used_bytes += nbytes
@@ -108,17 +108,16 @@ class DevicePool:
             self._entries[address] = entry
             return entry
 
-    # -- what is taken out
+    # -- finding
 
-    def hold(
+    def pin(
         self,
         address: QualifiedKey,
         *,
         mark: int | None = None,
         checksums: Collection[int] | None = None,
     ) -> Entry | None:
-        """The entry, pinned until `let_go`. None if there is none, or its mark or checksum
-        differs."""
+        """The entry, pinned until `unpin`. None: it is absent, or its mark or checksum differs."""
         with self._lock:
             entry = self._entries.get(address)
             if entry is None or (mark is not None and entry.mark != mark):
@@ -133,35 +132,35 @@ class DevicePool:
         with self._lock:
             return address in self._entries
 
-    def let_go(self, entry: Entry) -> None:
+    def unpin(self, entry: Entry) -> None:
         with self._lock:
             self._unpin(entry)
 
     def forget(self, addresses: Iterable[QualifiedKey]) -> None:
-        """Remove these entries from lookup. A holder of a pin can still finish."""
+        """Remove these entries from lookup. Their bytes stay until the last pin is released."""
         with self._lock:
             for address in addresses:
                 entry = self._entries.get(address)
                 if entry is not None:
                     self._forget(entry)
 
-    def own(self) -> list[Entry]:
-        """The entries that their producer put here."""
+    def own_entries(self) -> list[Entry]:
+        """The entries of this process's producers."""
         with self._lock:
             return [entry for entry in self._entries.values() if entry.is_own]
 
-    # -- tickets: pins known by a number
+    # -- tickets: pins with a number
 
-    def give(self, ticket: int, entry: Entry) -> None:
+    def assign(self, ticket: int, entry: Entry) -> None:
         """Transfer the caller's pin to the ticket."""
         with self._lock:
             self._tickets[ticket] = entry
 
-    def of(self, ticket: int) -> Entry | None:
+    def entry_of(self, ticket: int) -> Entry | None:
         with self._lock:
             return self._tickets.get(ticket)
 
-    def end(self, tickets: Iterable[int]) -> None:
+    def release(self, tickets: Iterable[int]) -> None:
         """Release the pins of these tickets. Idempotent."""
         with self._lock:
             for ticket in tickets:
@@ -189,13 +188,13 @@ class DevicePool:
 
     def _unpin(self, entry: Entry) -> None:
         entry.pins -= 1
-        if entry.gone and not entry.pins:
+        if entry.removed and not entry.pins:
             self._used_bytes -= entry.nbytes
 
     def _forget(self, entry: Entry) -> None:
         if entry.pins:
             del self._entries[entry.address]
-            entry.gone = True
+            entry.removed = True
         else:
             self._drop(entry)
 

@@ -1,4 +1,4 @@
-"""Stats and threads of a device lane. Thread-safe; knows nothing of pools, pairs or pipes.
+"""Stats and threads of a device lane. Thread-safe.
 
 `LaneStats` counts what a lane did and which operations failed, by reason. It logs each reason once.
 
@@ -14,6 +14,8 @@ from collections.abc import Callable
 from typing import Final
 
 from lookup_buffer.protocol.fields import Fallback
+
+QUEUE_MAX: Final = 256
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +40,7 @@ class LaneStats:
         if self.count(f"warned:{reason}") == 1:
             logger.warning(
                 "lookup buffer: the %s lane was not used, and the bytes came over the hosts: %s "
-                "(%s; said once, counted by the node as lane_fallbacks_%s)",
+                "(%s; logged once, counted by the node as lane_fallbacks_%s)",
                 self._lane, why, reason, reason,
             )  # fmt: skip
 
@@ -46,21 +48,18 @@ class LaneStats:
         """Log once that a request of another process failed."""
         if self.count("warned:serving") == 1:
             logger.warning(
-                "lookup buffer: a reader's %s lane was ended, and it has its bytes over the hosts: "
-                "%s (said once, counted by the reader's node as lane_fallbacks_peer_failed)",
+                "lookup buffer: a reader's %s lane was closed, and its bytes go over the hosts: "
+                "%s (logged once, counted by the reader's node as lane_fallbacks_peer_failed)",
                 self._lane, why,
             )  # fmt: skip
-
-
-QUEUE_MAX: Final = 256
 
 
 class DaemonThreads:
     """Thread-safe. The threads are daemons: one that hangs in a device's driver ends with the
     process and does not delay its exit."""
 
-    def __init__(self, notes: LaneStats, name: str, threads: int) -> None:
-        self._notes = notes
+    def __init__(self, stats: LaneStats, name: str, threads: int) -> None:
+        self._stats = stats
         self._closed = False
         self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue(QUEUE_MAX)
         self._threads = [
@@ -69,7 +68,7 @@ class DaemonThreads:
         for thread in self._threads:
             thread.start()
 
-    def soon(self, job: Callable[[], None]) -> bool:
+    def submit(self, job: Callable[[], None]) -> bool:
         """Queue the job. Returns False if the queue is full, or the pool is closed. Never waits."""
         if self._closed:
             return False
@@ -99,5 +98,5 @@ class DaemonThreads:
             try:
                 job()
             except Exception as error:  # noqa: BLE001 -- top of a thread; the node has a deadline
-                self._notes.warn(Fallback.DEVICE, error)
+                self._stats.warn(Fallback.DEVICE, error)
             del job

@@ -1,8 +1,8 @@
 """Connects the ends of a pipe over TCP: one end listens, the others connect to it.
 
 A listening end accepts on a thread of its own, and runs each handshake on another one. A connecting
-end connects and does its handshake on the caller's thread. The scheme's module supplies what
-happens to a new link (`Joined`); this module knows nothing of messages.
+end connects and does its handshake on the caller's thread. A scheme with a communicator passes an
+`Upgrade` for the new link.
 """
 
 import socket
@@ -23,15 +23,63 @@ from lookup_buffer.protocol.stream import FramedSocket, FrameStream
 TRY_AGAIN_SECONDS: Final = 0.05
 
 
-Joined = Callable[[FramedSocket, float], FrameStream]
-"""Turns a new link into the frames of a peer, until a deadline (a monotonic time)."""
+Upgrade = Callable[[FramedSocket, float], FrameStream]
+"""Turns a new link into the stream of a remote end, by a deadline (a monotonic time)."""
 
 
-def as_it_is(link: FramedSocket, _: float) -> FrameStream:
+def unchanged(link: FramedSocket, _: float) -> FrameStream:
     return link
 
 
-class _Listening(StreamPipe):
+def open_tcp_end(
+    uri: str,
+    *,
+    listen: bool,
+    timeout: float,
+    token: str | None,
+    limits: PipeLimits,
+    upgrade: Upgrade = unchanged,
+    memory: Memory | None = None,
+) -> StreamPipe:
+    """Open an end over TCP; see `open_pipe`. The caller has checked the scheme of `uri`.
+
+    Args:
+        upgrade: called for each new link, on both ends; the pipe uses the stream that it returns.
+        memory: the memory of the messages' bytes; None means host memory.
+
+    Raises:
+        ConfigError: `uri` has no host and port, or listening there needs a token.
+        PipeTimeout: no end listens there within `timeout` seconds.
+        As `open_pipe`.
+    """
+    scheme, _, rest = uri.partition("://")
+    try:
+        host, port = parse_tcp(f"tcp://{rest}")
+    except ValueError as error:
+        raise ConfigError(f"{uri!r} is not an address of the form {scheme}://host:port") from error
+    if listen:
+        guard_listener(f"a pipe of {scheme}", host, "token", token)
+        return _ListeningPipe(scheme, host, port, token, limits, upgrade, memory)
+    deadline = time.monotonic() + timeout
+    refused: PipeBroken | None = None
+    while True:
+        try:
+            link = connect(host, port, token=token, timeout=deadline - time.monotonic())
+            break
+        except PipeTimeout:
+            if refused is None:
+                raise
+        except PipeBroken as error:
+            refused = error
+        if time.monotonic() + TRY_AGAIN_SECONDS > deadline:
+            raise PipeTimeout(f"no end listens at {uri}: {refused}") from refused
+        time.sleep(TRY_AGAIN_SECONDS)
+    pipe = StreamPipe(uri, limits, memory)
+    pipe.add_remote_end(_upgrade(link, upgrade, deadline))
+    return pipe
+
+
+class _ListeningPipe(StreamPipe):
     def __init__(
         self,
         scheme: str,
@@ -39,7 +87,7 @@ class _Listening(StreamPipe):
         port: int,
         token: str | None,
         limits: PipeLimits,
-        joined: Joined,
+        upgrade: Upgrade,
         memory: Memory | None,
     ) -> None:
         try:
@@ -48,8 +96,8 @@ class _Listening(StreamPipe):
             raise PipeBroken(f"cannot listen at {host}:{port}: {error.strerror}") from error
         super().__init__(f"{scheme}://{address}", limits, memory)
         self._token = token
-        self._joined = joined
-        serving = (self._listener, self._greet)
+        self._upgrade = upgrade
+        serving = (self._listener, self._handshake)
         threading.Thread(
             target=Acceptor().serve, args=serving, name="lb-pipe-accept", daemon=True
         ).start()
@@ -64,66 +112,18 @@ class _Listening(StreamPipe):
 
     def _stop_listening(self) -> None:
         with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the accepting thread
 
-    def _greet(self, stream: socket.socket) -> None:
+    def _handshake(self, stream: socket.socket) -> None:
         deadline = time.monotonic() + HANDSHAKE_SECONDS
         with suppress(LookupBufferError):
             link = accept_handshake(stream, token=self._token, timeout=HANDSHAKE_SECONDS)
-            self.meet(_join(link, self._joined, deadline))
+            self.add_remote_end(_upgrade(link, self._upgrade, deadline))
 
 
-def meet(
-    uri: str,
-    *,
-    listen: bool,
-    timeout: float,
-    token: str | None,
-    limits: PipeLimits,
-    joined: Joined = as_it_is,
-    memory: Memory | None = None,
-) -> StreamPipe:
-    """Open an end over TCP; see `open_pipe`. The caller has checked the scheme of `uri`.
-
-    Args:
-        joined: called for each new link, on both ends; the peer uses what it returns.
-        memory: where the bytes of messages lie; None means host memory.
-
-    Raises:
-        ConfigError: `uri` has no host and port, or listening there needs a token.
-        PipeTimeout: no end listens there within `timeout` seconds.
-        As `open_pipe`.
-    """
-    scheme, _, rest = uri.partition("://")
+def _upgrade(link: FramedSocket, upgrade: Upgrade, deadline: float) -> FrameStream:
     try:
-        host, port = parse_tcp(f"tcp://{rest}")
-    except ValueError as error:
-        raise ConfigError(f"{uri!r} is not an address of the form {scheme}://host:port") from error
-    if listen:
-        guard_listener(f"a pipe of {scheme}", host, "token", token)
-        return _Listening(scheme, host, port, token, limits, joined, memory)
-    deadline = time.monotonic() + timeout
-    refused: PipeBroken | None = None
-    while True:
-        try:
-            link = connect(host, port, token=token, timeout=deadline - time.monotonic())
-            break
-        except PipeTimeout:
-            if refused is None:
-                raise
-        except PipeBroken as error:
-            refused = error
-        if time.monotonic() + TRY_AGAIN_SECONDS > deadline:
-            raise PipeTimeout(f"nobody listens at {uri}: {refused}") from refused
-        time.sleep(TRY_AGAIN_SECONDS)
-    pipe = StreamPipe(uri, limits, memory)
-    pipe.meet(_join(link, joined, deadline))
-    return pipe
-
-
-def _join(link: FramedSocket, joined: Joined, deadline: float) -> FrameStream:
-    try:
-        return joined(link, deadline)
+        return upgrade(link, deadline)
     except BaseException:
         link.close()
         raise

@@ -1,7 +1,7 @@
-"""Inbox: what the other ends have offered to this end and no caller has received yet.
+"""Inbox: what the remote ends have offered to this end and no caller has received yet.
 
-Pure bookkeeping under one lock. The threads that read a peer put offers in; callers take them out.
-It bounds the memory of each source. It does not know how bytes are transferred.
+Pure bookkeeping under one lock. The threads that read frames put offers in; callers take them out.
+It bounds the memory of each source. The transfer of bytes is not its part.
 """
 
 import itertools
@@ -19,7 +19,7 @@ from lookup_buffer.protocol.header import TensorHeader
 
 
 class Source(Protocol):
-    """The origin of an offer (a peer)."""
+    """The origin of an offer: a `RemoteEnd`."""
 
     def receive(self, offer: "Offer", memory: memoryview, spare: "Spare | None" = None) -> bool: ...
 
@@ -27,8 +27,7 @@ class Source(Protocol):
 
 
 Spare = Callable[[], memoryview]
-"""Makes memory for bytes that may still arrive after the caller that waited for them has given
-up."""
+"""Allocates memory for bytes that may still arrive after their receiver has timed out."""
 
 
 @dataclass(slots=True, eq=False)
@@ -38,11 +37,11 @@ class Arrival:
     memory: memoryview
     moving: bool = False
     """The bytes are being written there now."""
-    over: bool = False
-    gone: bool = False
+    finished: bool = False
+    abandoned: bool = False
     """The sender gave up before it got the request."""
     payload: memoryview | None = None
-    """Where the bytes lie, if not in `memory`."""
+    """The bytes, if they are not in `memory` but in shared memory."""
 
 
 @dataclass(slots=True, eq=False)
@@ -55,7 +54,7 @@ class Offer:
     key: bytes | None
     header: TensorHeader
     payload: bytearray | memoryview | None
-    """The bytes, if they came with the offer or lie in shared memory; None if they must be
+    """The bytes, if they came with the offer or are in shared memory; None if they must be
     requested."""
     arrival: Arrival | None = None
     """Set once the bytes were requested."""
@@ -85,14 +84,16 @@ class Inbox:
         Raises:
             ProtocolError: the source has more than `most_bytes` in unreceived offers.
         """
-        # A payload in shared memory is charged to the sender.
+        # The sender pays for a payload in shared memory.
         here = len(offer.payload) if type(offer.payload) is bytearray else 0
         offer.cost = max(here + len(offer.key or b""), MESSAGE_BYTES)
         with self._changed:
             held = self._held_bytes[offer.source] + offer.cost
             if held > self.most_bytes:
-                most = f"inbox_bytes, {self.most_bytes}"
-                raise ProtocolError(f"the other end sent more that nobody receives than {most}")
+                raise ProtocolError(
+                    f"the other end sent {held} bytes that are not received, and inbox_bytes is "
+                    f"{self.most_bytes}: receive them, or raise inbox_bytes"
+                )
             self._held_bytes[offer.source] = held
             self._offers[offer.key].append(offer)
             self._changed.notify_all()
@@ -122,7 +123,7 @@ class Inbox:
                 if self._end is not None:
                     raise type(self._end)(str(self._end))
                 if not self._changed.wait(deadline - time.monotonic()):
-                    raise LookupTimeout("nothing came through the pipe in the time given")
+                    raise LookupTimeout("no message arrived in time")
             offer = queue[0]
             if check is not None:
                 check(offer)
@@ -137,25 +138,25 @@ class Inbox:
         with self._changed:
             self._keep(key, lambda offer: (offer.source, offer.number) != (source, number))
 
-    def lose(self, source: Source) -> None:
-        """The source is gone: remove its offers, except those whose bytes are here already."""
+    def remove_source(self, source: Source) -> None:
+        """Remove the offers of a source that has ended, except those whose bytes are here."""
         with self._changed:
             for key in list(self._offers):
                 self._keep(key, lambda o: o.source is not source or o.payload is not None)
 
-    def settled(self, key: "bytes | AnyKey | None") -> bool:
+    def is_ready(self, key: "bytes | AnyKey | None") -> bool:
         """Whether `take` would return or raise at once."""
         with self._changed:
             return self._end is not None or bool(self._queue_of(key))
 
     @property
-    def empty(self) -> bool:
+    def is_empty(self) -> bool:
         """Whether there is no offer at this moment. Needs no lock."""
         return not self._offers
 
     def end(self, error: LookupBufferError | None, *, clear: bool = False) -> None:
-        """Set the error for `take` when it finds nothing; None: wait again. `clear` drops all
-        offers."""
+        """Set the error that `take` raises when there is no offer; None: it waits. `clear` drops
+        all offers."""
         with self._changed:
             self._end = error
             if clear:

@@ -32,14 +32,14 @@ class _Message:
     cost: int
     number: int = field(default_factory=itertools.count().__next__)
     """Numbers increase in the order of sending."""
-    held: bool = False
-    """Whether `value` is the conduit's own copy; if not, it is the waiting sender's tensor."""
+    copied: bool = False
+    """Whether `value` is the pipe's own copy; if not, it is the waiting sender's tensor."""
     received: bool = False
 
 
 @dataclass(slots=True)
 class _Direction:
-    """One direction."""
+    """The messages of one direction."""
 
     queues: defaultdict[bytes | None, deque[_Message]] = field(
         default_factory=lambda: defaultdict(deque)
@@ -48,12 +48,12 @@ class _Direction:
     end: LookupBufferError | None = None
     """The error for receivers once it is empty: the sending end has ended."""
 
-    def queue_of(self, lane: bytes | Any | None) -> "deque[_Message] | None":
+    def queue_of(self, encoded_key: bytes | Any | None) -> "deque[_Message] | None":
         """The queue whose first message is the next one for that key; None if there is none."""
         for name in [name for name, queue in self.queues.items() if not queue]:
             del self.queues[name]
-        if not isinstance(lane, Any):
-            return self.queues.get(lane)
+        if not isinstance(encoded_key, Any):
+            return self.queues.get(encoded_key)
         keyed = [queue for name, queue in self.queues.items() if name is not None]
         return min(keyed, key=lambda queue: queue[0].number, default=None)
 
@@ -66,12 +66,16 @@ class InprocPipe(KVPipe):
     """See `KVPipe`. `silence_seconds` and `linger_seconds` have no effect here."""
 
     def __init__(
-        self, uri: str, limits: PipeLimits, changed: threading.Condition, conduits: list[_Direction]
+        self,
+        uri: str,
+        limits: PipeLimits,
+        changed: threading.Condition,
+        directions: list[_Direction],
     ) -> None:
         self.uri = uri
         self._limits = limits
         self._changed = changed
-        self._out, self._in = conduits
+        self._out, self._in = directions
         self._end: LookupBufferError | None = None
         """The error for callers of this end, once it was ended here."""
 
@@ -79,14 +83,14 @@ class InprocPipe(KVPipe):
         self, tensor: Value, key: str | TensorKey | None = None, *, timeout: float = TIMEOUT_SECONDS
     ) -> None:
         deadline = time.monotonic() + timeout
-        lane, nbytes = key_bytes(key), header_of(tensor).nbytes
+        encoded_key, nbytes = key_bytes(key), header_of(tensor).nbytes
         cost, most = self._limits.cost(nbytes), self._limits.buffer_bytes
         if cost > most:
-            raise TensorTooLarge(f"{nbytes} bytes; the pipe holds {most}")
+            raise TensorTooLarge(f"{nbytes} bytes; the pipe holds at most {most} (buffer_bytes)")
         message = _Message(tensor, cost)
         with self._changed:
             self._check(self._in.end)
-            self._out.queues[lane].append(message)
+            self._out.queues[encoded_key].append(message)
             self._changed.notify_all()
             try:
                 while not message.received and self._out.used + cost > most:
@@ -95,11 +99,11 @@ class InprocPipe(KVPipe):
                     self._check(self._in.end)
             except LookupBufferError:
                 if not message.received:
-                    self._withdraw(lane, message)
+                    self._withdraw(encoded_key, message)
                     raise
             if not message.received:
                 self._out.used += cost
-                message.value, message.held = copy_of(tensor), True
+                message.value, message.copied = copy_of(tensor), True
 
     def recv_tensor(
         self,
@@ -109,24 +113,24 @@ class InprocPipe(KVPipe):
         out: Tensor | None = None,
     ) -> Value:
         deadline = time.monotonic() + timeout
-        lane = key if isinstance(key, Any) else key_bytes(key)
+        encoded_key = key if isinstance(key, Any) else key_bytes(key)
         with self._changed:
             self._check(None)
-            while (queue := self._in.queue_of(lane)) is None:
+            while (queue := self._in.queue_of(encoded_key)) is None:
                 self._check(self._in.end)
                 if not self._changed.wait(deadline - time.monotonic()):
                     self._check(None)
-                    raise LookupTimeout(f"nothing came within {timeout:g} s")
+                    raise LookupTimeout(f"no message arrived within {timeout:g} s")
                 self._check(None)
             value = queue[0].value
             if out is not None and value is not None:
                 check_place(out, header_of(value), "cpu")
             message = queue.popleft()
             message.received = True
-            self._in.used -= message.cost if message.held else 0
+            self._in.used -= message.cost if message.copied else 0
             self._changed.notify_all()
             self._limits.check_received(0 if value is None else header_of(value).nbytes)
-            if not message.held:  # the sender's tensor: it waits for this lock
+            if not message.copied:  # the sender's tensor: it waits for this lock
                 return copy_of(value, out)
         return value if out is None else copy_of(value, out)
 
@@ -157,13 +161,13 @@ class InprocPipe(KVPipe):
         return InprocPipe(self.uri, limits, self._changed, [self._in, self._out])
 
     def _check(self, other: LookupBufferError | None) -> None:
-        """Raises the error of this end or else `other`, if there is one."""
+        """Raises the error of this end, or else `other`, if there is one."""
         error = self._end or other
         if error is not None:
             raise type(error)(str(error))
 
-    def _withdraw(self, lane: bytes | None, message: _Message) -> None:
-        queue = self._out.queues.get(lane)
+    def _withdraw(self, encoded_key: bytes | None, message: _Message) -> None:
+        queue = self._out.queues.get(encoded_key)
         if queue and message in queue:
             queue.remove(message)
 
@@ -177,15 +181,15 @@ def open_end(
 ) -> KVPipe:
     """See `open_pipe`. A name is free again once its second end has connected."""
     if token is not None:
-        raise ConfigError("a pipe within a process takes no token")
+        raise ConfigError("an inproc pipe takes no token: leave it out")
     with _appeared:
         if listen:
             if uri in _listening:
-                raise ConfigError(f"somebody listens at {uri} already")
-            conduits = [_Direction(), _Direction()]
-            pipe = _listening[uri] = InprocPipe(uri, limits, threading.Condition(), conduits)
+                raise ConfigError(f"another end already listens at {uri}")
+            directions = [_Direction(), _Direction()]
+            pipe = _listening[uri] = InprocPipe(uri, limits, threading.Condition(), directions)
             _appeared.notify_all()
             return pipe
         if not _appeared.wait_for(lambda: uri in _listening, timeout):
-            raise PipeTimeout(f"nobody listens at {uri}")
+            raise PipeTimeout(f"no end listens at {uri}")
         return _listening.pop(uri).other_end(limits)

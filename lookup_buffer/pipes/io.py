@@ -2,16 +2,16 @@
 
 `FrameWriter` writes frames in order. The thread that queues a frame also writes it, as far as the
 link accepts it without waiting. That avoids waking a thread, which costs more than writing a small
-frame. The speaker's own thread writes the rest. `Outgoing` is the state of a sent message, shared
-with the outbox.
+frame. The writer thread writes the rest. `Outgoing` is the state of a sent message, shared with the
+outbox.
 
-`Reading` reads frames. One thread at a time has the right to read (a lock). The reading thread has
-it while no caller waits for a message. A waiting caller takes the right if it is free, and reads
-itself: a message then wakes its receiver directly, not by way of another thread. Passing the right
-never wakes the reading thread, because its epoll ignores the link meanwhile.
+`FrameReader` reads frames. One thread at a time reads, under a lock. The reader thread reads while
+no caller waits for a message. A waiting caller acquires the lock if it is free, and reads itself: a
+message then wakes its receiver directly, without a second thread. The change of reader never wakes
+the reader thread, because its epoll ignores the link meanwhile.
 
 A waiting caller has a deadline. So it reads only frames that have already arrived, and the bytes
-that it waits for. It leaves all else, such as the bytes of another message, to the reading thread.
+that it waits for. It leaves all else, such as the bytes of another message, to the reader thread.
 """
 
 import math
@@ -28,6 +28,18 @@ from lookup_buffer.errors import LookupBufferError, PipeBroken, PipeTimeout
 from lookup_buffer.protocol.sockets import ignore_errors
 from lookup_buffer.protocol.stream import FramedSocket, FrameStream
 
+BEAT_SECONDS: Final = 0.5
+"""A quarter of the least `silence_seconds` that an end can be configured with."""
+DEFERRED_MAX: Final = 256
+
+
+FLUSH_SECONDS: Final = 0.001
+MINIMUM_BYTES_PER_SECOND: Final = 16e6
+"""The slowest accepted transfer. Each deadline of a transfer grows by its size at this rate."""
+READ_LOCK_SECONDS: Final = 0.1
+"""How long the reader thread waits for the lock before it checks again whether the remote end is
+silent."""
+
 
 @dataclass(slots=True, eq=False)
 class Outgoing:
@@ -37,33 +49,29 @@ class Outgoing:
     memory: memoryview
     """The caller's memory, until there is room for a copy."""
     cost: int
-    at: int | None = None
-    """Offset of the copy in the shared memory, if it lies there."""
+    offset: int | None = None
+    """Offset of the copy, if it is in the shared memory."""
     charged: bool = False
     number: int = 0
     inline: bool = False
     copying: bool = False
     """The copy into `memory` is not complete yet."""
     pulled: bool = False
-    over: bool = False
+    finished: bool = False
     """Received, or all of its bytes are in the kernel's buffers."""
 
 
-BEAT_SECONDS: Final = 0.5
-"""A quarter of the least `silence_seconds` that an end can be configured with."""
-PUT_OFF_MAX: Final = 256
-
-
 class FrameWriter:
-    """Writes the frames of one link. Call `say`, `put`, `put_off`, `put_put_off` and `stop` with
-    the peer's lock, all else without it.
+    """Writes the frames of one link.
+
+    Call `write` and `run` without the remote end's lock, all other methods with it.
 
     Args:
-        check: raises, under the lock, if the peer cannot be used any more.
-        sent: called with each frame that was written in full.
-        failed: called, on any thread and without the lock, with the reason why writing has ended.
-        seconds: bounds how long the link may take for one frame, beside its bytes.
-        rest: called, without the lock, when there was nothing to write for a while.
+        check: raises, under the lock, if the link cannot be used any more.
+        on_sent: called with each frame that was written in full.
+        on_failure: called, on any thread and without the lock, with the error that ended writing.
+        seconds: bounds how long the link may take for one frame, in addition to its bytes.
+        on_idle: called, without the lock, when there was nothing to write for a while.
     """
 
     def __init__(
@@ -71,52 +79,52 @@ class FrameWriter:
         link: FrameStream,
         lock: threading.RLock,
         check: Callable[[], None],
-        sent: Callable[[list[Any], Outgoing | None], None],
-        failed: Callable[[LookupBufferError], None],
+        on_sent: Callable[[list[Any], Outgoing | None], None],
+        on_failure: Callable[[LookupBufferError], None],
         seconds: float,
-        rest: Callable[[], None] | None = None,
+        on_idle: Callable[[], None] | None = None,
     ) -> None:
         self._link = link
         self._lock = lock
         self._check = check
-        self._sent = sent
-        self._failed = failed
-        self._rest = rest
+        self._on_sent = on_sent
+        self._on_failure = on_failure
+        self._on_idle = on_idle
         self._seconds = seconds
         self._frames: deque[tuple[list[Any], Outgoing | None]] = deque()
         self._begun: _Frame | None = None
-        """A frame that was written in part; the thread finishes it."""
-        self._received: list[int] = []
-        """Numbers from `put_off`; all are written with the next frame."""
+        """A frame that is written in part; the writer thread writes its rest."""
+        self._deferred: list[int] = []
+        """Numbers from `defer_received`; all are written with the next frame."""
         self._more = threading.Condition(lock)
         self._writing = threading.Lock()
         """Held from taking a frame out of the queue until it is written or is `_begun`."""
 
-    def say(self, header: list[Any], out: Outgoing | None = None) -> None:
-        """Queue a frame for the thread to write. For callers that must not wait for the link."""
+    def enqueue_for_thread(self, header: list[Any], out: Outgoing | None = None) -> None:
+        """Queue a frame for the writer thread. For callers that must not wait for the link."""
         self._frames.append((header, out))
         self._more.notify()
 
-    def put(self, header: list[Any], out: Outgoing | None = None) -> None:
-        """Queue a frame. For callers that call `write` as soon as they have released the lock."""
+    def enqueue(self, header: list[Any], out: Outgoing | None = None) -> None:
+        """Queue a frame. The caller calls `write` as soon as it has released the lock."""
         self._frames.append((header, out))
 
-    def put_off(self, number: int) -> None:
-        """Send the "received" of this message with the next frame. A receiver usually replies or
-        receives more at once, and the other end seldom waits for this."""
-        self._received.append(number)
-        if len(self._received) >= PUT_OFF_MAX:
-            self.put_put_off()
+    def defer_received(self, number: int) -> None:
+        """Acknowledge this message ("received") with the next frame. A receiver usually replies or
+        receives more at once, and the other end seldom waits for the acknowledgement."""
+        self._deferred.append(number)
+        if len(self._deferred) >= DEFERRED_MAX:
+            self.enqueue_deferred()
 
-    def put_put_off(self) -> None:
-        """Queue the delayed "received" numbers as a frame, as `put` does, because there may be no
-        next frame."""
-        if self._received:
-            self._frames.append((["received", *self._received], None))
-            self._received.clear()
+    def enqueue_deferred(self) -> None:
+        """Queue the deferred acknowledgements as a frame of their own, as `enqueue` does, because
+        there may be no next frame."""
+        if self._deferred:
+            self._frames.append((["received", *self._deferred], None))
+            self._deferred.clear()
 
     def write(self) -> None:
-        """Write what the link accepts without waiting, and leave the rest to the thread."""
+        """Write what the link accepts without waiting; the writer thread writes the rest."""
         try:
             while self._writing.acquire(blocking=False):  # else the writer rechecks
                 try:
@@ -131,10 +139,10 @@ class FrameWriter:
                         self._more.notify()
                         return
         except LookupBufferError as error:
-            self._failed(error)
+            self._on_failure(error)
 
     def run(self) -> None:
-        """The thread's loop. It ends after writing "bye", or with an error, which ends the peer."""
+        """The writer thread's loop. It ends after "bye" or with an error, which ends the link."""
         try:
             over = False
             while not over:
@@ -146,16 +154,16 @@ class FrameWriter:
                 with self._writing:
                     frame = self._finish_next()
                 over = frame is not None and frame.header == ["bye"]
-                if self._rest is not None and frame is not None and frame.header == ["beat"]:
-                    self._rest()
+                if self._on_idle is not None and frame is not None and frame.header == ["beat"]:
+                    self._on_idle()
                 del frame
         except LookupBufferError as error:
-            self._failed(error)
+            self._on_failure(error)
 
     def stop(self) -> None:
-        """Call with the lock held. Drop all queued frames and wake the thread."""
+        """Drop all queued frames and wake the writer thread, so that it ends."""
         self._frames.clear()
-        self._received.clear()
+        self._deferred.clear()
         self._more.notify_all()
 
     def _begin_next(self) -> bool:
@@ -168,7 +176,7 @@ class FrameWriter:
         if frame.begun is not None:
             self._begun = frame
             return False
-        self._sent(frame.header, frame.out)
+        self._on_sent(frame.header, frame.out)
         return True
 
     def _finish_next(self) -> "_Frame | None":
@@ -187,139 +195,123 @@ class FrameWriter:
             before=frame.before,
             already_sent=frame.begun or 0,
         )
-        self._sent(frame.header, frame.out)
+        self._on_sent(frame.header, frame.out)
         return frame
 
     def _next(self) -> "_Frame":
         header, out = self._frames.popleft()
-        before = ["received", *self._received] if self._received else None
-        self._received.clear()
+        before = ["received", *self._deferred] if self._deferred else None
+        self._deferred.clear()
         return _Frame(header, out, before)
 
     def _next_is_last(self) -> bool:
-        """Whether the next frame is "bye". Only the thread writes it, and then ends."""
+        """Whether the next frame is "bye". Only the writer thread writes it, and then ends."""
         return bool(self._frames) and self._frames[0][0] == ["bye"]
 
 
-@dataclass(slots=True, eq=False)
-class _Frame:
-    header: list[Any]
-    out: Outgoing | None
-    before: list[Any] | None
-    begun: int | None = None
-    """Number of bytes written; None: not begun, or written in full."""
-
-    @property
-    def payload(self) -> memoryview | None:
-        return self.out.memory if self.out else None
-
-
-SOON_SECONDS: Final = 0.001
-TURN_SECONDS: Final = 0.1
-"""How long the thread waits for the right to read before it checks again whether the peer is
-silent."""
-
-
-class Reading:
+class FrameReader:
     """Reads the frames of one link.
 
     Args:
-        heard: called with each frame, and reads its bytes; the caller has the right to read.
-        failed: called, on any thread, with the reason why reading has ended.
-        come_by: called on the thread soon after `soon`.
-        silence_seconds: how long the peer may send nothing, or take for a frame, beside its bytes.
+        on_frame: called with the header and payload bytes of each frame; it reads the payload.
+        on_failure: called, on any thread, with the error that ended reading.
+        on_flush: called on the reader thread, `FLUSH_SECONDS` after `schedule_flush`.
+        silence_seconds: bounds how long the remote end may send nothing, and how long a frame may
+            take in addition to its bytes.
     """
 
     def __init__(
         self,
         link: FrameStream,
-        heard: Callable[[Any, int], None],
-        failed: Callable[[LookupBufferError], None],
-        come_by: Callable[[], None],
+        on_frame: Callable[[Any, int], None],
+        on_failure: Callable[[LookupBufferError], None],
+        on_flush: Callable[[], None],
         silence_seconds: float,
     ) -> None:
         self._link = link
-        self._heard = heard
-        self._failed = failed
-        self._come_by = come_by
+        self._on_frame = on_frame
+        self._on_failure = on_failure
+        self._on_flush = on_flush
         self._silence_seconds = silence_seconds
         self._silent_since = time.monotonic()
-        self._right = threading.Lock()
-        self._over = False
-        self._due: float | None = None
-        """When the thread calls `come_by` next; None if it is not scheduled."""
-        self._was_read = False
-        """A waiting caller has read since the last `come_by`."""
-        self._watches = _Watches(link) if isinstance(link, FramedSocket) else None
+        self._read_lock = threading.Lock()
+        self._ended = False
+        self._flush_due: float | None = None
+        """When the reader thread calls `on_flush` next; None if it is not scheduled."""
+        self._caller_has_read = False
+        """A waiting caller has read since the last `on_flush`."""
+        self._pollers = _Pollers(link) if isinstance(link, FramedSocket) else None
 
     def run(self) -> None:
-        """The thread's loop. It ends after the other end's "bye", or when the link fails."""
+        """The reader thread's loop. It ends after the remote end's "bye", or if the link fails."""
         try:
-            while not self._over:
+            while not self._ended:
                 now = time.monotonic()
                 left = min(self._silent_since - now, 0.0) + self._silence_seconds
                 if left <= 0:
-                    raise PipeTimeout("the other end of the pipe says nothing any more")
-                if self._due is not None and self._due <= now:
-                    self._look_again()
-                elif self._wait(min(left, (self._due or math.inf) - now)):
-                    self._take_turn()
+                    raise PipeTimeout(f"the other end sent nothing for {self._silence_seconds:g} s")
+                if self._flush_due is not None and self._flush_due <= now:
+                    self._flush()
+                elif self._wait(min(left, (self._flush_due or math.inf) - now)):
+                    self._read_if_ready()
         except LookupBufferError as error:
-            self._failed(error)
+            self._on_failure(error)
         finally:
             self._close()
 
     def _wait(self, seconds: float) -> bool:
-        if self._watches is None:
+        if self._pollers is None:
             return self._link.wait_readable(seconds)
-        return self._watches.link.wait_readable(seconds, self._watches.threads.wait)
+        return self._pollers.link.wait_readable(seconds, self._pollers.thread.wait)
 
-    def _take_turn(self) -> None:
-        if self._right.acquire(timeout=TURN_SECONDS):
+    def _read_if_ready(self) -> None:
+        if self._read_lock.acquire(timeout=READ_LOCK_SECONDS):
             try:
-                if not self._over and self._link.wait_readable(0.0):
+                if not self._ended and self._link.wait_readable(0.0):
                     self._read()
             finally:
-                self._right.release()
+                self._read_lock.release()
 
-    def until(self, done: Callable[[], bool], deadline: float, number: int | None = None) -> None:
+    def read_until(
+        self, done: Callable[[], bool], deadline: float, number: int | None = None
+    ) -> None:
         """Read on the caller's thread until `done`, or a deadline (a monotonic time).
 
-        Returns earlier if another thread reads, or has to read. The caller then waits for the
-        result of that thread.
+        Returns earlier if another thread reads, or if the reader thread has to read the next frame.
+        The caller then waits for that thread's result.
 
         Args:
-            number: of the message whose bytes the caller waits for, if any.
+            number: the message whose bytes the caller waits for, if any.
         """
-        watches = self._watches
-        if watches is None or not self._right.acquire(blocking=False):
+        pollers = self._pollers
+        if pollers is None or not self._read_lock.acquire(blocking=False):
             return
         try:
-            if not self._over:
-                self._read_until(done, deadline, number, watches)
+            if not self._ended:
+                self._read_until(done, deadline, number, pollers)
         except LookupBufferError as error:
-            self._failed(error)
+            self._on_failure(error)
         finally:
-            self._right.release()
+            self._read_lock.release()
 
     def _read_until(
-        self, done: Callable[[], bool], deadline: float, number: int | None, watches: "_Watches"
+        self, done: Callable[[], bool], deadline: float, number: int | None, pollers: "_Pollers"
     ) -> None:
-        link, wait = watches.link, watches.waiters.wait
-        watches.threads.look(False)
-        self._was_read = True
+        link, wait = pollers.link, pollers.caller.wait
+        pollers.thread.watch_link(False)
+        self._caller_has_read = True
         left_over = False
         try:
             while not (left_over or done()) and (left := deadline - time.monotonic()) > 0:
                 if link.wait_readable(min(left, self._silence_seconds), wait):
-                    left_over = not self._read_at_once(link, number) or self._over
+                    left_over = not self._read_at_once(link, number) or self._ended
         finally:
-            self._was_read = True
+            self._caller_has_read = True
             if left_over or link.has_buffered:
-                watches.threads.look(True)
-                watches.threads.call()
+                pollers.thread.watch_link(True)
+                pollers.thread.wake()
             else:
-                self.soon()
+                self.schedule_flush()
 
     def _read_at_once(self, link: FramedSocket, number: int | None) -> bool:
         """Read one frame if that needs no wait for bytes of another message. Returns whether it
@@ -337,79 +329,92 @@ class Reading:
         self._silent_since = math.inf
         try:
             frame = self._link.recv_header(self._silence_seconds)
-            self._heard(frame.header, frame.payload_nbytes)
+            self._on_frame(frame.header, frame.payload_nbytes)
         except LookupBufferError:
             raise
         except BaseException:  # an interrupted caller: the position in the stream is unknown
-            self._failed(PipeBroken("who read from the pipe was interrupted in a frame"))
+            self._on_failure(PipeBroken("a caller was interrupted while it read a frame"))
             raise
         self._silent_since = time.monotonic()
 
     def end(self) -> None:
-        """Called by `heard` after the last frame."""
-        self._over = True
+        """Called by `on_frame` after the last frame."""
+        self._ended = True
 
-    def call(self) -> None:
+    def wake(self) -> None:
         """Wake a caller that reads, so that it checks `done` again."""
-        if self._watches is not None:
-            self._watches.waiters.call()
+        if self._pollers is not None:
+            self._pollers.caller.wake()
 
-    def attend(self) -> None:
-        """Let the thread read from now on, unless a waiting caller reads."""
-        if self._watches is not None and self._right.acquire(blocking=False):
-            self._watches.threads.look(True)
-            self._right.release()
+    def resume_thread(self) -> None:
+        """The reader thread reads from now on, unless a waiting caller reads."""
+        if self._pollers is not None and self._read_lock.acquire(blocking=False):
+            self._pollers.thread.watch_link(True)
+            self._read_lock.release()
 
-    def soon(self) -> bool:
-        """Schedule `come_by` on the thread. If no caller reads by then, the thread also resumes
-        reading.
+    def schedule_flush(self) -> bool:
+        """Schedule `on_flush` on the reader thread. If no caller reads by then, that thread also
+        resumes reading.
 
-        Returns whether that is supported by this link.
+        Returns False if this link does not support it.
         """
-        if self._due is None and self._watches is not None:
-            self._due = time.monotonic() + SOON_SECONDS
-            self._watches.threads.call()
-        return self._watches is not None
+        if self._flush_due is None and self._pollers is not None:
+            self._flush_due = time.monotonic() + FLUSH_SECONDS
+            self._pollers.thread.wake()
+        return self._pollers is not None
 
-    def _look_again(self) -> None:
-        self._due = None
-        self._come_by()
-        if self._was_read:
-            self._was_read = False
-            self._due = time.monotonic() + SOON_SECONDS
+    def _flush(self) -> None:
+        self._flush_due = None
+        self._on_flush()
+        if self._caller_has_read:
+            self._caller_has_read = False
+            self._flush_due = time.monotonic() + FLUSH_SECONDS
         else:
-            self.attend()
+            self.resume_thread()
 
     def _close(self) -> None:
-        """End reading. A caller that still reads is woken by the end of the link."""
-        with self._right:
-            self._over = True
-        if self._watches is not None:
-            self._watches.threads.close()
-            self._watches.waiters.close()
+        """End reading. The end of the link wakes a caller that still reads."""
+        with self._read_lock:
+            self._ended = True
+        if self._pollers is not None:
+            self._pollers.thread.close()
+            self._pollers.caller.close()
 
 
-class _Watches:
-    """The two waits for a link over a socket: the thread's and the callers'.
+@dataclass(slots=True, eq=False)
+class _Frame:
+    header: list[Any]
+    out: Outgoing | None
+    before: list[Any] | None
+    begun: int | None = None
+    """Number of bytes written; None: not begun, or written in full."""
 
-    With any other link, or where bytes come another way, only the thread reads.
+    @property
+    def payload(self) -> memoryview | None:
+        return self.out.memory if self.out else None
+
+
+class _Pollers:
+    """The pollers of a link over a socket: the reader thread's and the callers'.
+
+    With any other link, such as a database's or a communicator's, only the reader thread reads.
     """
 
     def __init__(self, link: FramedSocket) -> None:
         self.link = link
-        self.threads, self.waiters = _Watch(link.descriptor), _Watch(link.descriptor)
+        self.thread, self.caller = _LinkPoller(link.descriptor), _LinkPoller(link.descriptor)
 
 
-class _Watch:
-    """Waits until the link is readable, or `call` is called."""
+class _LinkPoller:
+    """Waits until the link is readable, or `wake` is called."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         self._epoll = select.epoll()
         self._epoll.register(descriptor, select.EPOLLIN)
-        self._looks = True
+        self._watches_link = True
         self._ready = os.eventfd(1)
-        """Always readable; `call` enables it for one wait."""
+        """Always readable; `wake` enables it for one wait."""
         self._epoll.register(self._ready, 0)
         self._lock = threading.Lock()
 
@@ -417,18 +422,18 @@ class _Watch:
         """Wait up to `seconds`. Returns whether the link is readable or has ended."""
         return self._descriptor in dict(self._epoll.poll(seconds))
 
-    def call(self) -> None:
+    def wake(self) -> None:
         with self._lock:
             if not self._epoll.closed:
                 self._epoll.modify(self._ready, select.EPOLLIN | select.EPOLLONESHOT)
 
-    def look(self, at_link: bool) -> None:
-        """Set whether to wait for the link at all. Has no effect on a link that has ended."""
-        if at_link == self._looks:
+    def watch_link(self, enabled: bool) -> None:
+        """Set whether `wait` includes the link. Has no effect on a link that has ended."""
+        if enabled == self._watches_link:
             return
         with self._lock:
-            self._looks = at_link
-            events = select.EPOLLIN if at_link else 0
+            self._watches_link = enabled
+            events = select.EPOLLIN if enabled else 0
             if not self._epoll.closed:
                 ignore_errors(lambda: self._epoll.modify(self._descriptor, events))
 

@@ -9,7 +9,7 @@ it does not import without cuda-bindings, and its extras fix a major version of 
 second NCCL beside torch's, which is the one to use. Calls by ctypes run without the interpreter
 lock.
 
-`PairLink` calls the communicator on the peer's threads. This module knows nothing of keys.
+`PairLink` calls the communicator on the remote end's threads.
 """
 
 import ctypes
@@ -28,11 +28,11 @@ from lookup_buffer.errors import (
     PipeTimeout,
     ProtocolError,
 )
-from lookup_buffer.pipes.connect import Joined, meet
+from lookup_buffer.pipes.connect import Upgrade, open_tcp_end
 from lookup_buffer.pipes.copies import Copies
 from lookup_buffer.pipes.inbox import Offer
 from lookup_buffer.pipes.outbox import INLINE_BYTES
-from lookup_buffer.pipes.pair import Communicator, Exchange, PairLink, agree
+from lookup_buffer.pipes.pair import ABORT_SECONDS, Communicator, Exchange, PairLink, agree
 from lookup_buffer.pipes.pipe import KVPipe, PipeLimits
 from lookup_buffer.pipes.stream import HostBytes, Memory
 from lookup_buffer.protocol.stream import FramedSocket
@@ -41,118 +41,10 @@ from lookup_buffer.shm.memory import bytes_at, pointer_to
 UNIQUE_ID_BYTES: Final = 128
 UINT8: Final = 1
 IN_PROGRESS: Final = 7
-
-
-class _UniqueId(ctypes.Structure):
-    _fields_ = (("internal", ctypes.c_byte * UNIQUE_ID_BYTES),)
-
-
-class _Config(ctypes.Structure):
-    """`ncclConfig_t` of NCCL 2.14; later versions accept it, and fill in the fields that they
-    added."""
-
-    _fields_ = (
-        ("size", ctypes.c_size_t),
-        ("magic", ctypes.c_uint),
-        ("version", ctypes.c_uint),
-        ("blocking", ctypes.c_int),
-    )
-
-
-class Nccl:
-    """The library. A communicator is an opaque handle; only one thread at a time may use it."""
-
-    def __init__(self, name: str = "libnccl.so.2") -> None:
-        """Load the library: the one that torch has already loaded, if any.
-
-        Raises:
-            ConfigError: it cannot be loaded, or is older than 2.14.
-        """
-        try:
-            self._library = ctypes.CDLL(name)
-        except OSError as error:
-            raise ConfigError(f"an nccl pipe needs NCCL, and {name} cannot be loaded") from error
-        number = ctypes.c_int()
-        self._check(self._library.ncclGetVersion(ctypes.byref(number)))
-        if number.value < 21400:
-            raise ConfigError(f"NCCL {number.value} is too old; 2.14 (21400) can do without waits")
-        self.version = str(number.value)
-        self._library.ncclGetErrorString.restype = ctypes.c_char_p
-
-    def unique_id(self) -> bytes:
-        identity = _UniqueId()
-        self._check(self._library.ncclGetUniqueId(ctypes.byref(identity)))
-        return bytes(identity)
-
-    def init(self, rank: int, unique_id: bytes) -> ctypes.c_void_p:
-        """Start a communicator of two ranks on the current device. It is not usable yet: see
-        `in_progress`."""
-        config = _Config(ctypes.sizeof(_Config), 0xCAFEBEEF, 21400, 0)
-        communicator = ctypes.c_void_p()
-        self._check(
-            self._library.ncclCommInitRankConfig(
-                ctypes.byref(communicator),
-                2,
-                _UniqueId.from_buffer_copy(unique_id),
-                rank,
-                ctypes.byref(config),
-            )
-        )
-        return communicator
-
-    def send(
-        self, communicator: ctypes.c_void_p, address: int, nbytes: int, peer: int, stream: int
-    ) -> None:
-        self._move("ncclSend", communicator, address, nbytes, peer, stream)
-
-    def recv(
-        self, communicator: ctypes.c_void_p, address: int, nbytes: int, peer: int, stream: int
-    ) -> None:
-        self._move("ncclRecv", communicator, address, nbytes, peer, stream)
-
-    def _move(
-        self, name: str, handle: ctypes.c_void_p, address: int, nbytes: int, peer: int, stream: int
-    ) -> None:
-        where, how_many = ctypes.c_void_p(address), ctypes.c_size_t(nbytes)
-        function = getattr(self._library, name)
-        self._check(function(where, how_many, UINT8, peer, handle, ctypes.c_void_p(stream)))
-
-    def in_progress(self, communicator: ctypes.c_void_p) -> bool:
-        """Whether the last call on this communicator is still in progress.
-
-        Raises:
-            PipeBroken: it failed.
-        """
-        state = ctypes.c_int()
-        self._check(self._library.ncclCommGetAsyncError(communicator, ctypes.byref(state)))
-        self._check(state.value)
-        return state.value == IN_PROGRESS
-
-    def abort(self, communicator: ctypes.c_void_p) -> None:
-        """End this communicator, also in the middle of a call. Has been seen to hang."""
-        self._library.ncclCommAbort(communicator)
-
-    def _check(self, result: int) -> None:
-        if result not in (0, IN_PROGRESS):
-            said = self._library.ncclGetErrorString(result).decode(errors="replace")
-            raise PipeBroken(f"NCCL: {said}")
-
-
-_loading: Final = threading.Lock()
-_loaded: list[Nccl] = []
-
-
-def loaded() -> Nccl:
-    """The library of this process, loaded on first use."""
-    with _loading:
-        if not _loaded:
-            _loaded.append(Nccl())
-        return _loaded[0]
+POLL_SECONDS: Final = 20e-6
 
 
 _cuda: Any = torch.cuda  # torch has no types for its streams and events
-POLL_SECONDS: Final = 20e-6
-ABORT_SECONDS: Final = 5.0
 
 
 class NcclCommunicator:
@@ -166,7 +58,7 @@ class NcclCommunicator:
     """
 
     def __init__(
-        self, nccl: Nccl, exchange: Exchange, rank: int, device: torch.device, deadline: float
+        self, nccl: "Nccl", exchange: Exchange, rank: int, device: torch.device, deadline: float
     ) -> None:
         self._nccl = nccl
         self._rank = rank
@@ -203,15 +95,15 @@ class NcclCommunicator:
         self._move(self._nccl.recv, 1 - self._rank, memory, timeout)
 
     def _move(
-        self, call: Callable[..., None], way: int, memory: memoryview, timeout: float
+        self, call: Callable[..., None], direction: int, memory: memoryview, timeout: float
     ) -> None:
         deadline = time.monotonic() + timeout
         try:
-            with self._busy[way], torch.cuda.device(self._device):
+            with self._busy[direction], torch.cuda.device(self._device):
                 if self._stopped:
                     raise PipeBroken("this end of the pipe was aborted")
-                handle, stream = self._handles[way], self._streams[way]
-                self._kept[way] = memory
+                handle, stream = self._handles[direction], self._streams[direction]
+                self._kept[direction] = memory
                 call(handle, pointer_to(memory), memory.nbytes, 1 - self._rank, stream.cuda_stream)
                 while self._nccl.in_progress(handle):
                     self._pause(deadline)
@@ -220,7 +112,7 @@ class NcclCommunicator:
                 while not moved.query():
                     self._nccl.in_progress(handle)  # raises if it failed
                     self._pause(deadline)
-        except RuntimeError as error:  # torch reports a device's failure so
+        except RuntimeError as error:  # torch reports a device's failure by it
             raise PipeBroken("the GPU failed in the middle of a transfer") from error
 
     def _pause(self, deadline: float) -> None:
@@ -233,17 +125,17 @@ class NcclCommunicator:
     def abort(self) -> None:
         self._stopped = True
         for busy in self._busy[: len(self._handles)]:
-            busy.acquire(timeout=ABORT_SECONDS)  # no other thread may be in NCCL with it
+            busy.acquire(timeout=ABORT_SECONDS)  # no other thread may be in NCCL with its handle
         for handle in self._handles:
             self._nccl.abort(handle)
         self._kept.clear()
 
 
 class DeviceMemory:
-    """See `Memory`. Bytes that go through the communicator lie on the GPU, at both ends.
+    """See `Memory`. Bytes that go through the communicator are on the GPU, at both ends.
 
-    Its views of device memory are only an address and a length; nothing on the host reads them.
-    Bytes that are sent with their offer are in host memory on the way.
+    Its views of device memory are only an address and a length; no code on the host reads them.
+    Bytes that are sent with their offer pass through host memory.
     """
 
     def __init__(self, device: torch.device, to: torch.device) -> None:
@@ -251,31 +143,31 @@ class DeviceMemory:
         self._to = to
         self._copies = Copies()
 
-    def outward(self, value: Value) -> "_DeviceBytes":
+    def outgoing(self, value: Value) -> "_DeviceBytes":
         return _DeviceBytes(value, self._device, self._copies)
 
-    def rest(self) -> None:
-        self._copies.rest()
+    def trim(self) -> None:
+        self._copies.trim()
 
-    def end(self) -> None:
-        self._copies.end()
+    def close(self) -> None:
+        self._copies.close()
 
-    def check(self, out: torch.Tensor, offer: Offer) -> None:
+    def check_out(self, out: torch.Tensor, offer: Offer) -> None:
         check_place(out, offer.header, self._to)
 
-    def place(self, offer: Offer, out: torch.Tensor | None) -> torch.Tensor:
+    def allocate(self, offer: Offer, out: torch.Tensor | None) -> torch.Tensor:
         device = torch.device("cpu") if offer.payload is not None else self._device
         value = out if out is not None and out.device == device else empty_tensor(offer.header)
         if value.device != device:  # made from bytes: torch warns for new tensors of some dtypes
             there = torch.empty(value.nbytes, dtype=torch.uint8, device=device)
             value = there.view(value.dtype).view(value.shape)
-        _wait_for(device)  # its memory may still be in use by earlier work
+        _synchronize(device)  # its memory may still be in use by earlier work
         return value
 
     def writable(self, value: torch.Tensor) -> memoryview:
         return writable_bytes(value)
 
-    def done(self, value: torch.Tensor, out: torch.Tensor | None) -> Value:
+    def result(self, value: torch.Tensor, out: torch.Tensor | None) -> Value:
         if out is None:
             return value.to(self._to)
         if out is not value:
@@ -284,62 +176,27 @@ class DeviceMemory:
         return out
 
 
-class _DeviceBytes:
-    """The bytes of a value to send."""
-
-    def __init__(self, value: Value, device: torch.device, copies: Copies) -> None:
-        self._value = value
-        self._device = device
-        self._copies = copies
-        self._lent = False
-
-    def lent(self) -> memoryview:
-        self._lent = True
-        return self._view(copy=False)
-
-    def copied(self) -> memoryview:
-        few = self._value is None or self._value.nbytes <= INLINE_BYTES
-        if few and not self._lent:
-            return HostBytes(self._value, self._copies).copied()  # sent with their offer
-        return self._view(copy=True)
-
-    def _view(self, *, copy: bool) -> memoryview:
-        if self._value is None:
-            return memoryview(b"")
-        plain = self._value.detach().resolve_conj().resolve_neg()
-        there = plain.to(self._device, copy=copy, memory_format=torch.contiguous_format)
-        there = there.contiguous()
-        _wait_for(self._device)
-        return bytes_at(there.data_ptr(), there.nbytes, keep=there)
-
-
-def _wait_for(device: torch.device) -> None:
-    """Block until all work on the caller's stream is done: the communicator uses another stream."""
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
-
-
 def open_end(
     uri: str, *, listen: bool, timeout: float, token: str | None, limits: PipeLimits
 ) -> KVPipe:
     """See `open_pipe`."""
     parts = urlsplit(uri)
     device, to = _devices(uri, parts.query)
-    joined = joining(dialect(), device, listen=listen, make_seconds=limits.silence_seconds)
+    upgrade = make_upgrade(version(), device, listen=listen, make_seconds=limits.silence_seconds)
     memory: Memory = DeviceMemory(device, to)
-    return meet(
+    return open_tcp_end(
         f"nccl://{parts.netloc}",
         listen=listen,
         timeout=timeout,
         token=token,
         limits=limits,
-        joined=joined,
+        upgrade=upgrade,
         memory=memory,
     )
 
 
-def dialect() -> str:
-    """The NCCL version of this end, which the other end must have too.
+def version() -> str:
+    """The NCCL version of this end, which must be that of the other end too.
 
     Raises:
         ConfigError: there is no NCCL here, or it is too old.
@@ -347,20 +204,21 @@ def dialect() -> str:
     return loaded().version
 
 
-def joining(spoken: str, device: torch.device, *, listen: bool, make_seconds: float) -> Joined:
-    """Returns what turns a link to an end of the same dialect (`spoken`) into one with a
-    communicator."""
+def make_upgrade(
+    version: str, device: torch.device, *, listen: bool, make_seconds: float
+) -> Upgrade:
+    """The upgrade of a link to an end of the same `version` into one with a communicator."""
     nccl = loaded()
 
-    def joined(link: FramedSocket, deadline: float) -> PairLink:
-        agree(link, "nccl", spoken, deadline)
+    def upgrade(link: FramedSocket, deadline: float) -> PairLink:
+        agree(link, "nccl", version, deadline)
 
-        def make(exchange: Exchange, until: float) -> Communicator:
-            return NcclCommunicator(nccl, exchange, 0 if listen else 1, device, until)
+        def make(exchange: Exchange, make_deadline: float) -> Communicator:
+            return NcclCommunicator(nccl, exchange, 0 if listen else 1, device, make_deadline)
 
         return PairLink(link, make, make_seconds)
 
-    return joined
+    return upgrade
 
 
 def _devices(uri: str, query: str) -> tuple[torch.device, torch.device]:
@@ -371,7 +229,7 @@ def _devices(uri: str, query: str) -> tuple[torch.device, torch.device]:
     """
     named = parse_qs(query)
     if not torch.cuda.is_available():
-        raise ConfigError(f"{uri!r} needs a GPU, and torch {torch.__version__} sees none")
+        raise ConfigError(f"{uri!r} needs a GPU, and torch {torch.__version__} finds none")
     if not named:
         return torch.device("cuda", torch.cuda.current_device()), torch.device("cpu")
     try:
@@ -380,6 +238,158 @@ def _devices(uri: str, query: str) -> tuple[torch.device, torch.device]:
         if named or device.type != "cuda" or (device.index or 0) >= torch.cuda.device_count():
             raise ValueError(text)
     except (KeyError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"{uri!r}: after ? comes at most device=cuda:N, of a GPU here") from error
+        raise ConfigError(
+            f"{uri!r}: the only option is ?device=cuda:N, with a GPU of this host"
+        ) from error
     device = torch.device("cuda", device.index or 0)
     return device, device
+
+
+class Nccl:
+    """The library. A communicator is an opaque handle; only one thread at a time may use it."""
+
+    def __init__(self, name: str = "libnccl.so.2") -> None:
+        """Load the library: the one that torch has already loaded, if any.
+
+        Raises:
+            ConfigError: it cannot be loaded, or is older than 2.14.
+        """
+        try:
+            self._library = ctypes.CDLL(name)
+        except OSError as error:
+            raise ConfigError(f"an nccl pipe needs NCCL, and {name} cannot be loaded") from error
+        number = ctypes.c_int()
+        self._check(self._library.ncclGetVersion(ctypes.byref(number)))
+        if number.value < 21400:
+            raise ConfigError(
+                f"NCCL {number.value} is too old: 2.14 (21400) or newer has calls that do not block"
+            )
+        self.version = str(number.value)
+        self._library.ncclGetErrorString.restype = ctypes.c_char_p
+
+    def unique_id(self) -> bytes:
+        identity = _UniqueId()
+        self._check(self._library.ncclGetUniqueId(ctypes.byref(identity)))
+        return bytes(identity)
+
+    def init(self, rank: int, unique_id: bytes) -> ctypes.c_void_p:
+        """Start a communicator of two ranks on the current device. It is not usable yet: see
+        `in_progress`."""
+        config = _Config(ctypes.sizeof(_Config), 0xCAFEBEEF, 21400, 0)
+        communicator = ctypes.c_void_p()
+        self._check(
+            self._library.ncclCommInitRankConfig(
+                ctypes.byref(communicator),
+                2,
+                _UniqueId.from_buffer_copy(unique_id),
+                rank,
+                ctypes.byref(config),
+            )
+        )
+        return communicator
+
+    def send(
+        self, communicator: ctypes.c_void_p, address: int, nbytes: int, other_rank: int, stream: int
+    ) -> None:
+        self._move("ncclSend", communicator, address, nbytes, other_rank, stream)
+
+    def recv(
+        self, communicator: ctypes.c_void_p, address: int, nbytes: int, other_rank: int, stream: int
+    ) -> None:
+        self._move("ncclRecv", communicator, address, nbytes, other_rank, stream)
+
+    def _move(
+        self,
+        name: str,
+        handle: ctypes.c_void_p,
+        address: int,
+        nbytes: int,
+        other_rank: int,
+        stream: int,
+    ) -> None:
+        pointer, count = ctypes.c_void_p(address), ctypes.c_size_t(nbytes)
+        function = getattr(self._library, name)
+        self._check(function(pointer, count, UINT8, other_rank, handle, ctypes.c_void_p(stream)))
+
+    def in_progress(self, communicator: ctypes.c_void_p) -> bool:
+        """Whether the last call on this communicator is still in progress.
+
+        Raises:
+            PipeBroken: it failed.
+        """
+        state = ctypes.c_int()
+        self._check(self._library.ncclCommGetAsyncError(communicator, ctypes.byref(state)))
+        self._check(state.value)
+        return state.value == IN_PROGRESS
+
+    def abort(self, communicator: ctypes.c_void_p) -> None:
+        """End this communicator, also in the middle of a call. Has been seen to hang."""
+        self._library.ncclCommAbort(communicator)
+
+    def _check(self, result: int) -> None:
+        if result not in (0, IN_PROGRESS):
+            text = self._library.ncclGetErrorString(result).decode(errors="replace")
+            raise PipeBroken(f"NCCL: {text}")
+
+
+class _UniqueId(ctypes.Structure):
+    _fields_ = (("internal", ctypes.c_byte * UNIQUE_ID_BYTES),)
+
+
+class _Config(ctypes.Structure):
+    """`ncclConfig_t` of NCCL 2.14; later versions accept it, and fill in the fields that they
+    added."""
+
+    _fields_ = (
+        ("size", ctypes.c_size_t),
+        ("magic", ctypes.c_uint),
+        ("version", ctypes.c_uint),
+        ("blocking", ctypes.c_int),
+    )
+
+
+_loading: Final = threading.Lock()
+_loaded: list[Nccl] = []
+
+
+def loaded() -> Nccl:
+    """The library of this process, loaded on first use."""
+    with _loading:
+        if not _loaded:
+            _loaded.append(Nccl())
+        return _loaded[0]
+
+
+class _DeviceBytes:
+    """The bytes of a value to send."""
+
+    def __init__(self, value: Value, device: torch.device, copies: Copies) -> None:
+        self._value = value
+        self._device = device
+        self._copies = copies
+        self._viewed = False
+
+    def view(self) -> memoryview:
+        self._viewed = True
+        return self._view(copy=False)
+
+    def copy(self) -> memoryview:
+        few = self._value is None or self._value.nbytes <= INLINE_BYTES
+        if few and not self._viewed:
+            return HostBytes(self._value, self._copies).copy()  # sent with their offer
+        return self._view(copy=True)
+
+    def _view(self, *, copy: bool) -> memoryview:
+        if self._value is None:
+            return memoryview(b"")
+        plain = self._value.detach().resolve_conj().resolve_neg()
+        there = plain.to(self._device, copy=copy, memory_format=torch.contiguous_format)
+        there = there.contiguous()
+        _synchronize(self._device)
+        return bytes_at(there.data_ptr(), there.nbytes, keep=there)
+
+
+def _synchronize(device: torch.device) -> None:
+    """Block until all work on the caller's stream is done: the communicator uses another stream."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()

@@ -1,13 +1,12 @@
 """PairLink: a link whose large payload goes through a communicator of its two ends.
 
-Keys, offers, inline payload, beats and goodbyes stay on the control link. `PairLink` adds two
-frames:
+Keys, offers, inline payload, beats and "bye" stay on the control link. `PairLink` adds two frames:
 
     ["pair", name, value]      while a communicator is made: a value for the other end
     ["data", n, nbytes]        announces so many bytes through the communicator
 
-The peer's threads write and read; a thread of its own makes the communicator. This module does not
-know Gloo or NCCL: they implement `Communicator`, and find each other by an `Exchange`.
+The remote end's threads write and read; a thread of its own makes the communicator. `gloo` and
+`nccl` implement `Communicator`; its two ends find each other by an `Exchange`.
 """
 
 import threading
@@ -25,10 +24,12 @@ from lookup_buffer.errors import (
     PipeTimeout,
     ProtocolError,
 )
-from lookup_buffer.pipes.io import BEAT_SECONDS
-from lookup_buffer.pipes.peer import MINIMUM_BYTES_PER_SECOND
+from lookup_buffer.pipes.io import BEAT_SECONDS, MINIMUM_BYTES_PER_SECOND
 from lookup_buffer.protocol.framing import Frame, Header
 from lookup_buffer.protocol.stream import FramedSocket
+
+ABORT_SECONDS: Final = 5.0
+"""An orderly close waits so long for `Communicator.abort`, and then leaves it to its thread."""
 
 NAMES_MAX: Final = 16
 VALUE_BYTES_MAX: Final = 4096
@@ -43,7 +44,7 @@ class Communicator(Protocol):
 
     Errors of `send` and `recv`, after which it cannot be used any more:
         PipeTimeout: the other end did not move the bytes within the time.
-        PipeBroken: the other end is gone, or this end was aborted.
+        PipeBroken: the other end has ended, or this end was aborted.
     """
 
     def send(self, memory: memoryview, timeout: float) -> None: ...
@@ -56,21 +57,224 @@ class Communicator(Protocol):
         ...
 
 
+MakeCommunicator = Callable[["Exchange", float], Communicator]
+"""Makes a communicator with the two ends' exchange, until a deadline (a monotonic time)."""
+
+
+class PairLink:
+    """See `FramedSocket`, which it replaces. The bytes of `data` frames come through the
+    communicator, so only the reader thread may read.
+
+    The control link fixes the order of the communicator. The writer thread of an end announces a
+    payload, then sends it, before it writes anything else. The reader thread of the other end reads
+    the announcement, then receives the payload, before it reads anything else. So in each direction
+    both ends use the communicator in the order of the announcements.
+
+    Two directions at once cannot deadlock. The writer thread of one end waits only for the reader
+    thread of the other, which never waits for its own writer thread. This requires a communicator
+    with independent directions.
+
+    The communicator is made when the first large message is requested (both ends start then), on a
+    thread of its own, so that the control link is not blocked. It lives as long as the link.
+
+    Args:
+        make: makes the communicator.
+        make_seconds: bound on the time to make the communicator.
+    """
+
+    def __init__(self, link: FramedSocket, make: MakeCommunicator, make_seconds: float) -> None:
+        self._link = link
+        self._make = make
+        self._make_seconds = make_seconds
+        self._sending = threading.Lock()
+        self._exchange = Exchange(lambda name, value: self._send_control(["pair", name, value]))
+        self._changed = threading.Condition()
+        self._communicator: Communicator | None = None
+        self._making = False
+        self._error: LookupBufferError | None = None
+        """The error with which making the communicator failed; final."""
+        self._ended = False
+        self._announced = 0
+        """The number of bytes that come next through the communicator."""
+
+    def send(
+        self,
+        header: Header,
+        payload: memoryview | None = None,
+        *,
+        timeout: float,
+        before: Header | None = None,
+        already_sent: int = 0,
+    ) -> None:
+        match header:
+            case ["pull", _]:
+                self._start_making()
+            case ["data", number] if payload is not None:
+                self._send_through(number, payload, timeout, before)
+                return
+        with self._sending, self._raising_reason():
+            self._link.send(
+                header, payload, timeout=timeout, before=before, already_sent=already_sent
+            )
+
+    def send_nowait(
+        self, header: Header, payload: memoryview | None = None, before: Header | None = None
+    ) -> int | None:
+        match header:
+            case ["pull", _]:
+                self._start_making()
+            case ["data", _] if payload is not None:
+                return 0
+        with self._raising_reason():
+            if not self._sending.acquire(blocking=False):
+                return 0
+            try:
+                return self._link.send_nowait(header, payload, before)
+            finally:
+                self._sending.release()
+
+    def _send_through(
+        self, number: Any, payload: memoryview, timeout: float, before: Header | None
+    ) -> None:
+        communicator = self._await_communicator(beat=True)
+        self._send_control(["data", number, payload.nbytes], before)
+        if payload.nbytes:
+            communicator.send(payload, timeout + payload.nbytes / MINIMUM_BYTES_PER_SECOND)
+
+    def wait_readable(self, timeout: float) -> bool:
+        with self._raising_reason():
+            return self._link.wait_readable(timeout)
+
+    def recv_header(self, timeout: float) -> Frame:
+        with self._raising_reason():
+            frame = self._link.recv_header(timeout)
+        match frame.header:
+            case ["pair", str(name), bytes(value)] if not frame.payload_nbytes:
+                self._exchange.received(name, value)
+                return Frame(["beat"], 0)  # handled here
+            case ["pull", _]:
+                self._start_making()
+            case ["data", int(number), int(nbytes)] if not frame.payload_nbytes:
+                if nbytes < 0 or not self._making:
+                    raise ProtocolError("bytes that were not requested")
+                self._announced = nbytes
+                return Frame(["data", number], nbytes)
+            case ["data", *_]:
+                raise ProtocolError("bytes over the control link instead of the communicator")
+        return frame
+
+    def recv_into(self, buffer: memoryview, *, timeout: float) -> None:
+        if not self._announced:
+            with self._raising_reason():
+                self._link.recv_into(buffer, timeout=timeout)
+            return
+        communicator = self._await_communicator(beat=False)
+        communicator.recv(buffer, timeout + buffer.nbytes / MINIMUM_BYTES_PER_SECOND)
+        self._announced = 0
+
+    @property
+    def failure(self) -> BaseException | None:
+        return self._error or self._link.failure
+
+    def close(self) -> None:
+        self._link.close()
+        self._end(ABORT_SECONDS)
+
+    def abort(self) -> None:
+        self._link.abort()
+        self._end(0.0)
+
+    # -- the communicator
+
+    def _start_making(self) -> None:
+        with self._changed:
+            if self._making or self._ended:
+                return
+            self._making = True
+        threading.Thread(target=self._make_communicator, name="lb-pipe-pair", daemon=True).start()
+
+    def _make_communicator(self) -> None:
+        try:
+            communicator = self._make(self._exchange, time.monotonic() + self._make_seconds)
+        except Exception as error:  # noqa: BLE001 -- a device's too: threads wait for the result
+            kind = type(error) if isinstance(error, LookupBufferError) else PipeBroken
+            with self._changed:
+                # Without its traceback, which would keep descriptors.
+                self._error = kind(str(error))
+                self._changed.notify_all()
+            self._link.abort()  # threads that read or write fail at once, at both ends
+            return
+        with self._changed:
+            if not self._ended:
+                self._communicator = communicator
+                self._changed.notify_all()
+                return
+        communicator.abort()
+
+    def _await_communicator(self, *, beat: bool) -> Communicator:
+        """Wait until the communicator is made, for a bounded time. With `beat`, send beats
+        meanwhile."""
+        while True:
+            with self._changed:
+                if self._communicator is None:
+                    self._changed.wait(BEAT_SECONDS)
+                if self._error is not None:
+                    raise self._error
+                if self._ended:
+                    raise PipeClosed("this end of the pipe was closed")
+                if self._communicator is not None:
+                    return self._communicator
+            if beat:
+                self._send_control(["beat"])
+
+    def _end(self, seconds: float) -> None:
+        """Abort the communicator on another thread, and wait for that up to `seconds`. The abort
+        wakes the threads that use the communicator; it has been seen to hang."""
+        with self._changed:
+            if self._ended:
+                return
+            self._ended = True
+            communicator, self._communicator = self._communicator, None
+            self._changed.notify_all()
+        self._exchange.end()
+        if communicator is not None:
+            aborting = threading.Thread(
+                target=communicator.abort, name="lb-pipe-abort", daemon=True
+            )
+            aborting.start()
+            aborting.join(seconds)
+
+    def _send_control(self, header: list[Any], before: Header | None = None) -> None:
+        with self._sending, self._raising_reason():
+            self._link.send(header, timeout=self._make_seconds, before=before)
+
+    @contextmanager
+    def _raising_reason(self) -> Iterator[None]:
+        """Replaces the errors of a link that was aborted because its communicator could not be made
+        by the reason for that."""
+        try:
+            yield
+        except PipeError:
+            if self._error is not None:
+                raise self._error from None
+            raise
+
+
 class Exchange:
     """Values that the two ends exchange while a communicator is made. Any thread."""
 
-    def __init__(self, say: Callable[[str, bytes], None]) -> None:
-        self._say = say
+    def __init__(self, send: Callable[[str, bytes], None]) -> None:
+        self._send = send
         self._changed = threading.Condition()
         self._theirs: dict[str, bytes] = {}
         self._ended = False
 
     def put(self, name: str, value: bytes) -> None:
         """Send this value to the other end."""
-        self._say(name, value)
+        self._send(name, value)
 
     def get(self, name: str, deadline: float) -> bytes:
-        """The value that the other end has put under that name.
+        """The value that the other end has put under this name.
 
         Raises:
             PipeTimeout: it did not arrive by the deadline, a monotonic time.
@@ -81,19 +285,21 @@ class Exchange:
                 if self._ended:
                     raise PipeClosed("the pipe ended while its communicator was made")
                 if not self._changed.wait(deadline - time.monotonic()):
-                    raise PipeTimeout("the other end did not take part in making a communicator")
+                    raise PipeTimeout(
+                        "the other end did not send its values for the communicator in time"
+                    )
             return self._theirs[name]
 
-    def heard(self, name: str, value: bytes) -> None:
+    def received(self, name: str, value: bytes) -> None:
         """Store a value of the other end.
 
         Raises:
-            ProtocolError: it is more than making a communicator needs.
+            ProtocolError: it is larger, or one more, than making a communicator needs.
         """
         with self._changed:
             known = len(self._theirs)
             if known >= NAMES_MAX or len(name) > VALUE_BYTES_MAX or len(value) > VALUE_BYTES_MAX:
-                raise ProtocolError("more than it takes to make a communicator")
+                raise ProtocolError("more or larger values than making a communicator needs")
             self._theirs[name] = value
             self._changed.notify_all()
 
@@ -102,13 +308,6 @@ class Exchange:
         with self._changed:
             self._ended = True
             self._changed.notify_all()
-
-
-ABORT_SECONDS: Final = 5.0
-"""How long an orderly end waits for the communicator's release; after that it no longer waits."""
-
-MakeCommunicator = Callable[[Exchange, float], Communicator]
-"""Makes a communicator with the two ends' exchange, until a deadline (a monotonic time)."""
 
 
 def agree(link: FramedSocket, kind: str, version: str, deadline: float) -> None:
@@ -127,202 +326,3 @@ def agree(link: FramedSocket, kind: str, version: str, deadline: float) -> None:
                 raise NodeRefused(f"the other end has {theirs}, this one {kind} {version}")
         case _:
             raise ProtocolError(f"the other end is not one of a {kind} pipe")
-
-
-class PairLink:
-    """See `FramedSocket`; a peer uses this in its place. The bytes of `data` frames come through
-    the communicator, so only the reading thread may read.
-
-    The control link fixes the order of the communicator. The writing thread of an end announces a
-    payload, then sends it, before it writes anything else. The reading thread of the other end
-    reads the announcement, then receives the payload, before it reads anything else. So in each
-    direction both ends use the communicator in the order of the announcements.
-
-    Two directions at once cannot deadlock. The writing thread of one end waits only for the reading
-    thread of the other, which never waits for its own writing thread. This requires a communicator
-    with independent directions.
-
-    The communicator is made when the first large message is requested (both ends start then), on a
-    thread of its own, so that the control link goes on. It lives as long as the link.
-
-    Args:
-        make: makes the communicator.
-        make_seconds: bounds how long making the communicator may take.
-    """
-
-    def __init__(self, link: FramedSocket, make: MakeCommunicator, make_seconds: float) -> None:
-        self._link = link
-        self._make = make
-        self._make_seconds = make_seconds
-        self._sending = threading.Lock()
-        self._exchange = Exchange(lambda name, value: self._say(["pair", name, value]))
-        self._changed = threading.Condition()
-        self._communicator: Communicator | None = None
-        self._making = False
-        self._error: LookupBufferError | None = None
-        """The reason why making the communicator failed; final."""
-        self._ended = False
-        self._announced = 0
-        """Number of bytes announced that come through the communicator next."""
-
-    def send(
-        self,
-        header: Header,
-        payload: memoryview | None = None,
-        *,
-        timeout: float,
-        before: Header | None = None,
-        already_sent: int = 0,
-    ) -> None:
-        match header:
-            case ["pull", _]:
-                self._begin()
-            case ["data", number] if payload is not None:
-                self._send_through(number, payload, timeout, before)
-                return
-        with self._sending, self._telling_why():
-            self._link.send(
-                header, payload, timeout=timeout, before=before, already_sent=already_sent
-            )
-
-    def send_nowait(
-        self, header: Header, payload: memoryview | None = None, before: Header | None = None
-    ) -> int | None:
-        match header:
-            case ["pull", _]:
-                self._begin()
-            case ["data", _] if payload is not None:
-                return 0
-        with self._telling_why():
-            if not self._sending.acquire(blocking=False):
-                return 0
-            try:
-                return self._link.send_nowait(header, payload, before)
-            finally:
-                self._sending.release()
-
-    def _send_through(
-        self, number: Any, payload: memoryview, timeout: float, before: Header | None
-    ) -> None:
-        communicator = self._made(beat=True)
-        self._say(["data", number, payload.nbytes], before)
-        if payload.nbytes:
-            communicator.send(payload, timeout + payload.nbytes / MINIMUM_BYTES_PER_SECOND)
-
-    def wait_readable(self, timeout: float) -> bool:
-        with self._telling_why():
-            return self._link.wait_readable(timeout)
-
-    def recv_header(self, timeout: float) -> Frame:
-        with self._telling_why():
-            frame = self._link.recv_header(timeout)
-        match frame.header:
-            case ["pair", str(name), bytes(value)] if not frame.payload_nbytes:
-                self._exchange.heard(name, value)
-                return Frame(["beat"], 0)  # nothing for the peer
-            case ["pull", _]:
-                self._begin()
-            case ["data", int(number), int(nbytes)] if not frame.payload_nbytes:
-                if nbytes < 0 or not self._making:
-                    raise ProtocolError("bytes that were not asked for")
-                self._announced = nbytes
-                return Frame(["data", number], nbytes)
-            case ["data", *_]:
-                raise ProtocolError("bytes that do not come through the communicator")
-        return frame
-
-    def recv_into(self, buffer: memoryview, *, timeout: float) -> None:
-        if not self._announced:
-            with self._telling_why():
-                self._link.recv_into(buffer, timeout=timeout)
-            return
-        communicator = self._made(beat=False)
-        communicator.recv(buffer, timeout + buffer.nbytes / MINIMUM_BYTES_PER_SECOND)
-        self._announced = 0
-
-    @property
-    def failure(self) -> BaseException | None:
-        return self._error or self._link.failure
-
-    def close(self) -> None:
-        self._link.close()
-        self._end(ABORT_SECONDS)
-
-    def abort(self) -> None:
-        self._link.abort()
-        self._end(0.0)
-
-    # -- the communicator
-
-    def _begin(self) -> None:
-        with self._changed:
-            if self._making or self._ended:
-                return
-            self._making = True
-        threading.Thread(target=self._run, name="lb-pipe-pair", daemon=True).start()
-
-    def _run(self) -> None:
-        try:
-            communicator = self._make(self._exchange, time.monotonic() + self._make_seconds)
-        except Exception as error:  # noqa: BLE001 -- a device's too: threads wait for the result
-            kind = type(error) if isinstance(error, LookupBufferError) else PipeBroken
-            with self._changed:
-                # Without its traceback, which would keep descriptors.
-                self._error = kind(str(error))
-                self._changed.notify_all()
-            self._link.abort()  # threads that read or write fail at once, at both ends
-            return
-        with self._changed:
-            if not self._ended:
-                self._communicator = communicator
-                self._changed.notify_all()
-                return
-        communicator.abort()
-
-    def _made(self, *, beat: bool) -> Communicator:
-        """The communicator, once it is made; that time is bounded. With `beat`, sends beats
-        meanwhile."""
-        while True:
-            with self._changed:
-                if self._communicator is None:
-                    self._changed.wait(BEAT_SECONDS)
-                if self._error is not None:
-                    raise self._error
-                if self._ended:
-                    raise PipeClosed("this end of the pipe was closed")
-                if self._communicator is not None:
-                    return self._communicator
-            if beat:
-                self._say(["beat"])
-
-    def _end(self, seconds: float) -> None:
-        """Abort the communicator on another thread. That wakes the threads that use it, and has
-        been seen to hang. Waits for it for up to `seconds`."""
-        with self._changed:
-            if self._ended:
-                return
-            self._ended = True
-            communicator, self._communicator = self._communicator, None
-            self._changed.notify_all()
-        self._exchange.end()
-        if communicator is not None:
-            aborting = threading.Thread(
-                target=communicator.abort, name="lb-pipe-abort", daemon=True
-            )
-            aborting.start()
-            aborting.join(seconds)
-
-    def _say(self, header: list[Any], before: Header | None = None) -> None:
-        with self._sending, self._telling_why():
-            self._link.send(header, timeout=self._make_seconds, before=before)
-
-    @contextmanager
-    def _telling_why(self) -> Iterator[None]:
-        """Replaces errors of a link that was aborted for lack of a communicator by the reason for
-        that."""
-        try:
-            yield
-        except PipeError:
-            if self._error is not None:
-                raise self._error from None
-            raise

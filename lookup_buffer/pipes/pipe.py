@@ -4,7 +4,7 @@ The interface is that of vLLM's first `KVPipeBase` (`send_tensor`, `recv_tensor`
 `key` that its authors noted was missing. Code written for that interface runs unchanged.
 
 The scheme of an address names the module, which is imported on first use. This module has no
-thread, and knows no transport.
+thread and no transport of its own.
 """
 
 import enum
@@ -22,9 +22,26 @@ from lookup_buffer.key import MAX_KEY_CHARACTERS, TensorKey
 from store import redact
 
 TIMEOUT_SECONDS: Final = 300.0
-"""Timeout of an operation that names none: as long as vLLM's first pipe waited for its store."""
+"""The default timeout of an operation: that of the store of vLLM's first pipe."""
+OPEN_SECONDS: Final = 30.0
 MESSAGE_BYTES: Final = 1024
-"""Least cost of a message in the budget: each message takes so much memory, also an empty one."""
+"""Least cost of a message in the budget, also of an empty one: the memory of its bookkeeping."""
+
+
+SCHEMES: Final[Mapping[str, str]] = {
+    "inproc": "inproc://NAME, between threads of a process",
+    "shm": "shm:///PATH, between processes of a host",
+    "tcp": "tcp://HOST:PORT, between hosts",
+    "redis": "redis://[USER[:PASSWORD]@]HOST[:PORT][/DATABASE]?pipe=NAME, through a database",
+    "rediss": "the same with rediss (TLS)",
+    "valkey": "valkey",
+    "valkeys": "valkeys (TLS)",
+    "unix": "unix:///SOCKET?pipe=NAME, through a database on this host",
+    "gloo": "gloo://HOST:PORT, between hosts, large payload by Gloo",
+    "nccl": "nccl://HOST:PORT[?device=cuda:N], between GPUs, large payload by NCCL",
+}
+_MODULES: Final = dict.fromkeys(("rediss", "valkey", "valkeys", "unix"), "redis")
+"""Modules of the schemes whose module has another name."""
 
 
 class Any(enum.Enum):
@@ -41,25 +58,25 @@ class PipeLimits:
     """The budgets and deadlines of a pipe."""
 
     buffer_bytes: int = 1_000_000_000
-    """Bytes that this end has sent and the other end has not received. Beyond it a sender waits for
-    room."""
+    """Bound on the bytes that this end has sent and the other end has not received. At the bound a
+    sender waits for room."""
     message_bytes: int | None = None
     """The largest message that this end receives. A larger one raises TensorTooLarge at its
     receiver, before memory is allocated for it, and is then dropped. None: `buffer_bytes`, so with
     the same limits at both ends no message is too large."""
     inbox_bytes: int | None = None
-    """Bound on the unreceived data here of each other end: keys, and the bytes of messages up to 64
+    """Bound on the unreceived data of each remote end: keys, and the bytes of messages up to 64
     KiB (larger ones are sent on request), at least 1 KiB a message. An end that sends more is
     disconnected (ProtocolError); an end that keeps to its budget never does. None: twice
     `buffer_bytes`, and 1 MiB at the least. It must be more than the `buffer_bytes` of the other
     end."""
     silence_seconds: float = 10.0
-    """A peer that sends nothing for so long is lost: it was stopped, or the network is down. A peer
-    sends a beat twice a second. At least 2 s. A process that holds Python's interpreter lock for
-    longer looks like one that was stopped.
+    """A remote end that sends nothing for so long is lost: it was stopped, or the network is down.
+    Each end sends a beat twice a second. At least 2 s. A process that holds Python's interpreter
+    lock for longer counts as stopped.
     """
     linger_seconds: float = 5.0
-    """How long `close` waits until the peer has received what was sent."""
+    """How long `close` waits until the other end has received what was sent."""
 
     def __post_init__(self) -> None:
         least = {
@@ -83,8 +100,8 @@ class PipeLimits:
         most = self.buffer_bytes if self.message_bytes is None else self.message_bytes
         if nbytes > most:
             raise TensorTooLarge(
-                f"a message of {nbytes} bytes was sent, and is dropped: this end receives at most "
-                f"{most}; raise message_bytes of its PipeLimits"
+                f"a message of {nbytes} bytes was dropped: this end receives at most {most}; raise "
+                "message_bytes of its PipeLimits"
             )
 
     @property
@@ -101,8 +118,8 @@ class KVPipe(ABC):
     keys never wait for each other. `None` is a message.
 
     Errors of the operations, after which the pipe is as before:
-        LookupTimeout: nothing came within the given time.
-        BufferFull: the other end received too little within it.
+        LookupTimeout: no message arrived within the given time.
+        BufferFull: the other end received too little within the given time.
         TensorTooLarge: larger than the whole budget, raised at once; or larger than this end
             receives.
         CodecError, InvalidKey: this value cannot be sent, or not be received so. Nothing was sent.
@@ -112,10 +129,10 @@ class KVPipe(ABC):
         PipeBroken: the other end died, or this one was aborted; data in flight is lost.
         PipeTimeout: the other end sent nothing for `silence_seconds`, or did not move the bytes of
             a transfer.
-        ProtocolError: the other end does not speak this protocol, or sent more than `inbox_bytes`.
+        ProtocolError: the other end violated this protocol, or sent more than `inbox_bytes`.
     A listening end serves several connecting ends: it receives from all, and ends with the last. It
-    can send only while it has exactly one peer. Without one it waits, or raises the error with
-    which the last one ended. With several it raises ConfigError.
+    can send only while exactly one remote end is connected. Without one it waits, or raises the
+    error with which the last one ended. With several it raises ConfigError.
     """
 
     uri: str
@@ -183,41 +200,6 @@ class KVPipe(ABC):
             self.abort()  # the other end must not take an incomplete stream for a complete one
 
 
-def key_bytes(key: str | TensorKey | None) -> bytes | None:
-    """The encoded form of a key, for transfer and lookup. Any text is valid, also text that UTF-8
-    does not allow.
-
-    Raises:
-        InvalidKey: the key is not text, or too long.
-    """
-    if key is None:
-        return None
-    text = key.text if isinstance(key, TensorKey) else key
-    if not isinstance(text, str):
-        raise InvalidKey(f"a {type(key).__name__} is no key of a pipe")
-    found = text.encode("utf-8", "surrogatepass")
-    if len(found) > MAX_KEY_CHARACTERS:
-        raise InvalidKey(f"a key of a pipe has at most {MAX_KEY_CHARACTERS} bytes")
-    return found
-
-
-SCHEMES: Final[Mapping[str, str]] = {
-    "inproc": "inproc://NAME, between threads of a process",
-    "shm": "shm:///PATH, between processes of a host",
-    "tcp": "tcp://HOST:PORT, between hosts",
-    "redis": "redis://[USER[:PASSWORD]@]HOST[:PORT][/DATABASE]?pipe=NAME, by way of a database",
-    "rediss": "the same with rediss (TLS)",
-    "valkey": "valkey",
-    "valkeys": "valkeys (TLS)",
-    "unix": "unix:///SOCKET?pipe=NAME, by way of a database on this host",
-    "gloo": "gloo://HOST:PORT, between hosts, large payload by Gloo",
-    "nccl": "nccl://HOST:PORT[?device=cuda:N], between GPUs, large payload by NCCL",
-}
-_MODULES: Final = dict.fromkeys(("rediss", "valkey", "valkeys", "unix"), "redis")
-"""Modules of the schemes whose module has another name."""
-OPEN_SECONDS: Final = 30.0
-
-
 def open_pipe(
     uri: str,
     *,
@@ -252,3 +234,23 @@ def open_pipe(
         uri, listen=listen, timeout=timeout, token=token, limits=limits or PipeLimits()
     )
     return pipe
+
+
+def key_bytes(key: str | TensorKey | None) -> bytes | None:
+    """The encoded form of a key, for transfer and lookup. Any text is valid, also text that UTF-8
+    does not allow.
+
+    Raises:
+        InvalidKey: the key is not text, or too long.
+    """
+    if key is None:
+        return None
+    text = key.text if isinstance(key, TensorKey) else key
+    if not isinstance(text, str):
+        raise InvalidKey(
+            f"a {type(key).__name__} is no key of a pipe: a key is a str or a TensorKey"
+        )
+    found = text.encode("utf-8", "surrogatepass")
+    if len(found) > MAX_KEY_CHARACTERS:
+        raise InvalidKey(f"a key of a pipe has at most {MAX_KEY_CHARACTERS} bytes")
+    return found

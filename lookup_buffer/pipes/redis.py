@@ -1,11 +1,11 @@
 """`redis://HOST:PORT/DATABASE?pipe=NAME`: a pipe through a Redis or Valkey server.
 
 Both ends reach the server. The address is its store URL, with the pipe's name as an additional
-option. One end listens at the name, on a thread of its own. A connecting end pushes its session id
-to a list (the "door") that the listening end reads. The handshake then runs over the session's own
-lists.
+option. One end listens under the name, on a thread of its own. A connecting end pushes its session
+id to a list (its key ends in `door`) that the listening end reads. The handshake then runs over the
+session's own lists.
 
-This module makes connections; `redis_link` owns the frames and their names in the database.
+This module makes connections; `redis_link` owns the frames and their keys in the database.
 """
 
 import re
@@ -25,7 +25,7 @@ from lookup_buffer.errors import (
     ProtocolError,
 )
 from lookup_buffer.pipes.pipe import KVPipe, PipeLimits
-from lookup_buffer.pipes.redis_link import LOOK_SECONDS, RedisLink, Session
+from lookup_buffer.pipes.redis_link import CHECK_SECONDS, RedisLink, Session
 from lookup_buffer.pipes.resp import Resp3Connection
 from lookup_buffer.pipes.stream import StreamPipe
 from lookup_buffer.protocol.acceptor import HANDSHAKE_SECONDS, Acceptor
@@ -36,8 +36,8 @@ from store.dialling import dial
 from store.url import parse
 
 TRY_AGAIN_SECONDS: Final = 0.05
-DOOR_SECONDS: Final = 60.0
-"""A session id at the door expires, like everything that a pipe writes."""
+SESSION_SECONDS: Final = 60.0
+"""Expiry of the list of session ids. Everything that a pipe writes expires."""
 PREFIX: Final = "lb:pipe:"
 _NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _SESSION: Final = re.compile(r"[0-9a-f]{32}")
@@ -60,14 +60,14 @@ class _Address:
         url = f"{address}?{others}" if others else address
         if len(names) != 1 or not _NAME.fullmatch(names[0]):
             raise ConfigError(
-                f"{redact(url)!r} is to name its pipe once, by ?pipe=NAME of A-Za-z0-9._-"
+                f"{redact(url)!r} must name its pipe once, by ?pipe=NAME of A-Za-z0-9._-"
             )
         try:
             server = parse(url)
         except StoreUrlError as error:
             raise ConfigError(str(error)) from None
         if server.topology != "standalone":
-            raise ConfigError(f"{redact(url)!r}: a pipe goes by way of one server")
+            raise ConfigError(f"{redact(url)!r}: a pipe uses one server, not a Sentinel or Cluster")
         if server.username is not None and server.password is None:
             raise ConfigError(
                 f"{redact(url)!r} names a user and no password; write redis://USER:PASSWORD@host, "
@@ -76,19 +76,19 @@ class _Address:
         return cls(uri, url, names[0])
 
     @property
-    def door(self) -> bytes:
+    def session_list(self) -> bytes:
         return f"{PREFIX}{self.name}:door".encode()
 
     @property
-    def door_channel(self) -> bytes:
+    def listener_channel(self) -> bytes:
         """The channel of the listening end. Its name has the database's number, because a server's
         channels, unlike its keys, are shared by all databases."""
-        return self.door + b"@%d" % parse(self.url).database
+        return self.session_list + b"@%d" % parse(self.url).database
 
     def session(self, session: str) -> Session:
         return Session(f"{PREFIX}{self.name}:{session}")
 
-    def lane(self, deadline: float) -> Resp3Connection:
+    def connect(self, deadline: float) -> Resp3Connection:
         """Connect to the server; retries until `deadline`, a monotonic time.
 
         Raises:
@@ -109,10 +109,10 @@ class _Address:
     ) -> RedisLink:
         """A link for a session. Before the handshake it accepts only small frames."""
         names = self.session(session)
-        reader = self.lane(deadline)
+        reader = self.connect(deadline)
         try:
             reader.subscribe(names.list_to(listens), deadline)
-            writer = self.lane(deadline)
+            writer = self.connect(deadline)
         except BaseException:
             reader.close()
             raise
@@ -121,72 +121,72 @@ class _Address:
         return link
 
 
-class _Listening(StreamPipe):
+class _ListeningPipe(StreamPipe):
     def __init__(
         self, address: _Address, token: str | None, limits: PipeLimits, deadline: float
     ) -> None:
         super().__init__(address.uri, limits)
         self._address = address
         self._token = token
-        self._greetings = Acceptor()
-        self._lane = address.lane(deadline)
-        self._leaving = False
+        self._acceptor = Acceptor()
+        self._connection = address.connect(deadline)
+        self._stopping = False
         try:
-            self._lane.subscribe(address.door_channel, deadline)
-            if self._lane.listeners(address.door_channel, deadline) > 1:
-                raise ConfigError(f"somebody listens at pipe {address.name} already")
+            self._connection.subscribe(address.listener_channel, deadline)
+            if self._connection.subscribers(address.listener_channel, deadline) > 1:
+                raise ConfigError(f"another end already listens at pipe {address.name}")
         except BaseException:
-            self._lane.close()
+            self._connection.close()
             raise
         threading.Thread(target=self._accept, name="lb-pipe-accept", daemon=True).start()
 
     def close(self) -> None:
-        self._leave()
+        self._stop_listening()
         super().close()
 
     def abort(self) -> None:
-        self._leave()
+        self._stop_listening()
         super().abort()
 
-    def _leave(self) -> None:
-        self._leaving = True
-        self._lane.close()
+    def _stop_listening(self) -> None:
+        self._stopping = True
+        self._connection.close()
 
     def _accept(self) -> None:
-        patience = self._limits.silence_seconds + LOOK_SECONDS
+        reply_seconds = self._limits.silence_seconds + CHECK_SECONDS
         try:
             while True:
-                knock = (b"BLPOP", self._address.door, b"%.3f" % LOOK_SECONDS)
-                reply = self._lane.ask(knock, time.monotonic() + patience)
+                command = (b"BLPOP", self._address.session_list, b"%.3f" % CHECK_SECONDS)
+                reply = self._connection.request(command, time.monotonic() + reply_seconds)
                 if reply is not None:
                     session = _session_of(reply)
-                    self._greetings.try_start(partial(self._greet, session))
+                    self._acceptor.try_start(partial(self._handshake, session))
         except LookupBufferError as error:
             # Without the database this end cannot be used, even if no other end is connected.
-            if not self._leaving and self._end_here(error):
-                for peer in list(self._peers):
-                    peer.abort(error)
+            if not self._stopping and self._end_here(error):
+                for remote_end in list(self._remote_ends):
+                    remote_end.abort(error)
 
-    def _greet(self, session: str) -> None:
+    def _handshake(self, session: str) -> None:
         deadline = time.monotonic() + HANDSHAKE_SECONDS
         with suppress(LookupBufferError):
             link = self._address.link(session, deadline, self._limits.silence_seconds, listens=True)
             try:
-                if not link.is_awaited(deadline):
-                    raise PipeBroken("who knocked is gone")
+                if not link.is_other_end_connected(deadline):
+                    raise PipeBroken("the connecting end has left")
                 server_handshake(link, self._token, deadline)
             except BaseException:
                 link.close()
                 raise
             link.limit()
-            self.meet(link)
+            self.add_remote_end(link)
 
 
 def _session_of(reply: object) -> str:
     match reply:
         case [_, bytes(session)] if _SESSION.fullmatch(session.decode("latin-1")):
             return session.decode()
-    raise ProtocolError("no session at the door of the pipe")
+    raise ProtocolError("not a session id in the list of the pipe")
 
 
 def open_end(
@@ -196,18 +196,18 @@ def open_end(
     address = _Address.parse(uri)
     deadline = time.monotonic() + timeout
     if listen:
-        return _Listening(address, token, limits, deadline)
+        return _ListeningPipe(address, token, limits, deadline)
     session = secrets.token_hex(16)
-    lane = address.lane(deadline)
+    connection = address.connect(deadline)
     try:
-        _wait_for_listener(address, lane, deadline)
+        _wait_for_listener(address, connection, deadline)
         link = address.link(session, deadline, limits.silence_seconds, listens=False)
-        expiry = b"%d" % int(DOOR_SECONDS * 1000)
-        knock = (b"RPUSH", address.door, session.encode())
-        lane.say([knock, (b"PEXPIRE", address.door, expiry)], deadline)
-        lane.settle(deadline)
+        expiry = b"%d" % int(SESSION_SECONDS * 1000)
+        announcement = (b"RPUSH", address.session_list, session.encode())
+        connection.send([announcement, (b"PEXPIRE", address.session_list, expiry)], deadline)
+        connection.read_replies(deadline)
     finally:
-        lane.close()
+        connection.close()
     try:
         client_handshake(link, token, deadline)
     except BaseException:
@@ -215,12 +215,12 @@ def open_end(
         raise
     link.limit()
     pipe = StreamPipe(uri, limits)
-    pipe.meet(link)
+    pipe.add_remote_end(link)
     return pipe
 
 
-def _wait_for_listener(address: _Address, lane: Resp3Connection, deadline: float) -> None:
-    while not lane.listeners(address.door_channel, deadline):
+def _wait_for_listener(address: _Address, connection: Resp3Connection, deadline: float) -> None:
+    while not connection.subscribers(address.listener_channel, deadline):
         if time.monotonic() + TRY_AGAIN_SECONDS > deadline:
-            raise PipeTimeout(f"nobody listens at pipe {address.name} of {redact(address.url)}")
+            raise PipeTimeout(f"no end listens at pipe {address.name} of {redact(address.url)}")
         time.sleep(TRY_AGAIN_SECONDS)

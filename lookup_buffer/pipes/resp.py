@@ -1,10 +1,10 @@
-"""RespLane: moves large values to and from a Redis or Valkey server, without a client library.
+"""Resp3Connection: large values to and from a Redis or Valkey server, without a client library.
 
 A client library parses a reply into an object of its own, which is then copied. Here a value is
 sent from its own memory, and received directly into its destination: five to ten times as fast for
 a mebibyte.
 
-One thread at a time uses a connection. This module knows commands and replies, but no pipes.
+One thread at a time uses a connection.
 """
 
 import socket
@@ -20,7 +20,7 @@ Part = bytes | memoryview
 Command = Sequence[Part]
 
 LONGEST_REPLY_BYTES: Final = 2 << 20
-"""Bound on a reply that is not received in place; no end has a reason to send a larger one."""
+"""Bound on a reply that is not received in place; no command of a pipe has a larger one."""
 _MOST_REPLIES: Final = 64
 _SCRATCH_BYTES: Final = 4096
 _LARGE_BYTES: Final = 4096
@@ -38,7 +38,7 @@ class Resp3Connection:
     closed, so that a stream is never read from its middle. `deadline` is a monotonic time.
 
     Errors:
-        PipeBroken: the server is gone, or refuses the command.
+        PipeBroken: the server closed the connection, or refused the command.
         PipeTimeout: it did not reply by the deadline.
         PipeClosed: this connection was closed by another thread.
         ProtocolError: a reply does not fit its command.
@@ -50,62 +50,62 @@ class Resp3Connection:
         self._scratch = bytearray(_SCRATCH_BYTES)
         self._view = memoryview(self._scratch)
         self._start = self._end = 0
-        self._owed = 0
+        self._unread_replies = 0
         """Number of replies that were not read yet."""
         tune(stream)
 
-    def say(self, commands: Sequence[Command], deadline: float) -> None:
+    def send(self, commands: Sequence[Command], deadline: float) -> None:
         """Send commands without reading their replies. A reply that is an error is raised by a
         later call."""
         with self._guard:
             self._send(commands, deadline)
-            self._owed += len(commands)
+            self._unread_replies += len(commands)
 
-    def ask(self, command: Command, deadline: float) -> Any:
+    def request(self, command: Command, deadline: float) -> Any:
         """Send a command and return its reply: bytes, a number, None, or a list of these."""
-        self.say([command], deadline)
+        self.send([command], deadline)
         with self._guard:
-            self._catch_up(1, deadline)
+            self._skip_replies(1, deadline)
             return self._reply(deadline)
 
-    def settle(self, deadline: float) -> None:
+    def read_replies(self, deadline: float) -> None:
         """Read the replies to all commands sent so far."""
         with self._guard:
-            self._catch_up(0, deadline)
+            self._skip_replies(0, deadline)
 
     def subscribe(self, channel: bytes, deadline: float) -> None:
-        """Subscribe to a channel, so that `listeners` counts this connection."""
+        """Subscribe to a channel, so that `subscribers` counts this connection."""
         with self._guard:
             self._send([(b"SUBSCRIBE", channel)], deadline)
-            self._catch_up(0, deadline)
+            self._skip_replies(0, deadline)
             if not self._line(deadline).startswith(b">3"):
                 raise ProtocolError("the server does not confirm a subscription")
             for _ in range(3):
                 self._reply(deadline)
 
-    def listeners(self, channel: bytes, deadline: float) -> int:
+    def subscribers(self, channel: bytes, deadline: float) -> int:
         """The number of live connections that have subscribed to this channel."""
-        match self.ask((b"PUBSUB", b"NUMSUB", channel), deadline):
+        match self.request((b"PUBSUB", b"NUMSUB", channel), deadline):
             case [_, int(count)]:
                 return count
-        raise ProtocolError("no count of subscribers")
+        raise ProtocolError("not a count of subscribers")
 
     def fetch(
-        self, names: Sequence[bytes], places: Sequence[memoryview], deadline: float
+        self, names: Sequence[bytes], buffers: Sequence[memoryview], deadline: float
     ) -> list[bool]:
-        """Remove values from the server, each received into its place. Returns False for each
+        """Remove values from the server, each received into its buffer. Returns False for each
         missing one.
 
         Raises:
-            ProtocolError: also if a value has another length than its place.
+            ProtocolError: also if a value has another length than its buffer.
         """
-        self.say([(b"GETDEL", name) for name in names], deadline)
+        self.send([(b"GETDEL", name) for name in names], deadline)
         with self._guard:
-            self._catch_up(len(names), deadline)
-            return [self._reply_into(place, deadline) for place in places]
+            self._skip_replies(len(names), deadline)
+            return [self._reply_into(buffer, deadline) for buffer in buffers]
 
-    def part(self, commands: Sequence[Command]) -> None:
-        """Send last commands as far as that needs no waiting, and close. Never raises."""
+    def send_and_close(self, commands: Sequence[Command]) -> None:
+        """Send last commands as far as possible without waiting, and close. Never raises."""
         with suppress(LookupBufferError), self._guard:
             self._send(commands, time.monotonic() + _LEAST_SECONDS)
         self.close()
@@ -137,11 +137,11 @@ class Resp3Connection:
 
     # -- receiving
 
-    def _catch_up(self, left: int, deadline: float) -> None:
-        while self._owed > left:
-            self._owed -= 1
+    def _skip_replies(self, left: int, deadline: float) -> None:
+        while self._unread_replies > left:
+            self._unread_replies -= 1
             self._reply(deadline)
-        self._owed -= left
+        self._unread_replies -= left
 
     def _reply(self, deadline: float, depth: int = 0) -> Any:
         line = self._line_past_pushes(deadline, depth)
@@ -158,23 +158,23 @@ class Resp3Connection:
             return rest
         if kind == b"_":
             return None
-        raise _no_reply(line)
+        raise _unexpected(line)
 
-    def _reply_into(self, place: memoryview, deadline: float) -> bool:
+    def _reply_into(self, buffer: memoryview, deadline: float) -> bool:
         line = self._line_past_pushes(deadline)
         if line in (b"_", b"$-1"):
             return False
         if line[:1] != b"$":
-            raise _no_reply(line)
-        if _number(line[1:]) != place.nbytes:
+            raise _unexpected(line)
+        if _number(line[1:]) != buffer.nbytes:
             raise ProtocolError("a value of another length than was written")
-        self._fill(place, deadline)
+        self._fill(buffer, deadline)
         self._end_of_bulk(deadline)
         return True
 
     def _replies(self, count: bytes, deadline: float, depth: int) -> list[Any]:
         if not 0 <= _number(count) <= _MOST_REPLIES or depth == _DEEPEST:
-            raise ProtocolError("a reply of too many parts")
+            raise ProtocolError("a reply with too many parts")
         return [self._reply(deadline, depth + 1) for _ in range(_number(count))]
 
     def _line_past_pushes(self, deadline: float, depth: int = 0) -> bytes:
@@ -186,7 +186,7 @@ class Resp3Connection:
     def _line(self, deadline: float) -> bytes:
         while (found := self._scratch.find(b"\r\n", self._start, self._end)) < 0:
             if self._end - self._start == _SCRATCH_BYTES:
-                raise ProtocolError("no line of RESP")
+                raise ProtocolError("not a line of RESP")
             if self._start:
                 left = self._scratch[self._start : self._end]
                 self._start, self._end = 0, len(left)
@@ -206,18 +206,18 @@ class Resp3Connection:
 
     def _end_of_bulk(self, deadline: float) -> None:
         if self._line(deadline):
-            raise ProtocolError("a value that is longer than it says")
+            raise ProtocolError("a value that is longer than announced")
 
-    def _fill(self, place: memoryview, deadline: float) -> None:
-        got = min(self._end - self._start, place.nbytes)
-        place[:got] = self._view[self._start : self._start + got]
+    def _fill(self, buffer: memoryview, deadline: float) -> None:
+        got = min(self._end - self._start, buffer.nbytes)
+        buffer[:got] = self._view[self._start : self._start + got]
         self._start += got
-        while got < place.nbytes:
-            got += self._read(place[got:], deadline)
+        while got < buffer.nbytes:
+            got += self._read(buffer[got:], deadline)
 
-    def _read(self, place: memoryview, deadline: float) -> int:
+    def _read(self, buffer: memoryview, deadline: float) -> int:
         self._allow_until(deadline)
-        count = self._socket.recv_into(place)
+        count = self._socket.recv_into(buffer)
         if not count:
             raise PipeBroken("the database closed the connection")
         return count
@@ -226,7 +226,7 @@ class Resp3Connection:
         left = deadline - time.monotonic()
         if left < -_GRACE_SECONDS:
             raise TimeoutError("the deadline passed")  # also if bytes trickle forever
-        # Never 0, which means non-blocking: a reply that is ready must still be read.
+        # Never 0, which means non-blocking: a reply that has arrived must still be read.
         self._socket.settimeout(max(left, _LEAST_SECONDS))
 
 
@@ -234,10 +234,10 @@ def _number(text: bytes) -> int:
     try:
         return int(text)
     except ValueError as error:
-        raise ProtocolError("no number where RESP has one") from error
+        raise ProtocolError("not a number where RESP has one") from error
 
 
-def _no_reply(line: bytes) -> PipeBroken | ProtocolError:
+def _unexpected(line: bytes) -> PipeBroken | ProtocolError:
     if line[:1] == b"-":
-        return PipeBroken(f"the database refuses: {line[1:161].decode(errors='replace')}")
-    return ProtocolError("no reply of RESP")
+        return PipeBroken(f"the database refused a command: {line[1:161].decode(errors='replace')}")
+    return ProtocolError("not a reply of RESP")

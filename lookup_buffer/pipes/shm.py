@@ -6,10 +6,10 @@ after the handshake. So containers need to share only the socket's directory.
 
 `SocketFile` is the listening socket and its file, for its own user only. The file of a dead
 listener is replaced; that of a live one is not. A file that is no socket is never touched. Checking
-and replacing happen under a lock on the directory, so two processes that start at once cannot take
-each other for dead.
+and replacing happen under a lock on the directory, so two processes that start at once cannot
+replace each other's socket.
 
-A listening end accepts on a thread of its own. Frames and messages belong to `stream`.
+A listening end accepts on a thread of its own. `stream` owns frames and messages.
 """
 
 import fcntl
@@ -31,32 +31,121 @@ from lookup_buffer.errors import (
     PipeTimeout,
     ProtocolError,
 )
-from lookup_buffer.pipes.carrier import SharedMemory
 from lookup_buffer.pipes.pipe import KVPipe, PipeLimits
+from lookup_buffer.pipes.shared_region import SharedMemory
 from lookup_buffer.pipes.stream import StreamPipe
 from lookup_buffer.protocol.acceptor import HANDSHAKE_SECONDS, Acceptor
 from lookup_buffer.protocol.auth import accept_handshake, request_handshake
 from lookup_buffer.protocol.stream import FramedSocket
+
+SCHEME: Final = "shm://"
 
 PATH_BYTES_MAX: Final = 107
 """The kernel's bound, without the terminating byte."""
 LOCK_SECONDS: Final = 5.0
 TRY_AGAIN_SECONDS: Final = 0.02
 BACKLOG: Final = 128
+_MEMORY: Final = b"M"
+"""Sent with the descriptor, because at least one byte is required."""
 
 
-def checked_path(text: str) -> Path:
-    """The path of a socket, checked.
+class _ListeningPipe(StreamPipe):
+    def __init__(self, path: Path, token: str | None, limits: PipeLimits) -> None:
+        super().__init__(f"{SCHEME}{path}", limits)
+        self._memory_bytes = limits.buffer_bytes
+        self._token = token
+        self._file = SocketFile(path)
+        serving = (self._file.listener, self._handshake)
+        threading.Thread(
+            target=Acceptor().serve, args=serving, name="lb-pipe-accept", daemon=True
+        ).start()
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+    def abort(self) -> None:
+        self._file.close()
+        super().abort()
+
+    def _handshake(self, stream: socket.socket) -> None:
+        with suppress(LookupBufferError):
+            link = accept_handshake(stream, token=self._token, timeout=HANDSHAKE_SECONDS)
+            self.add_remote_end(
+                link, _exchange_memory(stream, link, self._memory_bytes, accepted=True)
+            )
+
+
+def open_end(
+    uri: str, *, listen: bool, timeout: float, token: str | None, limits: PipeLimits
+) -> KVPipe:
+    """See `open_pipe`."""
+    path = checked_path(uri.removeprefix(SCHEME))
+    if listen:
+        return _ListeningPipe(path, token, limits)
+    deadline = time.monotonic() + timeout
+    stream = connect_to(path, deadline)
+    left = max(deadline - time.monotonic(), 0.0)
+    link = request_handshake(stream, token=token, timeout=left)
+    pipe = StreamPipe(uri, limits)
+    pipe.add_remote_end(link, _exchange_memory(stream, link, limits.buffer_bytes, accepted=False))
+    return pipe
+
+
+def _exchange_memory(
+    stream: socket.socket, link: FramedSocket, nbytes: int, *, accepted: bool
+) -> SharedMemory:
+    """Exchange the descriptors of both ends' memory, right after the handshake over `stream`.
+
+    The connecting end sends first, and the other end only after that. So no frame is in flight: the
+    link would read past it and lose the descriptor.
 
     Raises:
-        ConfigError: a socket cannot have this path.
+        PipeError, ProtocolError: the other end left, or sent no memory that is safe to map.
+        ConfigError: the system does not have so much memory. The link is then closed.
     """
-    if not text.startswith("/") or "\0" in text or len(os.fsencode(text)) > PATH_BYTES_MAX:
+    try:
+        memory = SharedMemory(nbytes)
+    except OSError as error:
+        link.abort()
         raise ConfigError(
-            f"{text!r} is no place for a socket: an absolute path of at most"
-            f" {PATH_BYTES_MAX} bytes is"
-        )
-    return Path(text)
+            f"cannot allocate {nbytes} bytes of shared memory: {error.strerror}; lower buffer_bytes"
+        ) from error
+    try:
+        stream.settimeout(HANDSHAKE_SECONDS)
+        if not accepted:
+            socket.send_fds(stream, [_MEMORY], [memory.descriptor])
+        _receive_memory(stream, memory)
+        if accepted:
+            socket.send_fds(stream, [_MEMORY], [memory.descriptor])
+        stream.settimeout(None)
+    except TimeoutError as error:
+        _close(link, memory)
+        raise PipeTimeout("the other end did not send its memory in time") from error
+    except OSError as error:
+        _close(link, memory)
+        raise PipeBroken(f"the other end left before it was connected: {error}") from error
+    except BaseException:
+        _close(link, memory)
+        raise
+    return memory
+
+
+def _receive_memory(stream: socket.socket, memory: SharedMemory) -> None:
+    flags = socket.MSG_CMSG_CLOEXEC
+    content, descriptors, _, _ = socket.recv_fds(stream, len(_MEMORY), 1, flags)
+    try:
+        if content != _MEMORY or len(descriptors) != 1:
+            raise ProtocolError("the other end sent no memory")
+        memory.adopt(descriptors[0])
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def _close(link: FramedSocket, memory: SharedMemory) -> None:
+    link.abort()
+    memory.close()
 
 
 class SocketFile:
@@ -97,6 +186,20 @@ class SocketFile:
             self.listener.shutdown(socket.SHUT_RDWR)
 
 
+def checked_path(text: str) -> Path:
+    """The path of a socket, checked.
+
+    Raises:
+        ConfigError: a socket cannot have this path.
+    """
+    if not text.startswith("/") or "\0" in text or len(os.fsencode(text)) > PATH_BYTES_MAX:
+        raise ConfigError(
+            f"{text!r} is no path of a socket: allowed is an absolute path of at most"
+            f" {PATH_BYTES_MAX} bytes"
+        )
+    return Path(text)
+
+
 def connect_to(path: Path, deadline: float) -> socket.socket:
     """Connect to the listener at `path`; waits for it to start listening.
 
@@ -116,18 +219,13 @@ def connect_to(path: Path, deadline: float) -> socket.socket:
         except (FileNotFoundError, ConnectionRefusedError, TimeoutError, BlockingIOError) as error:
             stream.close()
             if time.monotonic() + TRY_AGAIN_SECONDS > deadline:
-                raise PipeTimeout(f"nobody listens at {path}") from error
+                raise PipeTimeout(f"no end listens at {path}") from error
             time.sleep(TRY_AGAIN_SECONDS)
         except OSError as error:
             stream.close()
             raise PipeBroken(f"cannot connect to {path}: {error.strerror}") from error
         else:
             return stream
-
-
-def _identity(path: Path) -> tuple[int, int]:
-    found = path.lstat()
-    return found.st_dev, found.st_ino
 
 
 @contextmanager
@@ -141,7 +239,7 @@ def _directory_locked(directory: Path) -> Iterator[None]:
                 break
             except BlockingIOError:
                 if time.monotonic() > deadline:
-                    raise PipeBroken(f"somebody keeps {directory} locked") from None
+                    raise PipeBroken(f"another process keeps {directory} locked") from None
                 time.sleep(TRY_AGAIN_SECONDS)
         yield
     finally:
@@ -154,114 +252,19 @@ def _remove_stale(path: Path) -> None:
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(found.st_mode):
-        raise ConfigError(f"what lies at {path} is no socket")
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
-        asking.setblocking(False)
+        raise ConfigError(f"{path} is no socket; remove the file, or use another path")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
         try:
-            asking.connect(str(path))
+            probe.connect(str(path))
         except ConnectionRefusedError:
             path.unlink()
             return
         except BlockingIOError:
             pass  # a full backlog: the listener is alive
-    raise ConfigError(f"somebody listens at {path} already")
+    raise ConfigError(f"another end already listens at {path}")
 
 
-SCHEME: Final = "shm://"
-_MEMORY: Final = b"M"
-"""Sent with the descriptor, because at least one byte is required."""
-
-
-class _Listening(StreamPipe):
-    def __init__(self, path: Path, token: str | None, limits: PipeLimits) -> None:
-        super().__init__(f"{SCHEME}{path}", limits)
-        self._memory_bytes = limits.buffer_bytes
-        self._token = token
-        self._file = SocketFile(path)
-        serving = (self._file.listener, self._greet)
-        threading.Thread(
-            target=Acceptor().serve, args=serving, name="lb-pipe-accept", daemon=True
-        ).start()
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
-
-    def abort(self) -> None:
-        self._file.close()
-        super().abort()
-
-    def _greet(self, stream: socket.socket) -> None:
-        with suppress(LookupBufferError):
-            link = accept_handshake(stream, token=self._token, timeout=HANDSHAKE_SECONDS)
-            self.meet(link, _shared(stream, link, self._memory_bytes, accepted=True))
-
-
-def open_end(
-    uri: str, *, listen: bool, timeout: float, token: str | None, limits: PipeLimits
-) -> KVPipe:
-    """See `open_pipe`."""
-    path = checked_path(uri.removeprefix(SCHEME))
-    if listen:
-        return _Listening(path, token, limits)
-    deadline = time.monotonic() + timeout
-    stream = connect_to(path, deadline)
-    left = max(deadline - time.monotonic(), 0.0)
-    link = request_handshake(stream, token=token, timeout=left)
-    pipe = StreamPipe(uri, limits)
-    pipe.meet(link, _shared(stream, link, limits.buffer_bytes, accepted=False))
-    return pipe
-
-
-def _shared(
-    stream: socket.socket, link: FramedSocket, nbytes: int, *, accepted: bool
-) -> SharedMemory:
-    """Exchange the memory of both ends, right after the handshake over `stream`.
-
-    The connecting end sends first, and the other end only after that. So no frame can be in flight:
-    the link would have read it, and lost the descriptor.
-
-    Raises:
-        PipeError, ProtocolError: the other end left, or sent no memory that can be read.
-        ConfigError: the system does not have so much memory. The link is ended.
-    """
-    try:
-        memory = SharedMemory(nbytes)
-    except OSError as error:
-        link.abort()
-        raise ConfigError(f"no {nbytes} bytes to share: {error.strerror}") from error
-    try:
-        stream.settimeout(HANDSHAKE_SECONDS)
-        if not accepted:
-            socket.send_fds(stream, [_MEMORY], [memory.descriptor])
-        _adopt(stream, memory)
-        if accepted:
-            socket.send_fds(stream, [_MEMORY], [memory.descriptor])
-        stream.settimeout(None)
-    except TimeoutError as error:
-        _end(link, memory)
-        raise PipeTimeout("the other end says nothing") from error
-    except OSError as error:
-        _end(link, memory)
-        raise PipeBroken(f"the other end left before it was met: {error}") from error
-    except BaseException:
-        _end(link, memory)
-        raise
-    return memory
-
-
-def _adopt(stream: socket.socket, memory: SharedMemory) -> None:
-    flags = socket.MSG_CMSG_CLOEXEC
-    said, descriptors, _, _ = socket.recv_fds(stream, len(_MEMORY), 1, flags)
-    try:
-        if said != _MEMORY or len(descriptors) != 1:
-            raise ProtocolError("the other end sent no memory")
-        memory.adopt(descriptors[0])
-    finally:
-        for descriptor in descriptors:
-            os.close(descriptor)
-
-
-def _end(link: FramedSocket, memory: SharedMemory) -> None:
-    link.abort()
-    memory.close()
+def _identity(path: Path) -> tuple[int, int]:
+    found = path.lstat()
+    return found.st_dev, found.st_ino

@@ -1,9 +1,9 @@
 """`tcp://HOST:PORT`: a pipe between hosts. One end listens, the others connect to it.
 
-The scheme adds nothing to `connect.meet`; it runs on the caller's thread.
+See `connect.open_tcp_end`.
 """
 
-from lookup_buffer.pipes.connect import meet
+from lookup_buffer.pipes.connect import open_tcp_end
 from lookup_buffer.pipes.pipe import KVPipe, PipeLimits
 
 
@@ -11,4 +11,4 @@ def open_end(
     uri: str, *, listen: bool, timeout: float, token: str | None, limits: PipeLimits
 ) -> KVPipe:
     """See `open_pipe`."""
-    return meet(uri, listen=listen, timeout=timeout, token=token, limits=limits)
+    return open_tcp_end(uri, listen=listen, timeout=timeout, token=token, limits=limits)

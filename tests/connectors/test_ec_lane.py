@@ -35,7 +35,7 @@ def test_a_lane_with_tensor_parallelism_is_refused_unless_it_is_forced() -> None
 
 def test_a_lane_that_the_device_does_not_support_is_refused() -> None:
     settings = parse_settings({**SETTINGS, "device_lane": "nccl"})
-    with pytest.raises(ConfigError, match="an nccl lane joins GPUs, not cpu: choose gloo"):
+    with pytest.raises(ConfigError, match="an nccl lane connects GPUs, not cpu: choose gloo"):
         WorkerDeviceLane(settings, "cpu")
 
 
@@ -141,7 +141,7 @@ def test_an_item_that_a_pool_lost_after_its_promise_is_loaded_from_the_node(
     assert handle.order.lane
     for worker in engine.workers:
         assert worker._lane is not None
-        worker._lane._lane.pool.end([handle.order.ticket])
+        worker._lane._lane.pool.release([handle.order.ticket])
     assert all(torch.equal(one, expected) for one in engine.load(name, handle))
     assert all(worker.counters.take()["load_late"] >= 1 for worker in engine.workers)
 

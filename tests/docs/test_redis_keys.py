@@ -198,7 +198,7 @@ def test_the_keys_of_a_pipe_are_documented(valkey_server: EmbeddedServer) -> Non
 
     def look() -> None:
         while not ended.is_set():
-            seen.update(lane.ask((b"KEYS", b"*"), time.monotonic() + 5.0))
+            seen.update(lane.request((b"KEYS", b"*"), time.monotonic() + 5.0))
 
     with ExitStack() as stack:
         looking = threading.Thread(target=look)

@@ -174,7 +174,7 @@ def test_a_device_that_is_gone_when_others_want_what_is_on_it(start_end: StartEn
 
     wait_until(is_tried, 30.0)
     (line,) = first.do("logged")
-    assert "lane was ended" in line
+    assert "lane was closed" in line
     assert "device-side assert" in line
     assert first.do("lane.gauges().pinned_bytes") == 0
 

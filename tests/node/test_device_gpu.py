@@ -18,7 +18,7 @@ def test_what_is_kept_is_as_it_was_when_the_callers_stream_came_so_far() -> None
         tensor.fill_(number)
         kept, ready = place.keep(tensor, immutable=False)
         tensor.fill_(-1)  # behind the copy, by the caller's stream
-        there = place.hand_out(kept, ready)
+        there = place.on_caller_stream(kept, ready)
         assert bool((there == number).all())
 
 
@@ -37,7 +37,7 @@ def test_a_place_is_named_as_tensors_name_theirs_and_keeps_what_is_on_the_host()
     place = CudaPoolMemory("cuda")
     assert place.device == torch.zeros(1, device="cuda").device
     kept, ready = place.keep(torch.arange(12), immutable=False)
-    assert torch.equal(place.hand_out(kept, ready).cpu(), torch.arange(12))
+    assert torch.equal(place.on_caller_stream(kept, ready).cpu(), torch.arange(12))
 
 
 def test_the_host_keeps_what_is_alone_in_its_memory_and_copies_what_is_not() -> None:

@@ -18,7 +18,7 @@ import torch
 from device_ends import LARGE, DeviceEnd, facts, put, warm
 from lookup_buffer.codec import writable_bytes
 from lookup_buffer.device import protocol
-from lookup_buffer.device.serving import PEERS_MAX
+from lookup_buffer.device.server import INCOMING_PAIRS_MAX
 from lookup_buffer.errors import PipeError
 from lookup_buffer.pipes import gloo
 from lookup_buffer.protocol.acceptor import HANDSHAKE_SECONDS
@@ -38,7 +38,7 @@ class Stranger(RawEnd):
     """One who has shaken hands with a pool, and agreed on what moves the payload."""
 
     def __init__(self, pool: DeviceEnd) -> None:
-        super().__init__(_address_of(pool), ["pair", "gloo", gloo.dialect()])
+        super().__init__(_address_of(pool), ["pair", "gloo", gloo.version()])
         self._last = 0
 
     def ask(self, fields: Any) -> None:
@@ -143,7 +143,7 @@ def test_what_is_no_frame_and_what_is_no_pipes_ends_its_connection(ends: Ends) -
 def test_whoever_says_nothing_holds_up_others_no_longer_than_a_handshake(ends: Ends) -> None:
     port = ends.pool.do("lane.port")
     with ExitStack() as silent:
-        for _ in range(3 * PEERS_MAX):
+        for _ in range(3 * INCOMING_PAIRS_MAX):
             stream = silent.enter_context(socket.create_connection(("127.0.0.1", port), 5.0))
             stream.sendall(b"LB01")  # half of a handshake
         ends.reads()
@@ -182,7 +182,7 @@ def test_what_is_no_question_ends_its_pair(ends: Ends, name: str) -> None:
 
 
 def test_a_question_that_is_larger_than_any_ends_its_pair(ends: Ends) -> None:
-    for nbytes in (protocol.QUESTION_BYTES_MAX + 1, 1 << 39):
+    for nbytes in (protocol.REQUEST_BYTES_MAX + 1, 1 << 39):
         with Stranger(ends.pool) as stranger:
             stranger.say(offer(1, None, nbytes))
             assert stranger.hung_up()
@@ -190,7 +190,7 @@ def test_a_question_that_is_larger_than_any_ends_its_pair(ends: Ends) -> None:
 
 def test_what_is_asked_of_another_pool_or_of_what_is_not_there_is_stale(ends: Ends) -> None:
     put(ends.pool, "there", f"torch.zeros({LARGE}, dtype=torch.uint8)")
-    newest = "[(*entry.address, entry.mark) for entry in lane.pool.own()][-1]"
+    newest = "[(*entry.address, entry.mark) for entry in lane.pool.own_entries()][-1]"
     namespace, _, mark = ends.pool.do(newest)
     there = {"pool": ends.pool.do("lane.id"), "namespace": namespace, "key": "there", "mark": mark}
     others = ({"pool": "0" * 12}, {"namespace": "0" * 64}, {"key": "no"}, {"mark": mark + 1})
@@ -257,7 +257,7 @@ def test_an_address_for_the_communicator_that_is_none_ends_its_pair(ends: Ends, 
 
 def test_the_one_who_asked_nothing_for_longest_makes_place(ends: Ends) -> None:
     with ExitStack() as crowd:
-        strangers = [crowd.enter_context(Stranger(ends.pool)) for _ in range(PEERS_MAX)]
+        strangers = [crowd.enter_context(Stranger(ends.pool)) for _ in range(INCOMING_PAIRS_MAX)]
         for stranger in (*strangers, strangers[0]):
             stranger.ask({"ask": 1, **NOTHING})
             assert stranger.verdict() == {"status": "stale"}

@@ -64,7 +64,7 @@ class Ends:
     def __init__(self, stack: ExitStack) -> None:
         self.place = Gate()
         self.theirs = DeviceLane("gloo", pool_bytes=POOL_BYTES)
-        self.ours = DeviceLane("gloo", pool_bytes=POOL_BYTES, place=self.place)
+        self.ours = DeviceLane("gloo", pool_bytes=POOL_BYTES, memory=self.place)
         for lane in (self.theirs, self.ours):
             stack.callback(lane.close)
         self.said: list[Request] = []
@@ -92,7 +92,7 @@ class Ends:
 
     @property
     def dialect(self) -> tuple[str, str]:
-        return self.ours.dialect.lane, self.ours.dialect.library
+        return self.ours.version.lane, self.ours.version.library
 
     def hears(self, ticket: int) -> str:
         """Why the reader's pool did not receive it; "" where it did."""

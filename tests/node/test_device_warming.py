@@ -16,7 +16,7 @@ from device_ends import LARGE, POOL_BYTES, DeviceEnd, StartEnd, facts, put, star
 from lookup_buffer.device.lane import SILENCE_SECONDS, DeviceLane
 from lookup_buffer.device.memory import HostPoolMemory
 from lookup_buffer.device.pairs import WARM_MAX
-from lookup_buffer.device.serving import AT_SIGHT_MAX
+from lookup_buffer.device.server import DISCOVERED_PAIRS_MAX
 from nodes import start_node, tensor_of, wait_until
 from test_device_tickets import Ends
 
@@ -100,7 +100,7 @@ class Slow(HostPoolMemory):
 def test_a_pair_that_is_used_outlives_the_news_that_its_pool_is_gone(ends: Ends) -> None:
     """A node that was killed counts as gone with its processes' pools, and these live."""
     place = Slow()
-    with closing(DeviceLane("gloo", pool_bytes=POOL_BYTES, place=place)) as slow:
+    with closing(DeviceLane("gloo", pool_bytes=POOL_BYTES, memory=place)) as slow:
         tell(ends, slow)
         wait_until(lambda: ends.ours.pairs() == 1, SECONDS)
         ticket = ends.ask(of=slow)
@@ -155,7 +155,7 @@ def test_who_is_wanted_waits_for_none_that_are_only_seen(ends: Ends) -> None:
 
 def test_a_pool_that_many_have_seen_keeps_room_for_who_wants_something(ends: Ends) -> None:
     with ExitStack() as stack:
-        readers = [DeviceLane("gloo", pool_bytes=POOL_BYTES) for _ in range(AT_SIGHT_MAX)]
+        readers = [DeviceLane("gloo", pool_bytes=POOL_BYTES) for _ in range(DISCOVERED_PAIRS_MAX)]
         for reader in readers:
             stack.callback(reader.close)
             reader.on_event(news(ends, ends.theirs))
@@ -165,7 +165,7 @@ def test_a_pool_that_many_have_seen_keeps_room_for_who_wants_something(ends: End
         wait_until(lambda: not made.is_making, SECONDS)
         assert ends.ours.pairs() == 0
         ends.warm()
-        assert ends.theirs.pairs() == AT_SIGHT_MAX + 1
+        assert ends.theirs.pairs() == DISCOVERED_PAIRS_MAX + 1
     assert "warned:abandoned" not in ends.ours.stats()
 
 

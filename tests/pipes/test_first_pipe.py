@@ -1,35 +1,35 @@
-"""vLLM's first pipe and its process group: each defect that was found, and that ours has it not.
+"""Each defect found in vLLM's first pipe and its process group, and the test that covers it.
 
 PyNcclPipe
-1. a failed send keeps its budget, and nobody hears of it
-   test_a_send_that_fails_gives_its_budget_back_and_tells_its_caller
+1. a failed send keeps its budget and is not reported
+   test_a_failed_send_returns_its_budget_and_raises
 2. a failed send leaves the stream out of step
-   test_a_send_that_fails_puts_nothing_out_of_step
-3. the budget is free once a send is enqueued
-   test_the_budget_counts_what_nobody_has_received_yet
+   test_a_failed_send_keeps_the_stream_in_step
+3. the budget is released when a send is enqueued
+   test_the_budget_counts_unreceived_messages
 4. tensors with strides are permuted
    test_strides_do_not_permute
-5. a waiting receive holds up sends, and the other way round
-   test_who_waits_to_receive_does_not_hold_up_who_sends,
-   test_who_waits_for_room_does_not_hold_up_who_receives
-6. over the CPU 0.05 GB/s, and every payload stays in the store for an hour
-   test_the_way_over_the_cpu_is_a_way, test_no_payload_stays_in_the_database
+5. a waiting receive blocks sends, and the reverse
+   test_a_waiting_receive_does_not_block_sends,
+   test_a_send_waiting_for_room_does_not_block_receives
+6. 0.05 GB/s over the CPU, and every payload stays in the store for an hour
+   test_large_tensors_pass_through_host_memory, test_no_payload_stays_in_the_database
 7. an idle receiver dies after the store's timeout
    test_an_idle_receiver_outlives_the_bound_on_silence
-8. all peers must be there at the start; no reconnect, no death noticed, no abort
-   test_peers_come_and_go_and_their_death_is_noticed
-9. pickle on an open port
+8. all ends must exist at the start; no reconnect, no detection of a death, no abort
+   test_remote_ends_come_and_go_and_their_death_is_detected
+9. pickle is loaded from an open port
    test_a_pickle_is_not_loaded
 
 StatelessProcessGroup and PyNcclCommunicator
-10. objects of two senders are mixed up
-   test_what_two_senders_send_is_told_apart
-11. alone, what is sent vanishes
-   test_alone_nothing_is_taken_for_sent
+10. the objects of two senders are mixed up
+   test_messages_of_two_senders_are_kept_apart
+11. without another end, sent tensors vanish
+   test_without_a_remote_end_a_send_fails
 12. no bool, int16, complex, float8
-   test_a_send_that_fails_puts_nothing_out_of_step
-13. the tensor must be kept and not touched after a send
-   test_the_tensor_is_the_callers_again
+   test_a_failed_send_keeps_the_stream_in_step
+13. the tensor must stay unchanged after a send
+   test_after_a_send_the_caller_may_change_the_tensor
 """
 
 import socket
@@ -79,28 +79,26 @@ SILENCE_SECONDS = 2.0
 
 
 class _Failing:
-    """Bytes that cannot be copied, as where there is no memory for a copy."""
+    """Bytes that cannot be copied, as without memory for a copy."""
 
-    def lent(self) -> memoryview:
+    def view(self) -> memoryview:
         raise MemoryError
 
-    copied = lent
+    copy = view
 
 
 def _nothing(*_: object) -> None:
     pass
 
 
-def _speaker(closing: ExitStack) -> FrameWriter:
+def _frame_writer(closing: ExitStack) -> FrameWriter:
     links = [closing.enter_context(FramedSocket(stream)) for stream in socket.socketpair()]
     return FrameWriter(links[0], threading.RLock(), _nothing, _nothing, _nothing, SOON_SECONDS)
 
 
-def test_a_send_that_fails_gives_its_budget_back_and_tells_its_caller(
-    ends: Ends, closing: ExitStack
-) -> None:
+def test_a_failed_send_returns_its_budget_and_raises(ends: Ends, closing: ExitStack) -> None:
     limits = PipeLimits(buffer_bytes=LARGE)
-    outbox = Outbox(threading.Condition(), _speaker(closing), _nothing, limits)
+    outbox = Outbox(threading.Condition(), _frame_writer(closing), _nothing, limits)
     for _ in range(3):
         with pytest.raises(MemoryError):
             outbox.send(None, header_of(block(LARGE)), _Failing(), 0.0)
@@ -114,7 +112,7 @@ def test_a_send_that_fails_gives_its_budget_back_and_tells_its_caller(
     assert same(b.recv_tensor(timeout=SOON_SECONDS), block(LARGE))
 
 
-def test_a_send_that_fails_puts_nothing_out_of_step(ends: Ends) -> None:
+def test_a_failed_send_keeps_the_stream_in_step(ends: Ends) -> None:
     a, b = ends
     dtypes = (torch.bool, torch.int16, torch.complex64, torch.float8_e4m3fn, torch.bfloat16)
     sent = [torch.ones(SMALL).to(dtype) for dtype in dtypes]
@@ -126,10 +124,10 @@ def test_a_send_that_fails_puts_nothing_out_of_step(ends: Ends) -> None:
 
 
 @pytest.mark.parametrize("nbytes", [SMALL, LARGE])
-def test_the_budget_counts_what_nobody_has_received_yet(make_ends: MakeEnds, nbytes: int) -> None:
+def test_the_budget_counts_unreceived_messages(make_ends: MakeEnds, nbytes: int) -> None:
     a, b = make_ends(PipeLimits(buffer_bytes=nbytes))
     a.send_tensor(block(nbytes))
-    time.sleep(2 * SHORT_SECONDS)  # long after it has gone out
+    time.sleep(2 * SHORT_SECONDS)  # long after it was written to the socket
     assert a.used_bytes == nbytes
     with pytest.raises(BufferFull):
         a.send_tensor(block(nbytes), timeout=SHORT_SECONDS)
@@ -140,14 +138,14 @@ def test_the_budget_counts_what_nobody_has_received_yet(make_ends: MakeEnds, nby
 def test_strides_do_not_permute(ends: Ends) -> None:
     a, b = ends
     tensor = torch.arange(12.0).view(3, 4).t().clone(memory_format=torch.preserve_format)
-    assert tensor.stride() == (1, 4), "a clone keeps them: its memory is in another order"
+    assert tensor.stride() == (1, 4), "a clone keeps its strides"
     a.send_tensor(tensor)
     received = b.recv_tensor(timeout=SOON_SECONDS)
     assert received is not None
     assert received.tolist() == tensor.tolist()
 
 
-def test_who_waits_to_receive_does_not_hold_up_who_sends(ends: Ends, threads: Threads) -> None:
+def test_a_waiting_receive_does_not_block_sends(ends: Ends, threads: Threads) -> None:
     a, b = ends
     waiting = [threads.call(a.recv_tensor, key, timeout=SOON_SECONDS) for key in (None, "k")]
     for tensor in (block(SMALL), block(LARGE)):
@@ -159,7 +157,7 @@ def test_who_waits_to_receive_does_not_hold_up_who_sends(ends: Ends, threads: Th
     assert [one.result(SOON_SECONDS) for one in waiting] == [None, None]
 
 
-def test_who_waits_for_room_does_not_hold_up_who_receives(
+def test_a_send_waiting_for_room_does_not_block_receives(
     make_ends: MakeEnds, threads: Threads
 ) -> None:
     a, b = make_ends(PipeLimits(buffer_bytes=LARGE))
@@ -172,8 +170,8 @@ def test_who_waits_for_room_does_not_hold_up_who_receives(
     waiting.result(SOON_SECONDS)
 
 
-def test_the_way_over_the_cpu_is_a_way(ends: Ends) -> None:
-    """64 MiB took the first one 1.3 s; `lookup-buffer bench` says what ours take."""
+def test_large_tensors_pass_through_host_memory(ends: Ends) -> None:
+    """64 MiB took vLLM's first pipe 1.3 s; `lookup-buffer bench` measures these."""
     a, b = ends
     sent, out = block(64 * LARGE), torch.zeros(64 * LARGE, dtype=torch.uint8)
     a.send_tensor(sent)
@@ -187,13 +185,13 @@ def test_no_payload_stays_in_the_database(valkey_server: EmbeddedServer) -> None
         for tensor in (block(SMALL), block(9 * LARGE)):
             a.send_tensor(tensor)
             b.recv_tensor(timeout=SOON_SECONDS)
-        lane = Resp3Connection(dial(valkey_server.url, SOON_SECONDS))
+        connection = Resp3Connection(dial(valkey_server.url, SOON_SECONDS))
         until = time.monotonic() + SOON_SECONDS
         kept = sum(
-            lane.ask((b"MEMORY", b"USAGE", name), until) or 0
-            for name in lane.ask((b"KEYS", b"lb:pipe:nothing-stays:*"), until)
+            connection.request((b"MEMORY", b"USAGE", name), until) or 0
+            for name in connection.request((b"KEYS", b"lb:pipe:nothing-stays:*"), until)
         )
-        lane.close()
+        connection.close()
     assert kept < SMALL
 
 
@@ -208,7 +206,7 @@ def test_an_idle_receiver_outlives_the_bound_on_silence(closing: ExitStack) -> N
 
 
 def wait_until_met(pipe: KVPipe) -> None:
-    """Until then a listening end says how its last peer ended."""
+    """Until then a listening end raises the error of its last remote end."""
     deadline = time.monotonic() + SOON_SECONDS
     while time.monotonic() < deadline:
         try:
@@ -219,7 +217,7 @@ def wait_until_met(pipe: KVPipe) -> None:
             time.sleep(0.01)
 
 
-def test_peers_come_and_go_and_their_death_is_noticed(closing: ExitStack) -> None:
+def test_remote_ends_come_and_go_and_their_death_is_detected(closing: ExitStack) -> None:
     a = open_pipe("tcp://127.0.0.1:0", listen=True)
     closing.callback(a.abort)
     with pytest.raises(LookupTimeout):
@@ -236,7 +234,7 @@ def test_peers_come_and_go_and_their_death_is_noticed(closing: ExitStack) -> Non
 
 @pytest.mark.parametrize("name", ["frames/pickle", "frames/frame-of-a-pickle"])
 def test_a_pickle_is_not_loaded(closing: ExitStack, name: str) -> None:
-    """Who loads it ends this process."""
+    """Loading it would end this process."""
     a = closing.enter_context(open_pipe("tcp://127.0.0.1:0", listen=True))
     b = closing.enter_context(open_pipe(a.uri))
     with RawEnd(a) as raw, suppress(ConnectionError):
@@ -246,7 +244,7 @@ def test_a_pickle_is_not_loaded(closing: ExitStack, name: str) -> None:
     assert same(a.recv_tensor(timeout=SOON_SECONDS), block(SMALL))
 
 
-def test_what_two_senders_send_is_told_apart(closing: ExitStack, threads: Threads) -> None:
+def test_messages_of_two_senders_are_kept_apart(closing: ExitStack, threads: Threads) -> None:
     a = closing.enter_context(open_pipe("tcp://127.0.0.1:0", listen=True))
     senders = [closing.enter_context(open_pipe(a.uri)) for _ in range(3)]
     for number, sender in enumerate(senders):
@@ -258,17 +256,19 @@ def test_what_two_senders_send_is_told_apart(closing: ExitStack, threads: Thread
             assert same(received, block(LARGE, 10 * number + n))
 
 
-def test_alone_nothing_is_taken_for_sent(closing: ExitStack) -> None:
+def test_without_a_remote_end_a_send_fails(closing: ExitStack) -> None:
     a = open_pipe("tcp://127.0.0.1:0", listen=True, limits=PipeLimits(buffer_bytes=LARGE))
     closing.callback(a.abort)
-    with pytest.raises(LookupTimeout, match="nobody connected"):
+    with pytest.raises(LookupTimeout, match="no other end connected"):
         a.send_tensor(block(SMALL), timeout=SHORT_SECONDS)
     with pytest.raises(TensorTooLarge):
         a.send_tensor(block(LARGE + 1), timeout=60.0)
 
 
-def test_the_tensor_is_the_callers_again(make_ends: MakeEnds, threads: Threads) -> None:
-    """Also one that was sent from where it lies, because there was no room for a copy."""
+def test_after_a_send_the_caller_may_change_the_tensor(
+    make_ends: MakeEnds, threads: Threads
+) -> None:
+    """Also if it was sent from its own memory, because there was no room for a copy."""
     a, b = make_ends(PipeLimits(buffer_bytes=LARGE))
     tensors = [block(LARGE, seed) for seed in range(2)]
 

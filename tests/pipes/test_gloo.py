@@ -1,4 +1,4 @@
-"""`gloo` pipes: the contract, between threads, two processes, and several senders."""
+"""`gloo` pipes: the contract between threads and between processes, and several senders."""
 
 import os
 import socket
@@ -9,6 +9,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,6 @@ import pytest
 from contract_pipe import (
     LARGE,
     SOON_SECONDS,
-    TOKEN,
-    Ends,
     MakeEnds,
     PipeContract,
     Threads,
@@ -47,58 +46,47 @@ from lookup_buffer.errors import (
     PipeTimeout,
     ProtocolError,
 )
-from lookup_buffer.pipes import KVPipe, PipeLimits, open_pipe
-from lookup_buffer.pipes.gloo import GlooCommunicator, until
+from lookup_buffer.pipes import KVPipe, open_pipe
+from lookup_buffer.pipes.gloo import GlooCommunicator, time_until
 from lookup_buffer.pipes.pair import Exchange, agree
 from lookup_buffer.protocol.auth import connect
 from lookup_buffer.protocol.stream import FramedSocket
 from patience import scaled
+from pipe_ends import TokenContract, connected_ends
 
 __all__ = ["closing", "listening", "start_child", "threads"]
 
 
 @pytest.fixture
-def make_ends(closing: ExitStack) -> MakeEnds:
-    def make(limits: PipeLimits | None = None) -> Ends:
-        a = open_pipe("gloo://127.0.0.1:0", listen=True, limits=limits)
-        b = open_pipe(a.uri, limits=limits)
-        closing.callback(a.abort)
-        closing.callback(b.abort)
-        return a, b
-
-    return make
+def uri() -> str:
+    return "gloo://127.0.0.1:0"
 
 
-class TestGlooPipe(PipeContract, PipeLimitsContract):
+@pytest.fixture
+def make_ends(closing: ExitStack, uri: str) -> MakeEnds:
+    return partial(connected_ends, closing, uri)
+
+
+class TestGlooPipe(PipeContract, PipeLimitsContract, TokenContract):
     pass
 
 
 @pytest.fixture
-def make_listening() -> MakeListening:
-    return lambda limits: open_pipe("gloo://127.0.0.1:0", listen=True, limits=limits)
+def make_listening(uri: str) -> MakeListening:
+    return lambda limits: open_pipe(uri, listen=True, limits=limits)
 
 
 class TestGlooPipeProcesses(ProcessContract):
     pass
 
 
-def test_an_end_with_another_token_is_refused(closing: ExitStack) -> None:
-    a = closing.enter_context(open_pipe("gloo://127.0.0.1:0", listen=True, token=TOKEN))
-    for token in (None, TOKEN[::-1]):
-        with pytest.raises(NodeRefused):
-            open_pipe(a.uri, token=token)
-    b = closing.enter_context(open_pipe(a.uri, token=TOKEN))
-    b.send_tensor(None)
-    assert a.recv_tensor(timeout=5.0) is None
-
-
-def test_nobody_listens() -> None:
-    with pytest.raises(PipeTimeout, match="nobody listens at gloo:"):
+def test_connecting_without_a_listener_times_out() -> None:
+    with pytest.raises(PipeTimeout, match="no end listens at gloo:"):
         open_pipe("gloo://127.0.0.1:9", timeout=0.2)
 
 
 @pytest.mark.parametrize("uri", ["gloo://", "gloo://host", "gloo://h:x"])
-def test_an_address_that_is_none(uri: str) -> None:
+def test_invalid_addresses(uri: str) -> None:
     with pytest.raises(ConfigError, match="gloo://"):
         open_pipe(uri)
 
@@ -109,8 +97,8 @@ def test_an_address_that_is_none(uri: str) -> None:
 @pytest.fixture
 def communicators() -> list[GlooCommunicator]:
     exchanges: list[Exchange] = []
-    exchanges.append(Exchange(lambda name, value: exchanges[1].heard(name, value)))
-    exchanges.append(Exchange(lambda name, value: exchanges[0].heard(name, value)))
+    exchanges.append(Exchange(lambda name, value: exchanges[1].received(name, value)))
+    exchanges.append(Exchange(lambda name, value: exchanges[0].received(name, value)))
     deadline = time.monotonic() + SOON_SECONDS
     with ThreadPoolExecutor(2) as pool:
         made = [
@@ -144,7 +132,7 @@ def test_both_directions_at_once_and_nothing_is_left(
     assert _native_threads() < before
 
 
-def test_who_waits_has_a_deadline(communicators: list[GlooCommunicator]) -> None:
+def test_a_transfer_has_a_deadline(communicators: list[GlooCommunicator]) -> None:
     started = time.monotonic()
     with pytest.raises(PipeTimeout):
         communicators[0].recv(writable_bytes(block(LARGE)), 0.3)
@@ -153,35 +141,35 @@ def test_who_waits_has_a_deadline(communicators: list[GlooCommunicator]) -> None
         communicators[1].send(writable_bytes(block(LARGE)), SOON_SECONDS)
 
 
-def test_gloo_is_given_whole_milliseconds_and_never_less_than_is_left() -> None:
-    """It drops fractions: its own deadline then came before ours, as if the pipe were broken."""
+def test_gloo_gets_whole_milliseconds_rounded_up() -> None:
+    """Gloo drops fractions. Its own deadline would then expire before ours, as a broken pipe."""
     for fraction in range(1, 100):
         deadline = time.monotonic() + fraction / 7000
-        given = until(deadline)
+        given = time_until(deadline)
         assert given % timedelta(milliseconds=1) == timedelta()
         assert time.monotonic() + given.total_seconds() >= deadline
 
 
 @pytest.mark.parametrize("later_seconds", [0.0, 0.5])
-def test_a_deadline_is_told_in_both_directions(
+def test_an_expired_deadline_is_reported_in_both_directions(
     communicators: list[GlooCommunicator],
     threads: Threads,
     monkeypatch: pytest.MonkeyPatch,
     later_seconds: float,
 ) -> None:
-    """Gloo ends the connection with it, so who sends meanwhile has the same reason, however much
-    later its thread comes to run."""
+    """Gloo then ends the connection. So a concurrent send fails with the same error, even if its
+    thread runs later."""
     one = communicators[0]
     send = one._send
 
-    def send_and_hear_later(*call: Any) -> None:
+    def send_and_fail_later(*call: Any) -> None:
         try:
             send(*call)
         except RuntimeError:
             time.sleep(later_seconds)
             raise
 
-    monkeypatch.setattr(one, "_send", send_and_hear_later)
+    monkeypatch.setattr(one, "_send", send_and_fail_later)
     sending = threads.call(one.send, writable_bytes(block(HUGE)), 60.0)
     with pytest.raises(PipeTimeout):
         one.recv(writable_bytes(block(LARGE)), 0.3)
@@ -193,7 +181,7 @@ def test_an_abort_wakes_both_ends(communicators: list[GlooCommunicator], threads
     a, b = communicators
     memory = writable_bytes(block(HUGE))
     waiting = [threads.call(a.recv, memory, 60.0), threads.call(a.send, memory, 60.0)]
-    waiting.append(threads.call(b.recv, memory, 60.0))  # one is in the middle of its bytes
+    waiting.append(threads.call(b.recv, memory, 60.0))  # one is in the middle of a transfer
     started = time.monotonic()
     a.abort()
     b.abort()
@@ -212,7 +200,7 @@ def pipe_threads() -> list[threading.Thread]:
 
 
 @pytest.mark.parametrize(("signal", "error"), [("SIGKILL", PipeBroken), ("SIGSTOP", PipeTimeout)])
-def test_a_peer_that_ends_between_its_announcement_and_its_bytes(
+def test_an_end_that_dies_between_its_announcement_and_its_bytes(
     listening: KVPipe, closing: ExitStack, signal: str, error: type[LookupBufferError]
 ) -> None:
     child = Path(__file__).parents[1] / "support" / "pipe_child.py"
@@ -252,7 +240,7 @@ moved.wait(60.0)
 
 
 def test_a_process_that_ends_in_the_middle_of_a_transfer_ends_in_order() -> None:
-    """Else torch's threads would terminate it: -SIGABRT."""
+    """Otherwise torch's threads would terminate it: -SIGABRT."""
     command = [sys.executable, "-c", ENDS_IN_THE_MIDDLE]
     run = subprocess.run(command, capture_output=True, text=True, timeout=scaled(100), check=False)
     assert run.returncode == 0, run.stderr
@@ -284,7 +272,7 @@ def test_ends_of_different_versions_name_both(threads: Threads) -> None:
         [["pair", 1, 2]],
     ],
 )
-def test_a_peer_that_says_what_cannot_be_is_lost(
+def test_an_end_that_sends_invalid_frames_is_disconnected(
     closing: ExitStack, threads: Threads, frames: list[list[Any]]
 ) -> None:
     a = open_pipe("gloo://127.0.0.1:0", listen=True)
@@ -294,17 +282,14 @@ def test_a_peer_that_says_what_cannot_be_is_lost(
     closing.callback(link.abort)
     agree(link, "gloo", f"of torch {torch_version()}", time.monotonic() + SOON_SECONDS)
     for frame in frames:
-        with suppress(PipeError):  # it may have hung up already
+        with suppress(PipeError):  # the end may have disconnected already
             link.send(frame, timeout=SOON_SECONDS)
     with pytest.raises(ProtocolError):
         waiting.result(SOON_SECONDS)
 
 
 def test_addresses_of_ipv6(closing: ExitStack) -> None:
-    a = open_pipe("gloo://[::1]:0", listen=True)
-    b = open_pipe(a.uri)
-    closing.callback(a.abort)
-    closing.callback(b.abort)
+    a, b = connected_ends(closing, "gloo://[::1]:0")
     a.send_tensor(block(LARGE), "k")
     assert same(b.recv_tensor("k", timeout=SOON_SECONDS), block(LARGE))
 
@@ -326,17 +311,17 @@ from lookup_buffer.pipes.pair import Exchange
 from lookup_buffer.pipes.gloo import GlooCommunicator
 
 def make(deadline):
-    said = threading.Event()
-    exchange = Exchange(lambda name, value: said.set())
+    sent = threading.Event()
+    exchange = Exchange(lambda name, value: sent.set())
 
     def run():
         try:
             GlooCommunicator(exchange, 0, "127.0.0.1", deadline)
         except Exception:
-            pass  # nobody answers
+            pass  # there is no other end
 
     threading.Thread(target=run, daemon=True).start()
-    assert said.wait(20.0)
+    assert sent.wait(20.0)
 
 soon = time.monotonic() + 1.0
 for number in range(50):
@@ -346,7 +331,7 @@ time.sleep(max(0.0, soon - time.monotonic()))
 
 
 def test_a_process_that_ends_while_communicators_are_made_ends_in_order() -> None:
-    """Their threads come back from torch, one after the other, while the interpreter ends."""
+    """Their threads return from torch, one after the other, while the interpreter ends."""
     ended = subprocess.run(
         [sys.executable, "-c", IN_THE_MAKING], capture_output=True, timeout=scaled(60.0)
     )

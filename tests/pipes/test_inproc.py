@@ -5,10 +5,11 @@ from itertools import count
 
 import pytest
 
-from contract_pipe import Ends, MakeEnds, PipeContract, closing, threads
+from contract_pipe import MakeEnds, PipeContract, closing, threads
 from contract_pipe_limits import PipeLimitsContract
 from lookup_buffer.errors import ConfigError, PipeTimeout
-from lookup_buffer.pipes import PipeLimits, open_pipe
+from lookup_buffer.pipes import open_pipe
+from pipe_ends import connected_ends
 
 __all__ = ["closing", "threads"]
 _names = count()
@@ -16,22 +17,14 @@ _names = count()
 
 @pytest.fixture
 def make_ends(closing: ExitStack) -> MakeEnds:
-    def make(limits: PipeLimits | None = None) -> Ends:
-        uri = f"inproc://{next(_names)}"
-        a = open_pipe(uri, listen=True, limits=limits)
-        b = open_pipe(uri, limits=limits)
-        closing.callback(a.abort)
-        closing.callback(b.abort)
-        return a, b
-
-    return make
+    return lambda limits=None: connected_ends(closing, f"inproc://{next(_names)}", limits)
 
 
 class TestInprocPipe(PipeContract, PipeLimitsContract):
     pass
 
 
-def test_a_name_is_taken_while_somebody_listens() -> None:
+def test_a_name_has_one_listener_at_a_time() -> None:
     with open_pipe("inproc://taken", listen=True), pytest.raises(ConfigError, match="listens"):
         open_pipe("inproc://taken", listen=True)
     with pytest.raises(PipeTimeout):

@@ -1,4 +1,4 @@
-"""`nccl` pipes: the contract, where there are two GPUs; and what is said where there is none."""
+"""`nccl` pipes: the contract, on two GPUs; and the errors without a GPU."""
 
 from contextlib import ExitStack
 from functools import partial
@@ -10,8 +10,9 @@ from contract_pipe import LARGE, Ends, MakeEnds, PipeContract, block, closing, s
 from contract_pipe_limits import PipeLimitsContract
 from lookup_buffer.errors import ConfigError, PipeBroken
 from lookup_buffer.pipes import PipeLimits, open_pipe
-from lookup_buffer.pipes.connect import meet
+from lookup_buffer.pipes.connect import open_tcp_end
 from lookup_buffer.pipes.nccl import DeviceMemory, Nccl
+from pipe_ends import connected_ends
 
 __all__ = ["closing", "threads"]
 
@@ -34,37 +35,27 @@ def make_ends(closing: ExitStack) -> MakeEnds:
 
 
 class TestMemoryOfADevice(PipeContract, PipeLimitsContract):
-    """The way to a device's memory and back, with the host for a device and Gloo for NCCL."""
+    """To a device's memory and back, with the host as the device and Gloo instead of NCCL."""
 
     @pytest.fixture
     def make_ends(self, closing: ExitStack, monkeypatch: pytest.MonkeyPatch) -> MakeEnds:
         host = torch.device("cpu")
-        on_host = partial(meet, memory=DeviceMemory(host, host))
-        monkeypatch.setattr("lookup_buffer.pipes.gloo.meet", on_host)
+        on_host = partial(open_tcp_end, memory=DeviceMemory(host, host))
+        monkeypatch.setattr("lookup_buffer.pipes.gloo.open_tcp_end", on_host)
 
-        def make(limits: PipeLimits | None = None) -> Ends:
-            a = open_pipe("gloo://127.0.0.1:0", listen=True, limits=limits)
-            b = open_pipe(a.uri, limits=limits)
-            closing.callback(a.abort)
-            closing.callback(b.abort)
-            return a, b
-
-        return make
+        return partial(connected_ends, closing, "gloo://127.0.0.1:0")
 
 
-def test_a_device_that_is_gone_when_a_communicator_is_made_ends_the_pipe(
+def test_a_device_that_fails_while_a_communicator_is_made_ends_the_pipe(
     closing: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As torch says it: by an error that is none of ours. Who waits for the communicator hears."""
+    """torch raises an error of its own; callers that wait for the communicator get PipeBroken."""
 
     def fails(*_: object) -> None:
         raise RuntimeError("CUDA error: unknown error")
 
     monkeypatch.setattr("lookup_buffer.pipes.gloo.GlooCommunicator", fails)
-    a = open_pipe("gloo://127.0.0.1:0", listen=True)
-    b = open_pipe(a.uri)
-    closing.callback(a.abort)
-    closing.callback(b.abort)
+    a, b = connected_ends(closing, "gloo://127.0.0.1:0")
     a.send_tensor(block(LARGE))
     with pytest.raises(PipeBroken, match="CUDA error"):
         b.recv_tensor(timeout=20.0)
@@ -91,12 +82,12 @@ def test_an_end_receives_to_the_gpu_that_its_address_names(closing: ExitStack) -
         assert same(received.cpu(), block(nbytes))
 
 
-def test_without_the_library_it_is_said_so() -> None:
+def test_a_missing_library_is_reported() -> None:
     with pytest.raises(ConfigError, match=r"needs NCCL.*libnccl-of-nobody"):
         Nccl("libnccl-of-nobody.so.2")
 
 
 @pytest.mark.skipif(GPUS > 0, reason="there is a GPU")
-def test_without_a_gpu_it_is_said_so() -> None:
+def test_a_missing_gpu_is_reported() -> None:
     with pytest.raises(ConfigError, match="needs a GPU"):
         open_pipe("nccl://127.0.0.1:1")

@@ -1,4 +1,4 @@
-"""Copies of what is sent lie in memory that is used again, and nobody sees another's."""
+"""Copies of sent tensors reuse memory, and never memory that is still in use."""
 
 import os
 import threading
@@ -13,29 +13,29 @@ def source(nbytes: int, value: int) -> memoryview:
     return memoryview(bytes([value]) * nbytes)
 
 
-def test_the_same_memory_is_used_again_and_only_when_nobody_sees_it() -> None:
+def test_memory_is_reused_once_no_view_of_it_exists() -> None:
     copies = Copies()
     first = copies.copy(source(3 * MIB, 1))
     second = copies.copy(source(3 * MIB, 2))
     part = first[MIB:]
-    place = pointer_to(first)
+    address = pointer_to(first)
     del first
     third = copies.copy(source(3 * MIB, 3))
-    assert part == source(2 * MIB, 1), "somebody sees it"
+    assert part == source(2 * MIB, 1), "it is still in use"
     del part
     fourth = copies.copy(source(4 * MIB - 5, 4))
-    assert pointer_to(fourth) == place
+    assert pointer_to(fourth) == address
     for number, copy in ((2, second), (3, third), (4, fourth)):
         assert copy == source(len(copy), number)
 
 
-def test_few_bytes_and_none_have_copies_too() -> None:
+def test_small_and_empty_copies() -> None:
     copies = Copies()
     for nbytes in (0, 1, LEAST_BYTES - 1, LEAST_BYTES, LEAST_BYTES + 1):
         assert copies.copy(source(nbytes, 7)) == source(nbytes, 7)
 
 
-def test_what_is_kept_has_a_bound_and_an_end() -> None:
+def test_kept_memory_is_bounded_and_released_at_close() -> None:
     def mapped_bytes() -> int:
         with open("/proc/self/statm") as statm:
             return int(statm.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
@@ -48,9 +48,9 @@ def test_what_is_kept_has_a_bound_and_an_end() -> None:
     last = held.pop()
     held.clear()
     assert mapped_bytes() - before >= 128 * MIB, "the next ones may need it"
-    copies.rest()
+    copies.trim()
     assert mapped_bytes() - before < KEPT_BYTES + 48 * MIB
-    copies.end()
+    copies.close()
     assert mapped_bytes() - before < 48 * MIB
     assert last == source(16 * MIB, 7)
     del last

@@ -1,7 +1,7 @@
-"""Pipes against whoever says anything to them: refused by its first bytes, before memory is taken.
+"""Pipes against hostile remote ends: refused at the first bytes, before memory is allocated.
 
-The ends are those of `tcp`, `shm`, `gloo` and `redis` as they are once two have met; strangers do
-not come so far where there is a token. What they say lies in `hostile/`.
+The ends are connected ones of `tcp`, `shm`, `gloo` and `redis`. Without the token no stranger gets
+so far. The hostile bytes are in `hostile/`.
 """
 
 import itertools
@@ -25,13 +25,13 @@ from lookup_buffer.codec import header_of
 from lookup_buffer.config import parse_tcp
 from lookup_buffer.errors import LookupBufferError, ProtocolError, TensorTooLarge
 from lookup_buffer.pipes import PipeLimits, open_pipe
-from lookup_buffer.pipes.carrier import SharedMemory
 from lookup_buffer.pipes.gloo import GlooCommunicator
 from lookup_buffer.pipes.inbox import Inbox
 from lookup_buffer.pipes.pair import Exchange, PairLink
-from lookup_buffer.pipes.peer import Peer
 from lookup_buffer.pipes.redis_link import RedisLink, Session
+from lookup_buffer.pipes.remote_end import RemoteEnd
 from lookup_buffer.pipes.resp import Resp3Connection
+from lookup_buffer.pipes.shared_region import SharedMemory
 from lookup_buffer.pipes.shm import connect_to
 from lookup_buffer.protocol.acceptor import HANDSHAKES_MAX
 from lookup_buffer.protocol.framing import encode_frame
@@ -45,26 +45,28 @@ from store.dialling import dial
 __all__ = ["closing"]
 HOSTILE = hostile("frames", "pipe")
 MEMORY_BYTES = 1 << 20
-"""A header that is allowed may have so many, and waits for them."""
+"""A valid header may announce so many bytes, and they are awaited."""
 INBOX_BYTES = 1 << 19
 SESSION = Session("lb:pipe:hostile:s")
 
 
 class Attacked:
-    """One end, and `say`, what comes to it from the other one."""
+    """One end, and `send`, which sends it bytes from the other one."""
 
-    def __init__(self, make: Callable[["Attacked"], Peer], say: Callable[[bytes], object]) -> None:
+    def __init__(
+        self, make: Callable[["Attacked"], RemoteEnd], send: Callable[[bytes], object]
+    ) -> None:
         self.inbox = Inbox(INBOX_BYTES)
         self.reasons: queue.SimpleQueue[LookupBufferError] = queue.SimpleQueue()
-        self.say = say
-        self.peer = make(self)
-        self.peer.start()
+        self.send = send
+        self.remote_end = make(self)
+        self.remote_end.start()
 
-    def lost(self, peer: Peer, why: LookupBufferError) -> None:
+    def lost(self, remote_end: RemoteEnd, why: LookupBufferError) -> None:
         self.reasons.put(why)
 
     def reason(self) -> LookupBufferError:
-        """Why the other end was given up."""
+        """The error with which the other end was disconnected."""
         return self.reasons.get(timeout=SOON_SECONDS)
 
 
@@ -76,39 +78,39 @@ def over_socket(scheme: str, closing: ExitStack) -> tuple[Attacked, socket.socke
     ours, theirs = socket.socketpair()
     closing.callback(theirs.close)
 
-    def make(attacked: Attacked) -> Peer:
+    def make(attacked: Attacked) -> RemoteEnd:
         limits, link = PipeLimits(), FramedSocket(ours)
         if scheme == "gloo":
             pair = PairLink(link, _communicator, SOON_SECONDS)
-            return Peer(pair, attacked.inbox, limits, attacked.lost)
-        carrier = SharedMemory(4096) if scheme == "shm" else None
-        if carrier is not None:
-            carrier.adopt(carrier.descriptor)
-        return Peer(link, attacked.inbox, limits, attacked.lost, carrier)
+            return RemoteEnd(pair, attacked.inbox, limits, attacked.lost)
+        region = SharedMemory(4096) if scheme == "shm" else None
+        if region is not None:
+            region.adopt(region.descriptor)
+        return RemoteEnd(link, attacked.inbox, limits, attacked.lost, region)
 
     attacked = Attacked(make, theirs.sendall)
-    closing.callback(attacked.peer.abort, LookupBufferError("the test is over"))
+    closing.callback(attacked.remote_end.abort, LookupBufferError("the test is over"))
     return attacked, theirs
 
 
-def by_way_of(server: EmbeddedServer, closing: ExitStack) -> Attacked:
-    lanes = [Resp3Connection(dial(server.url, SOON_SECONDS)) for _ in range(3)]
-    for lane in lanes:
-        closing.callback(lane.close)
-    reader, writer, raw = lanes
+def through(server: EmbeddedServer, closing: ExitStack) -> Attacked:
+    connections = [Resp3Connection(dial(server.url, SOON_SECONDS)) for _ in range(3)]
+    for connection in connections:
+        closing.callback(connection.close)
+    reader, writer, raw = connections
     until = time.monotonic() + 60.0
     reader.subscribe(SESSION.list_to(True), until)
-    raw.ask((b"DEL", SESSION.list_to(True)), until)
+    raw.request((b"DEL", SESSION.list_to(True)), until)
     link = RedisLink(SESSION, reader, writer, listens=True, silence_seconds=SOON_SECONDS)
 
     numbers = itertools.count(1)
 
-    def say(data: bytes) -> None:
+    def send(data: bytes) -> None:
         element = next(numbers).to_bytes(8, "big") + data
-        raw.ask((b"RPUSH", SESSION.list_to(True), element), until)
+        raw.request((b"RPUSH", SESSION.list_to(True), element), until)
 
-    attacked = Attacked(lambda self: Peer(link, self.inbox, PipeLimits(), self.lost), say)
-    closing.callback(attacked.peer.abort, LookupBufferError("the test is over"))
+    attacked = Attacked(lambda self: RemoteEnd(link, self.inbox, PipeLimits(), self.lost), send)
+    closing.callback(attacked.remote_end.abort, LookupBufferError("the test is over"))
     return attacked
 
 
@@ -122,8 +124,8 @@ def traced() -> Iterator[None]:
 def refused(attacked: Attacked, data: bytes) -> None:
     tracemalloc.reset_peak()
     before, _ = tracemalloc.get_traced_memory()
-    with suppress(ConnectionError):  # it may have hung up before the last byte
-        attacked.say(data)
+    with suppress(ConnectionError):  # it may have disconnected before the last byte
+        attacked.send(data)
     assert isinstance(attacked.reason(), ProtocolError)
     _, peak = tracemalloc.get_traced_memory()
     assert peak - before < MEMORY_BYTES
@@ -133,7 +135,7 @@ def refused(attacked: Attacked, data: bytes) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["tcp", "shm", "gloo"])
-def test_each_is_refused_before_memory_is_taken(
+def test_each_is_refused_before_memory_is_allocated(
     scheme: str, closing: ExitStack, traced: None
 ) -> None:
     for name, data in HOSTILE.items():
@@ -145,11 +147,11 @@ def test_each_is_refused_before_memory_is_taken(
             raise
 
 
-def test_each_is_refused_by_way_of_a_database(
+def test_each_is_refused_through_a_database(
     valkey_server: EmbeddedServer, closing: ExitStack, traced: None
 ) -> None:
     for name, data in HOSTILE.items():
-        attacked = by_way_of(valkey_server, closing)
+        attacked = through(valkey_server, closing)
         try:
             refused(attacked, data)
         except BaseException as error:
@@ -166,19 +168,19 @@ FLOODS: dict[str, Callable[[int], bytes]] = {
 
 
 def flooded(attacked: Attacked, frame: Callable[[int], bytes]) -> None:
-    """Nobody receives: it is refused what exceeds the inbox, and no more was kept than that."""
+    """Without a receiver: what exceeds the inbox is refused, and no more than that was kept."""
     tracemalloc.reset_peak()
     before, _ = tracemalloc.get_traced_memory()
     reasons: list[LookupBufferError] = []
     for number in range(1, 10_000):
         with suppress(ConnectionError):
-            attacked.say(frame(number))
+            attacked.send(frame(number))
         with suppress(queue.Empty):
             reasons.append(attacked.reasons.get_nowait())
             break
     assert [type(reason) for reason in reasons] == [ProtocolError]
     assert "inbox_bytes" in str(reasons[0])
-    assert number > INBOX_BYTES // (68 << 10), "what there is room for is taken"
+    assert number > INBOX_BYTES // (68 << 10), "offers within the bound are accepted"
     _, peak = tracemalloc.get_traced_memory()
     assert peak - before < 2 * INBOX_BYTES + MEMORY_BYTES
 
@@ -194,14 +196,14 @@ def test_a_flood_is_refused_when_the_inbox_is_full(
 
 
 @pytest.mark.parametrize("what", FLOODS)
-def test_a_flood_by_way_of_a_database_is_refused(
+def test_a_flood_through_a_database_is_refused(
     valkey_server: EmbeddedServer, what: str, closing: ExitStack, traced: None
 ) -> None:
-    flooded(by_way_of(valkey_server, closing), FLOODS[what])
+    flooded(through(valkey_server, closing), FLOODS[what])
 
 
 @pytest.mark.parametrize("nbytes", [(1 << 30) + 1, 1 << 40])
-def test_a_message_that_is_larger_than_any_is_refused_before_memory_is_taken(
+def test_a_too_large_message_is_refused_before_memory_is_allocated(
     closing: ExitStack, nbytes: int
 ) -> None:
     pipe = closing.enter_context(
@@ -218,11 +220,11 @@ def test_a_message_that_is_larger_than_any_is_refused_before_memory_is_taken(
         assert bytes(found.tolist()) == b"abcd"
 
 
-def test_a_key_that_is_longer_than_any(closing: ExitStack) -> None:
+def test_a_key_that_is_too_long(closing: ExitStack) -> None:
     fields = header_of(None).to_fields()
     for nbytes in (4096, 4097):
         attacked, _ = over_socket("tcp", closing)
-        attacked.say(encode_frame(["offer", 1, b"k" * nbytes, fields]))
+        attacked.send(encode_frame(["offer", 1, b"k" * nbytes, fields]))
         if nbytes == 4096:
             attacked.inbox.take(b"k" * nbytes, time.monotonic() + SOON_SECONDS)
         else:
@@ -230,7 +232,7 @@ def test_a_key_that_is_longer_than_any(closing: ExitStack) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["tcp", "shm"])
-def test_a_crowd_that_says_nothing_takes_so_many_threads_and_no_more(
+def test_silent_connections_use_a_bounded_number_of_threads(
     scheme: str, closing: ExitStack, tmp_path: Path
 ) -> None:
     uri = {"tcp": "tcp://127.0.0.1:0", "shm": f"shm://{tmp_path}/pipe"}[scheme]
@@ -261,7 +263,7 @@ from lookup_buffer.config import parse_tcp
 from lookup_buffer.pipes import open_pipe
 
 pipe = open_pipe("tcp://127.0.0.1:0", listen=True)
-first = socket.socket()  # for who connects; none is left for who accepts
+first = socket.socket()  # to connect; no descriptor is left to accept
 _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
 resource.setrlimit(resource.RLIMIT_NOFILE, (first.fileno() + 1, most))
 first.connect(parse_tcp(pipe.uri))
@@ -301,22 +303,22 @@ CHANGES = st.lists(st.tuples(st.integers(0, 10_000), st.integers(0, 255)), max_s
 
 
 @pytest.mark.parametrize("scheme", ["tcp", "shm", "gloo"])
-def test_whatever_is_said_the_end_is_told_of_and_nothing_is_left(scheme: str) -> None:
+def test_random_bytes_end_in_an_error_and_leave_no_thread(scheme: str) -> None:
     before = threading.active_count()
 
     @settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
     @given(st.lists(PIECES, max_size=6), CHANGES, st.integers(0, 10_000))
     def attack(pieces: list[bytes], changes: list[tuple[int, int]], cut: int) -> None:
-        said = bytearray(b"".join(pieces))
+        sent = bytearray(b"".join(pieces))
         for place, value in changes:
-            if said:
-                said[place % len(said)] = value
+            if sent:
+                sent[place % len(sent)] = value
         if cut < 5000:
-            del said[cut:]
+            del sent[cut:]
         with ExitStack() as closing:
             attacked, theirs = over_socket(scheme, closing)
             with suppress(ConnectionError):
-                attacked.say(bytes(said))
+                attacked.send(bytes(sent))
             theirs.close()
             assert isinstance(attacked.reason(), LookupBufferError)
 

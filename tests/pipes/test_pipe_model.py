@@ -1,6 +1,6 @@
 """Pipes against a plain dictionary: random messages, keys, full budgets, ends and deaths.
 
-One thread drives both ends, so the model knows at each moment what there is and what has room.
+One thread drives both ends, so the model has the exact content and budget at each moment.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ _names = count()
 
 
 class Traffic(RuleBasedStateMachine):
-    """Of one direction; the other one is there to be told of ends."""
+    """Messages in one direction; the other direction only carries ends."""
 
     scheme = "inproc"
     directory: Path
@@ -99,7 +99,7 @@ class Traffic(RuleBasedStateMachine):
             out = None
             if into and expected is not None:
                 out = torch.empty_like(expected)
-                with pytest.raises(CodecError):  # it stays
+                with pytest.raises(CodecError):  # the message stays in the pipe
                     self.b.recv_tensor(key, timeout=SOON_SECONDS, out=torch.empty(7))
             received = self.b.recv_tensor(key, timeout=SOON_SECONDS, out=out)
             assert same(received, expected)
@@ -140,7 +140,7 @@ class Traffic(RuleBasedStateMachine):
         self.open()
 
     def _of_no_use(self, end: Any, error: type[Exception]) -> None:
-        with pytest.raises(error):  # who waits is told as soon as the end has heard of it
+        with pytest.raises(error):  # once this end has detected it
             for _ in range(1 + sum(map(len, self.messages.values()))):
                 end.recv_tensor("a", timeout=SOON_SECONDS)
         with pytest.raises(error):
@@ -148,7 +148,7 @@ class Traffic(RuleBasedStateMachine):
 
     @invariant()
     def the_gauge_is_right(self) -> None:
-        """Of the budget, at most what the model says, as soon as the peer has heard of it."""
+        """Of `inproc`, where a receipt counts at once."""
         if hasattr(self, "a") and self.scheme == "inproc":
             assert self.a.used_bytes == self.used
 
@@ -158,7 +158,7 @@ class Traffic(RuleBasedStateMachine):
             self.b.abort()
 
 
-# Those that take longer to open have fewer examples.
+# Schemes that take longer to open have fewer examples.
 @pytest.mark.parametrize(
     ("scheme", "examples"), [("inproc", 30), ("shm", 30), ("tcp", 30), ("redis", 6), ("gloo", 15)]
 )

@@ -1,4 +1,4 @@
-"""`redis` pipes: the contract, on Valkey; between processes on Redis 7.0 as well; what is left."""
+"""`redis` pipes: the contract on Valkey, its limits on Redis 7.0 as well, and the example."""
 
 import subprocess
 import sys
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from contract_pipe import Ends, MakeEnds, PipeContract, closing, threads
+from contract_pipe import MakeEnds, PipeContract, closing, threads
 from contract_pipe_limits import PipeLimitsContract
 from contract_pipe_processes import (
     MakeListening,
@@ -16,8 +16,9 @@ from contract_pipe_processes import (
     listening,
     start_child,
 )
-from lookup_buffer.pipes import PipeLimits, open_pipe
+from lookup_buffer.pipes import open_pipe
 from patience import scaled
+from pipe_ends import TokenContract, connected_ends
 from store import EmbeddedServer
 
 __all__ = ["closing", "listening", "start_child", "threads"]
@@ -28,22 +29,19 @@ def uri_at(server: EmbeddedServer) -> str:
     return f"{server.url}?pipe=test-{next(_names)}"
 
 
-# Servers are named in the arguments of fixtures, never asked for by `getfixturevalue`: they outlive
-# the test, and the guard against leaks has to know of them before it.
+# Servers are arguments of fixtures, not taken by `getfixturevalue`: they outlive the test, and the
+# guard against leaks must see them before it starts.
 
 
 def make_ends_at(server: EmbeddedServer, closing: ExitStack) -> MakeEnds:
-    def make(limits: PipeLimits | None = None) -> Ends:
-        a = open_pipe(uri_at(server), listen=True, limits=limits)
-        closing.callback(a.abort)
-        b = open_pipe(a.uri, limits=limits)
-        closing.callback(b.abort)
-        return a, b
-
-    return make
+    return lambda limits=None: connected_ends(closing, uri_at(server), limits)
 
 
-class TestRedisPipe(PipeContract, PipeLimitsContract):
+class TestRedisPipe(PipeContract, PipeLimitsContract, TokenContract):
+    @pytest.fixture
+    def uri(self, valkey_server: EmbeddedServer) -> str:
+        return uri_at(valkey_server)
+
     @pytest.fixture
     def make_ends(self, valkey_server: EmbeddedServer, closing: ExitStack) -> MakeEnds:
         return make_ends_at(valkey_server, closing)
@@ -61,7 +59,7 @@ class TestRedisPipeProcesses(ProcessContract):
         return lambda limits: open_pipe(uri_at(valkey_server), listen=True, limits=limits)
 
 
-def test_the_example_runs_as_it_is(valkey_server: EmbeddedServer) -> None:
+def test_the_example_runs(valkey_server: EmbeddedServer) -> None:
     example = str(Path(__file__).resolve().parents[2] / "examples" / "pipe_redis.py")
     uri = uri_at(valkey_server)
     with subprocess.Popen([sys.executable, example, "send", uri]) as sending:

@@ -1,4 +1,4 @@
-"""RespLane against servers that answer something else than they should."""
+"""Resp3Connection against valid and invalid replies."""
 
 import socket
 import time
@@ -16,13 +16,13 @@ PING = (b"PING",)
 
 
 @contextmanager
-def lane_that_hears(answer: bytes) -> Iterator[tuple[Resp3Connection, socket.socket]]:
+def connection_that_reads(answer: bytes) -> Iterator[tuple[Resp3Connection, socket.socket]]:
     ours, theirs = socket.socketpair()
-    lane = Resp3Connection(ours)
+    connection = Resp3Connection(ours)
     with theirs:
         theirs.sendall(answer)
-        yield lane, theirs
-        lane.close()
+        yield connection, theirs
+        connection.close()
 
 
 def soon() -> float:
@@ -45,11 +45,11 @@ def soon() -> float:
     ],
 )
 def test_replies(answer: bytes, reply: object) -> None:
-    with lane_that_hears(answer) as (lane, theirs):
-        assert lane.ask(PING, soon()) == reply
+    with connection_that_reads(answer) as (connection, theirs):
+        assert connection.request(PING, soon()) == reply
         assert theirs.recv(100) == b"*1\r\n$4\r\nPING\r\n"
         theirs.sendall(b":1\r\n")
-        assert lane.ask(PING, soon()) == 1
+        assert connection.request(PING, soon()) == 1
 
 
 @pytest.mark.parametrize(
@@ -69,46 +69,49 @@ def test_replies(answer: bytes, reply: object) -> None:
         b"%1\r\n+a\r\n+b\r\n",
     ],
 )
-def test_what_is_no_reply_ends_the_lane(answer: bytes) -> None:
-    with lane_that_hears(answer) as (lane, _):
+def test_an_invalid_reply_ends_the_connection(answer: bytes) -> None:
+    with connection_that_reads(answer) as (connection, _):
         with pytest.raises(ProtocolError):
-            lane.ask(PING, soon())
+            connection.request(PING, soon())
         with pytest.raises(PipeClosed):
-            lane.ask(PING, soon())
+            connection.request(PING, soon())
 
 
-def test_a_value_goes_where_it_is_to_lie() -> None:
-    place = memoryview(bytearray(9000))
-    with lane_that_hears(b"_\r\n$9000\r\n" + b"x" * 9000 + b"\r\n") as (lane, _):
-        assert lane.fetch([b"a", b"b"], [memoryview(bytearray(1)), place], soon()) == [False, True]
-    assert place == b"x" * 9000
+def test_a_value_is_received_in_place() -> None:
+    buffer = memoryview(bytearray(9000))
+    with connection_that_reads(b"_\r\n$9000\r\n" + b"x" * 9000 + b"\r\n") as (connection, _):
+        assert connection.fetch([b"a", b"b"], [memoryview(bytearray(1)), buffer], soon()) == [
+            False,
+            True,
+        ]
+    assert buffer == b"x" * 9000
 
 
 @pytest.mark.parametrize("answer", [b"$2\r\nxx\r\n", b"$99999999999\r\n", b":1\r\n", b"*-1\r\n"])
-def test_a_value_of_another_length_goes_nowhere(answer: bytes) -> None:
-    place = memoryview(bytearray(1))
-    with lane_that_hears(answer) as (lane, _), pytest.raises(ProtocolError):
-        lane.fetch([b"a"], [place], soon())
-    assert bytes(place) == b"\0"
+def test_a_value_of_another_length_is_not_received(answer: bytes) -> None:
+    buffer = memoryview(bytearray(1))
+    with connection_that_reads(answer) as (connection, _), pytest.raises(ProtocolError):
+        connection.fetch([b"a"], [buffer], soon())
+    assert bytes(buffer) == b"\0"
 
 
-def test_a_refusal_that_comes_later_is_heard() -> None:
-    with lane_that_hears(b"+OK\r\n-OOM no room\r\n:1\r\n") as (lane, _):
-        lane.say([PING, PING], soon())
+def test_a_later_error_reply_is_raised() -> None:
+    with connection_that_reads(b"+OK\r\n-OOM no room\r\n:1\r\n") as (connection, _):
+        connection.send([PING, PING], soon())
         with pytest.raises(PipeBroken, match="OOM no room"):
-            lane.ask(PING, soon())
+            connection.request(PING, soon())
 
 
-def test_every_wait_has_an_end(threads: Threads) -> None:
-    with lane_that_hears(b"$100\r\nx") as (lane, _), pytest.raises(PipeTimeout):
-        lane.ask(PING, time.monotonic() + SHORT_SECONDS)
-    with lane_that_hears(b"") as (lane, theirs):
-        waiting = threads.call(lane.ask, PING, soon())
+def test_every_wait_is_bounded(threads: Threads) -> None:
+    with connection_that_reads(b"$100\r\nx") as (connection, _), pytest.raises(PipeTimeout):
+        connection.request(PING, time.monotonic() + SHORT_SECONDS)
+    with connection_that_reads(b"") as (connection, theirs):
+        waiting = threads.call(connection.request, PING, soon())
         theirs.close()
         with pytest.raises(PipeBroken):
             waiting.result(SOON_SECONDS)
-    with lane_that_hears(b"") as (lane, _):
-        waiting = threads.call(lane.ask, PING, soon())
-        lane.close()
+    with connection_that_reads(b"") as (connection, _):
+        waiting = threads.call(connection.request, PING, soon())
+        connection.close()
         with pytest.raises(PipeClosed):
             waiting.result(SOON_SECONDS)

@@ -1,22 +1,23 @@
-"""P2pNcclEngine: each defect that was found, and that ours has it not.
+"""Each defect found in P2pNcclEngine, and the test that covers it.
 
- 1. a key that does not match is a hang: test_a_key_that_nobody_sends_costs_its_timeout
- 2. addresses are read out of keys: test_nothing_is_read_out_of_a_key
- 3. one peer that stops wedges all: test_a_peer_that_stops_in_the_middle_holds_up_no_other
- 4. an exhausted pool ends the listener: test_no_room_ends_nothing
- 5. waiters miss their wake-up: test_each_of_many_waiters_is_woken_by_his_own
- 6. the gauge goes down with each read, and leaks: test_the_gauge_counts_each_message_once
- 7. two that connect at once race: test_both_ends_make_their_communicator_at_once
- 8. "sent" is an empty queue: test_an_end_waits_for_what_was_received_not_for_what_went_out
- 9. close joins threads that never end: test_close_is_bounded_whatever_the_peer_does
-10. a send to a peer that dies hangs: test_a_send_to_a_peer_that_dies_in_the_middle_ends
-11. what is too large becomes a None: test_what_is_too_large_is_nothing_to_its_receiver
-12. what is missing is a None: test_rivals, 8
-13. gigabytes are pinned at the start: test_carrier,
-    test_a_large_memory_is_not_taken_at_once
+ 1. a key that does not match is a hang: test_an_unsent_key_costs_its_timeout
+ 2. addresses are parsed from keys: test_keys_are_not_parsed
+ 3. one end that stops blocks all: test_an_end_that_stops_in_the_middle_does_not_block_others
+ 4. an exhausted pool ends the listener: test_a_full_pipe_stays_usable
+ 5. waiters miss their wake-up: test_each_of_many_waiters_is_woken_by_its_message
+ 6. the gauge decreases with each read, and leaks: test_the_gauge_counts_each_message_once
+ 7. two ends that connect at once race: test_both_ends_make_their_communicator_at_once
+ 8. "sent" means an empty queue: test_close_waits_until_messages_are_received
+ 9. close joins threads that never end: test_close_is_bounded
+10. a send to an end that dies hangs: test_a_send_to_an_end_that_dies_in_the_middle_ends
+11. a too large message becomes a None: test_a_too_large_message_does_not_reach_its_receiver
+12. a missing message is a None: test_rivals, 8
+13. gigabytes are pinned at the start: test_shared_region,
+    test_a_large_memory_is_not_allocated_at_once
 
-Not a pipe's: request ids that differ between engines (the connector shares by content), one tensor
-parallel size on both sides (it has none). A deadlock that was seen on one kind of GPU is not tried.
+Not part of a pipe: request ids that differ between engines (the connector shares by content), one
+tensor parallel size on both sides (not required here). A deadlock that was seen on one kind of GPU
+is not tested.
 """
 
 import threading
@@ -50,7 +51,7 @@ from raw_ends import RawEnd, offer
 __all__ = ["closing", "ends", "make_ends", "threads"]
 
 
-def test_a_key_that_nobody_sends_costs_its_timeout(ends: Ends) -> None:
+def test_an_unsent_key_costs_its_timeout(ends: Ends) -> None:
     a, b = ends
     a.send_tensor(block(SMALL), "request-1a2b3c4d#layer")
     started = time.monotonic()
@@ -60,14 +61,14 @@ def test_a_key_that_nobody_sends_costs_its_timeout(ends: Ends) -> None:
     assert same(b.recv_tensor("request-1a2b3c4d#layer", timeout=SOON_SECONDS), block(SMALL))
 
 
-def test_nothing_is_read_out_of_a_key(ends: Ends) -> None:
+def test_keys_are_not_parsed(ends: Ends) -> None:
     a, b = ends
     for key in ("___prefill_addr_h:1___decode_addr_h:2_x#l", "chatcmpl-1", "#", "::", "0.0.0.0:x"):
         a.send_tensor(block(SMALL), key)
         assert same(b.recv_tensor(key, timeout=SOON_SECONDS), block(SMALL))
 
 
-def test_a_peer_that_stops_in_the_middle_holds_up_no_other(
+def test_an_end_that_stops_in_the_middle_does_not_block_others(
     closing: ExitStack, threads: Threads
 ) -> None:
     pipe = open_pipe("tcp://127.0.0.1:0", listen=True)
@@ -86,7 +87,7 @@ def test_a_peer_that_stops_in_the_middle_holds_up_no_other(
             waiting.result(SOON_SECONDS)
 
 
-def test_no_room_ends_nothing(make_ends: MakeEnds) -> None:
+def test_a_full_pipe_stays_usable(make_ends: MakeEnds) -> None:
     a, b = make_ends(PipeLimits(buffer_bytes=4 * LARGE))
     for _ in range(2):
         for number in range(4):
@@ -97,7 +98,7 @@ def test_no_room_ends_nothing(make_ends: MakeEnds) -> None:
             a.send_tensor(block(4 * LARGE + 1))
         for number in (1, 3):
             assert same(b.recv_tensor(str(number), timeout=SOON_SECONDS), block(LARGE, number))
-        a.send_tensor(block(2 * LARGE, 9), "9", timeout=SOON_SECONDS)  # room in pieces
+        a.send_tensor(block(2 * LARGE, 9), "9", timeout=SOON_SECONDS)  # free memory is fragmented
         for key, tensor in (
             ("9", block(2 * LARGE, 9)),
             ("0", block(LARGE)),
@@ -106,7 +107,7 @@ def test_no_room_ends_nothing(make_ends: MakeEnds) -> None:
             assert same(b.recv_tensor(key, timeout=SOON_SECONDS), tensor)
 
 
-def test_each_of_many_waiters_is_woken_by_his_own(ends: Ends, threads: Threads) -> None:
+def test_each_of_many_waiters_is_woken_by_its_message(ends: Ends, threads: Threads) -> None:
     a, b = ends
     waiting = [threads.call(b.recv_tensor, f"k{n}", timeout=SOON_SECONDS) for n in range(12)]
     for n in reversed(range(12)):
@@ -147,7 +148,7 @@ def test_both_ends_make_their_communicator_at_once(closing: ExitStack, threads: 
 
 
 @pytest.mark.parametrize("nbytes", [SMALL, LARGE])
-def test_an_end_waits_for_what_was_received_not_for_what_went_out(
+def test_close_waits_until_messages_are_received(
     closing: ExitStack, threads: Threads, nbytes: int
 ) -> None:
     a = open_pipe("tcp://127.0.0.1:0", listen=True)
@@ -156,24 +157,24 @@ def test_an_end_waits_for_what_was_received_not_for_what_went_out(
     a.recv_tensor(timeout=SOON_SECONDS)
     a.send_tensor(block(nbytes))
     ending = threads.call(a.close)
-    time.sleep(2 * SHORT_SECONDS)  # long after it has gone out
+    time.sleep(2 * SHORT_SECONDS)  # long after it was written to the socket
     assert not ending.done()
     assert same(b.recv_tensor(timeout=SOON_SECONDS), block(nbytes))
     ending.result(SOON_SECONDS)
 
 
-def test_close_is_bounded_whatever_the_peer_does() -> None:
+def test_close_is_bounded() -> None:
     a = open_pipe("tcp://127.0.0.1:0", listen=True, limits=PipeLimits(linger_seconds=0.1))
     with RawEnd(a) as raw:
         raw.say(offer(1, None, 4), b"abcd")
         a.recv_tensor(timeout=SOON_SECONDS)
-        a.send_tensor(block(64 * LARGE))  # which nobody asks for
+        a.send_tensor(block(64 * LARGE))  # which the other end does not request
         started = time.monotonic()
         a.close()
         assert time.monotonic() - started < SOON_SECONDS
 
 
-def test_a_send_to_a_peer_that_dies_in_the_middle_ends(
+def test_a_send_to_an_end_that_dies_in_the_middle_ends(
     closing: ExitStack, threads: Threads
 ) -> None:
     a = open_pipe("tcp://127.0.0.1:0", listen=True, limits=PipeLimits(64 * LARGE))
@@ -183,13 +184,13 @@ def test_a_send_to_a_peer_that_dies_in_the_middle_ends(
         sending = threads.call(a.send_tensor, block(64 * LARGE), "k")
         assert [raw.heard()[:2] for _ in range(2)] == [["offer", 1], ["offer", 2]]
         raw.say(["pull", 2])
-        time.sleep(2 * SHORT_SECONDS)  # it is on its way, out of the sender's own memory
+        time.sleep(2 * SHORT_SECONDS)  # it is in flight, from the sender's own memory
         assert not sending.done()
     with pytest.raises(PipeBroken):
         sending.result(SOON_SECONDS)
 
 
-def test_what_is_too_large_is_nothing_to_its_receiver(make_ends: MakeEnds) -> None:
+def test_a_too_large_message_does_not_reach_its_receiver(make_ends: MakeEnds) -> None:
     a, b = make_ends(PipeLimits(buffer_bytes=LARGE))
     with pytest.raises(TensorTooLarge):
         a.send_tensor(block(LARGE + 1), "k")

@@ -1,21 +1,21 @@
-"""Mooncake's pipe, store and connector: each defect that was found, and that ours has it not.
+"""Each defect found in Mooncake's pipe, store and connector, and the test that covers it.
 
- 1. None is a tensor of one number: test_no_tensor_is_taken_for_none
+ 1. None is a tensor with one number: test_no_tensor_is_mistaken_for_none
  2. no tensor without dimensions: test_a_tensor_without_dimensions_passes
- 3. no backpressure, and an answer is awaited for ever: test_a_sender_is_held_back_and_not_for_ever
+ 3. no backpressure, and the wait for a reply is unbounded: test_backpressure_is_bounded
  4. one address, one pair: test_several_ends_share_one_address
- 5. signals go behind payload: test_a_signal_passes_payload_that_nobody_takes
- 6. received bytes are copied twice more: test_bytes_come_into_the_callers_memory
+ 5. signals queue behind payload: test_a_signal_overtakes_unreceived_payload
+ 6. received bytes are copied twice more: test_bytes_are_received_into_the_callers_memory
  7. one thread sends and receives: test_first_pipe, 5
- 8. a None that is put is ignored: test_missing_empty_and_none_are_three_answers
- 9. what a put returns is ignored: test_a_put_that_does_not_count_says_so
-10. tensors come on the producer's device: test_no_device_travels
-11. close does nothing: test_close_is_an_end
-12. keys are cut to 64 bits: test_no_key_is_cut_short
-13. no namespace: test_another_namespace_is_another_world
-14. an item is two puts: test_an_item_comes_as_a_whole_or_not_at_all
+ 8. a None that is put is ignored: test_missing_empty_and_none_differ
+ 9. the result of a put is ignored: test_a_put_without_effect_is_reported
+10. tensors arrive on the producer's device: test_no_device_travels
+11. close has no effect: test_a_closed_end_raises
+12. keys are truncated to 64 bits: test_keys_are_not_truncated
+13. no namespace: test_namespaces_are_separate
+14. an item is two puts: test_an_item_is_received_in_full_or_not_at_all
 15. layers are found by counting: test_layers_have_names
-16. nothing is ever deleted: test_what_was_put_goes_with_its_time
+16. nothing is ever deleted: test_an_item_expires
 
 P2pNcclEngine: test_rival_engine.
 """
@@ -53,7 +53,7 @@ from lookup_buffer.errors import (
 )
 from lookup_buffer.key import TensorKey
 from lookup_buffer.pipes import PipeLimits, open_pipe
-from lookup_buffer.pipes.simple_buffer import PipeBuffer, name_of
+from lookup_buffer.pipes.pipe_buffer import PipeBuffer, name_of
 from lookup_buffer.protocol.framing import encode_frame
 from lookup_buffer.protocol.messages import InsertOutcome
 from nodes import MIB, NodeProcess, key
@@ -63,7 +63,7 @@ __all__ = ["closing", "ends", "make_ends", "threads"]
 Pair = tuple[NodeProcess, NodeProcess]
 
 
-def test_no_tensor_is_taken_for_none(ends: Ends) -> None:
+def test_no_tensor_is_mistaken_for_none(ends: Ends) -> None:
     a, b = ends
     theirs = torch.tensor([-150886311])
     a.send_tensor(theirs)
@@ -77,7 +77,7 @@ def test_a_tensor_without_dimensions_passes(ends: Ends) -> None:
     assert same(ends[1].recv_tensor(timeout=SOON_SECONDS), torch.tensor(2.5))
 
 
-def test_a_sender_is_held_back_and_not_for_ever(make_ends: MakeEnds) -> None:
+def test_backpressure_is_bounded(make_ends: MakeEnds) -> None:
     a, _ = make_ends(PipeLimits(buffer_bytes=2 * LARGE))
     with pytest.raises(BufferFull):
         for _ in range(3):
@@ -93,7 +93,7 @@ def test_several_ends_share_one_address(closing: ExitStack) -> None:
         assert same(a.recv_tensor(str(number), timeout=SOON_SECONDS), block(SMALL, number))
 
 
-def test_a_signal_passes_payload_that_nobody_takes(make_ends: MakeEnds, threads: Threads) -> None:
+def test_a_signal_overtakes_unreceived_payload(make_ends: MakeEnds, threads: Threads) -> None:
     a, b = make_ends(PipeLimits(buffer_bytes=LARGE))
     a.send_tensor(block(LARGE))
     waiting = threads.call(a.send_tensor, block(LARGE, 1), timeout=SOON_SECONDS)
@@ -106,7 +106,7 @@ def test_a_signal_passes_payload_that_nobody_takes(make_ends: MakeEnds, threads:
     waiting.result(SOON_SECONDS)
 
 
-def test_bytes_come_into_the_callers_memory(ends: Ends) -> None:
+def test_bytes_are_received_into_the_callers_memory(ends: Ends) -> None:
     a, b = ends
     out = torch.zeros(LARGE, dtype=torch.uint8)
     address = out.data_ptr()
@@ -116,7 +116,7 @@ def test_bytes_come_into_the_callers_memory(ends: Ends) -> None:
     assert same(out, block(LARGE))
 
 
-def test_missing_empty_and_none_are_three_answers(ends: Ends, node_pair: Pair) -> None:
+def test_missing_empty_and_none_differ(ends: Ends, node_pair: Pair) -> None:
     a, b = ends
     a.send_tensor(torch.empty(0), "empty")
     a.send_tensor(None, "none")
@@ -134,11 +134,11 @@ def test_missing_empty_and_none_are_three_answers(ends: Ends, node_pair: Pair) -
             buffer.select(missing)
 
 
-def test_a_put_that_does_not_count_says_so(ends: Ends, node_pair: Pair) -> None:
+def test_a_put_without_effect_is_reported(ends: Ends, node_pair: Pair) -> None:
     a, b = ends
     b.abort()
     with pytest.raises(PipeError):
-        while True:  # until it has heard of the end
+        while True:  # until it has detected the end
             a.send_tensor(None)
             time.sleep(0.01)
     with node_pair[0].client() as buffer:
@@ -154,14 +154,14 @@ def test_no_device_travels() -> None:
     assert header_of(torch.ones(3)).to_fields().keys() == {"dtype", "shape", "nbytes", "kind"}
 
 
-def test_close_is_an_end(ends: Ends) -> None:
+def test_a_closed_end_raises(ends: Ends) -> None:
     ends[0].close()
     for operation in (ends[0].recv_tensor, lambda: ends[0].send_tensor(None)):
         with pytest.raises(Closed):
             operation()
 
 
-def test_no_key_is_cut_short(ends: Ends) -> None:
+def test_keys_are_not_truncated(ends: Ends) -> None:
     a, b = ends
     keys = ["k" * 4095 + last for last in "xyz"]
     for number, each in enumerate(keys):
@@ -172,7 +172,7 @@ def test_no_key_is_cut_short(ends: Ends) -> None:
     assert len(name_of(tokens, torch.ones(10))) == 64, "256 bits"
 
 
-def test_another_namespace_is_another_world(node_pair: Pair) -> None:
+def test_namespaces_are_separate(node_pair: Pair) -> None:
     name = key()
     with node_pair[0].client("model A") as one, node_pair[0].client("model B") as other:
         one.insert(name, torch.ones(3))
@@ -181,7 +181,7 @@ def test_another_namespace_is_another_world(node_pair: Pair) -> None:
             other.select(name)
 
 
-def test_an_item_comes_as_a_whole_or_not_at_all(closing: ExitStack, threads: Threads) -> None:
+def test_an_item_is_received_in_full_or_not_at_all(closing: ExitStack, threads: Threads) -> None:
     pipe = open_pipe("tcp://127.0.0.1:0", listen=True)
     closing.callback(pipe.abort)
     tokens, roi = torch.arange(3), torch.ones(3)
@@ -198,14 +198,14 @@ def test_an_item_comes_as_a_whole_or_not_at_all(closing: ExitStack, threads: Thr
 
 def test_layers_have_names(ends: Ends) -> None:
     a, b = ends
-    for layer in range(28, 32):  # those of the last of several pipeline stages
+    for layer in range(28, 32):  # the layers of the last pipeline stage
         a.send_tensor(torch.tensor(layer), TensorKey("hash", "request", f"layer.{layer}"))
     for layer in (31, 28, 30, 29):
         name = TensorKey("hash", "request", f"layer.{layer}")
         assert same(b.recv_tensor(name, timeout=SOON_SECONDS), torch.tensor(layer))
 
 
-def test_what_was_put_goes_with_its_time(node_pair: Pair) -> None:
+def test_an_item_expires(node_pair: Pair) -> None:
     with node_pair[0].client() as buffer:
         name = key()
         buffer.insert(name, torch.ones(3), ttl_seconds=0.1)

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,6 @@ import pytest
 from contract_pipe import (
     LARGE,
     SOON_SECONDS,
-    TOKEN,
-    Ends,
     MakeEnds,
     PipeContract,
     Threads,
@@ -37,15 +36,15 @@ from lookup_buffer.codec import header_of, writable_bytes
 from lookup_buffer.config import parse_tcp
 from lookup_buffer.errors import (
     ConfigError,
-    NodeRefused,
     PipeBroken,
     PipeTimeout,
     ProtocolError,
 )
-from lookup_buffer.pipes import KVPipe, PipeLimits, open_pipe
-from lookup_buffer.pipes.carrier import SharedMemory
+from lookup_buffer.pipes import KVPipe, open_pipe
+from lookup_buffer.pipes.shared_region import SharedMemory
 from lookup_buffer.protocol.auth import connect, request_handshake
 from patience import scaled
+from pipe_ends import TokenContract, connected_ends
 
 __all__ = ["closing", "listening", "start_child", "threads"]
 
@@ -57,17 +56,10 @@ def uri(tmp_path: Path) -> str:
 
 @pytest.fixture
 def make_ends(closing: ExitStack, uri: str) -> MakeEnds:
-    def make(limits: PipeLimits | None = None) -> Ends:
-        a = open_pipe(uri, listen=True, limits=limits)
-        b = open_pipe(uri, limits=limits)
-        closing.callback(a.abort)
-        closing.callback(b.abort)
-        return a, b
-
-    return make
+    return partial(connected_ends, closing, uri)
 
 
-class TestShmPipe(PipeContract, PipeLimitsContract):
+class TestShmPipe(PipeContract, PipeLimitsContract, TokenContract):
     pass
 
 
@@ -80,7 +72,7 @@ class TestShmPipeProcesses(ProcessContract):
     pass
 
 
-def test_a_path_is_taken_while_somebody_listens(uri: str) -> None:
+def test_a_path_has_one_listener_at_a_time(uri: str) -> None:
     path = Path(uri.removeprefix("shm://"))
     with open_pipe(uri, listen=True), pytest.raises(ConfigError, match="listens"):
         open_pipe(uri, listen=True)
@@ -101,17 +93,17 @@ def test_the_socket_of_a_listener_that_died_is_replaced(uri: str) -> None:
         assert a.recv_tensor(timeout=SOON_SECONDS) is None
 
 
-def test_what_is_no_socket_is_left_alone(uri: str) -> None:
+def test_other_files_are_not_touched(uri: str) -> None:
     path = Path(uri.removeprefix("shm://"))
     path.write_text("precious")
     with pytest.raises(ConfigError, match="no socket"):
         open_pipe(uri, listen=True)
-    with pytest.raises(PipeTimeout, match="nobody listens"):
+    with pytest.raises(PipeTimeout, match="no end listens"):
         open_pipe(uri, timeout=0.05)
     assert path.read_text() == "precious"
 
 
-def test_of_many_who_find_a_dead_socket_one_gets_its_place(
+def test_of_many_listeners_at_a_dead_socket_one_replaces_it(
     closing: ExitStack, threads: Threads, uri: str
 ) -> None:
     with socket.socket(socket.AF_UNIX) as dead:
@@ -146,27 +138,17 @@ def test_an_end_closes_only_its_own_socket_file(uri: str) -> None:
 
 
 @pytest.mark.parametrize("path", ["relative", "/" + "long" * 30, "/nul\0"])
-def test_a_path_that_no_socket_has(path: str) -> None:
+def test_invalid_paths(path: str) -> None:
     with pytest.raises(ConfigError, match="absolute path of at most 107 bytes"):
         open_pipe(f"shm://{path}", listen=True)
 
 
-def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_directory(tmp_path: Path) -> None:
     uri = f"shm://{tmp_path}/missing/pipe"
     with pytest.raises(PipeBroken, match="No such file"):
         open_pipe(uri, listen=True)
-    with pytest.raises(PipeTimeout, match="nobody listens"):
+    with pytest.raises(PipeTimeout, match="no end listens"):
         open_pipe(uri, timeout=0.05)
-
-
-def test_an_end_with_another_token_is_refused(closing: ExitStack, uri: str) -> None:
-    a = closing.enter_context(open_pipe(uri, listen=True, token=TOKEN))
-    for token in (None, TOKEN[::-1]):
-        with pytest.raises(NodeRefused):
-            open_pipe(uri, token=token)
-    b = closing.enter_context(open_pipe(uri, token=TOKEN))
-    b.send_tensor(block(LARGE))
-    assert same(a.recv_tensor(timeout=SOON_SECONDS), block(LARGE))
 
 
 def test_what_a_dead_end_has_put_into_memory_is_received(make_ends: MakeEnds) -> None:
@@ -180,11 +162,11 @@ def test_what_a_dead_end_has_put_into_memory_is_received(make_ends: MakeEnds) ->
     assert same(b.recv_tensor("put", timeout=SOON_SECONDS), block(LARGE))
 
 
-def test_nothing_has_a_name(make_ends: MakeEnds, uri: str) -> None:
+def test_the_memory_has_no_name(make_ends: MakeEnds, uri: str) -> None:
     def names() -> set[str]:
         directories = ("/dev/shm", Path(uri.removeprefix("shm://")).parent)
         found = {str(path) for directory in directories for path in Path(directory).iterdir()}
-        return {name for name in found if "lookup-buffer-weights" not in name}  # another test's
+        return {name for name in found if "lookup-buffer-weights" not in name}  # of another test
 
     before = names()
     a, b = make_ends()
@@ -212,7 +194,7 @@ def test_an_end_in_a_container_that_shares_only_the_directory(closing: ExitStack
     try:
         subprocess.run([*NAMESPACES, "true"], check=True, capture_output=True, timeout=scaled(60))
     except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"this machine lets nobody make namespaces: {error}")
+        pytest.skip(f"this machine does not allow new namespaces: {error}")
     a = open_pipe(uri, listen=True)
     closing.callback(a.abort)
     program = str(Path(__file__).parents[1] / "support" / "pipe_child.py")
@@ -229,7 +211,7 @@ def test_an_end_in_a_container_that_shares_only_the_directory(closing: ExitStack
 
 
 class _Hostile:
-    """An end that shares what it likes and says what it likes."""
+    """An end that shares any memory and sends any frame."""
 
     def __init__(self, uri: str, descriptor: int | None) -> None:
         self._stream = socket.socket(socket.AF_UNIX)
@@ -237,13 +219,13 @@ class _Hostile:
         self._link = request_handshake(self._stream, token=None, timeout=SOON_SECONDS)
         socket.send_fds(self._stream, [b"M"], [] if descriptor is None else [descriptor])
 
-    def say(self, header: list[object]) -> None:
+    def send(self, header: list[object]) -> None:
         self._link.send(header, timeout=SOON_SECONDS)
 
-    def heard(self) -> bytes:
+    def next_byte(self) -> bytes:
         return self._stream.recv(1)
 
-    def heard_frame(self) -> object:
+    def next_frame(self) -> object:
         while (header := self._link.recv_header(SOON_SECONDS).header) == ["beat"]:
             pass
         return header
@@ -274,7 +256,7 @@ def test_memory_that_could_vanish_is_refused(
         closing.callback(os.close, descriptor)
     hostile = _Hostile(uri, descriptor)
     closing.callback(hostile.end)
-    assert hostile.heard() == b"", "it is cut off, and gets no memory"
+    assert hostile.next_byte() == b"", "it is disconnected, and gets no memory"
     b = closing.enter_context(open_pipe(uri))
     b.send_tensor(block(LARGE))
     assert same(a.recv_tensor(timeout=SOON_SECONDS), block(LARGE))
@@ -282,7 +264,7 @@ def test_memory_that_could_vanish_is_refused(
 
 @pytest.mark.parametrize("at", [-1, 1, 4096, 1 << 40, (1 << 63) - 1])
 @pytest.mark.parametrize("frame", ["offer", "data"])
-def test_a_place_outside_of_the_memory_is_refused(
+def test_an_offset_outside_of_the_memory_is_refused(
     closing: ExitStack, uri: str, threads: Threads, at: int, frame: str
 ) -> None:
     a = open_pipe(uri, listen=True)
@@ -291,46 +273,46 @@ def test_a_place_outside_of_the_memory_is_refused(
     closing.callback(memory.close)
     hostile = _Hostile(uri, memory.descriptor)
     closing.callback(hostile.end)
-    assert hostile.heard() == b"M"
+    assert hostile.next_byte() == b"M"
     offer = ["offer", 1, b"k", header_of(block(4096)).to_fields()]
     if frame == "offer":
-        hostile.say([*offer, at])
+        hostile.send([*offer, at])
         receiving = threads.call(a.recv_tensor, "k", timeout=SOON_SECONDS)
     else:
-        hostile.say(offer)
+        hostile.send(offer)
         receiving = threads.call(a.recv_tensor, "k", timeout=SOON_SECONDS)
-        assert hostile.heard_frame() == ["pull", 1]
-        hostile.say(["data", 1, at])
+        assert hostile.next_frame() == ["pull", 1]
+        hostile.send(["data", 1, at])
     with pytest.raises(ProtocolError, match="outside"):
         receiving.result(SOON_SECONDS)
 
 
 @pytest.mark.parametrize("frame", ["offer", "data"])
-def test_bytes_are_taken_from_their_place(
+def test_bytes_are_read_from_their_offset(
     closing: ExitStack, uri: str, threads: Threads, frame: str
 ) -> None:
-    """And its sender hears of it, so that he can use it again."""
+    """Their sender gets "received", so that it can reuse the memory."""
     a = open_pipe(uri, listen=True)
     closing.callback(a.abort)
     memory = SharedMemory(2 * LARGE)
     closing.callback(memory.close)
     hostile = _Hostile(uri, memory.descriptor)
     closing.callback(hostile.end)
-    assert hostile.heard() == b"M"
+    assert hostile.next_byte() == b"M"
     for seed in range(2):
         placed = memory.put(writable_bytes(block(LARGE, seed)))
     assert placed is not None
     offer = ["offer", 1, b"k", header_of(block(LARGE)).to_fields()]
-    hostile.say([*offer, placed[1]] if frame == "offer" else offer)
+    hostile.send([*offer, placed[1]] if frame == "offer" else offer)
     receiving = threads.call(a.recv_tensor, "k", timeout=SOON_SECONDS)
     if frame == "data":
-        assert hostile.heard_frame() == ["pull", 1]
-        hostile.say(["data", 1, placed[1]])
-    assert hostile.heard_frame() == ["received", 1]
+        assert hostile.next_frame() == ["pull", 1]
+        hostile.send(["data", 1, placed[1]])
+    assert hostile.next_frame() == ["received", 1]
     assert same(receiving.result(SOON_SECONDS), block(LARGE, 1))
 
 
-def test_a_place_in_memory_where_none_is_shared_is_refused(closing: ExitStack) -> None:
+def test_an_offset_without_shared_memory_is_refused(closing: ExitStack) -> None:
     a = open_pipe("tcp://127.0.0.1:0", listen=True)
     closing.callback(a.abort)
     link = closing.enter_context(connect(*parse_tcp(a.uri), token=None, timeout=SOON_SECONDS))

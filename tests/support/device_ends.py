@@ -134,12 +134,12 @@ def _run(
     handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("lookup_buffer").addHandler(handler)
     threading.excepthook = lambda died: logged.append(f"a thread died: {died.exc_value!r}")
-    options = {"pool_bytes": POOL_BYTES, "place": place, **options}
+    options = {"pool_bytes": POOL_BYTES, "memory": place, **options}
     known = {**globals(), "config": settings, "logged": logged, "place": place}
 
     def join() -> None:
         """A new pool, and a new client with it."""
-        lane = DeviceLane("gloo", dialect=dialect, **options)
+        lane = DeviceLane("gloo", version=dialect, **options)
         buffer = DeviceBuffer(lane, settings, Namespace.named(namespace))
         known.update(buffer=buffer, lane=lane, insert=buffer.insert, leave=buffer.close)
         known["read"] = lambda key, **how: read(buffer, key, **how)

@@ -1,4 +1,4 @@
-"""DevicePool: budget, order of eviction, holds and tickets; against a model, and by hand."""
+"""DevicePool: budget, order of eviction, pins and tickets; by hand and against a model."""
 
 import pytest
 from hypothesis import settings
@@ -20,70 +20,74 @@ def at(name: str) -> QualifiedKey:
 def put(pool: DevicePool, name: str, nbytes: int) -> Entry:
     pool.reserve(nbytes)
     entry = pool.put(at(name), name, nbytes)
-    pool.let_go(entry)
+    pool.unpin(entry)
     return entry
 
 
-def test_the_least_recently_used_goes_first_and_what_is_held_stays() -> None:
+def test_the_least_recently_used_is_evicted_and_pinned_entries_stay() -> None:
     evicted: list[QualifiedKey] = []
     pool = DevicePool(CAPACITY, evicted.extend)
     for name in "abc":
         put(pool, name, 30)
-    held = pool.hold(at("a"))
-    assert held is not None
+    pinned = pool.pin(at("a"))
+    assert pinned is not None
     put(pool, "d", 30)
     assert evicted == [at("b")]
     with pytest.raises(BufferFull):
         pool.reserve(80)
-    assert pool.gauges().items == 3  # nothing goes for what has no room all the same
+    assert pool.gauges().items == 3  # nothing is evicted for a reservation that fails
     with pytest.raises(TensorTooLarge):
         pool.reserve(CAPACITY + 1)
-    pool.let_go(held)
+    pool.unpin(pinned)
     pool.reserve(CAPACITY)
     pool.cancel(CAPACITY)
     assert pool.gauges().used_bytes == 0
 
 
-def test_only_what_was_meant_is_found() -> None:
+def test_mark_and_checksum_must_match() -> None:
     pool = DevicePool(CAPACITY)
     first = put(pool, "a", 10)
     second = put(pool, "a", 10)
-    assert pool.hold(at("a"), mark=first.mark) is None
-    assert pool.hold(at("a"), mark=second.mark) is second
-    assert pool.hold(at("a"), checksums=[1]) is None
-    pool.let_go(second)
+    assert pool.pin(at("a"), mark=first.mark) is None
+    assert pool.pin(at("a"), mark=second.mark) is second
+    assert pool.pin(at("a"), checksums=[1]) is None
+    pool.unpin(second)
     pool.forget([at("a"), at("b")])
-    assert pool.hold(at("a")) is None
+    assert pool.pin(at("a")) is None
     assert pool.gauges().used_bytes == 0
 
 
-def test_what_is_forgotten_while_it_is_held_is_charged_until_then() -> None:
+def test_a_forgotten_entry_is_charged_until_its_last_pin() -> None:
     pool = DevicePool(CAPACITY)
     put(pool, "a", 10)
-    held = pool.hold(at("a"))
-    assert held is not None
-    pool.give(7, held)
+    pinned = pool.pin(at("a"))
+    assert pinned is not None
+    pool.assign(7, pinned)
     pool.forget([at("a")])
-    assert (pool.of(7), pool.gauges().used_bytes, pool.gauges().pinned_bytes) == (held, 10, 10)
-    pool.end([7, 7, 8])
-    assert pool.of(7) is None
+    assert (pool.entry_of(7), pool.gauges().used_bytes, pool.gauges().pinned_bytes) == (
+        pinned,
+        10,
+        10,
+    )
+    pool.release([7, 7, 8])
+    assert pool.entry_of(7) is None
     assert pool.gauges().used_bytes == 0
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Whatever is done, the bytes that are charged are those that are there, held or reserved."""
+    """The charged bytes are always those of the entries, the pins and the reservations."""
 
     def __init__(self) -> None:
         super().__init__()
         self.evicted: list[QualifiedKey] = []
         self.pool = DevicePool(CAPACITY, self.evicted.extend)
         self.known: dict[QualifiedKey, Entry] = {}
-        self.holds: list[Entry] = []
+        self.pins: list[Entry] = []
         self.reserved: list[int] = []
 
-    def _see_evictions(self) -> None:
+    def _apply_evictions(self) -> None:
         for address in self.evicted:
-            assert self.known.pop(address) not in self.holds
+            assert self.known.pop(address) not in self.pins
         self.evicted.clear()
 
     @rule(nbytes=st.integers(0, CAPACITY + 10))
@@ -91,11 +95,11 @@ class PoolMachine(RuleBasedStateMachine):
         try:
             self.pool.reserve(nbytes)
         except (BufferFull, TensorTooLarge):
-            charged = {id(e): e.nbytes for e in self.holds}
+            charged = {id(e): e.nbytes for e in self.pins}
             assert nbytes > CAPACITY - sum(charged.values()) - sum(self.reserved)
         else:
             self.reserved.append(nbytes)
-        self._see_evictions()
+        self._apply_evictions()
 
     @precondition(lambda self: self.reserved)
     @rule(name=NAMES)
@@ -103,7 +107,7 @@ class PoolMachine(RuleBasedStateMachine):
         nbytes = self.reserved.pop()
         entry = self.pool.put(at(name), name, nbytes)
         self.known[at(name)] = entry
-        self.holds.append(entry)
+        self.pins.append(entry)
 
     @precondition(lambda self: self.reserved)
     @rule()
@@ -111,17 +115,17 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.cancel(self.reserved.pop())
 
     @rule(name=NAMES)
-    def hold(self, name: str) -> None:
-        entry = self.pool.hold(at(name))
+    def pin(self, name: str) -> None:
+        entry = self.pool.pin(at(name))
         assert entry is self.known.get(at(name))
         if entry is not None:
-            self.holds.append(entry)
+            self.pins.append(entry)
 
-    @precondition(lambda self: self.holds)
+    @precondition(lambda self: self.pins)
     @rule(data=st.data())
-    def let_go(self, data: st.DataObject) -> None:
-        number = data.draw(st.integers(0, len(self.holds) - 1))
-        self.pool.let_go(self.holds.pop(number))
+    def unpin(self, data: st.DataObject) -> None:
+        number = data.draw(st.integers(0, len(self.pins) - 1))
+        self.pool.unpin(self.pins.pop(number))
 
     @rule(name=NAMES)
     def forget(self, name: str) -> None:
@@ -130,9 +134,9 @@ class PoolMachine(RuleBasedStateMachine):
 
     @invariant()
     def charged(self) -> None:
-        there = {id(e): e.nbytes for e in (*self.known.values(), *self.holds)}
+        charged = {id(e): e.nbytes for e in (*self.known.values(), *self.pins)}
         gauges = self.pool.gauges()
-        assert gauges.used_bytes == sum(there.values()) + sum(self.reserved) <= CAPACITY
+        assert gauges.used_bytes == sum(charged.values()) + sum(self.reserved) <= CAPACITY
         assert gauges.items == len(self.known)
 
 

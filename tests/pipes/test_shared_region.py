@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from lookup_buffer.errors import ProtocolError
-from lookup_buffer.pipes.carrier import PLACED_BYTES, PREFAULT_BYTES, SharedMemory
+from lookup_buffer.pipes.shared_region import PLACED_BYTES, PREFAULT_BYTES, SharedMemory
 
 SIZE = 1 << 20
 Pair = tuple[SharedMemory, SharedMemory]
@@ -34,7 +34,7 @@ def put(memory: SharedMemory, content: bytes) -> int:
     return placed[1]
 
 
-def test_the_other_end_finds_what_was_put(pair: Pair) -> None:
+def test_the_other_end_reads_what_was_put(pair: Pair) -> None:
     a, b = pair
     contents = [os.urandom(PLACED_BYTES + n) for n in range(10)]
     places = [put(a, content) for content in contents]
@@ -44,7 +44,7 @@ def test_the_other_end_finds_what_was_put(pair: Pair) -> None:
         assert view.readonly
 
 
-def test_all_of_it_can_be_used_and_used_again(pair: Pair) -> None:
+def test_the_whole_memory_can_be_reused(pair: Pair) -> None:
     a, b = pair
     for n in range(3):
         at = put(a, bytes([n]) * SIZE)
@@ -54,7 +54,7 @@ def test_all_of_it_can_be_used_and_used_again(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("nbytes", [1, 4095, 1 << 50])
-def test_any_budget_has_a_memory(nbytes: int) -> None:
+def test_memory_of_any_size(nbytes: int) -> None:
     a, b = made(nbytes)
     placed = a.put(memoryview(b"x" * PLACED_BYTES))
     assert (placed is None) == (nbytes < PLACED_BYTES)
@@ -67,12 +67,12 @@ def test_few_bytes_are_not_put(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize(("at", "nbytes"), [(-1, 1), (SIZE, 1), (1, SIZE), (0, 1 << 70)])
-def test_there_is_nothing_outside(pair: Pair, at: int, nbytes: int) -> None:
+def test_offsets_outside_are_refused(pair: Pair, at: int, nbytes: int) -> None:
     with pytest.raises(ProtocolError, match="outside"):
         pair[1].get(at, nbytes)
 
 
-def test_views_outlive_the_end_and_nothing_follows_it(pair: Pair) -> None:
+def test_views_outlive_close_and_nothing_is_put_after_it(pair: Pair) -> None:
     a, b = pair
     at = put(a, b"x" * SIZE)
     view = b.get(at, SIZE)
@@ -95,14 +95,14 @@ def test_no_descriptor_remains_once_the_views_are_gone() -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_a_large_memory_is_not_taken_at_once() -> None:
+def test_a_large_memory_is_not_allocated_at_once() -> None:
     a, b = made(1_000_000_000)
     try:
         assert os.fstat(a.descriptor).st_blocks == 0, "nothing was sent"
         b.get(put(a, bytes(PLACED_BYTES)), PLACED_BYTES)
         deadline = time.monotonic() + 10.0
         while os.fstat(a.descriptor).st_blocks * 512 < PREFAULT_BYTES:
-            assert time.monotonic() < deadline, "it is made real ahead of use"
+            assert time.monotonic() < deadline, "pages are allocated ahead of use"
             time.sleep(0.01)
         time.sleep(0.1)
         assert os.fstat(a.descriptor).st_blocks * 512 == PREFAULT_BYTES

@@ -1,4 +1,4 @@
-"""JoinedBuffer against a plain dictionary: random items, full budgets, ends and deaths."""
+"""PipeBuffer against a plain dictionary: random items, full budgets, ends and deaths."""
 
 import contextlib
 from collections import deque
@@ -14,7 +14,7 @@ from contract_pipe import block, same
 from lookup_buffer.codec import Value, packed
 from lookup_buffer.errors import BufferFull, LookupTimeout, PipeBroken, TensorTooLarge
 from lookup_buffer.pipes import PipeLimits, open_pipe
-from lookup_buffer.pipes.simple_buffer import PipeBuffer
+from lookup_buffer.pipes.pipe_buffer import PipeBuffer
 from patience import scaled
 
 BUDGET = 300_000
@@ -24,7 +24,7 @@ SOON_SECONDS = scaled(10.0)
 
 
 class Items(RuleBasedStateMachine):
-    """One thread drives both ends, so the model knows what there is and what has room."""
+    """One thread drives both ends, so the model has the exact content and budget."""
 
     @initialize()
     def open(self) -> None:
@@ -42,7 +42,7 @@ class Items(RuleBasedStateMachine):
     @rule(tokens=st.sampled_from(TOKENS), size=st.sampled_from(SIZES), hole=st.booleans())
     def insert(self, tokens: tuple[int, ...], size: int | None, hole: bool) -> None:
         number = next(self.numbers)
-        # What does not count is in the item, and not in its name.
+        # Tokens outside of the region of interest are in the item, and not in its key.
         ids = torch.tensor([7, *tokens] if hole else tokens)
         roi = torch.tensor([not hole] * (len(ids) - len(tokens)) + [True] * len(tokens))
         value = None if size is None else block(size, number)
@@ -90,7 +90,7 @@ class Items(RuleBasedStateMachine):
     @rule()
     def the_producer_dies_and_another_comes(self) -> None:
         self.pipe.abort()
-        with pytest.raises(PipeBroken):  # as soon as it has heard of that
+        with pytest.raises(PipeBroken):  # once it has detected the end
             for _ in range(1 + sum(map(len, self.items.values()))):
                 self.consumer.drop_select(None, None, timeout=SOON_SECONDS)
         self.consumer.close()

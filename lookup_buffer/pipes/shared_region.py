@@ -1,10 +1,10 @@
-"""Carrier: memory that both ends of a pipe share, so that bytes need not go through a socket.
+"""SharedRegion: memory that both ends of a pipe share, so that bytes need not go through a socket.
 
-`Carrier` is the interface that the outbox and the peer use. `SharedMemory` is its implementation:
-two memfds, of which each end writes one and reads the other. They are passed by descriptor and have
-no name, so the memory is gone once both processes have closed it.
+`SharedRegion` is the interface that the outbox and the remote end use. `SharedMemory` implements it
+by two memfds, of which each end writes one and reads the other. They are passed by descriptor and
+have no name, so the memory is freed once both processes have closed it.
 
-Any thread may call this module. It knows nothing of frames or keys.
+Any thread may call this module.
 """
 
 import threading
@@ -22,22 +22,25 @@ from lookup_buffer.shm.memory import (
 )
 
 PLACED_BYTES: Final = 8 << 10
-"""Fewer bytes go with their frame: that costs less than a block of shared memory."""
+"""Below this size the bytes go with their frame: that costs less than a block of shared memory."""
 PREFAULT_BYTES: Final = 64 << 20
-"""So many bytes are prefaulted with the first message; later pages on their first use."""
+"""So many bytes are prefaulted with the first message. Later pages fault on their first use."""
 MEMORY_BYTES_MAX: Final = 1 << 40
 
 
-class Carrier(Protocol):
+class SharedRegion(Protocol):
     """Thread-safe."""
 
     def put(self, source: memoryview) -> tuple[memoryview, int] | None:
-        """Copy these bytes into the shared memory. Returns the copy and its offset; None if the
-        bytes should go with their frame, or there is no room."""
+        """Copy these bytes into the shared memory.
+
+        Returns the copy and its offset. None: they are few and should go with their frame, or there
+        is no room.
+        """
         ...
 
     def free(self, at: int) -> None:
-        """Free the block at this offset; the other end no longer needs it."""
+        """Free the block at this offset, which the other end has read."""
         ...
 
     def get(self, at: int, nbytes: int) -> memoryview:
@@ -54,10 +57,10 @@ class Carrier(Protocol):
 
 
 class SharedMemory:
-    """See `Carrier`. Send `descriptor` to the other end, and pass the other end's one to `adopt`.
+    """See `SharedRegion`. Send `descriptor` to the other end, and pass the other end's to `adopt`.
 
     Only this end writes its own memory: see `SealedMemory`. A malicious other end can change its
-    memory during a read, but cannot take it away. Its bytes are only ever copied.
+    memory during a read, but cannot unmap or shrink it. Its bytes are only copied, never parsed.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -69,10 +72,10 @@ class SharedMemory:
         self.descriptor = self._ours.fd
 
     def adopt(self, descriptor: int) -> None:
-        """Map the other end's memory; the caller keeps owning the descriptor.
+        """Map the other end's memory. The descriptor stays the caller's.
 
         Raises:
-            ProtocolError: its owner could take the memory away, or its size is not possible.
+            ProtocolError: its owner could still shrink the memory, or its size is not allowed.
         """
         self._theirs = adopt(descriptor, most_bytes=MEMORY_BYTES_MAX)
 
@@ -96,9 +99,9 @@ class SharedMemory:
     def get(self, at: int, nbytes: int) -> memoryview:
         with self._lock:
             if self._theirs is None:
-                raise ProtocolError("a place in memory that is not shared")
+                raise ProtocolError("an offset into memory that is not shared")
             if at < 0 or at + nbytes > self._theirs.nbytes:
-                raise ProtocolError("a place outside of the memory that is shared")
+                raise ProtocolError("an offset outside of the shared memory")
             self._theirs.populate_in_background(most_bytes=PREFAULT_BYTES)
             return self._theirs.view[at : at + nbytes]
 

@@ -1,4 +1,4 @@
-"""JoinedBuffer: a producer's and a consumer's lookup buffer, connected by one pipe, without Redis.
+"""PipeBuffer: a producer's and a consumer's lookup buffer, connected by one pipe, without Redis.
 
 It provides what vLLM's first lookup buffer did (`insert`, and `drop_select` by tokens and region of
 interest), on a pipe of any scheme. An item stays at the producer, within the pipe's byte budget,
@@ -44,7 +44,7 @@ class PipeBuffer:
 
         Args:
             input_tokens: token ids, shape [tokens], of an integer dtype.
-            roi: which of them count, shape [tokens], bool.
+            roi: the region of interest, which of them are the key: shape [tokens], bool.
             key, value, hidden: any tensors, or None.
             timeout: seconds to wait for room.
 
@@ -78,7 +78,7 @@ class PipeBuffer:
             raise ConfigError("tokens and region of interest are both given, or both None")
         parts = [] if item is None else unpacked(item)
         if len(parts) != PARTS:
-            raise ProtocolError("the other end of the pipe is no lookup buffer")
+            raise ProtocolError("the other end of the pipe sent no item of a lookup buffer")
         return parts
 
     def close(self) -> None:
@@ -87,6 +87,6 @@ class PipeBuffer:
 
 
 def name_of(input_tokens: Tensor, roi: Tensor) -> str:
-    """The pipe key of an item: a hash of its tokens that count, in their order and number."""
+    """The pipe key of an item: a hash of its tokens in the region of interest, in their order."""
     tokens = input_tokens[roi.bool()].long().cpu().contiguous()
     return hashlib.blake2b(tokens.numpy().tobytes(), digest_size=32).hexdigest()

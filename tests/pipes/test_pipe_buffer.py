@@ -1,21 +1,21 @@
-"""JoinedBuffer: what vLLM's first lookup buffer did, without what was wrong with it.
+"""PipeBuffer: the functions of vLLM's first lookup buffer, without its defects.
 
 Each defect of `SimpleBuffer` that was found has a test with its name:
 
-1. a prefix is taken for the whole: test_no_prefix_is_taken_for_the_whole
+1. a prefix matches: test_a_prefix_does_not_match
 2. token ids from 100,000 on equal their neighbours: test_no_tolerance_between_large_token_ids
-3. a miss holds up all that comes after it: test_a_miss_holds_up_no_hit
-4. a full buffer and a consumer who wants another item wait for each other:
-   test_a_full_buffer_keeps_nobody_from_what_is_wanted
-5. an item larger than the buffer waits for ever: test_an_item_larger_than_the_buffer_is_refused
-6. None ends the handler: test_none_is_a_value, test_any_one_is_the_oldest
-7. a consumer's death loses an item without a word, and items are charged twice:
-   test_the_producer_is_told_of_a_consumers_death, test_an_item_is_charged_once
-   (that the item is there again is what hand-offs of `LookupBuffer` are for)
+3. a miss blocks all later requests: test_a_miss_does_not_block_a_hit
+4. a full buffer and a consumer that requests another item deadlock:
+   test_a_full_buffer_does_not_withhold_a_requested_item
+5. an item larger than the buffer waits forever: test_an_item_larger_than_the_buffer_is_refused
+6. None ends the handler: test_none_is_a_value, test_any_item_is_the_oldest
+7. a consumer's death loses an item without an error, and items are charged twice:
+   test_the_producer_gets_an_error_at_a_consumers_death, test_an_item_is_charged_once
+   (hand-offs of `LookupBuffer` bring the item back)
 8. tensors are sent under the buffer's lock: test_a_slow_consumer_stalls_no_insert
 9. its own stress test hangs: test_two_hundred_items_in_different_orders_with_room_for_two
-And of its connector: its thread keeps the process alive,
-   test_a_process_ends_whose_buffer_is_left_open
+And one of its connector: its thread keeps the process alive,
+   test_a_process_with_an_open_buffer_ends
 """
 
 import random
@@ -31,7 +31,7 @@ import torch
 from contract_pipe import SHORT_SECONDS, SOON_SECONDS, Threads, block, same, threads
 from lookup_buffer.errors import BufferFull, ConfigError, LookupTimeout, PipeBroken, TensorTooLarge
 from lookup_buffer.pipes import KVPipe, PipeLimits, open_pipe
-from lookup_buffer.pipes.simple_buffer import PipeBuffer
+from lookup_buffer.pipes.pipe_buffer import PipeBuffer
 from patience import scaled
 from raw_ends import RawEnd
 
@@ -57,7 +57,7 @@ def pair() -> Iterator[Pair]:
 
 @pytest.fixture
 def pipe() -> Iterator[KVPipe]:
-    """A producer's, whose consumer is still to come."""
+    """A producer's pipe, without a consumer yet."""
     pipe = open_pipe("tcp://127.0.0.1:0", listen=True)
     yield pipe
     pipe.abort()
@@ -106,7 +106,7 @@ def test_items_are_found_by_their_tokens_in_any_order(pair: Pair) -> None:
     assert [select(consumer, [1, 2, number]) for number in order] == order
 
 
-def test_any_one_is_the_oldest(pair: Pair) -> None:
+def test_any_item_is_the_oldest(pair: Pair) -> None:
     producer, consumer = pair
     for number in range(3):
         insert(producer, [number], number)
@@ -129,7 +129,7 @@ def test_only_the_region_of_interest_counts(pair: Pair) -> None:
     assert same(got[1], roi)
 
 
-def test_a_duplicate_comes_behind_the_first(pair: Pair) -> None:
+def test_duplicates_are_a_fifo(pair: Pair) -> None:
     producer, consumer = pair
     for number in (1, 2):
         insert(producer, [5], number)
@@ -138,10 +138,10 @@ def test_a_duplicate_comes_behind_the_first(pair: Pair) -> None:
         select(consumer, [5], SHORT_SECONDS)
 
 
-# -- the defects of the first one
+# -- the defects of the first lookup buffer
 
 
-def test_no_prefix_is_taken_for_the_whole(pair: Pair) -> None:
+def test_a_prefix_does_not_match(pair: Pair) -> None:
     producer, consumer = pair
     insert(producer, [1, 2, 3, 4, 5], 1)
     insert(producer, [1, 2], 2)
@@ -158,7 +158,7 @@ def test_no_tolerance_between_large_token_ids(pair: Pair) -> None:
         select(consumer, [100_001], SHORT_SECONDS)
 
 
-def test_a_miss_holds_up_no_hit(pair: Pair, threads: Threads) -> None:
+def test_a_miss_does_not_block_a_hit(pair: Pair, threads: Threads) -> None:
     producer, consumer = pair
     missing = threads.call(select, consumer, [404])
     insert(producer, [1], 1)
@@ -168,7 +168,9 @@ def test_a_miss_holds_up_no_hit(pair: Pair, threads: Threads) -> None:
     assert missing.result(SOON_SECONDS) == 2
 
 
-def test_a_full_buffer_keeps_nobody_from_what_is_wanted(small_pair: Pair, threads: Threads) -> None:
+def test_a_full_buffer_does_not_withhold_a_requested_item(
+    small_pair: Pair, threads: Threads
+) -> None:
     producer, consumer = small_pair
     insert(producer, [1], 1)
     insert(producer, [2], 2)
@@ -184,7 +186,7 @@ def test_an_item_larger_than_the_buffer_is_refused(small_pair: Pair) -> None:
         small_pair[0].insert(tokens, roi, torch.ones(ITEM), torch.ones(ITEM), None, timeout=60.0)
 
 
-def test_a_full_buffer_is_a_wait_with_an_end(small_pair: Pair) -> None:
+def test_the_wait_for_a_full_buffer_is_bounded(small_pair: Pair) -> None:
     producer, consumer = small_pair
     insert(producer, [1], 1)
     insert(producer, [2], 2)
@@ -204,14 +206,14 @@ def test_none_is_a_value(pair: Pair, which: int) -> None:
     assert all(same(a, b) for a, b in zip(got, values, strict=True))
 
 
-def test_the_producer_is_told_of_a_consumers_death(pipe: KVPipe) -> None:
+def test_the_producer_gets_an_error_at_a_consumers_death(pipe: KVPipe) -> None:
     producer = PipeBuffer(pipe)
     with RawEnd(pipe) as consumer:
         insert(producer, [1], 1)
         assert consumer.heard()[:2] == ["offer", 1]
         consumer.say(["pull", 1])
     with pytest.raises(PipeBroken):
-        while True:  # until it has heard of the end
+        while True:  # until it has detected the end
             insert(producer, [2], 2)
 
 
@@ -233,7 +235,7 @@ def test_a_slow_consumer_stalls_no_insert(pipe: KVPipe) -> None:
     with RawEnd(pipe) as consumer:
         producer.insert(tokens, roi, block(64 << 20), None, None)
         assert consumer.heard()[:2] == ["offer", 1]
-        consumer.say(["pull", 1])  # and reads nothing of it
+        consumer.say(["pull", 1])  # without reading the bytes
         started = time.monotonic()
         for number in range(50):
             insert(producer, [number], number, timeout=SOON_SECONDS)
@@ -242,7 +244,7 @@ def test_a_slow_consumer_stalls_no_insert(pipe: KVPipe) -> None:
 
 LEFT_OPEN = """
 import torch
-from lookup_buffer.pipes.simple_buffer import PipeBuffer
+from lookup_buffer.pipes.pipe_buffer import PipeBuffer
 from lookup_buffer.pipes import open_pipe
 
 pipe = open_pipe("tcp://127.0.0.1:0", listen=True)
@@ -253,14 +255,14 @@ assert consumer.drop_select(tokens, roi)[4] is not None
 """
 
 
-def test_a_process_ends_whose_buffer_is_left_open() -> None:
+def test_a_process_with_an_open_buffer_ends() -> None:
     command = [sys.executable, "-c", LEFT_OPEN]
     run = subprocess.run(command, capture_output=True, text=True, timeout=scaled(100), check=False)
     assert run.returncode == 0, run.stderr
 
 
 def test_two_hundred_items_in_different_orders_with_room_for_two(small_pair: Pair) -> None:
-    """The first one's own stress test, which its later versions could not pass."""
+    """The stress test of the first lookup buffer, which its later versions could not pass."""
     producer, consumer = small_pair
     inserts, selects = (random.Random(seed).sample(range(200), 200) for seed in (1, 2))
     with ThreadPoolExecutor(200) as pool:

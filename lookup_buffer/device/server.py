@@ -1,11 +1,11 @@
-"""Serving: sends tensors of this process's pool to other processes on request.
+"""PoolServer: sends tensors of this process's pool to other processes on request.
 
 One thread serves each pair; the number of pairs is bounded. At the limit, the pair whose last
 request is oldest is closed. A request that names the pool and the mark of its entry gets the entry,
-or else the verdict *stale*. A reader that dies or hangs loses its pair, and so does one for which
-the device fails.
+or else the reply *stale*. The pair with a reader that dies or hangs is closed, and so is a pair for
+which the device fails.
 
-This module decides nothing about the content of the pool: it only pins entries while it sends them.
+The server does not change the content of the pool: it only pins entries while it sends them.
 """
 
 import socket
@@ -21,7 +21,7 @@ import torch
 from lookup_buffer.device import protocol
 from lookup_buffer.device.memory import PoolMemory
 from lookup_buffer.device.pool import DevicePool, Entry
-from lookup_buffer.device.protocol import ProtocolVersion, joining, memory_of
+from lookup_buffer.device.protocol import ProtocolVersion, make_upgrade, pipe_memory
 from lookup_buffer.device.stats import LaneStats
 from lookup_buffer.errors import (
     Closed,
@@ -35,13 +35,14 @@ from lookup_buffer.pipes.stream import StreamPipe
 from lookup_buffer.protocol.acceptor import HANDSHAKE_SECONDS, Acceptor, listening_socket
 from lookup_buffer.protocol.auth import accept_handshake
 
-PEERS_MAX: Final = 32
-AT_SIGHT_MAX: Final = 16
-"""From so many pairs on, a connection that wants nothing yet (`at_sight`) is refused."""
-STRANGERS_MAX: Final = 32
+INCOMING_PAIRS_MAX: Final = 32
+DISCOVERED_PAIRS_MAX: Final = 16
+"""From so many pairs on, a connection that was made on discovery, before any read needs it, is
+refused."""
+UNADMITTED_MAX: Final = 32
 """Connections that have not sent a request yet; each has `HANDSHAKE_SECONDS`."""
 IDLE_SECONDS: Final = 300.0
-"""A pair without a request for so long is closed; its reader makes another when it needs one."""
+"""A pair without a request for so long is closed; its reader makes a new one when it needs it."""
 SEND_SECONDS: Final = 10.0
 
 
@@ -53,7 +54,7 @@ class PoolServer:
         host: address to listen at.
         token: the fleet's secret, or None.
         limits: of the pipes of all pairs.
-        notes: receives the failures of the device.
+        stats: receives the failures of the device.
 
     Raises:
         ConfigError: this process cannot listen at `host`.
@@ -62,23 +63,23 @@ class PoolServer:
     def __init__(
         self,
         pool: DevicePool,
-        place: PoolMemory,
-        dialect: ProtocolVersion,
+        memory: PoolMemory,
+        version: ProtocolVersion,
         pool_id: str,
         *,
         host: str,
         token: str | None,
         limits: PipeLimits,
-        notes: LaneStats,
+        stats: LaneStats,
     ) -> None:
         self._pool = pool
-        self._place = place
+        self._memory = memory
         self._pool_id = pool_id
         self._token = token
-        self._limits = replace(limits, message_bytes=protocol.QUESTION_BYTES_MAX)
-        self._notes = notes
-        self._join = joining(dialect, place)(True, limits.silence_seconds)
-        self._dialect = dialect
+        self._limits = replace(limits, message_bytes=protocol.REQUEST_BYTES_MAX)
+        self._stats = stats
+        self._upgrade = make_upgrade(version, memory)(True, limits.silence_seconds)
+        self._version = version
         self._lock = threading.Lock()
         self._pipes: OrderedDict[KVPipe, None] = OrderedDict()
         """In the order of their last request; the most recent is last."""
@@ -91,8 +92,8 @@ class PoolServer:
         self.served = 0
         """Number of tensors sent."""
         self._accepting = threading.Thread(
-            target=Acceptor(PEERS_MAX + STRANGERS_MAX, "lb-lane-peer").serve,
-            args=(self._listener, self._greet),
+            target=Acceptor(INCOMING_PAIRS_MAX + UNADMITTED_MAX, "lb-lane-peer").serve,
+            args=(self._listener, self._handshake),
             name="lb-lane-accept",
             daemon=True,
         )
@@ -108,98 +109,98 @@ class PoolServer:
             self._closed = True
             pipes = list(self._pipes)
         with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the accepting thread
         for pipe in pipes:
             pipe.abort()
 
-    def _greet(self, stream: socket.socket) -> None:
+    def _handshake(self, stream: socket.socket) -> None:
         deadline = time.monotonic() + HANDSHAKE_SECONDS
-        pipe = StreamPipe("lane", self._limits, memory_of(self._dialect, self._place))
+        pipe = StreamPipe("lane", self._limits, pipe_memory(self._version, self._memory))
         is_ended_in_order = False
         try:
             link = accept_handshake(stream, token=self._token, timeout=HANDSHAKE_SECONDS)
             try:
-                frames = self._join(link, deadline)
+                frames = self._upgrade(link, deadline)
             except BaseException:
                 link.close()
                 raise
-            pipe.meet(frames)
+            pipe.add_remote_end(frames)
             self._serve(pipe)
         except Closed:
             is_ended_in_order = True
         except LookupBufferError:
-            pass  # the connection was not a valid peer, or it is gone
+            pass  # the connection was not a valid reader's, or it broke
         except Exception as error:  # noqa: BLE001 -- top of a thread; a device that failed
-            self._notes.warn_of_serving(error)
+            self._stats.warn_of_serving(error)
         with self._lock:
-            has_place = pipe in self._pipes
+            is_admitted = pipe in self._pipes
             self._pipes.pop(pipe, None)
-        if has_place or not is_ended_in_order:  # else the thread that evicted this pipe closes it
+        if is_admitted or not is_ended_in_order:  # else the thread that evicted this pipe closes it
             pipe.abort()
 
-    def _has_place(self, pipe: KVPipe, question: dict[str, object]) -> bool:
-        """Whether the pipe of this question is admitted as a peer.
+    def _admit(self, pipe: KVPipe, request: dict[str, object]) -> bool:
+        """Admit the pipe of this request as a pair; returns whether it is.
 
-        At the limit it is admitted in place of the peer whose last request is oldest.
+        At the limit it replaces the pair whose last request is oldest.
         """
         surplus = None
         with self._lock:
-            is_crowded = pipe not in self._pipes and len(self._pipes) >= AT_SIGHT_MAX
-            if self._closed or (is_crowded and question.get("at_sight")):
+            is_crowded = pipe not in self._pipes and len(self._pipes) >= DISCOVERED_PAIRS_MAX
+            if self._closed or (is_crowded and request.get("on_discovery")):
                 return False
             self._pipes[pipe] = None
             self._pipes.move_to_end(pipe)
-            if len(self._pipes) > PEERS_MAX:
+            if len(self._pipes) > INCOMING_PAIRS_MAX:
                 surplus, _ = self._pipes.popitem(last=False)
         if surplus is not None:
-            surplus.close()  # orderly: its reader makes another pair when it needs one
+            surplus.close()  # in order: its reader makes a new pair when it needs one
         return True
 
     def _serve(self, pipe: KVPipe) -> None:
-        with self._place.working():
+        with self._memory.working():
             seconds = HANDSHAKE_SECONDS  # until its first request
             while not self._closed:
                 try:
-                    question = protocol.fields_in(pipe.recv_tensor(timeout=seconds))
+                    request = protocol.fields_in(pipe.recv_tensor(timeout=seconds))
                 except LookupTimeout:
                     break
-                if not self._has_place(pipe, question):
+                if not self._admit(pipe, request):
                     break
-                self._answer(pipe, question)
+                self._reply(pipe, request)
                 seconds = IDLE_SECONDS
             pipe.close()
 
-    def _answer(self, pipe: KVPipe, question: dict[str, object]) -> None:
-        match question:
-            case {"ask": int(ask), "mark": 0}:
+    def _reply(self, pipe: KVPipe, request: dict[str, object]) -> None:
+        match request:
+            case {"ask": int(number), "mark": 0}:
                 probe = torch.zeros(
-                    protocol.PROBE_BYTES, dtype=torch.uint8, device=self._place.device
+                    protocol.PROBE_BYTES, dtype=torch.uint8, device=self._memory.device
                 )
-                pipe.send_tensor(probe, protocol.payload_key(ask), timeout=SEND_SECONDS)
+                pipe.send_tensor(probe, protocol.payload_key(number), timeout=SEND_SECONDS)
             case {
-                "ask": int(ask),
+                "ask": int(number),
                 "pool": str(pool_id),
                 "namespace": str(namespace),
                 "key": str(key),
                 "mark": int(mark),
             }:
-                # This process may have the port of a pool that is gone.
+                # This process may have the port of a pool that no longer exists.
                 mine = pool_id == self._pool_id
-                entry = self._pool.hold((namespace, key), mark=mark) if mine else None
-                self._send(pipe, ask, entry)
+                entry = self._pool.pin((namespace, key), mark=mark) if mine else None
+                self._send(pipe, number, entry)
             case _:
-                raise ProtocolError("that is no question to a pool")
+                raise ProtocolError("not a request to a pool")
 
-    def _send(self, pipe: KVPipe, ask: int, entry: Entry | None) -> None:
-        where = protocol.verdict_key(ask)
+    def _send(self, pipe: KVPipe, number: int, entry: Entry | None) -> None:
+        key = protocol.reply_key(number)
         if entry is None:
-            pipe.send_tensor(protocol.message({"status": "stale"}), where, timeout=SEND_SECONDS)
+            pipe.send_tensor(protocol.message({"status": "stale"}), key, timeout=SEND_SECONDS)
             return
         try:
             tensor, ready = entry.value
-            self._place.wait(ready)
-            pipe.send_tensor(protocol.message({"status": "ok"}), where, timeout=SEND_SECONDS)
-            pipe.send_tensor(tensor, protocol.payload_key(ask), timeout=SEND_SECONDS)
+            self._memory.wait(ready)
+            pipe.send_tensor(protocol.message({"status": "ok"}), key, timeout=SEND_SECONDS)
+            pipe.send_tensor(tensor, protocol.payload_key(number), timeout=SEND_SECONDS)
             self.served += 1
         finally:
-            self._pool.let_go(entry)
+            self._pool.unpin(entry)

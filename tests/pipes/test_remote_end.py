@@ -1,4 +1,4 @@
-"""Peers: whose memory is written to when, and what cannot be received."""
+"""RemoteEnd: when the caller's memory is written to, and messages that cannot be received."""
 
 import socket
 import time
@@ -36,7 +36,7 @@ def raw(pipe: KVPipe) -> Iterator[RawEnd]:
         yield raw
 
 
-def test_bytes_that_come_too_late_are_kept_and_not_put_into_the_callers_tensor(
+def test_late_bytes_are_kept_and_not_written_to_the_callers_tensor(
     pipe: KVPipe, raw: RawEnd, threads: Threads
 ) -> None:
     raw.say(offer(1, b"k", LARGE))
@@ -49,13 +49,13 @@ def test_bytes_that_come_too_late_are_kept_and_not_put_into_the_callers_tensor(
     again = torch.zeros(LARGE, dtype=torch.uint8)
     assert pipe.recv_tensor("k", timeout=SOON_SECONDS, out=again) is again
     assert same(again, block(LARGE))
-    assert not out.any(), "it was the caller's again"
+    assert not out.any(), "written after the call had returned"
 
 
-def test_who_is_told_of_the_end_has_his_tensor_for_himself(
+def test_after_an_error_nothing_writes_to_the_callers_tensor(
     pipe: KVPipe, raw: RawEnd, threads: Threads
 ) -> None:
-    """In the middle of its bytes: the reading thread has left it when the error comes."""
+    """In the middle of its bytes: the reader thread writes no more when the error is raised."""
     raw.say(offer(1, b"k", 64 * LARGE))
     out = torch.zeros(64 * LARGE, dtype=torch.uint8)
     receiving = threads.call(pipe.recv_tensor, "k", out=out)
@@ -71,28 +71,28 @@ def test_who_is_told_of_the_end_has_his_tensor_for_himself(
 
 
 @pytest.mark.parametrize("shape", [(1 << 40,), (1 << 20, 1 << 20)])
-def test_what_there_is_no_memory_for_is_said_so_and_costs_its_sender_nothing(
+def test_a_message_without_memory_for_it_raises_and_frees_its_budget(
     closing: ExitStack, shape: tuple[int, ...]
 ) -> None:
-    """Where this end would receive it; see `PipeLimits.message_bytes`."""
+    """A message within `PipeLimits.message_bytes`, but larger than the memory."""
     limits = PipeLimits(message_bytes=1 << 40)
     pipe = closing.enter_context(open_pipe("tcp://127.0.0.1:0", listen=True, limits=limits))
     raw = closing.enter_context(RawEnd(pipe))
     raw.say(["offer", 1, b"k", TensorHeader.for_tensor("uint8", shape).to_fields()])
     with pytest.raises(CodecError, match="no memory for a tensor of 1099511627776 bytes"):
         pipe.recv_tensor("k", timeout=SOON_SECONDS)
-    assert raw.heard() == ["received", 1], "and so its budget is free"
+    assert raw.heard() == ["received", 1], "so its budget is free"
     raw.say(offer(2, b"k", 3), b"abc")
     assert same(pipe.recv_tensor("k", timeout=SOON_SECONDS), torch.tensor(list(b"abc")).byte())
 
 
 @pytest.mark.parametrize("end", ["close", "abort"])
-def test_who_is_met_too_late_hears_how_it_ended(end: str) -> None:
+def test_an_end_that_connects_too_late_gets_the_reason(end: str) -> None:
     pipe = StreamPipe("tcp://ended", PipeLimits())
     getattr(pipe, end)()
     ours, theirs = (FramedSocket(stream) for stream in socket.socketpair())
     with theirs:
-        pipe.meet(ours)
+        pipe.add_remote_end(ours)
         if end == "close":
             assert theirs.recv_header(SOON_SECONDS).header == ["bye"]
         else:

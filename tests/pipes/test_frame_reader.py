@@ -1,4 +1,4 @@
-"""Reading: who waits reads for himself, and nobody is held up by what comes for others."""
+"""FrameReader: a waiting caller reads itself, and messages for others delay no caller."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ from raw_ends import RawEnd, offer
 
 __all__ = ["threads"]
 SILENCE_SECONDS = 60.0
-"""So that nothing but the deadline of who waits can end his wait."""
+"""So long that only a caller's own deadline can end its wait."""
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ WHOLE = encode_frame(offer(2, b"k", SMALL), SMALL) + bytes(block(SMALL).numpy())
 
 
 @pytest.mark.parametrize("cut", [1, 20, 60, len(WHOLE) - SMALL, len(WHOLE) - 1])
-def test_a_frame_that_has_not_come_in_full_holds_up_nobody(
+def test_an_incomplete_frame_does_not_delay_a_timeout(
     pipe: KVPipe, raw: RawEnd, threads: Threads, cut: int
 ) -> None:
     waiting = threads.call(pipe.recv_tensor, "k", timeout=10 * SHORT_SECONDS)
@@ -68,11 +68,13 @@ def test_a_frame_that_has_not_come_in_full_holds_up_nobody(
     assert same(pipe.recv_tensor("k", timeout=SOON_SECONDS), block(SMALL))
 
 
-def test_the_bytes_of_another_hold_up_nobody(pipe: KVPipe, raw: RawEnd, threads: Threads) -> None:
+def test_the_bytes_of_another_message_do_not_delay_a_timeout(
+    pipe: KVPipe, raw: RawEnd, threads: Threads
+) -> None:
     raw.say(offer(2, b"large", 64 * LARGE))
     short = threads.call(pipe.recv_tensor, "k", timeout=20 * SHORT_SECONDS)
     large = threads.call(pipe.recv_tensor, "large")
-    assert raw.heard()[0] == "received", "of what was there before"
+    assert raw.heard()[0] == "received", "for the message of the fixture"
     assert raw.heard() == ["pull", 2]
     raw.say_bytes(encode_frame(["data", 2], 64 * LARGE) + b"x" * 32 * LARGE)
     with pytest.raises(LookupTimeout):
@@ -81,10 +83,10 @@ def test_the_bytes_of_another_hold_up_nobody(pipe: KVPipe, raw: RawEnd, threads:
     assert large.result(SOON_SECONDS)[-1] == ord("x")
 
 
-def test_who_has_his_own_leaves_the_rest_to_others(
+def test_a_caller_with_its_message_leaves_later_frames_to_others(
     pipe: KVPipe, raw: RawEnd, threads: Threads
 ) -> None:
-    """Also what came in one piece with it."""
+    """Also frames that arrived in one piece with it."""
     first = threads.call(pipe.recv_tensor, "first", timeout=SOON_SECONDS)
     second = threads.call(pipe.recv_tensor, "second", timeout=SOON_SECONDS)
     whole = b""
@@ -96,7 +98,7 @@ def test_who_has_his_own_leaves_the_rest_to_others(
     assert pipe.recv_tensor("third", timeout=SOON_SECONDS) is not None
 
 
-def test_a_wait_that_is_interrupted_leaves_the_pipe_as_it_was(
+def test_an_interrupted_wait_leaves_the_pipe_usable(
     pipe: KVPipe, raw: RawEnd, interruptible: None
 ) -> None:
     with pytest.raises(Interrupted):
@@ -106,10 +108,10 @@ def test_a_wait_that_is_interrupted_leaves_the_pipe_as_it_was(
     assert same(pipe.recv_tensor("k", timeout=SOON_SECONDS), block(SMALL))
 
 
-def test_who_is_interrupted_in_his_bytes_ends_the_pipe_unless_the_thread_reads_them(
+def test_an_interrupt_within_a_payload_ends_the_pipe_unless_the_thread_reads_it(
     pipe: KVPipe, raw: RawEnd, threads: Threads, interruptible: None
 ) -> None:
-    """Where he read them himself nobody knows what comes next; and it is said, not waited for."""
+    """If the caller read, the position in the stream is unknown: PipeBroken, without a wait."""
     out = torch.zeros(LARGE, dtype=torch.uint8)
 
     def answer() -> None:
@@ -138,7 +140,7 @@ def test_who_is_interrupted_in_his_bytes_ends_the_pipe_unless_the_thread_reads_t
 
 
 @pytest.mark.parametrize("waits", [False, True])
-def test_what_was_received_is_said_though_nothing_else_is(
+def test_a_receipt_is_sent_without_another_frame(
     pipe: KVPipe, raw: RawEnd, threads: Threads, waits: bool
 ) -> None:
     raw.say(["offer", 2, b"k", offer(2, b"k", SMALL)[3]], bytes(SMALL))
@@ -152,8 +154,8 @@ def test_what_was_received_is_said_though_nothing_else_is(
         told += numbers
 
 
-def test_what_nobody_waits_for_is_heard_all_the_same(pipe: KVPipe, raw: RawEnd) -> None:
-    """Right after somebody has read, when he may come back for more, and later."""
+def test_frames_are_read_while_no_caller_waits(pipe: KVPipe, raw: RawEnd) -> None:
+    """Right after a caller has read, when it may soon read again, and later."""
     for number, seconds in enumerate((0.0, SHORT_SECONDS, 4 * SHORT_SECONDS)):
         tensor = block(LARGE, number)
         pipe.send_tensor(tensor, f"k{number}")
@@ -170,7 +172,7 @@ def test_what_nobody_waits_for_is_heard_all_the_same(pipe: KVPipe, raw: RawEnd) 
         assert same(received, tensor)
 
 
-def test_a_second_end_is_heard_by_who_waits_for_the_first(threads: Threads) -> None:
+def test_a_waiting_receive_gets_a_message_of_a_second_end(threads: Threads) -> None:
     with (
         open_pipe("tcp://127.0.0.1:0", listen=True) as pipe,
         open_pipe(pipe.uri) as first,
@@ -183,8 +185,8 @@ def test_a_second_end_is_heard_by_who_waits_for_the_first(threads: Threads) -> N
             assert same(waiting.result(SOON_SECONDS), block(SMALL))
 
 
-def test_many_wait_at_once_and_each_gets_his(threads: Threads) -> None:
-    """Whoever has the right to read gives it on in time."""
+def test_many_concurrent_receives_each_get_their_message(threads: Threads) -> None:
+    """A caller passes on the read lock in time."""
     with (
         open_pipe("tcp://127.0.0.1:0", listen=True) as pipe,
         open_pipe(pipe.uri) as other,

@@ -1,4 +1,4 @@
-"""The speaker: everything goes out once and in order, whoever writes it."""
+"""FrameWriter: every frame is written once and in order, on any thread."""
 
 import socket
 import sys
@@ -19,31 +19,31 @@ SECONDS = 5.0
 BULK = bytes(1 << 20)
 
 
-class Spoken:
-    """A speaker and its thread, and what the other end has heard but for beats."""
+class Written:
+    """A writer and its thread, and the headers that the other end has received, without beats."""
 
     def __init__(self) -> None:
         self.link, self._other = (FramedSocket(stream) for stream in socket.socketpair())
         self.lock = threading.RLock()
         self.failures: list[LookupBufferError] = []
-        self.heard: list[Any] = []
-        self.speaker = FrameWriter(
+        self.received: list[Any] = []
+        self.writer = FrameWriter(
             self.link, self.lock, lambda: None, lambda *_: None, self.failures.append, SECONDS
         )
-        self.threads = [threading.Thread(target=one) for one in (self.speaker.run, self._hear)]
+        self.threads = [threading.Thread(target=one) for one in (self.writer.run, self._receive)]
         for thread in self.threads:
             thread.start()
 
-    def _hear(self) -> None:
+    def _receive(self) -> None:
         while (frame := self._other.recv_header(SECONDS)).header != ["bye"]:
             if frame.payload_nbytes:
                 self._other.recv_into(memoryview(bytearray(frame.payload_nbytes)), timeout=SECONDS)
             if frame.header != ["beat"]:
-                self.heard.append(frame.header)
+                self.received.append(frame.header)
 
     def end(self) -> None:
         with self.lock:
-            self.speaker.say(["bye"])
+            self.writer.enqueue_for_thread(["bye"])
         for thread in self.threads:
             thread.join(SECONDS)
         self.link.close()
@@ -52,7 +52,7 @@ class Spoken:
 
 @pytest.fixture
 def hasty() -> Iterator[None]:
-    """Threads take turns as often as they can."""
+    """Threads switch as often as possible."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield
@@ -60,47 +60,47 @@ def hasty() -> Iterator[None]:
 
 
 @pytest.fixture
-def spoken() -> Iterator[Spoken]:
-    spoken = Spoken()
-    yield spoken
-    spoken.end()
+def written() -> Iterator[Written]:
+    written = Written()
+    yield written
+    written.end()
 
 
-def test_many_who_say_something_at_once_are_all_heard_in_their_order(
-    hasty: None, spoken: Spoken
-) -> None:
+def test_concurrent_writers_keep_their_own_order(hasty: None, written: Written) -> None:
     failures: list[BaseException] = []
 
-    def talk(who: int) -> None:
+    def write(sender: int) -> None:
         try:
             for number in range(300):
-                with spoken.lock:
-                    if who == 0:  # as the reading thread does, that must not wait
+                with written.lock:
+                    if sender == 0:  # as the reader thread does, which must not wait
                         out = Outgoing(None, memoryview(BULK), 0) if number % 20 == 0 else None
-                        spoken.speaker.say(["data" if out else "gone", who, number], out)
+                        written.writer.enqueue_for_thread(
+                            ["data" if out else "gone", sender, number], out
+                        )
                     else:
-                        spoken.speaker.put(["received", who, number])
-                if who:
-                    spoken.speaker.write()
+                        written.writer.enqueue(["received", sender, number])
+                if sender:
+                    written.writer.write()
         except BaseException as error:
             failures.append(error)
 
-    threads = [threading.Thread(target=talk, args=(who,)) for who in range(4)]
+    threads = [threading.Thread(target=write, args=(sender,)) for sender in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     deadline = time.monotonic() + SECONDS
-    while len(spoken.heard) < 4 * 300 and time.monotonic() < deadline:
+    while len(written.received) < 4 * 300 and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not failures
-    assert not spoken.failures
-    for who in range(4):
-        assert [n for _, of, n in spoken.heard if of == who] == list(range(300))
+    assert not written.failures
+    for sender in range(4):
+        assert [n for _, of, n in written.received if of == sender] == list(range(300))
 
 
 class Turns:
-    """A lock at which somebody else has his turn before it is taken for the `nth` time."""
+    """A lock that calls `turn` before it is acquired for the `nth` time."""
 
     def __init__(self, nth: int, turn: Callable[[], None]) -> None:
         self._lock = threading.RLock()
@@ -120,29 +120,29 @@ class Turns:
 
 
 @pytest.mark.parametrize("nth", [1, 2, 3])
-def test_who_finds_his_frame_written_and_another_there_writes_that(nth: int) -> None:
+def test_a_writer_that_finds_another_frame_queued_writes_it(nth: int) -> None:
     ours, theirs = (FramedSocket(stream) for stream in socket.socketpair())
-    lock: Any = Turns(nth, lambda: speaker.put(["received", 1]))
-    speaker = FrameWriter(ours, lock, lambda: None, lambda *_: None, lambda _: None, SECONDS)
-    speaker.write()
+    lock: Any = Turns(nth, lambda: writer.enqueue(["received", 1]))
+    writer = FrameWriter(ours, lock, lambda: None, lambda *_: None, lambda _: None, SECONDS)
+    writer.write()
     if nth < 3:
         assert theirs.recv_header(SECONDS).header == ["received", 1]
     for link in (ours, theirs):
         link.close()
 
 
-def test_nobody_waits_for_an_end_that_does_not_read(spoken: Spoken) -> None:
-    """What it does not take at once is the thread's."""
+def test_writers_do_not_wait_for_an_end_that_does_not_read(written: Written) -> None:
+    """The writer thread writes what the socket does not accept at once."""
     ours, theirs = socket.socketpair()
     link = FramedSocket(ours)
     lock = threading.RLock()
     failures: list[LookupBufferError] = []
-    speaker = FrameWriter(link, lock, lambda: None, lambda *_: None, failures.append, SECONDS)
+    writer = FrameWriter(link, lock, lambda: None, lambda *_: None, failures.append, SECONDS)
     started = time.monotonic()
     for number in range(100):
         with lock:
-            speaker.put(["offer", number], Outgoing(None, memoryview(BULK)[: 64 << 10], 0))
-        speaker.write()
+            writer.enqueue(["offer", number], Outgoing(None, memoryview(BULK)[: 64 << 10], 0))
+        writer.write()
     assert time.monotonic() - started < SECONDS / 2
     assert not failures
     theirs.close()
