@@ -1,28 +1,30 @@
 """The engine's claims: which request encodes an item that no node has, and which requests wait.
 
-A request claims all its missing items as one set before it may encode them. The claim belongs to
-the engine, so its other requests share it. Until vLLM allocates the item, the claim is an intent,
-which expires after `INTENT_SECONDS`. From then on scheduling passes renew it until the encoding
-step has certainly run. Nothing else renews it, so an engine that hangs loses its claims.
+A request claims all its missing items as one set before it may encode them (`RequestClaims`, kept
+until the request finishes). The claim belongs to the engine, so its other requests share it. Until
+vLLM allocates the item, the claim is an intent (`Intents`). It is released when no request wants it
+any more, and expires after `INTENT_SECONDS`. From the allocation on, scheduling passes renew the
+claim until the encoding step has certainly run (`EngineEncodes`). Nothing else renews it, so an
+engine that hangs loses its claims.
 
-`EcGate` and `EcScheduler` call this on vLLM's scheduler thread. No call waits longer than its
-timeout.
+`EcGate`, `EcScheduler` and `MetadataWaits` call this on vLLM's scheduler thread. No call waits
+longer than its timeout.
 """
 
 import enum
 import math
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from connectors.counters import Counters
-from connectors.ec.claimant import RequestClaims
-from connectors.ec.encodes import EngineEncodes
-from connectors.ec.engine_cache import EngineCache
-from connectors.ec.intents import Intents
+from connectors.ec.items import EngineCache
 from connectors.ec.shape import EngineShape
 from connectors.ec.watch import RequestItem, RequestState
 from connectors.identifiers import ItemPayload
 from connectors.settings import ConnectorSettings
+from lookup_buffer.client.handles import ClaimHandle
 from lookup_buffer.key import TensorKey
 from lookup_buffer.protocol.messages import ClaimOutcome
 from lookup_buffer.times import INTENT_SECONDS
@@ -30,6 +32,189 @@ from lookup_buffer.times import INTENT_SECONDS
 if TYPE_CHECKING:
     from lookup_buffer.client.buffer import LookupBuffer
     from lookup_buffer.client.handles import PrefetchHandle
+
+
+@dataclass(slots=True, eq=False)
+class RequestClaims:
+    """Claims that one request asked for as one set."""
+
+    deadline: float
+    """End of the request's single budget for waiting on others. Set at the first claim, never
+    extended."""
+    keys: dict[str, TensorKey] = field(default_factory=dict)
+    """Keys of the claimed items, by identifier."""
+    handle: ClaimHandle | None = None
+    """The set of claims at the node; None once its outcome was processed."""
+    not_granted_at: float = 0.0
+    """Time of the last check that found no grant. A grant seen later is not older than this."""
+    late_grants: int = 0
+    """Successive grants that were seen only after the intent may have passed to another engine."""
+    answer_deadline: float = 0.0
+    """A node that has not reported a holder by then is not waited for."""
+    encodes_seen: int = 0
+    """Number of encodes that the engine had begun at the last check."""
+    waited: bool = False
+    """Whether the wait for another engine was counted."""
+    expires_at: float = math.inf
+    """When the granted intents expire."""
+    held_elsewhere: set[str] = field(default_factory=set)
+    """Items that another engine was still encoding when the wait ended."""
+    refetches: dict[str, int] = field(default_factory=dict)
+    """By the text of a key: how often the item was reported as stored."""
+
+    def still_waits(self, now: float, encodes_begun: int) -> bool:
+        """Whether another engine still holds a claim, as already seen, and nothing has changed
+        since."""
+        handle = self.handle
+        if handle is None or handle.state is not ClaimOutcome.PENDING or not handle.holder:
+            return False
+        if now >= self.deadline or not self.waited or self.encodes_seen != encodes_begun:
+            return False
+        self.not_granted_at = now
+        return True
+
+
+OBSERVATIONS = 16
+
+
+@dataclass(slots=True)
+class _Encode:
+    key: TensorKey
+    allocated_at: float
+    planned_by: str = ""
+    """The running request that encodes the item in a later step; "" once vLLM allocated the
+    item."""
+    step: int | None = None
+    renewed_at: float = -math.inf
+
+
+class EngineEncodes:
+    """Items that vLLM allocated for an encode, or that a running request will encode.
+
+    Args:
+        steps_in_flight: how many steps vLLM may have scheduled and not finished.
+        renew_seconds: how often a claim is renewed.
+    """
+
+    def __init__(
+        self, steps_in_flight: int, renew_seconds: float, *, clock: Callable[[], float]
+    ) -> None:
+        self._steps_in_flight = steps_in_flight
+        self._renew_seconds = renew_seconds
+        self._clock = clock
+        self._encodes: dict[str, _Encode] = {}
+        self._seconds: deque[float] = deque(maxlen=OBSERVATIONS)
+
+    def __len__(self) -> int:
+        return len(self._encodes)
+
+    def __contains__(self, identifier: str) -> bool:
+        return identifier in self._encodes
+
+    @property
+    def longest_seconds(self) -> float:
+        """Longest of the last `OBSERVATIONS` encodes, from allocation to the end of the step; 0
+        without any."""
+        return max(self._seconds, default=0.0)
+
+    def begin(self, identifier: str, key: TensorKey) -> None:
+        """vLLM allocated the item."""
+        self._encodes[identifier] = _Encode(key, self._clock())
+
+    def plan(self, request_id: str, identifier: str, key: TensorKey) -> None:
+        """This running request will encode the item in a later step."""
+        if identifier not in self._encodes:
+            self._encodes[identifier] = _Encode(key, self._clock(), request_id)
+
+    def cancel_plan(self, request_id: str, identifier: str) -> None:
+        """The request will not encode the item."""
+        encode = self._encodes.get(identifier)
+        if encode is not None and encode.planned_by == request_id:
+            del self._encodes[identifier]
+
+    def drop(self, identifier: str) -> TensorKey | None:
+        """The step does not encode the item. Returns its key, or None where no encode was
+        tracked."""
+        encode = self._encodes.pop(identifier, None)
+        return None if encode is None else encode.key
+
+    def end_pass(self, step: int, *, dispatched: bool) -> list[TensorKey]:
+        """A step was built. `dispatched`: it carries all allocations that no step carried before.
+
+        Returns the keys whose claims are due for renewal.
+        """
+        if not self._encodes:
+            return []
+        now = self._clock()
+        due: list[TensorKey] = []
+        for identifier, encode in list(self._encodes.items()):
+            if encode.step is None:
+                encode.step = step if dispatched and not encode.planned_by else None
+            elif encode.step + self._steps_in_flight <= step:
+                del self._encodes[identifier]
+                self._seconds.append(now - encode.allocated_at)
+                continue
+            if now - encode.renewed_at >= self._renew_seconds:
+                encode.renewed_at = now
+                due.append(encode.key)
+        return due
+
+
+class Intents:
+    """See the module."""
+
+    def __init__(self) -> None:
+        self._wanted_by: dict[str, set[str]] = {}
+        """Item → requests that claimed it and have not released it."""
+        self._granted: set[str] = set()
+        """Items whose claim this engine holds, or may hold, and that vLLM has not allocated
+        since."""
+
+    def __len__(self) -> int:
+        """Tracked items; a granted item counts twice."""
+        return len(self._wanted_by) + len(self._granted)
+
+    def __contains__(self, identifier: str) -> bool:
+        """Whether this engine holds, or may hold, an intent for the item."""
+        return identifier in self._granted
+
+    def want(self, identifiers: Iterable[str], request_id: str) -> None:
+        """This request claims these items."""
+        for identifier in identifiers:
+            self._wanted_by.setdefault(identifier, set()).add(request_id)
+
+    def is_wanted(self, identifier: str, request_id: str) -> bool:
+        """Whether this request claimed the item, and no request has begun to encode it since."""
+        return request_id in self._wanted_by.get(identifier, ())
+
+    def grant(self, identifiers: Iterable[str]) -> None:
+        """This engine holds the claims."""
+        self._granted.update(identifiers)
+
+    def may_be_granted(self, identifiers: Iterable[str]) -> None:
+        """This engine may hold the claims of those items that are still wanted: the outcome was not
+        read."""
+        self._granted.update(one for one in identifiers if one in self._wanted_by)
+
+    def release(self, identifier: str, request_id: str) -> bool:
+        """The request no longer wants the item. Returns whether the claim was granted and no other
+        request wants it."""
+        wanted_by = self._wanted_by.get(identifier)
+        if wanted_by is None or request_id not in wanted_by:
+            return False
+        wanted_by.discard(request_id)
+        if wanted_by:
+            return False
+        del self._wanted_by[identifier]
+        was_granted = identifier in self._granted
+        self._granted.discard(identifier)
+        return was_granted
+
+    def begin_encode(self, identifier: str) -> set[str]:
+        """The item is encoded and is no longer an intent. Returns the requests that wanted it."""
+        self._granted.discard(identifier)
+        return self._wanted_by.pop(identifier, set())
+
 
 WAIT_PER_ENCODE = 5.0
 """The wait for another engine's encode, as a multiple of the longest recent encode here."""

@@ -165,7 +165,7 @@ class LookupBufferECConnector(ECConnectorBase):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> Any:
-        from connectors.ec.prometheus import EcPromMetrics
+        from connectors.ec.stats import EcPromMetrics
 
         return EcPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 

@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from connectors.ec.claimant import RequestClaims
-from connectors.ec.claims import EcClaims
-from connectors.ec.pins import Pin, PinTable
+from connectors.ec.claims import EcClaims, RequestClaims
+from connectors.ec.items import Pin, PinTable
 from connectors.ec.watch import RequestItem, RequestState
 from connectors.identifiers import ItemPayload
 from lookup_buffer.client.handles import PrefetchHandle, PrefetchState

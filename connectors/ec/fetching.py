@@ -10,10 +10,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from connectors.counters import Counters, logger
-from connectors.ec.answers import PassCache
 from connectors.ec.claims import EcClaims
-from connectors.ec.meanings import Variant
-from connectors.ec.pins import Pin, PinTable
+from connectors.ec.items import PassCache, Pin, PinTable, Variant
 from connectors.ec.supply import ItemSource, Lookup
 from connectors.ec.watch import Phase, RequestItem, RequestState
 from connectors.identifiers import ItemPayload

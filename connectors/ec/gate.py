@@ -12,12 +12,9 @@ from functools import partial
 from typing import Any
 
 from connectors.counters import Counters
-from connectors.ec.answers import PassCache
 from connectors.ec.claims import ClaimDecision, EcClaims
 from connectors.ec.deliveries import MetadataWaits, Unavailable
-from connectors.ec.engine_cache import EngineCache
-from connectors.ec.meanings import ItemVariants
-from connectors.ec.pins import PinTable
+from connectors.ec.items import EngineCache, ItemVariants, PassCache, PinTable
 from connectors.ec.republishing import EcRepublishing
 from connectors.ec.shape import EngineShape
 from connectors.ec.supply import ItemSource, Lookup

@@ -6,8 +6,7 @@
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from connectors.ec.located import StoredItems
-from connectors.ec.meanings import Variant
+from connectors.ec.items import StoredItems, Variant
 from connectors.ec.supply import ItemSource, Lookup
 from connectors.ec.watch import Phase, RequestItem, RequestState
 from connectors.pass_time import PassTime

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from connectors.ec.engine_cache import EngineCache
+from connectors.ec.items import EngineCache
 from connectors.ec.watch import RequestState
 
 if TYPE_CHECKING:

@@ -14,17 +14,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from connectors.counters import Counters, logger
-from connectors.ec.answers import PassCache
 from connectors.ec.claims import EcClaims
 from connectors.ec.deliveries import MetadataWaits
-from connectors.ec.engine_cache import EngineCache
 from connectors.ec.fetching import FetchingSource
 from connectors.ec.gate import EcGate
-from connectors.ec.located import StoredItems
+from connectors.ec.items import EngineCache, ItemVariants, PassCache, Pin, PinTable, StoredItems
 from connectors.ec.locating import LocatingSource
-from connectors.ec.meanings import ItemVariants
 from connectors.ec.metadata import ItemLoad, StepMetadata, WorkerCounts
-from connectors.ec.pins import Pin, PinTable
 from connectors.ec.republishing import EcRepublishing
 from connectors.ec.shape import EngineShape
 from connectors.ec.watch import embeds_of

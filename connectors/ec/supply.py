@@ -9,7 +9,7 @@ import enum
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-from connectors.ec.meanings import Variant
+from connectors.ec.items import Variant
 from connectors.ec.watch import RequestItem, RequestState
 
 

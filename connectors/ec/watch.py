@@ -13,8 +13,7 @@ from connectors.identifiers import Adapters, ItemPayload, NotShareable, payload_
 from lookup_buffer.key import TensorKey
 
 if TYPE_CHECKING:
-    from connectors.ec.engine_cache import EngineCache
-    from connectors.ec.meanings import Variant
+    from connectors.ec.items import EngineCache, Variant
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from connector_standins import EMBEDS, WAIT_SECONDS, Bench, Position, Request, make_request
-from connectors.ec.meanings import ItemVariants
+from connectors.ec.items import ItemVariants
 from lookup_buffer.client.handles import PrefetchState
 from lookup_buffer.key import TensorKey
 from nodes import wait_until

@@ -13,7 +13,7 @@ pytest.importorskip("vllm")
 
 from connectors.counters import REASONS_MAX
 from connectors.ec.connector import LookupBufferECConnector
-from connectors.ec.prometheus import FAMILIES, EcPromMetrics
+from connectors.ec.stats import FAMILIES, EcPromMetrics
 from connectors.kv.stats import FAMILIES as KV_FAMILIES
 
 CONNECTORS = Path(__file__).resolve().parents[2] / "connectors"

@@ -139,7 +139,7 @@ def test_every_code_of_why_is_explained() -> None:
 
 def test_every_metric_of_the_connector_is_explained() -> None:
     pytest.importorskip("vllm")
-    from connectors.ec.prometheus import FAMILIES
+    from connectors.ec.stats import FAMILIES
 
     explained = {row[0].strip("`"): row[1].strip("`") for row in _rows("What you see")}
     assert explained == {f"{family.name}_total": family.label for family in FAMILIES}

@@ -1,18 +1,34 @@
-"""Pins of the scheduler side: which bytes are pinned, for which requests, and until when.
+"""What the scheduler side knows of items: their pins, their variants, and what vLLM was told of them.
 
-Used only on vLLM's scheduler thread. Pure bookkeeping, apart from one-way `release` messages to the
-node. A pin is in one of three states:
+Pure bookkeeping on vLLM's scheduler thread, apart from one-way `release` messages to the node.
+
+`PinTable` has the prefetched items: which bytes are pinned, for which requests, and until when. A
+pin is in one of three states:
 
     waiting     wanted by requests that were not scheduled yet
     promised    vLLM got a yes for the item in this pass and relies on it until the pass ends, so
                 the pin is kept until then
     in flight   part of a step that went to the workers; kept until that step has certainly run
+
+`StoredItems` is its counterpart on an engine that only encodes: nothing is pinned there.
+
+`ItemVariants` has what current requests mean by one identifier. A client may give two contents one
+name (`uuid`), and an adapter may be loaded again under its old name. vLLM asks for an item by its
+identifier alone, so bytes that fit one request could be loaded for another, and vLLM's engine dies
+of an output with too few rows.
+
+`PassCache` has the answers of the current pass: vLLM asks for an item several times in a pass and
+relies on one answer.
+
+`EngineCache` has what vLLM's own encoder cache holds, from its allocations and evictions. It is a
+hint: vLLM reports evictions at the end of a pass, and `reset_encoder_cache` (also through `/pause`
+and `/sleep`) has no hook; it shows when vLLM asks for an item that its cache should hold.
 """
 
-from collections import deque
-from collections.abc import Mapping
+from collections import Counter, deque
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lookup_buffer.client.handles import PrefetchState
 from lookup_buffer.errors import MaybeMissed, MissReason
@@ -251,3 +267,134 @@ class PinTable:
         while self._in_flight:
             for pin in self._in_flight.popleft()[1]:
                 self.release(pin)
+
+
+Variant = tuple[TensorKey | None, int]
+"""The key under which the item is shared, None where it is not shared, and the rows of its
+output."""
+RequestVariants = Mapping[str, Iterable[Variant]]
+"""By the identifiers of one request's items. An identifier with several variants fits no bytes."""
+
+
+class ItemVariants:
+    """Counts the variants of all requests. `remove` takes what `add` was given."""
+
+    def __init__(self) -> None:
+        self._variants: dict[str, Counter[Variant]] = {}
+        self.current: RequestVariants | None = None
+        """The variants of the request that vLLM is about to schedule. None where it is not known:
+        vLLM before 0.30 does not name requests that run."""
+
+    def __len__(self) -> int:
+        return len(self._variants)
+
+    def add(self, variants: RequestVariants) -> None:
+        for identifier, values in variants.items():
+            self._variants.setdefault(identifier, Counter()).update(values)
+
+    def remove(self, variants: RequestVariants) -> None:
+        for identifier, values in variants.items():
+            left = self._variants[identifier]
+            left.subtract(values)
+            self._variants[identifier] = left = +left
+            if not left:
+                del self._variants[identifier]
+
+    def of(self, identifier: str) -> tuple[Variant, ...]:
+        """What vLLM may mean by the identifier now; empty where no request with it is known."""
+        variants = self._variants if self.current is None else self.current
+        return tuple(variants.get(identifier, ()))
+
+
+class PassCache(dict[tuple[str, tuple[Variant, ...]], bool]):
+    """Maps an identifier and its variants at the time of the question to the answer."""
+
+    def __init__(self, variants: ItemVariants) -> None:
+        super().__init__()
+        self._variants = variants
+
+    def set_available(self, identifier: str) -> None:
+        """From now on the answer is yes, whatever it was before."""
+        self[identifier, self._variants.of(identifier)] = True
+
+    def drop_negative(self, identifier: str) -> None:
+        """Drop a no: the item arrived after an earlier request of this pass missed it. A yes
+        stays."""
+        wanted = identifier, self._variants.of(identifier)
+        if self.get(wanted) is False:
+            del self[wanted]
+
+
+HELD_MAX = 1 << 16
+"""Far more than fits into a cache. Bounds the entries that unreported resets leave behind."""
+
+
+class EngineCache:
+    """The identifiers that vLLM's cache holds, and the number of its evictions."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, TensorKey | None] = {}
+        self._empty: dict[str, None] = {}
+        self.evictions = 0
+
+    def __contains__(self, identifier: str) -> bool:
+        return identifier in self._held
+
+    def add(self, identifier: str, key: TensorKey | None = None) -> None:
+        """vLLM allocated the item, and a worker writes an output there. `key` is the key under
+        which the output may be stored."""
+        self._empty.pop(identifier, None)
+        _keep(self._held, identifier, key)
+
+    def add_empty(self, identifier: str) -> None:
+        """vLLM allocated the item, and no worker writes to it. An engine that only encodes skips
+        items that are stored, and vLLM then takes them for encoded."""
+        _keep(self._empty, identifier, None)
+
+    def is_empty(self, identifier: str) -> bool:
+        return identifier in self._empty
+
+    def key_of(self, identifier: str) -> TensorKey | None:
+        """The key under which the cached output may be stored; None where it is not known."""
+        return self._held.get(identifier)
+
+    def discard(self, identifier: str) -> None:
+        self._held.pop(identifier, None)
+        self._empty.pop(identifier, None)
+
+    def clear(self, keep: Container[str]) -> None:
+        """vLLM's cache was reset and holds only what vLLM allocated since, which is `keep`."""
+        self._held = {name: key for name, key in self._held.items() if name in keep}
+        self._empty = {name: None for name in self._empty if name in keep}
+        self.evictions += 1
+
+
+def _keep(kept: dict[str, Any], identifier: str, value: Any) -> None:
+    kept[identifier] = value
+    if len(kept) > HELD_MAX:
+        del kept[next(iter(kept))]
+
+
+class StoredItems:
+    """See the module."""
+
+    def __init__(self) -> None:
+        self._wanted_by: dict[str, set[str]] = {}
+
+    def __len__(self) -> int:
+        return len(self._wanted_by)
+
+    def __contains__(self, identifier: str) -> bool:
+        return identifier in self._wanted_by
+
+    def add(self, identifier: str, request_id: str) -> None:
+        """The lookup of this request found the item stored."""
+        self._wanted_by.setdefault(identifier, set()).add(request_id)
+
+    def drop(self, identifier: str, request_id: str) -> None:
+        """The request no longer needs the item. After the last one the item has to be looked up
+        again."""
+        wanted_by = self._wanted_by.get(identifier, set())
+        wanted_by.discard(request_id)
+        if not wanted_by:
+            self._wanted_by.pop(identifier, None)
