@@ -1,4 +1,4 @@
-"""What the scheduler side knows of items: their pins, their variants, and what vLLM was told of them.
+"""What the scheduler side knows of items: pins, variants, and what vLLM was told of them.
 
 Pure bookkeeping on vLLM's scheduler thread, apart from one-way `release` messages to the node.
 

@@ -5,7 +5,7 @@ Runs in vLLM's scheduler thread, which owns all state here. Imports neither vLLM
 vLLM's first call for a request requests all its chunks in one message: the node fetches them to
 this host and pins them. The pins of all requests share one budget. The return value is the number
 of tokens in one run of pinned chunks, from the first that vLLM lacks. Until that run is known, vLLM
-gets `UNDECIDED` and calls again, for a bounded time. Pins work as in `ec.pins`, but here a request
+gets `UNDECIDED` and calls again, for a bounded time. Pins work as in `ec.items`, but here a request
 has one run of chunks.
 """
 
