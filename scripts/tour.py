@@ -22,10 +22,10 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests" / "support"))
 
-from browser import Browser, Tab, chromium_executable  # noqa: E402
 from lookup_buffer import MissingTensor, TensorKey  # noqa: E402
 from lookup_buffer.errors import BufferFull, NodeUnavailable  # noqa: E402
 from nodes import MIB, NodeProcess, Nodes  # noqa: E402
+from observing import Browser, Tab, chromium_executable  # noqa: E402
 from servers import free_port  # noqa: E402
 from store import EmbeddedServer  # noqa: E402
 

@@ -25,8 +25,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from leaks import LeakGuard
-from patience import scaled, slowness
-from standstills import Standstills
+from patience import Standstills, scaled, slowness
 
 # pytest puts the folder of this file on the path. Its folder `vllm` would then pass for the
 # package of that name where none is installed.
@@ -53,7 +52,6 @@ pytest_plugins = [
         "first_hosts",
         "raw_ends",
         "clusters",
-        "tls_server",
         "observing",
         "run_times",
     )
@@ -74,7 +72,6 @@ pytest.register_assert_rewrite(
     "engines",
     "observing",
     "openai_servers",
-    "handoff_storm",
     "deployment",
 )
 

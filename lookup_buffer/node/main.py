@@ -1,6 +1,6 @@
 """The node's process: reads its configuration as JSON from standard input and serves.
 
-With `--detach` it leaves its parent first; see `launch`. Exit codes: 0 told to end, or
+With `--detach` it leaves its parent first; see `runtime`. Exit codes: 0 told to end, or
 idle; 1 a part of it did not stop in time (see `node.END_SECONDS`); 2 the configuration is wrong, or
 another node serves here already.
 """

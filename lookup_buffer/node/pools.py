@@ -39,7 +39,7 @@ class Pool:
     under_way: int = 0
 
     def let_go(self, tickets: list[int], keys: list[QualifiedKey]) -> None:
-        """Tell its process; see `pool_messages`."""
+        """Tell its process; see `protocol.messages`."""
         message = {"event": "let_go", "tickets": tickets, "keys": [list(key) for key in keys]}
         self.session.anchor.send(message)
 

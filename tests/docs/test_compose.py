@@ -1,4 +1,4 @@
-"""docker-compose.yml: what it says, and that what it starts works: see `deployment`."""
+"""docker-compose.yml: its contents, and that its services work; see `deployment`."""
 
 import json
 import re
@@ -290,7 +290,7 @@ def test_a_node_runs_contained(contained: Stack) -> None:
 
 
 def test_pins_of_an_engine_in_another_container_go_with_it(contained: Stack) -> None:
-    """Its number says nothing to the node: it lives in another pid namespace."""
+    """Its number means nothing to the node: it runs in another pid namespace."""
     config = client_config(contained, Service("node-a"))
     source = """
 name = TensorKey("held")

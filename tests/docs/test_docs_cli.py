@@ -113,6 +113,6 @@ def test_every_command_and_option_is_named() -> None:
     assert set(re.findall(r"`(--[a-z-]+)", DOCUMENT)) <= known
 
 
-def test_every_exit_code_is_told() -> None:
+def test_every_exit_code_is_documented() -> None:
     told = {int(code) for code in re.findall(r"^\| (\d+) \|", DOCUMENT, re.MULTILINE)}
     assert told == set(ExitCode)

@@ -1,4 +1,4 @@
-"""docs/vllm.md says of each setting whether it separates engines, and why."""
+"""docs/vllm.md states for each setting whether it separates engines, and why."""
 
 import dataclasses
 import re

@@ -1,4 +1,4 @@
-"""The documents against the code they speak of: names, commands, targets and links must exist."""
+"""The documents against the code: names, commands, targets and links must exist."""
 
 import ast
 import importlib
@@ -44,6 +44,7 @@ DOCUMENTS = (
 LIBRARY = "".join(
     (ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/library.md")
 )
+ARCHITECTURE = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
 COMMANDS = (ROOT / "docs/cli.md").read_text(encoding="utf-8")
 
 
@@ -93,6 +94,52 @@ def test_every_linked_file_exists(document: str) -> None:
     links = [link for link in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in link]
     missing = [link for link in links if not ((ROOT / document).parent / link).exists()]
     assert not missing
+
+
+def _product() -> dict[str, str]:
+    """The text of each file of the product, by its path."""
+    paths = [
+        path
+        for folder in ("connectors", "examples", "lookup_buffer", "store")
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in (".py", ".lua")
+    ]
+    return {f"/{path.relative_to(ROOT)}": path.read_text(encoding="utf-8") for path in paths}
+
+
+def test_every_file_that_the_architecture_names_exists() -> None:
+    named = set(re.findall(r"[\w/]+\.(?:py|lua)\b", ARCHITECTURE))
+    assert len(named) > 50
+    paths = _product()
+    missing = [name for name in named if not any(path.endswith(f"/{name}") for path in paths)]
+    assert not missing, "ARCHITECTURE.md names files that do not exist"
+
+
+def test_every_folder_that_the_architecture_names_exists() -> None:
+    named = set(re.findall(r"`([\w/]+/)`", ARCHITECTURE))
+    assert len(named) > 10
+    roots = [ROOT, ROOT / "connectors", ROOT / "lookup_buffer"]
+    missing = [name for name in named if not any((root / name).is_dir() for root in roots)]
+    assert not missing, "ARCHITECTURE.md names folders that do not exist"
+
+
+def test_every_name_and_thread_that_the_architecture_gives_exists() -> None:
+    text = "\n".join(_product().values())
+    names = set(re.findall(r"`(_?[A-Za-z]\w+)`", ARCHITECTURE))
+    threads = set(re.findall(r"\blb-[a-z]+", ARCHITECTURE))
+    assert len(names) > 30
+    assert len(threads) >= 9
+    missing = {name for name in names if not re.search(rf"\b{name}\b", text)}
+    missing |= {thread for thread in threads if f'"{thread}"' not in text}
+    assert not missing, "ARCHITECTURE.md gives names that the product does not have"
+
+
+def test_every_class_that_the_architecture_names_is_defined() -> None:
+    named = set(re.findall(r"`([A-Z][a-z]+[A-Z]\w*)`", ARCHITECTURE))
+    assert len(named) > 8
+    text = "\n".join(_product().values())
+    missing = {name for name in named if not re.search(rf"^(?:class )?{name}\b", text, re.M)}
+    assert not missing, "ARCHITECTURE.md names classes that the product does not have"
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

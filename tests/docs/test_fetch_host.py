@@ -1,4 +1,4 @@
-"""Fetching a host's sources: little of a wheel where the server knows ranges, never a wrong byte.
+"""Fetching a release's sources: parts of a wheel where the server has ranges, no wrong byte.
 
 The wheel is a small one with the shape of vLLM's; index and files come from a server on 127.0.0.1.
 """
@@ -174,7 +174,7 @@ def test_whole_wheel_of_another_hash_is_refused(
 
 
 @pytest.mark.parametrize("fault", ["cut short", "no wheel", "refused", "not found"])
-def test_fault_of_the_server_is_said_and_nothing_is_left(
+def test_a_fault_of_the_server_is_reported_and_nothing_is_left(
     fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with serving(b"no zip" * 100 if fault == "no wheel" else make_wheel()) as server:
@@ -206,7 +206,7 @@ def test_server_that_falls_silent_is_given_up(
 
 
 @pytest.mark.slow
-def test_pip_says_where_the_wheel_lies(tmp_path: Path) -> None:
+def test_the_address_of_the_wheel_is_read_from_pip(tmp_path: Path) -> None:
     """The command itself, with pip's configuration naming the index."""
     with serving(make_wheel()) as server:
         environment = {

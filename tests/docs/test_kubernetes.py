@@ -1,4 +1,4 @@
-"""deploy/kubernetes: that its parts fit each other, and that its node's command runs.
+"""deploy/kubernetes: its parts fit each other, and its node's command runs.
 
 No Kubernetes ran them. By hand they were held against the schemas of Kubernetes 1.37.
 """
@@ -109,7 +109,7 @@ def test_services_and_policies_meet_their_pods() -> None:
 
 
 def test_engine_and_node_agree() -> None:
-    """What a node compares when an engine comes, and where the engine looks for it."""
+    """What a node compares when an engine connects, and where the engine looks for it."""
     node, engine = _environment(), _engine_settings()
     assert engine["store_url"] == node["LOOKUP_BUFFER_STORE_URL"]
     assert engine["capacity_bytes"] == node["LOOKUP_BUFFER_CAPACITY_BYTES"]

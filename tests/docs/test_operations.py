@@ -1,4 +1,4 @@
-"""docs/operations.md: its drills done to the services of the compose file, its runbook complete."""
+"""docs/operations.md: its drills run on the compose file, and its runbook is complete."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""What people get when they install us: the wheel is built, looked into, and run."""
+"""The installed package: the wheel is built, examined and run."""
 
 import email.message
 import email.parser

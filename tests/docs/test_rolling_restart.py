@@ -1,4 +1,4 @@
-"""docs/operations.md, "Upgrade": nodes restarted one after the other, while clients use both."""
+"""docs/operations.md, "Upgrade": nodes are restarted one by one while clients use both."""
 
 import threading
 from collections.abc import Iterator
@@ -66,7 +66,7 @@ class Reader:
         assert not self.failures, self.failures
 
 
-def test_nodes_restarted_one_by_one_cost_little_and_fail_nobody(stack: Stack) -> None:
+def test_nodes_restarted_one_by_one_cost_little_and_fail_no_request(stack: Stack) -> None:
     ending = threading.Event()
     namespace = Namespace.named("rolling")
     readers = {

@@ -1,4 +1,4 @@
-"""Hand-offs from their insert until it is known whose they are: one owner, whom everybody finds."""
+"""Hand-offs from their insert until the store names their owner: one owner, found by all nodes."""
 
 import threading
 import time
@@ -16,9 +16,10 @@ from nodes import STORE_SECONDS, NodeProcess, StartNode, at_rest, handoff, wait_
 from servers import StartServer, frozen
 
 DEAD_SECONDS = 7.0
-"""Within so long a node that is killed or stopped is taken for dead, on a machine that is idle."""
+"""Takers get the miss this long after their node was killed or stopped, on an idle machine: 6 s
+until every node has detected the death, and a second for the replies."""
 SLACK = 3.0
-"""By so much longer may things take where it is not."""
+"""The factor for a machine that is not idle."""
 SOON_SECONDS = 10.0
 STORED, EXISTS = InsertOutcome.STORED, InsertOutcome.EXISTS
 
@@ -94,8 +95,8 @@ def test_of_two_at_once_one_is_stored_and_one_taker_wins(start_node: StartNode) 
     nothing_held(*nodes)
 
 
-def test_what_was_taken_just_now_keeps_nobody_out(start_node: StartNode) -> None:
-    """Its owner knows that at once, the store a little later."""
+def test_a_name_that_was_just_taken_can_be_inserted_again(start_node: StartNode) -> None:
+    """Its owner records that at once, the store a little later."""
     first, second = start_node(), start_node()
     with first.client() as one, second.client() as other:
         for round_number in range(30):
@@ -107,7 +108,7 @@ def test_what_was_taken_just_now_keeps_nobody_out(start_node: StartNode) -> None
     nothing_held(first, second)
 
 
-def test_a_dead_owner_keeps_nobody_out(start_node: StartNode) -> None:
+def test_a_name_of_a_dead_owner_can_be_inserted_again(start_node: StartNode) -> None:
     first, second, name = start_node(), start_node(), handoff()
     with first.client() as one, second.client() as other:
         assert one.insert(name, torch.full((9,), 1)) is STORED
@@ -191,7 +192,7 @@ def test_whatever_was_inserted_is_known_to_be_lost_with_its_owner(start_node: St
 def test_what_the_store_never_heard_of_is_waited_for_in_vain(
     start_node: StartNode, start_server: StartServer
 ) -> None:
-    """The one thing that nobody else can know: an insert while the store was away."""
+    """Only the owner knows of an insert that was made while the store was away."""
     server = start_server()
     owner, node = (start_node(store_url=server.url) for _ in range(2))
     name = handoff()

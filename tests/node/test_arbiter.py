@@ -1,4 +1,4 @@
-"""Claims by the mirror's connections: what they cost the server, and where those do not lead."""
+"""Claims over the mirror's connections: their cost at the server, and shards without one."""
 
 import time
 from contextlib import ExitStack

@@ -1,4 +1,4 @@
-"""What other nodes may ask of the owner of hand-offs, in whatever order and form they do."""
+"""Requests of other nodes to the owner of hand-offs, in any order and form."""
 
 import asyncio
 import socket
@@ -131,7 +131,7 @@ def test_a_take_and_its_acknowledgement(producer: Producer) -> None:
             buffer.drop_select(name)
 
 
-def test_who_leaves_the_line_is_answered_all_the_same(producer: Producer) -> None:
+def test_a_taker_that_leaves_the_queue_gets_an_answer(producer: Producer) -> None:
     owner, buffer = producer
     name, asker = handoff(), Asker(owner, buffer.boot)
     buffer.insert(name, torch.arange(3))
@@ -152,7 +152,7 @@ def test_who_leaves_the_line_is_answered_all_the_same(producer: Producer) -> Non
     assert buffer.drop_select(name, timeout=5.0) is not None, "with the link went what it had"
 
 
-def test_a_boot_that_is_no_more_is_told_so(producer: Producer) -> None:
+def test_a_request_to_an_earlier_boot_is_answered_stale(producer: Producer) -> None:
     owner, _ = producer
     asker = Asker(owner, "anotherboot")
     assert asker.welcome == {"status": "stale"}
@@ -212,7 +212,7 @@ def test_a_payload_where_there_is_none_ends_the_link(producer: Producer) -> None
         {"id": 1, "state": "leased", "nbytes": 1.5},
     ],
 )
-def test_what_no_owner_says_is_refused(answer: object) -> None:
+def test_a_message_that_no_owner_sends_is_refused(answer: object) -> None:
     with pytest.raises(ProtocolError):
         Answer.parse(answer)
 

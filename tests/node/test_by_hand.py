@@ -1,4 +1,4 @@
-"""What somebody wrote by hand under our names: passed over, put right, and nobody stops for it."""
+"""Values written by hand under our keys: skipped or repaired, and no node stops."""
 
 import time
 from collections.abc import Iterator
@@ -53,7 +53,7 @@ def pair(start_server: StartServer, start_node: StartNode) -> Iterator[Pair]:
     pair.there.close()
 
 
-def test_foreign_things_in_the_place_of_counters_stop_nobody(pair: Pair) -> None:
+def test_foreign_values_under_the_keys_of_counters_stop_no_node(pair: Pair) -> None:
     name, hits = key(), f"lb:hits:{NAMESPACE}"
     stats = f"lb:stats:{pair.nodes[1].node_id}"
     pair.there.insert(name, torch.ones(3))
@@ -64,7 +64,7 @@ def test_foreign_things_in_the_place_of_counters_stop_nobody(pair: Pair) -> None
     pair.shares()
 
 
-def test_a_foreign_thing_in_the_place_of_a_node_stops_nobody(pair: Pair) -> None:
+def test_a_foreign_value_under_the_key_of_a_node_stops_no_node(pair: Pair) -> None:
     described = f"lb:node:{pair.nodes[1].node_id}"
     pair.shares()
     pair.put(described, "SET", described, "no node")
@@ -72,7 +72,7 @@ def test_a_foreign_thing_in_the_place_of_a_node_stops_nobody(pair: Pair) -> None
     pair.shares()  # who has met it before knows where it is
 
 
-def test_a_foreign_thing_in_the_place_of_a_namespace_stops_nobody(pair: Pair) -> None:
+def test_a_foreign_value_under_the_key_of_a_namespace_stops_no_node(pair: Pair) -> None:
     described = f"lb:ns:{Namespace.named('by hand').fingerprint}"
     pair.put(described, "SET", described, "no namespace")
     with pair.nodes[1].client("by hand"):
@@ -94,7 +94,7 @@ def test_a_foreign_thing_in_the_place_of_a_claim_is_taken_over(pair: Pair) -> No
 
 
 def test_a_copy_that_is_not_there_is_struck_off_by_its_node(pair: Pair) -> None:
-    """Else whoever wants the key is told that it is stored, and never gets it."""
+    """Otherwise a client that wants the key is answered that it is stored, and never gets it."""
     name = key()
     node = pair.nodes[1].node_id
     with open_store(pair.server.url, call_timeout_seconds=1.0) as store:

@@ -1,4 +1,4 @@
-"""Sets of claims: all or none, in one order whoever asks, and never waiting while holding."""
+"""Sets of claims: all or none, in one order for all, and no wait while holding a claim."""
 
 import asyncio
 import time
@@ -31,9 +31,7 @@ def node_pair(node_pair: Pair) -> Pair:
     return node_pair
 
 
-def test_what_nobody_has_is_granted_as_intents(
-    node_pair: Pair, valkey_server: EmbeddedServer
-) -> None:
+def test_free_keys_are_granted_as_intents(node_pair: Pair, valkey_server: EmbeddedServer) -> None:
     names = keys(3)
     with node_pair[0].client() as buffer:
         assert ask(buffer, names).state is ClaimOutcome.GRANTED
@@ -46,7 +44,7 @@ def test_what_nobody_has_is_granted_as_intents(
         assert ask(buffer, []).state is ClaimOutcome.GRANTED
 
 
-def test_who_waits_holds_nothing_of_its_set(node_pair: Pair, valkey_server: EmbeddedServer) -> None:
+def test_a_waiting_set_holds_no_claim(node_pair: Pair, valkey_server: EmbeddedServer) -> None:
     """Were the first of the set kept, two that want the same keys could hold each other up."""
     with node_pair[0].client() as holder, node_pair[1].client() as other:
         for _ in range(5):  # a busy machine may hold up one, or another
@@ -103,7 +101,7 @@ def test_an_intent_that_came_to_nothing_holds_others_for_a_second(node_pair: Pai
         assert settled(ask(other, [name])) is ClaimOutcome.GRANTED
 
 
-def test_a_wait_in_vain_says_who_has_it(node_pair: Pair) -> None:
+def test_a_wait_that_times_out_names_the_claimant(node_pair: Pair) -> None:
     names = keys(2)
     with node_pair[0].client() as holder, node_pair[1].client() as other:
         assert holder.claim(names[1], lease_seconds=30.0).granted
@@ -115,7 +113,9 @@ def test_a_wait_in_vain_says_who_has_it(node_pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("way", ["unclaim", "close"])
-def test_who_gave_up_gets_nothing(node_pair: Pair, valkey_server: EmbeddedServer, way: str) -> None:
+def test_a_cancelled_set_is_granted_nothing(
+    node_pair: Pair, valkey_server: EmbeddedServer, way: str
+) -> None:
     names = keys(2)
     with node_pair[0].client() as holder, node_pair[1].client() as other:
         assert holder.claim(names[1], lease_seconds=30.0).granted
@@ -152,7 +152,7 @@ def test_crossing_pairs_of_many_engines_all_get_their_turn(node_pair: Pair) -> N
             time.sleep(0.002)
 
 
-def test_a_store_that_freezes_grants_those_who_wait(
+def test_a_store_that_freezes_grants_the_waiting_sets(
     start_server: StartServer, start_node: StartNode
 ) -> None:
     server = start_server()
@@ -168,7 +168,7 @@ def test_a_store_that_freezes_grants_those_who_wait(
             assert settled(waits, 3.0) is ClaimOutcome.GRANTED
 
 
-def test_a_node_that_dies_fails_those_who_wait(start_node: StartNode, node_pair: Pair) -> None:
+def test_a_node_that_dies_fails_the_waiting_sets(start_node: StartNode, node_pair: Pair) -> None:
     names, node = keys(2), start_node()
     wait_until(lambda: node.stats()["store_up"], 15.0)
     with node_pair[0].client() as holder, node.client() as other:
@@ -250,7 +250,7 @@ class _Held:
         answer({"outcome": "held", "holder": "other:1", "remaining_seconds": 30.0})
 
 
-def test_a_client_that_is_gone_when_it_is_told_to_wait_leaves_no_watch_behind() -> None:
+def test_a_client_that_ends_before_it_would_wait_leaves_no_watch() -> None:
     """Sending fails then, which ends the session in the middle of the attempt."""
     loop, locator, claims, anchor = asyncio.new_event_loop(), _Watched(), _Held(), object()
     sets = ClaimSets(loop, claims, Holdings(loop), Waiting(loop, locator))  # type: ignore[arg-type]

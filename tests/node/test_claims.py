@@ -1,4 +1,4 @@
-"""Claims: one holder in the fleet; who waits is woken by the key, a release or a lease's end."""
+"""Claims: one claimant in the fleet; a publication, a release or a lease's end ends waits."""
 
 import threading
 import time
@@ -159,7 +159,7 @@ def test_what_only_a_dead_node_holds_is_produced_anew(start_node: StartNode) -> 
         assert there.claim(name, lease_seconds=9.0).granted
 
 
-def test_the_publication_wakes_who_waits_and_drops_the_claim(
+def test_the_publication_ends_waits_and_drops_the_claim(
     node_pair: Pair, valkey_server: EmbeddedServer
 ) -> None:
     name = key()
@@ -171,7 +171,7 @@ def test_the_publication_wakes_who_waits_and_drops_the_claim(
         assert not holder.release_claim(name), "there is nothing left to give back"
 
 
-def test_who_waits_on_the_same_node_is_woken_by_the_insert(
+def test_an_insert_ends_waits_on_the_same_node(
     node_pair: Pair, valkey_server: EmbeddedServer
 ) -> None:
     name = key()
@@ -198,7 +198,7 @@ def test_an_insert_of_what_is_there_already_ends_the_claim_too(
 
 
 @pytest.mark.parametrize("how", ["release", "close", "lease"])
-def test_the_end_of_a_claim_wakes_who_waits(node_pair: Pair, how: str) -> None:
+def test_the_end_of_a_claim_ends_waits(node_pair: Pair, how: str) -> None:
     name = key()
     with node_pair[1].client() as other:
         holder = node_pair[0].client()
@@ -216,7 +216,7 @@ def test_the_end_of_a_claim_wakes_who_waits(node_pair: Pair, how: str) -> None:
         holder.close()
 
 
-def test_a_killed_holder_wakes_who_waits(node_pair: Pair) -> None:
+def test_a_killed_claimant_ends_waits(node_pair: Pair) -> None:
     name = key()
     source = "say(buffer.claim(hear(), lease_seconds=600.0).granted); hear()"
     with ClientProcess(node_pair[0].config, source) as client, node_pair[1].client() as other:
@@ -257,7 +257,7 @@ def _granted_after_kill(store_url: str, start_node: StartNode) -> float:
         return time.monotonic() - started
 
 
-def test_a_wait_in_vain_says_who_has_it(node_pair: Pair) -> None:
+def test_a_claim_wait_that_times_out_names_the_claimant(node_pair: Pair) -> None:
     name = key()
     with node_pair[0].client() as holder, node_pair[1].client() as other:
         assert holder.claim(name, lease_seconds=LEASE_SECONDS).granted
@@ -270,7 +270,9 @@ def test_a_wait_in_vain_says_who_has_it(node_pair: Pair) -> None:
         assert 200.0 < answer.remaining_seconds < LEASE_SECONDS
 
 
-def test_who_gave_up_waiting_gets_nothing(start_server: StartServer, start_node: StartNode) -> None:
+def test_a_cancelled_wait_is_granted_nothing(
+    start_server: StartServer, start_node: StartNode
+) -> None:
     server, name = start_server(), key()  # where no other node beats, or has to be struck off
     nodes = [start_node(store_url=server.url) for _ in range(2)]
     with_store(*nodes)
@@ -311,7 +313,7 @@ def test_a_claim_belongs_to_the_engine(node_pair: Pair, valkey_server: EmbeddedS
         wait_until(lambda: claim_in(valkey_server, name) == b"$-1", 2.0)
 
 
-def test_a_store_that_freezes_grants_those_who_wait(
+def test_a_store_that_freezes_grants_the_waiting_claims(
     start_server: StartServer, start_node: StartNode
 ) -> None:
     server = start_server()

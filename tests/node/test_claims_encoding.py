@@ -1,4 +1,4 @@
-"""Claims of engines that are at work: what others see of them, and their own other requests."""
+"""Claims of engines that encode: what other engines and their own other requests see."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def node_pair(node_pair: Pair) -> Pair:
     return node_pair
 
 
-def test_an_encode_is_told_before_its_intent_lapses(
+def test_an_encode_is_reported_before_its_intent_expires(
     node_pair: Pair, valkey_server: EmbeddedServer
 ) -> None:
     """And not at once, for most are published sooner, which ends the claim anyway."""
@@ -44,7 +44,7 @@ def test_an_encode_is_told_before_its_intent_lapses(
 
 
 @pytest.mark.parametrize("way", ["insert", "unclaim"])
-def test_an_encode_that_is_over_before_it_had_to_be_told_never_is(
+def test_an_encode_that_ends_early_is_never_reported(
     node_pair: Pair, valkey_server: EmbeddedServer, way: str
 ) -> None:
     with node_pair[0].client() as holder:
@@ -91,7 +91,7 @@ def test_what_the_engine_held_before_is_not_given_back(
         wait_until(lambda: b":encoding:" in claim_in(valkey_server, first), 2.0)
 
 
-def test_an_encode_belongs_to_the_session_that_told_of_it(
+def test_an_encode_belongs_to_the_session_that_reported_it(
     node_pair: Pair, valkey_server: EmbeddedServer
 ) -> None:
     """An engine that attached again: the end of its last session is noticed only afterwards."""
@@ -106,7 +106,7 @@ def test_an_encode_belongs_to_the_session_that_told_of_it(
         buffer.unclaim([name])
 
 
-def test_an_encode_is_told_for_the_session_that_goes_on_with_it(
+def test_an_encode_is_reported_for_the_session_that_continues_it(
     node_pair: Pair, valkey_server: EmbeddedServer
 ) -> None:
     (name,) = keys(1)

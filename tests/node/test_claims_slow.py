@@ -1,4 +1,4 @@
-"""Claims and a store that answers, but later than a claim waits for it."""
+"""Claims on a store that answers later than a claim waits for it."""
 
 from contextlib import closing
 

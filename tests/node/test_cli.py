@@ -145,7 +145,7 @@ def test_a_store_that_hangs_is_3_within_a_bound(start_server: StartServer) -> No
 
 
 @pytest.mark.parametrize("name", ["ls", "stats", "nodes"])
-def test_no_embedded_server_is_3_and_says_what_to_do(name: str, tmp_path: Path) -> None:
+def test_no_embedded_server_exits_3_with_advice(name: str, tmp_path: Path) -> None:
     done = run(name, "--directory", str(tmp_path / "node"))
     assert_refused(done, 3, "no embedded server", "lookup-buffer serve", "--store-url")
 

@@ -1,4 +1,4 @@
-"""`bench`: that it measures what it says, within its time, and how it refuses."""
+"""`bench`: it measures what it prints, within its time; its errors."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Shell completion: what a real bash is offered, and where the scripts are put."""
+"""Shell completion: the proposals in a real bash, and where the scripts are put."""
 
 import os
 import pwd

@@ -1,4 +1,4 @@
-"""`doctor`: what is right, and each thing that it must find wrong."""
+"""`doctor`: a correct setup, and each fault that it must find."""
 
 import json
 import subprocess
@@ -33,7 +33,7 @@ def verdicts(checks: dict[str, dict[str, Any]], verdict: str) -> set[str]:
 
 
 def settings_of(node: NodeProcess) -> dict[str, str]:
-    """The environment of somebody who uses this node."""
+    """The environment of a user of this node."""
     return {
         "LOOKUP_BUFFER_DIRECTORY": str(node.settings.directory),
         "LOOKUP_BUFFER_STORE_URL": node.settings.store_url,

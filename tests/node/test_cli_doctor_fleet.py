@@ -1,4 +1,4 @@
-"""`doctor`: what it says of clocks, of the nodes' versions, of their ports and of their tokens."""
+"""`doctor`: its findings on clocks and on the versions, ports and tokens of nodes."""
 
 import socket
 import threading
@@ -41,7 +41,7 @@ def a_node(
 
 @contextmanager
 def a_peer(token: str | None = None) -> Iterator[int]:
-    """The port on which somebody greets as a node does."""
+    """The port of a listener that greets as a node does."""
 
     def greet(stream: socket.socket) -> None:
         with suppress(LookupBufferError):
@@ -77,8 +77,8 @@ def test_ports(store: MetadataStore, url: str, tmp_path: Path, port: int) -> Non
     assert "n1" not in check["found"]
 
 
-def test_somebody_else_at_the_port(store: MetadataStore, url: str, tmp_path: Path) -> None:
-    """Who lets us in to the socket, and then says nothing."""
+def test_another_program_at_the_port(store: MetadataStore, url: str, tmp_path: Path) -> None:
+    """A listener that accepts the connection and then sends nothing."""
     with (
         socket.create_server(("127.0.0.1", 0)) as silent,
         a_node(store, "n1", f"tcp://127.0.0.1:{silent.getsockname()[1]}"),
@@ -139,7 +139,7 @@ def test_clocks(seconds: float, verdict: str) -> None:
     assert ("ahead" if seconds > 0 else "behind") in check.found
 
 
-def test_who_may_not_ask_for_the_time_is_told_nothing_of_it(
+def test_without_the_right_to_TIME_nothing_is_reported_about_clocks(
     store: MetadataStore, url: str, tmp_path: Path
 ) -> None:
     assert examine(url, tmp_path)["store clock"]["verdict"] == "ok"

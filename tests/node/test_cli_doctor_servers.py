@@ -1,4 +1,4 @@
-"""`doctor` on servers of every kind: what they refuse, what they are, and what lies in them."""
+"""`doctor` on servers of every kind: rights, kind and contents."""
 
 import re
 from collections.abc import Iterator
@@ -12,10 +12,19 @@ from clusters import Sentinels, ValkeyCluster
 from command_line import run_json
 from contract_store import a_location, a_record
 from lookup_buffer.cli.doctor import Verdict, memory_check, version_check
-from servers import QUIET, ServerProcess, command, flush, free_ports, valkey_executable
+from servers import (
+    ADMIN_PASSWORD,
+    PASSWORD,
+    QUIET,
+    ServerProcess,
+    TlsServer,
+    command,
+    flush,
+    free_ports,
+    valkey_executable,
+)
 from store import EmbeddedServer, ServerInfo, layout, open_store
 from store.inspection import PROBES
-from tls_server import ADMIN_PASSWORD, PASSWORD, TlsServer
 
 MIB = 1 << 20
 
@@ -176,9 +185,7 @@ def test_sentinel(sentinels: Sentinels, tmp_path: Path) -> None:
 # ---- what lies in a server
 
 
-def test_records_that_nobody_can_read(
-    valkey_server: EmbeddedServer, namespace: str, tmp_path: Path
-) -> None:
+def test_unreadable_records(valkey_server: EmbeddedServer, namespace: str, tmp_path: Path) -> None:
     flush(valkey_server.url)
     with open_store(valkey_server.url, call_timeout_seconds=5.0) as store:
         for key in ("good", "newer", "garbled", "moved away"):

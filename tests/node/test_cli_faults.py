@@ -1,4 +1,4 @@
-"""Every command, whatever a store or an output may be: a sentence and an exit code, never a trace.
+"""Every command on any store and output: a sentence and an exit code, never a traceback.
 
 The commands of one case run side by side, for some of them wait for beats.
 """
@@ -36,7 +36,7 @@ Done = Mapping[str, CompletedProcess[str]]
 
 
 def run_all(directory: Path, url: str, **settings: str) -> Done:
-    """Every command; whatever is wrong, none may leave a trace, and each says something."""
+    """Every command: none may print a traceback, and each prints a message."""
     settings |= {"LOOKUP_BUFFER_STORE_URL": url, "LOOKUP_BUFFER_DIRECTORY": str(directory / "d")}
     with ThreadPoolExecutor(len(COMMANDS)) as pool:
         running = {
@@ -72,7 +72,7 @@ def test_an_empty_server(start_server: StartServer, tmp_path: Path) -> None:
     assert "there is no namespace" in done["invalidate"].stderr
 
 
-def test_nobody_listens(tmp_path: Path) -> None:
+def test_no_server_listens(tmp_path: Path) -> None:
     done = run_all(tmp_path, "redis://127.0.0.1:1")
     assert all_unreachable(done)
     assert "Connection refused" in done["ls"].stderr
@@ -109,7 +109,7 @@ def test_a_wrong_password(start_server: StartServer, tmp_path: Path) -> None:
 
 @contextmanager
 def saying(answer: bytes) -> Iterator[str]:
-    """A server that is no Redis: it says this to whatever comes, and hangs up."""
+    """A server that is no Redis: it sends this to every connection, and closes it."""
     over = threading.Event()
 
     def serve() -> None:
@@ -155,7 +155,7 @@ def test_no_redis_at_all(tmp_path: Path, answer: bytes) -> None:
 
 
 def test_another_product(tmp_path: Path) -> None:
-    """It speaks Redis' language and knows none of its commands."""
+    """It uses Redis' protocol and has none of its commands."""
     with saying(b"-ERR unknown command\r\n" * 100) as url:
         done = run_all(tmp_path, url)
     assert 0 not in codes(done).values()
@@ -173,7 +173,7 @@ def as_list(url: str, database: int, name: str) -> None:
 
 
 def as_nonsense(url: str, database: int, name: str) -> None:
-    """A HASH, whose fields are named as ours and hold what nobody would write."""
+    """A HASH whose fields have our names and impossible values."""
     names = ("shape", "nbytes", "created", "capacity_bytes", "dtype", "items", "kind", "v", "x")
     nested, long = "[" * 100_000, "9" * 5000
     values: tuple[str | bytes, ...] = (

@@ -1,4 +1,4 @@
-"""No command holds the server for long, however many records there are."""
+"""No command blocks the server for long, with any number of records."""
 
 import pytest
 

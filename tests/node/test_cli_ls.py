@@ -1,4 +1,4 @@
-"""`ls`: its filters, and that it shows pages as it finds them, however much there is."""
+"""`ls`: its filters, and that it prints pages as it finds them, with any number of records."""
 
 import subprocess
 import threading
@@ -83,7 +83,7 @@ def test_a_bound_that_is_none_is_2(url: str, option: str, value: str) -> None:
     assert_refused(done, 2, option, repr(value), "allowed")
 
 
-def test_who_described_itself_a_moment_ago_lives(store: MetadataStore, url: str) -> None:
+def test_a_node_that_just_wrote_its_description_is_alive(store: MetadataStore, url: str) -> None:
     for key, nodes in (("k1", ("fresh", "dead")), ("k2", ("dead",)), ("k3", ("restarted",))):
         publish(store, SPACE, key, *nodes)
     store.beat("dead", boot_of("dead"), 7)

@@ -1,4 +1,4 @@
-"""Every command, whatever it writes to: closed, full or narrow, in any locale, and Ctrl-C."""
+"""Every command on any output: closed, full or narrow, in any locale; and Ctrl-C."""
 
 import os
 import signal
@@ -114,7 +114,7 @@ def has_socket(pid: int) -> bool:
 
 
 def test_ctrl_c(valkey_server: EmbeddedServer, start_server: StartServer) -> None:
-    """While it waits for a server that says nothing."""
+    """While it waits for a silent server."""
     server = start_server()
     with frozen(server), subprocess.Popen(
         [PROGRAM, "ls", "--store-url", server.url],

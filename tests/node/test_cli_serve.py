@@ -230,7 +230,7 @@ def test_a_node_without_clients_ends_where_that_is_asked_for(
     assert served.process.wait(END_SECONDS) == 0
 
 
-def test_nodes_tells_the_living_from_the_dead(
+def test_nodes_shows_which_are_alive_and_dead(
     start_node: StartNode, valkey_server: EmbeddedServer
 ) -> None:
     living, killed, stopped = start_node(), start_node(), start_node()

@@ -82,7 +82,7 @@ def test_live(start_server: StartServer, start_node: StartNode, size: tuple[int,
         assert screen.process.wait(20.0) == 0
 
 
-def test_a_store_that_goes_is_told_and_waited_for(start_server: StartServer) -> None:
+def test_a_lost_store_is_reported_and_waited_for(start_server: StartServer) -> None:
     server = start_server()
     with terminal("top", server.url, (24, 80)) as screen:
         screen.wait_for("0 of 0 nodes live")

@@ -1,4 +1,4 @@
-"""`why`: each sentence that it can say, with what it is about really done to real nodes."""
+"""`why`: each sentence that it can print, with its cause really done to real nodes."""
 
 import threading
 from collections.abc import Iterator
@@ -326,7 +326,7 @@ def test_under_another_namespace(
         assert [one.code for one in everywhere[2:]] == [Code.OTHER_NAMESPACE] * OTHERS_MAX
 
 
-def test_a_namespace_that_nobody_uses(store: MetadataStore, client: LookupBuffer) -> None:
+def test_an_unused_namespace(store: MetadataStore, client: LookupBuffer) -> None:
     name, nobody = key(), "f" * 64
     client.insert(name, torch.ones(3))
     the_finding(store, name, Code.STORED)

@@ -1,4 +1,4 @@
-"""`why` as it is shown: at terminals, in pipes, as JSON, and what it says to bad input."""
+"""`why` as it is shown: at terminals, in pipes, as JSON; its errors on bad input."""
 
 import subprocess
 from unittest.mock import ANY
@@ -122,7 +122,7 @@ def test_an_empty_store_is_1(url: str) -> None:
 
 
 def test_there_is_always_a_sentence(store: MetadataStore, url: str) -> None:
-    """What stands there says nothing: a claim that no node wrote."""
+    """The value means nothing: a claim that no node wrote."""
     store.describe_namespace(SPACE, {"model": "siglip"})
     command(url, "SET", layout.claim(SPACE, "photo"), "by hand", "EX", "60")
     publish(store, SPACE, "photo", "n1")

@@ -1,4 +1,4 @@
-"""The client against real nodes: what goes in comes out bit for bit, and every miss is honest."""
+"""The client against real nodes: tensors come back bit for bit, and every miss is true."""
 
 import ctypes
 import threading
@@ -105,7 +105,7 @@ def test_the_first_content_stays(buffer: LookupBuffer) -> None:
 
 
 def test_exists_means_that_a_reader_has_it(node_pair: Pair) -> None:
-    """Many insert one key at once: whoever is told EXISTS finds it there."""
+    """Many insert one key at once: after EXISTS, the key is found."""
     failures: list[object] = []
     tensor = tensor_of("race", 8 * MIB)
 
@@ -267,7 +267,7 @@ def test_what_has_expired_can_be_stored_again_at_once(buffer: LookupBuffer) -> N
 
 
 @pytest.mark.parametrize("ttl", [-1.0, float("nan"), float("inf"), 1e9])
-def test_a_time_to_live_that_no_node_takes_is_said_so(buffer: LookupBuffer, ttl: float) -> None:
+def test_a_time_to_live_that_no_node_accepts_is_refused(buffer: LookupBuffer, ttl: float) -> None:
     with pytest.raises(ValueError, match="ttl_seconds"):
         buffer.insert(key(), torch.ones(2), ttl_seconds=ttl)
 

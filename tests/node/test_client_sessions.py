@@ -63,7 +63,7 @@ def test_close_is_idempotent_and_final(node_pair: Pair) -> None:
     at_rest(node_pair[0])
 
 
-def test_close_wakes_who_waits(node_pair: Pair) -> None:
+def test_close_ends_waits(node_pair: Pair) -> None:
     client = node_pair[0].client()
     errors = list[Exception]()
 

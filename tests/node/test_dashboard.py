@@ -1,4 +1,4 @@
-"""The dashboard's page, in a real browser, against live nodes: it shows what stands in Redis."""
+"""The dashboard's page, in a real browser, against live nodes: it shows what is in Redis."""
 
 import secrets
 import threading
@@ -10,14 +10,13 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from browser import Browser
 from lookup_buffer.dashboard.fleet import HIT_BYTES, HITS, TRANSFERS
 from lookup_buffer.errors import MissingTensor
 from lookup_buffer.inspection.records import size_text
 from lookup_buffer.key import TensorKey
 from lookup_buffer.namespace import Namespace
 from nodes import MIB, NodeProcess, Nodes, StartNode, key, tensor_of, wait_until
-from observing import LIVE, Stream, dashboard, number_shown
+from observing import LIVE, Browser, Stream, dashboard, number_shown
 from servers import free_port, frozen, patient, valkey_executable
 from store import EmbeddedServer, MetadataStore
 

@@ -5,12 +5,11 @@ import sys
 
 import pytest
 
-from browser import Browser
 from lookup_buffer.node.http_dashboard import dashboard_pages
 from lookup_buffer.node.http_server import HttpServer
 from lookup_buffer.node.observer import HISTORY_SECONDS, Observer
 from nodes import StartNode
-from observing import LIVE, dashboard
+from observing import LIVE, Browser, dashboard
 from servers import free_port
 
 TOKEN = "nur-fuer-uns-und-niemanden"
@@ -75,7 +74,7 @@ def test_an_hour_leaves_nothing_behind(browser: Browser) -> None:
         server.close()
 
 
-def test_a_lost_connection_is_told_and_found_again(browser: Browser, start_node: StartNode) -> None:
+def test_a_lost_connection_is_shown_and_made_again(browser: Browser, start_node: StartNode) -> None:
     node = start_node(http_listen=f"http://127.0.0.1:{free_port()}")
     status = "document.getElementById('status')"
     with dashboard(browser, node) as tab:

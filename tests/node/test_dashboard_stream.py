@@ -1,4 +1,4 @@
-"""The dashboard's stream and questions, by bare sockets: who hears what, and at whose cost."""
+"""The dashboard's stream and queries, by bare sockets: what each client gets, and at what cost."""
 
 import json
 import os
@@ -55,7 +55,7 @@ def watched(start_node: StartNode, **settings: str) -> NodeProcess:
 
 @contextmanager
 def talking(interval: float = 0.02, length: int = 0) -> Iterator[str]:
-    """The address of a listener whose observer says something all the time."""
+    """The address of a listener whose observer sends messages all the time."""
     told = json.dumps(["talker", interval, length]).encode() + b"\n"
     observer = Observer(((sys.executable, "-c", TALKER), told))
     server = HttpServer(None)
@@ -82,7 +82,7 @@ def stream_of(address: str) -> Stream:
     return Stream(listener(address))
 
 
-def test_one_observer_for_all_and_none_for_nobody(start_node: StartNode) -> None:
+def test_one_observer_for_all_pages_and_none_without_a_page(start_node: StartNode) -> None:
     node = watched(start_node)
     assert get(node, "/")[0] == get(node, "/metrics")[0] == 200
     assert children_of(node.pid) == set()
@@ -205,7 +205,7 @@ def test_pages_are_bounded() -> None:
         wait_until(is_taken, 20.0, "a place is free")
 
 
-def test_an_observer_that_says_too_much_at_once_is_started_again(
+def test_an_observer_whose_message_is_too_large_is_restarted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(node_observer, "LINE_BYTES_MAX", 1 << 20)
@@ -235,7 +235,7 @@ def no_process(*_: object, **__: object) -> None:
     raise BlockingIOError("Resource temporarily unavailable")
 
 
-def test_an_observer_that_hears_nothing_holds_up_nobody_else(
+def test_an_observer_that_reads_nothing_delays_nothing_else(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(http_exchange, "MAKE_SECONDS", 0.05)
@@ -257,7 +257,7 @@ def test_history_is_bounded() -> None:
             assert len(late.event("history")) == HISTORY_SECONDS
 
 
-def test_who_reads_slowly_is_cut_off_and_holds_up_nobody() -> None:
+def test_a_slow_reader_is_disconnected_and_delays_no_other() -> None:
     with (
         talking(interval=0.005, length=1 << 20) as address,
         stream_of(address) as slow,
@@ -272,7 +272,7 @@ def test_who_reads_slowly_is_cut_off_and_holds_up_nobody() -> None:
                 slow.event("now")
 
 
-def test_nobody_looks_on_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_observer_ends_after_the_last_page(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_observer, "LINGER_SECONDS", 0.5)
     before = children_of(os.getpid())
     with talking() as address:

@@ -1,7 +1,7 @@
 """The buffer's contract on tensors that lie in pools, between three processes on three hosts.
 
-Over Gloo, on the CPU. `first` has everything; the others take it from there, by the lane unless
-something else is said.
+Over Gloo, on the CPU. `first` has everything; the others read it from there, over the lane unless
+a test does otherwise.
 """
 
 from collections.abc import Iterator
@@ -117,7 +117,9 @@ def test_into_a_tensor_that_the_caller_brings(ends: list[DeviceEnd], key: str) -
         ends[1].do(f"read(TensorKey({key!r}), out=torch.empty(3))")
 
 
-def test_what_nobody_has_is_missing_at_once_or_in_time(ends: list[DeviceEnd], key: str) -> None:
+def test_an_absent_key_is_missing_at_once_or_at_the_timeout(
+    ends: list[DeviceEnd], key: str
+) -> None:
     with pytest.raises(MissingTensor):
         ends[1].do(f"read(TensorKey({key!r}))")
     with pytest.raises(LookupTimeout):

@@ -1,7 +1,7 @@
-"""What goes wrong on a lane costs no tensor and no process: the bytes come over the hosts.
+"""A fault of a lane costs no tensor and no process: the bytes come over the hosts.
 
-Between processes on hosts of their own, over Gloo. That a device has no memory, or is gone, is said
-by a stand-in for it; all else is done to the real thing.
+Between processes on hosts of their own, over Gloo. A stand-in
+reports that a device has no memory or is gone; all other faults are real.
 """
 
 import time
@@ -60,7 +60,7 @@ def test_a_peer_that_is_stopped_in_the_middle_costs_one_deadline(
     assert second.do("lane.gauges().tickets") == 0
 
 
-def test_a_peer_that_is_killed_in_the_middle_takes_nobody_along(
+def test_a_process_killed_during_a_transfer_ends_no_other(
     pair: tuple[DeviceEnd, DeviceEnd], start_end: StartEnd
 ) -> None:
     first, second = pair

@@ -1,5 +1,5 @@
-"""What a record in Redis says of a place on a device is a hint: whatever it says, the bytes come,
-and in time; each lie is counted, said once, and leaves nothing behind.
+"""A device location in a Redis record is a hint: if it is wrong, the bytes still arrive in time.
+Each wrong location is counted, logged once, and leaves nothing behind.
 
 The record is written by hand after an honest one; the reader's node has not asked for it before.
 """
@@ -134,7 +134,7 @@ def is_left_alone(ends: Ends, port: int) -> None:
     assert seen <= {"cold", "abandoned"}
 
 
-def test_a_port_where_nobody_listens(ends: Ends) -> None:
+def test_a_port_without_a_listener(ends: Ends) -> None:
     with socket.create_server(("127.0.0.1", 0)) as gone:
         port = gone.getsockname()[1]
     is_left_alone(ends, port)
@@ -198,7 +198,9 @@ def test_a_place_that_is_none_is_no_place(ends: Ends, field: str) -> None:
     ],
     ids=["twice as many", "half as many", "another dtype"],
 )
-def test_bytes_that_are_not_what_was_said_cost_a_fall_back(ends: Ends, fields: Fields) -> None:
+def test_bytes_that_differ_from_their_announcement_cost_a_fallback(
+    ends: Ends, fields: Fields
+) -> None:
     assert ends.lies(lambda _at: fields) == {"peer_failed": 1}
     warm(ends.first, ends.second)
 

@@ -1,7 +1,7 @@
 """A process that is killed or stopped when some of a payload has come, and the rest has not.
 
-The reader's process itself sees its memory change, and strikes; afterwards the rest of that memory
-is seen to be untouched. Over Gloo, between processes on hosts of their own.
+The reader's process stops or kills it when its own memory changes; afterwards the rest of that
+memory must be untouched. Over Gloo, between processes on hosts of their own.
 """
 
 import os

@@ -1,7 +1,7 @@
-"""Whoever connects to a pool's port and says what he likes: the pool's process goes on, serves its
-readers meanwhile, and keeps nothing of him.
+"""Foreign connections to a pool's port, with any bytes: the pool's process continues, serves its
+readers meanwhile, and keeps nothing of them.
 
-The pool is a process's of its own, which is the same one at the end; a reader's is another.
+The pool has a process of its own, which is the same one at the end; a reader has another.
 """
 
 import socket
@@ -35,7 +35,7 @@ _numbers = count()
 
 
 class Stranger(RawEnd):
-    """One who has shaken hands with a pool, and agreed on what moves the payload."""
+    """A client that has shaken hands with a pool, and agreed on how the payload moves."""
 
     def __init__(self, pool: DeviceEnd) -> None:
         super().__init__(_address_of(pool), ["pair", "gloo", gloo.version()])
@@ -52,7 +52,7 @@ class Stranger(RawEnd):
         self.say(["offer", self._last, key, header], raw)
 
     def verdict(self) -> Any:
-        """What he is told of what he asked."""
+        """The answer to its request."""
         frame = self.link.recv_header(5.0)
         while frame.header[0] != "offer":
             frame = self.link.recv_header(5.0)
@@ -87,7 +87,7 @@ class Ends:
         assert self.reader.counted("hits_lane") == before + 1, self.reader.node.stats()
 
     def at_rest(self) -> None:
-        """Without its reader the pool has nothing of those who came."""
+        """Without its reader the pool has nothing of foreign connections."""
         self.reader.do("leave()")
 
         def is_alone() -> bool:
@@ -140,7 +140,7 @@ def test_what_is_no_frame_and_what_is_no_pipes_ends_its_connection(ends: Ends) -
     ends.reads()
 
 
-def test_whoever_says_nothing_holds_up_others_no_longer_than_a_handshake(ends: Ends) -> None:
+def test_a_silent_connection_delays_others_at_most_a_handshake(ends: Ends) -> None:
     port = ends.pool.do("lane.port")
     with ExitStack() as silent:
         for _ in range(3 * INCOMING_PAIRS_MAX):
@@ -202,7 +202,7 @@ def test_what_is_asked_of_another_pool_or_of_what_is_not_there_is_stale(ends: En
         assert stranger.verdict() == {"status": "ok"}
 
 
-def test_what_nobody_asked_for_does_not_fill_the_memory(ends: Ends) -> None:
+def test_unrequested_bytes_do_not_fill_the_memory(ends: Ends) -> None:
     few, room = torch.zeros(60_000, dtype=torch.uint8), 2 * protocol.INBOX_BYTES
     with Stranger(ends.pool) as stranger:
         is_over = False
@@ -241,7 +241,7 @@ def _torn(name: str, value: bytes) -> bytes:
 
 @pytest.mark.parametrize("name", TORN)
 def test_an_address_for_the_communicator_that_is_none_ends_its_pair(ends: Ends, name: str) -> None:
-    """Gloo reads as far as such a value says, and ended the process."""
+    """Gloo reads as many bytes as such a value states, and ended the process."""
     with Stranger(ends.pool) as stranger:
         stranger.ask({"ask": 0, "mark": 0})
         number = stranger.heard()[1]
@@ -255,7 +255,7 @@ def test_an_address_for_the_communicator_that_is_none_ends_its_pair(ends: Ends, 
     ends.reads()
 
 
-def test_the_one_who_asked_nothing_for_longest_makes_place(ends: Ends) -> None:
+def test_at_the_limit_the_longest_idle_connection_is_closed(ends: Ends) -> None:
     with ExitStack() as crowd:
         strangers = [crowd.enter_context(Stranger(ends.pool)) for _ in range(INCOMING_PAIRS_MAX)]
         for stranger in (*strangers, strangers[0]):

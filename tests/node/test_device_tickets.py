@@ -1,6 +1,6 @@
-"""A process's end of a lane alone: what it holds for its node, whatever comes in between.
+"""A process's end of a lane alone: what it pins for its node, with any event in between.
 
-Two pools in one process, joined by Gloo; the node is a stand-in that says what a test has it say.
+Two pools in one process, joined by Gloo; the node is a stand-in that sends what the test gives it.
 """
 
 import socket
@@ -33,7 +33,7 @@ SECONDS = 20.0
 
 
 class Gate(HostPoolMemory):
-    """Where nothing can be received until it is open; and that fails once, when it is told to."""
+    """A memory that receives nothing until it is open, and fails once when a test sets it to."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ def in_the_middle(ends: Ends) -> Iterator[int]:
     wait_until(lambda: ends.ours.pool.has(("n", f"k{ticket}")), SECONDS)
 
 
-def test_what_comes_after_its_node_is_gone_is_held_by_nobody(ends: Ends) -> None:
+def test_a_tensor_that_arrives_after_its_node_ended_stays_unpinned(ends: Ends) -> None:
     ends.warm()
     with in_the_middle(ends):
         ends.ours.lost()
@@ -143,8 +143,8 @@ def test_what_comes_after_its_node_is_gone_is_held_by_nobody(ends: Ends) -> None
     assert ends.ours.gauges().tickets == 0
 
 
-def test_what_is_not_wanted_any_more_is_held_by_nobody_and_costs_no_pair(ends: Ends) -> None:
-    """Another rank's pool could not have it, or who asked has gone: the pair works all the same."""
+def test_a_tensor_no_longer_wanted_stays_unpinned_and_costs_no_pair(ends: Ends) -> None:
+    """Another rank's pool could not have it, or the requester has ended: the pair still works."""
     ends.warm()
     with in_the_middle(ends) as ticket:
         ends.ours.on_event({"event": "let_go", "tickets": [ticket], "keys": []})

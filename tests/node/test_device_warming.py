@@ -1,4 +1,4 @@
-"""Pairs that are there before anything is wanted: begun when a pool is seen, ended when it is gone.
+"""Pairs that exist before a read needs them: made when a pool is seen, ended when it is gone.
 
 Between processes with nodes of their own; and for one end alone, with a stand-in for its node.
 """
@@ -140,7 +140,7 @@ def test_pairs_whose_other_end_has_gone_take_no_share(ends: Ends) -> None:
     wait_until(lambda: ends.ours.pairs() == 1, SECONDS)
 
 
-def test_who_is_wanted_waits_for_none_that_are_only_seen(ends: Ends) -> None:
+def test_a_wanted_pair_does_not_wait_for_pairs_only_seen(ends: Ends) -> None:
     """Those connect, and then say nothing for as long as they may."""
     with ExitStack() as stack:
         silent = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(6)]
@@ -153,7 +153,7 @@ def test_who_is_wanted_waits_for_none_that_are_only_seen(ends: Ends) -> None:
         ends.let_go()
 
 
-def test_a_pool_that_many_have_seen_keeps_room_for_who_wants_something(ends: Ends) -> None:
+def test_a_pool_that_many_have_seen_accepts_pairs_that_are_wanted(ends: Ends) -> None:
     with ExitStack() as stack:
         readers = [DeviceLane("gloo", pool_bytes=POOL_BYTES) for _ in range(DISCOVERED_PAIRS_MAX)]
         for reader in readers:

@@ -140,7 +140,7 @@ def test_a_waiter_gets_what_comes_later(buffers: tuple[LookupBuffer, LookupBuffe
 
 
 @BOTH
-def test_an_insert_replaces_what_nobody_took(buffers: tuple[LookupBuffer, LookupBuffer]) -> None:
+def test_an_insert_replaces_an_untaken_hand_off(buffers: tuple[LookupBuffer, LookupBuffer]) -> None:
     producer, taker = buffers
     name = handoff()
     for number in range(4):
@@ -193,10 +193,10 @@ def test_what_is_shared_is_not_taken(buffers: tuple[LookupBuffer, LookupBuffer])
     assert producer.select(name) is not None
 
 
-def test_who_has_taken_needs_no_connection_that_others_wait_for(
+def test_an_acknowledgement_needs_no_connection_that_others_wait_for(
     node_pair: tuple[NodeProcess, NodeProcess],
 ) -> None:
-    """There are more threads than connections: who waits must not keep it from who could end."""
+    """There are more threads than connections: a wait must not block an acknowledgement."""
     name, found, took = handoff(), list[bool](), list[float]()
     with node_pair[0].client() as producer, node_pair[1].client() as taker:
 
@@ -221,7 +221,7 @@ def test_who_has_taken_needs_no_connection_that_others_wait_for(
     assert took[0] - started < 5.0
 
 
-def test_closing_wakes_who_waits(node_pair: tuple[NodeProcess, NodeProcess]) -> None:
+def test_closing_ends_waits(node_pair: tuple[NodeProcess, NodeProcess]) -> None:
     ended = list[str]()
     taker = node_pair[0].client()
 

@@ -29,9 +29,10 @@ from proxies import PeerProxy, behind
 from servers import StartServer, flush, frozen
 
 DEAD_SECONDS = 7.0
-"""Within so long a node that is killed or stopped is taken for dead, on a machine that is idle."""
+"""Takers get the miss this long after their node was killed or stopped, on an idle machine: 6 s
+until every node has detected the death, and a second for the replies."""
 SLACK = 3.0
-"""By so much longer may things take where it is not."""
+"""The factor for a machine that is not idle."""
 TAKER = """
 from lookup_buffer.client.load import Loads
 
@@ -185,7 +186,7 @@ def test_a_stopped_taker_loses_it_to_the_next(
     nothing_held(owner, node)
 
 
-def test_who_stands_in_line_in_vain_is_told_that_another_has_it(
+def test_a_queued_taker_gets_the_reason_that_another_took_it(
     start_node: StartNode, takers: Callable[..., ClientProcess]
 ) -> None:
     owner, node = owner_of(start_node), start_node()
@@ -201,7 +202,7 @@ def test_who_stands_in_line_in_vain_is_told_that_another_has_it(
     nothing_held(owner, node)
 
 
-def test_a_killed_owner_is_missing_to_all_who_wait(
+def test_all_waiting_takers_of_a_killed_owner_get_a_miss(
     start_node: StartNode, takers: Callable[..., ClientProcess]
 ) -> None:
     """Both by the failure detector alone, who stands in line and who comes later; who is just
@@ -253,7 +254,7 @@ def test_a_stopped_owner_is_missing_and_gives_nothing_twice(start_node: StartNod
 def test_an_owner_stopped_under_an_acknowledgement(
     start_node: StartNode, takers: Callable[..., ClientProcess]
 ) -> None:
-    """Nobody is told before it is sure: the lease outlives the pause, so the taker has won."""
+    """No answer before the outcome is sure: the lease outlives the pause, so the taker has won."""
     owner, node = owner_of(start_node), start_node()
     name = handoff()
     with owner.client() as producer:
@@ -315,7 +316,7 @@ def test_an_answer_that_is_lost_with_its_link_is_asked_for_again(
         assert list(acknowledged(owner, name).values()) == [1]
 
 
-def test_a_stopped_store_is_nothing_to_who_needs_none(
+def test_a_stopped_store_does_not_affect_takers_that_need_none(
     start_node: StartNode, start_server: StartServer
 ) -> None:
     server = start_server()
@@ -338,7 +339,7 @@ def test_a_stopped_store_is_nothing_to_who_needs_none(
     nothing_held(owner, node)
 
 
-def test_a_lost_store_is_told_again_what_there_is(
+def test_a_store_that_lost_its_data_gets_the_hand_offs_again(
     start_node: StartNode, start_server: StartServer
 ) -> None:
     server = start_server()

@@ -1,6 +1,6 @@
-"""What lies elsewhere: the table itself, and what clients believe of it while things change.
+"""The remote index: the table itself, and what clients read from it during changes.
 
-A stopped node answers nobody: what a client still sees while it is stopped came by the table.
+A stopped node does not answer: what a client still reads meanwhile came from the table.
 """
 
 import time

@@ -1,4 +1,4 @@
-"""What the fleet is told that it saved: encodes, and how long those that ran took."""
+"""Statistics of saved encodes, and how long those that ran took."""
 
 import time
 

@@ -151,12 +151,12 @@ def test_the_store_is_frozen_and_goes_on(pair: Pair) -> None:
     pair.share()
 
 
-def test_a_frozen_store_is_waited_for_by_nobody(pair: Pair) -> None:
+def test_no_call_waits_for_a_frozen_store(pair: Pair) -> None:
     wanted = [key() for _ in range(20)]
     budget = 0.05
 
     def slow_ones() -> int:
-        """Of those who ask within five seconds, in which the store is tried many times."""
+        """Of all requests within five seconds, in which the store is tried many times."""
         slow, until = 0, time.monotonic() + 5.0
         while time.monotonic() < until:
             slow += seconds_of(lambda: ask(pair.here, wanted, budget)) > 0.8 * budget
@@ -247,7 +247,7 @@ def test_foreign_things_under_our_keys_are_misses(pair: Pair) -> None:
     pair.share()
 
 
-def test_foreign_things_under_the_nodes_keys_are_told_and_harm_nothing_local(
+def test_foreign_values_under_the_nodes_keys_are_logged_and_harm_nothing_local(
     server: EmbeddedServer, start_node: StartNode
 ) -> None:
     node, tensor = start_node(store_url=server.url), torch.ones(3)
@@ -306,7 +306,9 @@ def test_a_full_store_grants_claims_and_takes_them_back(
     pair.end()
 
 
-def test_a_full_store_makes_nobody_dead(start_server: StartServer, start_node: StartNode) -> None:
+def test_no_node_counts_as_dead_because_the_store_is_full(
+    start_server: StartServer, start_node: StartNode
+) -> None:
     """Descriptions and counters are refused then; beats are not, and are read on."""
     pair = Pair(start_server(policy="noeviction"), start_node)
     name = key("published before")

@@ -1,6 +1,6 @@
 """Hand-offs while the owner's port refuses connections, and resets those that there are.
 
-A refused connection is no dead owner: who takes or inserts asks again within its own timeout.
+A refused connection is no dead owner: takes and inserts are retried within their own timeout.
 """
 
 import random
@@ -48,7 +48,7 @@ class Fleet:
         self.buffers = [stack.enter_context(node.client()) for node in self.nodes]
         self.keys = [handoff() for _ in range(COUNT)]
         self.inserted: dict[int, InsertOutcome | str] = {}
-        """By what the tensor says: the key's number, or COUNT and that for the second insert."""
+        """By the tensor's value: the key's number, or COUNT plus that for the second insert."""
         self.delivered: Counter[int] = Counter()
         self.missed: Counter[str] = Counter()
         self.premature: list[int] = []
@@ -92,7 +92,7 @@ class Fleet:
         return outcome
 
     def take(self, number: int, node: int, chance: random.Random) -> None:
-        """Ask by `node` for what `number` names, until somebody has what was stored of it."""
+        """Take the key of `number` through `node`, until a taker has what was stored."""
         started = time.monotonic()
         while not self.is_done(number):
             patience = HOPELESS_SECONDS if self.missed[FALSE_DEATH] else PATIENCE_SECONDS
@@ -183,7 +183,7 @@ def proxy() -> Iterator[RefusingProxy]:
 
 @pytest.fixture
 def pair(start_node: StartNode, proxy: RefusingProxy) -> tuple[NodeProcess, NodeProcess]:
-    """An owner behind the proxy, and a node that knows it."""
+    """An owner behind the proxy, and a node that is connected to it."""
     nodes = behind_refusals(proxy, start_node, log_level="info"), start_node()
     with_store(*nodes)
     return nodes
@@ -197,7 +197,7 @@ def located(buffer: LookupBuffer, name: TensorKey) -> None:
 
 
 @pytest.mark.parametrize("timeout", [0.0, 0.5])
-def test_who_cannot_wait_is_told_that_the_owner_was_not_reached(
+def test_a_taker_without_time_to_wait_gets_that_the_owner_was_not_reached(
     pair: Pair, proxy: RefusingProxy, timeout: float
 ) -> None:
     owner, node = pair
@@ -293,7 +293,7 @@ def _refuse_in_a_rhythm(proxy: RefusingProxy, settled: threading.Event) -> None:
 
 
 def test_an_owner_that_was_replaced_is_dead(pair: Pair) -> None:
-    """Though it listens where the old one did, and whoever waits is told before his time is up."""
+    """Though it listens where the old one did; waiting takers are answered before their timeout."""
     owner, node = pair
     name = handoff()
     with owner.client() as producer, node.client() as taker:

@@ -1,4 +1,4 @@
-"""The node's HTTP listener against whoever says anything to it, and its settings."""
+"""The node's HTTP listener: its settings, and any bytes from any client."""
 
 import gc
 import os
@@ -126,7 +126,7 @@ def test_no_end_of_a_request_is_waited_for_beyond_a_bound(node: NodeProcess, dat
     assert get(node, "/healthz")[0] == 200
 
 
-def test_who_is_slow_loses_only_his_own_connection(node: NodeProcess) -> None:
+def test_a_slow_client_loses_only_its_own_connection(node: NodeProcess) -> None:
     """As many as may be at once, a byte now and then, until the deadline ends each of them."""
     files = f"/proc/{node.pid}/fd"
     threads = f"/proc/{node.pid}/task"
@@ -153,7 +153,7 @@ def test_who_is_slow_loses_only_his_own_connection(node: NodeProcess) -> None:
     assert len(os.listdir(threads)) <= before[1]
 
 
-def test_who_holds_connections_keeps_nobody_out(guarded: NodeProcess) -> None:
+def test_at_the_connection_limit_a_new_connection_is_still_served(guarded: NodeProcess) -> None:
     """Without the token: they say nothing, or half of a request, or ask and do not leave."""
     request = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n"
     with ExitStack() as held:
@@ -163,7 +163,7 @@ def test_who_holds_connections_keeps_nobody_out(guarded: NodeProcess) -> None:
             assert get(guarded, "/metrics", {"Authorization": f"Bearer {TOKEN}"})[0] == 200
 
 
-def test_who_takes_no_answer_is_cut_off(node: NodeProcess) -> None:
+def test_a_client_that_does_not_read_its_reply_is_disconnected(node: NodeProcess) -> None:
     """He asked, and neither reads nor leaves."""
     with connected(node) as bare:
         bare.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
@@ -212,12 +212,12 @@ def test_the_token_opens_the_metrics(guarded: NodeProcess, said: str, status: in
     assert TOKEN.encode() not in answer
 
 
-def test_a_probe_needs_no_token_and_hears_one_line(guarded: NodeProcess) -> None:
+def test_a_probe_needs_no_token_and_gets_one_line(guarded: NodeProcess) -> None:
     wait_until(lambda: get(guarded, "/healthz")[0] == 200, 10.0, "the node joins")
     assert get(guarded, "/healthz")[2] == "ok\n"
 
 
-def test_a_node_ends_while_somebody_is_connected(start_node: StartNode) -> None:
+def test_a_node_ends_while_a_client_is_connected(start_node: StartNode) -> None:
     node = start_node(http_listen=f"http://127.0.0.1:{free_port()}")
     assert get(node, "/metrics")[0] == 200
     with connected(node) as idle, connected(node) as halfway:
@@ -226,7 +226,7 @@ def test_a_node_ends_while_somebody_is_connected(start_node: StartNode) -> None:
         assert idle.recv(1) == b""
 
 
-def test_who_connects_while_it_ends_leaves_nothing(
+def test_a_connection_made_while_the_node_ends_leaves_nothing(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At whatever moment the end comes: before a connection was heard of, or in its midst."""

@@ -1,4 +1,4 @@
-"""Namespaces that are given up: nodes drop what they have of them, and nothing else."""
+"""Invalidated namespaces: nodes drop their items of them, and nothing else."""
 
 import secrets
 from collections.abc import Iterator
@@ -91,7 +91,7 @@ def test_a_node_that_was_frozen_drops_it_when_it_is_back(
         wait_until(lambda: given_up(store, space, name), 10.0)
 
 
-def test_who_starts_later_has_nothing_to_drop(
+def test_a_node_started_later_has_nothing_to_drop(
     store: MetadataStore, url: str, start_node: StartNode
 ) -> None:
     space, name = Namespace.named(f"later-{secrets.token_hex(4)}"), key()
@@ -152,7 +152,7 @@ def part() -> Iterator[Part]:
     part.shelf.close()
 
 
-def test_copies_of_nodes_that_hear_of_it_later_go_as_well(part: Part) -> None:
+def test_nodes_that_read_of_it_later_drop_their_copies_too(part: Part) -> None:
     assert part.heed() == []
     part.hold("old")
     part.store.mark_invalid("ns", 5001.0)

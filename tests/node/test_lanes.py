@@ -1,6 +1,6 @@
-"""What a node does for processes with pools, whatever these do: the node's side of lanes alone.
+"""The node's side of device lanes alone: what it does for processes with pools.
 
-The pools are stand-ins that say what a test has them say; nodes, clients and Redis are real.
+The pools are stand-ins that send what the test gives them; nodes, clients and Redis are real.
 """
 
 import time
@@ -98,7 +98,7 @@ def test_what_a_process_offers_is_published_and_goes_with_it(
 def test_what_was_prepared_is_published_with_the_copy(
     node_pair: tuple[NodeProcess, NodeProcess], store: MetadataStore
 ) -> None:
-    """Who waits for the copy learns of the device by the same record."""
+    """A waiter for the copy gets the device from the same record."""
     with store, node_pair[0].client() as client:
         pool, one, other = Told(client), key(), key()
         for each in (one, other):
@@ -237,7 +237,7 @@ def test_a_node_without_an_address_costs_nothing_but_its_copy(
         store.leave("garbled", BOOT)
 
 
-def test_a_pool_that_says_nothing_costs_the_lanes_deadline(reading: Reading) -> None:
+def test_a_silent_pool_costs_the_deadline_of_the_lane(reading: Reading) -> None:
     with reading:
         started = time.monotonic()
         handle, asked = reading.begin()

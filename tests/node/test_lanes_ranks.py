@@ -1,7 +1,7 @@
-"""Lanes of an engine with several ranks, of which one goes in the moment in which it is told.
+"""Lanes of an engine with several ranks, one of which ends while it is sent a message.
 
-Connections are real, and the loop is run only where a test says so: so what is done at once is done
-at once. Who knows where the key is is a stand-in, for it has to answer there and then.
+Connections are real, and the loop runs only where a test runs it. So a test sees what happens at
+once. The locator is a stand-in, since it must answer at once.
 """
 
 import asyncio
@@ -81,7 +81,7 @@ class Engine:
         self.loop.run_until_complete(asyncio.sleep(0))
 
     def wants(self, rank: int) -> list[int]:
-        """The tickets that this worker brings, as it was told."""
+        """The tickets that this worker was sent to load."""
         wanted: dict[int, None] = {}
         self.ends[rank].setblocking(False)
         try:
@@ -112,7 +112,7 @@ def engine() -> Iterator[Engine]:
 
 
 @pytest.mark.parametrize("gone", [0, 1])
-def test_a_rank_that_goes_as_it_is_told_leaves_no_other_with_a_ticket(
+def test_a_rank_that_ends_at_its_message_leaves_no_other_rank_with_a_ticket(
     engine: Engine, gone: int
 ) -> None:
     engine.ends[gone].close()
@@ -127,7 +127,7 @@ def test_a_rank_that_goes_as_it_is_told_leaves_no_other_with_a_ticket(
     assert left.under_way == 0
 
 
-def test_all_ranks_are_told(engine: Engine) -> None:
+def test_all_ranks_get_the_message(engine: Engine) -> None:
     engine.lanes.bring(engine.scheduler, [ADDRESS], lambda *_: None, lambda _: None)
     (ticket,) = engine.wants(0)
     assert engine.wants(1) == [ticket]

@@ -1,4 +1,4 @@
-"""Nodes that start by themselves: one a directory, again when killed, and gone when idle."""
+"""Nodes that clients start: one per directory, again after a kill, ended when idle."""
 
 import os
 import re
@@ -94,7 +94,7 @@ def test_a_killed_automatic_node_is_started_again(automatic: BufferConfig) -> No
         assert buffer.select(name) is not None
 
 
-def test_no_node_where_one_is_named_is_said_at_once(tmp_path: Path) -> None:
+def test_a_missing_node_at_the_given_socket_is_an_error_at_once(tmp_path: Path) -> None:
     config = BufferConfig(node_socket=tmp_path / "none.sock", directory=tmp_path / "d")
 
     def refused() -> None:

@@ -1,4 +1,4 @@
-"""Lines: who is slow holds up its own line; and a node that ends does not wait for all of it."""
+"""Lines: a slow server delays its own line only; a node that ends does not wait for all work."""
 
 import threading
 import time

@@ -1,6 +1,6 @@
-"""Reads by the board: right in every race, counted, and good for what the node need not be asked.
+"""Reads by the local index: right in every race, counted, and possible without the node.
 
-A stopped node answers nobody: what a client still gets while it is stopped came by the board.
+A stopped node does not answer: what a client still gets meanwhile came by the local index.
 """
 
 import threading
@@ -81,7 +81,7 @@ def test_without_time_only_the_board_is_asked(
 
 
 def test_a_busy_reader_of_a_stopped_node_keeps_its_session(start_node: StartNode) -> None:
-    """What it read is told later, all of it, instead of filling the socket until it breaks."""
+    """All its reads are reported later, instead of filling the socket until it breaks."""
     node = start_node()
     keys = [TensorKey(f"{number:01400}") for number in range(100)]
     with node.client() as client:
@@ -125,7 +125,7 @@ def test_reads_are_hits_of_the_node_and_of_the_key(
         store.close()
 
 
-def test_the_last_reads_before_a_close_are_told(start_node: StartNode) -> None:
+def test_the_last_reads_before_a_close_are_reported(start_node: StartNode) -> None:
     node, name = start_node(), key()
     with node.client() as client:
         client.insert(name, torch.ones(3))
@@ -173,7 +173,7 @@ def test_a_restarted_node_has_a_board_of_its_own(start_node: StartNode) -> None:
 
 
 def test_a_node_killed_under_busy_readers_is_attached_to_again(start_node: StartNode) -> None:
-    """Whoever notices first: the thread that listens, the one that tells, or a reader."""
+    """Detected first by the listening thread, the reporting thread, or a reader."""
     node, name = start_node(), key()
     stop = threading.Event()
 

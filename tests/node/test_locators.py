@@ -1,4 +1,4 @@
-"""Both ways to locate, the mirror and asking the store each time, on real nodes: same answers."""
+"""Both locators, with the mirror and without, on real nodes: same answers."""
 
 import threading
 import time
@@ -82,7 +82,7 @@ def test_a_waiting_select_is_woken_by_a_publication_elsewhere(pair: Pair) -> Non
         assert torch.equal(found[0], tensor)
 
 
-def test_many_who_wait_for_one_key_all_get_it(pair: Pair) -> None:
+def test_all_waiters_for_one_key_get_it(pair: Pair) -> None:
     name, tensor = key(), torch.randn(100)
     found: list[torch.Tensor | None] = []
     clients = [pair.node_here.client() for _ in range(10)]

@@ -1,4 +1,4 @@
-"""`/metrics` and `/healthz` of real nodes: what was caused is what is counted."""
+"""`/metrics` and `/healthz` of real nodes: each event is counted."""
 
 import re
 from collections.abc import Iterator
@@ -68,7 +68,7 @@ def test_every_series_has_a_source_of_its_own() -> None:
     assert counters == COUNTERS
 
 
-def test_both_formats_tell_the_same(pair: Pair) -> None:
+def test_both_formats_have_the_same_values(pair: Pair) -> None:
     status, headers, text = get(pair[0], "/metrics", {"Accept": "application/openmetrics-text"})
     assert (status, headers["Content-Type"].split(";")[0]) == (200, "application/openmetrics-text")
     plain = {name for name, _ in samples(pair[0])}
@@ -149,7 +149,9 @@ def test_a_full_arena_shows_what_it_evicts_and_what_it_refuses(start_node: Start
         wait_until(lambda: number(node, "removals_total", reason="expired") == 1, 5.0)
 
 
-def test_a_node_without_its_store_says_so(start_node: StartNode, start_server: StartServer) -> None:
+def test_a_node_without_its_store_reports_it(
+    start_node: StartNode, start_server: StartServer
+) -> None:
     server = start_server()
     node = start_node(http_listen=f"http://127.0.0.1:{free_port()}", store_url=server.url)
     wait_until(lambda: get(node, "/healthz")[0] == 200, 10.0, "the node joins")
@@ -164,7 +166,7 @@ def test_a_node_without_its_store_says_so(start_node: StartNode, start_server: S
     assert number(node, "store_failures_total") >= 3
 
 
-def test_a_node_that_has_not_joined_says_so(start_node: StartNode) -> None:
+def test_a_node_that_has_not_joined_reports_it(start_node: StartNode) -> None:
     """One that was killed has left its beat, which the next one under its id watches first."""
     node = start_node(http_listen=f"http://127.0.0.1:{free_port()}")
     wait_until(lambda: get(node, "/healthz")[0] == 200, 10.0, "the node joins")

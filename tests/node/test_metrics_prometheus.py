@@ -1,4 +1,4 @@
-"""A real Prometheus scrapes real nodes; the rules and the dashboard are put to it."""
+"""A real Prometheus scrapes real nodes; the rules and the dashboard are run on it."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""The mirroring locator: while its store cannot be opened, and what it knows without asking."""
+"""The mirroring locator: while its store cannot be opened, and what it answers from its mirror."""
 
 import asyncio
 import time
@@ -26,7 +26,7 @@ class Unopened(Storage):
 def nothing() -> None: ...
 
 
-def test_who_gave_up_waiting_is_forgotten() -> None:
+def test_a_cancelled_wait_is_dropped() -> None:
     asyncio.run(_who_gave_up_waiting_is_forgotten())
 
 
@@ -108,7 +108,7 @@ async def _what_is_struck_off_is_listed_again(url: str, namespace: str) -> None:
     elsewhere.close()
 
 
-def test_what_a_claim_was_told_is_not_denied_by_the_mirror(
+def test_the_mirror_does_not_contradict_the_reply_to_a_claim(
     valkey_server: EmbeddedServer, namespace: str
 ) -> None:
     """The push may come later than an answer on another connection: here it is never read."""

@@ -255,7 +255,7 @@ def test_a_node_with_another_token_gets_nothing(
     insider.kill()  # and the link that it keeps with it
 
 
-def test_many_peers_that_say_nothing_do_not_keep_out_the_others(
+def test_many_silent_connections_do_not_keep_out_others(
     guarded: NodeProcess, valkey_server: EmbeddedServer
 ) -> None:
     address = endpoint(guarded, valkey_server)

@@ -1,4 +1,4 @@
-"""A node that has no descriptor left for those who connect: it waits for one, and does not spin."""
+"""A node without a free descriptor for a new connection: it waits for one, and does not spin."""
 
 import itertools
 import os

@@ -1,4 +1,4 @@
-"""What a fault may cost: each is done to real processes, and what follows has a stated bound."""
+"""The cost of faults: each is done to real processes, and its effect has a stated bound."""
 
 import os
 import threading
@@ -295,7 +295,7 @@ hear()
         at_rest(node, seconds=2.0)
 
 
-def test_many_threads_and_a_node_that_dies_leave_nobody_waiting(start_node: StartNode) -> None:
+def test_no_thread_keeps_waiting_after_its_node_dies(start_node: StartNode) -> None:
     node, ended = start_node(), list[float]()
     with node.client() as client:
 

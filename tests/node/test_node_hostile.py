@@ -1,4 +1,4 @@
-"""The node against whoever says anything to its socket: it serves others, and forgets the rest."""
+"""The node's socket with any bytes from any client: other clients are served, nothing is kept."""
 
 import array
 import os
@@ -62,7 +62,7 @@ class Raw:
         return self._one(self.socket.recv(65536))
 
     def ended(self, seconds: float = 3.0) -> bool:
-        """Whether the node ends the connection (what it still says is thrown away)."""
+        """Whether the node ends the connection (what it still sends is discarded)."""
         self.socket.settimeout(seconds)
         try:
             while self.socket.recv(65536):
@@ -149,7 +149,7 @@ def test_the_announced_is_not_allocated(node: NodeProcess) -> None:
         one.socket.close()
 
 
-def test_nothing_is_said_before_hello(node: NodeProcess) -> None:
+def test_no_reply_is_sent_before_hello(node: NodeProcess) -> None:
     for request in (
         messages.Stats(1),
         messages.Select(1, NAMESPACE, "k", 0.0),
@@ -194,7 +194,9 @@ def test_another_version_or_configuration_is_refused_by_name(node: NodeProcess) 
 
 
 @pytest.mark.parametrize("version", [messages.VERSION - 1, messages.VERSION + 1])
-def test_an_engine_of_another_version_is_told_so(node: NodeProcess, version: int) -> None:
+def test_an_engine_of_another_version_gets_an_error_that_says_so(
+    node: NodeProcess, version: int
+) -> None:
     """Whatever its version puts into a hello."""
     before = node.stats().get("protocol_errors", 0)
     hello = {"op": "hello", "id": 3, "version": version, "seat": ["engine", 0, 1], "more": "yes"}

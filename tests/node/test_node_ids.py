@@ -1,4 +1,4 @@
-"""Two nodes under one id, and the store that forgets: real processes on a real server."""
+"""Two nodes with one id, and a store that loses data: real processes on a real server."""
 
 import subprocess
 import sys
@@ -165,7 +165,7 @@ def test_after_a_loss_the_inventory_comes_back_at_its_pace_and_fresh_keys_at_onc
         assert reader.has_caches([names[0]], timeout=5.0) == [True]
 
 
-def test_a_loss_of_beats_alone_makes_nobody_dead(
+def test_a_loss_of_beats_alone_makes_no_node_dead(
     start_server: StartServer, start_node: StartNode
 ) -> None:
     server = start_server()
@@ -188,7 +188,7 @@ def test_a_loss_of_beats_alone_makes_nobody_dead(
 
 
 @pytest.mark.slow
-def test_who_is_long_dead_is_struck_off(
+def test_a_node_dead_for_long_is_evicted(
     start_node: StartNode, valkey_server: EmbeddedServer
 ) -> None:
     """A minute is long: tests of the directory let it pass by their clock. Here it is shorter, so

@@ -1,4 +1,4 @@
-"""The publisher: what the shelf holds reaches the store in batches, whatever stands in the way."""
+"""The publisher: the contents of the shelf reach the store in batches, despite any fault."""
 
 import random
 import time

@@ -1,4 +1,4 @@
-"""A shard of the store's cluster is frozen: nodes go on with the keys of the others."""
+"""A shard of the store's cluster is frozen: nodes continue with the keys of the others."""
 
 import secrets
 import threading
@@ -57,7 +57,7 @@ class Shard:
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
-        """Its replica, too: nobody takes over."""
+        """Its replica, too: no server takes over."""
         for member in self._frozen:
             member.stop()
         try:
@@ -159,7 +159,7 @@ def test_what_others_hold_is_published_where_a_node_itself_cannot_be_described(
         wait_until(lambda: own_cluster.owner(described).command("TTL", described) > 86395, 15.0)
 
 
-def test_what_was_said_to_be_stored_is_there_whatever_was_asked_before(
+def test_what_was_answered_stored_is_found_despite_earlier_look_ups(
     own_cluster: ValkeyCluster, shard: Shard, start_node: StartNode
 ) -> None:
     """A question for many keys waits for the frozen shard, with an answer that is out of date."""

@@ -1,4 +1,4 @@
-"""Pools that are seen before a record names them: read with the beat, told to readers."""
+"""Pools that are found before a record names them: read with the beat, sent to readers."""
 
 import asyncio
 import secrets
@@ -39,7 +39,7 @@ class Readers(Pools):
 
 
 class Counting(MemoryStore):
-    """One that knows what it was asked for."""
+    """A pool that keeps the requests it received."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Counting(MemoryStore):
 
 
 class Fleet:
-    """A node that looks, once a second by a clock of its own, and others that live."""
+    """A node that reads once a second by a clock of its own, and other living nodes."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -67,7 +67,7 @@ class Fleet:
         self.lives[node] = replace(info, pools=tuple(map(endpoint, pools)))
 
     def pass_seconds(self, seconds: int = 1, *, described: bool = True) -> dict[str, str]:
-        """The pools that are told in the end, and where."""
+        """The pools that were sent in the end, with their addresses."""
         for _ in range(seconds):
             self.now += 1.0
             for node, info in self.lives.items():
@@ -159,7 +159,7 @@ def test_what_is_known_is_bounded_and_keeps_its_place(fleet: Fleet) -> None:
     assert fleet.pass_seconds(3) == kept | {FIRST: "z.example"}
 
 
-def test_readers_hear_of_pools_that_offer_and_of_their_end(
+def test_readers_are_notified_of_pools_that_offer_and_of_their_end(
     node_pair: tuple[NodeProcess, NodeProcess],
 ) -> None:
     """Through Redis, between two nodes; there may be pools of others."""
@@ -182,7 +182,7 @@ def test_readers_hear_of_pools_that_offer_and_of_their_end(
         assert names[2] not in other.sees, "it offers nothing"
 
 
-def test_pools_of_another_lane_are_not_told_of(
+def test_pools_of_another_lane_are_not_announced(
     node_pair: tuple[NodeProcess, NodeProcess], valkey_server: EmbeddedServer
 ) -> None:
     node, _ = node_pair

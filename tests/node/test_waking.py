@@ -1,7 +1,7 @@
-"""Who waits is woken by what he waits for, and not by the look that he takes each second anyway.
+"""A wait ends with its event, and not with the check that each wait makes every second anyway.
 
-By the quickest of some tries: other work on the machine delays one or another, a wake-up that is
-lost delays each.
+The quickest of some tries counts: other work on the machine delays one or another, a lost wake-up
+delays each.
 """
 
 import math
@@ -65,7 +65,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
-def test_who_waits_on_another_host_is_woken(node_pair: Pair, way: Way) -> None:
+def test_a_wait_on_another_host_ends_with_the_publication(node_pair: Pair, way: Way) -> None:
     with (
         node_pair[0].client() as there,
         node_pair[1].client() as here,

@@ -14,10 +14,9 @@ from lookup_buffer.pipes import PipeLimits, open_pipe
 from lookup_buffer.pipes.redis_link import CHECK_SECONDS, CHUNK_BYTES, RedisLink, Session
 from lookup_buffer.pipes.resp import Resp3Connection
 from patience import quickest
-from servers import StartServer, flush, frozen
+from servers import PASSWORD, StartServer, TlsServer, flush, frozen
 from store import EmbeddedServer
 from store.dialling import dial
-from tls_server import PASSWORD, TlsServer
 
 __all__ = ["closing", "threads"]
 URI = "{}?pipe=faults"

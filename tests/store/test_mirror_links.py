@@ -9,9 +9,8 @@ from contract_store import a_location, a_record
 from mirrors import HASTY_SECONDS, Mirroring
 from nodes import wait_until
 from proxies import Relay
-from servers import flush
+from servers import TlsServer, flush
 from store import EmbeddedServer, MetadataStore, StoreUnavailable, open_store
-from tls_server import TlsServer
 
 RECOVERED_SECONDS = 2.0
 NOTICED_SECONDS = 1.0 + HASTY_SECONDS + RECOVERED_SECONDS

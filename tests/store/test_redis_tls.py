@@ -11,9 +11,8 @@ from contract_store_claims import ClaimContract
 from contract_store_nodes import NodeContract
 from contract_store_reasons import ReasonContract
 from proxies import Blackhole
-from servers import patient
+from servers import PASSWORD, TlsServer, patient
 from store import MetadataStore, StoreUnavailable, open_store
-from tls_server import PASSWORD, TlsServer
 
 
 class TestTlsStore(StoreContract, ClaimContract, NodeContract, ReasonContract):

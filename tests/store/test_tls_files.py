@@ -8,9 +8,9 @@ import pytest
 from cryptography.hazmat.primitives import serialization
 
 from command_line import assert_refused, run, run_json
+from servers import Certificates, make_certificates
 from store import StoreUnavailable, open_store
 from store.tls import TlsFileError, tls_context
-from tls_server import Certificates, make_certificates
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Sets of claims as tests ask for them, and what the server has of them."""
+"""Sets of claims for tests, and what the server has of them."""
 
 from collections.abc import Sequence
 

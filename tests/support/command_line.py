@@ -137,8 +137,7 @@ def run_of(directory: Path, *tests: str, options: Sequence[str] = ()) -> Run:
     conftest = (here.parent / "conftest.py").read_text()
     conftest = conftest.replace("timeout_seconds=scaled(10.0)", "timeout_seconds=0.2")
     (directory / "conftest.py").write_text(conftest)
-    for name in ("standstills.py", "patience.py"):
-        shutil.copy(here / name, directory)
+    shutil.copy(here / "patience.py", directory)
     leaks = (here / "leaks.py").read_text()
     (directory / "leaks.py").write_text(leaks.replace("LOOKUP_BUFFER_TEST_RUN", "INNER_TEST_RUN"))
     for number, source in enumerate(tests):

@@ -3,7 +3,7 @@
 `do(source)` evaluates an expression in the process, where `buffer` is its DeviceBuffer and `lane`
 its DeviceLane. What it raises is raised here, if it is one of our errors.
 
-`ToldPool` is a stand-in: it says to its node what a test has it say.
+`ToldPool` is a stand-in: it sends its node what the test gives it.
 """
 
 import json

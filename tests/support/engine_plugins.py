@@ -4,13 +4,13 @@
 that the test reads by `Gauges`. It decides nothing that the connector does not.
 
 `FaultyKVConnector` is the KV connector, whose loads fail while a file exists, after as many chunks
-as it says: as if what was promised were gone when it is copied.
+as it says: as if a promised chunk were gone when it is copied.
 
 `OverlappingScheduler` has steps overlap on CPU, where vLLM switches asynchronous scheduling off.
 The engine core then plans a step before it has the output of the one before, as on a GPU: with that
 step's tokens unknown, its blocks in use, and what is aborted or preempted meanwhile still being
-computed. The worker was started before and knows nothing of it: it computes one step after the
-other and puts in by itself the tokens that were not known.
+computed. The worker was started before and is unchanged: it computes one step after the other and
+fills in by itself the tokens that were not known.
 """
 
 import json

@@ -1,7 +1,7 @@
-"""Finds the processes and threads that a test left behind. Reads /proc; knows nothing of pytest.
+"""Finds the processes and threads that a test left behind. Reads /proc; does not depend on pytest.
 
 A process is ours if it descends from this one, or if it carries this run's mark in its environment:
-a node detaches itself from whoever started it, and the mark is what remains of its origin.
+a node detaches itself from its parent, and the mark is what remains of its origin.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Mirrors for tests: on a loop of their own thread, asked from the test as if they were plain."""
+"""Mirrors for tests: on a loop in a thread of their own, with blocking calls for the test."""
 
 import asyncio
 import threading

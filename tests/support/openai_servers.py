@@ -1,7 +1,7 @@
-"""vLLM's own OpenAI server in processes of its own, asked over HTTP as its users ask it.
+"""vLLM's own OpenAI server in processes of its own, with HTTP requests as its users send them.
 
-Takes the settings of an engine (`engines.engine_settings`), so that its answers can be held against
-those of an engine with the same ones and no connector.
+Takes the settings of an engine (`engines.engine_settings`), so that its answers can be compared
+with those of an engine with the same ones and no connector.
 """
 
 import base64

@@ -1,9 +1,13 @@
-"""How long tests wait for what has to come: longer where the machine is slow.
+"""How slow the machine is: longer deadlines where it is slow, and a notice where it stood still.
 
 Run as a program it prints by what factor this machine is slower, just now, than an idle one.
 `scripts/run-tests` multiplies its limits by it, and `scaled` multiplies the tests' deadlines. A
-deadline that is not needed costs nothing, since who waits for a condition stops when it holds; so
-`scaled` adds time as well, for a load that comes after the measurement.
+deadline that is not needed costs nothing, since a wait for a condition ends when the condition
+holds. So `scaled` also adds time, for a load that comes after the measurement.
+
+`Standstills` records when a core stood still: one process per core does nothing but sleep, and
+writes down when it overslept. The cause is another guest of the same hardware, or too much load at
+once. A failed test reports it.
 """
 
 import math
@@ -12,7 +16,9 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 ENVIRONMENT = "TESTS_SLOWNESS"
 """The factor, for all processes of a run: the first one measures."""
@@ -77,5 +83,64 @@ def _steps() -> float:
     return time.monotonic() - started
 
 
+NAP_SECONDS = 0.01
+STANDSTILL_SECONDS = 0.1
+"""Later than this is no nap's wakening on a machine whose cores are merely busy."""
+
+
+class Standstills:
+    """What the sleepers wrote into a file: any process that knows its name may ask."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @contextmanager
+    def watched(self) -> Iterator[list[int]]:
+        """The sleepers, by their process numbers, run until this ends, or this process."""
+        self.path.touch()
+        sleepers = [
+            subprocess.Popen(
+                [
+                    sys.executable,
+                    "-ISs",
+                    __file__,
+                    "sleep",
+                    str(self.path),
+                    str(core),
+                    str(os.getpid()),
+                ],
+                start_new_session=True,  # Ctrl-C is for who waits for the tests
+            )
+            for core in os.sched_getaffinity(0)
+        ]
+        try:
+            yield [sleeper.pid for sleeper in sleepers]
+        finally:
+            for sleeper in sleepers:
+                sleeper.kill()
+                sleeper.wait()
+
+    def longest(self, since: float) -> float:
+        """The longest, in seconds, of those that ended after `since` (`time.monotonic`); or 0."""
+        time.sleep(2 * NAP_SECONDS)  # who stood still as well has it yet to write
+        lines = [line.split() for line in self.path.read_text().splitlines()]
+        return max((float(took) for ended, took in lines if float(ended) > since), default=0.0)
+
+
+def _sleep(path: str, core: int, parent: int) -> None:
+    os.sched_setaffinity(0, {core})
+    with open(path, "a") as found:
+        woke = time.monotonic()
+        while os.getppid() == parent:
+            time.sleep(NAP_SECONDS)
+            before, woke = woke, time.monotonic()
+            if woke - before - NAP_SECONDS >= STANDSTILL_SECONDS:
+                found.write(f"{woke} {woke - before - NAP_SECONDS}\n")
+                found.flush()
+
+
 if __name__ == "__main__":
-    print(_steps() if sys.argv[1:] else slowness())
+    if sys.argv[1:2] == ["sleep"]:
+        _sleep(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+    else:
+        print(_steps() if sys.argv[1:] else slowness())

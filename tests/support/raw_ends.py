@@ -1,8 +1,8 @@
-"""Ends of connections that a test plays itself: of a `tcp` pipe by hand, of links, of strangers.
+"""Ends of connections that a test drives itself: of `tcp` pipes, framed sockets, foreign clients.
 
-What strangers say is kept as files: `hostile/FOLDER/NAME.hex`, hexadecimal with a comment. `frames`
-are refused by whoever reads frames, `node` by a node, `pipe` by the ends of pipes, of any scheme.
-Each file is all that is said after the handshake, on a connection of its own.
+Hostile input is kept as files: `hostile/FOLDER/NAME.hex`, hexadecimal with a comment. `frames`
+are refused by every reader of frames, `node` by a node, `pipe` by the ends of pipes, of any scheme.
+Each file is everything that is sent after the handshake, on a connection of its own.
 """
 
 import socket

@@ -1,8 +1,8 @@
 """A vLLM engine that is given other weights while it runs: `python reloading_engine.py < JSON`.
 
-It has room for one picture, and is asked about two, by turns. Prints what it answered about the
-second: with the weights of its start, and then with the others, twice, the second time under a
-name that nobody knows.
+Its cache holds one picture, and it gets requests about two, by turns. Prints its answers about the
+second: with the weights of its start, and then with the others, twice, the second time under an
+unknown name.
 """
 
 import json

@@ -37,7 +37,7 @@ with warnings.catch_warnings():
     from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import RequestStatus
 
-    import host_engine
+    import host_checks
     from connectors.ec.connector import LookupBufferECConnector
 
 BLOCK_TOKENS = 4
@@ -92,7 +92,7 @@ class DrivenEngine:
         before_hook: Callable[[str], None] = lambda _: None,
         **extra: Any,
     ) -> None:
-        self.config = host_engine.host_config(
+        self.config = host_checks.host_config(
             role,
             scheduling={
                 "max_num_batched_tokens": room.step_tokens,
@@ -106,7 +106,7 @@ class DrivenEngine:
         self.config.model_config.get_hidden_size = lambda: width
         # Set late: vLLM decides against it where no executor is named that can do it.
         self.config.scheduler_config.async_scheduling = room.is_async
-        self.scheduler = host_engine.host_scheduler(
+        self.scheduler = host_checks.host_scheduler(
             self.config,
             kind=AsyncScheduler if room.is_async else Scheduler,
             blocks=room.blocks,
@@ -160,7 +160,7 @@ class DrivenEngine:
 
     def add(self, request_id: str, *names: str, **values: Any) -> None:
         identifiers = [content(name) for name in names]
-        request = host_engine.host_request(
+        request = host_checks.host_request(
             request_id, *identifiers, block_hasher=self._hasher, **values
         )
         self._features[request_id] = request.mm_features

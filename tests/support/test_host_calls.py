@@ -1,4 +1,4 @@
-"""What the host matrix looks for in a release is found, and what does not fit is said."""
+"""The calls that the host matrix looks for in a release are found, and misfits are reported."""
 
 from pathlib import Path
 from typing import Any
@@ -62,7 +62,7 @@ def test_every_way_in_which_a_host_calls_its_connector_is_found(tmp_path: Path) 
         (Use("here", "is_producer"), "does not exist"),
     ],
 )
-def test_use_that_would_fail_is_said(use: Use, complaint: str | None) -> None:
+def test_a_use_that_would_fail_is_reported(use: Use, complaint: str | None) -> None:
     refused = use.refused_by(Ours)
     assert (refused is None) if complaint is None else complaint in str(refused)
 

@@ -66,7 +66,7 @@ def test_a_detached_process_is_found_and_killed(guard: LeakGuard) -> None:
     _wait_for_exit(pid)
 
 
-def test_a_child_nobody_waited_for_is_found_with_its_name(guard: LeakGuard) -> None:
+def test_a_child_that_was_not_waited_for_is_found_with_its_name(guard: LeakGuard) -> None:
     """It has neither a command nor an environment any more."""
     baseline = guard.baseline()
     child = subprocess.Popen(["/bin/true"])
@@ -105,7 +105,7 @@ def test_what_was_there_before_is_not_counted(guard: LeakGuard) -> None:
         child.kill()
 
 
-def test_a_leaking_test_fails_and_says_what_it_left(tmp_path: Path) -> None:
+def test_a_leaking_test_fails_and_names_what_it_left(tmp_path: Path) -> None:
     """One test leaks, the one after it is not harmed."""
     run = run_of(
         tmp_path,

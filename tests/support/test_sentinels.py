@@ -15,8 +15,8 @@ def test_a_master_and_its_replica(sentinels: Sentinels) -> None:
         sentinels.ask(sentinels.replica(), "SET", "k", "v")
 
 
-def test_who_is_cut_off_asks_again(own_sentinels: Sentinels) -> None:
-    """As a sentinel cuts off the clients of a server that it makes a master or a replica."""
+def test_a_command_is_repeated_after_a_lost_connection(own_sentinels: Sentinels) -> None:
+    """A sentinel closes the connections of a server that it makes a master or a replica."""
     server, over = own_sentinels.master(), threading.Event()
 
     def cut_off() -> None:

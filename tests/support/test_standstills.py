@@ -1,4 +1,4 @@
-"""Who says that the machine stood still: seen by making the sleepers stand still themselves."""
+"""Standstills are detected: the tests stop the sleeping processes themselves."""
 
 import os
 import signal
@@ -11,9 +11,8 @@ import pytest
 
 from command_line import run_of
 from nodes import wait_until
-from patience import scaled
+from patience import STANDSTILL_SECONDS, Standstills, scaled
 from servers import alive
-from standstills import STANDSTILL_SECONDS, Standstills
 
 STOPPED_SECONDS = 0.5
 
@@ -23,7 +22,7 @@ def standstills(tmp_path: Path) -> Standstills:
     return Standstills(tmp_path / "standstills")
 
 
-def test_a_standstill_is_told_to_who_was_there(standstills: Standstills) -> None:
+def test_a_standstill_is_reported_for_its_time_only(standstills: Standstills) -> None:
     with standstills.watched() as sleepers:
         assert len(sleepers) == len(os.sched_getaffinity(0))
         time.sleep(0.5)  # until they sleep
@@ -39,10 +38,10 @@ def test_a_standstill_is_told_to_who_was_there(standstills: Standstills) -> None
     assert not any(alive(sleeper) for sleeper in sleepers)
 
 
-def test_the_sleepers_end_with_who_started_them(standstills: Standstills) -> None:
+def test_the_sleepers_end_with_their_parent(standstills: Standstills) -> None:
     program = (
-        "import os, pathlib, sys, standstills\n"
-        "with standstills.Standstills(pathlib.Path(sys.argv[1])).watched() as sleepers:\n"
+        "import os, pathlib, sys, patience\n"
+        "with patience.Standstills(pathlib.Path(sys.argv[1])).watched() as sleepers:\n"
         "    print(*sleepers, flush=True)\n"
         "    os._exit(0)\n"
     )
@@ -60,11 +59,13 @@ def test_the_sleepers_end_with_who_started_them(standstills: Standstills) -> Non
 
 
 @pytest.mark.parametrize(("seconds", "told"), [(0.25, True), (0.0, False)])
-def test_a_failure_says_so_and_counts(tmp_path: Path, seconds: float, told: bool) -> None:
+def test_a_failure_reports_the_standstill_and_counts(
+    tmp_path: Path, seconds: float, told: bool
+) -> None:
     run = run_of(
         tmp_path,
-        "import standstills\n"
-        f"standstills.Standstills.longest = lambda self, since: {seconds}\n"
+        "import patience\n"
+        f"patience.Standstills.longest = lambda self, since: {seconds}\n"
         "def test_fails(): assert 1 == 2\n"
         "def test_passes(): pass\n",
     )

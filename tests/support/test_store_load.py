@@ -1,4 +1,4 @@
-"""The measure of the load must be able to fail: a late call is found, and a stall is no call's."""
+"""The measurement must be able to fail: a late call is found, and a stall is charged to no call."""
 
 import ctypes
 import time

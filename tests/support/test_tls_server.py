@@ -1,4 +1,4 @@
-"""The server of tests/support/tls_server.py itself: who it lets in, and to what."""
+"""The TLS server of tests/support/servers.py: which clients it accepts, and with which rights."""
 
 import socket
 import ssl
@@ -6,7 +6,7 @@ import ssl
 import pytest
 
 from resp import RespConnection, RespError
-from tls_server import PASSWORD, USER, TlsServer
+from servers import PASSWORD, USER, TlsServer
 
 
 @pytest.fixture

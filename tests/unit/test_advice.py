@@ -1,4 +1,4 @@
-"""What the kernel is told of memory."""
+"""The advice on memory that the kernel is given."""
 
 from pathlib import Path
 

@@ -214,7 +214,7 @@ def test_the_window_is_the_best_of_all_where_there_are_many(seed: int) -> None:
 
 
 class AllocatorMachine(RuleBasedStateMachine):
-    """The model is an array that says of each unit of 64 bytes whose it is."""
+    """The model is an array with the owner of each unit of 64 bytes."""
 
     allocator: Allocator
 

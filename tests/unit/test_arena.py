@@ -1,4 +1,4 @@
-"""Shared memory: what the node hands out can only be read, whoever has the descriptor."""
+"""Shared memory: a descriptor that the node passes on allows reading only."""
 
 import ctypes
 import fcntl
@@ -122,7 +122,7 @@ def test_the_refusals_can_fail() -> None:
         os.close(descriptor)
 
 
-def test_closing_waits_for_nobody_and_keeps_what_is_viewed(arena: Arena, passed: int) -> None:
+def test_closing_does_not_wait_and_keeps_viewed_memory_mapped(arena: Arena, passed: int) -> None:
     mapping = Mapping(passed, NBYTES, writable=False)
     window = mapping.view[:5]
     mapping.populate_in_background()

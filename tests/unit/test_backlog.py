@@ -1,4 +1,4 @@
-"""The backlog: fresh changes first, rewriting at its pace, nothing twice, claims not forgotten."""
+"""The backlog: new changes first, rewrites at a limited rate, nothing twice, claims kept."""
 
 from lookup_buffer.node.backlog import AGAIN_PER_SECOND_MAX, BATCH, Backlog, Change
 
@@ -60,7 +60,7 @@ def test_rewriting_has_a_pace_and_fresh_changes_have_none() -> None:
     assert fresh == -(-5000 // BATCH)
 
 
-def test_it_says_when_a_batch_is_worth_its_round_trip() -> None:
+def test_a_batch_is_due_when_it_is_worth_a_round_trip() -> None:
     clock = Clock()
     backlog = Backlog(clock)
     backlog.repeat([("ns", f"old{n}") for n in range(BATCH + 10)], 100.0)

@@ -1,4 +1,4 @@
-"""The board: what it says is so, whatever is listed and struck off, also in the middle of it."""
+"""The local index: its entries are true, also during additions and removals."""
 
 import os
 import struct
@@ -93,7 +93,7 @@ CHANGES = st.lists(
 
 @given(CHANGES)
 @settings(deadline=None)
-def test_it_says_what_a_dictionary_would_as_far_as_there_is_room(
+def test_it_equals_a_dictionary_within_its_capacity(
     changes: list[tuple[int, tuple[TensorHeader, int] | None]],
 ) -> None:
     with Both() as both:
@@ -187,8 +187,8 @@ def test_a_digest_in_the_wrong_place_is_not_found() -> None:
         assert entry is None or entry.offset == 64  # None: the node is asked
 
 
-def test_digests_that_begin_alike_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Found by their first words, which who chooses keys can make equal."""
+def test_digests_with_an_equal_beginning_are_distinguished(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Entries are found by the first words of the digest, which a chosen key can make equal."""
     first, second, third = (bytes(8) + bytes([n]) * 24 for n in (1, 2, 3))
     digests = {"first": first, "second": second}
     monkeypatch.setattr("lookup_buffer.shm.index.digest_of", lambda _, key: digests[key])

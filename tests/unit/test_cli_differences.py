@@ -28,7 +28,7 @@ def test_the_most_alike_come_first_each_beside_the_nearest_that_has_it() -> None
     assert differences(described["none"], described["has-1"]) == {}
 
 
-def test_who_has_it_and_is_described_stands_before_who_is_not() -> None:
+def test_holders_with_a_description_come_first() -> None:
     described = {"b": {"model": "m"}, "z": {"model": "n"}}
     assert most_alike(described, ["b", "c"], ["a", "z"]) == {"b": "z", "c": "z"}
     assert list(most_alike(described, ["c", "z", "b"], ["a"])) == ["b", "z", "c"]

@@ -1,4 +1,4 @@
-"""The codec: every dtype and every odd tensor goes through bit for bit."""
+"""The codec: every dtype and every unusual tensor is restored bit for bit."""
 
 import ctypes
 import gc

@@ -164,7 +164,7 @@ def test_a_wrong_environment_is_a_config_error(clean_environment: pytest.MonkeyP
         BufferConfig.from_environment()
 
 
-def test_an_empty_variable_says_nothing(clean_environment: pytest.MonkeyPatch) -> None:
+def test_an_empty_variable_counts_as_unset(clean_environment: pytest.MonkeyPatch) -> None:
     """To a node and to a command, so that both look in one place."""
     usual, asking = BufferConfig.from_environment(), StoreAccess.from_environment()
     for name in ("DIRECTORY", "STORE_URL", "STORE_TIMEOUT_SECONDS", "STORE_PASSWORD", "TOKEN_FILE"):
@@ -192,7 +192,7 @@ def test_a_directory_that_others_may_enter_is_refused(tmp_path: Path, mode: int)
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a directory to somebody else")
-def test_a_directory_of_somebody_else_is_refused(tmp_path: Path) -> None:
+def test_a_directory_of_another_user_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "theirs"
     path.mkdir(mode=0o700)
     os.chown(path, 12345, 12345)

@@ -1,4 +1,4 @@
-"""A node's end of a client's socket, with a client that goes in the middle of things."""
+"""The node's end of a client's socket, with a client that disconnects during a request."""
 
 import asyncio
 import socket
@@ -15,7 +15,7 @@ WORDS = [["release", 1], ["goodbye", 2]]
 
 
 class Met:
-    """A connection of the node, what it was told, and the client's end of it."""
+    """A connection of the node, the messages it received, and the client's end of it."""
 
     def __init__(self, *, answers: int) -> None:
         self.told: list[Any] = []
@@ -36,7 +36,7 @@ class Met:
 
 
 @pytest.mark.parametrize("answers", [0, 1, 3])
-def test_what_a_client_said_before_it_closed_is_heard_though_it_hears_nothing(answers: int) -> None:
+def test_messages_sent_before_a_close_are_received_though_replies_fail(answers: int) -> None:
     """Else its goodbye is lost where the node was about to tell it something: its pins would stay
     as long as those of a client that was lost, which may be in the middle of a copy."""
 

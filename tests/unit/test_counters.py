@@ -1,4 +1,4 @@
-"""The node's counters, while nobody takes them."""
+"""The node's counters while they are not written to the store."""
 
 import pytest
 
@@ -11,7 +11,7 @@ def item_of(key: str, origin: str = "local") -> Item:
     return Item(("ns", key), TensorHeader("uint8", (7,), 7), 0, 1, origin, 0.0, None)
 
 
-def test_hits_that_nobody_takes_are_bounded() -> None:
+def test_hits_that_are_not_written_are_bounded() -> None:
     counters = Counters()
     for n in range(HITS_KEYS_MAX + 10):
         counters.hit(item_of(f"k{n}"))
@@ -36,7 +36,7 @@ def test_what_comes_back_is_added_and_bounded() -> None:
     assert (hits["ns", "k0"], hits["ns", "new"]) == (2, 1)
 
 
-def test_hits_and_their_bytes_are_told_apart_by_source() -> None:
+def test_hits_and_their_bytes_are_counted_by_source() -> None:
     counters = Counters()
     counters.hit(item_of("a"), count=3)
     counters.hit(item_of("b", origin="node-b"))

@@ -1,4 +1,4 @@
-"""The directory on a store that forgets: who counts as alive, gone, and long dead."""
+"""The directory on a store that loses data: which nodes are alive, shut down, or long dead."""
 
 import threading
 
@@ -55,7 +55,7 @@ def fleet() -> Fleet:
     return Fleet()
 
 
-def test_who_cannot_be_met_counts_as_dead_until_the_next_beat(fleet: Fleet) -> None:
+def test_an_unreachable_node_counts_as_dead_until_its_next_beat(fleet: Fleet) -> None:
     fleet.pass_seconds(3, "us", "a")
     away = MemoryStore()
     away.close()
@@ -122,8 +122,8 @@ def test_an_older_reading_that_comes_late_is_no_sign_of_life(fleet: Fleet) -> No
     assert fleet.directory.endpoint(at("a")) is None, "noticed within six seconds"
 
 
-def test_a_node_that_was_stopped_itself_takes_nobody_for_dead_when_it_wakes(fleet: Fleet) -> None:
-    """All of the host may have stood still; and who lives is only heard with the next reading."""
+def test_a_node_that_was_stopped_counts_no_other_as_dead_when_it_resumes(fleet: Fleet) -> None:
+    """The whole host may have stood still; the next read shows which nodes are alive."""
     fleet.pass_seconds(3, "us", "a", "b")
     fleet.clock.now += 30.0
     fleet.directory.tick()
@@ -143,7 +143,7 @@ def test_a_store_that_is_away_is_no_stall(fleet: Fleet) -> None:
     assert fleet.directory.endpoint(at("a")) is None
 
 
-def test_who_leaves_is_gone_at_once(fleet: Fleet) -> None:
+def test_a_node_that_shuts_down_counts_as_dead_at_once(fleet: Fleet) -> None:
     fleet.pass_seconds(3, "us", "a")
     fleet.store.leave("a", "aboot")
     fleet.pass_seconds(1, "us")

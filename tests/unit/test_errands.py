@@ -1,4 +1,4 @@
-"""What a beat does besides: each alone, in turn, and none for longer than until the next beat."""
+"""Periodic tasks of a beat: one at a time, in turn, each ended by the next beat."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""The owner of hand-offs, in virtual time: who gets one, and when it is to be had again."""
+"""The owner of hand-offs, in virtual time: which taker gets one, and when it is free again."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -50,7 +50,7 @@ class Owner:
 
 
 class Taker:
-    """Keeps what it was told, in order."""
+    """Keeps the answers that it received, in order."""
 
     def __init__(self, owner: Owner) -> None:
         self.owner = owner
@@ -88,7 +88,7 @@ def owner() -> Iterator[Owner]:
     owner.shelf.close()
 
 
-def test_who_acknowledges_wins_and_may_ask_again(owner: Owner) -> None:
+def test_an_acknowledgement_wins_and_may_be_repeated(owner: Owner) -> None:
     owner.insert()
     taker = Taker(owner).take()
     assert owner.is_there(), "until it is acknowledged"
@@ -105,7 +105,7 @@ def test_who_acknowledges_wins_and_may_ask_again(owner: Owner) -> None:
     assert not owner.handoffs.acknowledge(taker.token), "for so long, not for ever"
 
 
-def test_who_finds_nothing_is_told_so(owner: Owner) -> None:
+def test_a_taker_of_an_absent_key_gets_a_miss(owner: Owner) -> None:
     for patient in (True, False):
         assert Taker(owner).take(patient=patient).told == [None]
     assert not owner.handoffs.acknowledge(12345)
@@ -127,7 +127,7 @@ def test_others_stand_in_line_in_their_order(owner: Owner) -> None:
     assert not owner.handoffs.acknowledge(first.token)
 
 
-def test_when_it_is_taken_the_line_hears_that_there_is_nothing(owner: Owner) -> None:
+def test_when_it_is_taken_queued_takers_get_a_miss(owner: Owner) -> None:
     owner.insert()
     first, second = Taker(owner).take(), Taker(owner).take()
     owner.handoffs.acknowledge(first.token)
@@ -164,7 +164,7 @@ def test_large_ones_are_leased_for_longer(owner: Owner) -> None:
     assert owner.handoffs.acknowledge(taker.token)
 
 
-def test_a_replaced_generation_is_finished_by_who_has_it(owner: Owner) -> None:
+def test_a_replaced_generation_is_acknowledged_by_its_taker(owner: Owner) -> None:
     old = owner.insert()
     first, waiting = Taker(owner).take(), Taker(owner).take()
     new = owner.insert()

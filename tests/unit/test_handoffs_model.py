@@ -1,4 +1,4 @@
-"""The owner of hand-offs against a plain dictionary, with time, dying sessions and full shares."""
+"""The owner of hand-offs against a plain dictionary, with time, ended sessions and a full quota."""
 
 from dataclasses import dataclass, field
 from typing import Any

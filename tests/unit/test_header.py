@@ -1,4 +1,4 @@
-"""Headers and plain data: what is true passes, whatever else comes is refused cheaply."""
+"""Headers and plain data: valid ones pass, all others are refused at little cost."""
 
 import pickle
 import struct

@@ -1,4 +1,4 @@
-"""The heartbeat: whose a node id is, when it is taken over, and when a node has to give up."""
+"""The heartbeat: which boot has a node id, when it is taken over, and when a node must end."""
 
 import pytest
 
@@ -32,14 +32,14 @@ def heart(clock: Clock, boot: str = "mine") -> Heartbeat:
     return Heartbeat(Identity("node-1", boot, "tcp://127.0.0.1:1"), clock)
 
 
-def test_an_id_that_nobody_has_is_ours_at_once(clock: Clock, store: MemoryStore) -> None:
+def test_a_free_id_is_taken_at_once(clock: Clock, store: MemoryStore) -> None:
     mine = heart(clock)
     assert mine.beat(store) is Pulse.NEW
     assert mine.established
     assert mine.beat(store) is Pulse.KNOWN
 
 
-def test_a_store_that_lost_its_data_is_told_from_a_known_node(
+def test_a_store_that_lost_its_data_is_distinguished_from_a_known_node(
     clock: Clock, store: MemoryStore
 ) -> None:
     mine = heart(clock)
@@ -111,7 +111,7 @@ def test_a_silence_in_which_the_store_was_away_does_not_count(
         mine.beat(store)
 
 
-def test_who_was_replaced_while_frozen_ends(clock: Clock, store: MemoryStore) -> None:
+def test_a_node_replaced_while_frozen_ends(clock: Clock, store: MemoryStore) -> None:
     mine = heart(clock)
     mine.beat(store)
     store.beat("node-1", "later", 1, replacing=store.beats()["node-1"])

@@ -1,4 +1,4 @@
-"""The inventory against a model: bytes charged once and released once, whatever happens."""
+"""The inventory against a model: bytes are charged once and released once."""
 
 from dataclasses import dataclass, field
 

@@ -1,4 +1,4 @@
-"""Links: frames arrive whole or the link ends with the right error, within its time."""
+"""Framed sockets: a frame arrives whole, or the socket ends with the right error in time."""
 
 import contextlib
 import socket

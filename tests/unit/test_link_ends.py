@@ -1,4 +1,4 @@
-"""Links that end: a peer that leaves, stops or trickles, and this end closing."""
+"""Framed sockets that end: the remote end closes, stops or trickles, or this end closes."""
 
 import contextlib
 import os

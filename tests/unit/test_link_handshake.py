@@ -1,4 +1,4 @@
-"""The handshake: only those who know the token get a link, and strangers learn nothing."""
+"""The handshake: without the token there is no connection and no information."""
 
 import contextlib
 import hmac
@@ -130,7 +130,7 @@ def test_the_token_never_travels_and_no_proof_comes_twice() -> None:
     assert len(secrets) == len(set(secrets)) == 8, "nonces and proofs are fresh each time"
 
 
-def test_a_stranger_hears_only_that_a_token_is_wanted(
+def test_without_the_token_a_client_learns_only_that_one_is_required(
     stranger: tuple[FramedSocket, Server],
 ) -> None:
     link, server = stranger
@@ -142,7 +142,7 @@ def test_a_stranger_hears_only_that_a_token_is_wanted(
         server.outcome.result(TIMEOUT)
 
 
-def test_the_server_proves_nothing_to_one_who_has_proved_nothing(
+def test_the_server_proves_nothing_before_the_client_has(
     stranger: tuple[FramedSocket, Server],
 ) -> None:
     link, _ = stranger
@@ -212,7 +212,7 @@ def test_another_version_is_refused_and_both_are_named(
 @pytest.mark.parametrize(
     "answer", [["refused", PROTOCOL_VERSION + 1], hello(version=PROTOCOL_VERSION + 1)]
 )
-def test_who_connects_to_another_version_hears_of_both(answer: list[object]) -> None:
+def test_a_version_mismatch_names_both_versions(answer: list[object]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
 
         def newer() -> None:
@@ -280,7 +280,7 @@ def test_a_stranger_cannot_make_the_server_read_much() -> None:
             server.outcome.result(TIMEOUT)
 
 
-def test_a_server_that_says_nothing_costs_the_client_its_timeout() -> None:
+def test_a_silent_server_costs_the_client_its_timeout() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         started = time.monotonic()
         with pytest.raises(PipeError):
@@ -288,7 +288,7 @@ def test_a_server_that_says_nothing_costs_the_client_its_timeout() -> None:
         assert time.monotonic() - started < scaled(0.3)
 
 
-def test_nobody_there() -> None:
+def test_no_server_at_the_address() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     with pytest.raises(PipeError, match=str(port)):

@@ -33,7 +33,7 @@ def test_a_sequence_that_starts_anew_is_a_sign_of_life() -> None:
     assert not liveness.alive("n", "b", 9.1)
 
 
-def test_who_left_is_dead_at_once() -> None:
+def test_a_node_that_shut_down_is_dead_at_once() -> None:
     liveness = Liveness()
     liveness.observe({"n": ("b", 1)}, 0.0)
     liveness.observe({}, 0.1)
@@ -95,14 +95,14 @@ def watched(*, until: float, beats: Mapping[str, tuple[str, int]]) -> Liveness:
     return liveness
 
 
-def test_dead_is_who_stood_still_while_we_looked() -> None:
+def test_a_beat_without_change_while_it_was_read_means_dead() -> None:
     still = {"x": ("b", 9)}
     assert watched(until=14, beats=still).dead_seconds("x", "b") == 0.0
     assert watched(until=75, beats=still).dead_seconds("x", "b") == 66.0
     assert watched(until=75, beats=still).dead_seconds("y", "b") == 0.0
 
 
-def test_who_left_is_dead_for_as_long_as_we_look() -> None:
+def test_a_node_that_shut_down_stays_dead_while_it_is_observed() -> None:
     assert watched(until=75, beats={}).dead_seconds("x", "b") == 75.0
     assert watched(until=75, beats={}).dead_seconds("never seen", "b") == 75.0
     assert watched(until=4, beats={}).dead_seconds("never seen", "b") == 0.0
@@ -115,8 +115,8 @@ def test_a_boot_that_was_replaced_is_dead_for_ever() -> None:
     assert liveness.dead_seconds("x", "new") == 0.0
 
 
-def test_silence_while_nobody_looked_does_not_count() -> None:
-    """The store was away for a minute: nobody could beat."""
+def test_silence_between_two_distant_reads_does_not_count() -> None:
+    """The store was away for a minute: no node could beat."""
     liveness = watched(until=75, beats={"x": ("b", 9)})
     before = {"x": ("b", 9), "y": ("b", 75)}
     liveness.observe(before, 140.0)
@@ -128,7 +128,7 @@ def test_silence_while_nobody_looked_does_not_count() -> None:
     assert liveness.dead_seconds("y", "b") == 0.0
 
 
-def test_where_the_store_lost_its_data_nobody_has_left() -> None:
+def test_after_a_loss_of_the_store_no_node_counts_as_shut_down() -> None:
     liveness = watched(until=75, beats={"x": ("b", 9)})
     liveness.observe({}, 75.5, complete=False)
     assert liveness.alive("y", "b", 75.5)

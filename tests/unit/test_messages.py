@@ -1,4 +1,4 @@
-"""Requests: all that is ours goes through, all else is a ProtocolError and nothing else."""
+"""Requests: valid ones are decoded, all others raise ProtocolError and no other error."""
 
 from dataclasses import fields
 from typing import Any
@@ -165,7 +165,7 @@ LIMITS = [
 
 
 @pytest.mark.parametrize(("name", "good", "bad"), LIMITS)
-def test_bounds_are_where_they_are_said_to_be(name: str, good: object, bad: object) -> None:
+def test_bounds_are_as_documented(name: str, good: object, bad: object) -> None:
     request = messages.Contains(1, FINGERPRINT, ["k"], 0.5)
     assert isinstance(parse({**request.to_wire(), name: good}), messages.Contains)
     with pytest.raises(ProtocolError):

@@ -1,4 +1,4 @@
-"""The registrar's thread on stores that fail over, refuse, strike it off, or have bugs."""
+"""The registrar's thread on stores that fail over, refuse, evict the node, or have bugs."""
 
 import logging
 import time
@@ -154,7 +154,7 @@ def test_a_namespace_that_is_described_anew_meanwhile_is_written_anew() -> None:
         wait_until(lambda: store.namespaces().get(NAMESPACE) == {"model": "newer"}, 3.0)
 
 
-def test_who_is_replaced_is_told_once_and_touches_nothing_more() -> None:
+def test_a_replaced_node_is_notified_once_and_writes_nothing_more() -> None:
     store, told = MemoryStore(), list[ConfigError]()
     with registrar_on(store, told.append) as (_, shelf):
         wait_until(lambda: "us" in store.beats(), 3.0)
@@ -180,7 +180,7 @@ class Failing(MemoryStore):
         return super().beats()
 
 
-def test_a_bug_is_told_and_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_bug_is_logged_and_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
     store = Failing()
     with registrar_on(store) as (registrar, shelf):
         wait_until(lambda: registrar.store_up, 3.0)
@@ -197,7 +197,7 @@ def test_a_bug_is_told_and_ends_nothing(caplog: pytest.LogCaptureFixture) -> Non
     assert told.exc_info, "where it was"
 
 
-def test_why_the_store_fails_is_told_once_for_each_reason(
+def test_a_failure_of_the_store_is_logged_once_for_each_reason(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     store = Failing()

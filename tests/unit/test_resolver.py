@@ -1,4 +1,4 @@
-"""The resolver alone: what is asked once more, and what is not."""
+"""The resolver alone: which look-ups it repeats, and which it does not."""
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence

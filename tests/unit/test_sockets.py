@@ -1,4 +1,4 @@
-"""Connections as the link makes them: to addresses and names, and cheap from the first one on."""
+"""Connecting: to addresses and names, cheap from the first connection on."""
 
 import socket
 import subprocess

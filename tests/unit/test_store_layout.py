@@ -1,4 +1,4 @@
-"""What is written in a record is read again; whatever else stands there is passed over."""
+"""A record is read as it was written; foreign values are skipped."""
 
 from dataclasses import replace
 
@@ -163,7 +163,7 @@ def described(pools: bytes | None) -> NodeInfo | None:
 
 
 @pytest.mark.parametrize("other", NO_POOLS)
-def test_pools_of_a_form_that_nobody_knows_are_passed_over(other: bytes) -> None:
+def test_pools_of_an_unknown_form_are_skipped(other: bytes) -> None:
     assert described(POOL.text.encode()) == INFO
     assert described(other + b" " + POOL.text.encode() + b" " + other) == INFO
     assert described(other) == described(None) == replace(INFO, pools=())

@@ -1,4 +1,4 @@
-"""Store URLs: what is understood, what is refused with which words, and what is never shown."""
+"""Store URLs: which are accepted, which error the others get, and what is never shown."""
 
 import subprocess
 import sys
@@ -117,7 +117,7 @@ def test_refused(url: str, words: str) -> None:
     assert isinstance(caught.value, ValueError)
 
 
-def test_an_unknown_scheme_is_told_what_is_allowed() -> None:
+def test_an_unknown_scheme_names_the_allowed_ones() -> None:
     with pytest.raises(StoreUrlError) as caught:
         open_store("http://host")
     for scheme in ("redis", "redis-sentinel", "redis-cluster", "unix"):

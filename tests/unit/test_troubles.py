@@ -1,11 +1,11 @@
-"""What is said of troubles: each at once, none too often."""
+"""The rate-limited log: each kind at once, none too often."""
 
 import pytest
 
 from lookup_buffer.node.troubles import AGAIN_SECONDS, KINDS_MAX, Troubles
 
 
-def test_each_kind_is_told_at_once_and_again_after_a_while(
+def test_each_kind_is_logged_at_once_and_again_after_a_while(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     now = 0.0
