@@ -1,13 +1,14 @@
-"""Announcements: hand-offs from their insert until it is known whose they are.
+"""Confirms that a hand-off belongs to this node, between its copy and the reply to its insert.
 
-An insert is answered when the store has it: from then on every node finds the hand-off, or hears
-that it was lost with this node. The store may say instead that another node has that key. Only that
-node knows whether it still does, so it is asked: if so, ours is dropped, and its producer hears
-that the key exists; if not, or if that node is dead, its location is struck out and ours published.
-A node that cannot be reached is not dead: it is asked again until the directory says that it is, or
-the producer waits no longer. Until then nobody takes it here. A store that does not answer is not
-waited for: it is told when it does, and what is on two nodes by then becomes one. Runs on the
-loop's thread.
+The insert is answered after the store has the record, so that from then on every node finds the
+hand-off or learns that its owner died. If the record names another node, that node is asked whether
+it still has the key. If yes, the local item is dropped and the client gets `exists`. If no, or if
+that node is dead, its location is withdrawn and ours is published. An unreachable node is asked
+again until it is judged dead, or until the insert's deadline. Until then no taker gets the item.
+
+If the store is down, the insert is answered without it. The record is published later, and a key
+that is on two nodes by then becomes one. Called by `intake` and, through `node.py`, by the
+publisher's reports. Runs on the loop's thread.
 """
 
 import asyncio
@@ -34,9 +35,9 @@ from lookup_buffer.times import INSERT_LEAST_SECONDS
 from store import GoneReason, Location, Publication
 
 LOOK_SECONDS: Final = 0.1
-"""How often a waiting insert looks whether the store has failed since."""
+"""How often a waiting insert checks whether the store has failed."""
 AGAIN_SECONDS: Final = 0.05
-"""When it is looked again where the store and the other node say different things, or nothing."""
+"""The pause before the next attempt, if the store and the other node disagree or do not answer."""
 
 _log = logging.getLogger(__name__)
 
@@ -51,14 +52,14 @@ class _Announcement:
 
 @dataclass(slots=True, eq=False)
 class _Contest:
-    """Another node's location stands where ours should."""
+    """The record of a key names another node instead of this one."""
 
     address: QualifiedKey
     published: bool = False
-    """Ours was sent to the store again, which has not answered."""
+    """Our location was sent to the store again, and the store has not answered yet."""
     unanswered: int = 0
     void: list[Location] = field(default_factory=list)
-    """Of nodes that have it no more."""
+    """Locations of nodes that no longer have the key."""
     unsure: bool = False
     lost_to: str = ""
 
@@ -80,15 +81,16 @@ class Announcements:
     def announce(
         self, item: Item, until: float, done: Callable[[InsertOutcome | LookupBufferError], None]
     ) -> None:
-        """`item` was committed just now. `done` once it is known to be this node's, or is dropped
-        because another has it; at `until` if that one does not answer, with an error."""
+        """Confirm the ownership of `item`, which was just committed. Calls `done` with the
+        outcome: STORED, or EXISTS after the item was dropped because another node has it. If
+        that node does not answer until `until`, the outcome is an error."""
         one = _Announcement(item, max(until, self.loop.time() + INSERT_LEAST_SECONDS), done)
         self._waiting.setdefault(item.address, []).append(one)
         self.handoffs.hold_back(item.address)
         self._wait(one)
 
-    def told(self, reports: Sequence[Report]) -> None:
-        """What the store said of hand-offs that were to be published."""
+    def handle_reports(self, reports: Sequence[Report]) -> None:
+        """Take the store's results for the hand-offs of one batch."""
         for address, generation, outcome in reports:
             if outcome is Publication.OWNED:
                 self._contend(address)
@@ -103,8 +105,14 @@ class Announcements:
         contested, late = address in self._contests, self.loop.time() >= one.until
         if contested and late:
             self.shelf.remove(one.item, "elsewhere")
-            self._settle(one, NodeUnavailable(f"{address[1]} is on a node that does not answer"))
-            if address not in self._waiting:  # else a newer insert goes on contending
+            self._settle(
+                one,
+                NodeUnavailable(
+                    f"{address[1]} was not stored: the store names another node as its "
+                    "owner, which does not answer; insert it again"
+                ),
+            )
+            if address not in self._waiting:  # else a newer insert of the key continues
                 self._contests.pop(address, None)
         elif not contested and (late or self.registrar.failing or one.item.gone):
             self._settle(one, InsertOutcome.STORED)
@@ -128,14 +136,14 @@ class Announcements:
         contest = self._contests.get(address)
         if contest is None:
             self._look(self._contests.setdefault(address, _Contest(address)))
-        elif contest.published:  # another one was quicker
+        elif contest.published:  # another node published first
             self._look(contest)
 
     def _look(self, contest: _Contest) -> None:
         if self._is_over(contest):
             return
         if self.shelf.peek(contest.address) is None:
-            self._contests.pop(contest.address, None)  # nothing to contend for any more
+            self._contests.pop(contest.address, None)  # our item is gone
             return
         contest.published = False
         contest.unsure, contest.void = False, []
@@ -147,7 +155,7 @@ class Announcements:
         locations = () if record is None else record.locations
         others = [at for at in locations if at.node != self.identity.node and not at.is_offer]
         contest.unanswered = len(others)
-        if not others:  # withdrawn since, or the store does not answer
+        if not others:  # withdrawn meanwhile, or the store does not answer
             self.loop.call_later(AGAIN_SECONDS, self._publish, contest)
         for location in others:
             self._ask(contest, location)
@@ -181,7 +189,7 @@ class Announcements:
             self._publish(contest)
 
     def _is_over(self, contest: _Contest) -> bool:
-        """Its insert waits no longer, or the store has ours by now."""
+        """Whether its insert waits no longer, or the store now names this node."""
         return self._contests.get(contest.address) is not contest
 
     def _publish(self, contest: _Contest) -> None:
@@ -195,7 +203,8 @@ class Announcements:
         if item is not None:
             self.counters.add("handoffs_elsewhere")
             _log.warning(
-                "dropped: %s, generation %d, namespace %s: node %s has that key",
+                "hand-off dropped: %s, generation %d, namespace %s: node %s already has this key; "
+                "its producer gets 'exists'",
                 address[1], item.generation, address[0], contest.lost_to,
             )  # fmt: skip
             self.shelf.remove(item, GoneReason.ELSEWHERE)

@@ -1,8 +1,8 @@
-"""Arbiters: how the node asks the store for claims, and gives them back.
+"""Arbiters: how the node takes claims at the store and releases them.
 
-`LineArbiter` asks on threads, in a line for each server of the store. `MirrorArbiter` asks on the
-loop, by the connections that the mirror has anyway: no thread has to be woken for it, which is most
-of what a claim costs, and what the store says of the record the mirror keeps.
+`LineArbiter` calls the store on `lb-claim` threads, one queue for each server. `MirrorArbiter` uses
+the mirror's connections on the loop: this saves the thread switch, which is most of a claim's cost,
+and the mirror keeps the record that comes with the reply. Called by `claims` on the loop's thread.
 """
 
 import asyncio
@@ -24,41 +24,43 @@ from store import ClaimAnswer, Claiming, Releasing, StoreError, StoreFull, Store
 
 
 @dataclass(frozen=True, slots=True)
-class Ruling:
-    """What the store said of a claim, and what it comes to. STORED: a node that lives has the key,
-    so nobody need produce it, and what was granted all the same is given back."""
+class Decision:
+    """The store's reply to a claim, and the outcome. STORED: a live node has the key, so no
+    engine needs to produce it; a claim that was granted nevertheless is released."""
 
     answer: ClaimAnswer
     outcome: ClaimOutcome
     heard: bool = False
-    """The locator was told of the record, too."""
+    """Whether the locator has the record of the reply, too."""
 
 
-Ruled = Callable[[Ruling | None], None]
-"""None: the store was not reached, or has no memory left. It may have granted all the same."""
+Decided = Callable[[Decision | None], None]
+"""Called with None if the store was not reached or is out of memory. It may have granted the
+claim."""
 Released = Callable[[bool], None]
-"""Whether they were still there to be given back, as far as is known."""
+"""Called with whether the claims still existed, as far as is known."""
 
 
 class Arbiter(ABC):
-    """Called, and answering, on the loop. What is said of one key takes effect in order."""
+    """Called on the loop's thread, and calls back there. Operations on one key take effect in
+    order."""
 
     @property
     def tells_of_records(self) -> bool:
-        """Whether the locator knows of a key, for a while, when a claim for it was answered."""
+        """Whether the locator knows a key, for a while, after the reply to a claim for it."""
         return False
 
     @abstractmethod
-    def claim(self, claiming: Claiming, ruled: Ruled) -> None:
-        """Ask for a claim; answered after this has returned."""
+    def claim(self, claiming: Claiming, decided: Decided) -> None:
+        """Ask for a claim. `decided` is called after this has returned."""
 
     @abstractmethod
     def release(self, releasings: Sequence[Releasing], released: Released) -> None:
-        """Give claims back. `released` is told once or more, of some of them."""
+        """Release claims. `released` is called at least once, each time for some of them."""
 
     @abstractmethod
     def close(self, seconds: float) -> None:
-        """Finish what was said, within so long; leases end the rest."""
+        """Finish pending operations within `seconds`; leases end the other claims."""
 
 
 @dataclass(slots=True)
@@ -68,9 +70,9 @@ class LineArbiter(Arbiter):
     directory: Directory
     _lines: Lines = field(default_factory=lambda: Lines("lb-claim"))
 
-    def claim(self, claiming: Claiming, ruled: Ruled) -> None:
+    def claim(self, claiming: Claiming, decided: Decided) -> None:
         place = self.storage.place_of((claiming.namespace, claiming.key))
-        self._lines.submit(place, partial(self._ask, claiming, ruled))
+        self._lines.submit(place, partial(self._ask, claiming, decided))
 
     def release(self, releasings: Sequence[Releasing], released: Released) -> None:
         groups = defaultdict(list)
@@ -82,12 +84,12 @@ class LineArbiter(Arbiter):
     def close(self, seconds: float) -> None:
         self._lines.close(seconds)
 
-    # -- in a line
+    # -- on a thread of `Lines`
 
-    def _ask(self, claiming: Claiming, ruled: Ruled, breaker: Breaker) -> None:
-        call_from_thread(self.loop, ruled, self._ruling(claiming, breaker))
+    def _ask(self, claiming: Claiming, decided: Decided, breaker: Breaker) -> None:
+        call_from_thread(self.loop, decided, self._decide(claiming, breaker))
 
-    def _ruling(self, claiming: Claiming, breaker: Breaker) -> Ruling | None:
+    def _decide(self, claiming: Claiming, breaker: Breaker) -> Decision | None:
         if not breaker.allows():
             return None
         try:
@@ -102,7 +104,7 @@ class LineArbiter(Arbiter):
             )
         except StoreError as error:
             if isinstance(error, StoreFull):
-                breaker.succeeded()  # it answers, and releases still pass
+                breaker.succeeded()  # the server answers, and releases still succeed
             else:
                 breaker.failed()
             return None
@@ -110,9 +112,9 @@ class LineArbiter(Arbiter):
         self.directory.meet(store, [found.record])
         stored = found.record is not None and bool(self.directory.sources(found.record))
         if stored and found.granted:
-            with suppress(StoreError):  # the lease will end it
+            with suppress(StoreError):  # its lease ends it
                 store.release_claim(claiming.namespace, claiming.key, token=claiming.token)
-        return Ruling(found, _outcome(found, stored))
+        return Decision(found, _outcome(found, stored))
 
     def _release(
         self, releasings: Sequence[Releasing], released: Released, breaker: Breaker
@@ -123,14 +125,14 @@ class LineArbiter(Arbiter):
                 found = self.storage.store().release_many(releasings)
                 breaker.succeeded()
             except StoreError:
-                breaker.failed()  # the leases will end them
+                breaker.failed()  # their leases end them
         call_from_thread(self.loop, released, all(found))
 
 
 @dataclass(slots=True)
 class MirrorArbiter(Arbiter):
-    """Until the mirror is there, and where a server points elsewhere, by the other way; also where
-    the mirror's connection was cut, which is dialled again only after a pause."""
+    """Uses `lines` until the mirror is connected, after a redirect by a cluster, and while a cut
+    connection of the mirror is not restored."""
 
     loop: asyncio.AbstractEventLoop
     locator: MirrorLocator
@@ -140,27 +142,29 @@ class MirrorArbiter(Arbiter):
     def tells_of_records(self) -> bool:
         return self.locator.claims is not None
 
-    def claim(self, claiming: Claiming, ruled: Ruled) -> None:
+    def claim(self, claiming: Claiming, decided: Decided) -> None:
         claims = self.locator.claims
         if claims is None:
-            self.lines.claim(claiming, ruled)
+            self.lines.claim(claiming, decided)
             return
 
         def answered(found: ClaimAnswer | StoreError) -> None:
             if isinstance(found, StoreUnavailable):
-                self.lines.claim(claiming, ruled)
+                self.lines.claim(claiming, decided)
             elif isinstance(found, StoreError):
-                self.loop.call_soon(ruled, None)
+                self.loop.call_soon(decided, None)
             else:
-                self.locator.held(found.record, partial(self._rule, claiming, found, ruled))
+                self.locator.held(found.record, partial(self._decide, claiming, found, decided))
 
         claims.claim(claiming, answered)
 
-    def _rule(self, claiming: Claiming, found: ClaimAnswer, ruled: Ruled, stored: bool) -> None:
+    def _decide(
+        self, claiming: Claiming, found: ClaimAnswer, decided: Decided, stored: bool
+    ) -> None:
         if stored and found.granted:
             releasing = Releasing(claiming.namespace, claiming.key, claiming.token)
             self.release([releasing], lambda _: None)
-        ruled(Ruling(found, _outcome(found, stored), heard=True))
+        decided(Decision(found, _outcome(found, stored), heard=True))
 
     def release(self, releasings: Sequence[Releasing], released: Released) -> None:
         claims = self.locator.claims

@@ -1,9 +1,9 @@
-"""Arrivals: hand-offs that clients insert, and for which there may be no room yet.
+"""The admission queue of hand-offs: inserts that wait for space in the arena.
 
-Hand-offs are not evicted, so whoever brings one too many waits until others were taken. He offers
-it meanwhile: if its taker asks, it may use the room of what is pinned, for it will not stay. So a
-full share keeps no taker from what he wants, and no writer from who wants it. Nobody waits behind
-another: whatever fits goes in. Runs on the loop's thread.
+Hand-offs are never evicted, so an insert beyond their share waits until others are taken. Meanwhile
+it is offered: if its taker asks, it may use the share of pins, because it will not stay. So a full
+share blocks neither takers nor the writers they wait for. There is no order: whatever fits is
+admitted. Called by `intake` on the loop's thread.
 """
 
 import asyncio
@@ -24,13 +24,14 @@ from lookup_buffer.protocol.header import TensorHeader
 
 @dataclass(slots=True, eq=False)
 class Arrival:
-    """One hand-off at the door; `admitted` or `refused` is called once, unless its client left."""
+    """One insert of a hand-off. `admitted` or `refused` is called once, unless its client
+    disconnects."""
 
     address: QualifiedKey
     header: TensorHeader
     ttl_seconds: float | None
     until: float
-    """When its client waits no longer, by the loop's clock."""
+    """The insert's deadline, by the loop's clock."""
     connection: Connection
     admitted: Callable[[Item], None]
     refused: Callable[[LookupBufferError], None]
@@ -46,10 +47,10 @@ class Arrivals:
     waiting: Waiting
     _queue: dict[Arrival, None] = field(default_factory=dict)
     _looking: bool = False
-    """It will be looked for room soon."""
+    """An attempt to admit queued inserts is scheduled."""
 
     def come(self, arrival: Arrival) -> None:
-        """Let it in, now or until its client waits no longer. Then `landed`, when it is settled."""
+        """Admit it now, or queue it until its deadline. Call `landed` when it is settled."""
         try:
             item = self._reserve(arrival)
         except BufferFull as error:
@@ -63,11 +64,11 @@ class Arrivals:
             arrival.admitted(item)
 
     def landed(self, arrival: Arrival) -> None:
-        """It is settled, and those who stood in line for it were served."""
+        """The insert is settled, and its takers were served: end its offer."""
         self.handoffs.withdraw(arrival.address, arrival.on_wanted)
 
     def leave(self, connection: Connection) -> bool:
-        """The client is gone, and with it what was not let in. Whether there was any."""
+        """The client disconnected: drop its queued inserts. Returns whether there were any."""
         left = [one for one in self._queue if one.connection is connection]
         for arrival in left:
             self._dequeue(arrival)
@@ -89,8 +90,8 @@ class Arrivals:
         self._queue[arrival] = None
         self.shelf.when_room(partial(call_from_thread, self.loop, self._room_came))
         self.handoffs.offer(arrival.address, arrival.header, arrival.on_wanted)
-        self.waiting.arrived(arrival.address)  # who waits on this host now stands in line
-        self._try(arrival)  # what was freed before `when_room` told nobody
+        self.waiting.arrived(arrival.address)  # waiters of this host now queue for it
+        self._try(arrival)  # space that was freed before `when_room` caused no call
 
     def _room_came(self) -> None:
         if not self._looking:
@@ -104,7 +105,7 @@ class Arrivals:
 
     def _try(self, arrival: Arrival, *, last: bool = False) -> None:
         if arrival not in self._queue:
-            return  # being copied, or gone
+            return  # admitted, or dropped
         try:
             item = self._reserve(arrival)
         except BufferFull as error:

@@ -1,7 +1,8 @@
-"""Askers: other nodes, whose clients take hand-offs of this one.
+"""The owner's side of hand-offs for other nodes: answers their takers' requests.
 
-Each has a link of its own, which stands for it: with the link ends what its clients had taken and
-did not acknowledge. Runs on the loop's thread.
+Each other node has one connection, which identifies it. When the connection ends, the leases that
+its clients did not acknowledge are given back. `peers` passes the connections in through `node.py`;
+everything runs on the loop's thread.
 """
 
 import asyncio
@@ -19,7 +20,7 @@ from lookup_buffer.protocol.messages import Acknowledge, GiveBack, Holds, Leave,
 from lookup_buffer.protocol.sockets import enable_keepalive
 
 BIDS_MAX: Final = 4096
-"""Bound on those who stand in line by way of one other node."""
+"""Bound on the queued takers of one other node."""
 
 
 @dataclass(slots=True)
@@ -30,7 +31,7 @@ class Askers:
     _bids: dict[Connection, dict[int, Bid]] = field(default_factory=dict)
 
     def admit(self, stream: socket.socket, on_end: Callable[[], None]) -> None:
-        """Answer on `stream` until it ends; then `on_end` is called."""
+        """Serve requests on `stream` until it ends; then call `on_end`."""
 
         def ended(connection: Connection, error: LookupBufferError | None) -> None:
             if isinstance(error, ProtocolError):
@@ -65,11 +66,11 @@ class Askers:
                     self.handoffs.cancel(bid)
                     connection.send({"id": request.take, "state": "absent"})
             case request:
-                raise ProtocolError(f"{request.op} is nothing that nodes ask of each other")
+                raise ProtocolError(f"{request.op} is not a request between nodes")
 
     def _take(self, connection: Connection, request: Take) -> None:
         if len(self._bids[connection]) >= BIDS_MAX:
-            raise ProtocolError("too many stand in line")
+            raise ProtocolError(f"more than {BIDS_MAX} takers of one node are queued")
         bid = self.handoffs.take(
             (request.namespace, request.key),
             connection,

@@ -1,7 +1,8 @@
-"""The locator that asks the store each time, many keys at once, on a thread of its own.
+"""The locator without a mirror: looks up keys in the store on the thread `lb-locate`.
 
-Questions that arrive while a round trip is under way go out together in the next one. A breaker for
-each server of the store keeps a dead one from costing every question its timeout.
+Requests that arrive during a round trip are sent together in the next one. There is a circuit
+breaker for each server, so that a dead server does not cost every request its timeout. Called by
+`resolver`, `takings` and others on the loop's thread, where the answers arrive, too.
 """
 
 import asyncio
@@ -21,9 +22,9 @@ from lookup_buffer.node.storage import Storage
 from store import Record, StoreError, StoreUnavailable
 
 QUESTIONS_MAX = 512
-"""Bound on the questions of one round trip."""
+"""Bound on the requests of one round trip."""
 LOOK_AGAIN_SECONDS = (0.005, 0.01, 0.02, 0.05)
-"""How long a watch waits before it says that something may have changed; the last one repeats."""
+"""A watch polls: its notifications come after these pauses; the last one repeats."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,7 @@ class AskingLocator(Locator):
     clock: Callable[[], float] = time.monotonic
     _questions: "queue.SimpleQueue[_Question | None]" = field(default_factory=queue.SimpleQueue)
     _breakers: defaultdict[str, Breaker] = field(init=False)
-    """Of each server, by its name. Used on the thread."""
+    """By server name. Used on `lb-locate` only."""
     _thread: threading.Thread | None = None
 
     def __post_init__(self) -> None:
@@ -79,10 +80,10 @@ class AskingLocator(Locator):
         return [None] * len(keys)
 
     def forget(self, address: QualifiedKey) -> None:
-        """Nothing was kept."""
+        """Nothing is cached."""
 
     def tick(self) -> None:
-        """Nothing was kept, so nothing is out of date."""
+        """Nothing is cached, so nothing is out of date."""
 
     def watch(self, address: QualifiedKey, notify: Callable[[], None]) -> Callable[[], None]:
         poll = _Poll(self.loop, notify)
@@ -125,7 +126,7 @@ class AskingLocator(Locator):
         return found
 
     def _look_up(self, addresses: Sequence[QualifiedKey]) -> dict[QualifiedKey, Record | None]:
-        """What is known of them; nothing of those whose server was not reached."""
+        """The records of `addresses`, without those whose server was not reached."""
         if not addresses:
             return {}
         try:

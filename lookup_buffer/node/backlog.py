@@ -1,9 +1,10 @@
-"""The backlog: which addresses are still to be written to the store, and in what order.
+"""The dirty set: which addresses must be written to the store, and in which order.
 
-An address is in it once, however often it changed: what is written is what the shelf holds when
-its turn comes. Hand-offs that can be had come first, for their producers wait, and maybe their
-takers; then the other fresh changes. What was written before and is written again (a walk of
-the inventory, a store that lost its data) comes behind them and at a bounded pace.
+An address is in it once, however often it changed: the publisher writes what the arena holds at
+that moment. Hand-offs that became available come first, since their producers and perhaps their
+takers wait; then other new changes. Rewrites (a walk of the inventory, a store that lost its data)
+come last and at a bounded rate. `registrar` adds from any thread; `publisher` takes on
+`lb-registrar`.
 """
 
 import threading
@@ -16,28 +17,30 @@ from lookup_buffer.node.pace import Pace
 from store import Location
 
 BATCH = 64
-"""Changes in one round trip: a millisecond of the server's time at most."""
+"""Changes in one round trip: at most a millisecond of the server's time."""
 AGAIN_PER_SECOND_MAX = 2000.0
-"""Bound on rewriting, by one node: a tenth of what the fleet together may cost a server."""
+"""Bound on rewrites by one node: a tenth of what the whole fleet may cost a server."""
 FRESH_MAX = 1_000_000
-"""Bound on fresh changes; past it the oldest are forgotten, which leaves records that name bytes
-we no longer have: a reader asks, hears so, and goes on."""
+"""Bound on new changes; beyond it the oldest are dropped. Their records may then name bytes that
+this node no longer has; a reader gets `stale` and tries the next holder."""
 RECENT_SECONDS = 60.0
-"""Far longer than a replica lags behind: what was written in it may be lost by a failover."""
+"""Far longer than a replica lags behind: writes within this time may be lost in a failover."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """The item at `address` appeared (reason "") or went (why)."""
+    """The item at `address` appeared (reason "") or was removed (why)."""
 
     address: QualifiedKey
     reason: str
     claim_token: str | None = None
-    """Of the claim under which it was produced; the publication drops it."""
+    """The fencing token of the claim under which it was produced; the publication drops that
+    claim."""
     void: tuple[Location, ...] = ()
-    """Of nodes that were asked and do not have it: withdrawn before it is published."""
+    """Locations of nodes that replied that they do not have it: withdrawn before the
+    publication."""
     paced: bool = field(default=False, compare=False)
-    """Written before, and now again: behind what is fresh, and at a bounded pace."""
+    """Written before, and now again: after new changes and at a bounded rate."""
 
 
 class Backlog:
@@ -48,7 +51,7 @@ class Backlog:
         self._lock = threading.Lock()
         self._pace = Pace(AGAIN_PER_SECOND_MAX, BATCH, clock)
         self._urgent: dict[QualifiedKey, Change] = {}
-        """Hand-offs that appeared: no more than the arena holds."""
+        """Hand-offs that appeared: bounded by the arena."""
         self._fresh: dict[QualifiedKey, Change] = {}
         self._again: dict[QualifiedKey, Change] = {}
         self._recent: dict[QualifiedKey, tuple[float, Change]] = {}
@@ -58,21 +61,22 @@ class Backlog:
             self._add(change)
 
     def repeat(self, addresses: Iterable[QualifiedKey], per_second: float) -> None:
-        """Write these again, in this order and at most so many a second."""
+        """Write `addresses` again, in this order and at most `per_second`."""
         with self._lock:
             self._pace.per_second = per_second
             for address in addresses:
                 self._add_again(Change(address, "", paced=True))
 
     def repeat_recent(self) -> None:
-        """Write again what was written within the last minute."""
+        """Write again what was written within RECENT_SECONDS."""
         with self._lock:
             self._forget_old()
             for _, change in self._recent.values():
                 self._add_again(change)
 
     def take(self, most: int = BATCH) -> list[Change]:
-        """What to write now, out of the backlog. Give it back by `put_back` where that fails."""
+        """Remove and return up to `most` changes that are due. Return those that could not be
+        written by `put_back`."""
         with self._lock:
             fresh = _pop_first(self._urgent, most)
             fresh += _pop_first(self._fresh, most - len(fresh))
@@ -85,9 +89,9 @@ class Backlog:
             return fresh + _pop_first(self._again, room)
 
     def put_back(self, changes: Iterable[Change]) -> None:
-        """These were not written: each goes back to where it came from, behind the others there.
+        """Return changes that were not written, each to the end of its queue.
 
-        What changed meanwhile stays as it is.
+        A newer change of the same address wins.
         """
         with self._lock:
             for change in changes:
@@ -100,7 +104,7 @@ class Backlog:
                     self._add(newer)
 
     def wait_seconds(self) -> float | None:
-        """Until `take` has something worth a round trip; None where there is nothing."""
+        """Seconds until `take` returns enough for a round trip; None if the set is empty."""
         with self._lock:
             if self._urgent or self._fresh:
                 return 0.0

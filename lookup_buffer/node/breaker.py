@@ -1,6 +1,7 @@
-"""A circuit breaker: after a few failures in a row, stop asking for a while.
+"""A circuit breaker: after some failures in a row, no calls for a while.
 
-Pure; the clock is an argument. One thread uses it.
+Pure bookkeeping; the clock is an argument. Each breaker is used by one thread: `lb-registrar`,
+`lb-locate`, or one queue of `lines`.
 """
 
 from collections.abc import Callable
@@ -13,7 +14,7 @@ OPEN_SECONDS_MAX = 1.0
 
 @dataclass(slots=True)
 class Breaker:
-    """Closed: calls pass. Open: they do not, until the pause is over; then one call probes."""
+    """Closed: calls pass. Open: calls are refused until a pause is over; then one call probes."""
 
     clock: Callable[[], float]
     failures_to_open: int = FAILURES_TO_OPEN

@@ -1,10 +1,13 @@
-"""Claim sets: the right to produce several keys, all or none; nobody waits while holding.
+"""Claim sets: claims for several keys, all or none. No request holds one claim while it waits for
+another.
 
-An attempt takes the claims as intents in the order of the keys and stops at the first that another
-engine has; what it took newly is given back, and the next attempt follows when that one key was
-published or its claim may be free; likewise where the engine itself is encoding the key. So two who
-want the same keys in any order never hold each other up. Attempts and what else a session says of
-its claims take turns: none sees another's half work. Runs on the loop's thread.
+An attempt takes the claims as intents, in the order of the keys. It stops at the first key that is
+held by another engine, or is being encoded by this one. It then releases the claims that it took,
+and the next attempt follows when that key is published or its claim may be free. So two engines
+that want the same keys, in any order, never block each other.
+
+Attempts and the other claim messages of a session run one after another: none sees another's
+intermediate state. Called by `desk` and `prefetches` on the loop's thread.
 """
 
 import asyncio
@@ -18,7 +21,7 @@ from lookup_buffer.key import QualifiedKey
 from lookup_buffer.node.claims import Answer, Claims
 from lookup_buffer.node.holdings import Holdings
 from lookup_buffer.node.session import Session
-from lookup_buffer.node.waiting import Vigil, Waiting
+from lookup_buffer.node.waiting import Waiting, Watcher
 from lookup_buffer.protocol.messages import (
     Claim,
     ClaimAll,
@@ -31,12 +34,12 @@ from lookup_buffer.times import INTENT_SECONDS_MAX
 from store import ClaimState
 
 WAITING_MAX = 4096
-"""Sets that wait, and words that are due, of one session."""
+"""Bound on the waiting sets, and on the queued messages, of one session."""
 
 
 @dataclass(slots=True, eq=False)
-class _Wish:
-    """One who wants a set of claims, until it is answered."""
+class _PendingSet:
+    """One request for a set of claims, until it is answered."""
 
     session: Session
     request: ClaimAll
@@ -44,14 +47,14 @@ class _Wish:
     answer: Answer
     given_up: Callable[[], None]
     taken: list[QualifiedKey] = field(default_factory=list)
-    """What the attempt under way has taken that its engine did not hold before."""
+    """Claims that the current attempt took and that its engine did not hold before."""
     busy: bool = False
-    """An attempt is due or under way."""
+    """An attempt is queued or running."""
     look_again: bool = False
-    """Something happened to the key that is waited for since the attempt began."""
-    vigil: Vigil | None = None
+    """The key that is waited for changed since the attempt began."""
+    watcher: Watcher | None = None
     lease_end: asyncio.TimerHandle | None = None
-    """Looks again when the holder's lease is over."""
+    """Starts the next attempt when the holder's lease ends."""
     over: bool = False
 
     def end(self) -> None:
@@ -60,23 +63,23 @@ class _Wish:
         self.rest()
 
     def rest(self) -> None:
-        """Not to be woken any more."""
-        if self.vigil is not None:
-            self.vigil.cancel()
+        """Cancel its wake-ups."""
+        if self.watcher is not None:
+            self.watcher.cancel()
         if self.lease_end is not None:
             self.lease_end.cancel()
 
 
 @dataclass(slots=True)
 class _Line:
-    """What one session has asked for."""
+    """The queue of one session."""
 
     words: deque[Callable[[], None]] = field(default_factory=deque)
-    """What the engine said of its claims; before attempts, of which there may be many."""
+    """The engine's messages about its claims; they precede attempts, which may be many."""
     attempts: deque[Callable[[], None]] = field(default_factory=deque)
     busy: bool = False
-    """A turn is under way."""
-    wishes: dict[int, _Wish] = field(default_factory=dict)
+    """A turn is running."""
+    pending_sets: dict[int, _PendingSet] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -88,7 +91,7 @@ class ClaimSets:
     _lines: dict[Session, _Line] = field(default_factory=dict)
 
     def is_idle(self, session: Session) -> bool:
-        """Whether what is asked now is done now, and not behind others."""
+        """Whether a new request starts at once, with nothing queued before it."""
         line = self._line(session)
         return not (line.busy or line.words or line.attempts)
 
@@ -99,20 +102,22 @@ class ClaimSets:
         answer: Answer,
         given_up: Callable[[], None] = lambda: None,
     ) -> None:
-        """Answer as `ClaimAll` says, until it is settled, or cancelled by `unclaim` and `given_up`
-        told."""
+        """Take the claims of `request`; `answer` gets the events that `ClaimAll` describes. If
+        `unclaim` ends the wait, `given_up` is called instead."""
         line = self._line(session)
-        if len(line.wishes) >= WAITING_MAX or request.id in line.wishes:
+        if len(line.pending_sets) >= WAITING_MAX or request.id in line.pending_sets:
             answer(_event(ClaimOutcome.FAILED))
             return
         until = self.loop.time() + request.wait_seconds
-        wish = line.wishes[request.id] = _Wish(session, request, until, answer, given_up)
-        self._look(wish)
+        pending = line.pending_sets[request.id] = _PendingSet(
+            session, request, until, answer, given_up
+        )
+        self._look(pending)
 
     def encoding(self, session: Session, request: Encoding) -> None:
-        """The engine is at work on these keys, whoever else may be."""
+        """The engine encodes these keys now, even if others do, too."""
         left = set(request.keys)
-        if self.is_idle(session):  # else what was said before has to be done before
+        if self.is_idle(session):  # else earlier messages come first
             left = {key for key in left if not self._promise(session, request, key)}
         if left:
             self._say(session, partial(self._encode, session, request, left))
@@ -123,7 +128,7 @@ class ClaimSets:
         def turn(teller: Session) -> None:
             if self.holdings.lasts(teller, address):
                 self._encode(teller, request, {key})
-            else:  # given back meanwhile
+            else:  # released meanwhile
                 self._next(teller)
 
         def keep(teller: Session) -> None:
@@ -132,7 +137,7 @@ class ClaimSets:
         return self.holdings.promise(session, address, request.lease_seconds, keep)
 
     def _encode(self, session: Session, request: Encoding, left: set[str]) -> None:
-        """A turn: tell the store."""
+        """One turn: write the state ENCODING to the store."""
 
         def answered(key: str, _: dict[str, Any]) -> None:
             left.discard(key)
@@ -149,11 +154,11 @@ class ClaimSets:
             )
 
     def unclaim(self, session: Session, request: Unclaim) -> None:
-        """End a wait, and give back what the engine does not want any more."""
-        wish = self._line(session).wishes.pop(request.waiter, None)
-        if wish is not None:
-            wish.end()
-            wish.given_up()
+        """End a wait, and release claims that the engine no longer wants."""
+        pending = self._line(session).pending_sets.pop(request.waiter, None)
+        if pending is not None:
+            pending.end()
+            pending.given_up()
 
         def turn() -> None:
             self._release(session, [(request.namespace, key) for key in request.keys])
@@ -163,19 +168,21 @@ class ClaimSets:
             self._say(session, turn)
 
     def end(self, session: Session) -> None:
-        """The session is over; what it held is given back by `Claims`."""
+        """The session is over; `Claims` releases what it held."""
         line = self._lines.pop(session, None)
-        for wish in line.wishes.values() if line else ():
-            wish.end()
+        for pending in line.pending_sets.values() if line else ():
+            pending.end()
 
-    # -- turns: one under way at a time, each ends by `_next`
+    # -- turns: one runs at a time; each ends with `_next`
 
     def _line(self, session: Session) -> _Line:
         return self._lines.setdefault(session, _Line())
 
     def _say(self, session: Session, turn: Callable[[], None]) -> None:
         line = self._line(session)
-        if len(line.words) < WAITING_MAX:  # else the leases end it
+        if (
+            len(line.words) < WAITING_MAX
+        ):  # at the bound the message is dropped; leases end its claims
             line.words.append(turn)
             self._begin(line)
 
@@ -192,84 +199,84 @@ class ClaimSets:
 
     # -- attempts
 
-    def _look(self, wish: _Wish) -> None:
-        """See whether all can be had, unless that is being done."""
-        if wish.over:
+    def _look(self, pending: _PendingSet) -> None:
+        """Queue an attempt, unless one is queued or running."""
+        if pending.over:
             return
-        if wish.busy:
-            wish.look_again = True
+        if pending.busy:
+            pending.look_again = True
             return
-        wish.busy = True
-        line = self._line(wish.session)
-        line.attempts.append(partial(self._attempt, wish))
+        pending.busy = True
+        line = self._line(pending.session)
+        line.attempts.append(partial(self._attempt, pending))
         self._begin(line)
 
-    def _attempt(self, wish: _Wish) -> None:
-        wish.look_again = False
-        wish.taken.clear()
-        self._take(wish, 0)
+    def _attempt(self, pending: _PendingSet) -> None:
+        pending.look_again = False
+        pending.taken.clear()
+        self._take(pending, 0)
 
-    def _take(self, wish: _Wish, index: int) -> None:
-        """Take the claims from the one at `index` on."""
-        session, request = wish.session, wish.request
-        if wish.over:
-            self._release(session, wish.taken)
+    def _take(self, pending: _PendingSet, index: int) -> None:
+        """Take the claims from position `index` on."""
+        session, request = pending.session, pending.request
+        if pending.over:
+            self._release(session, pending.taken)
             self._next(session)
             return
         if index == len(request.keys):
-            self._settle(wish, _event(ClaimOutcome.GRANTED))
+            self._settle(pending, _event(ClaimOutcome.GRANTED))
             self._next(session)
             return
         address = (request.namespace, request.keys[index])
         encoding_seconds = self.holdings.encoding_seconds(session, address)
-        if encoding_seconds:  # its own output is on its way into the buffer
+        if encoding_seconds:  # this engine's output is being stored
             fields = {"holder": self.claims.holder, "remaining_seconds": encoding_seconds}
-            self._refused(wish, address, {"outcome": ClaimOutcome.HELD} | fields)
+            self._refused(pending, address, {"outcome": ClaimOutcome.HELD} | fields)
             return
         is_new = not self.holdings.lasts(session, address)
 
         def answered(fields: dict[str, Any]) -> None:
             if fields["outcome"] == ClaimOutcome.GRANTED:
                 if is_new:
-                    wish.taken.append(address)
-                self._take(wish, index + 1)
+                    pending.taken.append(address)
+                self._take(pending, index + 1)
             else:
-                self._refused(wish, address, fields)
+                self._refused(pending, address, fields)
 
         self._claim(session, address, ClaimState.INTENT, INTENT_SECONDS_MAX, answered)
 
-    def _refused(self, wish: _Wish, address: QualifiedKey, fields: dict[str, Any]) -> None:
-        """One of the keys is another's, or is there already: hold none."""
-        self._release(wish.session, wish.taken)
-        if not wish.over:
+    def _refused(self, pending: _PendingSet, address: QualifiedKey, fields: dict[str, Any]) -> None:
+        """One of the keys is held elsewhere or stored: release all."""
+        self._release(pending.session, pending.taken)
+        if not pending.over:
             if fields["outcome"] == ClaimOutcome.STORED:
-                self._settle(wish, _event(ClaimOutcome.STORED, address))
-            elif self.loop.time() >= wish.until:
-                self._settle(wish, _event(ClaimOutcome.HELD, address, fields["holder"]))
+                self._settle(pending, _event(ClaimOutcome.STORED, address))
+            elif self.loop.time() >= pending.until:
+                self._settle(pending, _event(ClaimOutcome.HELD, address, fields["holder"]))
             else:
-                self._wait(wish, address, fields)
-        self._next(wish.session)
+                self._wait(pending, address, fields)
+        self._next(pending.session)
 
-    def _wait(self, wish: _Wish, address: QualifiedKey, fields: dict[str, Any]) -> None:
-        if wish.vigil is None:
-            wish.answer(_event(ClaimOutcome.PENDING, address, fields["holder"]))
-            if wish.over:
-                return  # nobody was there to be told, and with that the session has ended
-        look = partial(self._look, wish)
-        if wish.vigil is None or wish.vigil.address != address:
-            wish.rest()
-            wish.vigil = self.waiting.watch(address, wish.until, look)
-        if wish.lease_end is not None:
-            wish.lease_end.cancel()
-        wish.lease_end = self.loop.call_later(fields["remaining_seconds"], look)
-        wish.busy = False
-        if wish.look_again:
-            self._look(wish)
+    def _wait(self, pending: _PendingSet, address: QualifiedKey, fields: dict[str, Any]) -> None:
+        if pending.watcher is None:
+            pending.answer(_event(ClaimOutcome.PENDING, address, fields["holder"]))
+            if pending.over:
+                return  # the send failed, which ended the session
+        look = partial(self._look, pending)
+        if pending.watcher is None or pending.watcher.address != address:
+            pending.rest()
+            pending.watcher = self.waiting.watch(address, pending.until, look)
+        if pending.lease_end is not None:
+            pending.lease_end.cancel()
+        pending.lease_end = self.loop.call_later(fields["remaining_seconds"], look)
+        pending.busy = False
+        if pending.look_again:
+            self._look(pending)
 
-    def _settle(self, wish: _Wish, event: dict[str, Any]) -> None:
-        wish.end()
-        self._line(wish.session).wishes.pop(wish.request.id, None)
-        wish.answer(event)
+    def _settle(self, pending: _PendingSet, event: dict[str, Any]) -> None:
+        pending.end()
+        self._line(pending.session).pending_sets.pop(pending.request.id, None)
+        pending.answer(event)
 
     # -- single claims
 

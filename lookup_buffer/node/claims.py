@@ -1,10 +1,10 @@
-"""Claims: the right to produce a key, one holder in the fleet, with a lease.
+"""Claims: the right to produce a key, held by one engine of the fleet, with a lease.
 
-The store decides; a store that is down or slow grants, and so does a server of its cluster for the
-keys that it has. A claim belongs to the engine whose client took it (to the session of a client
-that is no engine): asking again renews it, the publication of what the engine inserts drops it, and
-it is given back on request, when the session that last asked for it ends, or by its lease if nobody
-can. On the loop's thread; the store is asked by an `arbiter`.
+The store decides. If the store, or the key's server in a cluster, is down or slow, the claim is
+granted without it: a fault may cost a second encode, but no endless wait. A claim belongs to the
+client's engine (or to the session, if there is no engine). Another request renews it. It ends with
+the publication of the item, on request, with the session that last requested it, or with its lease.
+Called by `desk`, `claim_sets` and `intake` on the loop's thread; `arbiter` calls the store.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 from lookup_buffer.key import QualifiedKey
-from lookup_buffer.node.arbiter import Arbiter, Ruling
+from lookup_buffer.node.arbiter import Arbiter, Decision
 from lookup_buffer.node.counters import RENEWED, UNASKED, Counters
 from lookup_buffer.node.holdings import Holdings
 from lookup_buffer.node.identity import Identity
@@ -25,7 +25,7 @@ from lookup_buffer.node.registrar import Registrar
 from lookup_buffer.node.resolver import Resolver
 from lookup_buffer.node.session import Session
 from lookup_buffer.node.shelf import Shelf
-from lookup_buffer.node.waiting import Vigil, Waiting
+from lookup_buffer.node.waiting import Waiting, Watcher
 from lookup_buffer.protocol.messages import Claim, ClaimOutcome, ReleaseClaim
 from lookup_buffer.times import CLAIM_ANSWER_SECONDS, INTENT_SECONDS_MAX
 from store import ClaimAnswer, Claiming, ClaimState, Releasing
@@ -33,34 +33,34 @@ from store import ClaimAnswer, Claiming, ClaimState, Releasing
 Answer = Callable[[dict[str, Any]], None]
 
 CLOSE_SECONDS = 1.0
-"""For what is still to be given back when the node ends; leases end the rest."""
+"""For claims still to be released at shutdown; leases end the rest."""
 STORED = {"outcome": ClaimOutcome.STORED, "holder": "", "state": "", "remaining_seconds": 0.0}
 
 
 def _nobody(fields: dict[str, Any]) -> None:
-    """Who is told of a release that no client asked for."""
+    """The callback of a release that no client asked for."""
 
 
 @dataclass(slots=True, eq=False)
 class _Question:
-    """A client that asks for a claim, until it is answered."""
+    """One request for a claim, until it is answered."""
 
     session: Session
     address: QualifiedKey
     state: ClaimState
     lease_seconds: float
     wanted: Callable[[], bool]
-    """Whether the client is still there to be answered."""
+    """Whether the client can still be answered."""
     until: float
     answer: Answer
     token: str
     answered: bool = False
     asking: bool = False
     look_again: bool = False
-    """Something happened to the key while the store was asked."""
+    """The key changed during the call to the store."""
     lease_end: asyncio.TimerHandle | None = None
-    """Looks again when the holder's lease is over."""
-    vigil: Vigil | None = None
+    """Starts the next attempt when the holder's lease ends."""
+    watcher: Watcher | None = None
 
 
 @dataclass(slots=True)
@@ -81,8 +81,7 @@ class Claims:
     ) -> None:
         """Answer as `Claim` says, now or when the wait is over.
 
-        A store that is down grants: encoding twice is what a fault may cost, waiting for nobody is
-        not.
+        If the store is down, the claim is granted: a second encode is cheaper than an endless wait.
         """
         address = (request.namespace, request.key)
         state, lease_seconds = ClaimState(request.state), request.lease_seconds
@@ -100,11 +99,11 @@ class Claims:
         )
         if request.wait_seconds:
             look = partial(self._look, question)
-            question.vigil = self.waiting.watch(address, question.until, look)
+            question.watcher = self.waiting.watch(address, question.until, look)
         self._look(question)
 
     def release(self, session: Session, request: ReleaseClaim, answer: Answer) -> None:
-        """Answers released: whether the claim was still this engine's."""
+        """Release a claim; `answer` gets whether it was still this engine's."""
         address = (request.namespace, request.key)
         self.holdings.drop(session, address)
         self._give_back([address], session, answer)
@@ -114,7 +113,7 @@ class Claims:
         self._give_back(self.holdings.drop_all(session), session)
 
     def inserted(self, session: Session, address: QualifiedKey) -> None:
-        """What this engine has a claim for is here: its publication drops the claim."""
+        """This engine stored the key: its publication drops the claim."""
         holding = self.holdings.drop(session, address)
         if holding is not None:
             if holding.encoding_since is not None:
@@ -122,48 +121,48 @@ class Claims:
             self.registrar.changed(address, "", self._token(session, address))
 
     def close(self) -> None:
-        """Bounded."""
+        """Release what is pending, within CLOSE_SECONDS."""
         self.arbiter.close(CLOSE_SECONDS)
 
     # -- one question, on the loop's thread
 
     def _look(self, question: _Question) -> None:
-        """See how things stand, unless the store is being asked already."""
+        """Try to answer, unless a call to the store is running."""
         if question.answered:
             return
         if question.asking:
             question.look_again = True
         elif not question.wanted():
-            self._settle(question, {})  # nobody is there to be told
+            self._settle(question, {})  # the client is gone; nothing is sent
         elif self.shelf.holds(question.address) or self._known_elsewhere(question.address):
             self._settle(question, STORED, ClaimOutcome.STORED)
         else:
             question.asking, question.look_again = True, False
             bound = self.loop.call_later(CLAIM_ANSWER_SECONDS, self._granted_unasked, question)
-            holder = f"{self.holder}:{int(time.time())}"  # since when, for people
+            holder = f"{self.holder}:{int(time.time())}"  # since when, shown to people
             claiming = Claiming(
                 *question.address, holder, question.token, question.state, question.lease_seconds
             )
-            self.arbiter.claim(claiming, partial(self._ruled, question, bound))
+            self.arbiter.claim(claiming, partial(self._decided, question, bound))
 
     def _known_elsewhere(self, address: QualifiedKey) -> bool:
         namespace, key = address
         return self.waiting.locator.known(namespace, [key]) == [True]
 
-    def _ruled(
-        self, question: _Question, bound: asyncio.TimerHandle, ruling: Ruling | None
+    def _decided(
+        self, question: _Question, bound: asyncio.TimerHandle, decision: Decision | None
     ) -> None:
-        """The store has spoken, or nothing was heard of it."""
+        """The store's reply, or None if it was not reached."""
         bound.cancel()
-        if ruling is None:
+        if decision is None:
             self._granted_unasked(question)
             return
         question.asking = False
-        found, outcome = ruling.answer, ruling.outcome
-        if outcome is ClaimOutcome.STORED:  # else who asks at once may be told that nobody has it
-            self.resolver.published(question.address, located=ruling.heard)
+        found, outcome = decision.answer, decision.outcome
+        if outcome is ClaimOutcome.STORED:  # else the next look-up may still miss
+            self.resolver.published(question.address, located=decision.heard)
         elif self.shelf.holds(question.address):
-            # Inserted here since it was asked for: of copies on this node the record says nothing.
+            # Inserted here since the request: the outcome does not consider copies of this node.
             if outcome is ClaimOutcome.GRANTED:
                 self._give_back([question.address], question.session)
             outcome = ClaimOutcome.STORED
@@ -171,7 +170,7 @@ class Claims:
         if outcome is ClaimOutcome.GRANTED and (is_kept or not question.answered):
             self._hold(question, found.remaining_seconds)
         if question.answered:
-            return  # granted unasked, when the store was slow, and maybe given back since
+            return  # granted without the store, which was slow; perhaps released since
         if outcome is ClaimOutcome.STORED:
             self._settle(question, STORED, outcome)
         elif outcome is ClaimOutcome.GRANTED:
@@ -188,7 +187,7 @@ class Claims:
     def _granted_unasked(self, question: _Question) -> None:
         if question.answered:
             return
-        # The store may grant it yet: then it has to be given back like any other.
+        # The store may still grant it: then it must be released like any other.
         self._hold(question, 0.0)
         unasked = ClaimAnswer(True, self.holder, question.state, 0.0)
         self._settle(question, _fields(ClaimOutcome.GRANTED, unasked), UNASKED)
@@ -198,8 +197,8 @@ class Claims:
         if question.answered:
             return
         question.answered = True
-        if question.vigil is not None:
-            question.vigil.cancel()
+        if question.watcher is not None:
+            question.watcher.cancel()
         if question.lease_end is not None:
             question.lease_end.cancel()
         if question.wanted():
@@ -207,16 +206,17 @@ class Claims:
             question.answer(fields)
 
     def _hold(self, question: _Question, granted_seconds: float) -> None:
-        """The claim is, or may be, this engine's; the store has granted it for so long."""
+        """Keep the claim for this engine; the store has granted it for `granted_seconds`, 0 if
+        unknown."""
         session, address = question.session, question.address
         holding, is_wanted = self.holdings.find(session, address), question.wanted()
         if holding is None and not is_wanted:
-            # Nobody is told of it, so nobody would ever give it back.
+            # The client is gone and would never release it.
             self._give_back([address], session)
             return
         if holding is not None and is_wanted:
-            # An engine that attached again: the end of its last session, which may be noticed
-            # only now, must not give back what it goes on with.
+            # The engine attached again: the end of its previous session, which may be detected
+            # later, must not release a claim that it still uses.
             holding.session = session
         self.holdings.keep(
             session, address, question.state,
@@ -234,7 +234,7 @@ class Claims:
         return f"{self.identity.node}:{self.identity.boot}"
 
     def _token(self, session: Session, address: QualifiedKey) -> str:
-        """The same for all clients of an engine, and not to be guessed by others."""
+        """The fencing token: equal for all clients of an engine, and not guessable by others."""
         text = "\0".join((str(session.owner), *address)).encode("utf-8", "surrogatepass")
         return hashlib.blake2b(text, key=self._secret, digest_size=8).hexdigest()
 

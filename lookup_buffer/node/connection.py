@@ -1,9 +1,9 @@
-"""One client's unix socket on the node's loop: frames in, frames out, descriptors both ways.
+"""One socket on the node's loop: a client's unix socket, or another node's TCP socket.
 
-Or another node's TCP socket, over which no descriptors come.
-
-Non-blocking. Input is bounded by the decoder, output by `OUTPUT_MAX_BYTES`: a client that does
-not read its replies is cut off. Runs on the loop's thread only.
+It decodes frames, encodes replies and passes descriptors both ways (on a unix socket only). It
+never blocks. Input is bounded by the decoder, output by `OUTPUT_MAX_BYTES`: a remote end that does
+not read its replies is disconnected. Created by `control` (clients), `askers` and `owners` (nodes);
+used on the loop's thread only.
 """
 
 import array
@@ -26,12 +26,14 @@ ANCILLARY_BYTES = socket.CMSG_SPACE(DESCRIPTORS_MAX * array.array("i").itemsize)
 _CLOSE_ON_EXEC = int(socket.MSG_CMSG_CLOEXEC)
 _CUT_OFF = int(socket.MSG_CTRUNC)
 _SO_PEERPIDFD = 77
-"""Python's `socket` has no name for it yet."""
+"""Linux' number; Python's `socket` has no name for it yet."""
 
 
 class Connection:
-    """`on_message(connection, message, descriptors)` for each frame; `on_end(connection, error)`
-    once, with None where the client closed in order."""
+    """Calls `on_message(connection, message)` for each frame, and `on_end(connection, error)` once.
+
+    `error` is None if the remote end closed the connection, or this node did without an error.
+    """
 
     def __init__(
         self,
@@ -56,11 +58,12 @@ class Connection:
 
     @property
     def open(self) -> bool:
-        """Whether the other end can be told anything."""
+        """Whether messages can still reach the remote end."""
         return self._open and self._is_heard
 
     def send(self, message: Any) -> None:
-        """Queue a frame; sent at once where the socket takes it. Silently nothing once ended."""
+        """Queue a frame and send as much as the socket accepts. Does nothing once the connection
+        ended."""
         if not self.open:
             return
         self._output += encode_frame(message)
@@ -69,7 +72,7 @@ class Connection:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """What is sent meanwhile goes out in one piece, which wakes the other end once."""
+        """Send all messages of the `with` block in one write, which wakes the remote end once."""
         outer, self._gathering = self._gathering, True
         try:
             yield
@@ -79,7 +82,7 @@ class Connection:
                 self._flush()
 
     def send_with_descriptors(self, message: Any, descriptors: list[int]) -> None:
-        """Send the first frame of a session with descriptors beside it."""
+        """Send the first frame of a session together with descriptors."""
         assert not self._output, "descriptors go with the first frame"
         frame = encode_frame(message)
         ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
@@ -92,18 +95,18 @@ class Connection:
         self._flush()
 
     def take_descriptor(self) -> int:
-        """The next descriptor that the client sent; the caller owns it.
+        """The next descriptor that the client sent; the caller closes it.
 
         Raises:
-            ProtocolError: there is none.
+            ProtocolError: the client sent none.
         """
         if not self._descriptors:
-            raise ProtocolError("the request needs a descriptor beside it")
+            raise ProtocolError("the request needs a descriptor, and none was sent")
         return self._descriptors.pop(0)
 
     def process(self) -> int | None:
-        """A descriptor, the caller's, that becomes readable when the process of the other end has
-        ended; None where the kernel gives none. Also for one in another pid namespace."""
+        """A pidfd of the remote end's process, readable once that has ended; the caller closes
+        it. Works across pid namespaces. None if the kernel has no SO_PEERPIDFD."""
         try:
             return self._socket.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
         except OSError:  # before Linux 6.5
@@ -138,7 +141,7 @@ class Connection:
             self.end(None)
             return
         if flags & _CUT_OFF or len(self._descriptors) > DESCRIPTORS_MAX:
-            self.end(ProtocolError("too many descriptors"))
+            self.end(ProtocolError(f"more than {DESCRIPTORS_MAX} descriptors are pending"))
             return
         try:
             for message, _ in self._decoder.feed(data):
@@ -155,10 +158,12 @@ class Connection:
                 del self._output[:sent]
         except (BlockingIOError, InterruptedError):
             if len(self._output) > OUTPUT_MAX_BYTES:
-                self.end(ProtocolError("the client does not read its replies"))
+                self.end(ProtocolError(f"{OUTPUT_MAX_BYTES} bytes of replies are not read"))
             else:
                 self._loop.add_writer(self._socket.fileno(), self._writable)
-        except ConnectionError:  # it closed its end; what it said before, a goodbye maybe, is read
+        except (
+            ConnectionError
+        ):  # the remote end closed; what it sent before (a Goodbye) is still read
             self._is_heard = False
             self._output.clear()
         except OSError:
@@ -178,7 +183,7 @@ def _descriptors_in(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
 
 
 def _peer_of(sock: socket.socket) -> tuple[int, int]:
-    """(pid, uid) of the other end; pid 0 where it lives in another pid namespace."""
+    """(pid, uid) of the remote end; pid 0 if it is in another pid namespace."""
     credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     pid, uid, _ = struct.unpack("3i", credentials)
     return pid, uid

@@ -1,7 +1,8 @@
-"""The control server: clients' sessions on the unix socket.
+"""The control server: accepts clients on the unix socket and manages their sessions.
 
-One loop, one thread. It accepts, opens and ends sessions, and passes requests to `Desk`, which
-answers them. Nothing here waits: store, payload and peers have threads of their own.
+It handles `Hello`, `Join`, `Stage` and `Goodbye`, and passes all other requests to `Desk`. Runs on
+the loop's thread and never blocks. `node.py` starts it; `vitals` and the idle check read its
+counts.
 """
 
 import asyncio
@@ -36,32 +37,31 @@ from lookup_buffer.times import QUARANTINE_SECONDS
 
 CONNECTIONS_MAX = 1024
 HELLO_SECONDS = 5.0
-"""A connection without hello or join by then is closed."""
+"""A connection that sent neither Hello nor Join within this time is closed."""
 TRY_AGAIN_SECONDS = 0.05
+"""Pause before the next accept, if the process has no free descriptor."""
 
 
 @dataclass(slots=True)
 class Control:
-    """Runs on the loop's thread only."""
-
     loop: asyncio.AbstractEventLoop
     desk: Desk
     identity: Identity
     counters: Counters
     remote_index: RemoteIndex
     expects: Mapping[str, str | int]
-    """What a client's configuration must say of this node; see `Hello.expects`."""
+    """The settings that a client's configuration must share with this node; see `Hello.expects`."""
     idle_since: float = field(default_factory=time.monotonic)
     _sessions: dict[int, Session] = field(default_factory=dict)
     _of: dict[Connection, Session | None] = field(default_factory=dict)
-    """Every connection; None until it said hello or join."""
+    """Each connection's session; None until Hello or Join."""
     _next_session: Callable[[], int] = field(default=lambda: int.from_bytes(os.urandom(7), "big"))
     _listener: socket.socket | None = None
 
     def listen(self, path: Path) -> None:
         """Listen on `path` with mode 0600; a stale socket file is replaced.
 
-        The caller holds the lock that makes this node the only one here.
+        The caller holds the directory's lock, so no other node serves this path.
         """
         path.unlink(missing_ok=True)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -79,11 +79,11 @@ class Control:
             connection.end(None)
 
     def count_sessions(self) -> int:
-        """From any thread."""
+        """May be called on any thread."""
         return len(self._sessions)
 
     def idle_seconds(self) -> float:
-        """How long there has been no connection; 0 while there is one."""
+        """Seconds since the last connection ended; 0 while there is one."""
         return 0.0 if self._of else time.monotonic() - self.idle_since
 
     def _watch(self) -> None:
@@ -96,7 +96,7 @@ class Control:
             sock, _ = self._listener.accept()
         except BlockingIOError:
             return
-        except OSError:  # no descriptor is free: the loop would try again without a pause
+        except OSError:  # no free descriptor: without a pause the loop would retry at once, forever
             self.loop.remove_reader(self._listener.fileno())
             self.loop.call_later(TRY_AGAIN_SECONDS, self._watch)
             return
@@ -135,7 +135,7 @@ class Control:
                 case _:
                     connection.end(ProtocolError(f"{request.op} out of turn"))
         except ProtocolError:
-            raise  # the connection ends by it
+            raise  # `Connection` closes the connection
         except LookupBufferError as error:
             connection.send(error_reply(request.id, error))
 
@@ -143,11 +143,14 @@ class Control:
         for name, wanted in request.expects.items():
             if self.expects.get(name) == wanted:
                 continue
-            if name == "token":  # a digest, by which a weak token could be guessed
-                raise NodeRefused("the node that runs here has another token, or none")
+            if name == "token":  # a digest: shown, it would help to guess a weak token
+                raise NodeRefused(
+                    "the node that runs here has another token, or none; "
+                    "give both the same token, or use another directory"
+                )
             raise NodeRefused(
-                f"the node that runs here has {name} = {self.expects.get(name)!r}, this "
-                f"configuration says {wanted!r}; make them equal, or use another directory"
+                f"the node that runs here has {name} = {self.expects.get(name)!r}, but this "
+                f"configuration has {wanted!r}; make them equal, or use another directory"
             )
         seat = None if request.seat is None else Seat(*request.seat)
         session = Session(self._next_session(), connection, seat)
@@ -172,7 +175,7 @@ class Control:
     def _join(self, connection: Connection, request: Join) -> None:
         session = self._sessions.get(request.session)
         if session is None:
-            raise NodeRefused("no such session: it has ended, or the node was restarted")
+            raise NodeRefused("this session does not exist: it ended, or the node restarted")
         session.connections.add(connection)
         self._of[connection] = session
         connection.send({"id": request.id})
@@ -201,13 +204,14 @@ class Control:
             self._lose(session)
 
     def _lose(self, session: Session) -> None:
-        """The anchor broke without a goodbye: see `session` for what that means."""
+        """The anchor broke without a Goodbye: keep the session's pins until its process ends, or
+        for QUARANTINE_SECONDS."""
         process, session.process = session.process, None
         self._leave(session)
         if not self.desk.holds_pins(session):
             if process is not None:
                 os.close(process)
-            return  # a client that comes and goes must not cost a descriptor each time
+            return  # nothing to keep: repeated reconnects must not cost a descriptor each
         try:
             process = _pidfd(session.anchor.pid) if process is None else process
         except ProcessLookupError:
@@ -227,7 +231,7 @@ class Control:
         self.loop.add_reader(process, ended)
 
     def _finish(self, session: Session) -> None:
-        """An orderly end: everything goes back at once."""
+        """After a Goodbye: release all pins at once."""
         self._leave(session)
         self.desk.release_all(session)
 
@@ -243,10 +247,10 @@ class Control:
 
 
 def _pidfd(pid: int) -> int | None:
-    """A descriptor that becomes readable when process `pid` ends; None where it cannot be had.
+    """A descriptor that becomes readable when process `pid` ends; None if the kernel gives none.
 
     Raises:
-        ProcessLookupError: it has ended already.
+        ProcessLookupError: it has already ended.
     """
     try:
         return os.pidfd_open(pid) if pid > 0 else None  # 0: it lives in another pid namespace
@@ -257,9 +261,9 @@ def _pidfd(pid: int) -> int | None:
 
 
 def _refusal(number: int, version: int) -> dict[str, Any]:
-    """The answer to a hello of another version."""
+    """The reply to a Hello of another protocol version."""
     why = (
-        f"this node speaks version {VERSION}, the client {version}; "
-        "install the same lookup-buffer on both, or end the node"
+        f"this node uses protocol version {VERSION}, the client {version}; "
+        "install the same version of lookup-buffer for both, or stop the node"
     )
     return error_reply(number, NodeRefused(why))

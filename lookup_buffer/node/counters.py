@@ -1,11 +1,12 @@
 """The node's counters, by reason, and histograms of seconds.
 
-The names of counters form a closed set, `COUNTERS`. Totals are for clients of the node and for
-`/metrics`; differences go to Redis in batches, and so do hits per key, so that a hit costs no
-round trip. A histogram has fixed buckets, cumulative as Prometheus wants them, and a sum.
+The names of counters form a closed set, `COUNTERS`. Clients of the node and `/metrics` get totals;
+Redis gets differences in batches, and hits per key likewise, so that a hit costs no round trip. A
+histogram has fixed buckets, cumulative as Prometheus requires, and a sum.
 
-Any thread may count and observe, under one short lock each. To observe costs 0.5 µs, since it is
-part of every transfer. It must not know how the figures are published.
+Most modules of the node count here, on any thread, under one short lock each. `observe` costs 0.5
+µs, since it is part of every transfer. `registrar` flushes the differences; this module does not
+know how the figures are published.
 """
 
 import threading

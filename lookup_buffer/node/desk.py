@@ -1,7 +1,7 @@
-"""The desk: answers the requests of clients.
+"""The dispatch of clients' requests: one method call for each type of message.
 
-Runs on the loop's thread. What cannot be answered at once (a question to the store, a
-transfer) is handed to the thread that does it, and the reply follows when it calls back.
+Called by `control` on the loop's thread. A request that needs the store or a transfer is passed on,
+and its reply follows from a callback.
 """
 
 import asyncio
@@ -81,8 +81,8 @@ class Desk:
     lanes: Lanes
     prefetches: Prefetches = field(init=False)
     _attached: dict[str, dict[int, int]] = field(default_factory=lambda: defaultdict(dict))
-    """Engine → session → rank, of its workers that have the arena mapped. By session, because a
-    worker that attaches again may do so before the end of its last session was noticed."""
+    """Engine → session → rank, of its workers that have mapped the arena. By session: a worker
+    may attach again before the end of its previous session was detected."""
 
     def __post_init__(self) -> None:
         self.prefetches = Prefetches(
@@ -122,7 +122,7 @@ class Desk:
         """Answer `request`, now or later.
 
         Raises:
-            LookupBufferError: to be sent as the reply.
+            LookupBufferError: the caller sends it as the reply.
         """
         match request:
             case Select():
@@ -217,7 +217,7 @@ class Desk:
     def _select_later(
         self, connection: Connection, session: Session, request: Select, address: QualifiedKey
     ) -> None:
-        """What is not here is located and fetched, or waited for."""
+        """Locate and fetch an item that is absent here; wait for it if the request says so."""
 
         def look(reason: MaybeMissed, last: bool) -> bool:
             if session.over or not connection.open:
@@ -247,11 +247,12 @@ class Desk:
         self, connection: Connection, session: Session, request: Select, held: Held
     ) -> None:
         _reply(connection, request, self._resident(held))
-        if not connection.open:  # the client gave up and will never release what it was not told
+        if not connection.open:  # the client is gone: it will never release this pin
             self.shelf.release([held.ticket], session.id)
 
     def _try_hold(self, session: Session, address: QualifiedKey) -> dict[str, Any] | None:
-        """How `address` stands for this session, None where it is not here."""
+        """Pin `address` for this session and return its fields, or why that failed; None if
+        absent here."""
         seat = session.seat
         if seat is not None:
             ranks = set(self._attached.get(seat.engine_id, {}).values())

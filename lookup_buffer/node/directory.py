@@ -1,8 +1,8 @@
-"""The directory: which other nodes live and where they listen, as read from the store.
+"""Membership: which other nodes are alive and where they listen, as read from the store.
 
-Refreshed once a second by the registrar, and by whoever finds a record that names a node that is
-not known yet. Any thread may ask. It also remembers locations of the dead that it was asked about,
-for the registrar to withdraw.
+`lb-registrar` refreshes it once a second. `arbiter` and the locators refresh it when a record names
+an unknown node. The loop ticks it, and any thread may read it. It also collects locations of dead
+nodes, which `publisher` withdraws.
 """
 
 import math
@@ -17,12 +17,12 @@ from lookup_buffer.times import DEAD_AFTER_SECONDS, LONG_DEAD_SECONDS, STALL_SEC
 from store import Location, MetadataStore, NodeInfo, Record, StoreError, StoreUnavailable
 
 REFRESH_SECONDS_MIN = 0.05
-"""An unknown node in a record refreshes the directory at most this often."""
+"""Unknown nodes in records cause at most one refresh in this time."""
 VOID_MAX = 1000
-"""Bound on locations of dead nodes that are remembered; more are found when they are asked for."""
+"""Bound on the collected locations of dead nodes; the others are found at a later look-up."""
 UNSEEN_MAX = 1000
-"""Bound on boots that do not beat and are remembered; of others it takes one more reading of the
-beats until they count as dead."""
+"""Bound on the remembered boots without a beat. Others are judged dead one reading of the beats
+later."""
 
 
 class Directory:
@@ -33,17 +33,19 @@ class Directory:
         self._clock = clock
         self._lock = threading.Lock()
         self._refreshing = threading.Lock()
-        """An older reading must not be taken in after a newer one: it would look like life."""
+        """One refresh at a time: an older reading applied after a newer one would look like a
+        new beat."""
         self._liveness = Liveness()
         self._infos: dict[tuple[str, str], NodeInfo] = {}
         self._void: dict[tuple[QualifiedKey, Location], None] = {}
         self._unseen_since: dict[tuple[str, str], float] = {}
-        """Of boots that do not beat: when they were first asked about, by the clock."""
+        """By boot without a beat: when it was first asked about, by the clock."""
         self._endpoints: dict[tuple[str, str], str] = {}
         self.refreshed_at = -REFRESH_SECONDS_MIN
-        """When the last reading of the beats was begun, by the clock: what beat before is in it."""
+        """When the last reading of the beats began, by the clock: it includes all earlier beats."""
         self.epoch = 0
-        """Grows when a node came, went, or moved: what was judged before then is out of date."""
+        """Incremented when a node appears, dies or moves: earlier judgements are then out of
+        date."""
         self._listed = False
         self._lost_at = -DEAD_AFTER_SECONDS
         self._ticked_at = clock()
@@ -64,28 +66,31 @@ class Directory:
         with self._lock:
             self.refreshed_at, now = asked_at, self._clock()
             if self._listed and self._node not in beats:
-                self._lost_at = now  # nobody but a store that lost its data forgets who beats
+                self._lost_at = now  # this node beats, so the store has lost its data
             self._listed = self._listed or self._node in beats
             observed = {node: (beat.boot, beat.sequence) for node, beat in beats.items()}
             complete = now - self._lost_at >= DEAD_AFTER_SECONDS
             self._liveness.observe(observed, now, complete=complete)
             boots = set(self._liveness.boots())
             for boot in self._infos.keys() - boots:
-                self._note_unseen(boot, -math.inf)  # it did beat, so it is not too young to
+                self._note_unseen(boot, -math.inf)  # it has beaten before, so it is not a new node
             self._infos = {boot: info for boot, info in self._infos.items() if boot in boots}
             unknown = [node for node, boot in boots if (node, boot) not in self._infos]
         infos: dict[str, NodeInfo] = {}
         if unknown:
-            with suppress(StoreUnavailable):  # its server: asked for again with the next beat
+            with suppress(
+                StoreUnavailable
+            ):  # a server of the cluster is down: repeated with the next beat
                 infos = store.node_infos(unknown)
             with self._lock:
                 for info in infos.values():
                     self._infos[info.node, info.boot] = info
 
     def tick(self) -> None:
-        """See who has died since. To be called often, also while the store is away.
+        """Detect nodes that died. To be called a few times a second, also while the store is down.
 
-        A node that wakes after it was stopped takes nobody for dead until it has listened anew.
+        If this node itself was stopped meanwhile, it judges no node dead until new beats can be
+        read.
         """
         with self._lock:
             now = self._clock()
@@ -102,21 +107,22 @@ class Directory:
                 self.epoch += 1
 
     def store_lost_data(self) -> None:
-        """For the next seconds an absent node has not left: it has not come to beat again."""
+        """For DEAD_AFTER_SECONDS an absent node is not taken as shut down: it may not have
+        beaten again yet."""
         with self._lock:
             self._lost_at = self._clock()
 
     def meet(self, store: MetadataStore, records: Iterable[Record | None]) -> None:
-        """Read the directory if one of the records names a node that was never seen.
+        """Refresh if one of the records names an unknown node.
 
-        Where the store does not answer, that node counts as dead until the next beat reads it.
+        If the store does not answer, that node counts as dead until the next refresh.
         """
         if not all(self.knows(at) for record in records if record for at in record.locations):
             with suppress(StoreError):
                 self.refresh(store)
 
     def sources(self, record: Record) -> tuple[tuple[Location, str], ...]:
-        """(location, endpoint) of the other nodes that live and hold `record`."""
+        """(location, endpoint) of the other live nodes that hold `record`."""
         sources = []
         for location in record.locations:
             endpoint = self.endpoint(location)
@@ -127,23 +133,23 @@ class Directory:
         return tuple(sources)
 
     def endpoint(self, location: Location) -> str | None:
-        """Where to fetch from `location`; None when that boot of the node is not alive, or us."""
+        """The endpoint of `location`; None if that boot is not alive, or is this node."""
         return self._endpoints.get((location.node, location.boot))
 
     def knows(self, location: Location) -> bool:
-        """Whether this boot of the node has been seen, or a refresh is not due yet."""
+        """Whether this boot of the node is known, or the last refresh is too recent to repeat."""
         with self._lock:
             known = location.node == self._node or (location.node, location.boot) in self._infos
             return known or self._clock() - self.refreshed_at < REFRESH_SECONDS_MIN
 
-    # -- the dead
+    # -- dead nodes
 
     def is_dead(self, location: Location) -> bool:
-        """Whether this boot of another node was seen to be dead, and not only not seen to live:
-        its beat stood still, it left, or another boot took its place.
+        """Whether this boot of another node is known to be dead, not merely not known to be alive:
+        its beat did not change, it shut down, or another boot replaced it.
 
-        A boot that was never seen may be too young. It beats before it publishes, so it is dead
-        when a reading of the beats that began after this was first called does not have it.
+        A boot that was never seen may be new. It beats before it publishes, so it is dead if a
+        reading of the beats, begun after the first call of this, does not include it.
         """
         boot = (location.node, location.boot)
         if boot in self._endpoints:
@@ -156,20 +162,20 @@ class Directory:
             )
 
     def is_replaced(self, location: Location) -> bool:
-        """Whether it is dead because another boot took its place, so that it never comes back."""
+        """Whether another boot replaced it, so that it never returns."""
         return self.is_dead(location) and math.isinf(self.dead_seconds(location))
 
     def dead_seconds(self, location: Location) -> float:
-        """For how long the boot that `location` names has been dead, see `Liveness.dead_seconds`.
+        """How long the boot of `location` has been dead, see `Liveness.dead_seconds`.
 
-        Only to be believed of a location that was read before the last `refresh`: a boot beats
-        before it publishes, so one that is missing then is no newcomer.
+        Valid only for a location that was read before the last `refresh`: a boot beats before it
+        publishes, so a boot without a beat is then not a new one.
         """
         with self._lock:
             return self._liveness.dead_seconds(location.node, location.boot)
 
     def _note_unseen(self, boot: tuple[str, str], since: float) -> float:
-        """Since when `boot` is known not to beat."""
+        """Since when `boot` has had no beat."""
         if len(self._unseen_since) >= UNSEEN_MAX and boot not in self._unseen_since:
             del self._unseen_since[next(iter(self._unseen_since))]
         return self._unseen_since.setdefault(boot, since)
@@ -180,15 +186,15 @@ class Directory:
                 self._void[address, location] = None
 
     def take_void(self, most: int) -> list[tuple[QualifiedKey, Location]]:
-        """Up to `most` locations that were asked about and whose nodes are long dead."""
+        """Up to `most` locations that were looked up and whose nodes have long been dead."""
         with self._lock:
             taken = list(self._void)[:most]
             for entry in taken:
                 del self._void[entry]
         return [entry for entry in taken if self.dead_seconds(entry[1]) >= LONG_DEAD_SECONDS]
 
-    def long_dead(self) -> list[tuple[str, str]]:
-        """(node, boot) of those that have not left and never will."""
+    def expired(self) -> list[tuple[str, str]]:
+        """(node, boot) of nodes that died LONG_DEAD_SECONDS ago without shutting down."""
         with self._lock:
             return [
                 (node, boot)
@@ -198,7 +204,7 @@ class Directory:
             ]
 
     def others(self) -> set[tuple[str, str]]:
-        """(node, boot) of the other nodes that were not seen to be dead."""
+        """(node, boot) of the other nodes that are not known to be dead."""
         with self._lock:
             return {
                 (node, boot)
@@ -207,7 +213,7 @@ class Directory:
             }
 
     def count_alive(self) -> int:
-        """How many nodes live, this one included where it beats."""
+        """The number of live nodes, including this one once it beats."""
         with self._lock:
             now = self._clock()
             return sum(self._liveness.alive(*boot, now) for boot in self._liveness.boots())

@@ -1,9 +1,9 @@
-"""Errands: what a beat does besides, each at its own risk.
+"""Periodic tasks of a beat, each with its own circuit breaker.
 
-A store may be several servers, and each errand has its own keys. One whose server does not answer
-costs a time-out, is said, and then rests for a while; the others, and what is to be published on
-other servers, go on. The next beat is never kept waiting by more than one of them: what does not
-come to its turn comes to it with that beat. On the registrar's thread.
+A store may consist of several servers, and each task has its own keys. If a task's server does not
+answer, the task costs one timeout, is logged, and pauses; the other tasks and the publication on
+other servers continue. A beat is delayed by at most one task: the tasks that did not run come first
+after the next beat. Called by `registrar` on `lb-registrar`.
 """
 
 import time
@@ -18,10 +18,10 @@ from store import StoreCorrupt, StoreError, StoreFull
 
 REST_SECONDS_MIN: Final = 2.0
 REST_SECONDS_MAX: Final = 5.0
-"""What people see of a node is late by so much when its server is back."""
+"""After its server returned, a task is late by at most this."""
 
 Errand = tuple[str, Callable[[], object]]
-"""What it means where it fails, as it is told then, and what is to be done."""
+"""The text to log if it fails, and the task."""
 
 
 @dataclass(slots=True)
@@ -32,7 +32,8 @@ class Errands:
     _turn: int = 0
 
     def run_until(self, due: float, errands: Sequence[Errand]) -> None:
-        """One after another until it is `due`; the next time it goes on where it was then."""
+        """Run the tasks one after another until `due`; the next call continues after the last
+        one."""
         for _ in errands:
             self.run(*errands[self._turn % len(errands)])
             self._turn += 1
@@ -40,7 +41,7 @@ class Errands:
                 return
 
     def run(self, trouble: str, errand: Callable[[], object]) -> None:
-        """Do it, unless it rests."""
+        """Run one task, unless it pauses. `trouble`: the text to log if it fails."""
         breaker = self._breakers.get(trouble)
         if breaker is None:
             breaker = self._breakers[trouble] = Breaker(
@@ -53,20 +54,20 @@ class Errands:
             return
         try:
             errand()
-        except (StoreFull, StoreCorrupt) as error:  # its server answers
-            self.troubles.tell(trouble, error)
+        except (StoreFull, StoreCorrupt) as error:  # its server answers: no pause
+            self.troubles.log(trouble, error)
         except StoreError as error:
-            self.troubles.tell(trouble, error)
+            self.troubles.log(trouble, error)
             breaker.failed()
             return
         except ConfigError:
-            raise  # the node has to end
-        except Exception as error:  # noqa: BLE001 -- what is to be published does not depend on it
-            self.troubles.tell_bug(trouble, error)
+            raise  # the node must end
+        except Exception as error:  # noqa: BLE001 -- the publication must not depend on it
+            self.troubles.log_bug(trouble, error)
             breaker.failed()
             return
         breaker.succeeded()
 
     def wake(self) -> None:
-        """None rests any more: the store is another one, or has lost its data."""
+        """End all pauses: the store is new, or has lost its data."""
         self._breakers.clear()

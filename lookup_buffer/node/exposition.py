@@ -1,7 +1,8 @@
-"""The page `/metrics`, by prometheus-client. Imported at its first request: it takes 50 ms.
+"""The page `/metrics`, made with prometheus-client. Imported at its first request, since that takes
+50 ms.
 
-Runs on the HTTP listener's thread. What the process itself uses (memory, processor time, files) is
-the library's own.
+Called by `http_pages` on `lb-http`. The metrics of the process itself (memory, processor time,
+files) are the library's own.
 """
 
 from collections.abc import Iterator

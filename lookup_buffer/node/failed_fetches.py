@@ -1,7 +1,8 @@
-"""Failed fetches: which keys could not be fetched of late and from whom, for people.
+"""Recent failed fetches: which keys, from which node and why, shown to people by `lookup-buffer
+why`.
 
-The fetcher notes them, the registrar writes them to the store with its next beat. Bounded: when
-many fail at once some are not told. Any thread.
+`fetcher` adds them on `lb-fetch`, `registrar` writes them to the store with its next beat. Bounded:
+of many failures at once some are dropped.
 """
 
 import threading
@@ -18,13 +19,13 @@ class FailedFetches:
     _noted: dict[QualifiedKey, tuple[str, str]] = field(default_factory=dict)
 
     def note(self, address: QualifiedKey, reason: str, holder: str) -> None:
-        """`holder` was asked for `address`, in vain because of `reason`."""
+        """The fetch of `address` from `holder` failed because of `reason`."""
         with self._lock:
             if len(self._noted) < NOTED_MAX or address in self._noted:
                 self._noted[address] = (reason, holder)
 
     def take(self) -> dict[QualifiedKey, tuple[str, str]]:
-        """What was noted since the last call: reason and holder by address."""
+        """Failures since the last call: reason and holder by address."""
         with self._lock:
             noted, self._noted = self._noted, {}
             return noted

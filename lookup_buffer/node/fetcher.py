@@ -1,9 +1,10 @@
-"""The fetcher: brings a tensor from another node straight into the arena.
+"""The fetcher: copies a tensor from another node into the arena.
 
-A few threads, each with at most one transfer under way. Links are kept per endpoint and thrown
-away at their first error. Whatever arrives is compared with what was asked for and its checksum
-taken on the way; nobody sees it before both are right. A source that fails is passed over for
-the next; how it failed is counted, and told to the store where people could not guess it.
+It has four threads (`lb-fetch`), each with one transfer at a time. Connections are kept per
+endpoint and closed at their first error. The header is compared with the request, and the checksum
+is computed on arrival; the item becomes visible only if both match. If one holder fails, the next
+is tried. Failures are counted, and those that a record does not explain are written to the store.
+Called by `resolver`, `loans` and `takings` on the loop's thread.
 """
 
 import threading
@@ -43,14 +44,14 @@ THREADS = 4
 IDLE_LINKS_MAX = 4
 
 _TOLD = (MissReason.CHECKSUM, MissReason.PEER_FAILED)
-"""Failures that the store is told of: of others the record says enough."""
+"""Failures that are written to the store; the record explains the others."""
 FETCH_OWNER = -1
-"""Owner of the pin that holds a fetched item until its readers have theirs."""
+"""Owner of the pin on a fetched item, until its readers have pinned it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """What became of a fetch: `held` for the caller to release, or the reason it failed."""
+    """The result of a fetch: `held`, which the caller releases, or the reason of the failure."""
 
     held: Held | None
     reason: MaybeMissed = ""
@@ -58,7 +59,7 @@ class Fetched:
 
 @dataclass(slots=True)
 class Fetcher:
-    """`fetch` from any thread; `done` is called on one of the fetcher's threads."""
+    """`fetch` may be called on any thread; `done` is called on `lb-fetch`."""
 
     shelf: Shelf
     counters: Counters
@@ -78,7 +79,8 @@ class Fetcher:
         *,
         loan: bool = False,
     ) -> None:
-        """Bring it here; a `loan` for whom `done` gives it to, and for nobody else."""
+        """Fetch from the first holder that delivers. `loan`: the copy is visible only to its
+        pins."""
         self._pool.submit(self._fetch, address, located, done, loan)
 
     def close(self) -> None:
@@ -157,16 +159,16 @@ class Fetcher:
     def _checked(
         self, answer: object, nbytes: int, address: QualifiedKey, location: Location
     ) -> PayloadHeader:
-        """The peer's header, if it is of what was asked for.
+        """The peer's header, if it matches the request.
 
-        Redis was only a hint; what counts is what the holder says and what the bytes hash to.
+        Redis is only a hint; the holder's header and the bytes' checksum decide.
         """
         fields = answer.get("payload") if isinstance(answer, dict) else None
         header = PayloadHeader.from_fields(fields, max_nbytes=self.shelf.arena.nbytes)
         if nbytes != header.tensor.nbytes:
-            raise ProtocolError("the payload is not as long as its header says")
+            raise ProtocolError("the length of the payload differs from its header")
         if (header.namespace, header.key) != address or header.generation != location.generation:
-            raise CorruptTensor(f"{location.node} sent another tensor than was asked for")
+            raise CorruptTensor(f"{location.node} sent another tensor than requested")
         return header
 
     def _reserve(self, address: QualifiedKey, header: PayloadHeader, node: str, loan: bool) -> Item:
@@ -175,12 +177,12 @@ class Fetcher:
         ttl_seconds = None if header.ttl_ms is None else header.ttl_ms / 1000
         item = self.shelf.reserve(address, header.tensor, origin=node, ttl_seconds=ttl_seconds)
         if item is None:
-            raise BufferFull("the key is being written by a client of this node")
+            raise BufferFull("a client of this node is writing this key")
         return item
 
     @contextmanager
     def _link(self, endpoint: str) -> Iterator[FramedSocket]:
-        """A link to `endpoint`, kept for the next transfer unless something went wrong."""
+        """A connection to `endpoint`, kept for the next transfer unless an error occurred."""
         link = self._idle_link(endpoint)
         if link is None:
             host, port = parse_tcp(endpoint)
@@ -188,7 +190,7 @@ class Fetcher:
         try:
             yield link
         except MissingTensor:
-            self._keep(endpoint, link)  # an orderly answer: the stream is in step
+            self._keep(endpoint, link)  # a complete reply: the connection can be reused
             raise
         except BaseException:
             link.abort()
@@ -196,8 +198,8 @@ class Fetcher:
         self._keep(endpoint, link)
 
     def _idle_link(self, endpoint: str) -> FramedSocket | None:
-        """A kept link that is still in order. One with something to read is not: nothing was
-        asked on it, so the peer has ended it, or is another boot."""
+        """A kept connection that is still usable. Unrequested input means that the peer closed
+        it, or that another boot listens there."""
         while True:
             with self._lock:
                 links = self._idle_links.get(endpoint)
@@ -219,4 +221,4 @@ class Fetcher:
 
 def _check(checksum: int, header: PayloadHeader, location: Location) -> None:
     if checksum != header.checksum:
-        raise CorruptTensor(f"{location.node} sent other bytes than it published")
+        raise CorruptTensor(f"{location.node} sent bytes that do not match their checksum")

@@ -1,8 +1,8 @@
-"""Grants: the hand-offs that clients of this node have taken, until it is settled whose they are.
+"""Grants: hand-offs that clients of this node took and have not acknowledged yet.
 
-The client has a token of this node; behind it stands a lease of the owner, which is this node or
-another. Only the owner's word counts: a link that breaks under an acknowledgement is made anew and
-the question repeated, until nobody could have won by it any more. Runs on the loop's thread.
+The client has a token of this node. Behind it stands a lease of the owner, this node or another.
+Only the owner decides: if the connection breaks during an acknowledgement, it is repeated over a
+new one, until no taker could still win. Called by `takings` and `desk` on the loop's thread.
 """
 
 import asyncio
@@ -21,7 +21,8 @@ from store import Location
 
 @dataclass(frozen=True, slots=True)
 class Leased:
-    """A lease: its owner's token, and where another owner is (None: this node)."""
+    """A lease: the owner's lease id, its length, and the location and endpoint of another owner.
+    `source` None: this node is the owner."""
 
     token: int
     seconds: float
@@ -35,9 +36,9 @@ class _Grant:
     until: float
     won: bool | None = None
     answers: list[Callable[[bool], None]] = field(default_factory=list)
-    """Told once it is settled; acknowledged where there are some."""
+    """Called once it is settled; empty unless it is being acknowledged."""
     unreached: int = 0
-    """How often the owner was asked in vain."""
+    """How often the owner was asked without a reply."""
     again: asyncio.TimerHandle | None = None
 
 
@@ -49,7 +50,7 @@ class Grants:
     _grants: dict[int, _Grant] = field(default_factory=dict)
 
     def grant(self, session: Session, leased: Leased) -> int:
-        """The token for a client of `session` who is given what `leased` stands for."""
+        """A token for the client of `session` that gets the leased item."""
         token = secrets.randbits(63)
         until = self.loop.time() + leased.seconds + LEASE_ANSWER_SECONDS
         self._grants[token] = _Grant(session, leased, until)
@@ -57,7 +58,7 @@ class Grants:
         return token
 
     def acknowledge(self, session: Session, token: int, answer: Callable[[bool], None]) -> None:
-        """`answer` whether the lease was good; the same again, if asked again."""
+        """`answer` whether the lease was valid; a repeated request gets the same answer."""
         grant = self._grants.get(token)
         if grant is None or grant.session is not session:
             answer(False)
@@ -69,7 +70,7 @@ class Grants:
                 self._acknowledge(grant)
 
     def give_back(self, session: Session, token: int) -> None:
-        """One that is settled, or is being acknowledged, stays as it is."""
+        """Give the item back, unless it is settled or being acknowledged."""
         grant = self._grants.get(token)
         if grant is not None and grant.session is session and not _is_asked(grant):
             del self._grants[token]
@@ -83,7 +84,7 @@ class Grants:
             self.owners.at(*leased.source).say(request)
 
     def end(self, session: Session) -> None:
-        """The session is over, and with it what it did not acknowledge."""
+        """The session is over: give back what it did not acknowledge."""
         for token, grant in list(self._grants.items()):
             if grant.session is session:
                 self.give_back(session, token)

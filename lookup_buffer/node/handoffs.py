@@ -1,15 +1,16 @@
-"""The hand-offs of this node: who takes one, and when it is really gone.
+"""The hand-offs that this node owns: which taker gets one, and when it is removed.
 
-The node that a hand-off was inserted on is its owner, and the owner alone decides. What nobody has
-taken is READY. A taker gets a lease: the item is his while he copies and verifies, and gone when
-his acknowledgement counts. Until then it can become READY again: he gives it back, his session
-ends, or the lease does. Everybody else who wants it stands in line meanwhile.
+The node on which a hand-off was inserted is its owner, and the owner alone decides. An item that no
+taker has is READY. A taker gets a lease: it copies and verifies, and its acknowledgement removes
+the item. Until then the item becomes READY again if the taker gives it back, or if the taker's
+session or the lease ends. Other takers queue meanwhile.
 
-    insert → READY ──take──► leased ──acknowledge──► gone, WON
+    insert → READY ──take──► leased ──acknowledge──► removed (WON)
                ▲               │
-               └──give back, end of the taker, end of the lease
+               └──given back, taker gone, lease expired
 
-Runs on the loop's thread. Takers are sessions of this node and the links of other nodes.
+Takers are sessions of this node (`takings`) and connections of other nodes (`askers`). Everything
+runs on the loop's thread.
 """
 
 import asyncio
@@ -28,18 +29,19 @@ from lookup_buffer.times import REMEMBERED_SECONDS
 from store import GoneReason
 
 TTL_SECONDS = 300.0
-"""How long a hand-off waits for its taker where its producer said nothing."""
+"""How long a hand-off waits for its taker, if its producer gave no time to live."""
 BYTES_PER_SECOND_MIN = 16e6
-"""A lease lasts longer by the item's size: as the slowest transfer that a link puts up with."""
+"""A lease is extended by the item's size over this rate: that of the slowest transfer that is
+accepted."""
 HANDOFF_OWNER = -3
-"""Owner of the pins that keep what is leased."""
+"""Owner of the pins on leased items."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """One taker's hold on one generation; `token` is the proof of it."""
+    """One taker's lease on one generation; `token` is the lease id."""
 
     token: int
     address: QualifiedKey
@@ -52,12 +54,12 @@ class Lease:
 
 
 Tell = Callable[[Lease | None], None]
-"""Told the lease, or None where there is nothing to be had."""
+"""Called with the lease, or with None if there is no item to wait for."""
 
 
 @dataclass(slots=True, eq=False)
 class Bid:
-    """One who stands in line."""
+    """A queued taker."""
 
     address: QualifiedKey
     taker: Hashable
@@ -71,9 +73,9 @@ class Handoffs:
     counters: Counters
     lease_seconds: float
     _leases: dict[int, Lease] = field(default_factory=dict)
-    """By token. What was won stays for a while: the winner may ask twice."""
+    """By lease id. Won leases stay for a while, since the winner may repeat its acknowledgement."""
     _current: dict[QualifiedKey, Lease] = field(default_factory=dict)
-    """The lease on what can be found under the address."""
+    """The lease on the item that is found at the address."""
     _lines: dict[QualifiedKey, deque[Bid]] = field(default_factory=dict)
     _offers: dict[QualifiedKey, list[Callable[[], None]]] = field(default_factory=dict)
     _held_back: set[QualifiedKey] = field(default_factory=set)
@@ -83,16 +85,17 @@ class Handoffs:
     def take(
         self, address: QualifiedKey, taker: Hashable, tell: Tell, *, patient: bool
     ) -> Bid | None:
-        """Take the item at `address`, or, if `patient`, stand in line for it.
+        """Take the item at `address`, or queue for it if `patient`.
 
-        `tell` is called once, maybe before this returns: with a lease, or with None as soon as
-        there is nothing more to wait for here. The bid is what `cancel` takes; None once told.
+        `tell` is called once, perhaps before this returns: with a lease, or with None as soon as
+        there is nothing to wait for on this node. Returns the bid for `cancel`; None if `tell` was
+        called.
 
         Raises:
-            ProtocolError: the key is shared; what has many readers is taken by none.
+            ProtocolError: the key is shared; an item with many readers cannot be taken.
         """
         if not is_handoff(address[1]):
-            raise ProtocolError("only a hand-off can be taken")
+            raise ProtocolError("only a hand-off can be taken; this key has no request id")
         bid = Bid(address, taker, tell)
         self._lines.setdefault(address, deque()).append(bid)
         self._serve(address)
@@ -106,7 +109,7 @@ class Handoffs:
         return None
 
     def cancel(self, bid: Bid) -> None:
-        """Stand in line no longer; `tell` is not called. Idempotent."""
+        """Leave the queue; `tell` is not called. Idempotent."""
         line = self._lines.get(bid.address)
         if line is not None and bid in line:
             line.remove(bid)
@@ -114,14 +117,16 @@ class Handoffs:
                 del self._lines[bid.address]
 
     def acknowledge(self, token: int) -> bool:
-        """Whether the lease was good: the item is the taker's, and gone. The same answer again for
-        as long as a lease lasts, and `REMEMBERED_SECONDS`."""
+        """Whether the lease was valid: the item is then the taker's, and removed. Repeated
+        requests get the same answer for the time of the lease and REMEMBERED_SECONDS more."""
         lease = self._leases.get(token)
         if lease is None:
             return False
         if lease.won:
             return True
-        if self.loop.time() >= lease.until:  # this node was busy, or stopped: the timer is late
+        if (
+            self.loop.time() >= lease.until
+        ):  # the timer is late, because this node was busy or stopped
             self._give_back(lease)
             return False
         lease.won = True
@@ -130,20 +135,22 @@ class Handoffs:
         lease.end = self.loop.call_later(lease.seconds + REMEMBERED_SECONDS, self._over, lease)
         item = lease.held.item
         namespace, key = lease.address
-        _log.info("taken: %s, generation %d, namespace %s", key, item.generation, namespace)
+        _log.info(
+            "hand-off taken: %s, generation %d, namespace %s", key, item.generation, namespace
+        )
         self.counters.add("handoffs_taken")
         self.shelf.remove(item, GoneReason.TAKEN)
         self._let_go(lease)
         return True
 
     def give_back(self, token: int) -> None:
-        """The taker does not want it after all. A token that is over is no error."""
+        """The taker does not want the item. An unknown or expired lease id is no error."""
         lease = self._leases.get(token)
         if lease is not None and not lease.won:
             self._give_back(lease)
 
     def end(self, taker: Hashable) -> None:
-        """The taker is gone: what he had taken is READY again, and he stands in no line."""
+        """The taker is gone: its leased items are READY again, and its bids are cancelled."""
         for line in list(self._lines.values()):
             for bid in [bid for bid in line if bid.taker == taker]:
                 self.cancel(bid)
@@ -153,33 +160,33 @@ class Handoffs:
     # -- producers
 
     def hold_back(self, address: QualifiedKey) -> None:
-        """Until it has `arrived` nobody is given what lies at `address`: it is not settled yet
-        whether it is this node's. Who wants it stands in line."""
+        """Lease nothing at `address` until `arrived`: it is not yet known whether the item is
+        this node's. Takers queue."""
         self._held_back.add(address)
 
     def arrived(self, address: QualifiedKey) -> None:
-        """There is a new generation at `address`, or what was held back there is not to be had."""
+        """A new generation is available at `address`, or a held-back one is settled."""
         self._held_back.discard(address)
         self._serve(address)
 
     def holds(self, address: QualifiedKey) -> bool:
-        """Whether there is one, be it leased."""
+        """Whether there is an item, leased or not."""
         return self.shelf.holds(address)
 
     def leased(self, address: QualifiedKey) -> bool:
-        """Whether somebody has it just now, so that it may come back."""
+        """Whether a taker has the item now, so that it may become READY again."""
         lease = self._current.get(address)
         return lease is not None and not lease.held.item.gone
 
     def wanted(self, address: QualifiedKey) -> bool:
-        """Whether somebody stands in line for it."""
+        """Whether a taker is queued for it."""
         return address in self._lines
 
     def offer(
         self, address: QualifiedKey, header: TensorHeader, on_wanted: Callable[[], None]
     ) -> None:
-        """Somebody has an item for `address` and no room for it: call `on_wanted` when somebody
-        asks. Until `withdraw`. The store is told, for takers of other nodes."""
+        """An insert for `address` waits for space: call `on_wanted` when a taker asks, until
+        `withdraw`. The offer is published for takers on other nodes."""
         self._offers.setdefault(address, []).append(on_wanted)
         self.shelf.offer(address, header)
 
@@ -190,19 +197,20 @@ class Handoffs:
         if not offers:
             self._offers.pop(address, None)
             self.shelf.retract(address)
-            self._serve(address)  # who waited for that offer is told that there is none
+            self._serve(address)  # takers that waited for this offer get None
 
     # -- leases
 
     def _serve(self, address: QualifiedKey) -> None:
-        """Give who is first in line what can be had, or tell all of them that there is nothing."""
+        """Lease the item to the first in the queue, or call all with None if there is nothing to
+        wait for."""
         while (line := self._lines.get(address)) and address not in self._held_back:
             held = self.shelf.hold(address, HANDOFF_OWNER)
             if held is None:
                 if address in self._offers:
                     for on_wanted in list(self._offers[address]):
                         on_wanted()
-                    return  # it arrives, or is withdrawn
+                    return  # the insert is admitted, or its offer withdrawn
                 del self._lines[address]
                 for bid in line:
                     bid.tell(None)

@@ -1,7 +1,8 @@
-"""The heartbeat: this node's sign of life, and whether its id is its own.
+"""The heartbeat: writes this node's beats, and checks that its id belongs to it alone.
 
-Two nodes under one id would void each other's records by turns. So a node that finds another boot
-under its id watches it first: one that lives makes it give up, one that stands still is replaced.
+Two nodes with one id would overwrite each other's records. So a node that finds a beat of another
+boot with its id watches it first: if that beat changes, this node ends; if not, it takes the id
+over. Called by `registrar` on `lb-registrar`.
 """
 
 import time
@@ -19,9 +20,9 @@ WATCH_AGAIN_SECONDS = 0.25
 
 class Pulse(Enum):
     WATCHING = "watching"
-    """Another boot has our id; whether it lives is not known yet."""
+    """A beat of another boot has our id; whether that boot lives is not known yet."""
     NEW = "new"
-    """The store did not know us: it is our first beat, or it has lost its data."""
+    """The store had no beat of ours: this is the first one, or the store has lost its data."""
     KNOWN = "known"
 
 
@@ -32,16 +33,16 @@ class Heartbeat:
     identity: Identity
     clock: Callable[[], float] = time.monotonic
     established: bool = False
-    """Whether the id is ours. Before, nothing may be published under it."""
+    """Whether the id is ours. Before that nothing may be published."""
     _sequence: int = 0
     _other: Beat | None = None
     _watched_since: float = 0.0
 
     def beat(self, store: MetadataStore) -> Pulse:
-        """Say that this node lives.
+        """Write a beat.
 
         Raises:
-            ConfigError: the id is another's. The node has to end.
+            ConfigError: the id belongs to another node; this one must end.
             StoreError: the store did not answer.
         """
         try:
@@ -51,11 +52,11 @@ class Heartbeat:
                 raise self._replaced(taken.beat, store) from taken
             return self._watch(taken.beat, store)
         except StoreError:
-            self._other = None  # it could not beat either: watch it from the start
+            self._other = None  # the other boot could not beat either: watch it anew
             raise
 
     def pause_seconds(self) -> float:
-        """Until the next beat is due."""
+        """Seconds until the next beat."""
         return WATCH_AGAIN_SECONDS if self._other else BEAT_SECONDS
 
     def _beat(self, store: MetadataStore, replacing: Beat | None = None) -> Pulse:
@@ -71,9 +72,9 @@ class Heartbeat:
             self._other, self._watched_since = found, now
         elif self._other != found:
             raise ConfigError(
-                f"setting 'node_id' is {self.identity.node!r}, and {self._named(found, store)} "
-                "lives under it; allowed: a name of its own for each node. End the other node, or "
-                "give this one another name"
+                f"setting 'node_id' is {self.identity.node!r}, but a node with this id is already "
+                f"running ({self._named(found, store)}); allowed: a different id for each node. "
+                "Stop the other node, or give this one another id"
             )
         elif now - self._watched_since >= WATCH_SECONDS:
             try:
@@ -84,9 +85,9 @@ class Heartbeat:
 
     def _replaced(self, found: Beat, store: MetadataStore) -> ConfigError:
         return ConfigError(
-            f"setting 'node_id' is {self.identity.node!r}, and {self._named(found, store)} took it "
-            f"while this node (boot {self.identity.boot}) gave no sign of life, so this one ends; "
-            "allowed: a name of its own for each node"
+            f"setting 'node_id' is {self.identity.node!r}, and {self._named(found, store)} took "
+            f"this id over while this node (boot {self.identity.boot}) did not beat, so this node "
+            "ends; allowed: a different id for each node"
         )
 
     def _named(self, found: Beat, store: MetadataStore) -> str:

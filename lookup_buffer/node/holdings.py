@@ -1,7 +1,8 @@
-"""Holdings: the claims that engines of this node have, as far as is known here.
+"""Claims held by engines of this node, as far as the node knows.
 
-What the store has granted, or may have, from then until it is given back or its lease has surely
-ended. Asks the store nothing; that is for `claims`. On the loop's thread.
+An entry exists from the moment when the store has, or may have, granted a claim, until the claim is
+released or its lease has certainly ended. This module makes no store calls; `claims` and
+`claim_sets` use it on the loop's thread.
 """
 
 import asyncio
@@ -14,7 +15,7 @@ from lookup_buffer.times import PROMISE_SECONDS
 from store import ClaimState
 
 FORGET_SECONDS = 1.0
-"""How long after the end of a lease it is forgotten."""
+"""An entry is dropped this long after the end of its lease."""
 
 
 @dataclass(slots=True)
@@ -22,17 +23,17 @@ class Holding:
     """The claim of one engine for one key."""
 
     session: Session
-    """Whose end gives it back: the one that last asked for it."""
+    """The session that last requested it; its end releases the claim."""
     state: ClaimState
     ends_at: float
     granted_until: float
-    """What the store has surely granted."""
+    """Until when the store has certainly granted it."""
     encoding_since: float | None = None
     promise: asyncio.TimerHandle | None = None
-    """To tell the store of the state, which it does not know yet."""
+    """Writes the state ENCODING to the store, which does not have it yet."""
 
     def begin_to_encode(self, now: float) -> None:
-        """Or go on with it."""
+        """Enter the state ENCODING, or stay in it."""
         self.state = ClaimState.ENCODING
         if self.encoding_since is None:
             self.encoding_since = now
@@ -51,20 +52,20 @@ class Holdings:
     _held: dict[tuple[Owner, QualifiedKey], Holding] = field(default_factory=dict)
 
     def __len__(self) -> int:
-        """How many claims engines of this node have. From any thread."""
+        """The number of claims of this node's engines. On any thread."""
         return len(self._held)
 
     def find(self, session: Session, address: QualifiedKey) -> Holding | None:
-        """What this session's engine has; its lease may be over."""
+        """The claim of this session's engine; its lease may have ended."""
         return self._held.get((session.owner, address))
 
     def lasts(self, session: Session, address: QualifiedKey) -> bool:
-        """Whether this engine has the claim, as far as is known here."""
+        """Whether this engine has the claim, as far as the node knows."""
         holding = self.find(session, address)
         return holding is not None and holding.ends_at > self.loop.time()
 
     def encoding_seconds(self, session: Session, address: QualifiedKey) -> float:
-        """How long the claim lasts by which this engine has said that it is encoding the key."""
+        """Seconds left of the claim under which this engine encodes the key; 0 if it does not."""
         holding = self.find(session, address)
         if holding is None or holding.state is not ClaimState.ENCODING:
             return 0.0
@@ -79,8 +80,8 @@ class Holdings:
         lease_seconds: float,
         granted_seconds: float,
     ) -> None:
-        """The claim is, or may be, this engine's now, or goes on to be; the store has granted it
-        for `granted_seconds`."""
+        """The claim is, or may be, this engine's, or is renewed; the store has granted it for
+        `granted_seconds`."""
         now = self.loop.time()
         ends_at, granted_until = now + lease_seconds, now + granted_seconds
         holding = self.find(session, address)
@@ -101,9 +102,10 @@ class Holdings:
         lease_seconds: float,
         keep: Callable[[Session], None],
     ) -> bool:
-        """Take this engine's intent for ENCODING, and call `keep`, which tells the store, only when
-        it is about to lapse: most encodes are over and published by then, and that ends the claim.
-        `keep` gets the session that goes on with it. False where there is no intent that lasts."""
+        """Change this engine's intent to ENCODING here, and call `keep`, which writes that to
+        the store, only shortly before the intent expires: most encodes are published by then,
+        which ends the claim. `keep` gets the session that uses the claim. Returns False if there
+        is no intent that still lasts."""
         holding = self.find(session, address)
         if holding is None or holding.state is not ClaimState.INTENT:
             return False
@@ -118,11 +120,12 @@ class Holdings:
         return True
 
     def drop(self, session: Session, address: QualifiedKey) -> Holding | None:
-        """This engine has it no more. What it was, if it was there."""
+        """Remove the engine's entry and return it."""
         return self._drop((session.owner, address))
 
     def drop_all(self, session: Session) -> list[QualifiedKey]:
-        """The session has ended: the keys of what it was to give back."""
+        """The session has ended: remove its entries; returns the keys whose claims are to be
+        released."""
         ended = [held for held, holding in self._held.items() if holding.session is session]
         for held in ended:
             self._drop(held)
@@ -135,7 +138,8 @@ class Holdings:
         return holding
 
     def _forget_at_end(self, held: tuple[Owner, QualifiedKey], holding: Holding) -> None:
-        """When its lease, however often renewed, has surely ended. One timer a holding."""
+        """Drop the entry when its lease, however often renewed, has certainly ended. One timer
+        an entry."""
         if self._held.get(held) is not holding:
             return
         left = holding.ends_at - self.loop.time()

@@ -1,7 +1,7 @@
-"""The dashboard's part of the HTTP listener: its files, its live stream, and the question `why`.
+"""The dashboard's paths of the HTTP listener: its files, its event stream, and `why`.
 
-The files lie in `lookup_buffer/dashboard/page` as they are served. Whatever they show comes from
-the observer, as text of which nothing is looked at here.
+The files in `lookup_buffer/dashboard/page` are served unchanged. All their data comes from
+`observer`, as text that is not parsed here. Called by `http_pages`; runs on `lb-http`.
 """
 
 from importlib.resources import files
@@ -19,7 +19,8 @@ INDEX = "index.html"
 
 
 def dashboard_pages(observer: Observer, *, needs_token: bool) -> dict[str, Maker]:
-    """By path. `needs_token`: the page asks its reader for it before it asks us for anything."""
+    """Pages by path. `needs_token`: the page asks its reader for the token before its first
+    request."""
 
     def stream(_: Request) -> Answer:
         try:

@@ -1,9 +1,8 @@
-"""One HTTP exchange: a request is read, judged and answered, and the connection closed.
+"""One HTTP exchange: reads a request, checks access, sends the answer, and closes the connection.
 
-h11 does the protocol. Here is who may have what: only GET, only paths that there are, and the
-token where one is set, but for what tells nothing: `/healthz`, for a probe has none and hears no
-more than one line, and the files of the dashboard, in which nothing stands before its script was
-given the token. Runs on the HTTP listener's thread.
+h11 implements the protocol. This module allows only GET, only known paths, and only requests with
+the token if one is set. Two need no token, since they reveal nothing: `/healthz`, one line for
+probes, and the dashboard's files, which contain no data. Called by `http_server` on `lb-http`.
 """
 
 import asyncio
@@ -23,16 +22,15 @@ REQUEST_BYTES_MAX = 8 << 10
 """Request line and headers together."""
 READ_BYTES = 4 << 10
 LEFT_BYTES_MAX = 64 << 10
-"""What a client still sends after it was answered is read up to here, for a connection that is
-closed with unread bytes takes the answer away with it."""
+"""After the answer, at most this much further input is read: closing a connection with unread
+bytes would discard the answer."""
 EXCHANGE_SECONDS = 5.0
-"""For a request to arrive, and again for its answer to be taken, however slowly it comes; and for
-each part of a stream."""
+"""Deadline for a request to arrive, for its answer to be sent, and for each part of a stream."""
 MAKE_SECONDS = 30.0
-"""For a page that somebody else makes."""
+"""Deadline for a page that another process makes."""
 OPEN_PATHS = frozenset({"/healthz"})
 HEADERS = (
-    # No page may load or run what is not a file of this listener.
+    # A page may load and run only files of this listener.
     ("Content-Security-Policy", "default-src 'none'; script-src 'self'; style-src 'self'; "
      "img-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; "
      "frame-ancestors 'none'"),
@@ -59,7 +57,7 @@ class Exchange:
         self._pages = pages
         self._token = token
         self.answering = False
-        """Whether we owe it something: it has asked, and was not told all yet."""
+        """Whether a request was read and its answer is not complete yet."""
         self._is_head = False
         self._protocol = h11.Connection(h11.SERVER, max_incomplete_event_size=REQUEST_BYTES_MAX)
 
@@ -67,8 +65,8 @@ class Exchange:
         """Answer the one request, in bounded time.
 
         Raises:
-            OSError: the client has left.
-            TimeoutError: it is too slow.
+            OSError: the client disconnected.
+            TimeoutError: the client is too slow.
         """
         answer: Answer | None
         try:
@@ -77,7 +75,7 @@ class Exchange:
             self.answering = True
             answer = None if asked is None else await self._judge(asked)
         except h11.RemoteProtocolError as error:
-            answer = Page.line(error.error_status_hint, "that is no HTTP request as it should be")
+            answer = Page.line(error.error_status_hint, "this is not a valid HTTP request")
         if isinstance(answer, Stream):
             await self._stream(answer)
         elif answer is not None:
@@ -87,7 +85,7 @@ class Exchange:
                 await self._drain()
 
     async def _hear(self) -> h11.Request | None:
-        """The request without its body; None where the client leaves without a word."""
+        """The request without its body; None if the client closes without one."""
         while (event := self._protocol.next_event()) is h11.NEED_DATA:
             self._protocol.receive_data(await self._reader.read(READ_BYTES))
         return event if isinstance(event, h11.Request) else None
@@ -99,9 +97,9 @@ class Exchange:
         request = Request(path, headers, query)
         maker = self._pages.get(request.path)
         if maker is None:
-            return Page.line(404, "there is nothing; there are /, /metrics and /healthz")
+            return Page.line(404, "no such page; the pages are /, /metrics and /healthz")
         if asked.method != b"GET":
-            return Page.line(405, "only GET is answered")
+            return Page.line(405, "only GET is allowed")
         refusal = None if request.path in OPEN_PATHS else self._refusal(request, maker)
         if refusal is not None:
             return refusal
@@ -112,30 +110,32 @@ class Exchange:
                     return await made
             return made
         except TimeoutError:
-            return Page.line(504, "that takes too long")
+            return Page.line(504, "the answer takes too long; try again later")
         except Exception:  # noqa: BLE001 -- a bug in one page must not end the listener
-            _log.exception("the page %s failed", request.path)
-            return Page.line(500, "this page failed; the node's log says why")
+            _log.exception(
+                "HTTP %s failed (500 sent): this is a bug, please report it", request.path
+            )
+            return Page.line(500, "this page failed; the reason is in the node's log")
 
     def _refusal(self, request: Request, maker: Maker) -> Page | None:
-        """Without a token only who names us as loopback is answered: a page of the web that has
-        its own name resolved to 127.0.0.1 would make its visitor's browser read us otherwise. And
-        what is no file is answered to no other site's page, which could not read it, but have us
-        work for it."""
+        """Without a token only requests for a loopback host name are answered: otherwise a web
+        page whose own name resolves to 127.0.0.1 could make its visitor's browser read this
+        node. Requests by pages of other sites are refused except for files: they could not read
+        the answer, but would cause work."""
         if isinstance(maker, File):
             if self._token is not None:
                 return None
         elif request.headers.get("sec-fetch-site") in ("cross-site", "same-site"):
-            return Page.line(403, "pages of other sites are not answered")
+            return Page.line(403, "requests from pages of other sites are refused")
         if self._token is None:
             host = request.headers.get("host", "localhost").lower()
             if is_loopback(_name(host)):
                 return None
-            return Page.line(421, "set http_token to be asked under another name than localhost")
+            return Page.line(421, "without http_token only the name localhost is allowed")
         said = request.headers.get("authorization", "")
         if hmac.compare_digest(said.encode("latin-1"), f"Bearer {self._token}".encode()):
             return None
-        return Page.line(401, "this needs the header 'Authorization: Bearer' with http_token")
+        return Page.line(401, "the header 'Authorization: Bearer <http_token>' is required")
 
     def _head(self, status: int, *headers: tuple[str, str]) -> bytes:
         reason = http.HTTPStatus(status).phrase
@@ -151,14 +151,14 @@ class Exchange:
         self._writer.write(self._head(page.status, *headers))
         events: list[h11.Event] = [h11.Data(data=page.body), h11.EndOfMessage()]
         if self._is_head:
-            del events[0]  # the answer to it has no body
+            del events[0]  # its answer has no body
         for event in events:
             self._writer.write(self._protocol.send(event) or b"")
         await self._writer.drain()
 
     async def _stream(self, stream: Stream) -> None:
-        """Each part has to be taken in time. Only bytes that cannot be sent tell of a client that
-        has left, so parts have to come now and then."""
+        """Send each part within its deadline. A client that disconnected is detected only by a
+        failed send, so parts must come now and then."""
         self._writer.write(self._head(200, ("Content-Type", stream.content_type)))
         async with contextlib.aclosing(stream.parts) as parts:
             async for part in parts:
@@ -167,7 +167,7 @@ class Exchange:
                     await self._writer.drain()
 
     async def _drain(self) -> None:
-        """Say that this was all, and wait for the client to leave."""
+        """Close the sending side, and wait for the client to close."""
         self._writer.write_eof()
         left = LEFT_BYTES_MAX
         while left > 0 and (data := await self._reader.read(READ_BYTES)):

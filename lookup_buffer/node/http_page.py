@@ -1,4 +1,7 @@
-"""What is asked of the HTTP listener and what it answers. Plain data."""
+"""Types of the HTTP listener: requests, pages, streams and files.
+
+Plain data, used by the `http_*` modules and `exposition` on `lb-http`.
+"""
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -13,11 +16,11 @@ EVENTS = "text/event-stream"
 class Request:
     path: str
     headers: Mapping[str, str]
-    """By name in small letters; of several under one name, the last."""
+    """By name in lower case; of repeated names the last."""
     query: str = ""
 
     def said(self, name: str) -> str:
-        """The first value of a parameter; "" where there is none."""
+        """The first value of a query parameter; "" if absent."""
         return parse_qs(self.query).get(name, [""])[0]
 
 
@@ -29,13 +32,13 @@ class Page:
 
     @classmethod
     def line(cls, status: int, text: str) -> "Page":
-        """One line of text."""
+        """A page of one line."""
         return cls(status, f"{text}\n".encode())
 
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """A page without an end: its parts are sent as they come, until the client leaves."""
+    """A response without an end: parts are sent as they come, until the client disconnects."""
 
     parts: AsyncGenerator[bytes, None]
     content_type: str = EVENTS
@@ -43,7 +46,7 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """What is the same for everybody and tells nothing of any node: it needs no token."""
+    """The same for all readers and without data of a node: it needs no token."""
 
     body: bytes
     content_type: str
@@ -54,4 +57,4 @@ class File:
 
 Answer = Page | Stream
 Maker = Callable[[Request], Answer | Awaitable[Answer]]
-"""Called on the listener's thread; must not wait but by `await`."""
+"""Called on `lb-http`; must not block except by `await`."""

@@ -1,4 +1,7 @@
-"""What the HTTP listener serves: dashboard, `/metrics` for Prometheus, `/healthz` for probes."""
+"""The paths of the HTTP listener: the dashboard, `/metrics` for Prometheus, `/healthz` for probes.
+
+`node.py` builds them; they run on `lb-http`.
+"""
 
 import functools
 from typing import TYPE_CHECKING
@@ -9,7 +12,7 @@ from lookup_buffer.node.http_page import Maker, Page, Request
 from lookup_buffer.node.observer import Observer, observer_command
 from lookup_buffer.node.vitals import Vitals
 
-if TYPE_CHECKING:  # it imports prometheus-client, which only who is scraped shall pay for
+if TYPE_CHECKING:  # imports prometheus-client: only for nodes that are scraped
     from lookup_buffer.node.exposition import Exposition
 
 
@@ -24,8 +27,8 @@ def pages_of(vitals: Vitals, config: BufferConfig) -> dict[str, Maker]:
         return exposition().page(request)
 
     def health(_: Request) -> Page:
-        ailment = vitals.ailment()
-        return Page.line(503, ailment) if ailment else Page.line(200, "ok")
+        unhealthy_reason = vitals.unhealthy_reason()
+        return Page.line(503, unhealthy_reason) if unhealthy_reason else Page.line(200, "ok")
 
     observer = Observer(observer_command(vitals.identity.node, config))
     return {

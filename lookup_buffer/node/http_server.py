@@ -1,11 +1,9 @@
-"""The node's HTTP listener: dashboard, `/metrics` and `/healthz`, for who looks on from outside.
+"""The node's HTTP listener: dashboard, `/metrics` and `/healthz`.
 
-One thread with a loop of its own, so that nobody who reads here, or hangs, holds up the node's. A
-connection is one request and its answer, and each has its deadline; there is a bounded number of
-them. For one that comes beyond, the oldest is closed that nobody is answering, so that who holds
-connections keeps nobody out; where all are being answered the new one is closed unheard. Pages are
-made on this thread: they take what other threads count, under locks that are held for bookkeeping
-only.
+It has one thread (`lb-http`) with its own loop, so that slow readers do not delay the node's loop.
+A connection serves one request and has a deadline. At the connection limit, the oldest idle
+connection is closed; if none is idle, the new one is. Pages are made on this thread; they read
+counters under locks that are held for bookkeeping only. `node.py` starts and closes it.
 """
 
 import asyncio
@@ -24,32 +22,32 @@ if TYPE_CHECKING:
 CONNECTIONS_MAX = 32
 CLOSE_SECONDS = 5.0
 ACCEPT_TURNS = 5
-"""So many turns of the loop at most after it was accepted a connection has begun, and sees that the
-node ends; one that has not yet begun cannot be cancelled without a word in the log."""
+"""A connection's task has started at most this many turns of the loop after its accept. Only
+then can it see that the node closes, or be cancelled without an entry in the log."""
 
 Pages = Mapping[str, Maker]
-"""What is served, by path."""
+"""Served pages, by path."""
 
 
 class HttpServer:
-    """`listen`, `start` and `close` on the node's thread."""
+    """`listen`, `start` and `close` are called on the node's main thread."""
 
     def __init__(self, token: str | None) -> None:
         self._token = token
         self.address = ""
-        """Where it listens, with the port that was really taken."""
+        """The URL at which it listens, with the actual port."""
         self._socket: socket.socket | None = None
         self._thread: threading.Thread | None = None
         self._loop = asyncio.new_event_loop()
         self._closing = asyncio.Event()
         self._held: dict[Exchange, asyncio.Task[None]] = {}
-        """The connections that there are, and who holds them; the oldest first."""
+        """The open connections and their tasks, oldest first."""
 
     def listen(self, address: str) -> None:
         """Bind.
 
         Raises:
-            OSError: the address is taken or not ours.
+            OSError: the address is in use or not of this host.
         """
         host, port = parse_http(address)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -58,7 +56,7 @@ class HttpServer:
         self.address = f"http://{shown}:{self._socket.getsockname()[1]}"
 
     def start(self, pages: Pages) -> None:
-        """Answer, on a thread of its own, from now on."""
+        """Serve from now on, on `lb-http`."""
         self._thread = threading.Thread(target=self._run, args=(pages,), name="lb-http")
         self._thread.daemon = True
         self._thread.start()
@@ -86,7 +84,7 @@ class HttpServer:
             if self._closing.is_set() or not self._make_room():
                 writer.transport.abort()
                 return
-            # Here, as it imports h11, for which a node that is starting does not wait.
+            # Imported here: it imports h11, which would delay the node's start.
             from lookup_buffer.node.http_exchange import Exchange
 
             exchange = Exchange(reader, writer, pages, self._token)
@@ -96,7 +94,7 @@ class HttpServer:
             try:
                 await exchange.hold()
             except (OSError, TimeoutError, asyncio.CancelledError):
-                pass  # who asked has left, was too slow or gives way, or the node ends
+                pass  # the client left, was too slow or was displaced, or the node ends
             finally:
                 self._held.pop(exchange, None)
                 writer.transport.abort()
@@ -111,10 +109,10 @@ class HttpServer:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         for _ in range(ACCEPT_TURNS):
-            await asyncio.sleep(0)  # until the sockets of those are closed
+            await asyncio.sleep(0)  # until their sockets are closed
 
     def _make_room(self) -> bool:
-        """Whether there is a place for one more."""
+        """Whether one more connection is allowed; closes the oldest idle one if needed."""
         if len(self._held) < CONNECTIONS_MAX:
             return True
         idle = next((exchange for exchange in self._held if not exchange.answering), None)

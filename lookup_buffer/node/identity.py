@@ -1,4 +1,7 @@
-"""Who a node is: its name, this start of it, and what others are told."""
+"""A node's identity: its id, its boot id, and its description for other nodes.
+
+Created by `node.py`; plain data for all threads.
+"""
 
 import secrets
 import socket
@@ -11,7 +14,7 @@ from store import NodeInfo, PoolEndpoint
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """`boot` is new at every start: locations of an earlier start are void by it."""
+    """`boot` is new at every start: locations of an earlier boot are void."""
 
     node: str
     boot: str

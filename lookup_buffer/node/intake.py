@@ -1,9 +1,9 @@
-"""The intake: takes what clients insert, from their staging areas into the arena.
+"""Inserts: copies tensors from clients' staging areas into the arena.
 
-Runs on the loop's thread; copies that take longer than handing them over are made on threads of
-its own. A shared key that is just being written, by another client or from another node, is waited
-for: "exists" is only ever said of what a reader can have. A hand-off is taken, if there is room,
-and answered when it is known to be this node's: see `announcements`.
+Copies above COPY_INLINE_BYTES run on `lb-copy`, all else on the loop's thread. If another client or
+a fetch is writing the same shared key, the insert waits: `exists` is answered only if readers can
+have the item. A hand-off is admitted (`arrivals`), and answered once its ownership is confirmed
+(`announcements`). Called by `desk` and `control`.
 """
 
 import asyncio
@@ -30,15 +30,15 @@ from lookup_buffer.protocol.messages import Insert, InsertOutcome, error_reply
 from lookup_buffer.shm.memory import Mapping
 
 COPY_INLINE_BYTES = 512 << 10
-"""Up to here a copy takes less of a processor (15 to 100 us here) than handing it to a thread (some
-100 us in all), and holds up the loop for no longer than the requests of others do."""
+"""Up to this size the copy on the loop's thread (15 to 100 µs measured) costs less than a change
+of threads (about 100 µs), and delays the loop no longer than other requests do."""
 LOOK_AGAIN_SECONDS = 0.02
-"""A key that is being fetched arrives without waking who waits to insert it."""
+"""The end of a fetch does not resume waiting inserts, so they check this often."""
 
 
 @dataclass(slots=True)
 class Intake:
-    """`on_stored(address)` is called for each item that is complete, while it is held."""
+    """`on_stored(address)` is called for each complete item, while it is pinned."""
 
     loop: asyncio.AbstractEventLoop
     shelf: Shelf
@@ -49,24 +49,24 @@ class Intake:
     announcements: Announcements
     on_stored: Callable[[QualifiedKey], None]
     _busy: set[Connection] = field(default_factory=set)
-    """With an insert that waits or is being copied: one at a time on a connection."""
+    """Connections with an insert in flight: one at a time."""
     _copying: set[Mapping] = field(default_factory=set)
     _copiers: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(2, thread_name_prefix="lb-copy")
     )
 
     def insert(self, connection: Connection, session: Session, request: Insert) -> None:
-        """Take the first bytes of the connection's staging area, or say that the key exists.
+        """Store the first bytes of the connection's staging area, or answer `exists`.
 
         Raises:
-            LookupBufferError: to be sent as the reply.
+            LookupBufferError: the caller sends it as the reply.
         """
         if connection in self._busy:
-            raise ProtocolError("one insert at a time on a connection")
+            raise ProtocolError("an insert is already in flight on this connection")
         header = TensorHeader.from_fields(request.header)
         staging = session.stagings.get(connection)
         if header.nbytes and (staging is None or staging.nbytes < header.nbytes):
-            raise ProtocolError("the staging area does not hold the tensor")
+            raise ProtocolError("the staging area is smaller than the tensor")
         if is_handoff(request.key):
             self._hand_off(connection, session, request, header)
             return
@@ -110,7 +110,7 @@ class Intake:
         item: Item,
         arrival: Arrival | None = None,
     ) -> None:
-        """Copy the bytes into what was reserved for them."""
+        """Copy the bytes into the reserved memory."""
         item.device = session.device
         staging = session.stagings.get(connection)
         written = functools.partial(self._written, connection, session, request, item, arrival)
@@ -122,7 +122,7 @@ class Intake:
         self._copiers.submit(self._copy, item, staging, written)
 
     def unstage(self, session: Session, connection: Connection) -> None:
-        """Unmap the connection's staging area, after the copy that may be reading it."""
+        """Unmap the connection's staging area; if a copy reads it, after that copy."""
         if self.arrivals.leave(connection):
             self._busy.discard(connection)
         staging = session.stagings.pop(connection, None)
@@ -194,7 +194,7 @@ class Intake:
         item: Item,
         outcome: InsertOutcome | LookupBufferError,
     ) -> None:
-        """It is known whose hand-off that is."""
+        """The ownership of the hand-off is known."""
         self._busy.discard(connection)
         if outcome is InsertOutcome.STORED:
             self._stored(item)

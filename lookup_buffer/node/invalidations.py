@@ -1,8 +1,8 @@
-"""Invalidations: namespaces that somebody gave up, and what this node has of them still.
+"""Drops this node's items of namespaces that were invalidated.
 
-The store says when a namespace was given up. What lies here when this node hears of it goes; what
-is inserted later stays. For some seconds what comes from other nodes goes as well, which may hear
-of it later than this one. Runs on the registrar's thread.
+The store lists invalidated namespaces. Items that are here when this node reads the list are
+removed; later inserts stay. For LATE_SECONDS copies from other nodes are removed, too, since those
+nodes may read the list later. Called by `registrar` with each beat, on `lb-registrar`.
 """
 
 import logging
@@ -14,7 +14,7 @@ from lookup_buffer.node.shelf import Shelf
 from store import GoneReason, MetadataStore
 
 LATE_SECONDS = 10.0
-"""Every node that is not cut off from the store hears within two."""
+"""Every node with access to the store reads the list within two seconds."""
 
 _log = logging.getLogger(__name__)
 
@@ -25,16 +25,16 @@ class Invalidations:
     clock: Callable[[], float]
     wall_clock: Callable[[], float] = time.time
     _heard: dict[str, float] | None = None
-    """None until the store was read for the first time."""
+    """None until the list was read for the first time."""
     _recent: dict[str, float] = field(default_factory=dict)
-    """By namespace until when copies of other nodes are dropped."""
+    """By namespace: until when copies from other nodes are removed."""
     _started_at: float = field(init=False)
 
     def __post_init__(self) -> None:
         self._started_at = self.wall_clock()
 
-    def heed(self, store: MetadataStore) -> None:
-        """Drop what is to be dropped.
+    def apply(self, store: MetadataStore) -> None:
+        """Read the list and remove what it names.
 
         Raises:
             StoreError: the store did not answer.
@@ -42,7 +42,9 @@ class Invalidations:
         found, now = store.invalidations(), self.clock()
         for namespace, at in found.items():
             if self._is_news(namespace, at):
-                _log.info("all of namespace %s is dropped: it was invalidated", namespace)
+                _log.info(
+                    "namespace %s was invalidated: its items on this node are removed", namespace
+                )
                 self.shelf.remove_namespace(namespace, GoneReason.INVALIDATED)
                 self._recent[namespace] = now + LATE_SECONDS
         self._heard = found
@@ -52,6 +54,6 @@ class Invalidations:
                 del self._recent[namespace]
 
     def _is_news(self, namespace: str, at: float) -> bool:
-        if self._heard is None:  # what was given up before this node had anything is no news
+        if self._heard is None:  # older invalidations are of no concern: this node had no items
             return at >= self._started_at
         return self._heard.get(namespace) != at

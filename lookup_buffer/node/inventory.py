@@ -1,13 +1,13 @@
 """What the arena holds: items, reservations and pins; their places, their shares, and eviction.
 
-Pure bookkeeping: no I/O, no lock, no thread; the clock is an argument. The node calls it under
-its own lock. `Inventory` decides what may be evicted, `Room` where items lie, `Shares` how many
+Pure bookkeeping: no I/O, no lock, no thread; the clock is an argument. Called only by `shelf`,
+under its lock. `Inventory` decides what may be evicted, `Room` where items lie, `Shares` how many
 bytes readers, writers and hand-offs may hold. The rest can be evicted, so room can be made.
 
-Bytes are charged when a reservation is made. They are released exactly once: when the item is
-gone and its last pin is released. Hand-offs are never evicted, so they have their own share.
-Pinning one charges nothing: a taker, who makes room, is never refused. A loan (a copy of another
-node's hand-off) is never returned by a look-up. It must not know sockets, the store or clients.
+Bytes are charged when a reservation is made. They are released exactly once: when the item is gone
+and its last pin is released. Hand-offs are never evicted, so they have their own share. Pinning one
+charges nothing: a taker, who makes room, is never refused. A loan (a copy of another node's
+hand-off) is never returned by a look-up.
 """
 
 import itertools
@@ -141,8 +141,8 @@ class Shares:
         # An item of 0 bytes always passes; otherwise its writer could be refused the pin at commit.
         if nbytes and held_bytes and held_bytes + nbytes > self.capacity_bytes * HELD_FRACTION:
             raise BufferFull(
-                f"{held_bytes} bytes are pinned or being written; {nbytes} more exceed "
-                f"a third of the arena of {self.capacity_bytes} bytes"
+                f"{held_bytes} bytes are pinned or being written; {nbytes} more exceed a third of "
+                f"the arena of {self.capacity_bytes} bytes; release views or raise capacity_bytes"
             )
 
     def check_handoff_size(self, nbytes: int) -> None:
@@ -162,8 +162,8 @@ class Shares:
         """Raise BufferFull if hand-offs would exceed their share."""
         if not self.takes_handoff(nbytes):
             raise BufferFull(
-                f"hand-offs take {self.handoff_bytes} bytes; {nbytes} more exceed half of "
-                f"the arena of {self.capacity_bytes} bytes"
+                f"hand-offs use {self.handoff_bytes} bytes; {nbytes} more exceed half of the arena "
+                f"of {self.capacity_bytes} bytes; wait for takers or raise capacity_bytes"
             )
 
     def charge_handoff(self, nbytes: int, *, wanted: bool) -> None:
@@ -463,7 +463,10 @@ class Inventory:
     def _evict_for(self, nbytes: int) -> int:
         in_the_way = self._room.in_the_way(nbytes)
         if in_the_way is None:
-            raise BufferFull(f"no room for {nbytes} bytes: what is left is pinned or being written")
+            raise BufferFull(
+                f"no memory for {nbytes} bytes: everything that could be evicted is pinned or "
+                "being written; release views or raise capacity_bytes"
+            )
         for item in in_the_way:
             self.remove(item, GoneReason.EVICTED)
         offset = self._room.find(nbytes)

@@ -1,8 +1,9 @@
-"""Lanes, as the node sees them: what comes here from a device elsewhere, past the hosts' memory.
+"""Lanes, as the node manages them: transfers from a device of another node to a device of this one.
 
-The node moves none of these bytes. What readers want that have a pool on a device (see `pools`),
-and another node's process has in its own, the node tells their processes to receive. Where that
-fails or takes too long, the bytes come over the hosts, in the same call. On the loop's thread.
+The node moves none of these bytes. If a reader's process has a device pool (see `pools`) and a
+process of another node has the tensor in its own, the node tells the reader's process to receive
+it. If that fails or takes too long, the bytes come over the hosts within the same call. Called by
+`desk` and `prefetches` on the loop's thread.
 """
 
 import asyncio
@@ -26,20 +27,20 @@ from lookup_buffer.protocol.messages import OpenPool, Received
 from store import DeviceLocation, Location, Record
 
 FIRST_TICKET: Final = 1 << 62
-"""No ticket of a lane is less: no shelf counts so far."""
+"""Tickets of lanes start here; those of `shelf` never get so high."""
 BASE_SECONDS: Final = 1.0
 BYTES_PER_SECOND: Final = 100e6
-"""How long the bytes may take by a lane; then they are fetched over the hosts. It has a bound: what
-is asked for fits into the reader's pool."""
+"""A transfer may take BASE_SECONDS plus its size over this rate; then the bytes are fetched over
+the hosts. It is bounded, since a request fits into the reader's pool."""
 UNDER_WAY_MAX: Final = 64
-"""Bound on what one process is asked to receive at a time."""
+"""Bound on the transfers to one process at a time."""
 OWN: Final = -1
-"""The source of what the pool had already."""
+"""The source of a tensor that the pool already had."""
 
 
 @dataclass(slots=True, eq=False)
 class _Held:
-    """A ticket: what the pools of one reader bring here, or hold."""
+    """A ticket for a tensor that one reader's pools hold or are receiving."""
 
     ticket: int
     owner: Session
@@ -52,11 +53,11 @@ class _Held:
     deadline: asyncio.TimerHandle | None = None
     source: int = OWN
     ranks: set[int] = field(default_factory=set)
-    """That are still to say done."""
+    """Ranks that have not reported done."""
 
 
 Taken = Callable[[QualifiedKey, dict[str, Any]], None]
-"""Told how an entry of a prefetch stands that came by a lane."""
+"""Called with the entry of a prefetch that came by a lane."""
 
 
 @dataclass(slots=True)
@@ -70,15 +71,15 @@ class Lanes:
     _tickets: Iterator[int] = field(
         default_factory=lambda: count(FIRST_TICKET + secrets.randbits(61))
     )
-    """From somewhere else in each life of the node: a pool keeps what an earlier one promised."""
+    """A random start for each run of the node: a pool may still have tickets of an earlier run."""
 
     def open(self, session: Session, request: OpenPool) -> None:
-        """A session's pool; a second one of a session takes the place of its first."""
+        """Register a session's pool; it replaces an earlier one."""
         self.close(session)
         self.pools.open(session, request)
 
     def close(self, session: Session) -> None:
-        """The session is over, and its pool void. Idempotent."""
+        """The session is over, and its pool invalid. Idempotent."""
         pool = self.pools.close(session)
         for held in [held for held in self._held.values() if pool in held.waiting]:
             self._settle(held, Fallback.ENDED)
@@ -92,8 +93,8 @@ class Lanes:
         taken: Taken,
         rest: Callable[[list[QualifiedKey]], None],
     ) -> None:
-        """Have those of `addresses` received that the pools of the session's process can receive:
-        `taken` each; and give the others, and those that do not come, to `rest`."""
+        """Receive those of `addresses` that the pools of the session's process can receive, and
+        call `taken` for each. The others, and those whose transfer fails, are passed to `rest`."""
         if not addresses or not self.pools.of_readers(session):
             rest(addresses)
             return
@@ -108,7 +109,7 @@ class Lanes:
         found: list[Located],
     ) -> None:
         left = []
-        pools = self.pools.of_readers(session)  # not all that there were before may be there now
+        pools = self.pools.of_readers(session)  # some may have closed since the call
         for address, located in zip(addresses, found, strict=True):
             if session.over or not _may_come(address, located, pools):
                 left.append(address)
@@ -142,7 +143,7 @@ class Lanes:
         settle: Callable[[_Held, MaybeFallback], None],
     ) -> None:
         record = located.record
-        assert record is not None, "looked at by the caller"
+        assert record is not None, "checked by the caller"
         header = TensorHeader.for_tensor(record.dtype, record.shape)
         ticket, sources = next(self._tickets), _on_devices(located)
         places = [(location, device) for location, _, device in sources]
@@ -168,14 +169,14 @@ class Lanes:
         for pool in pools:
             pool.under_way += 1
         for pool in pools:
-            if ticket in self._held:  # else one has gone as it was told: nobody lets go any more
+            if ticket in self._held:  # else a send failed and ended the ticket
                 pool.session.anchor.send(message)
 
     def received(self, session: Session, request: Received) -> None:
-        """What a pool says of one reception."""
+        """A pool's result of one transfer."""
         held, pool = self._held.get(request.ticket), self.pools.of(session)
         if held is None or pool is None or pool not in held.waiting:
-            return  # it came too late, and was told to let go
+            return  # too late: the pool was told to drop it
         if request.reason:
             pool.known.pop(held.address, None)
             self._settle(held, Fallback(request.reason))
@@ -221,14 +222,14 @@ class Lanes:
     # -- the end of tickets
 
     def release(self, tickets: Iterable[int], session: Session) -> None:
-        """See `Shelf.release`; tickets that are not of lanes are left alone."""
+        """See `Shelf.release`; tickets that are not of lanes are ignored."""
         for ticket in tickets:
             held = self._held.get(ticket)
             if held is not None and held.owner is session and not held.waiting:
                 self._let_go(held)
 
     def done(self, tickets: Iterable[int], rank: int) -> None:
-        """A rank has taken what it was promised; the last one ends the ticket."""
+        """A rank has copied the tensor; the last rank ends the ticket."""
         for ticket in tickets:
             held = self._held.get(ticket)
             if held is not None and not held.waiting:
@@ -243,7 +244,7 @@ class Lanes:
         return any(held.owner is session for held in self._held.values())
 
     def release_all(self, session: Session) -> None:
-        """The process of the session has ended, or said goodbye."""
+        """The session's process has ended, or sent Goodbye."""
         for held in [held for held in self._held.values() if held.owner is session]:
             if held.waiting:
                 self._settle(held, Fallback.ENDED)
@@ -258,7 +259,7 @@ class Lanes:
 
 
 def _may_come(address: QualifiedKey, located: Located, pools: Sequence[Pool]) -> bool:
-    """Whether it is something that pools have, and may be received by pools."""
+    """Whether these pools may receive it: a tensor for devices that another pool has."""
     record = located.record
     if record is None or not _is_for_devices(record):
         return False
@@ -267,8 +268,8 @@ def _may_come(address: QualifiedKey, located: Located, pools: Sequence[Pool]) ->
 
 
 def _refused(located: Located, pools: Sequence[Pool]) -> MaybeFallback:
-    """Why these pools cannot receive it now (see `lane.Fallback`), "" where they can."""
-    assert located.record is not None, "looked at by the caller"
+    """Why these pools cannot receive it now (a `Fallback`); "" if they can."""
+    assert located.record is not None, "checked by the caller"
     if not pools:
         return Fallback.ENDED
     if any(located.record.nbytes > pool.capacity_bytes for pool in pools):
@@ -277,14 +278,14 @@ def _refused(located: Located, pools: Sequence[Pool]) -> MaybeFallback:
 
 
 def _is_for_devices(record: Record) -> bool:
-    """Whether it is something to hold on a device. What a record says is a hint, and checked."""
+    """Whether a device pool can hold it. The record is only a hint, so it is checked."""
     if record.kind != "tensor" or record.nbytes == 0 or record.dtype not in DTYPES:
         return False
     return TensorHeader.for_tensor(record.dtype, record.shape).nbytes == record.nbytes
 
 
 def _on_devices(located: Located) -> list[tuple[Location, str, DeviceLocation]]:
-    """Copies of nodes that live, their hosts, and where on a device the same bytes are."""
+    """Copies on live nodes, with the node's host and the device copy of the same bytes."""
     if located.record is None or not located.record.devices:
         return []
     beside = {device.node: device for device in located.record.devices}

@@ -1,8 +1,8 @@
-"""Lines: work on the store, one piece after another for each of its servers.
+"""Work queues for the store, one for each of its servers.
 
-A server that is frozen or slow holds up its own line and no other, and a breaker for each line
-keeps a dead one from costing every piece its timeout. Any thread may submit; the work is done on
-threads of this module's.
+A frozen or slow server delays only its own queue, and a circuit breaker for each queue keeps a dead
+server from costing every call its timeout. `LineArbiter` submits from the loop's thread; the work
+runs on up to 16 threads (`lb-claim`).
 """
 
 import logging
@@ -16,20 +16,20 @@ from dataclasses import dataclass, field
 from lookup_buffer.node.breaker import Breaker
 
 THREADS_MAX = 16
-"""Lines that move at once. More servers than these do not freeze together, or all of them do."""
+"""Queues that run at once. If more servers freeze together, all are assumed to be frozen."""
 
 _log = logging.getLogger(__name__)
 
 Work = Callable[[Breaker], object]
-"""To ask the breaker first, and to tell it how it went."""
+"""Asks the breaker first, and reports success or failure to it."""
 
 
 @dataclass(slots=True)
 class _Line:
     breaker: Breaker = field(default_factory=lambda: Breaker(time.monotonic))
-    """Used by one piece of work at a time."""
+    """Used by one call at a time."""
     pieces: deque[Work] = field(default_factory=deque)
-    """The first one is being done."""
+    """The first one is running."""
 
 
 class Lines:
@@ -40,7 +40,7 @@ class Lines:
         self._threads = ThreadPoolExecutor(THREADS_MAX, thread_name_prefix)
 
     def submit(self, place: str, work: Work) -> None:
-        """Do `work` behind what was submitted for the same place; nothing after `close`."""
+        """Queue `work` behind earlier work of the same server. Does nothing after `close`."""
         with self._changed:
             if self._closed:
                 return
@@ -50,7 +50,7 @@ class Lines:
                 self._threads.submit(self._do_first, line)
 
     def close(self, seconds: float) -> None:
-        """Do what was submitted, within `seconds`; what is left then is dropped."""
+        """Finish the queued work within `seconds`; the rest is dropped."""
         with self._changed:
             self._changed.wait_for(self._all_done, seconds)
             self._closed = True
@@ -62,8 +62,8 @@ class Lines:
     def _do_first(self, line: _Line) -> None:
         try:
             line.pieces[0](line.breaker)
-        except Exception:  # noqa: BLE001 -- a bug; who waits for the answer has a bound of his own
-            _log.exception("work on the store failed")
+        except Exception:  # noqa: BLE001 -- a bug; the caller has a deadline of its own
+            _log.exception("a claim's call of the store failed (others continue): this is a bug")
         finally:
             with self._changed:
                 line.pieces.popleft()

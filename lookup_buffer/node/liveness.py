@@ -1,8 +1,8 @@
-"""Which nodes live, judged by the observer's own monotonic clock.
+"""The failure detector: which nodes are alive, judged by the observer's monotonic clock.
 
-A node raises a sequence number in Redis each second. What counts is that it *changed* within the
-last seconds as seen from here; no clock of another machine, and none of the server, takes part.
-Pure bookkeeping: no thread, no I/O; the clock is an argument.
+A node increments a sequence number in Redis each second. It is alive if that number changed
+recently as seen from here; no other machine's clock is used. Pure bookkeeping without threads or
+I/O; the clock is an argument. Called by `directory` under its lock.
 """
 
 import math
@@ -20,7 +20,7 @@ class _Sighting:
 
 
 class Liveness:
-    """The nodes seen, and since when their sequence stands still."""
+    """The known nodes, and since when their sequence has not changed."""
 
     def __init__(self, dead_after_seconds: float = DEAD_AFTER_SECONDS) -> None:
         self._dead_after_seconds = dead_after_seconds
@@ -31,10 +31,10 @@ class Liveness:
     def observe(
         self, beats: Mapping[str, tuple[str, int]], now: float, *, complete: bool = True
     ) -> None:
-        """Take in one reading of all beats: node → (boot, sequence).
+        """Apply one reading of all beats: node → (boot, sequence).
 
-        Absent nodes have left; but where the store has lost its data the reading is not
-        `complete`, and they are judged by their silence, as if it had not been read.
+        Nodes that are absent have shut down. After the store lost its data the reading is not
+        `complete`: absent nodes are then judged by their last beat.
         """
         if now - self._observed_at > BLIND_SECONDS or not complete:
             self._looking_since = now
@@ -48,12 +48,12 @@ class Liveness:
                 self._sightings[node] = _Sighting(boot, sequence, now)
 
     def forgive(self, seconds: float, now: float) -> None:
-        """We stood still for so long ourselves: nobody's silence meanwhile was heard."""
+        """This process was stopped for `seconds`: that time does not count as silence of others."""
         for seen in self._sightings.values():
             seen.changed_at = min(now, seen.changed_at + seconds)
 
     def alive(self, node: str, boot: str, now: float) -> bool:
-        """Whether this boot of `node` was seen to move lately; another boot is another node."""
+        """Whether this boot of `node` beat recently; another boot counts as another node."""
         seen = self._sightings.get(node)
         return (
             seen is not None
@@ -62,11 +62,11 @@ class Liveness:
         )
 
     def dead_seconds(self, node: str, boot: str) -> float:
-        """For how long this boot was seen to be dead, at the last reading; 0 where it may live.
+        """How long this boot has been dead, at the last reading; 0 if it may be alive.
 
-        Stricter than `alive`, for who removes what others wrote: time in which nobody looked, or
+        Stricter than `alive`, since its callers remove what others wrote: time without readings, or
         in which the store was losing its data, does not count. Infinite for a boot that another
-        one of the same node has replaced: it never comes back.
+        boot of the same node has replaced: it never returns.
         """
         seen = self._sightings.get(node)
         if seen is not None and seen.boot != boot:
@@ -78,10 +78,10 @@ class Liveness:
         return silent if silent > self._dead_after_seconds else 0.0
 
     def sees(self, node: str, boot: str) -> bool:
-        """Whether the last readings had this boot: it may have died since, but was not replaced."""
+        """Whether the last reading had this boot: it may have died since, but was not replaced."""
         seen = self._sightings.get(node)
         return seen is not None and seen.boot == boot
 
     def boots(self) -> Iterable[tuple[str, str]]:
-        """(node, boot) of all that have not left, alive or not."""
+        """(node, boot) of all that have not shut down, alive or not."""
         return [(node, seen.boot) for node, seen in self._sightings.items()]

@@ -1,7 +1,8 @@
-"""Loans: reads of hand-offs that lie on other nodes.
+"""Loans: reads of hand-offs that are on other nodes.
 
-A hand-off may be gone, or replaced, at any moment, so a copy of one is never kept: each reader gets
-one of his own, which goes with his pin. Runs on the loop's thread.
+A hand-off may be removed or replaced at any moment, so a copy of it is never kept: each reader gets
+its own copy, which is freed with its pin. Called by `desk` and `prefetches` on the loop's thread;
+`fetcher` copies on `lb-fetch`.
 """
 
 import asyncio
@@ -26,7 +27,7 @@ class Loans:
     locator: Locator
     fetcher: Fetcher
     _lent: dict[QualifiedKey, Item] = field(default_factory=dict)
-    """What the reader who is being told may hold."""
+    """Copies that the reader whose callback is running may pin."""
 
     def resolve(
         self,
@@ -34,13 +35,13 @@ class Loans:
         settle: Callable[[QualifiedKey], Settle],
         on_fetch: Callable[[int], None] | None = None,
     ) -> None:
-        """As `Resolver.resolve`; but only while it settles can `hold` have it."""
+        """As `Resolver.resolve`, but `hold` finds the item only during the call of `settle`."""
         for address in addresses:
             located = partial(self._located, address, settle(address), on_fetch)
             self.locator.ask([address], located)
 
     def hold(self, address: QualifiedKey, owner: int, ranks: Iterable[int] | None) -> Held | None:
-        """A pin for `owner` on what came for it just now; None where nothing did."""
+        """A pin for `owner` on the copy that was just fetched for it; None if there is none."""
         item = self._lent.get(address)
         return None if item is None else self.shelf.pin(item, owner, ranks)
 

@@ -1,7 +1,8 @@
-"""The locator's contract: who holds a key, and when does that change.
+"""The locator's interface: which nodes hold a key, and when does that change.
 
-`AskingLocator` (asking.py) puts every question to the store; `MirrorLocator` (mirroring.py) keeps
-the answers, for the store tells when they change. Both answer the same; one is faster.
+`AskingLocator` (asking.py) looks up every key in the store. `MirrorLocator` (mirroring.py) caches
+the records, which the store invalidates. Both give the same answers. Called on the loop's thread by
+`resolver`, `loans`, `takings`, `presence`, `lanes` and `waiting`.
 """
 
 from abc import ABC, abstractmethod
@@ -16,14 +17,14 @@ from store import Location, Record
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """Where a key can be fetched; no sources and a reason where it cannot."""
+    """Where a key can be fetched; without sources the reason is set."""
 
     record: Record | None
     sources: tuple[tuple[Location, str], ...] = ()
-    """(location, endpoint) of nodes that live, this node left out."""
+    """(location, endpoint) of live nodes other than this one."""
     reason: MaybeMissed = ""
     offers: tuple[tuple[Location, str], ...] = ()
-    """Of a hand-off: nodes that live and have it, but no room for it as yet."""
+    """Live nodes with the hand-off but no space for it in their arena yet."""
 
 
 NOT_REACHED = Located(None, reason=MissReason.STORE_DOWN)
@@ -32,7 +33,7 @@ Answer = Callable[[list[Located]], None]
 
 
 def located(record: Record | None, directory: Directory) -> Located:
-    """What a record comes to, with the nodes that live now."""
+    """The meaning of a record, given the nodes that are alive now."""
     if record is None:
         return Located(None, reason=MissReason.ABSENT)
     alive = directory.sources(record)
@@ -43,7 +44,8 @@ def located(record: Record | None, directory: Directory) -> Located:
 
 
 class Locator(ABC):
-    """All methods, and all callbacks, on the loop's thread. A store that fails is a value."""
+    """All methods and callbacks run on the loop's thread. A failed store is a value, not an
+    error."""
 
     @abstractmethod
     def start(self) -> None:
@@ -51,26 +53,27 @@ class Locator(ABC):
 
     @abstractmethod
     def ask(self, addresses: Sequence[QualifiedKey], answer: Answer) -> None:
-        """Tell where `addresses` can be fetched, in their order; maybe before this returns."""
+        """Answer with a `Located` for each of `addresses`, in order; perhaps before this
+        returns."""
 
     @abstractmethod
     def known(self, namespace: str, keys: Sequence[str]) -> list[bool | None]:
-        """Whether a live node holds each key; None where that is not known without asking."""
+        """Whether a live node holds each key; None if that takes a call of the store."""
 
     @abstractmethod
     def forget(self, address: QualifiedKey) -> None:
-        """The store has told something newer of this key, on another way: ask it when asked."""
+        """Something newer of this key is known from elsewhere: the next `ask` reads the store."""
 
     @abstractmethod
     def tick(self) -> None:
-        """To be called a few times a second, after it was looked for who has died."""
+        """To be called a few times a second, after `Directory.tick`."""
 
     @abstractmethod
     def watch(self, address: QualifiedKey, notify: Callable[[], None]) -> Callable[[], None]:
-        """Call `notify` when a key's record, or its claim, may be there to be had; until cancelled.
+        """Call `notify` when the key's record may exist, or its claim may be free; until cancelled.
 
-        What is asked in that call, or later, is not older than the change. Called more often than
-        needed. Returns the cancellation, which may be called any number of times.
+        Requests during or after that call see the change. There may be more calls than changes.
+        Returns the cancellation, which is idempotent.
         """
 
     @abstractmethod

@@ -1,4 +1,7 @@
-"""Calling back into the node's loop from its threads."""
+"""Calls from the node's other threads back into its loop.
+
+`call_from_thread` is called on every thread of the node that starts with `lb-`.
+"""
 
 import asyncio
 from collections.abc import Callable
@@ -7,8 +10,8 @@ from collections.abc import Callable
 def call_from_thread(
     loop: asyncio.AbstractEventLoop, function: Callable[..., object], *arguments: object
 ) -> None:
-    """Run `function` soon on the loop's thread; nothing once the loop is closed."""
+    """Schedule `function` on the loop's thread. Does nothing if the loop is closed."""
     try:
         loop.call_soon_threadsafe(function, *arguments)
     except RuntimeError:
-        pass  # closed: the node is ending and nobody waits for the answer any more
+        pass  # closed: the node is shutting down, and no request waits for the answer

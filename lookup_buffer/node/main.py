@@ -1,8 +1,10 @@
-"""The node's process: reads its configuration as JSON from standard input and serves.
+"""The node's process: reads its settings as JSON from standard input and serves until it is
+stopped.
 
-With `--detach` it leaves its parent first; see `runtime`. Exit codes: 0 told to end, or
-idle; 1 a part of it did not stop in time (see `node.END_SECONDS`); 2 the configuration is wrong, or
-another node serves here already.
+Started by `runtime.py` (for an engine) and by `lookup-buffer serve`. With `--detach` it first
+leaves its parent's process tree, see `runtime`. Runs on the main thread, which becomes the loop's
+thread. Exit codes: 0 stopped or idle; 1 a part did not stop within `node.END_SECONDS`; 2 the
+configuration is wrong, or another node already serves this directory.
 """
 
 import json
@@ -16,11 +18,12 @@ from lookup_buffer.node.node import Node
 from lookup_buffer.runtime import lock
 
 LOCK_SECONDS = 5.0
-"""A node that is just ending gives its lock up within so long."""
+"""How long to wait for the lock on the directory: a node that is shutting down releases it
+within this time."""
 
 
 def serve(config: BufferConfig, *, ends_when_idle: bool) -> int:
-    """Be the node of the configured directory until told to stop; the answer is the exit code."""
+    """Run the node of the configured directory until it is stopped. Returns the exit code."""
     directory = config.runtime_directory()
     try:
         with lock(directory / "node.lock", timeout=LOCK_SECONDS):
@@ -36,9 +39,9 @@ def _settings(text: str) -> dict[str, Any]:
     try:
         settings = json.loads(text)
     except ValueError:
-        settings = None  # and no cause: the text may hold secrets
+        settings = None  # no cause is chained: the text may hold secrets
     if not isinstance(settings, dict):
-        raise ConfigError("standard input is no JSON map of settings")
+        raise ConfigError("standard input is not a JSON object of settings")
     return settings
 
 
@@ -50,7 +53,7 @@ def main() -> None:
         sys.stderr.write(f"lookup-buffer: {error}\n")
         sys.exit(2)
     if detach and os.fork():
-        os._exit(0)  # vLLM ends its whole process tree; an orphan is not in it
+        os._exit(0)  # vLLM kills its whole process tree; an orphan is not in it
     os.sched_setaffinity(0, range(os.cpu_count() or 1))  # vLLM binds its workers to one core
     os.chdir("/")
     sys.exit(serve(config, ends_when_idle=detach))

@@ -1,8 +1,8 @@
-"""The node's metrics: their names, labels and meaning. Data; `exposition` makes them a page.
+"""The node's metrics: their names, labels and help texts. Data; `exposition` makes a page of it.
 
-By the conventions of Prometheus: the unit comes last, counters end in `_total`, every label has a
-closed set of values, all of which are there from the start, so that a rate sees the first event.
-docs/metrics.md explains each, and a test compares the two.
+By the conventions of Prometheus: the unit comes last, counters end in `_total`, and every label has
+a closed set of values, all present from the start, so that a rate includes the first event.
+docs/metrics.md explains each metric, and a test compares the two.
 """
 
 from collections.abc import Iterable, Mapping
@@ -17,11 +17,11 @@ PREFIX: Final = "lookup_buffer_"
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One metric. `series` maps its labels' values to a counter or gauge of the node."""
+    """One metric. `series` maps label values to a counter or gauge of the node."""
 
     kind: Literal["counter", "gauge"]
     name: str
-    """Without the prefix, and without the `_total` that a counter ends in."""
+    """Without the prefix, and without the `_total` of counters."""
     text: str
     series: Mapping[tuple[str, ...], str]
     labels: tuple[str, ...] = field(default=())
@@ -38,27 +38,27 @@ def _by(prefix: str, values: Iterable[str]) -> dict[tuple[str, ...], str]:
 FAMILIES: Final = (
     Family(
         "counter", "hits",
-        "Readers that got a tensor, by who had put it into the arena, or by a lane.",
+        "Reads that got a tensor, by source: inserted on this host, fetched, or by a lane.",
         _by("hits_", ("local", "remote", "lane")), ("source",),
     ),
     Family(
-        "counter", "hit_bytes", "Bytes of the tensors that readers got, likewise.",
+        "counter", "hit_bytes", "Bytes of tensors read, by the same sources.",
         _by("bytes_hit_", ("local", "remote", "lane")), ("source",),
     ),
     Family(
-        "counter", "encodes_saved", "Outputs that engines got, which they need not encode.",
+        "counter", "encodes_saved", "Encoder outputs that engines read instead of encoding.",
         _plain("encodes_saved"),
     ),
     Family(
-        "counter", "misses", "Readers that got no tensor, by reason.",
+        "counter", "misses", "Reads that got no tensor, by reason.",
         _by("misses_", MISS_REASONS), ("reason",),
     ),
     Family(
-        "counter", "fetch_failures", "Other nodes that did not deliver a tensor, by reason.",
+        "counter", "fetch_failures", "Failed fetches from another node, by reason.",
         _by("fetches_failed_", FETCH_FAILURES), ("reason",),
     ),
     Family(
-        "counter", "transfer_bytes", "Bytes of tensors that came or went, by way.",
+        "counter", "transfer_bytes", "Bytes of tensors transferred, by direction and pipe.",
         {
             ("received", "shm"): "bytes_inserted",
             ("received", "tcp"): "bytes_fetched",
@@ -68,28 +68,28 @@ FAMILIES: Final = (
         ("direction", "pipe"),
     ),
     Family(
-        "counter", "lane_receptions", "Tensors that came from device to device, by lane.",
+        "counter", "lane_receptions", "Tensors received from device to device, by lane.",
         _by("lane_received_", LANES), ("lane",),
     ),
     Family(
         "counter", "lane_fallbacks",
-        "Tensors that could have come by a lane and came over the hosts, by reason.",
+        "Transfers that fell back from a lane to the hosts, by reason.",
         _by("lane_fallbacks_", Fallback), ("reason",),
     ),
     Family(
-        "counter", "inserts", "Tensors that clients inserted, by outcome.",
+        "counter", "inserts", "Inserts of clients, by outcome.",
         _by("inserts_", ("stored", "exists", "refused")), ("outcome",),
     ),
     Family(
-        "counter", "removals", "Tensors that left the arena before anybody took them, by reason.",
+        "counter", "removals", "Items removed from the arena other than by a taker, by reason.",
         _by("", REMOVAL_REASONS), ("reason",),
     ),
     Family(
-        "counter", "handoffs", "Hand-offs that were taken, came back, or were dropped, by outcome.",
+        "counter", "handoffs", "Hand-offs taken, given back, or dropped, by outcome.",
         _by("handoffs_", ("taken", "returned", "elsewhere")), ("outcome",),
     ),
     Family(
-        "counter", "claims", "Answers to engines that wanted to encode, by outcome.",
+        "counter", "claims", "Answers to requests for a claim, by outcome.",
         _by("claims_", CLAIM_ANSWERS), ("outcome",),
     ),
     Family(
@@ -97,44 +97,48 @@ FAMILIES: Final = (
         _by("publish_", ("written", "refused", "conflict")), ("outcome",),
     ),
     Family(
-        "counter", "store_failures", "Turns of the writer to the store that failed.",
+        "counter", "store_failures", "Failed attempts of the metadata writer.",
         _plain("store_failures"),
     ),
     Family(
-        "counter", "protocol_errors", "Connections that were ended because they made no sense.",
+        "counter", "protocol_errors", "Connections closed for invalid messages.",
         _plain("protocol_errors"),
     ),
     Family(
-        "counter", "sessions_opened", "Clients that attached.", _plain("sessions_opened"),
+        "counter", "sessions_opened", "Sessions that clients opened.", _plain("sessions_opened"),
     ),
-    Family("gauge", "sessions", "Clients that are attached.", _plain("sessions")),
+    Family("gauge", "sessions", "Open sessions of clients.", _plain("sessions")),
     Family("gauge", "items", "Tensors in the arena.", _plain("items")),
-    Family("gauge", "pins", "Holds of readers and of transfers on tensors.", _plain("pins")),
+    Family("gauge", "pins", "Pins of readers and transfers.", _plain("pins")),
     Family("gauge", "arena_capacity_bytes", "Size of the arena.", _plain("capacity_bytes")),
     Family("gauge", "arena_used_bytes", "Bytes of the arena in use.", _plain("used_bytes")),
-    Family("gauge", "arena_pinned_bytes", "Bytes that are held.", _plain("pinned_bytes")),
+    Family("gauge", "arena_pinned_bytes", "Bytes that are pinned.", _plain("pinned_bytes")),
     Family(
-        "gauge", "arena_reserved_bytes", "Bytes that are being written.", _plain("reserved_bytes"),
+        "gauge", "arena_reserved_bytes", "Bytes reserved for writes in flight.",
+        _plain("reserved_bytes"),
     ),
     Family("gauge", "arena_handoff_bytes", "Bytes of hand-offs.", _plain("handoff_bytes")),
-    Family("gauge", "claims_held", "Claims that engines of this node have.", _plain("claims")),
+    Family("gauge", "claims_held", "Claims held by engines of this node.", _plain("claims")),
     Family(
-        "gauge", "unpublished_records", "Changes that the store does not know yet.",
+        "gauge", "unpublished_records", "Changes not yet written to the store.",
         _plain("unpublished"),
     ),
-    Family("gauge", "store_up", "Whether the store answered last.", _plain("store_up")),
+    Family("gauge", "store_up", "1 if the last write to the store succeeded.", _plain("store_up")),
     Family(
-        "gauge", "store_breaker_open", "Whether the store failed so often that it gets a pause.",
+        "gauge", "store_breaker_open", "1 while the store's circuit breaker is open.",
         _plain("store_breaker_open"),
     ),
-    Family("gauge", "nodes_alive", "Nodes that live, as this one sees it.", _plain("nodes_alive")),
+    Family(
+        "gauge", "nodes_alive", "Live nodes of the fleet, as seen by this node.",
+        _plain("nodes_alive"),
+    ),
 )  # fmt: skip
 HISTOGRAMS: Final = {
     "fetch_seconds":
-        "Seconds from the request to another node until its tensor was in the arena, verified.",
+        "Seconds from a fetch's request until its tensor was in the arena, verified.",
     "encode_seconds":
-        "Seconds from an engine's step that encodes until the output was in the arena.",
+        "Seconds from the start of an engine's encode until its output was in the arena.",
 }  # fmt: skip
-"""By the name that `Counters` has for them, too."""
-BUILD_INFO: Final = ("build_info", "Always 1; its labels say who this node is and what it speaks.")
+"""By the attribute of `Counters`."""
+BUILD_INFO: Final = ("build_info", "Always 1; the labels are the node's id, version and protocol.")
 BUILD_LABELS: Final = ("node", "version", "protocol")

@@ -1,8 +1,8 @@
-"""The locator that keeps what the store told it, for the store tells when it changes.
+"""The locator with a mirror: caches the store's records, which the store invalidates.
 
-Everything on the loop's thread: a question about keys that were asked for before costs no round
-trip and no hop between threads. One thread beside it opens the store, connects, and reads the
-directory where a record names a node that was never seen.
+It runs on the loop's thread: a look-up of a cached key costs no round trip and no change of
+threads. The thread `lb-locate` opens the store, connects, and reads the membership when a record
+names an unknown node. Called as `locator` says, and by `MirrorArbiter`.
 """
 
 import asyncio
@@ -51,16 +51,17 @@ class MirrorLocator(Locator):
     storage: Storage
     directory: Directory
     remote_index: RemoteIndex
-    """Told what is known to be held by others, for clients to see."""
+    """Lists the keys that other nodes hold, for this host's clients."""
     _epoch: int = -1
-    """Of the directory, when verdicts of this round began."""
+    """The epoch of the membership when the current round began."""
     _round: int = 0
-    """Verdicts of earlier rounds are out of date, and what was listed by them is struck off."""
+    """Verdicts of earlier rounds are out of date, and their entries are removed from the remote
+    index."""
     claims: "MirrorClaims | None" = None
-    """By the mirror's connections; None as long as there are none."""
+    """Claims over the mirror's connections; None until the mirror exists."""
     _mirror: "Mirror | None" = None
     _waiting: list[_Question | _Watch] = field(default_factory=list)
-    """What was asked before the store was open."""
+    """Requests from before the store was open."""
     _opening: bool = False
     _open_at: float = 0.0
     _closed: bool = False
@@ -148,7 +149,7 @@ class MirrorLocator(Locator):
             if isinstance(asked, _Question):
                 asked.answer([NOT_REACHED] * len(asked.addresses))
             elif not asked.cancelled:
-                self._waiting.append(asked)  # whoever waits has a bound of his own
+                self._waiting.append(asked)  # its waiter has a deadline of its own
 
     def _ask_later(self, asked: _Question | _Watch) -> None:
         if not self._opening and self.loop.time() < self._open_at and isinstance(asked, _Question):
@@ -183,7 +184,7 @@ class MirrorLocator(Locator):
         self._meet(records, partial(self._met, question))
 
     def held(self, record: Record | None, answer: Callable[[bool], None]) -> None:
-        """Tell whether a node that lives holds `record`; maybe before this returns."""
+        """Answer whether a live node holds `record`; perhaps before this returns."""
 
         def met() -> None:
             answer(record is not None and bool(self.directory.sources(record)))
@@ -191,11 +192,11 @@ class MirrorLocator(Locator):
         self._meet([] if record is None else [record], met)
 
     def _meet(self, records: Sequence[Record], met: Callable[[], None]) -> None:
-        """Call `met` when all nodes that these name are known, as far as they can be."""
+        """Call `met` when all nodes that these records name are known, as far as possible."""
         if all(self.directory.knows(at) for record in records for at in record.locations):
             met()
             return
-        # A node that was never seen: read the directory first, on the other thread.
+        # An unknown node: read the membership first, on lb-locate.
         read = self._thread.submit(self._read_directory, records)
         read.add_done_callback(lambda _: call_from_thread(self.loop, met))
 
@@ -211,8 +212,8 @@ class MirrorLocator(Locator):
         return NOT_REACHED
 
     def _judge(self, address: QualifiedKey, entry: "Entry") -> bool | None:
-        """Whether a node that lives holds it; None where one would have to be met first, or where
-        it is too long ago that there was no record."""
+        """Whether a live node holds it. None if its node is unknown, or if the absence of a
+        record was read too long ago."""
         record = entry.record
         if record is None:
             return None if entry.until < self.loop.time() else False
@@ -227,7 +228,7 @@ class MirrorLocator(Locator):
         return entry.verdict
 
     def _turn(self) -> None:
-        """See whether nodes came or went, after which all has to be judged anew."""
+        """Start a new round if nodes appeared or died."""
         if self.directory.epoch != self._epoch:
             self._epoch = self.directory.epoch
             self._judge_anew()
@@ -237,7 +238,7 @@ class MirrorLocator(Locator):
         self.remote_index.clear()
 
     def _forgotten(self, address: QualifiedKey | None) -> None:
-        """The mirror no longer knows the key, or many keys at once."""
+        """The mirror dropped the key; None: many keys at once."""
         if address is None:
             self._judge_anew()
         else:

@@ -1,21 +1,45 @@
-"""The node: builds its parts, runs the loop until told to stop, and takes them down in order.
+"""The node: builds its parts, runs the loop until it is stopped, and closes them in order.
 
-clients → control → desk → intake → shelf             (loop's thread, lb-copy)
-                     ├→ takings → handoffs → shelf     (loop's thread)
-                     │     └→ owners → other nodes     (loop's thread; lb-owner connects)
-                     ├→ prefetches → lanes, resolver   (loop's thread)
-                     ├→ resolver → locator → store     (loop's thread; lb-locate)
-                     │           └→ fetcher → peers    (lb-fetch)
-                     ├→ presence → locator             (loop's thread)
-                     ├→ loans → locator, fetcher       (loop's thread, lb-fetch)
-                     ├→ claim sets → claims → arbiter → store  (loop's thread; lb-claim)
-                     ├→ registrar → publisher → store  (lb-registrar)
-                     │      └→ sightings → pools       (lb-registrar, loop's thread)
-                     └→ announcements → owners         (loop's thread)
-other nodes → peer server → shelf                      (lb-peer, one a connection)
-                  └→ askers → handoffs                 (loop's thread)
-Prometheus, probes → http server → vitals              (lb-http)
-browsers → http server → observer → store              (lb-http; a process of its own)
+This is the map of the folder. An arrow is a call; in brackets the thread of what is called, if it
+is not the loop's. The loop's thread is the process's main thread. `connection`, `session`,
+`counters`, `loop`, `identity`, `breaker` and `inventory` are used by many and not drawn.
+
+    clients ─► control ─► desk                      one method call for each request
+      desk ─► shelf ─► inventory                    pins (bookkeeping, under shelf's lock)
+      desk ─► intake ─► shelf                       insert; copies above 512 KiB [lb-copy]
+               ├─► arrivals ─► handoffs             hand-offs that wait for space
+               ├─► announcements ─► owners          who owns a hand-off; asks the other owner
+               └─► claims                           a stored output ends its claim
+      desk ─► selection ─► resolver, loans, waiting select of an absent key
+               resolver ─► locator ─► store         who holds it [lb-locate, or the mirror]
+               resolver ─► fetcher ─► other nodes   transfer [lb-fetch, 4 threads]
+      desk ─► loans ─► locator, fetcher             reads of other nodes' hand-offs
+      desk ─► prefetches ─► selection, resolver, loans, claim_sets
+               └─► lanes ─► pools                   transfers from device to device
+      desk ─► presence ─► shelf, locator            has_caches
+      desk ─► takings ─► handoffs ─► shelf          drop_select of an item of this node
+               ├─► locator, fetcher, waiting        of another node's
+               ├─► owners ─► other nodes            its owner; only connecting uses [lb-owner]
+               └─► grants ─► handoffs, owners       acknowledgements
+      desk ─► claim_sets ─► claims ─► arbiter       claims; holdings: what this node's engines hold
+               arbiter ─► store                     mirror's connections, or lines [lb-claim]
+      desk, claims, announcements ─► registrar      marks keys as changed, in backlog; so do shelf,
+                                                    pools and peers, through node
+      node ─► directory, locator, owners, vitals    ticks, 4 times a second
+
+    [lb-registrar] registrar ─► heartbeat, directory, invalidations, publisher, errands ─► store
+                     ├─► publisher ─► announcements what the store said of hand-offs, on the loop
+                     └─► sightings ─► pools         other nodes' device pools, on the loop
+    other nodes ─► peers ─► shelf                   sends tensors [lb-peer-accept, lb-peer]
+                    └─► askers ─► handoffs          takers of other nodes, on the loop
+    Prometheus, probes, browsers ─► http_server ─► http_exchange ─► http_pages    [lb-http]
+                     ├─► exposition ─► vitals       /metrics and /healthz
+                     └─► http_dashboard ─► observer ─► the dashboard's own process ─► store
+
+`lb-locate` looks up records if there is no mirror (`asking`). With a mirror (`mirroring`) it only
+opens the store, connects, and reads the membership for unknown nodes. `lb-claim` serves claims
+without a mirror, and while the mirror is not connected. `lb-populate` (in `shm/memory.py`) faults
+the arena in and ends.
 """
 
 import asyncio
@@ -73,10 +97,11 @@ from lookup_buffer.times import DEATH_CHECK_SECONDS
 from store import GoneReason
 
 SWITCH_SECONDS = 0.0005
-"""How long a Python thread may keep the GIL from the loop (CPython's own default is ten times)."""
+"""How long another Python thread may keep the GIL from the loop; a tenth of CPython's default."""
 GARBAGE_THRESHOLDS = (2_000, 10, 1_000)
-"""A full collection walks over all that the mirror knows, 0.3 s at 200,000 keys, and nobody is
-answered meanwhile: CPython's own thresholds made eight of them while it filled, these make none."""
+"""A full collection visits everything that the mirror caches: 0.3 s at 200,000 keys, in which no
+request is answered. CPython's own thresholds caused eight of them while the mirror filled, these
+none."""
 IDLE_CHECK_SECONDS = 1.0
 LOG_FORMAT = "%(asctime)s lookup-buffer %(levelname)s: %(message)s"
 END_SECONDS = 20.0
@@ -84,14 +109,14 @@ END_SECONDS = 20.0
 Kubernetes). Its parts stop within 12 s and the store's timeout; one that does not is a bug, and
 then the stack of each thread goes to stderr, with exit code 1."""
 FIRST_BYTES = 64 << 20
-"""Faulted in before the node says it is ready; the rest follows in the background."""
+"""Faulted in before the node reports ready; the rest follows in the background."""
 
 
 class Node:
     """One node. `run` blocks the main thread until SIGTERM, SIGINT, `stop` or idleness."""
 
     def __init__(self, config: BufferConfig, *, ends_when_idle: bool) -> None:
-        """Raises ConfigError: an address or a file that is set cannot be used."""
+        """Raises ConfigError if a configured address or file cannot be used."""
         config.store_access().check_files()
         self._config = config
         self._ends_when_idle = ends_when_idle
@@ -150,7 +175,7 @@ class Node:
         )  # fmt: skip
 
     def _ways_to_the_store(self, mirror: bool, directory: Directory) -> tuple[Locator, Arbiter]:
-        """Who has a key, and who may produce it."""
+        """The locator and the arbiter, with a mirror or without."""
         loop, storage = self._loop, self._storage
         lines = LineArbiter(loop, storage, directory)
         if not mirror:
@@ -204,16 +229,16 @@ class Node:
 
     @property
     def http_address(self) -> str | None:
-        """Where the dashboard and `/metrics` are served; None where they are not."""
+        """The URL of the dashboard and `/metrics`; None if `http_listen` is not set."""
         return None if self._http is None else self._http.address
 
     def run(self, socket_path: Path, on_ready: Callable[[], None] = lambda: None) -> None:
-        """Serve until told to stop. The caller holds the lock on the runtime directory.
+        """Serve until stopped. The caller holds the lock on the runtime directory.
 
         `on_ready` is called once clients are answered.
 
         Raises:
-            ConfigError: the node's id belongs to another node; what was held is gone.
+            ConfigError: the node's id belongs to another node; this node's items are lost.
         """
         logging.basicConfig(format=LOG_FORMAT, level=self._config.log_level.upper())
         sys.setswitchinterval(SWITCH_SECONDS)
@@ -243,7 +268,7 @@ class Node:
             raise self._fault
 
     def _give_up(self, fault: ConfigError) -> None:
-        """From any thread: end, and say why."""
+        """Stop the node because of `fault`. On any thread."""
         self._fault = fault
         call_from_thread(self._loop, self._loop.stop)
 
@@ -266,11 +291,11 @@ class Node:
         self._registrar.changed(address, reason)
 
     def _missed(self, address: QualifiedKey) -> None:
-        """The store says that we hold what we do not: let it be written what we do hold."""
+        """The store names this node for an item that it does not have: write what it has."""
         self._registrar.changed(address, GoneReason.STALE)
 
     def _report(self, reports: Sequence[Report]) -> None:
-        call_from_thread(self._loop, self._announcements.told, reports)
+        call_from_thread(self._loop, self._announcements.handle_reports, reports)
 
     def _admit_asker(self, stream: socket.socket, on_end: Callable[[], None]) -> None:
         call_from_thread(self._loop, self._askers.admit, stream, on_end)

@@ -1,9 +1,9 @@
-"""The observer: the process that asks the store what the fleet does, for all pages that are open.
+"""The dashboard's process: starts it, and passes its lines on to all open pages.
 
-What `lookup_buffer.dashboard` works out takes milliseconds of Python each second, and a question
-may take seconds: beside the node's loop that would be in everybody's way. So it is a process of
-its own, which runs while somebody looks on and LINGER_SECONDS longer. Its lines are passed on
-unread, to everybody at once. All of this runs on the HTTP listener's loop.
+What `lookup_buffer.dashboard` computes takes milliseconds of Python each second, and a `why` may
+take seconds, which would delay the node's loop. So it is a process of its own. It runs while a page
+is open and LINGER_SECONDS longer. Its lines are not parsed. Called by `http_dashboard` and
+`http_pages`; runs on `lb-http`.
 """
 
 import asyncio
@@ -21,26 +21,26 @@ from lookup_buffer.config import BufferConfig
 from lookup_buffer.runtime import to_json
 
 LINGER_SECONDS = 60.0
-"""A page that is loaded again finds its history."""
+"""A page that is reloaded within this time keeps its history."""
 HISTORY_SECONDS = 15 * 60
 """One point a second."""
 WATCHERS_MAX = 16
 QUESTIONS_MAX = 4
 LINE_BYTES_MAX = 16 << 20
 QUIET_SECONDS = 5.0
-"""After so long without news something is sent all the same, or nobody sees that a client left."""
+"""After this long without news a comment is sent, so that a client's disconnection is detected."""
 AGAIN_SECONDS = 2.0
-"""After the observer ended by itself."""
+"""Pause before a restart, after the process ended by itself."""
 _log = logging.getLogger(__name__)
 _PACKAGES = Path(__file__).resolve().parent.parent.parent
 
 
 class TooMany(Exception):
-    """More is not done at once; the text is for who asked."""
+    """A limit is reached; the text is for the requester."""
 
 
 def observer_command(node: str, config: BufferConfig) -> tuple[Sequence[str], bytes]:
-    """The observer's program, and what it is told first: secrets stand on no command line."""
+    """The command of the process, and its first input: secrets must not be on a command line."""
     program = (
         f"import sys; sys.path.insert(0, {str(_PACKAGES)!r}); "
         "from lookup_buffer.dashboard.main import main; main()"
@@ -63,13 +63,13 @@ class Observer:
         self._news = asyncio.Event()
 
     def watch(self) -> AsyncGenerator[bytes, None]:
-        """Events as browsers hear them: what was, then what is, each second.
+        """Server-sent events: the history, then one event each second.
 
         Raises:
-            TooMany: watch already.
+            TooMany: WATCHERS_MAX pages are open.
         """
         if self._watchers >= WATCHERS_MAX:
-            raise TooMany(f"{WATCHERS_MAX} pages look at this node already")
+            raise TooMany(f"{WATCHERS_MAX} pages of this node are open already; close one")
         return self._watch()
 
     async def _watch(self) -> AsyncGenerator[bytes, None]:
@@ -95,14 +95,14 @@ class Observer:
         """What is known of a key, as JSON.
 
         Raises:
-            TooMany: are asking, or the observer has just ended.
+            TooMany: QUESTIONS_MAX requests are in flight, or the process is restarting.
         """
         if len(self._questions) >= QUESTIONS_MAX:
-            raise TooMany("others are asking already; try again in a moment")
+            raise TooMany(f"{QUESTIONS_MAX} requests are in flight; try again in a moment")
         self._start()
         process = self._process
         if process is None or process.stdin is None:
-            raise TooMany("the observer starts anew; try again in a moment")
+            raise TooMany("the dashboard's process is restarting; try again in a moment")
         self._asked += 1
         number = self._asked
         answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
@@ -112,8 +112,8 @@ class Observer:
             process.stdin.write(json.dumps(question).encode() + b"\n")
             process.stdin.flush()
             return await answer
-        except OSError:  # it has ended, or is frozen and its pipe is full
-            raise TooMany("the observer does not hear; try again in a moment") from None
+        except OSError:  # the process ended, or is frozen and its pipe is full
+            raise TooMany("the dashboard's process does not read; try again in a moment") from None
         finally:
             del self._questions[number]
             self._used_at = time.monotonic()
@@ -125,14 +125,14 @@ class Observer:
             self._task = asyncio.get_running_loop().create_task(self._run())
 
     def _launch(self) -> None:
-        """What waits for the program to be loaded waits in it, not here."""
+        """Start the process without waiting for its program to load."""
         self._process = process = subprocess.Popen(
             self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
         )
         assert process.stdin is not None
         process.stdin.write(self._told)
         process.stdin.flush()
-        os.set_blocking(process.stdin.fileno(), False)  # whoever scrapes waits for no observer
+        os.set_blocking(process.stdin.fileno(), False)  # /metrics must not wait for it
 
     def _is_wanted(self) -> bool:
         used = self._watchers or self._questions
@@ -144,21 +144,24 @@ class Observer:
                 try:
                     await self._hear(self._process)
                 except ValueError:
-                    _log.error("the observer said more than %d bytes at once", LINE_BYTES_MAX)
+                    _log.error(
+                        "the dashboard's process sent a line above %d bytes; it is restarted",
+                        LINE_BYTES_MAX,
+                    )
                 finally:
                     self._end(self._process)
             if not self._is_wanted():
-                self._last = b""  # what was is in the points; what is, is not known any more
+                self._last = b""  # the history is in the points; the last event is out of date
                 return
-            self._tell(b"trouble", b'"the observer ended; it is started again"')
+            self._tell(b"trouble", b'"the dashboard\'s process ended; it is restarted"')
             await asyncio.sleep(AGAIN_SECONDS)
             try:
                 self._launch()
-            except OSError as error:  # as where there are too many processes
-                _log.error("the observer cannot be started: %s", error)
+            except OSError as error:  # for example at the limit of processes
+                _log.error("the dashboard's process cannot be started; retried: %s", error)
 
     async def _hear(self, process: "subprocess.Popen[bytes]") -> None:
-        """Until it ends, or nobody wants it."""
+        """Pass lines on until the process ends or no page is open."""
         loop, reader = asyncio.get_running_loop(), asyncio.StreamReader(limit=LINE_BYTES_MAX)
         protocol = asyncio.StreamReaderProtocol(reader)
         transport, _ = await loop.connect_read_pipe(lambda: protocol, process.stdout)
@@ -185,15 +188,17 @@ class Observer:
         news.set()
 
     def _end(self, process: "subprocess.Popen[bytes]") -> None:
-        """It only reads, so it may be killed at any moment."""
+        """Kill the process: it only reads, so that is safe at any moment."""
         self._process = None
         process.kill()
         process.wait()
         assert process.stdin is not None
         try:
             process.stdin.close()
-        except OSError:  # it had not heard all, and never will
+        except OSError:  # unread input is lost, as intended
             pass
         for answer in self._questions.values():
             if not answer.done():
-                answer.set_exception(TooMany("the observer ended; try again in a moment"))
+                answer.set_exception(
+                    TooMany("the dashboard's process ended; try again in a moment")
+                )

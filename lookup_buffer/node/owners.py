@@ -1,12 +1,10 @@
-"""Owners: other nodes, asked for the hand-offs that were inserted there.
+"""The taker's side of hand-offs on other nodes: one connection to each owner node.
 
-One link to each, kept; questions and answers on it cross, because a taker may stand in line for
-long. It belongs to the loop, where `Connection` reads and writes it without waiting; only
-connecting has threads. Its end is told to all who wait for an answer on it, and tells the owner
-that what was taken on it is to be had again.
-
-A link that ends, or cannot be made, says nothing of the node: it may be refusing connections for
-a moment. That a node is dead is for the directory to say.
+Requests are multiplexed, since a taker may be queued for long. The connection belongs to the loop;
+only connecting uses threads (`lb-owner`). When it ends, its pending requests get `unreached`, and
+the owner gives the leases on it back. A connection that ends or cannot be made does not mean that
+the node is dead; only `directory` judges that. Called by `takings`, `grants` and `announcements` on
+the loop's thread.
 """
 
 import asyncio
@@ -34,15 +32,15 @@ THREADS: Final = 4
 AGAIN_SECONDS: Final = 0.05
 AGAIN_SECONDS_MAX: Final = 0.4
 AGAIN_PART_MIN: Final = 0.25
-"""Jitter: the pause before an attempt is at least this part of its longest."""
+"""Jitter: a pause is at least this fraction of its maximum."""
 
 
 class Answer(NamedTuple):
-    """What an owner says: `leased` or `absent` to a Take, `won` or `lost` to an Acknowledge,
+    """An owner's reply: `leased` or `absent` to a Take, `won` or `lost` to an Acknowledge,
     `present` or `absent` to a Holds.
 
-    Or what became of the question: `gone`, another boot has taken that one's place, so nobody will
-    ever answer it; `unreached`, it may or may not have been heard.
+    Or the fate of the request: `gone`, another boot replaced the owner, so there will never be a
+    reply; `unreached`, the owner may or may not have received it.
     """
 
     state: str
@@ -54,16 +52,16 @@ class Answer(NamedTuple):
 
     @classmethod
     def parse(cls, message: object) -> tuple[int, "Answer"]:
-        """(number of the question, answer) of what another node sent.
+        """(number of the request, answer) from another node's message.
 
         Raises:
-            ProtocolError: it is no answer.
+            ProtocolError: it is not a valid answer.
         """
         if isinstance(message, dict) and is_count(message.get("id")):
             fields = {name: message.get(name, 0) for name in cls._fields}
             if all(check(fields[name]) for name, check in _CHECKS.items()):
                 return message["id"], cls(**fields)
-        raise ProtocolError("not an owner's answer")
+        raise ProtocolError("the message is not an owner's answer")
 
 
 def _is_checksum(value: object) -> bool:
@@ -87,7 +85,7 @@ Tell = Callable[[Answer], None]
 
 
 def again_seconds(failures: int) -> float:
-    """How long to wait before the next attempt, after so many in succession that failed.
+    """The pause before the next attempt, in seconds, after so many failures in a row.
 
     With jitter. Attempts at even intervals can all meet the refusals of an owner that accepts
     connections in the same rhythm. An acknowledgement then stays unanswered until it expires.
@@ -98,38 +96,42 @@ def again_seconds(failures: int) -> float:
 
 @dataclass(slots=True, eq=False)
 class Owner:
-    """One boot of another node. Its link is made when something is asked; after the end of the
-    link, and after an attempt that failed, when something is asked again and a pause is over."""
+    """One boot of another node, and the connection to it.
+
+    The connection is made for the first request. After its end, or a failed attempt, it is made
+    again for the next request, after a pause.
+    """
 
     location: Location
     endpoint: str
     loop: asyncio.AbstractEventLoop
     connect: Callable[["Owner"], None]
-    """Begin to connect in the background: `connected` or `unreached` is then called."""
+    """Connect in the background, then call `connected` or `unreached`."""
     over: bool = False
     _used_until: float = 0.0
-    """The end of the last lease on it, or when something was last said."""
+    """The end of the last lease on it, or the time of the last message."""
     _connection: Connection | None = None
     _connecting: bool = False
     _pause: asyncio.TimerHandle | None = None
     _failures: int = 0
-    """Links that ended, or were not made, since it last answered."""
+    """Connections that failed or ended since the last reply."""
     _not_before: float = 0.0
     _asked: dict[int, tuple[Request, Tell]] = field(default_factory=dict)
-    """What is not answered; where there is no link, it is asked when there is one."""
+    """Requests without a reply; without a connection they are sent once there is one."""
 
     @property
     def is_linked(self) -> bool:
-        """Whether what was asked has been sent."""
+        """Whether the pending requests have been sent."""
         return self._connection is not None
 
     @property
     def is_idle(self) -> bool:
-        """Whether nobody needs it, and nobody did for long."""
+        """Whether it has no requests, and has had none for OWNER_IDLE_SECONDS."""
         return not self._asked and self.loop.time() > self._used_until + OWNER_IDLE_SECONDS
 
     def ask(self, request: Request, tell: Tell) -> None:
-        """`tell` the answer, or how the question ended, once."""
+        """Send a request; `tell` is called once with the answer, or with the fate of the
+        request."""
         self._asked[request.id] = request, tell
         self._use(0.0)
         if self._connection is not None:
@@ -138,13 +140,15 @@ class Owner:
             self._pause = self.loop.call_at(self._not_before, self._connect)
 
     def say(self, request: Request) -> None:
-        """One-way, of something that was had on this link: where that has ended, so has this."""
+        """Send a one-way message about a lease of this connection; without a connection it is
+        not needed."""
         if self._connection is not None:
             self._use(0.0)
             self._connection.send(request.to_wire())
 
     def withdraw(self, leave: Leave) -> None:
-        """Who asked by this `Take` waits no longer. It is answered where it has been sent."""
+        """The taker of this `Take` waits no longer. If the Take has been sent, it is still
+        answered."""
         if self._connection is None:
             self._asked.pop(leave.take, None)
         self.say(leave)
@@ -162,7 +166,7 @@ class Owner:
             connection.send(request.to_wire())
 
     def unreached(self) -> None:
-        """There is no link, or none any more."""
+        """The connection could not be made, or ended."""
         if self.over:
             return
         self._connecting, self._connection = False, None
@@ -171,7 +175,7 @@ class Owner:
         self._answer_all(UNREACHED)
 
     def end(self, answer: Answer) -> None:
-        """Answer so what is not answered; nothing is asked from here on. Idempotent."""
+        """Answer all pending requests with `answer`; no more are accepted. Idempotent."""
         if self.over:
             return
         self.over = True
@@ -216,11 +220,11 @@ class Owners:
     )
 
     def next_number(self) -> int:
-        """For a request to an owner."""
+        """The id of the next request to an owner."""
         return next(self._numbers)
 
     def at(self, location: Location, endpoint: str) -> Owner:
-        """The owner that `location` names."""
+        """The owner of `location`."""
         boot = (location.node, location.boot)
         owner = self._owners.get(boot)
         if owner is None:
@@ -228,8 +232,7 @@ class Owners:
         return owner
 
     def tick(self) -> None:
-        """End the links of nodes that have died, and those that nobody uses. To be called a few
-        times a second."""
+        """Close the connections to dead nodes, and idle ones. To be called a few times a second."""
         for owner in list(self._owners.values()):
             if self.directory.is_replaced(owner.location):
                 self._end(owner, GONE)
@@ -263,7 +266,7 @@ class Owners:
             link.send({"op": "handoffs", "boot": boot}, timeout=PEER_ANSWER_SECONDS)
             answer, _ = link.recv_header(timeout=PEER_ANSWER_SECONDS)
             if answer != {"status": "ok"}:  # "stale": another boot listens there
-                raise ProtocolError("not an answer to who asks for hand-offs")
+                raise ProtocolError("the node did not accept a connection for hand-offs")
             return link.detach()
         except BaseException:
             link.abort()

@@ -1,6 +1,6 @@
-"""A pace: so many things a second at most, and no more than a few at once (a token bucket).
+"""A rate limiter: a token bucket.
 
-Pure; the clock is an argument. One thread uses it.
+Pure bookkeeping; the clock is an argument. Used by `backlog` under its lock.
 """
 
 from collections.abc import Callable
@@ -15,14 +15,14 @@ class Pace:
         self._credited_at = clock()
 
     def take(self, most: int) -> int:
-        """How many of `most` may be done now. They count as done."""
+        """How many of `most` are allowed now; they are counted as done."""
         self._earn()
         taken = min(most, int(self._credit))
         self._credit -= taken
         return taken
 
     def wait_seconds(self, wanted: int) -> float:
-        """Until `wanted` may be done at once, or as many as ever may."""
+        """Seconds until `wanted` are allowed at once, or the largest possible burst."""
         self._earn()
         lacking = min(wanted, self._at_once) - self._credit
         return max(0.0, lacking / self.per_second)

@@ -1,10 +1,10 @@
-"""The peer server: answers other nodes' requests for tensors over TCP.
+"""The peer server: sends tensors to other nodes over TCP.
 
-Who asks for hand-offs instead gets a connection of the loop: see `askers`.
-
-One thread a connection, a bounded number of them; the payload goes out straight from the arena,
-pinned meanwhile. Truth is answered, not what Redis says: another boot or generation than ours is
-`stale`, and the store, which said so, is put right.
+One thread accepts (`lb-peer-accept`), and one serves each connection (`lb-peer`, a bounded number).
+The payload is sent directly from the arena, pinned meanwhile. A request for another boot or
+generation is answered `stale`, and the record in the store is corrected. A connection for hand-offs
+is passed on to `askers` on the loop. `node.py` starts it; the callers are the fetchers and owners
+of other nodes.
 """
 
 import socket
@@ -30,7 +30,7 @@ from lookup_buffer.times import PEER_IDLE_SECONDS, PEER_SEND_SECONDS
 CONNECTIONS_MAX = 128
 HANDSHAKE_SECONDS = 2.0
 PEER_OWNER = -2
-"""Owner of the pins that hold what is being sent."""
+"""Owner of the pins on items that are being sent."""
 
 
 @dataclass(slots=True)
@@ -39,9 +39,9 @@ class PeerServer:
     counters: Counters
     token: str | None
     missed: Callable[[QualifiedKey], None]
-    """Told, on a peer's thread, of what was asked for and is not here, or not so."""
+    """Called on `lb-peer` with an address whose requested generation this node does not have."""
     admit: Callable[[socket.socket, Callable[[], None]], None]
-    """Given, on a peer's thread, the socket of who asks for hand-offs, and what to call at its
+    """Called on `lb-peer` with the socket of a connection for hand-offs, and a callback for its
     end."""
     boot: str = ""
     _listener: socket.socket | None = None
@@ -51,10 +51,10 @@ class PeerServer:
     _closing: threading.Event = field(default_factory=threading.Event)
 
     def listen(self, address: str) -> str:
-        """Bind; the answer is the address with the port that was really taken.
+        """Bind; returns the address with the actual port.
 
         Raises:
-            OSError: the address is taken or not ours.
+            OSError: the address is in use or not of this host.
         """
         self._listener, shown = listening_socket(*parse_tcp(address))
         return f"tcp://{shown}"
@@ -71,15 +71,16 @@ class PeerServer:
         self._closing.set()
         if self._listener is not None:
             with suppress(OSError):
-                self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+                self._listener.shutdown(socket.SHUT_RDWR)  # resumes lb-peer-accept
             if not self.boot:
-                self._listener.close()  # else that thread does
+                self._listener.close()  # else lb-peer-accept closes it
         with self._lock:
             for link in self._links:
                 link.abort()
 
     def _serve(self, connection: socket.socket) -> bool:
-        """Whether somebody else has the connection now, and its place."""
+        """Serve one connection. Returns whether it was passed on, together with its slot of the
+        limit."""
         link: FramedSocket | None = None
         passed_on = False
         try:
@@ -95,7 +96,7 @@ class PeerServer:
         except ProtocolError:
             self.counters.add("protocol_errors")
         except LookupBufferError:
-            pass  # the peer left, was too slow, or was refused: its connection ends, nothing else
+            pass  # the peer left, was too slow, or was refused: only its connection ends
         finally:
             if link is None:
                 connection.close()
@@ -106,9 +107,9 @@ class PeerServer:
         return passed_on
 
     def _pass_on(self, link: FramedSocket, request: Frame) -> bool:
-        """Whether its connection, and its place, are the askers' from now on."""
+        """Returns whether the connection, and its slot of the limit, now belong to `askers`."""
         if request.payload_nbytes:
-            raise ProtocolError("a peer may only ask for hand-offs")
+            raise ProtocolError("a request for hand-offs has no payload")
         if request.header.get("boot") != self.boot:
             link.send({"status": "stale"}, timeout=PEER_SEND_SECONDS)
             link.close()
@@ -144,16 +145,16 @@ class PeerServer:
     def _asked_for(self, frame: Frame) -> QualifiedKey:
         request = frame.header
         if frame.payload_nbytes or not isinstance(request, dict) or request.get("op") != "get":
-            raise ProtocolError("a peer may only ask to get")
+            raise ProtocolError("the only requests of a peer are 'get' and 'handoffs'")
         namespace, key = request.get("namespace"), request.get("key")
         if not isinstance(namespace, str) or not isinstance(key, str):
-            raise ProtocolError("a request names a namespace and a key")
+            raise ProtocolError("a request needs a namespace and a key")
         if not is_fingerprint(namespace):
-            raise ProtocolError("that is no namespace")
+            raise ProtocolError("the namespace is not a fingerprint")
         return namespace, key
 
     def _hold(self, address: QualifiedKey, request: Any) -> Held | None:
-        """The item asked for, held; None where this boot has no such generation of it."""
+        """The requested item, pinned; None if this boot does not have that generation."""
         if request.get("boot") != self.boot:
             self.missed(address)
             return None

@@ -1,7 +1,8 @@
-"""Pools: which of the node's processes have a pool on a device, and which copies lie there as well.
+"""Device pools of this node's processes, and which copies they hold.
 
-A pool belongs to a session and goes with it. What a pool offers is published beside the node's own
-copy and goes with that. Runs on the loop's thread, but for what is said to be any thread's.
+A pool belongs to a session and ends with it. A copy that a pool offers is published beside the
+node's own copy and removed with that. Called by `lanes` and `desk` on the loop's thread; methods
+for any thread say so.
 """
 
 from collections import OrderedDict
@@ -17,7 +18,7 @@ from lookup_buffer.protocol.messages import Offer, OpenPool, Prepare, Retract, S
 from store import POOLS_MAX, DeviceLocation, PoolEndpoint
 
 KNOWN_MAX: Final = 4096
-"""Bound on the keys that a pool is believed to have received."""
+"""Bound on the keys that a pool is assumed to have received."""
 
 
 @dataclass(slots=True, eq=False)
@@ -33,18 +34,18 @@ class Pool:
     receives: bool
     offers: bool
     told: set[str] = field(default_factory=set)
-    """Ids of other nodes' pools that it knows to be there."""
+    """Ids of other nodes' pools that its process knows."""
     known: OrderedDict[QualifiedKey, None] = field(default_factory=OrderedDict)
-    """What it received, newest last; it may have evicted it since."""
+    """What it received, newest last; it may have evicted some of it."""
     under_way: int = 0
 
     def let_go(self, tickets: list[int], keys: list[QualifiedKey]) -> None:
-        """Tell its process; see `protocol.messages`."""
+        """Tell its process to drop these; see `protocol/messages.py`."""
         message = {"event": "let_go", "tickets": tickets, "keys": [list(key) for key in keys]}
         self.session.anchor.send(message)
 
     def tell_of(self, seen: Mapping[str, SeenPool]) -> None:
-        """Tell its process which pools there are now by its lane, of all nodes' by their id."""
+        """Send its process the changes of the fleet's pools with the same lane and library."""
         alike = (at for at in seen.values() if (at.lane, at.library) == (self.lane, self.library))
         there = [at for at in alike if at.pool not in self.told]
         gone = [pool for pool in self.told if pool not in seen]
@@ -55,7 +56,7 @@ class Pool:
             self.session.anchor.send(message)
 
     def note(self, address: QualifiedKey) -> None:
-        """It received this."""
+        """It received this key."""
         self.known[address] = None
         self.known.move_to_end(address)
         if len(self.known) > KNOWN_MAX:
@@ -67,8 +68,8 @@ class _Offered:
     pool: Pool
     mark: int
     generation: int
-    """Of the node's copy that it was when it was offered: of no other. 0: of the one that its
-    client is inserting."""
+    """The generation of the node's copy at the time of the offer. 0: of the copy that its client
+    is inserting."""
 
     def stands_beside(self, item: Item) -> bool:
         if self.generation == 0:
@@ -80,17 +81,17 @@ class _Offered:
 class Pools:
     shelf: Shelf
     publish: Callable[[QualifiedKey], None]
-    """Told of copies whose publication is out of date."""
+    """Called with copies whose publication is out of date."""
     endpoints: tuple[PoolEndpoint, ...] = ()
-    """Where others may take from, as the node describes itself. Any thread."""
+    """Pools from which other nodes may receive; part of the node's description. Any thread."""
     has_readers: bool = False
-    """Whether a pool receives. Any thread."""
+    """Whether one of the pools receives. Any thread."""
     _pools: dict[Session, Pool] = field(default_factory=dict)
     _offers: dict[QualifiedKey, tuple[_Offered, ...]] = field(default_factory=dict)
-    """Each tuple is replaced as a whole: the thread that publishes reads it."""
+    """Each tuple is replaced as a whole, since `lb-registrar` reads it."""
 
     def open(self, session: Session, request: OpenPool) -> None:
-        """A session's pool; it has none yet."""
+        """Register a session's pool; the session has none yet."""
         self._pools[session] = Pool(
             session, request.lane, request.library, request.port, request.pool,
             request.pool_bytes, request.receives, request.offers,
@@ -98,7 +99,7 @@ class Pools:
         self._count()
 
     def close(self, session: Session) -> Pool | None:
-        """The session is over, and its pool void; the answer is that pool. Idempotent."""
+        """The session is over, and its pool invalid. Returns that pool. Idempotent."""
         pool = self._pools.pop(session, None)
         if pool is not None:
             self._count()
@@ -114,8 +115,8 @@ class Pools:
         self.endpoints = tuple(dict.fromkeys(named))[:POOLS_MAX]
 
     def tell_readers(self, seen: Mapping[str, SeenPool]) -> None:
-        """Which pools other nodes' processes have, by their id."""
-        for pool in list(self._pools.values()):  # a send may find a session, and its pool, ended
+        """Send the fleet's pools, by id, to the processes that receive."""
+        for pool in list(self._pools.values()):  # a failed send ends the session and its pool
             if pool.receives:
                 pool.tell_of(seen)
 
@@ -133,8 +134,8 @@ class Pools:
         if pool is None:
             return
         if item is None or item.checksum != request.checksum:
-            # Nothing is there beside which it could stand, and will not be: the pool shall keep
-            # what is inserted next, and not this.
+            # The arena has no such copy and will not get it: the pool must drop this one, and keep
+            # what is inserted next.
             self._retract(address, pool)
             pool.let_go([], [address])
             return
@@ -170,16 +171,16 @@ class Pools:
             self.publish(address)
 
     def offers(self, address: QualifiedKey) -> bool:
-        """Whether something stands beside this copy. Any thread."""
+        """Whether a pool has a copy beside this one. Any thread."""
         return address in self._offers
 
     def gone(self, address: QualifiedKey) -> None:
-        """The node's copy is no more, for whatever reason: neither is what stood beside it."""
+        """The node's copy was removed: drop the copies beside it, too."""
         for offered in self._offers.pop(address, ()):
             offered.pool.let_go([], [address])
 
     def device_of(self, item: Item, node: str) -> DeviceLocation | None:
-        """What is published beside the copy `item`. Any thread."""
+        """The device location to publish beside the copy `item`. Any thread."""
         for offered in self._offers.get(item.address, ()):
             if offered.stands_beside(item):
                 pool = offered.pool
@@ -189,7 +190,7 @@ class Pools:
         return None
 
     def of_readers(self, session: Session) -> list[Pool]:
-        """The pools in which all who read for this session receive; none where one has none."""
+        """The pools of all ranks that read for this session; empty if one of them has none."""
         seat = session.seat
         if seat is None:
             own = self._pools.get(session)

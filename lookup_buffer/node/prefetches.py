@@ -1,8 +1,8 @@
-"""Prefetches: what a session wants brought here and pinned, and how it is told of it.
+"""Prefetches: fetches and pins what a session asks for, and sends an event for each key.
 
-What is here is answered at once; what comes by a lane, over the hosts or as a loan, when it has
-come; and what is nowhere, where the session waits for it, when it is published. Runs on the loop's
-thread.
+Keys that are here are answered at once; others when they have come by a lane, over the hosts or as
+a loan. If the session waits for keys that no node has, they are answered when they are published.
+Called by `desk` on the loop's thread.
 """
 
 import asyncio
@@ -26,11 +26,12 @@ from lookup_buffer.node.waiting import Waiting
 from lookup_buffer.protocol.messages import ClaimAll, Prefetch, Request
 
 ENTRIES_MAX = 1024
-"""Entries in one event: at most a kilobyte each, and a frame takes a mebibyte."""
+"""Entries in one event: at most 1 KiB each, and a frame holds 1 MiB."""
 AWAITED_MAX = 4096
-"""Keys that one session waits for at a time; more are answered as if it did not wait."""
+"""Keys for which one session waits at a time; further keys are answered without a wait."""
 AHEAD_SECONDS = 0.05
-"""No prefetch waits longer for the claims asked for with it, which may be many, one by one."""
+"""A prefetch waits at most this long for the claims that were requested with it, since they may
+be many."""
 
 
 @dataclass(slots=True)
@@ -44,9 +45,9 @@ class Prefetches:
     counters: Counters
     waiting: Waiting
     try_hold: Callable[[Session, QualifiedKey], dict[str, Any] | None]
-    """How an address stands for a session that it is now pinned for; None where it is not here."""
+    """Pins an address for a session and returns its fields; None if absent here."""
     _awaited: Counter[int] = field(default_factory=Counter)
-    """By session: how many keys it waits for."""
+    """By session: for how many keys it waits."""
 
     def prefetch(self, session: Session, request: Prefetch) -> None:
         entries: list[tuple[int, dict[str, Any]]] = []
@@ -70,7 +71,7 @@ class Prefetches:
             self.loans.resolve(handoffs, settle)
 
         def taken(address: QualifiedKey, entry: dict[str, Any]) -> None:
-            """It came by a lane."""
+            """The tensor came by a lane."""
             if not session.over:
                 _push(session, request, [(index, entry) for index in pending[address]])
 
@@ -91,21 +92,21 @@ class Prefetches:
     def _claim_ahead(
         self, session: Session, request: Prefetch, resolve: Callable[[], None]
     ) -> None:
-        """Ask for the claims for what is prefetched; where the store's answer to that tells of the
-        records as well, `resolve` when it is there, and tell the client both in one piece."""
+        """Ask for the claims of what is prefetched. If the replies include the records,
+        `resolve` after them, and send both events in one write."""
         keys = sorted(set(request.keys))
-        wish = ClaimAll(request.claimer, request.namespace, keys, request.wait_seconds)
+        claim_all = ClaimAll(request.claimer, request.namespace, keys, request.wait_seconds)
         located = functools.cache(resolve)  # that is, once
 
         def told(event: dict[str, Any]) -> None:
             with session.anchor.together():
                 located()
-                tell(session, wish, event)
+                tell(session, claim_all, event)
 
         if not (self.claims.arbiter.tells_of_records and self.claim_sets.is_idle(session)):
             located()
         self.loop.call_later(AHEAD_SECONDS, located)
-        self.claim_sets.ask(session, wish, told, located)
+        self.claim_sets.ask(session, claim_all, told, located)
 
     def _may_wait(self, session: Session, request: Prefetch, count: int) -> bool:
         return bool(request.wait_seconds) and self._awaited[session.id] + count <= AWAITED_MAX
@@ -113,7 +114,7 @@ class Prefetches:
     def _wait(
         self, session: Session, request: Prefetch, pending: dict[QualifiedKey, list[int]]
     ) -> None:
-        """Bring these here, and wait for those that nobody has until somebody publishes them."""
+        """Fetch these keys; wait for those that no node has until they are published."""
         until = self.loop.time() + request.wait_seconds
         for address, indexes in pending.items():
             self._awaited[session.id] += 1
@@ -143,7 +144,7 @@ class Prefetches:
     def _settled(
         self, session: Session, request: Prefetch, indexes: list[int], reason: MaybeMissed
     ) -> None:
-        """Tell the session what became of one key that was not here when it asked."""
+        """Send the session the result of one key that was absent when it asked."""
         if session.over:
             return
         entries = []

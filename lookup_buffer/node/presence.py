@@ -1,6 +1,6 @@
-"""Presence: which of many keys a live node holds, as far as that is known in time.
+"""`has_caches`: which of many keys a live node holds, as far as that is known within a time budget.
 
-Runs on the loop's thread.
+Called by `desk` on the loop's thread.
 """
 
 import asyncio
@@ -44,7 +44,8 @@ class Presence:
         self.locator.ask([addresses[index] for index in unknown], located)
 
     def _still_unknown(self, request: Contains, present: list[bool]) -> list[int]:
-        """Fill in what the locator knows at once; the positions of what it would have to ask."""
+        """Fill in what is known without a call of the store; returns the positions of the
+        others."""
         away = [index for index, here in enumerate(present) if not here]
         known = self.locator.known(request.namespace, [request.keys[index] for index in away])
         for index, held in zip(away, known, strict=True):

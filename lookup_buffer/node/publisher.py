@@ -1,7 +1,7 @@
-"""The publisher: writes the backlog to the store, many changes in one round trip.
+"""The publisher: writes the dirty set to the store, many changes in one round trip.
 
-What is written is what the shelf holds at that moment, so the newest state always wins. Runs on
-the registrar's thread.
+It writes what the arena holds at that moment, so the newest state always wins. Called by
+`registrar` on `lb-registrar`.
 """
 
 import time
@@ -35,7 +35,7 @@ VOID_MAX = 64
 """Locations of dead nodes that are withdrawn with one beat."""
 
 Report = tuple[QualifiedKey, int, Publication]
-"""What became of the publication of a hand-off's generation."""
+"""The result of publishing one generation of a hand-off."""
 
 
 @dataclass(slots=True)
@@ -47,17 +47,17 @@ class Publisher:
     backlog: Backlog
     record_ttl_seconds: float
     report: Callable[[Sequence[Report]], None]
-    """Told, on this thread, of the hand-offs in a batch."""
+    """Called on `lb-registrar` with the results of a batch's hand-offs."""
     clock: Callable[[], float] = time.monotonic
     device_of: Callable[[Item, str], DeviceLocation | None] = lambda _item, _node: None
-    """Where a process of this node has the bytes of a copy on its device; any thread may ask."""
+    """The device location beside a copy; may be called on any thread."""
 
     def write(self, store: MetadataStore, *, until: float) -> None:
-        """Write what is due, at least one batch and until it is time to beat.
+        """Write what is due: at least one batch, and further ones until the next beat.
 
         Raises:
-            StoreError: the store was not reached, or a server of its cluster was not. What was
-                not written is back in the backlog, and what could be was written.
+            StoreError: the store, or a server of its cluster, was not reached. What could be
+                written was; the rest is back in the dirty set.
         """
         unreached: list[Change] = []
         try:
@@ -72,16 +72,18 @@ class Publisher:
         finally:
             self.backlog.put_back(unreached)
         if unreached:
-            raise StoreUnavailable("a server of the cluster was not reached")
+            raise StoreUnavailable(
+                f"a server of the cluster was not reached; {len(unreached)} writes are queued"
+            )
 
     def withdraw_void(self, store: MetadataStore) -> None:
-        """Withdraw locations of dead nodes that readers came across, some at a time."""
+        """Withdraw some of the locations of dead nodes that readers found."""
         void = self.directory.take_void(VOID_MAX)
         if void:
             store.withdraw_many([_void(*address, location) for address, location in void])
 
     def _write(self, store: MetadataStore, changes: Sequence[Change]) -> list[Change]:
-        """Write one batch; the changes whose server was not reached."""
+        """Write one batch; returns the changes whose server was not reached."""
         here = [(change, self.shelf.published(change.address)) for change in changes]
         gone = [change for change, item in here if item is None]
         publishings = {
@@ -102,8 +104,8 @@ class Publisher:
                     node,
                     change.reason or GoneReason.GONE,
                     gone_seconds=_gone_seconds(change.address),
-                    # What the store was never told of, or has let end, went for a reason, too. But
-                    # that somebody asked for what is not here is nothing to be told.
+                    # Write the reason also if the record was never published or has expired; but
+                    # not if a peer merely asked for an item that is not here.
                     may_have_ended=change.reason != GoneReason.STALE,
                 )
                 for change in changes
@@ -140,7 +142,8 @@ class Publisher:
         return unreached + self._release(store, unpublished)
 
     def _release(self, store: MetadataStore, changes: Sequence[Change]) -> list[Change]:
-        """Nothing to publish: whoever waits for the claims' holder waits in vain. As `_write`."""
+        """Nothing is published for these: release their claims, so that no engine waits for
+        them. Returns as `_write`."""
         claimed = [
             (change, Releasing(*change.address, change.claim_token))
             for change in changes
@@ -152,7 +155,7 @@ class Publisher:
         return [c for (c, _), released in zip(claimed, outcomes, strict=True) if released is None]
 
     def _make_room(self, store: MetadataStore, publishings: Sequence[Publishing]) -> None:
-        """Where the dead take the places of a record, put this node in theirs."""
+        """If dead nodes fill a record's list of locations, replace one by this node."""
         dead: list[Withdrawing] = []
         again = []
         records = store.look_up([(one.record.namespace, one.record.key) for one in publishings])
@@ -193,7 +196,7 @@ class Publisher:
         remaining = self.shelf.remaining_seconds(item)
         if remaining is None:
             return self.record_ttl_seconds
-        # Never longer than what is renewed: the record of a dead holder ends by itself.
+        # At most the time between renewals, so that the record of a dead holder expires.
         return min(self.record_ttl_seconds, max(remaining, 0.001))
 
 

@@ -1,10 +1,11 @@
-"""The registrar: the node's one ordered writer to the store.
+"""The metadata writer: the only writer of this node's records, beats and statistics.
 
-It keeps Redis true to the shelf: changes go into a backlog, which its publisher writes in batches.
-It also beats, refreshes the directory, looks for pools, strikes off nodes that are long dead,
-flushes counters, and writes all items and namespaces again every third of a record's life, and at
-once when Redis lost its data. What fails is said in the log and tried again, bugs too: a registrar
-that ended would leave a node that others take for dead and that never says why.
+On its thread (`lb-registrar`) it beats, refreshes the membership, reads invalidations and other
+nodes' device pools, removes nodes that died long ago, flushes counters, and lets `publisher` write
+the dirty set (`backlog`). All items and namespaces are written again every third of a record's
+life, and at once after Redis lost its data. Failures, bugs included, are logged and retried: if
+this thread ended, other nodes would judge this one dead without a reason in the log. `node.py`
+starts it; `shelf` (through `node.py`), `claims` and `announcements` report changes from any thread.
 """
 
 import random
@@ -41,20 +42,21 @@ from store import (
 )
 
 AGAIN_PER_SECOND_FLEET = 20_000.0
-"""What all nodes together may rewrite: a fifth of what one server takes. Shared out by the nodes
-that live; but a walk of the inventory always ends before the next one begins."""
+"""Bound on rewrites by all nodes together: a fifth of what one server can take. Divided by the
+number of live nodes; but a walk of the inventory always ends before the next one begins."""
 
 WALK_PAUSE_SECONDS = 60.0
-"""After a server was lost all items are written again, but not more often: connections that come
-and go must not keep the fleet writing."""
+"""After a server was lost, all items are written again, at most this often: unstable connections
+must not keep the fleet rewriting."""
 
-STRUCK_OFF_MAX = 8
-"""Dead nodes that are struck off with one beat: every node does it, so a few are enough."""
+EXPIRED_MAX = 8
+"""Dead nodes that are removed with one beat: every node does it, so a few are enough."""
 
 
 @dataclass(slots=True)
 class Registrar:
-    """`changed`, `describe` and `pending` from any thread; the rest on the registrar's own."""
+    """`changed`, `describe` and `pending` may be called on any thread; the rest runs on
+    `lb-registrar`."""
 
     storage: Storage
     shelf: Shelf
@@ -63,21 +65,21 @@ class Registrar:
     counters: Counters
     record_ttl_seconds: float
     give_up: Callable[[ConfigError], None]
-    """Told, on the registrar's thread, that the node has to end, and why."""
+    """Called on `lb-registrar` if the node must end, with the reason."""
     report: Callable[[Sequence[Report]], None]
-    """Told, on the registrar's thread, what the store said of hand-offs."""
+    """Called on `lb-registrar` with the store's results for hand-offs."""
     clock: Callable[[], float] = time.monotonic
     failed_fetches: FailedFetches = field(default_factory=FailedFetches)
     count_claims: Callable[[], int] = lambda: 0
-    """How many claims engines of this node have; asked on the registrar's thread."""
+    """The number of claims of this node's engines; called on `lb-registrar`."""
     endpoints: Callable[[], tuple[PoolEndpoint, ...]] = tuple
-    """Where others may take from this node's processes; asked likewise."""
+    """The device pools from which other nodes may receive; called on `lb-registrar`."""
     look_for_pools: Callable[[MetadataStore], None] = lambda _: None
     """Called with each beat; see `Sightings.look`."""
     store_up: bool = False
-    """Whether the last turn succeeded."""
+    """Whether the last attempt succeeded."""
     failing: bool = False
-    """Whether it failed."""
+    """Whether the last attempt failed."""
     _backlog: Backlog = field(init=False)
     _publisher: Publisher = field(init=False)
     _heartbeat: Heartbeat = field(init=False)
@@ -119,10 +121,11 @@ class Registrar:
         claim_token: str | None = None,
         void: tuple[Location, ...] = (),
     ) -> None:
-        """The item at `address` appeared (reason "") or went (why).
+        """The item at `address` appeared (reason "") or was removed (why).
 
-        `claim_token` is of the claim under which it was produced, which its publication drops;
-        `void` are locations of nodes that do not have it, which are withdrawn before.
+        `claim_token` is the fencing token of the claim under which it was produced; the publication
+        drops that claim. `void` are locations of nodes that do not have it; they are withdrawn
+        first.
         """
         if reason in REMOVAL_REASONS:
             self.counters.add(reason)
@@ -130,7 +133,7 @@ class Registrar:
         self._wake.set()
 
     def describe(self, fingerprint: str, parts: dict[str, str]) -> None:
-        """Publish the clear text of a namespace, now and whenever Redis lost it."""
+        """Publish the parts of a namespace, now and whenever Redis lost them."""
         with self._lock:
             if self._namespaces.get(fingerprint) != parts:
                 self._namespaces[fingerprint] = parts
@@ -138,25 +141,25 @@ class Registrar:
                 self._wake.set()
 
     def ask_for_devices(self, device_of: Callable[[Item, str], DeviceLocation | None]) -> None:
-        """What is published beside a copy from now on."""
+        """Set the function that gives the device location beside a copy."""
         self._publisher.device_of = device_of
 
     def pending(self) -> int:
-        """How many addresses are still to be written."""
+        """The number of addresses still to be written."""
         return len(self._backlog)
 
     @property
     def breaker_open(self) -> bool:
-        """Whether the store failed so often that it is left alone for a moment."""
+        """Whether calls pause because the store failed repeatedly."""
         return self._breaker.open
 
     @property
     def established(self) -> bool:
-        """Whether this node beats under its id, so that others can find what it holds."""
+        """Whether this node beats under its id, so that other nodes can find its items."""
         return self._heartbeat.established
 
     def close(self) -> None:
-        """Leave the fleet: flush what can be flushed and take the beat back. Bounded."""
+        """Shut down: flush what can be flushed and remove the beat. Bounded."""
         self._closing.set()
         self._wake.set()
         if self._thread is not None:
@@ -176,14 +179,18 @@ class Registrar:
                     breaker.succeeded()
             except StoreError as error:
                 self._failed()
-                self._troubles.tell("what this node holds is not kept up in the store", error)
+                self._troubles.log(
+                    f"node {self.identity.node} failed to write to the store; retried, and other "
+                    "nodes do not find new items until it succeeds",
+                    error,
+                )
                 self._revive()
             except ConfigError as error:
                 self.give_up(error)
-                return  # and leave nothing: what stands there is another's
-            except Exception as error:  # noqa: BLE001 -- top of a thread that others live by
+                return  # without `_leave`: the beat in the store belongs to another node
+            except Exception as error:  # noqa: BLE001 -- top of the thread; the node needs it
                 self._failed()
-                self._troubles.tell_bug("the registrar failed and goes on", error)
+                self._troubles.log_bug("the metadata writer failed and continues", error)
         self._leave()
 
     def _take_turn(self, store: MetadataStore) -> None:
@@ -193,7 +200,7 @@ class Registrar:
             self._beat_at = began + self._heartbeat.pause_seconds()
         if self._heartbeat.established:
             for namespace in list(self._undescribed):
-                trouble = f"namespace {namespace} is not described"
+                trouble = f"the description of namespace {namespace} was not written; retried"
                 self._errands.run(trouble, partial(self._describe, store, namespace))
             self._publisher.write(store, until=self._beat_at)
 
@@ -203,15 +210,15 @@ class Registrar:
         self._breaker.failed()
 
     def _revive(self) -> None:
-        with self._troubles.told("the embedded server", StoreError):
-            self.storage.revive()  # else tried again with the next turn
+        with self._troubles.logged("the embedded server was not restarted; retried", StoreError):
+            self.storage.revive()
 
     def _wait(self) -> None:
         if not self._breaker.allows():
             self._closing.wait(0.05)
             return
         seconds = self._beat_at - self.clock()
-        wake = self._closing  # changes do not wake who may not publish yet
+        wake = self._closing  # before the id is established, changes do not end the wait
         if self._heartbeat.established:
             wake = self._wake
             due = self._backlog.wait_seconds()
@@ -230,20 +237,23 @@ class Registrar:
             self.directory.store_lost_data()
         self.directory.refresh(store)
         if pulse is Pulse.WATCHING:
-            return  # others' tensors may be had meanwhile
-        with self._troubles.told("what was invalidated is not heard of", StoreError):
-            # It never rests: who invalidates takes two beats of a node as a sign that it has heard.
-            self._invalidations.heed(store)
+            return  # meanwhile this node can read from others
+        with self._troubles.logged("invalidated namespaces were not read; retried", StoreError):
+            # It never pauses: after two beats of a node, an invalidation counts as applied there.
+            self._invalidations.apply(store)
         if pulse is Pulse.NEW or self.clock() - self._walked_at > self.record_ttl_seconds / 3:
             self._repeat_all()
         self._repeat_after_failover(store)
         errands = (
-            ("this node is not described", self._describe_node),
-            ("pools of other nodes are not looked for", self.look_for_pools),
-            ("the dead are not struck off", self._strike_off),
-            ("copies of the dead are not withdrawn", self._publisher.withdraw_void),
-            ("failed fetches are not told", self._note_failures),
-            ("counters wait", self._flush),
+            ("the description of this node was not written; retried", self._describe_node),
+            ("device pools of other nodes were not read; retried", self.look_for_pools),
+            ("dead nodes were not removed from the store; retried", self._remove_expired),
+            (
+                "locations of dead nodes were not withdrawn; readers skip them",
+                self._publisher.withdraw_void,
+            ),
+            ("notes of failed fetches were not written and are lost", self._note_failures),
+            ("counters were not written; they are kept and retried", self._flush),
         )
         due = began + self._heartbeat.pause_seconds()
         self._errands.run_until(due, [(trouble, partial(do, store)) for trouble, do in errands])
@@ -252,12 +262,12 @@ class Registrar:
         gauges, claims = self.shelf.gauges(), self.count_claims()
         store.describe_node(self.identity.info(gauges, claims, self.endpoints()))
 
-    def _strike_off(self, store: MetadataStore) -> None:
-        for node, boot in self.directory.long_dead()[:STRUCK_OFF_MAX]:
+    def _remove_expired(self, store: MetadataStore) -> None:
+        for node, boot in self.directory.expired()[:EXPIRED_MAX]:
             store.leave(node, boot, reason="died")
 
     def _repeat_all(self) -> None:
-        """Items and namespaces: both end where nobody renews them."""
+        """Write all items and namespaces again: their records expire unless they are renewed."""
         with self._lock:
             self._undescribed |= self._namespaces.keys()
         self._walked_at = self.clock()
@@ -268,7 +278,8 @@ class Registrar:
         self._backlog.repeat(addresses, max(needed, min(share, AGAIN_PER_SECOND_MAX)))
 
     def _repeat_after_failover(self, store: MetadataStore) -> None:
-        """The last minute at once, for a replica lags; then all, for a server may be back empty."""
+        """Write recent changes again at once, since a replica lags; then all, since a server may
+        have returned empty."""
         failovers = store.failovers()
         if failovers > self._failovers:
             self._backlog.repeat_recent()
@@ -282,10 +293,10 @@ class Registrar:
         parts = self._namespaces[fingerprint]
         try:
             store.describe_namespace(fingerprint, parts)
-        except StoreCorrupt as error:  # something foreign stands there, and is left alone
-            self._troubles.tell("a namespace is not described", error)
+        except StoreCorrupt as error:  # another program's data; it is not overwritten
+            self._troubles.log(f"namespace {fingerprint} cannot be described", error)
         with self._lock:
-            if self._namespaces[fingerprint] is parts:  # else there is something newer to say
+            if self._namespaces[fingerprint] is parts:  # else a newer description is due
                 self._undescribed.discard(fingerprint)
 
     def _note_failures(self, store: MetadataStore) -> None:
@@ -301,17 +312,19 @@ class Registrar:
             by_namespace.setdefault(namespace, {})[key] = count
         missed: StoreError | None = None
         left: dict[QualifiedKey, int] = {}
-        # Where something foreign stands in their place they are lost, and nothing else is.
+        # If a key holds another program's data, only the counts for that key are lost.
         try:
             if counters:
-                with self._troubles.told("counters are lost", StoreCorrupt):
+                with self._troubles.logged("counters of this node were discarded", StoreCorrupt):
                     store.add_stats(self.identity.node, counters)
                 counters = {}
         except StoreError as error:
             missed = error
         for namespace, keys in by_namespace.items():
             try:
-                with self._troubles.told("hits are lost", StoreCorrupt):
+                with self._troubles.logged(
+                    f"hits of namespace {namespace} were discarded", StoreCorrupt
+                ):
                     store.add_hits(namespace, keys)
             except StoreError as error:
                 missed = error
@@ -328,4 +341,4 @@ class Registrar:
             self._flush(store)
             store.leave(self.identity.node, self.identity.boot, reason="stopped")
         except StoreError:
-            pass  # we are going; others will notice that we no longer beat
+            pass  # other nodes will detect that this one no longer beats

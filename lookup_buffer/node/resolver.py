@@ -1,7 +1,8 @@
-"""The resolver: how a key that is not here comes here.
+"""The resolver: locates an absent key and fetches it, single-flight.
 
-Locate, then fetch; one flight per key whoever asks, and everybody who asked is told how it went.
-Runs on the loop's thread; the fetcher works on its own and calls back through the loop.
+All requests for a key share one look-up and one transfer. Called by `desk` (through `selection`),
+`prefetches` and `claims` on the loop's thread; `fetcher` works on `lb-fetch` and calls back on the
+loop.
 """
 
 import asyncio
@@ -17,17 +18,18 @@ from lookup_buffer.node.loop import call_from_thread
 from lookup_buffer.node.shelf import Shelf
 
 Settle = Callable[[MaybeMissed], None]
-"""Told "" when the item is here (look at once: it is held until all were told), else the reason."""
+"""Called with "" when the item is here (pin it at once: it is held only until all callbacks
+ran), or with the reason of the miss."""
 
 
 @dataclass(slots=True)
 class Flight:
-    """One key on its way. `fetching_bytes` is set once a transfer has begun."""
+    """One key in flight. `fetching_bytes` is set once a transfer has begun."""
 
     waiting: list[Settle] = field(default_factory=list)
     fetching_bytes: int | None = None
     doubted: bool = False
-    """What is being located may be out of date: who has it is to be asked once more."""
+    """The running look-up may be out of date: repeat it."""
     on_fetch: list[Callable[[int], None]] = field(default_factory=list)
 
 
@@ -45,9 +47,9 @@ class Resolver:
         settle: Callable[[QualifiedKey], Settle],
         on_fetch: Callable[[int], None] | None = None,
     ) -> None:
-        """Bring all `addresses` here; `settle(address)` makes the callback for each.
+        """Fetch all `addresses`; `settle(address)` makes the callback for each.
 
-        `on_fetch(nbytes)` is called when bytes of one of them begin to move.
+        `on_fetch(nbytes)` is called when a transfer begins.
         """
         unasked = []
         for address in addresses:
@@ -64,13 +66,13 @@ class Resolver:
             self.locator.ask(unasked, partial(self._located, unasked))
 
     def arrived(self, address: QualifiedKey) -> None:
-        """A client of this node inserted the key: whoever waits for it has it."""
+        """A client of this node inserted the key: settle its requests."""
         if address in self._flights:
             self._settle(address, "")
 
     def published(self, address: QualifiedKey, *, located: bool) -> None:
-        """The store said so to somebody: "nobody has it", read before, does not stand. `located`:
-        it said so on the locator's way, which knows the record by that."""
+        """A reply of the store showed that the key is stored: an earlier "absent" is out of
+        date. `located`: the locator got the record from that reply."""
         if not located:
             self.locator.forget(address)
         flight = self._flights.get(address)
@@ -82,7 +84,7 @@ class Resolver:
         for address, located in zip(addresses, found, strict=True):
             flight = self._flights.get(address)
             if flight is None:
-                continue  # it arrived meanwhile
+                continue  # it was inserted meanwhile
             was_doubted, flight.doubted = flight.doubted, False
             if not located.sources or located.record is None:
                 if was_doubted:

@@ -1,6 +1,6 @@
-"""A selection: one `select` of what is not here, until it is or its time is up.
+"""One `select` of an absent key: fetched as soon as a node has it, or a miss at its deadline.
 
-Fetched as soon as some node has it. A store that hangs is a miss, in time for its client. Runs on
+A store that hangs is a miss, in time for the client. Created by `desk` and `prefetches`; runs on
 the loop's thread.
 """
 
@@ -12,15 +12,15 @@ from lookup_buffer.errors import MaybeMissed, MissReason
 from lookup_buffer.key import QualifiedKey
 from lookup_buffer.node.loans import Loans
 from lookup_buffer.node.resolver import Resolver
-from lookup_buffer.node.waiting import Vigil, Waiting
+from lookup_buffer.node.waiting import Waiting, Watcher
 from lookup_buffer.times import CALL_SECONDS, NODE_SHARE
 
 
 @dataclass(slots=True, eq=False)
 class Selection:
-    """`look(reason, last)` looks whether the item is here and says whether that was the end of it.
+    """`look(reason, last)` tries to pin the item and returns whether the request is settled.
 
-    `reason` is why it was not brought here, `last` that nobody will look again.
+    `reason` is why the last fetch failed; `last`: there will be no further attempt.
     """
 
     loop: asyncio.AbstractEventLoop
@@ -30,7 +30,7 @@ class Selection:
     until: float
     look: Callable[[MaybeMissed, bool], bool]
     fetching: Callable[[int], None]
-    _vigil: Vigil | None = None
+    _watcher: Watcher | None = None
     _bound: asyncio.TimerHandle | None = None
     _under_way: bool = False
     _fetching: bool = False
@@ -38,13 +38,14 @@ class Selection:
     _over: bool = False
 
     def begin(self) -> None:
-        """Attempt it, once; what is not even located when the client waits no longer is a miss."""
+        """Start the first attempt. If the key is not even located shortly after the deadline, it
+        is a miss."""
         last = self.until + NODE_SHARE * CALL_SECONDS
         self._bound = self.loop.call_at(last, self._too_late)
         self.attempt()
 
     def attempt(self) -> None:
-        """Locate and fetch it; once more after that, if something changed meanwhile."""
+        """Locate and fetch; if something changes meanwhile, repeat it afterwards."""
         if self._over:
             return
         if self._under_way:
@@ -65,13 +66,13 @@ class Selection:
         self._under_way = self._fetching = False
         if self.look(reason, self.loop.time() >= self.until):
             self._end()
-        elif self._vigil is None:
-            self._vigil = self.waiting.watch(self.address, self.until, self.attempt)
+        elif self._watcher is None:
+            self._watcher = self.waiting.watch(self.address, self.until, self.attempt)
         elif self._again:
             self.attempt()
 
     def _too_late(self) -> None:
-        if not self._fetching:  # which has a bound of its own
+        if not self._fetching:  # a fetch has a deadline of its own
             self.look(MissReason.STORE_DOWN, True)
             self._end()
 
@@ -79,5 +80,5 @@ class Selection:
         self._over = True
         if self._bound is not None:
             self._bound.cancel()
-        if self._vigil is not None:
-            self._vigil.cancel()
+        if self._watcher is not None:
+            self._watcher.cancel()

@@ -1,9 +1,9 @@
-"""A client's session: what it owns, and when it is really over.
+"""A client's session: its connections, staging areas and engine rank.
 
-It begins with `hello` on its first connection (the anchor) and ends with `goodbye` or with the
-end of the client's process. An anchor that breaks while the process lives on ends the session
-too, but what it had pinned stays untouched until the process is gone or a bound has passed: the
-client may be in the middle of a copy. Runs on the loop's thread only.
+A session begins with `Hello` on its first connection, the anchor. It ends with `Goodbye`, or when
+the client's process ends. If the anchor breaks while the process lives, the session ends too, but
+its pins stay until the process has ended or a bound has passed: the client may be copying. Created
+by `control`; used on the loop's thread only.
 """
 
 from dataclasses import dataclass, field
@@ -12,20 +12,20 @@ from lookup_buffer.node.connection import Connection
 from lookup_buffer.shm.memory import Mapping
 
 Owner = str | int
-"""An engine's id, or the number of a session that is no engine's."""
+"""An engine's id, or the session's number if the client belongs to no engine."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """Which place in which engine a client has; `rank` None is the scheduler's side."""
+    """Which rank of which engine a client is. `rank` None: the scheduler."""
 
     engine_id: str
     rank: int | None
     world_size: int
     encodes: bool
-    """Whether what it gets spares it an encode."""
+    """Whether a hit saves this client an encode."""
     device: str
-    """On what it computes; empty where it did not say."""
+    """The device on which it computes; empty if unknown."""
 
 
 @dataclass(slots=True, eq=False)
@@ -36,13 +36,14 @@ class Session:
     connections: set[Connection] = field(default_factory=set)
     stagings: dict[Connection, Mapping] = field(default_factory=dict)
     process: int | None = None
-    """Tells when the client's process has ended, where its number says nothing here: engines in
-    containers have pid namespaces of their own. Taken at the start, while it surely lives."""
+    """A pidfd, readable when the client's process has ended. Set if the client's pid is not
+    valid here: engines in containers have their own pid namespaces. Taken at the start of the
+    session, while the process certainly lives."""
     over: bool = False
 
     @property
     def owner(self) -> Owner:
-        """Whose its claims are: all clients of an engine share them."""
+        """The owner of its claims: all clients of an engine share them."""
         return self.id if self.seat is None else self.seat.engine_id
 
     @property
@@ -54,5 +55,6 @@ class Session:
         return "" if self.seat is None else self.seat.device
 
     def ranks(self) -> range | None:
-        """The ranks that must report before a ticket of this session ends; None: it releases."""
+        """The ranks that must report done before a ticket of this session ends. None: the
+        session releases its tickets itself."""
         return None if self.seat is None else range(self.seat.world_size)

@@ -1,7 +1,7 @@
-"""The shelf: the arena and its inventory under one lock, for all threads of the node.
+"""The arena, its inventory and the local index under one lock, for all threads of the node.
 
-The loop pins and unpins, payload threads write. The lock is held for bookkeeping only, never
-while bytes are copied or hashed.
+The loop pins and releases; `lb-copy`, `lb-fetch` and `lb-peer` write and read bytes. The lock is
+held for bookkeeping only, never during a copy or a checksum. Called by most modules of this folder.
 """
 
 import threading
@@ -23,7 +23,7 @@ from store import GoneReason
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """An item and the ticket that holds it."""
+    """An item and the ticket of a pin on it."""
 
     ticket: int
     item: Item
@@ -31,7 +31,7 @@ class Held:
 
 class Shelf:
     """Thread-safe. `on_change(address, reason)` is called, without the lock, for each item that
-    appeared (reason "") or went (why)."""
+    appeared (reason "") or was removed (why)."""
 
     def __init__(
         self,
@@ -53,10 +53,10 @@ class Shelf:
     def hold(
         self, address: QualifiedKey, owner: int, ranks: Iterable[int] | None = None
     ) -> Held | None:
-        """Pin the complete item at `address` for `owner`; None where there is none.
+        """Pin the complete item at `address` for `owner`; None if there is none.
 
         Raises:
-            BufferFull: too much is pinned already.
+            BufferFull: pins and reservations would exceed their share.
         """
         with self._lock:
             item = self._inventory.find(address)
@@ -65,12 +65,12 @@ class Shelf:
         return None if item is None or ticket is None else Held(ticket, item)
 
     def holds(self, address: QualifiedKey) -> bool:
-        """Whether a complete item lies at `address`."""
+        """Whether a complete item is at `address`."""
         with self._lock:
             return self._inventory.find(address) is not None
 
     def holds_each(self, addresses: Sequence[QualifiedKey]) -> list[bool]:
-        """The same for many at once."""
+        """As `holds`, for many addresses."""
         with self._lock:
             find = self._inventory.find
             return [find(address) is not None for address in addresses]
@@ -81,12 +81,12 @@ class Shelf:
             return self._inventory.holds(address)
 
     def touch(self, address: QualifiedKey) -> Item | None:
-        """A client read the item by the board: mark it as used. None where it has gone since."""
+        """A client read the item through the local index: mark it as used. None if it is gone."""
         with self._lock:
             return self._inventory.find(address)
 
     def release(self, tickets: Iterable[int], owner: int) -> None:
-        """Let go of tickets; those of other owners are left alone."""
+        """Release tickets; those of other owners are ignored."""
         with self._lock:
             for ticket in tickets:
                 self._inventory.unpin(ticket, owner)
@@ -109,11 +109,11 @@ class Shelf:
         self._report()
 
     def bytes_of(self, item: Item) -> memoryview:
-        """The item's bytes. The caller holds it."""
+        """The item's bytes. The caller has pinned it."""
         return self.arena.view[item.offset : item.offset + item.nbytes]
 
     def remaining_seconds(self, item: Item) -> float | None:
-        """What is left of the item's time to live; None where it has no end."""
+        """What is left of the item's time to live, in seconds; None if it has none."""
         return None if item.expires_at is None else max(0.0, item.expires_at - self._clock())
 
     # -- write
@@ -121,9 +121,9 @@ class Shelf:
     def reserve(
         self, address: QualifiedKey, header: TensorHeader, *, origin: str, ttl_seconds: float | None
     ) -> Item | None:
-        """Room to write into, or None where the address is taken. Then commit or abandon.
+        """Memory to write into, or None if the address is in use. Then commit or abandon.
 
-        An item that has expired does not take its address any more.
+        An expired item no longer uses its address.
 
         Raises:
             TensorTooLarge, BufferFull: see `Inventory.reserve`.
@@ -141,7 +141,7 @@ class Shelf:
     def reserve_handoff(
         self, address: QualifiedKey, header: TensorHeader, *, ttl_seconds: float, wanted: bool
     ) -> Item:
-        """Room for the next generation of a hand-off. Then commit or abandon.
+        """Memory for the next generation of a hand-off. Then commit or abandon.
 
         Raises:
             TensorTooLarge, BufferFull: see `Inventory.reserve_handoff`.
@@ -161,7 +161,7 @@ class Shelf:
             self._report()
 
     def reserve_loan(self, address: QualifiedKey, header: TensorHeader, *, origin: str) -> Item:
-        """Room for a copy that only its pins keep. Then commit or abandon.
+        """Memory for a copy that is kept only by its pins. Then commit or abandon.
 
         Raises:
             TensorTooLarge, BufferFull: see `Inventory.reserve`.
@@ -173,8 +173,8 @@ class Shelf:
             self._report()
 
     def commit(self, item: Item, checksum: int, owner: int) -> int:
-        """Make a written item visible, unless it is a loan; the answer is a ticket that holds it
-        for `owner`."""
+        """Make a written item visible, unless it is a loan. Returns the ticket of a pin for
+        `owner`."""
         with self._lock:
             self._inventory.commit(item, checksum)
             is_loan = item.gone
@@ -187,7 +187,7 @@ class Shelf:
         return ticket
 
     def pin(self, item: Item, owner: int, ranks: Iterable[int] | None = None) -> Held:
-        """One more pin on an item that is held, be it a loan.
+        """Another pin on a pinned item; also for loans.
 
         Raises:
             BufferFull: see `hold`.
@@ -201,16 +201,16 @@ class Shelf:
         self._report()
 
     def when_room(self, tell: Callable[[], None] | None) -> None:
-        """From now on call `tell`, on any thread, when bytes were freed or may be evicted."""
+        """From now on call `tell`, on any thread, when bytes were freed or became evictable."""
         self._on_room = tell
 
     def fill(self, item: Item, source: Mapping | None) -> int:
-        """Copy a reservation's bytes from the start of `source`; the answer is their checksum.
+        """Copy a reservation's bytes from the start of `source`; returns their checksum.
 
-        What has no bytes needs no source, and has a checksum all the same.
+        An item of 0 bytes needs no source, and has a checksum, too.
 
-        The checksum is taken of the copy, so what is read later is what was checked, whatever a
-        client does to its staging area meanwhile.
+        The checksum is of the copy: whatever a client does to its staging area meanwhile, readers
+        get the bytes that were checked.
         """
         if source is not None:
             copy_bytes(self.arena.address + item.offset, source.address, item.nbytes)
@@ -227,7 +227,7 @@ class Shelf:
         self._report()
 
     def remove_namespace(self, namespace: str, reason: str, *, fetched_only: bool = False) -> None:
-        """All complete items of a namespace; or only those that came from another node."""
+        """Remove all complete items of a namespace; `fetched_only`: only those from other nodes."""
         with self._lock:
             for item in self._inventory.items():
                 if item.address[0] == namespace and not (fetched_only and item.origin == "local"):
@@ -235,7 +235,7 @@ class Shelf:
         self._report()
 
     def offer(self, address: QualifiedKey, header: TensorHeader) -> None:
-        """There will be an item at `address`, when there is room: see `published`."""
+        """There will be an item at `address` once there is space for it: see `published`."""
         with self._lock:
             self._offers[address] = self._inventory.offered(address, header)
         self._on_change(address, "")
@@ -250,8 +250,8 @@ class Shelf:
     # -- inspect
 
     def published(self, address: QualifiedKey) -> Item | None:
-        """What the store is to know of `address`: the complete item, or else what is offered,
-        whose checksum is 0."""
+        """What the store must have for `address`: the complete item, or else the offer, whose
+        checksum is 0."""
         with self._lock:
             return self._inventory.peek(address) or self._offers.get(address)
 
@@ -273,7 +273,7 @@ class Shelf:
         self.local_index.close()
 
     def _report(self) -> None:
-        """Tell what the last change did, without the lock."""
+        """Call back for the last changes, without the lock."""
         inventory = self._inventory
         if inventory.anything_removed:
             with self._lock:

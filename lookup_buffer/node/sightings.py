@@ -1,8 +1,8 @@
-"""Sightings: which pools the processes of other nodes have, before any record names one.
+"""Discovery of other nodes' device pools, from their descriptions in the store.
 
-So that a reader's pool can begin its pair with another when that is first seen, and not when
-somebody wants something of it (see `device.pairs`). Read with the beat, a few nodes at a time in
-turn, and only by a node that has a reader's pool. On the registrar's thread.
+With it a reader's pool connects to another pool when that is first seen, and not only when it needs
+a tensor of it (see `device.pairs`). Only a node with a receiving pool reads, a few nodes with each
+beat. Called by `registrar` on `lb-registrar`; calls `pools` on the loop's thread.
 """
 
 import asyncio
@@ -18,12 +18,12 @@ from lookup_buffer.protocol.messages import SeenPool
 from store import MetadataStore, NodeInfo
 
 NODES_A_BEAT: Final = 16
-"""Descriptions that are read with one beat: what a large fleet asks of the store stays small."""
+"""Descriptions read with one beat: bounds the load of a large fleet on the store."""
 SEEN_MAX: Final = 256
-"""Bound on the pools that are known; of more a reader hears by the records that name them."""
+"""Bound on the known pools; readers get the others from the records that name them."""
 
 Boot = tuple[str, str]
-"""A node, and which start of it."""
+"""A node's id and its boot id."""
 
 
 @dataclass(slots=True)
@@ -32,12 +32,12 @@ class Sightings:
     directory: Directory
     pools: Pools
     _turn: list[Boot] = field(default_factory=list)
-    """Whose descriptions are still to be read in this round, the next one last."""
+    """Nodes whose descriptions are still to be read in this round, the next one last."""
     _found: dict[Boot, tuple[SeenPool, ...]] = field(default_factory=dict)
     _seen: dict[str, SeenPool] = field(default_factory=dict)
 
     def look(self, store: MetadataStore) -> None:
-        """Read some descriptions, and tell the readers what came and went.
+        """Read some descriptions, and send the changes to the readers' processes.
 
         Raises:
             StoreError: the store did not answer.
@@ -54,20 +54,20 @@ class Sightings:
         call_from_thread(self.loop, self.pools.tell_readers, self._seen)
 
     def _read(self, store: MetadataStore, others: set[Boot]) -> None:
-        if not self._turn:  # in another order on each node: not all shall begin with the same ones
+        if not self._turn:  # a random order, so that not all nodes begin with the same ones
             self._turn = random.sample(sorted(others), len(others))
         due, self._turn = self._turn[-NODES_A_BEAT:], self._turn[:-NODES_A_BEAT]
         infos = store.node_infos([node for node, _ in due])
         for node, boot in due:
             info = infos.get(node)
-            # A description that is missing, or another boot's, says nothing: a store that lost its
-            # data has it again in a second.
+            # A missing description, or another boot's, is ignored: after the store lost its data
+            # it returns within a second.
             if info is not None and info.boot == boot:
                 self._found[node, boot] = _pools_of(info)
 
 
 def _pools_of(info: NodeInfo) -> tuple[SeenPool, ...]:
-    """How they are reached: on the host where the node is."""
+    """The pools, with the node's host as theirs."""
     try:
         host, _ = parse_tcp(info.endpoint)
     except ValueError:

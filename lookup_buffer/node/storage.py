@@ -1,7 +1,8 @@
-"""The node's door to the store: opens it when first needed, starting the embedded server if asked.
+"""The node's access to the store: opens it at the first use, and starts the embedded server if set.
 
-Opening may wait for an embedded server to start, so it happens on the threads that need the store,
-and the node is ready before.
+Opening may wait for an embedded server to start, so it happens on the threads that use the store
+(`lb-registrar`, `lb-locate`, `lb-claim`), and does not delay the node's start. Created by
+`node.py`.
 """
 
 import asyncio
@@ -29,7 +30,7 @@ class Storage:
         self._server: EmbeddedServer | None = None
 
     def store(self) -> MetadataStore:
-        """The store, opened on the first call.
+        """The store, opened at the first call.
 
         Raises:
             StoreUnavailable: the embedded server cannot be started.
@@ -41,23 +42,23 @@ class Storage:
         return self._store
 
     def place_of(self, address: QualifiedKey) -> str:
-        """Names the server of the store that has the key, as far as it is known; never waits."""
+        """The name of the server that has the key, as far as known; never blocks."""
         return "" if self._store is None else self._store.place_of(*address)
 
     def mirror(
         self, loop: asyncio.AbstractEventLoop, dialler: Executor, forgotten: "Forgotten"
     ) -> "tuple[Mirror, MirrorClaims]":
-        """A mirror of the opened store, for `loop`, on whose thread this is called; and the way to
-        ask for claims by its connections."""
-        from store.redis_store import RedisStore  # slow to import, and by now it is
+        """A mirror of the opened store, for `loop`, on whose thread this is called; and claims
+        over its connections."""
+        from store.redis_store import RedisStore  # slow to import, but already imported here
 
         store = self.store()
-        assert isinstance(store, RedisStore)  # all that a node may be configured with
+        assert isinstance(store, RedisStore)  # the only store that can be configured
         mirror = store.mirror(loop, dialler, forgotten)
         return mirror, store.mirror_claims(mirror)
 
     def revive(self) -> None:
-        """Start the embedded server again if it died; its socket stays the same.
+        """Restart the embedded server if it died; its socket's path stays.
 
         Raises:
             StoreUnavailable: it cannot be started.

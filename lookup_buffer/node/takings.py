@@ -1,10 +1,10 @@
-"""Takings: `drop_select` of this node's clients, until they have the bytes.
+"""The taker's side of `drop_select`: from a client's request until the client has the bytes.
 
-Each looks here first, then where the store says that the key lies, and waits for it where it is
-nowhere. Where another has it just now, it stands in line at the owner. Bytes of another node come
-as a loan, which is gone with the client's pin. An owner that is not reached is asked again, after
-pauses that grow, until the client waits no longer. That an owner died with what it held is told as
-soon as the directory says so: waiting would be in vain. Runs on the loop's thread.
+It tries this node first, then the owner that the store names, and waits if no node has the key. If
+another taker has the item, it queues at the owner. Bytes from another node come as a loan, which is
+freed with the client's pin. An unreachable owner is asked again, after growing pauses, until the
+client's deadline. The death of an owner with its item is answered as soon as `directory` detects
+it. Called by `desk` on the loop's thread.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from lookup_buffer.node.loop import call_from_thread
 from lookup_buffer.node.owners import Answer, Owner, Owners, again_seconds
 from lookup_buffer.node.session import Session
 from lookup_buffer.node.shelf import Held, Shelf
-from lookup_buffer.node.waiting import Vigil, Waiting
+from lookup_buffer.node.waiting import Waiting, Watcher
 from lookup_buffer.protocol.messages import Leave, Take
 from lookup_buffer.times import CALL_SECONDS, NODE_SHARE
 from store import Location
@@ -56,21 +56,21 @@ class Takings:
         missing: Callable[[MissReason], None],
         fetching: Callable[[int], None],
     ) -> None:
-        """`answer` with what is held for the session, its token and the lease's seconds; or
-        `missing` with the reason. Before that, `fetching` bytes of another node.
+        """Call `answer` with the pinned item, its token and the lease's seconds, or `missing` with
+        the reason. `fetching` is called before a transfer from another node, with its bytes.
 
         Raises:
             ProtocolError: the key is shared.
         """
         if not is_handoff(request.key):
-            raise ProtocolError("only a hand-off can be taken")
+            raise ProtocolError("only a hand-off can be taken; this key has no request id")
         until = self.loop.time() + request.wait_seconds
         taking = Taking(self, connection, session, request, until, answer, missing, fetching)
         self._takings.add(taking)
         taking.begin()
 
     def end(self, session: Session) -> None:
-        """The session is over: it stands in no line, and waits for nothing."""
+        """The session is over: cancel its requests."""
         for taking in [taking for taking in self._takings if taking.session is session]:
             taking.end()
         self.grants.end(session)
@@ -94,15 +94,15 @@ class Taking:
     _sources: list[Source] = field(default_factory=list)
     """Owners still to be asked in this attempt."""
     _unreached: bool = False
-    """One of those asked in this attempt did not answer."""
+    """One of the owners did not answer in this attempt."""
     _leaving: bool = False
-    """Its time is up, and the owner in whose line it stands was told so."""
-    _vigil: Vigil | None = None
+    """Its deadline has passed, and the owner where it is queued was sent `Leave`."""
+    _watcher: Watcher | None = None
     _timers: list[asyncio.TimerHandle] = field(default_factory=list)
     _look_again: asyncio.TimerHandle | None = None
     _failures: int = 0
-    """Attempts in succession that failed by what nobody tells the end of: a peer or the store
-    failed, no room."""
+    """Failed attempts in a row, by causes whose end is not notified: a peer or the store failed,
+    or the arena was full."""
     _under_way: bool = False
     _again: bool = False
     _is_fetching: bool = False
@@ -121,7 +121,8 @@ class Taking:
         self.attempt()
 
     def attempt(self) -> None:
-        """Look here and everywhere; once more after that, if something changed meanwhile."""
+        """Try this node and then the others; if something changes meanwhile, repeat it
+        afterwards."""
         if self._over:
             return
         if self._under_way:
@@ -131,17 +132,17 @@ class Taking:
         self._again = False
         patient = self.node.loop.time() < self.until
         bid = self.node.handoffs.take(self.address, self.session, self._here, patient=patient)
-        if bid is not None:  # else it was told already, and may stand in line again
+        if bid is not None:  # else the callback ran already, and may have queued again
             self._bid = bid
 
     def end(self) -> None:
-        """Wait no longer. Idempotent."""
+        """Cancel the request. Idempotent."""
         self._over = True
         for timer in (*self._timers, self._look_again):
             if timer is not None:
                 timer.cancel()
-        if self._vigil is not None:
-            self._vigil.cancel()
+        if self._watcher is not None:
+            self._watcher.cancel()
         if self._bid is not None:
             self.node.handoffs.cancel(self._bid)
         if self._asked is not None:
@@ -149,7 +150,7 @@ class Taking:
             owner.withdraw(Leave(self.node.owners.next_number(), number))
         self.node.discard(self)
 
-    # -- here
+    # -- on this node
 
     def _here(self, lease: Lease | None) -> None:
         self._bid = None
@@ -171,14 +172,14 @@ class Taking:
         self.end()
         token = self.node.grants.grant(self.session, leased)
         self.answer(held, token, leased.seconds)
-        if self._is_deserted():  # and nobody will ever name that token
+        if self._is_deserted():  # the client will never use that token
             self.node.shelf.release([held.ticket], self.session.id)
             self.node.grants.give_back(self.session, token)
 
     def _is_deserted(self) -> bool:
         return self.session.over or not self.connection.open
 
-    # -- elsewhere
+    # -- on other nodes
 
     def _located(self, found: list[Located]) -> None:
         if self._over:
@@ -191,7 +192,7 @@ class Taking:
             self._settle(self._reason(located))
 
     def _reason(self, located: Located) -> MissReason:
-        """Why nobody can be asked. What the store says of this node itself is out of date."""
+        """Why no node can be asked. Locations of this node itself are out of date."""
         if located.record is None:
             return located.reason or MissReason.ABSENT
         me = (self.node.identity.node, self.node.identity.boot)
@@ -257,10 +258,10 @@ class Taking:
         if not self._over:
             self._settle(fetched.reason or MissReason.PEER_FAILED)
 
-    # -- nowhere, as yet
+    # -- not available now
 
     def _settle(self, reason: MissReason) -> None:
-        """It is not to be had now, for `reason`."""
+        """The attempt failed: finish at the deadline, otherwise wait for the next one."""
         self._under_way = False
         loop = self.node.loop
         if loop.time() >= self.until or reason == MissReason.OWNER_DEAD:
@@ -271,14 +272,14 @@ class Taking:
             self._look_again.cancel()
         if self._failures:
             self._look_again = loop.call_later(again_seconds(self._failures), self.attempt)
-        if self._vigil is None:
-            self._vigil = self.node.waiting.watch(self.address, self.until, self.attempt)
+        if self._watcher is None:
+            self._watcher = self.node.waiting.watch(self.address, self.until, self.attempt)
         elif self._again:
             self.attempt()
 
     def _out_of_patience(self) -> None:
-        """What it stands in line for is another's; of an owner only the answer shows that it does
-        stand there, and not ask somebody who does not hear it."""
+        """The deadline has passed. If queued here, finish now. If queued at an owner, send
+        `Leave` and await its reply: only that shows that the owner did receive the Take."""
         if not self.request.wait_seconds:
             return
         if self._bid is not None:
@@ -294,7 +295,7 @@ class Taking:
                 self._finish(MissReason.PEER_FAILED)
 
     def _too_late(self) -> None:
-        if not self._is_fetching:  # which has a bound of its own
+        if not self._is_fetching:  # a fetch has a deadline of its own
             self._finish(MissReason.STORE_DOWN if self._asked is None else MissReason.PEER_FAILED)
 
     def _finish(self, reason: MissReason) -> None:

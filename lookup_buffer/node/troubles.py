@@ -1,4 +1,7 @@
-"""Troubles: what goes wrong again and again, said in the log at a limited rate."""
+"""A rate-limited log for failures that repeat.
+
+Used by `registrar` and `errands` on `lb-registrar`.
+"""
 
 import logging
 import time
@@ -7,39 +10,39 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 AGAIN_SECONDS = 60.0
-"""What lasts is said again so often."""
+"""A lasting failure is logged again after this time."""
 KINDS_MAX = 16
-"""At most so many different troubles are said within that time."""
+"""At most this many different failures are logged within that time."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class Troubles:
-    """One thread's."""
+    """Used by one thread."""
 
     clock: Callable[[], float] = time.monotonic
     _said_at: dict[str, float] = field(default_factory=dict)
 
-    def tell(self, what: str, error: Exception) -> None:
-        """Say that `what` failed and why; nothing where it was said a moment ago."""
+    def log(self, what: str, error: Exception) -> None:
+        """Log that `what` failed and why, unless it was logged recently."""
         text = f"{what}: {error}"
         if self._is_due(text):
             _log.warning("%s", text)
 
-    def tell_bug(self, what: str, error: Exception) -> None:
-        """The same of what should not happen, with where it happened."""
-        text = f"{what}: {error!r}, which is a bug"
+    def log_bug(self, what: str, error: Exception) -> None:
+        """As `log`, for an unexpected error; with its traceback."""
+        text = f"{what}: {error!r}; this is a bug, please report it"
         if self._is_due(text):
             _log.error("%s", text, exc_info=error)
 
     @contextmanager
-    def told(self, what: str, *kinds: type[Exception]) -> Iterator[None]:
-        """Go on after errors of these kinds, having told them."""
+    def logged(self, what: str, *kinds: type[Exception]) -> Iterator[None]:
+        """Continue after errors of these kinds, after logging them."""
         try:
             yield
         except kinds as error:
-            self.tell(what, error)
+            self.log(what, error)
 
     def _is_due(self, text: str) -> bool:
         now = self.clock()

@@ -1,4 +1,7 @@
-"""How the node fares, for who looks on: its gauges, and whether it is well. From any thread."""
+"""The node's gauges, and its health for `/healthz`.
+
+`node.py` ticks it on the loop; `exposition` and `http_pages` read it on `lb-http`.
+"""
 
 import time
 from collections.abc import Callable
@@ -31,7 +34,7 @@ class Vitals:
         self._ticked_at = self.clock()
 
     def gauges(self) -> dict[str, int]:
-        """What is now."""
+        """The current values."""
         return {
             **asdict(self.shelf.gauges()),
             "unpublished": self.registrar.pending(),
@@ -42,12 +45,12 @@ class Vitals:
             "sessions": self.control.count_sessions(),
         }
 
-    def ailment(self) -> str:
-        """Why the node is not of full use; "" where it is."""
+    def unhealthy_reason(self) -> str:
+        """Why the node is unhealthy; "" if it is healthy."""
         if self.clock() - self._ticked_at > STALL_SECONDS:
             return "the node does not answer its clients"
         if not self.registrar.store_up:
             return "the store is not reached: only what this host holds is found"
         if not self.registrar.established:
-            return "the node has not joined its fleet yet: another one may live under its id"
+            return "the node has not joined its fleet yet: another node may be running with its id"
         return ""

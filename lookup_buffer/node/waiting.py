@@ -1,7 +1,8 @@
-"""Those who wait for a key that is not there yet, or for the right to produce it.
+"""Waiting for a key that is absent, or for its claim.
 
-Woken when a client of this node inserts the key, when the store may have a record of it, or its
-claim to give, and when their time is up. Runs on the loop's thread.
+A waiter is resumed when a client of this node inserts the key, when the store may have its record
+or a free claim, and at its deadline. Used by `intake`, `claims`, `claim_sets`, `selection` and
+`takings` on the loop's thread.
 """
 
 import asyncio
@@ -12,18 +13,19 @@ from lookup_buffer.key import QualifiedKey
 from lookup_buffer.node.locator import Locator
 
 LOOK_AGAIN_SECONDS = 1.0
-"""What nobody tells, such as that a peer which failed answers again, is looked for so often."""
+"""A waiter is resumed at least this often: some changes cause no notification, such as the
+recovery of a peer that failed."""
 
 
 @dataclass(slots=True, eq=False)
-class _Sleeper:
+class _Waiter:
     again: Callable[[], None]
     timer: asyncio.TimerHandle | None = None
 
 
 @dataclass(slots=True, eq=False)
-class Vigil:
-    """One who looks again and again; `cancel` ends it."""
+class Watcher:
+    """One waiter that is resumed repeatedly until `cancel`."""
 
     waiting: "Waiting"
     address: QualifiedKey
@@ -57,33 +59,33 @@ class Vigil:
 class Waiting:
     loop: asyncio.AbstractEventLoop
     locator: Locator
-    _sleepers: dict[QualifiedKey, set[_Sleeper]] = field(default_factory=dict)
+    _waiters: dict[QualifiedKey, set[_Waiter]] = field(default_factory=dict)
 
     def sleep(self, address: QualifiedKey, seconds: float, again: Callable[[], None]) -> None:
         """Call `again` once: when `address` arrives here, or after `seconds`."""
-        sleeper = _Sleeper(again)
-        sleeper.timer = self.loop.call_later(seconds, self._wake, address, sleeper)
-        self._sleepers.setdefault(address, set()).add(sleeper)
+        waiter = _Waiter(again)
+        waiter.timer = self.loop.call_later(seconds, self._wake, address, waiter)
+        self._waiters.setdefault(address, set()).add(waiter)
 
-    def watch(self, address: QualifiedKey, until: float, wake: Callable[[], None]) -> Vigil:
-        """Call `wake` whenever it is worth looking again, and at `until` by the loop's clock.
+    def watch(self, address: QualifiedKey, until: float, wake: Callable[[], None]) -> Watcher:
+        """Call `wake` whenever another attempt may succeed, and at `until` by the loop's clock.
 
-        At first when no later change can be missed any more. Until the vigil is cancelled.
+        The first call comes when no later change can be missed. Calls continue until `cancel`.
         """
-        vigil = Vigil(self, address, until, wake)
-        vigil.begin()
-        return vigil
+        watcher = Watcher(self, address, until, wake)
+        watcher.begin()
+        return watcher
 
     def arrived(self, address: QualifiedKey) -> None:
-        """The key is here now."""
-        for sleeper in list(self._sleepers.get(address, ())):
-            self._wake(address, sleeper)
+        """A client of this node inserted the key: resume its waiters."""
+        for waiter in list(self._waiters.get(address, ())):
+            self._wake(address, waiter)
 
-    def _wake(self, address: QualifiedKey, sleeper: _Sleeper) -> None:
-        sleepers = self._sleepers[address]
-        sleepers.discard(sleeper)
-        if not sleepers:
-            del self._sleepers[address]
-        if sleeper.timer is not None:
-            sleeper.timer.cancel()
-        sleeper.again()
+    def _wake(self, address: QualifiedKey, waiter: _Waiter) -> None:
+        waiters = self._waiters[address]
+        waiters.discard(waiter)
+        if not waiters:
+            del self._waiters[address]
+        if waiter.timer is not None:
+            waiter.timer.cancel()
+        waiter.again()

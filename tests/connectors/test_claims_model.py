@@ -294,7 +294,7 @@ class Traffic(RuleBasedStateMachine):
             engine.poll()
             assert len(engine.scheduler.claims) == 0
             assert engine.buffer.claims._pending == {}
-            assert not any(line.wishes for line in engine.node.sets._lines.values())
+            assert not any(line.pending_sets for line in engine.node.sets._lines.values())
             assert engine.buffer.pinned == {}
         assert all(
             ends_at <= self.fleet.loop.now for _, _, ends_at in self.fleet.store.claims.values()

@@ -140,7 +140,7 @@ class Part:
         """The keys that went."""
         self.now += seconds_later
         self.gone.clear()
-        self.invalidations.heed(self.store)
+        self.invalidations.apply(self.store)
         assert {reason for _, reason in self.gone} <= {"invalidated"}
         return sorted(key for key, _ in self.gone)
 

@@ -53,7 +53,7 @@ def test_an_id_with_a_foreign_live_boot_refuses_to_start(
         second = run_node(node, tmp_path / "second")
         assert second.returncode == 2
         assert second.stderr.count(b"\n") == 1
-        for part in (node.node_id, f"boot {client.boot}", "on host ", "another name"):
+        for part in (node.node_id, f"boot {client.boot}", "on host ", "another id"):
             assert part in second.stderr.decode()
         with open_store(valkey_server.url, call_timeout_seconds=2.0) as store:
             assert store.beats()[node.node_id].boot == client.boot
@@ -109,7 +109,7 @@ def test_a_frozen_node_that_was_replaced_ends(
             wait_until(lambda: store.beats()[node.node_id].boot == new_boot, WATCH_SECONDS + 3.0)
     wait_until(lambda: not node.alive(), 5.0)
     assert node.wait() == 2
-    for part in (node.node_id, f"boot {new_boot}", f"boot {boot}", "took it"):
+    for part in (node.node_id, f"boot {new_boot}", f"boot {boot}", "took this id over"):
         assert part in node.log_text()
     assert second.stats()["store_up"] == 1
     with open_store(valkey_server.url, call_timeout_seconds=2.0) as store:

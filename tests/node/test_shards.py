@@ -154,7 +154,7 @@ def test_what_others_hold_is_published_where_a_node_itself_cannot_be_described(
                 wait_until(lambda: unlucky.stats()["unpublished"] == 0, 5.0, "it is published")
                 assert consumer.select(name, timeout=5.0) is not None
             assert unlucky.stats()["store_up"]
-            assert "this node is not described" in unlucky.log_text()
+            assert "the description of this node was not written" in unlucky.log_text()
         described = layout.node(unlucky.node_id)
         wait_until(lambda: own_cluster.owner(described).command("TTL", described) > 86395, 15.0)
 

@@ -4,9 +4,6 @@ A pytest plugin. The file names each test's seconds of setup, call and teardown,
 seconds of the test's own thread in its call; then the sums of each file and of each tier, which is
 the file's folder. Of a run of several pytest processes (`scripts/run-tests`) each adds to the file
 that `TEST_TIMES` names; a single pytest begins it anew.
-
-A test in tests/unit that uses more than `UNIT_SECONDS_MAX` of its own thread's processor time
-fails: such a test belongs into a slower tier, or does too much.
 """
 
 import json
@@ -19,14 +16,9 @@ from typing import Any
 
 import pytest
 
-from patience import slowness
-
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = "TEST_TIMES"
 """The file that all pytest processes of one run add to."""
-UNIT_SECONDS_MAX = 1.0
-"""Processor seconds on an idle machine. On a busy one the same work costs more of them, for caches
-and cores are shared; so the bound grows by the factor of `slowness`."""
 SLOWEST_SHOWN = 30
 _PHASES = ("setup", "call", "teardown")
 _CPU = "cpu_seconds"
@@ -38,14 +30,7 @@ Test = dict[str, float]
 def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
     began = time.thread_time()
     yield
-    used = time.thread_time() - began
-    item.user_properties.append((_CPU, round(used, 3)))
-    bound = UNIT_SECONDS_MAX * slowness()
-    if tier_of(item.nodeid) == "unit" and used > bound:
-        pytest.fail(
-            f"{item.nodeid} used {used:.2f} s of processor time; at most {bound:.2f} in tests/unit",
-            pytrace=False,
-        )
+    item.user_properties.append((_CPU, round(time.thread_time() - began, 3)))
 
 
 class Times:

@@ -1,4 +1,4 @@
-"""The times of a run, by test, file and tier; and that a unit test that computes long fails."""
+"""The times of a run, by test, file and tier."""
 
 import json
 import os
@@ -25,7 +25,7 @@ def ran(folder: Path, times: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [*command, "-c", os.devnull, "-p", "no:cacheprovider", f"{folder.name}/test_two.py"],
         cwd=folder.parent, capture_output=True, text=True, check=False,
-        env={**os.environ, "TESTS_SLOWNESS": "1", "TEST_TIMES": str(times),
+        env={**os.environ, "TEST_TIMES": str(times),
              "PYTHONPATH": str(Path(run_times.__file__).parent)},
     )  # fmt: skip
 
@@ -33,10 +33,8 @@ def ran(folder: Path, times: Path) -> subprocess.CompletedProcess[str]:
 def test_two_runs_of_one_report(tmp_path: Path) -> None:
     times = tmp_path / "times.json"
     unit, node = ran(tmp_path / "unit", times), ran(tmp_path / "node", times)
-    assert unit.returncode == 1, unit.stdout
-    assert "unit/test_two.py::test_computes used 1.2" in unit.stdout
-    assert "1 failed, 1 passed" in unit.stdout
-    assert node.returncode == 0, node.stdout
+    assert (unit.returncode, node.returncode) == (0, 0), unit.stdout + node.stdout
+    assert "2 unit" in unit.stdout
     document = json.loads(times.read_text())
     assert {tier: tally["tests"] for tier, tally in document["tiers"].items()} == {
         "unit": 2, "node": 2,
@@ -45,3 +43,4 @@ def test_two_runs_of_one_report(tmp_path: Path) -> None:
     waited = document["tests"]["node/test_two.py::test_waits"]
     assert waited["call"] >= 1.2
     assert waited["cpu_seconds"] < 0.5
+    assert document["tests"]["unit/test_two.py::test_computes"]["cpu_seconds"] >= 1.2

@@ -153,9 +153,9 @@ def test_a_node_that_shuts_down_counts_as_dead_at_once(fleet: Fleet) -> None:
 def test_long_dead_are_others_that_stood_still_for_a_minute(fleet: Fleet) -> None:
     fleet.pass_seconds(3, "us", "a", "b")
     fleet.pass_seconds(int(LONG_DEAD_SECONDS) - 1, "us", "b")
-    assert fleet.directory.long_dead() == []
+    assert fleet.directory.expired() == []
     fleet.pass_seconds(2, "us", "b")
-    assert fleet.directory.long_dead() == [("a", "aboot")]
+    assert fleet.directory.expired() == [("a", "aboot")]
     assert fleet.directory.count_alive() == 2
 
 

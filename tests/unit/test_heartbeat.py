@@ -71,7 +71,7 @@ def test_a_boot_that_lives_makes_it_give_up(clock: Clock, store: MemoryStore) ->
     store.beat("node-1", "other", 8)
     with pytest.raises(ConfigError) as caught:
         mine.beat(store)
-    for part in ("'node-1'", "boot other", "on host far", "another name"):
+    for part in ("'node-1'", "boot other", "on host far", "another id"):
         assert part in str(caught.value)
     assert store.beats() == {"node-1": Beat("other", 8)}
 
@@ -115,6 +115,6 @@ def test_a_node_replaced_while_frozen_ends(clock: Clock, store: MemoryStore) -> 
     mine = heart(clock)
     mine.beat(store)
     store.beat("node-1", "later", 1, replacing=store.beats()["node-1"])
-    with pytest.raises(ConfigError, match="boot later took it while this node"):
+    with pytest.raises(ConfigError, match="boot later took this id over while this node"):
         mine.beat(store)
     assert store.beats() == {"node-1": Beat("later", 1)}

@@ -12,10 +12,10 @@ def test_each_kind_is_logged_at_once_and_again_after_a_while(
     troubles = Troubles(lambda: now)
     for _ in range(3):
         for reason in ("one", "another"):
-            troubles.tell("it failed", ValueError(reason))
+            troubles.log("it failed", ValueError(reason))
     assert caplog.messages == ["it failed: one", "it failed: another"]
     now += AGAIN_SECONDS
-    troubles.tell("it failed", ValueError("one"))
+    troubles.log("it failed", ValueError("one"))
     assert len(caplog.messages) == 3
 
 
@@ -23,10 +23,10 @@ def test_reasons_that_never_repeat_are_bounded(caplog: pytest.LogCaptureFixture)
     now = 0.0
     troubles = Troubles(lambda: now)
     for n in range(1000):
-        troubles.tell("it failed", ValueError(str(n)))
+        troubles.log("it failed", ValueError(str(n)))
     assert len(caplog.messages) == KINDS_MAX
     now += AGAIN_SECONDS
-    troubles.tell("it failed", ValueError("new"))
+    troubles.log("it failed", ValueError("new"))
     assert caplog.messages[-1] == "it failed: new"
 
 
@@ -34,7 +34,7 @@ def test_only_the_errors_named_are_passed_over(caplog: pytest.LogCaptureFixture)
     troubles = Troubles()
 
     def fail(error: Exception) -> None:
-        with troubles.told("this", ValueError, KeyError):
+        with troubles.logged("this", ValueError, KeyError):
             raise error
 
     fail(ValueError("wrong"))
