@@ -2,18 +2,20 @@
 
 This is the map of the folder. An arrow is a call; in brackets the thread of what is called, if it
 is not the loop's. The loop's thread is the process's main thread. `connection`, `session`,
-`counters`, `loop`, `identity`, `breaker` and `inventory` are used by many and not drawn.
+`counters`, `loop`, `identity` and `breaker` are used by many and not drawn.
 
     clients ─► control ─► desk                      one method call for each request
       desk ─► shelf ─► inventory                    pins (bookkeeping, under shelf's lock)
       desk ─► intake ─► shelf                       insert; copies above 512 KiB [lb-copy]
                ├─► arrivals ─► handoffs             hand-offs that wait for space
                ├─► announcements ─► owners          who owns a hand-off; asks the other owner
-               └─► claims                           a stored output ends its claim
+               ├─► claims ─► resolver               a stored output ends its claim
+               └─► resolver, waiting                readers of the key go on
       desk ─► selection ─► resolver, loans, waiting select of an absent key
                resolver ─► locator ─► store         who holds it [lb-locate, or the mirror]
                resolver ─► fetcher ─► other nodes   transfer [lb-fetch, 4 threads]
-      desk ─► loans ─► locator, fetcher             reads of other nodes' hand-offs
+                             └─► shelf              where the bytes land
+      desk ─► loans ─► shelf, locator, fetcher      reads of other nodes' hand-offs
       desk ─► prefetches ─► selection, resolver, loans, claim_sets
                └─► lanes ─► pools                   transfers from device to device
       desk ─► presence ─► shelf, locator            has_caches
