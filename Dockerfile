@@ -1,5 +1,5 @@
 # Two images: `node`, a node and the command line (no torch), and `vllm`, vLLM's own image with the
-# connector in it. docs/operations.md says what of this was tried, and how; no Docker engine built it.
+# connector in it. docs/operations.md lists what of this was tried, and how; no Docker engine built it.
 #
 #   docker build --target node -t lookup-buffer:local .
 #   docker build --target vllm -t lookup-buffer-vllm:local .
@@ -22,7 +22,7 @@ RUN python -m venv --without-pip /opt/lookup-buffer \
 
 FROM ${PYTHON_IMAGE} AS node
 # Fixed numbers, because engines of other containers and pods have to run as the same user: a node
-# talks to its own user and to root alone. The folder's owner is what a new volume takes over.
+# accepts its own user and root only. A new volume inherits the folder's owner.
 RUN groupadd --gid 10001 lookup-buffer \
     && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /nonexistent \
         --shell /usr/sbin/nologin lookup-buffer \
@@ -34,9 +34,9 @@ ENV PATH=/opt/lookup-buffer/bin:$PATH \
     LOOKUP_BUFFER_DIRECTORY=/run/lookup-buffer/node \
     LOOKUP_BUFFER_HTTP_LISTEN=http://127.0.0.1:7731
 USER 10001:10001
-# A node that gets SIGTERM takes leave of its fleet, so that nobody has to find out that it is gone.
+# After SIGTERM a node removes its heartbeat, so that other nodes need not wait for their failure detector.
 STOPSIGNAL SIGTERM
-# Of full use or not; nothing should restart a node because of it (docs/metrics.md).
+# Healthy or degraded; nothing should restart a node because of it (docs/metrics.md).
 HEALTHCHECK --interval=10s --timeout=3s --start-period=10s --retries=3 \
     CMD ["python", "-c", "import urllib.request as u; u.urlopen('http://127.0.0.1:7731/healthz', timeout=2)"]
 ENTRYPOINT ["lookup-buffer"]

@@ -1,4 +1,4 @@
-# The whole developer interface. Every target first sees to the environment in .venv; it is built
+# The whole developer interface. Every target first ensures the environment in .venv; it is built
 # again only when one of the files that define it changes. Settings:
 #   PYTHON=/path/to/python     which Python builds the environment (3.11 to 3.13)
 #   PIP_FIND_LINKS=/folder     take the CPU build of torch from there instead of PyTorch's index
@@ -19,7 +19,7 @@ help:  ## this list
 demo: $(STAMP)  ## two real vLLM engines share encoder outputs; ends with a table and build/demo.json
 	$(BIN)/lookup-buffer demo
 
-tour: $(STAMP)  ## take the pictures in docs/tour anew, by a Chromium (make system-packages)
+tour: $(STAMP)  ## take the pictures in docs/tour again, with a Chromium (make system-packages)
 	$(BIN)/python scripts/tour.py
 
 test: $(STAMP)  ## everything that CI runs: check, unit, integration, real vLLM

@@ -165,7 +165,7 @@ def engine_id(common: object, parallel: Any) -> str:
     """The engine's id, with the data-parallel index where it is not 0.
 
     vLLM gives data-parallel engines distinct ids for KV connectors only. Two engines with one id
-    would share their claims, and the node could not tell their workers apart.
+    would share their claims, and the node could not distinguish their workers.
     """
     index = getattr(parallel, "data_parallel_index", getattr(parallel, "data_parallel_rank", 0))
     suffix = f"_dp{index}"

@@ -75,7 +75,7 @@ class IdleTime:
             return wait(0.0)
         started = self._clock()
         satisfied = wait(self._left)
-        # An unsuccessful wait uses up the budget, even by a clock that stands still.
+        # An unsuccessful wait uses up the budget, even by a clock that does not advance.
         self._left = self._left - (self._clock() - started) if satisfied else 0.0
         return satisfied
 

@@ -41,7 +41,7 @@ LEASE_ANSWER_SECONDS: Final = 1.0
 """An acknowledgement that arrived within its lease is answered at most this long after the
 lease's end."""
 REMEMBERED_SECONDS: Final = LEASE_ANSWER_SECONDS + CALL_SECONDS
-"""The owner remembers a successful acknowledgement for the lease's time plus this. A taker whose
+"""The owner stores a successful acknowledgement for the lease's time plus this. A taker whose
 connection broke repeats it for `LEASE_ANSWER_SECONDS` after the lease, a client for `CALL_SECONDS`
 more."""
 HANDOFF_GONE_SECONDS: Final = 60

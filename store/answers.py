@@ -40,7 +40,7 @@ class ClaimState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ClaimAnswer:
-    """Who may produce the key now. If `granted`, `holder` and `state` are the caller's own.
+    """The claimant of the key now. If `granted`, `holder` and `state` are the caller's own.
 
     `record` is the key's record as it was when the claim was decided. So a claim granted right
     after the previous claimant published does not cause a second encode.

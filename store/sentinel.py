@@ -12,13 +12,13 @@ from store.topology import Route, Topology
 
 
 class SentinelTopology(Topology):
-    """Asks the sentinels in turn. One that failed, or named a master that failed, moves to the end.
+    """Queries the sentinels in turn. One that failed, or named a failed master, moves to the end.
 
     If no sentinel replies, the last known master is used: without sentinels nothing replaces it.
 
     A former master that Sentinel still names replies READONLY. Like any failure, this makes the
-    next call ask the sentinels again. So nothing is ever written to a replica. A call to a deposed
-    master costs an error, and never a wrong result for long.
+    next call query the sentinels again. So nothing is ever written to a replica. A call to a
+    deposed master costs an error, and never a wrong result for long.
     """
 
     def __init__(

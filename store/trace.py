@@ -65,7 +65,7 @@ class Departure(NamedTuple):
     """What is known of a node that no longer beats."""
 
     reason: str
-    """`stopped` or `died`; empty if nobody removed it within the last day."""
+    """`stopped` or `died`; empty if no node removed it within the last day."""
     boot: str
     seconds_ago: float
     silent_seconds: float | None

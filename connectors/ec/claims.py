@@ -2,7 +2,7 @@
 
 A request claims all its missing items as one set before it may encode them (`RequestClaims`, kept
 until the request finishes). The claim belongs to the engine, so its other requests share it. Until
-vLLM allocates the item, the claim is an intent (`Intents`). It is released when no request wants it
+vLLM allocates the item, the claim is an intent (`Intents`). It is released when no request needs it
 any more, and expires after `INTENT_SECONDS`. From the allocation on, scheduling passes renew the
 claim until the encoding step has certainly run (`EngineEncodes`). Nothing else renews it, so an
 engine that hangs loses its claims.
@@ -197,8 +197,8 @@ class Intents:
         self._granted.update(one for one in identifiers if one in self._wanted_by)
 
     def release(self, identifier: str, request_id: str) -> bool:
-        """The request no longer wants the item. Returns whether the claim was granted and no other
-        request wants it."""
+        """The request no longer needs the item. Returns whether the claim was granted and no other
+        request needs it."""
         wanted_by = self._wanted_by.get(identifier)
         if wanted_by is None or request_id not in wanted_by:
             return False
@@ -394,7 +394,7 @@ class EcClaims:
     def query_holders(
         self, request_id: str, keys: dict[str, TensorKey], *, until: float
     ) -> RequestClaims:
-        """Find out who holds claims for these items, for a request that cannot encode them.
+        """Query the claims of these items, for a request that cannot encode them.
 
         The set of claims stays PENDING while another engine holds one of them. Where none does, it
         is GRANTED, and the caller has to release it. The caller passes the result to `end_query`.
@@ -494,7 +494,7 @@ class EcClaims:
             self._release(request_id, claims)
 
     def _release(self, request_id: str, claims: RequestClaims) -> None:
-        """Stop waiting, and release what no other request of this engine wants."""
+        """Stop waiting, and release what no other request of this engine needs."""
         handle, claims.handle = claims.handle, None
         claims.expires_at = math.inf
         # A grant may have arrived since the last check.

@@ -3,7 +3,7 @@
 vLLM's scheduler thread calls it through `LookupBufferECConnector` and schedules nothing during a
 call. A request that was seen before costs a dictionary lookup. All first lookups of one scheduling
 pass share a time budget (`first_sight_seconds`). The decision depends on what the item source has,
-and on who may encode the rest; `EcScheduler` keeps what is promised to vLLM.
+and on which engine may encode the rest; `EcScheduler` keeps what is promised to vLLM.
 """
 
 import time
@@ -34,7 +34,7 @@ class EcGate:
 
     Args:
         item_source: provides the items that are not encoded here.
-        claims: decides who encodes the rest.
+        claims: decides which engine encodes the rest.
         metadata_waits: waits of requests that carry no media of their own.
         republishing: finds items that only vLLM's own cache holds; None on engines that store
             nothing.

@@ -1,11 +1,11 @@
-"""What the scheduler side knows of items: pins, variants, and what vLLM was told of them.
+"""The scheduler side's state of items: pins, variants, and the answers given to vLLM.
 
 Pure bookkeeping on vLLM's scheduler thread, apart from one-way `release` messages to the node.
 
 `PinTable` has the prefetched items: which bytes are pinned, for which requests, and until when. A
-pin is in one of three states:
+pin has one of three states:
 
-    waiting     wanted by requests that were not scheduled yet
+    waiting     needed by requests that were not scheduled yet
     promised    vLLM got a yes for the item in this pass and relies on it until the pass ends, so
                 the pin is kept until then
     in flight   part of a step that went to the workers; kept until that step has certainly run
@@ -190,7 +190,7 @@ class PinTable:
         self.held_bytes += pin.nbytes
 
     def drop(self, identifier: str, request_id: str) -> None:
-        """The request no longer wants the item. After the last one the pin is released."""
+        """The request no longer needs the item. After the last one the pin is released."""
         pin = self._waiting.get(identifier)
         if pin is None:
             return
@@ -233,7 +233,7 @@ class PinTable:
         return pin
 
     def end_pass(self) -> None:
-        """End the promises that vLLM did not use, and release those that no request wants."""
+        """End the promises that vLLM did not use, and release those that no request needs."""
         for identifier, pin in self._promised.items():
             if self._waiting.get(identifier) is not pin:
                 self.release(pin)

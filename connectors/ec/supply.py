@@ -61,4 +61,4 @@ class ItemSource(ABC):
 
     @abstractmethod
     def drop(self, identifier: str, request_id: str) -> None:
-        """The request no longer wants the item."""
+        """The request no longer needs the item."""

@@ -40,7 +40,7 @@ class Phase(enum.Enum):
     FETCHING = enum.auto()
     """Looked up; some results are in flight."""
     CLAIMING = enum.auto()
-    """Missing items are claimed; who encodes them is not decided yet."""
+    """Missing items are claimed; the engine that encodes them is not decided yet."""
     RESOLVED = enum.auto()
     """Each needed item is held, or known to be unavailable."""
 

@@ -26,7 +26,7 @@ COPIES: Final = 8
 """Copies of the largest message in memory at one time: in both processes and in the pipes."""
 START_SECONDS: Final = 5.0
 QUIET_SECONDS: Final = 2.0
-"""A command that takes longer shows a progress note on a terminal."""
+"""A command that takes longer shows a progress line on a terminal."""
 
 
 @click.command()

@@ -566,15 +566,15 @@ def node_facts(path: Path, expects: Mapping[str, str | int]) -> dict[str, Any]:
     from lookup_buffer.protocol.messages import VERSION, Goodbye, Hello, Stats
 
     deadline = time.monotonic() + ANSWER_SECONDS
-    channel = NodeConnection(path, timeout=ANSWER_SECONDS)
+    connection = NodeConnection(path, timeout=ANSWER_SECONDS)
     try:
         hello = Hello(next_request_id(), VERSION, None, dict(expects))
-        channel.send(hello, deadline=deadline)
-        welcome, descriptors = channel.receive_with_descriptors(deadline)
+        connection.send(hello, deadline=deadline)
+        welcome, descriptors = connection.receive_with_descriptors(deadline)
         for descriptor in descriptors:  # of the node's memory, unused here
             os.close(descriptor)
-        reply = channel.call(Stats(next_request_id()), ANSWER_SECONDS)
-        channel.send_now(Goodbye(next_request_id()))
+        reply = connection.call(Stats(next_request_id()), ANSWER_SECONDS)
+        connection.send_now(Goodbye(next_request_id()))
     finally:
-        channel.close()
+        connection.close()
     return {"node": welcome["node"], "boot": welcome["boot"], "stats": reply["stats"]}

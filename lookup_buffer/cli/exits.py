@@ -1,7 +1,7 @@
 """How a command ends: an expected error becomes one line on stderr and an exit code.
 
 Defines the click group of all commands, and maps error classes to exit codes and advice. Runs on
-the main thread. It must not know the single commands.
+the main thread. It must not depend on single commands.
 """
 
 import os

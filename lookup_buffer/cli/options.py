@@ -28,7 +28,7 @@ FILE: Final = click.Path(path_type=Path)
 store_url: Final = click.option(
     "--store-url",
     metavar="URL",
-    help="Where the metadata lives: 'embedded', or a URL without a password: redis://, "
+    help="Where the metadata is stored: 'embedded', or a URL without a password: redis://, "
     "redis-sentinel://, redis-cluster://, each also with rediss, valkey or valkeys, or unix://.",
 )
 store_password_file: Final = click.option(

@@ -305,7 +305,7 @@ class LookupBuffer:
         later. A key that no node holds is MISSING at once. With `wait_seconds` it is PENDING until
         it is published and fetched, for at most that time; a missing hand-off is MISSING at once.
         The caller passes each handle to `release`, settled or not. Never raises for a fault of the
-        node, of Redis or of a peer: such handles are MISSING or FAILED with a reason.
+        node, of Redis or of another node: such handles are MISSING or FAILED with a reason.
         """
         return self._prefetches.start(keys, timeout, wait_seconds=clamped_seconds(wait_seconds))
 

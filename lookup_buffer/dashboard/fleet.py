@@ -3,7 +3,7 @@
 Counters are given as differences since the last sample (`point`), which the page sums over its
 window, and as totals (`now`). One thread uses `FleetSampler`; it scans for namespaces on the
 executor that it is given. `explain` returns the findings of `why` for the page, or the error that
-the command would print; any thread may call it. It must not know HTTP or the page.
+the command would print; any thread may call it. It must not depend on HTTP or the page.
 """
 
 import time

@@ -230,7 +230,7 @@ class DeviceLane:
         """The insert of this entry is over.
 
         If the tensor was stored, `checksum` is its checksum, and the entry is offered. None means
-        that the buffer has other bytes or none; then the entry is forgotten.
+        that the buffer has other bytes or none; then the entry is dropped.
         """
         if entry is None:
             return

@@ -1,8 +1,8 @@
 """Liveness of nodes within one command, by their heartbeats.
 
 A node sends a heartbeat once a second. `HeartbeatMonitor` reads the heartbeats until they have
-changed. Only such a change tells a live node from one that was killed a moment ago, and no clock
-of another machine takes part.
+changed. Only such a change distinguishes a live node from one that was killed a moment ago. No
+clock of another machine is used.
 
 Blocks on the store, on the caller's thread.
 """

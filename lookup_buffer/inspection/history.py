@@ -5,7 +5,7 @@
 `Activity` is what was counted between two samples, for `top` and the dashboard.
 
 Reads the store only and connects to no node. The functions block on the store, on the caller's
-thread. It must not know how results are shown.
+thread. It must not depend on how results are shown.
 """
 
 from collections import Counter

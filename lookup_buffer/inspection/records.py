@@ -1,6 +1,6 @@
 """Records, sizes and ages as the commands show them: as text, and in the stable JSON form.
 
-`hits_of` reads the store, on the caller's thread. It must not know the single commands.
+`hits_of` reads the store, on the caller's thread. It must not depend on single commands.
 """
 
 import time

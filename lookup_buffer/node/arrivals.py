@@ -1,9 +1,9 @@
 """The admission queue of hand-offs: inserts that wait for space in the arena.
 
 Hand-offs are never evicted, so an insert beyond their share waits until others are taken. Meanwhile
-it is offered: if its taker asks, it may use the share of pins, because it will not stay. So a full
-share blocks neither takers nor the writers they wait for. There is no order: whatever fits is
-admitted. Called by `intake` on the loop's thread.
+it is offered: if its taker requests it, it may use the share of pins, because it will not stay. So
+a full share blocks neither takers nor the writers they wait for. There is no order: whatever fits
+is admitted. Called by `intake` on the loop's thread.
 """
 
 import asyncio

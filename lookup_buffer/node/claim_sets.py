@@ -4,7 +4,7 @@ another.
 An attempt takes the claims as intents, in the order of the keys. It stops at the first key that is
 held by another engine, or is being encoded by this one. It then releases the claims that it took,
 and the next attempt follows when that key is published or its claim may be free. So two engines
-that want the same keys, in any order, never block each other.
+that need the same keys, in any order, never block each other.
 
 Attempts and the other claim messages of a session run one after another: none sees another's
 intermediate state. Called by `desk` and `prefetches` on the loop's thread.
@@ -154,7 +154,7 @@ class ClaimSets:
             )
 
     def unclaim(self, session: Session, request: Unclaim) -> None:
-        """End a wait, and release claims that the engine no longer wants."""
+        """End a wait, and release claims that the engine no longer needs."""
         pending = self._line(session).pending_sets.pop(request.waiter, None)
         if pending is not None:
             pending.end()

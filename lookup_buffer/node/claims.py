@@ -38,7 +38,7 @@ STORED = {"outcome": ClaimOutcome.STORED, "holder": "", "state": "", "remaining_
 
 
 def _nobody(fields: dict[str, Any]) -> None:
-    """The callback of a release that no client asked for."""
+    """The callback of a release that no client requested."""
 
 
 @dataclass(slots=True, eq=False)

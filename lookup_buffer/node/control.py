@@ -204,8 +204,8 @@ class Control:
             self._lose(session)
 
     def _lose(self, session: Session) -> None:
-        """The anchor broke without a Goodbye: keep the session's pins until its process ends, or
-        for QUARANTINE_SECONDS."""
+        """The main connection broke without a Goodbye: keep the session's pins until its process
+        ends, or for QUARANTINE_SECONDS."""
         process, session.process = session.process, None
         self._leave(session)
         if not self.desk.holds_pins(session):

@@ -39,7 +39,7 @@ class Directory:
         self._infos: dict[tuple[str, str], NodeInfo] = {}
         self._void: dict[tuple[QualifiedKey, Location], None] = {}
         self._unseen_since: dict[tuple[str, str], float] = {}
-        """By boot without a beat: when it was first asked about, by the clock."""
+        """By boot without a beat: time of the first query about it, by the clock."""
         self._endpoints: dict[tuple[str, str], str] = {}
         self.refreshed_at = -REFRESH_SECONDS_MIN
         """When the last reading of the beats began, by the clock: it includes all earlier beats."""

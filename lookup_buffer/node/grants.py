@@ -1,6 +1,6 @@
 """Grants: hand-offs that clients of this node took and have not acknowledged yet.
 
-The client has a token of this node. Behind it stands a lease of the owner, this node or another.
+The client has a token of this node. It maps to a lease of the owner, this node or another.
 Only the owner decides: if the connection breaks during an acknowledgement, it is repeated over a
 new one, until no taker could still win. Called by `takings` and `desk` on the loop's thread.
 """
@@ -38,7 +38,7 @@ class _Grant:
     answers: list[Callable[[bool], None]] = field(default_factory=list)
     """Called once it is settled; empty unless it is being acknowledged."""
     unreached: int = 0
-    """How often the owner was asked without a reply."""
+    """Number of requests to the owner that got no reply."""
     again: asyncio.TimerHandle | None = None
 
 

@@ -144,7 +144,7 @@ class Handoffs:
         return True
 
     def give_back(self, token: int) -> None:
-        """The taker does not want the item. An unknown or expired lease id is no error."""
+        """The taker declines the item. An unknown or expired lease id is no error."""
         lease = self._leases.get(token)
         if lease is not None and not lease.won:
             self._give_back(lease)
@@ -185,7 +185,7 @@ class Handoffs:
     def offer(
         self, address: QualifiedKey, header: TensorHeader, on_wanted: Callable[[], None]
     ) -> None:
-        """An insert for `address` waits for space: call `on_wanted` when a taker asks, until
+        """An insert for `address` waits for space: call `on_wanted` when a taker requests it, until
         `withdraw`. The offer is published for takers on other nodes."""
         self._offers.setdefault(address, []).append(on_wanted)
         self.shelf.offer(address, header)

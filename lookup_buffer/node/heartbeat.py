@@ -52,7 +52,7 @@ class Heartbeat:
                 raise self._replaced(taken.beat, store) from taken
             return self._watch(taken.beat, store)
         except StoreError:
-            self._other = None  # the other boot could not beat either: watch it anew
+            self._other = None  # the other boot could not beat either: watch it again
             raise
 
     def pause_seconds(self) -> float:

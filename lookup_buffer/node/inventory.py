@@ -1,4 +1,4 @@
-"""What the arena holds: items, reservations and pins; their places, their shares, and eviction.
+"""What the arena holds: items, reservations and pins; their allocations, shares and eviction.
 
 Pure bookkeeping: no I/O, no lock, no thread; the clock is an argument. Called only by `shelf`,
 under its lock. `Inventory` decides what may be evicted, `Room` where items lie, `Shares` how many
@@ -6,7 +6,7 @@ bytes readers, writers and hand-offs may hold. The rest can be evicted, so room 
 
 Bytes are charged when a reservation is made. They are released exactly once: when the item is gone
 and its last pin is released. Hand-offs are never evicted, so they have their own share. Pinning one
-charges nothing: a taker, who makes room, is never refused. A loan (a copy of another node's
+charges nothing: a taker, which makes room, is never refused. A loan (a copy of another node's
 hand-off) is never returned by a look-up.
 """
 
@@ -279,7 +279,7 @@ class Inventory:
 
         If the share cannot hold both, an unpinned item at the same address is removed.
         `wanted`: a taker waits, so the item will not stay. It may then use the share of pins, so
-        that a full share of hand-offs blocks no taker, who makes room in it.
+        that a full share of hand-offs blocks no taker, which makes room in it.
 
         Raises:
             TensorTooLarge: it exceeds the share of hand-offs.

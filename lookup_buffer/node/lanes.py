@@ -1,9 +1,9 @@
 """Lanes, as the node manages them: transfers from a device of another node to a device of this one.
 
 The node moves none of these bytes. If a reader's process has a device pool (see `pools`) and a
-process of another node has the tensor in its own, the node tells the reader's process to receive
-it. If that fails or takes too long, the bytes come over the hosts within the same call. Called by
-`desk` and `prefetches` on the loop's thread.
+process of another node has the tensor in its own, the node requests the reader's process to
+receive it. If that fails or takes too long, the bytes come over the hosts within the same call.
+Called by `desk` and `prefetches` on the loop's thread.
 """
 
 import asyncio
@@ -176,7 +176,7 @@ class Lanes:
         """A pool's result of one transfer."""
         held, pool = self._held.get(request.ticket), self.pools.of(session)
         if held is None or pool is None or pool not in held.waiting:
-            return  # too late: the pool was told to drop it
+            return  # too late: the request to drop it was sent
         if request.reason:
             pool.known.pop(held.address, None)
             self._settle(held, Fallback(request.reason))

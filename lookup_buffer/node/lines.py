@@ -21,7 +21,7 @@ THREADS_MAX = 16
 _log = logging.getLogger(__name__)
 
 Work = Callable[[Breaker], object]
-"""Asks the breaker first, and reports success or failure to it."""
+"""Checks the breaker first, and reports success or failure to it."""
 
 
 @dataclass(slots=True)

@@ -8,11 +8,11 @@ is not the loop's. The loop's thread is the process's main thread. `connection`,
       desk ─► shelf ─► inventory                    pins (bookkeeping, under shelf's lock)
       desk ─► intake ─► shelf                       insert; copies above 512 KiB [lb-copy]
                ├─► arrivals ─► handoffs             hand-offs that wait for space
-               ├─► announcements ─► owners          who owns a hand-off; asks the other owner
+               ├─► announcements ─► owners          ownership of a hand-off; queries the other owner
                ├─► claims ─► resolver               a stored output ends its claim
                └─► resolver, waiting                readers of the key go on
       desk ─► selection ─► resolver, loans, waiting select of an absent key
-               resolver ─► locator ─► store         who holds it [lb-locate, or the mirror]
+               resolver ─► locator ─► store         its holders [lb-locate, or the mirror]
                resolver ─► fetcher ─► other nodes   transfer [lb-fetch, 4 threads]
                              └─► shelf              where the bytes land
       desk ─► loans ─► shelf, locator, fetcher      reads of other nodes' hand-offs
@@ -30,7 +30,7 @@ is not the loop's. The loop's thread is the process's main thread. `connection`,
       node ─► directory, locator, owners, vitals    ticks, 4 times a second
 
     [lb-registrar] registrar ─► heartbeat, directory, invalidations, publisher, errands ─► store
-                     ├─► publisher ─► announcements what the store said of hand-offs, on the loop
+                     ├─► publisher ─► announcements the store's replies on hand-offs, on the loop
                      └─► sightings ─► pools         other nodes' device pools, on the loop
     other nodes ─► peers ─► shelf                   sends tensors [lb-peer-accept, lb-peer]
                     └─► askers ─► handoffs          takers of other nodes, on the loop
@@ -107,7 +107,7 @@ none."""
 IDLE_CHECK_SECONDS = 1.0
 LOG_FORMAT = "%(asctime)s lookup-buffer %(levelname)s: %(message)s"
 END_SECONDS = 20.0
-"""A node that was told to stop ends within this time, sooner than a supervisor kills it (30 s in
+"""After a request to stop, a node ends within this time, sooner than a supervisor kills it (30 s in
 Kubernetes). Its parts stop within 12 s and the store's timeout; one that does not is a bug, and
 then the stack of each thread goes to stderr, with exit code 1."""
 FIRST_BYTES = 64 << 20

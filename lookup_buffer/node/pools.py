@@ -34,13 +34,13 @@ class Pool:
     receives: bool
     offers: bool
     told: set[str] = field(default_factory=set)
-    """Ids of other nodes' pools that its process knows."""
+    """Ids of other nodes' pools that its process has received."""
     known: OrderedDict[QualifiedKey, None] = field(default_factory=OrderedDict)
     """What it received, newest last; it may have evicted some of it."""
     under_way: int = 0
 
     def let_go(self, tickets: list[int], keys: list[QualifiedKey]) -> None:
-        """Tell its process to drop these; see `protocol/messages.py`."""
+        """Send its process the request to drop these; see `protocol/messages.py`."""
         message = {"event": "let_go", "tickets": tickets, "keys": [list(key) for key in keys]}
         self.session.anchor.send(message)
 

@@ -1,4 +1,4 @@
-"""Prefetches: fetches and pins what a session asks for, and sends an event for each key.
+"""Prefetches: fetches and pins what a session requests, and sends an event for each key.
 
 Keys that are here are answered at once; others when they have come by a lane, over the hosts or as
 a loan. If the session waits for keys that no node has, they are answered when they are published.
@@ -144,7 +144,7 @@ class Prefetches:
     def _settled(
         self, session: Session, request: Prefetch, indexes: list[int], reason: MaybeMissed
     ) -> None:
-        """Send the session the result of one key that was absent when it asked."""
+        """Send the session the result of one key that was absent at the request."""
         if session.over:
             return
         entries = []

@@ -105,7 +105,7 @@ class Publisher:
                     change.reason or GoneReason.GONE,
                     gone_seconds=_gone_seconds(change.address),
                     # Write the reason also if the record was never published or has expired; but
-                    # not if a peer merely asked for an item that is not here.
+                    # not if a peer merely requested an item that is not here.
                     may_have_ended=change.reason != GoneReason.STALE,
                 )
                 for change in changes

@@ -252,7 +252,7 @@ class Registrar:
                 "locations of dead nodes were not withdrawn; readers skip them",
                 self._publisher.withdraw_void,
             ),
-            ("notes of failed fetches were not written and are lost", self._note_failures),
+            ("reasons of failed fetches were not written and are lost", self._note_failures),
             ("counters were not written; they are kept and retried", self._flush),
         )
         due = began + self._heartbeat.pause_seconds()

@@ -1,9 +1,9 @@
 """A client's session: its connections, staging areas and engine rank.
 
-A session begins with `Hello` on its first connection, the anchor. It ends with `Goodbye`, or when
-the client's process ends. If the anchor breaks while the process lives, the session ends too, but
-its pins stay until the process has ended or a bound has passed: the client may be copying. Created
-by `control`; used on the loop's thread only.
+A session begins with `Hello` on its main connection, the first one. It ends with `Goodbye`, or
+when the client's process ends. If the main connection breaks while the process lives, the session
+ends too, but its pins stay until the process has ended or a bound has passed: the client may be
+copying. Created by `control`; used on the loop's thread only.
 """
 
 from dataclasses import dataclass, field

@@ -2,7 +2,7 @@
 
 It tries this node first, then the owner that the store names, and waits if no node has the key. If
 another taker has the item, it queues at the owner. Bytes from another node come as a loan, which is
-freed with the client's pin. An unreachable owner is asked again, after growing pauses, until the
+freed with the client's pin. An unreachable owner is queried again, after growing pauses, until the
 client's deadline. The death of an owner with its item is answered as soon as `directory` detects
 it. Called by `desk` on the loop's thread.
 """
@@ -92,7 +92,7 @@ class Taking:
     _bid: Bid | None = None
     _asked: tuple[Owner, int] | None = None
     _sources: list[Source] = field(default_factory=list)
-    """Owners still to be asked in this attempt."""
+    """Owners still to be queried in this attempt."""
     _unreached: bool = False
     """One of the owners did not answer in this attempt."""
     _leaving: bool = False
@@ -192,7 +192,7 @@ class Taking:
             self._settle(self._reason(located))
 
     def _reason(self, located: Located) -> MissReason:
-        """Why no node can be asked. Locations of this node itself are out of date."""
+        """Why no node can be queried. Locations of this node itself are out of date."""
         if located.record is None:
             return located.reason or MissReason.ABSENT
         me = (self.node.identity.node, self.node.identity.boot)

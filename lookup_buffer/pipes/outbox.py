@@ -61,7 +61,7 @@ class Outbox:
         self._ending: LookupBufferError | None = None
         """The error for new sends while the pipe closes."""
         self.used_bytes = 0
-        """Bytes of the budget in use: 0 once all that was sent was received or given up."""
+        """Bytes of the budget in use: 0 once all that was sent was received or withdrawn."""
 
     def send(
         self, key: bytes | None, header: TensorHeader, bytes_of: "Bytes", deadline: float

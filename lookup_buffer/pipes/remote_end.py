@@ -6,8 +6,8 @@ the connection; callers also write and read frames on their own threads (see `io
     ["offer", n, key, header] + bytes      a message; with its bytes only if they are few
     ["pull", n]                            a request for its bytes
     ["data", n] + bytes                    the requested bytes
-    ["gone", n]                            the sender had given up before the request came
-    ["withdraw", n, key]                   the sender gives up now, without a request
+    ["gone", n]                            the sender withdrew the message before the request came
+    ["withdraw", n, key]                   the sender withdraws the message, without a request
     ["received", n, …]                     received: bytes from an offer, or from shared memory
     ["beat"]   ["bye"]
 
