@@ -189,7 +189,7 @@ def flag(engine_id: str) -> WeightsFlag:
 
 def test_it_has_all_that_the_schedulers_side_asks_of_the_client() -> None:
     """Where the types cannot tell, for it stands in for the client."""
-    modules = ("claims", "fetching", "locating", "pins", "scheduler", "without_gate")
+    modules = ("claims", "fetching", "items", "locating", "scheduler", "without_gate")
     sources = [(ROOT / "connectors/ec" / f"{name}.py").read_text() for name in modules]
     used = {name for source in sources for name in re.findall(r"self\._buffer\.(\w+)", source)}
     assert {"prefetch", "release", "close"} < used

@@ -19,6 +19,8 @@ __all__ = ["start_end", "start_node"]
 NBYTES = 48 * MIB
 BOUND_SECONDS = scaled(10 * (1.0 + NBYTES / 100e6))
 """Several times the deadline of the lane, and the way over the hosts behind it."""
+TRIES = 6
+"""Of the signal that has to come while bytes do."""
 _numbers = count()
 
 
@@ -38,43 +40,59 @@ def pair(start_node: StartNode, start_end: StartEnd) -> tuple[DeviceEnd, DeviceE
     return first, second
 
 
-def reads_all_the_same(second: DeviceEnd, read: str, expected: object) -> None:
-    """In the same call, in time, by another way; and nothing of what had come is kept."""
+def reads_all_the_same(second: DeviceEnd, read: str, expected: object) -> bool:
+    """In the same call, in time, by another way; and nothing of what had come is kept. False where
+    a busy machine sent the signal after the last byte: then nothing was seen."""
     before = second.do("lane.gauges().used_bytes"), second.counted("lane_received_gloo")
     started = time.monotonic()
     assert second.do(read) == expected
     assert time.monotonic() - started < BOUND_SECONDS
-    assert 0 < second.do("place.came_bytes()") < NBYTES, "it was not struck in the middle"
+    came = second.do("place.came_bytes()")
+    if came == NBYTES:
+        return False
+    assert came > 0
     assert second.counted("lane_received_gloo") == before[1]
     failed = second.counted("lane_fallbacks_timeout") + second.counted("lane_fallbacks_peer_failed")
     assert failed >= 1, second.node.stats()
     wait_until(lambda: second.do("lane.gauges().used_bytes") == before[0], BOUND_SECONDS)
     at_rest(second.node)
+    return True
 
 
 def test_a_sender_that_is_killed_when_some_has_come(
     pair: tuple[DeviceEnd, DeviceEnd], start_end: StartEnd
 ) -> None:
     first, second = pair
-    read, expected = some(first)
-    second.do(f"place.strike({first.pid}, {int(signal.SIGKILL)})")
-    reads_all_the_same(second, read, expected)
-    first.kill()  # it is dead already
-    wait_until(lambda: second.do("lane.pairs()") == 0, 20.0)
-    warm(start_end(first.node), second)
+    for _ in range(TRIES):
+        read, expected = some(first)
+        second.do(f"place.strike({first.pid}, {int(signal.SIGKILL)})")
+        in_the_middle = reads_all_the_same(second, read, expected)
+        first.kill()  # it is dead already
+        wait_until(lambda: second.do("lane.pairs()") == 0, 20.0)
+        first = start_end(first.node)
+        warm(first, second)
+        if in_the_middle:
+            return
+    pytest.fail("it was never struck in the middle")
 
 
 def test_a_sender_that_is_stopped_when_some_has_come(pair: tuple[DeviceEnd, DeviceEnd]) -> None:
     first, second = pair
-    for _ in range(2):
+    struck = 0
+    for _ in range(TRIES):
         read, expected = some(first)
         second.do(f"place.strike({first.pid}, {int(signal.SIGSTOP)})")
         try:
-            reads_all_the_same(second, read, expected)
+            in_the_middle = reads_all_the_same(second, read, expected)
         finally:
             os.kill(first.pid, signal.SIGCONT)
-        assert second.do("place.came_bytes()") < NBYTES, "it was not given up"
+        if in_the_middle:
+            assert second.do("place.came_bytes()") < NBYTES, "it was not given up"
+            struck += 1
         warm(first, second)
+        if struck == 2:
+            return
+    pytest.fail("it was not struck twice in the middle")
 
 
 def test_a_reader_that_is_killed_when_some_has_come(
