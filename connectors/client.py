@@ -70,8 +70,8 @@ class SchedulerClient:
         if not self._weights_changed and self._flag is not None and self._flag.is_set():
             self._weights_changed = True
             logger.warning(
-                "lookup buffer: the weights of this engine have changed; it shares nothing until it "
-                "is restarted"
+                "lookup buffer: the weights of this engine have changed; it shares nothing until "
+                "it is restarted"
             )
         if self._weights_changed:
             return MissReason.WEIGHTS_CHANGED
