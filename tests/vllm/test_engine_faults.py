@@ -196,13 +196,13 @@ def test_a_node_stopped(hosts: TwoHosts, engine_pair: EnginePair, which: str) ->
 ATTACK = """
 import ctypes, json, mmap, os, sys
 from pathlib import Path
-from lookup_buffer.client.session import Channel, next_request_id
+from lookup_buffer.client.session import NodeConnection, next_request_id
 from lookup_buffer.protocol.messages import VERSION, Hello
 import time
-anchor = Channel(Path(sys.argv[1]), timeout=5.0)
+connection = NodeConnection(Path(sys.argv[1]), timeout=5.0)
 deadline = time.monotonic() + 5.0
-anchor.send(Hello(next_request_id(), VERSION, None, {}), deadline=deadline)
-welcome, (arena, *_) = anchor.receive_with_descriptors(deadline)
+connection.send(Hello(next_request_id(), VERSION, None, {}), deadline=deadline)
+welcome, (arena, *_) = connection.receive_with_descriptors(deadline)
 nbytes = welcome["arena_bytes"]
 writable = mmap.PROT_READ | mmap.PROT_WRITE
 libc = ctypes.CDLL(None)
