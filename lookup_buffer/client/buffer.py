@@ -284,10 +284,10 @@ class LookupBuffer:
         deadline = time.monotonic() + clamped_seconds(timeout)
         present = self._local_reads.listed(keys, remote=timeout > 0)
         unknown = [index for index, known in enumerate(present) if not known and timeout > 0]
-        left = iter(unknown)
+        left, namespace = iter(unknown), self.namespace
         for part in split([keys[index].text for index in unknown]):
             budget = clamped_seconds(deadline - time.monotonic())
-            request = Contains(next_request_id(), self.namespace, list(part), NODE_SHARE * budget)
+            request = Contains(next_request_id(), namespace, list(part), NODE_SHARE * budget)
             try:
                 answers = self._session.call(request, budget)["present"]
             except NodeUnavailable:
@@ -447,8 +447,9 @@ class LookupBuffer:
 
     def _describe(self) -> None:
         if self._parts is not None:
+            request = Describe(next_request_id(), self.namespace, self._parts)
             try:
-                self._session.post(Describe(next_request_id(), self.namespace, self._parts))
+                self._session.post(request)
             except LookupBufferError:
                 pass  # the session is lost again; the next one sends the parts
 

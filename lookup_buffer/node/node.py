@@ -263,8 +263,8 @@ class Node:
         try:
             self._loop.run_forever()
         finally:
-            faulthandler.dump_traceback_later(END_SECONDS, exit=True)
             socket_path.unlink(missing_ok=True)
+            faulthandler.dump_traceback_later(END_SECONDS, exit=True)
             self._close()
         if self._fault is not None:
             raise self._fault
