@@ -287,27 +287,26 @@ def test_the_wait_for_a_holder_that_is_too_slow_has_a_bound(
 def test_a_preempted_request_goes_on_with_what_is_left_of_its_wait(
     node_pair: Pair, make_engine: MakeEngine
 ) -> None:
-    holder = make_engine(node_pair[0])
-    other = make_engine(node_pair[1], claim_wait_seconds=4.0)
-    holder.encode_seconds = 3600.0
-    gate = other.scheduler.gate
-
     def waiting_request() -> Any:
-        """One that has waited for 3 s of its 4. None where the store, on a busy machine, did not
-        decide the claim within `CLAIM_ANSWER_SECONDS`: then the node grants it."""
+        """One that has waited for 3 s of its 4, and its gate. None where the store, on a busy
+        machine, did not decide the claim within `CLAIM_ANSWER_SECONDS`: then the node grants it."""
+        holder = make_engine(node_pair[0])
+        other = make_engine(node_pair[1], claim_wait_seconds=4.0)
+        holder.encode_seconds = 3600.0
         image = key()
         holder.add(image)
         run(holder)
         request = other.add(image)
         until = time.monotonic() + 3.0
         while time.monotonic() < until:
-            if gate.ensure_cache_available(request, 0):
+            if other.scheduler.gate.ensure_cache_available(request, 0):
                 return None
             time.sleep(0.01)
-        return request
+        return request, other.scheduler.gate
 
-    request = waiting_request() or waiting_request() or waiting_request()
-    assert request is not None, "it does not wait for the engine that encodes"
+    waiting = waiting_request() or waiting_request() or waiting_request()
+    assert waiting is not None, "it does not wait for the engine that encodes"
+    request, gate = waiting
     until = time.monotonic()
     request.num_preemptions += 1
     wait_until(lambda: gate.ensure_cache_available(request, 0), 2.0)
