@@ -148,7 +148,7 @@ def check_out(out: torch.Tensor, header: TensorHeader) -> None:
         raise CodecError("out is an expanded tensor, whose elements share memory; pass a dense one")
 
 
-def check_place(out: torch.Tensor, header: TensorHeader, device: str | torch.device) -> None:
+def check_receivable(out: torch.Tensor, header: TensorHeader, device: str | torch.device) -> None:
     """Check that a value of `header` can be received directly into the memory of `out`.
 
     Raises:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from lookup_buffer import codec
 from lookup_buffer.client.handles import ClaimAnswer, ClaimHandle, LoadOrder, PrefetchHandle
-from lookup_buffer.client.load import JoinedPool, Loads, PoolMembership
+from lookup_buffer.client.load import Loads, PoolMembership, SessionPool
 from lookup_buffer.client.local import LocalReads, NotListed
 from lookup_buffer.client.pending import PendingClaims, PendingPrefetches
 from lookup_buffer.client.session import ClientSession, NodeConnection, next_request_id
@@ -352,7 +352,7 @@ class LookupBuffer:
 
     # -- devices
 
-    def join_lane(self, lane: JoinedPool) -> None:
+    def join_lane(self, lane: SessionPool) -> None:
         """Receive tensors from the device pools of other processes into this one, from now on. The
         order of such a tensor names its lane, and `load` reads it from the pool. Call once; the
         caller closes the pool."""

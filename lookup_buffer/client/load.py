@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
 
 
-class JoinedPool(Protocol):
+class SessionPool(Protocol):
     """The methods of a device pool that a client calls; see `device.lane.DeviceLane`. No method
     raises or waits, except `tensor`, which raises NodeUnavailable."""
 
@@ -80,9 +80,9 @@ class Loads:
 class PoolMembership:
     def __init__(self, session: ClientSession) -> None:
         self._session = session
-        self._pool: JoinedPool | None = None
+        self._pool: SessionPool | None = None
 
-    def join(self, pool: JoinedPool) -> None:
+    def join(self, pool: SessionPool) -> None:
         self._pool = pool
         if self._session.is_connected:
             pool.attached(self._post)

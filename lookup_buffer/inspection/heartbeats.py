@@ -49,7 +49,7 @@ class HeartbeatMonitor:
         if nodes is None:
             nodes = self._first
         awaited = [node for node in nodes if node in self._first]
-        with _progress_note("waiting for the nodes' heartbeats …"):
+        with _progress_shown("waiting for the nodes' heartbeats …"):
             while not all(self._has_changed(node) for node in awaited):
                 if self._clock() >= self._until:
                     return
@@ -84,7 +84,7 @@ class HeartbeatMonitor:
         return node in self.last and self.last[node] != self._first.get(node)
 
 
-def _progress_note(text: str) -> AbstractContextManager[object]:
+def _progress_shown(text: str) -> AbstractContextManager[object]:
     """Show `text` while the block runs and remove it afterwards; only if stderr is a terminal."""
     if not sys.stderr.isatty():
         return nullcontext()

@@ -75,13 +75,13 @@ class History:
         if has_it:
             beside = most_alike(self.described, (known | requested) - set(has_it), has_it)
             for space, other in islice(beside.items(), None if self.namespace else OTHERS_MAX):
-                yield self._elsewhere(space, other)
+                yield self._stored_in_another(space, other)
 
     def _is_stored(self, space: str) -> bool:
         found = findings_of(self.traces[space], self.fleet)
         return any(one.code is Code.STORED for one in found)
 
-    def _elsewhere(self, space: str, other: str) -> Finding:
+    def _stored_in_another(self, space: str, other: str) -> Finding:
         """The finding that `other` has the key and `space` has not."""
         ours, theirs = self.described.get(space, {}), self.described.get(other, {})
         differs = differences(ours, theirs) if ours and theirs else {}

@@ -21,12 +21,14 @@ from lookup_buffer.protocol.header import TensorHeader
 class Source(Protocol):
     """The origin of an offer: a `RemoteEnd`."""
 
-    def receive(self, offer: "Offer", memory: memoryview, spare: "Spare | None" = None) -> bool: ...
+    def receive(
+        self, offer: "Offer", memory: memoryview, fresh_memory: "FreshMemory | None" = None
+    ) -> bool: ...
 
     def discard(self, offer: "Offer") -> None: ...
 
 
-Spare = Callable[[], memoryview]
+FreshMemory = Callable[[], memoryview]
 """Allocates memory for bytes that may still arrive after their receiver has timed out."""
 
 

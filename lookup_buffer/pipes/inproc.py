@@ -10,7 +10,7 @@ import time
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
 
-from lookup_buffer.codec import Tensor, Value, check_place, copy_of, header_of
+from lookup_buffer.codec import Tensor, Value, check_receivable, copy_of, header_of
 from lookup_buffer.errors import (
     BufferFull,
     Closed,
@@ -124,7 +124,7 @@ class InprocPipe(KVPipe):
                 self._check(None)
             value = queue[0].value
             if out is not None and value is not None:
-                check_place(out, header_of(value), "cpu")
+                check_receivable(out, header_of(value), "cpu")
             message = queue.popleft()
             message.received = True
             self._in.used -= message.cost if message.copied else 0

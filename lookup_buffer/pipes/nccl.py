@@ -21,7 +21,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import torch
 
-from lookup_buffer.codec import Value, check_place, empty_tensor, writable_bytes
+from lookup_buffer.codec import Value, check_receivable, empty_tensor, writable_bytes
 from lookup_buffer.errors import (
     ConfigError,
     PipeBroken,
@@ -153,7 +153,7 @@ class DeviceMemory:
         self._copies.close()
 
     def check_out(self, out: torch.Tensor, offer: Offer) -> None:
-        check_place(out, offer.header, self._to)
+        check_receivable(out, offer.header, self._to)
 
     def allocate(self, offer: Offer, out: torch.Tensor | None) -> torch.Tensor:
         device = torch.device("cpu") if offer.payload is not None else self._device

@@ -34,7 +34,7 @@ from lookup_buffer.errors import (
     ProtocolError,
 )
 from lookup_buffer.key import MAX_KEY_CHARACTERS
-from lookup_buffer.pipes.inbox import Arrival, Inbox, Offer, Spare
+from lookup_buffer.pipes.inbox import Arrival, FreshMemory, Inbox, Offer
 from lookup_buffer.pipes.io import MINIMUM_BYTES_PER_SECOND, FrameReader, FrameWriter, Outgoing
 from lookup_buffer.pipes.outbox import INLINE_BYTES, Outbox
 from lookup_buffer.pipes.pipe import PipeLimits
@@ -103,11 +103,13 @@ class RemoteEnd:
         """See `FrameReader.wake`."""
         self._reader.wake()
 
-    def receive(self, offer: Offer, memory: memoryview, spare: Spare | None = None) -> bool:
+    def receive(
+        self, offer: Offer, memory: memoryview, fresh_memory: FreshMemory | None = None
+    ) -> bool:
         """Put the bytes of an offer into `memory`. Returns False if its sender gave up.
 
-        If an earlier caller requested the bytes, they arrive in that caller's memory. With `spare`,
-        nothing is written to `memory` any more once this has returned or raised.
+        If an earlier caller requested the bytes, they arrive in that caller's memory. With
+        `fresh_memory`, nothing is written to `memory` any more once this has returned or raised.
 
         Raises:
             LookupTimeout: the bytes did not arrive in time.
@@ -131,8 +133,8 @@ class RemoteEnd:
             try:
                 self._wait_for_arrival(arrival, deadline)
             except LookupTimeout:
-                if spare is not None:
-                    arrival.memory = spare()
+                if fresh_memory is not None:
+                    arrival.memory = fresh_memory()
                 raise
         if arrival.payload is not None:
             return self._copy_out(offer, arrival.payload, memory)

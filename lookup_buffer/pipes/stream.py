@@ -12,7 +12,7 @@ from typing import Protocol
 from lookup_buffer.codec import (
     Tensor,
     Value,
-    check_place,
+    check_receivable,
     contiguous_bytes,
     copy_of,
     empty_tensor,
@@ -136,7 +136,7 @@ class StreamPipe(KVPipe):
     def _receive(self, offer: Offer, out: Tensor | None) -> Value:
         """The value of this offer; None if its sender gave up before the bytes were requested."""
 
-        def spare() -> memoryview:
+        def fresh_memory() -> memoryview:
             offer.value = self._memory.allocate(offer, None)
             return self._memory.writable(offer.value)
 
@@ -146,7 +146,7 @@ class StreamPipe(KVPipe):
         else:
             value = offer.value  # an earlier caller requested the bytes
         memory = self._memory.writable(value)
-        received = offer.source.receive(offer, memory, spare if value is out else None)
+        received = offer.source.receive(offer, memory, fresh_memory if value is out else None)
         return self._memory.result(value, out) if received else None
 
     @property
@@ -254,7 +254,7 @@ class HostMemory:
         return HostBytes(value, self._copies)
 
     def check_out(self, out: Tensor, offer: Offer) -> None:
-        check_place(out, offer.header, "cpu")
+        check_receivable(out, offer.header, "cpu")
 
     def allocate(self, offer: Offer, out: Tensor | None) -> Tensor:
         return empty_tensor(offer.header) if out is None else out
