@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.environment-is-ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo tour test test-hosts test-engines check format bench environment system-packages clean distclean
+.PHONY: help demo tour quick test test-all test-hosts test-engines check format bench environment system-packages clean distclean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' Makefile
@@ -22,8 +22,14 @@ demo: $(STAMP)  ## two real vLLM engines share encoder outputs; ends with a tabl
 tour: $(STAMP)  ## take the pictures in docs/tour again, with a Chromium (make system-packages)
 	$(BIN)/python scripts/tour.py
 
-test: $(STAMP)  ## everything that CI runs: check, unit, integration, real vLLM
-	scripts/run-tests $(BIN)
+quick: $(STAMP)  ## static checks and all tests that need only this process: under 2 minutes
+	$(BIN)/python scripts/run_tests.py quick
+
+test: $(STAMP)  ## all that CI runs: quick, real servers and engines, one part of the long ones
+	$(BIN)/python scripts/run_tests.py test
+
+test-all: $(STAMP)  ## make test with every part of the long ones: soaks, storms, Python 3.12 and 3.13
+	$(BIN)/python scripts/run_tests.py all
 
 test-hosts: $(STAMP)  ## the connector under vLLM 0.11 to 0.33, loaded, not run (needs the package index)
 	scripts/test-hosts $(BIN)

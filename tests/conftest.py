@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
 
+from hypothesis_profiles import load_profile
 from leaks import LeakGuard
 from patience import Standstills, scaled, slowness
 
@@ -32,15 +32,7 @@ from patience import Standstills, scaled, slowness
 with suppress(ValueError):
     sys.path.remove(str(Path(__file__).parent))
 
-# How long an example takes depends on who else uses the machine. Hypothesis drops both by itself
-# only where CI is set.
-settings.register_profile(
-    "a shared machine",
-    parent=settings(),
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
-)
-settings.load_profile("a shared machine")
+load_profile()
 
 # Real servers and nodes for every test that asks: see servers.py, nodes.py, engines.py.
 pytest_plugins = [
@@ -53,6 +45,7 @@ pytest_plugins = [
         "raw_ends",
         "clusters",
         "observing",
+        "groups",
         "run_times",
     )
     if importlib.util.find_spec(name)

@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import re
+import select
 import signal
 import socket
 import subprocess
@@ -17,13 +18,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from connectors.plugin import CONNECTOR_NAME, KV_CONNECTOR_NAME
 from examples.demo.engine_settings import EngineSettings, engine_arguments, engine_environment
 from examples.demo.interpreter import python_command
 from examples.demo.schedule_log import ScheduleLog
 
+PROCESS_MODULE = "examples.demo.engine_process"
 _LOG_TAIL_LINES = 40
 _POLL_SECONDS = 0.02
 # Enough for a machine ten times slower than two idle cores, which take 40 s and 6 s.
@@ -78,6 +80,15 @@ class StartFacts:
     pid: int
 
 
+class Process(Protocol):
+    """A process that was started, as `subprocess.Popen` is one."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+
 class DemoEngine:
     """A running engine. Not thread-safe: one command at a time. `close` is idempotent.
 
@@ -94,16 +105,9 @@ class DemoEngine:
         ours, theirs = socket.socketpair()
         self._connection = ours
         self._received = b""
-        with theirs, settings.log_path.open("wb") as log:
-            self._process = subprocess.Popen(
-                python_command("examples.demo.engine_process", str(theirs.fileno())),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=os.environ | engine_environment(settings),
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,
-            )
+        with theirs:
+            self._process = self._started(theirs)
+        self._exit = os.pidfd_open(self._process.pid)
         self._closed = False
         # Not in the arguments of the process: the connector's settings may hold a secret.
         self._send(
@@ -113,6 +117,19 @@ class DemoEngine:
                 "schedule_path": str(settings.schedule_path),
             }
         )
+
+    def _started(self, connection: socket.socket) -> Process:
+        """The engine's process, a session leader that inherits its end of `connection`."""
+        with self.settings.log_path.open("wb") as log:
+            return subprocess.Popen(
+                python_command(PROCESS_MODULE, str(connection.fileno())),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=os.environ | engine_environment(self.settings),
+                pass_fds=(connection.fileno(),),
+                start_new_session=True,
+            )
 
     @property
     def pid(self) -> int:
@@ -200,12 +217,10 @@ class DemoEngine:
         if self._closed:
             return
         self._closed = True
-        deadline = time.monotonic() + patience_seconds
-        # WNOWAIT leaves the process unreaped: its id, which is also that of the group, is not
+        # Nobody has waited for the process yet: its id, which is also that of the group, is not
         # reused before the group is killed.
-        options = os.WEXITED | os.WNOWAIT | os.WNOHANG
-        while os.waitid(os.P_PID, self.pid, options) is None and time.monotonic() < deadline:
-            time.sleep(_POLL_SECONDS)
+        select.select([self._exit], [], [], patience_seconds)
+        os.close(self._exit)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self._process.wait(timeout=10.0)

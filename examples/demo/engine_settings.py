@@ -17,6 +17,13 @@ _ANSWER_TOKENS_MAX = 64
 _KV_CACHE_BYTES = 64 << 20
 # The largest value that glibc accepts; the largest tensor of the heavy model has 12 MB.
 _MMAP_THRESHOLD_MAX = 32 << 20
+MEMORY_VARIABLES = {
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
+    "MALLOC_MMAP_THRESHOLD_": str(_MMAP_THRESHOLD_MAX),
+}
+"""glibc returns freed tensors to the system, depending on their position on its heap: the same
+prefill then took 0 to 15,000 page faults, 43 to 68 ms. vLLM's documentation for CPU preloads
+TCMalloc, which keeps memory; these two variables make glibc keep it."""
 
 
 class Placement(StrEnum):
@@ -71,11 +78,7 @@ def engine_environment(settings: EngineSettings) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         # An engine imports 3,000 modules in each of its processes: bytecode files halve its start.
         "PYTHONDONTWRITEBYTECODE": "",
-        # glibc returns freed tensors to the system, depending on their position on its heap: the
-        # same prefill then took 0 to 15,000 page faults, 43 to 68 ms. vLLM's documentation for CPU
-        # preloads TCMalloc, which keeps memory; these two variables make glibc keep it.
-        "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
-        "MALLOC_MMAP_THRESHOLD_": str(_MMAP_THRESHOLD_MAX),
+        **MEMORY_VARIABLES,
     }
     if settings.cores:
         variables["OMP_NUM_THREADS"] = str(len(settings.cores))

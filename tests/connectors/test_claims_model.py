@@ -37,6 +37,7 @@ from connector_standins import (
 from connectors.ec.scheduler import EcScheduler
 from connectors.ec.shape import EngineShape
 from connectors.settings import ConnectorSettings
+from hypothesis_profiles import examples
 from lookup_buffer.client.handles import ClaimHandle, PrefetchState
 from lookup_buffer.client.pending import PendingClaims
 from lookup_buffer.key import TensorKey
@@ -325,9 +326,8 @@ class FaultyTraffic(Traffic):
 
 
 usual = settings(
-    max_examples=150,
+    max_examples=examples(150),
     stateful_step_count=25,
-    deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 Traffic.TestCase.settings = usual

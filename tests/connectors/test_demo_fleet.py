@@ -13,6 +13,8 @@ from examples.demo.fleet import Fleet, NodeFailure, start_node
 from patience import scaled
 from store import MetadataStore
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).parents[2]
 
 

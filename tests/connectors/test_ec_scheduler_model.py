@@ -32,6 +32,7 @@ from connectors.ec.metadata import StepMetadata
 from connectors.ec.scheduler import EcScheduler
 from connectors.ec.shape import EngineShape
 from connectors.settings import ConnectorSettings
+from hypothesis_profiles import examples
 from lookup_buffer.client.handles import PrefetchState
 
 with warnings.catch_warnings():
@@ -304,9 +305,8 @@ class Engine(RuleBasedStateMachine):
 
 
 Engine.TestCase.settings = settings(
-    max_examples=150,
+    max_examples=examples(150),
     stateful_step_count=40,
-    deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
 )
 TestEngine = Engine.TestCase

@@ -42,6 +42,7 @@ from nodes import NodeProcess
 from patience import scaled
 
 
+@pytest.mark.processes
 def test_no_vllm_is_imported() -> None:
     code = "import sys, connectors.kv_v0.connector; sys.exit('vllm' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=scaled(60)).returncode == 0

@@ -107,6 +107,7 @@ def test_a_vllm_that_hashes_in_another_way_is_left_alone(
         assert inputs.ProcessorInputs.get_mm_hashes is other
 
 
+@pytest.mark.processes
 def test_no_vllm_at_all_and_nothing_heavy_is_imported() -> None:
     code = (
         "import sys; sys.modules['vllm'] = None\n"
@@ -117,6 +118,7 @@ def test_no_vllm_at_all_and_nothing_heavy_is_imported() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=scaled(60))
 
 
+@pytest.mark.processes
 def test_scheduler_side_needs_neither_vllm_nor_torch() -> None:
     code = (
         "import sys; sys.modules['vllm'] = sys.modules['torch'] = None\n"

@@ -54,6 +54,7 @@ def listening(make_listening: MakeListening, closing: ExitStack) -> KVPipe:
     return pipe
 
 
+@pytest.mark.processes
 class ProcessContract:
     """Inherit it in a class `Test…` of a module with the fixture `make_listening`."""
 

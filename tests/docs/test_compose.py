@@ -32,6 +32,8 @@ from lookup_buffer.sizes import parse_bytes
 from nodes import MIB, ROOT, ClientProcess, key, tensor_of, wait_until
 from patience import scaled
 
+pytestmark = pytest.mark.processes
+
 SERVICES = sorted(document()["services"])
 SCRAPED_SECONDS = 60.0
 

@@ -68,6 +68,7 @@ def test_the_example_of_a_pipe_runs() -> None:
     exec(compile(example, "docs/library.md", "exec"), {"torch": torch})
 
 
+@pytest.mark.processes
 def test_the_commands_that_are_listed_exist() -> None:
     named = set(re.findall(r"^lookup-buffer ([a-z]+) ", COMMANDS, flags=re.MULTILINE))
     assert len(named) >= 7

@@ -10,6 +10,8 @@ import pytest
 from nodes import wait_until
 from patience import scaled
 
+pytestmark = pytest.mark.processes
+
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 

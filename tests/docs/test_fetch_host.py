@@ -205,7 +205,7 @@ def test_server_that_falls_silent_is_given_up(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 def test_the_address_of_the_wheel_is_read_from_pip(tmp_path: Path) -> None:
     """The command itself, with pip's configuration naming the index."""
     with serving(make_wheel()) as server:

@@ -14,6 +14,8 @@ import pytest
 
 from patience import scaled
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("connectors", "examples", "lookup_buffer", "store")
 HEAVY = ("torch", "numpy", "vllm", "redis", "pydantic")

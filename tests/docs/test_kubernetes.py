@@ -155,6 +155,7 @@ def stack() -> Iterator[Stack]:
     yield from running_stack("valkey")
 
 
+@pytest.mark.processes
 def test_the_command_of_the_node_runs_with_its_environment(stack: Stack) -> None:
     service = Service("node-a")  # whose address and folders it gets
     stack.prepare(service)

@@ -20,6 +20,8 @@ from lookup_buffer.namespace import Namespace
 from nodes import MIB, ROOT, key, tensor_of, wait_until
 from patience import scaled
 
+pytestmark = pytest.mark.processes
+
 DOCUMENT = (ROOT / "docs/operations.md").read_text(encoding="utf-8")
 RULES = ROOT / "deploy/prometheus/rules.yml"
 PATIENCE_SECONDS = scaled(120.0)

@@ -14,6 +14,8 @@ import pytest
 from lookup_buffer.inspection.access import ExitCode
 from patience import scaled
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("connectors", "lookup_buffer", "store")
 DOCUMENTS = ("README.md", "LICENSE")

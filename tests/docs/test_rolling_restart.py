@@ -66,6 +66,7 @@ class Reader:
         assert not self.failures, self.failures
 
 
+@pytest.mark.processes
 def test_nodes_restarted_one_by_one_cost_little_and_fail_no_request(stack: Stack) -> None:
     ending = threading.Event()
     namespace = Namespace.named("rolling")

@@ -1,58 +1,118 @@
-"""The limits of `scripts/run-tests`: larger on a slow machine, and never without a bound."""
+"""The stages of `scripts/run_tests.py`, and their limits: larger on a slow machine, never without a
+bound."""
 
+import itertools
 import os
 import re
-import shutil
+import signal
 import subprocess
+import sys
+import textwrap
+import time
 from pathlib import Path
 
 import pytest
 
 from nodes import ROOT
 from patience import ENVIRONMENT, SLOWNESS_MAX, scaled
+from scripts.run_tests import Limits, Stage, main, part_of_commit, parts_by_name, run, stages_of
 
-IDLE_MINUTES = [5, 30, 7, 40]
-
-
-def minutes_of_each_stage(tmp_path: Path, **settings: str) -> list[int]:
-    """In a checkout whose checks and tests do nothing."""
-    for folder, name in (("scripts", "run-tests"), ("tests/support", "patience.py")):
-        (tmp_path / folder).mkdir(parents=True)
-        shutil.copy(ROOT / folder / name, tmp_path / folder / name)
-    for nothing in ("scripts/run-checks", "bin/python"):
-        path = tmp_path / nothing
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(
-            '#!/bin/sh\n[ "$1" != tests/support/patience.py ] || echo "$TESTS_SLOWNESS"\n'
-        )
-        path.chmod(0o700)
-    inherited = {name: value for name, value in os.environ.items() if name != "TEST_MINUTES"}
-    done = subprocess.run(
-        [tmp_path / "scripts/run-tests", "bin"], env={**inherited, **settings},
-        capture_output=True, text=True, timeout=scaled(30), check=True,
-    )  # fmt: skip
-    return [int(minutes) for minutes in re.findall(r"\(at most (\d+) min\)", done.stdout)]
+WHOLE_SECONDS = 85 * 60.0
 
 
-def test_an_idle_machine_has_the_usual_limits(tmp_path: Path) -> None:
-    assert minutes_of_each_stage(tmp_path, TESTS_SLOWNESS="1.0") == IDLE_MINUTES
+def limits_of(slowness: float, whole_seconds: float) -> list[float]:
+    """Of the stages of `make test`, none of which takes any time."""
+    limits = Limits(usual(), slowness, whole_seconds)
+    return [limits.next(0.0) for _ in usual()]
 
 
-@pytest.mark.parametrize("slowness", ["1.5", "2.7", "4.0"])
-def test_a_slow_machine_has_more_within_the_limit_of_the_whole(
-    tmp_path: Path, slowness: str
-) -> None:
-    limits = minutes_of_each_stage(tmp_path, TESTS_SLOWNESS=slowness)
-    assert all(limit >= idle for limit, idle in zip(limits, IDLE_MINUTES, strict=True))
-    assert sum(limits) > sum(IDLE_MINUTES)
-    # Nothing took any time here, so each stage could have all that the later ones leave.
+def usual() -> list[float]:
+    return [stage.seconds for stage in stages_of("test", "0")]
+
+
+def test_an_idle_machine_has_the_usual_limits() -> None:
+    assert limits_of(1.0, WHOLE_SECONDS) == usual()
+
+
+@pytest.mark.parametrize("slowness", [1.5, 2.7, SLOWNESS_MAX])
+def test_a_slow_machine_has_more_within_the_limit_of_the_whole(slowness: float) -> None:
+    seconds = usual()
+    limits = limits_of(slowness, WHOLE_SECONDS)
+    assert all(limit >= idle for limit, idle in zip(limits, seconds, strict=True))
+    assert sum(limits) > sum(seconds)
     for number, limit in enumerate(limits):
-        assert limit + sum(IDLE_MINUTES[number + 1 :]) <= 90
+        assert limit + sum(seconds[number + 1 :]) <= WHOLE_SECONDS
 
 
-def test_another_limit_of_the_whole(tmp_path: Path) -> None:
-    limits = minutes_of_each_stage(tmp_path, TESTS_SLOWNESS="3", TEST_MINUTES="400")
-    assert limits == [3 * minutes for minutes in IDLE_MINUTES]
+def test_a_stage_that_took_long_leaves_the_later_ones_their_usual_time() -> None:
+    limits = Limits([60.0, 60.0, 60.0], 4.0, 240.0)
+    assert limits.next(0.0) == 120.0
+    assert limits.next(120.0) == 60.0
+    assert limits.next(230.0) == 60.0
+
+
+def test_each_part_has_its_turn() -> None:
+    parts = list(parts_by_name())
+    chosen = [part_of_commit(f"{number:040x}", parts) for number in range(len(parts))]
+    assert sorted(chosen) == sorted(parts)
+
+
+def test_every_test_belongs_to_a_stage_of_all() -> None:
+    """A marker's value that no part has would keep a test from ever being run."""
+    sources = [path.read_text() for path in (ROOT / "tests").glob("*/test_*.py")]
+    marks = set(itertools.chain(*(re.findall(r'mark\.part\(name="(\w+)"\)', s) for s in sources)))
+    commands = [" ".join(stage.command) for stage in stages_of("all", "0")]
+    assert marks
+    for mark in marks:
+        assert any(f"part(name='{mark}')" in command for command in commands), mark
+
+
+def test_all_begins_with_what_quick_and_test_run() -> None:
+    names = {
+        command: [stage.name for stage in stages_of(command, "0")]
+        for command in ("quick", "test", "all")
+    }
+    assert names["test"][: len(names["quick"])] == names["quick"]
+    assert names["all"][: len(names["test"]) - 1] == names["test"][:-1]
+    assert names["test"][-1] in names["all"]
+
+
+@pytest.mark.parametrize("arguments", [[], ["everything"], ["part"], ["part", "nothing"]])
+def test_a_command_that_does_not_exist_is_refused(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments, commit="0") == 2
+    assert "usage" in capsys.readouterr().err
+
+
+@pytest.mark.processes
+def test_a_failed_stage_and_one_over_its_limit_are_reported() -> None:
+    assert run(Stage("good", 5.0, [sys.executable, "-c", ""]), 60.0) == ""
+    assert run(Stage("bad", 5.0, [sys.executable, "-c", "raise SystemExit(3)"]), 60.0) == "exit 3"
+    assert run(Stage("none", 5.0, [sys.executable, "-c", "raise SystemExit(5)"]), 60.0) == (
+        "no test was collected"
+    )
+    sleeping = [sys.executable, "-c", "import time; time.sleep(600)"]
+    assert run(Stage("slow", 5.0, sleeping), 0.5) == "over its time limit"
+
+
+@pytest.mark.processes
+def test_ctrl_c_ends_the_stage_that_runs(tmp_path: Path) -> None:
+    begun = tmp_path / "begun"
+    stage = f"import pathlib, time; pathlib.Path({str(begun)!r}).touch(); time.sleep(600)"
+    program = textwrap.dedent(f"""
+        import sys
+        from scripts.run_tests import Stage, run
+        run(Stage("slow", 5.0, [sys.executable, "-c", {stage!r}]), 600.0)
+    """)
+    with subprocess.Popen(
+        [sys.executable, "-c", program], cwd=ROOT, stderr=subprocess.DEVNULL
+    ) as process:
+        deadline = time.monotonic() + scaled(20.0)
+        while not begun.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(scaled(20.0)) != 0
 
 
 def test_what_a_test_waits_for_has_more_time_on_a_slow_machine(
@@ -65,6 +125,7 @@ def test_what_a_test_waits_for_has_more_time_on_a_slow_machine(
     assert scaled(5.0) == pytest.approx(3 * idle)
 
 
+@pytest.mark.processes
 def test_the_factor_is_measured_once_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     import patience
 

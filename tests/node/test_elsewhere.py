@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hypothesis_profiles import examples
 from lookup_buffer.key import QualifiedKey, TensorKey
 from lookup_buffer.shm.index import (
     BUCKET_ENTRIES,
@@ -52,7 +53,7 @@ CHANGES = st.lists(
 
 
 @given(CHANGES)
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=examples(60))
 def test_it_lists_the_last_that_were_listed_and_not_struck_off(
     changes: list[tuple[str, int] | None],
 ) -> None:

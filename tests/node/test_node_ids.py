@@ -187,7 +187,6 @@ def test_a_loss_of_beats_alone_makes_no_node_dead(
         assert reader.has_caches([name], timeout=5.0) == [True]
 
 
-@pytest.mark.slow
 def test_a_node_dead_for_long_is_evicted(
     start_node: StartNode, valkey_server: EmbeddedServer
 ) -> None:

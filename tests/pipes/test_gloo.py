@@ -200,6 +200,7 @@ def pipe_threads() -> list[threading.Thread]:
 
 
 @pytest.mark.parametrize(("signal", "error"), [("SIGKILL", PipeBroken), ("SIGSTOP", PipeTimeout)])
+@pytest.mark.processes
 def test_an_end_that_dies_between_its_announcement_and_its_bytes(
     listening: KVPipe, closing: ExitStack, signal: str, error: type[LookupBufferError]
 ) -> None:
@@ -239,6 +240,7 @@ moved.wait(60.0)
 """
 
 
+@pytest.mark.processes
 def test_a_process_that_ends_in_the_middle_of_a_transfer_ends_in_order() -> None:
     """Otherwise torch's threads would terminate it: -SIGABRT."""
     command = [sys.executable, "-c", ENDS_IN_THE_MIDDLE]
@@ -330,6 +332,7 @@ time.sleep(max(0.0, soon - time.monotonic()))
 """
 
 
+@pytest.mark.processes
 def test_a_process_that_ends_while_communicators_are_made_ends_in_order() -> None:
     """Their threads return from torch, one after the other, while the interpreter ends."""
     ended = subprocess.run(

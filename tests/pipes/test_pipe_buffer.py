@@ -255,6 +255,7 @@ assert consumer.drop_select(tokens, roi)[4] is not None
 """
 
 
+@pytest.mark.processes
 def test_a_process_with_an_open_buffer_ends() -> None:
     command = [sys.executable, "-c", LEFT_OPEN]
     run = subprocess.run(command, capture_output=True, text=True, timeout=scaled(100), check=False)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
 from contract_pipe import block, same
+from hypothesis_profiles import examples
 from lookup_buffer.codec import Value, packed
 from lookup_buffer.errors import BufferFull, LookupTimeout, PipeBroken, TensorTooLarge
 from lookup_buffer.pipes import PipeLimits, open_pipe
@@ -106,9 +107,8 @@ def test_random_items() -> None:
     run_state_machine_as_test(
         Items,
         settings=settings(
-            max_examples=25,
+            max_examples=examples(25),
             stateful_step_count=40,
-            deadline=None,
             suppress_health_check=list(HealthCheck),
         ),
     )

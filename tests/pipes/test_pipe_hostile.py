@@ -21,6 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from contract_pipe import SOON_SECONDS, closing
+from hypothesis_profiles import examples
 from lookup_buffer.codec import header_of
 from lookup_buffer.config import parse_tcp
 from lookup_buffer.errors import LookupBufferError, ProtocolError, TensorTooLarge
@@ -276,6 +277,7 @@ with open_pipe(pipe.uri, timeout=20.0) as other:
 """
 
 
+@pytest.mark.processes
 def test_an_end_without_a_descriptor_left_accepts_again_once_there_is_one() -> None:
     command = [sys.executable, "-c", NO_DESCRIPTOR_LEFT]
     run = subprocess.run(command, capture_output=True, text=True, timeout=scaled(100), check=False)
@@ -306,7 +308,7 @@ CHANGES = st.lists(st.tuples(st.integers(0, 10_000), st.integers(0, 255)), max_s
 def test_random_bytes_end_in_an_error_and_leave_no_thread(scheme: str) -> None:
     before = threading.active_count()
 
-    @settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=examples(200), suppress_health_check=list(HealthCheck))
     @given(st.lists(PIECES, max_size=6), CHANGES, st.integers(0, 10_000))
     def attack(pieces: list[bytes], changes: list[tuple[int, int]], cut: int) -> None:
         sent = bytearray(b"".join(pieces))

@@ -24,6 +24,7 @@ from hypothesis.stateful import (
 )
 
 from contract_pipe import block, same
+from hypothesis_profiles import examples
 from lookup_buffer.errors import (
     BufferFull,
     CodecError,
@@ -160,19 +161,18 @@ class Traffic(RuleBasedStateMachine):
 
 # Schemes that take longer to open have fewer examples.
 @pytest.mark.parametrize(
-    ("scheme", "examples"), [("inproc", 30), ("shm", 30), ("tcp", 30), ("redis", 6), ("gloo", 15)]
+    ("scheme", "usual"), [("inproc", 30), ("shm", 30), ("tcp", 30), ("redis", 6), ("gloo", 15)]
 )
 def test_random_traffic(
-    scheme: str, examples: int, tmp_path: Path, valkey_server: EmbeddedServer
+    scheme: str, usual: int, tmp_path: Path, valkey_server: EmbeddedServer
 ) -> None:
     parts = {"scheme": scheme, "directory": tmp_path, "server": valkey_server}
     machine = type("Machine", (Traffic,), parts)
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=examples,
+            max_examples=examples(usual),
             stateful_step_count=40,
-            deadline=None,
             suppress_health_check=list(HealthCheck),
         ),
     )

@@ -190,6 +190,7 @@ NAMESPACES = [
 ]
 
 
+@pytest.mark.processes
 def test_an_end_in_a_container_that_shares_only_the_directory(closing: ExitStack, uri: str) -> None:
     try:
         subprocess.run([*NAMESPACES, "true"], check=True, capture_output=True, timeout=scaled(60))

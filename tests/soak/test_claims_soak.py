@@ -29,10 +29,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
+import pytest
+
 from patience import scaled
 from servers import StartServer, command
 from store import ClaimAnswer, ClaimState, Location, Publication, Record, StoreError, open_store
 from store.redis_store import RedisStore
+
+pytestmark = pytest.mark.part(name="soaks")
 
 CONTENDERS = 8
 KEYS = 10_000

@@ -26,6 +26,8 @@ from lookup_buffer.errors import LookupBufferError
 from lookup_buffer.key import TensorKey
 from nodes import MIB, NodeProcess, StartNode, at_rest, tensor_of, wait_until, with_store
 
+pytestmark = pytest.mark.part(name="soaks")
+
 HANG_SECONDS = 25.0
 """A process silent for this long hangs: a lane's deadline, a transfer, and a margin. Less than the
 bound that a read has beyond all these."""

@@ -25,6 +25,8 @@ from lookup_buffer.key import TensorKey
 from nodes import MIB, ClientProcess, NodeProcess, StartNode, at_rest, wait_until
 from patience import scaled
 
+pytestmark = pytest.mark.part(name="soaks")
+
 CONSUMERS_PER_PROCESS = 8
 TIMEOUT_SECONDS = scaled(20.0)
 """For what may be inserted only meanwhile, and whose owner's death is reported within 7 s."""

@@ -34,6 +34,8 @@ import pytest
 from servers import StartServer, command
 from store import EmbeddedServer
 
+pytestmark = pytest.mark.part(name="soaks")
+
 KEYS = [f"{n:064x}" for n in range(2000)]
 BOOT = "b" * 16
 BATCH = 10

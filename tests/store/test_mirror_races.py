@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from contract_store import a_location, a_record
+from hypothesis_profiles import examples
 from mirrors import Mirroring, Watching, kill_tracked
 from nodes import wait_until
 from servers import command, flush
@@ -41,8 +42,7 @@ def racing(valkey_server: EmbeddedServer) -> Iterator[tuple[MetadataStore, Mirro
 
 
 @settings(
-    max_examples=60,
-    deadline=None,
+    max_examples=examples(60),
     suppress_health_check=list(HealthCheck),
     phases=[Phase.generate],  # shrinking does not reproduce a race
 )

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
 from contract_store import a_location, a_record
+from hypothesis_profiles import examples
 from memory_store import MemoryStore
 from patience import scaled
 from servers import command, flush, python
@@ -212,7 +213,7 @@ def test_redis_answers_as_memory_does(store: MetadataStore) -> None:
     run_state_machine_as_test(
         lambda: SameAsMemory(store),  # type: ignore[arg-type]  # any factory will do
         settings=settings(
-            max_examples=40, stateful_step_count=30, deadline=None, database=None,
+            max_examples=examples(40), stateful_step_count=30, database=None,
             suppress_health_check=list(HealthCheck),
         ),
     )  # fmt: skip

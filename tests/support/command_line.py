@@ -137,7 +137,8 @@ def run_of(directory: Path, *tests: str, options: Sequence[str] = ()) -> Run:
     conftest = (here.parent / "conftest.py").read_text()
     conftest = conftest.replace("timeout_seconds=scaled(10.0)", "timeout_seconds=0.2")
     (directory / "conftest.py").write_text(conftest)
-    shutil.copy(here / "patience.py", directory)
+    for name in ("hypothesis_profiles.py", "patience.py"):
+        shutil.copy(here / name, directory)
     leaks = (here / "leaks.py").read_text()
     (directory / "leaks.py").write_text(leaks.replace("LOOKUP_BUFFER_TEST_RUN", "INNER_TEST_RUN"))
     for number, source in enumerate(tests):

@@ -13,6 +13,7 @@ import itertools
 import os
 import random
 import shutil
+import socket
 import tempfile
 import time
 from collections.abc import Iterator
@@ -22,9 +23,10 @@ from typing import Any
 
 import pytest
 
+import fork_server
 from connectors.plugin import CONNECTOR_NAME, KV_CONNECTOR_NAME
-from examples.demo.engine import Answer, DemoEngine, Question
-from examples.demo.engine_settings import EngineSettings, Placement
+from examples.demo.engine import PROCESS_MODULE, Answer, DemoEngine, Process, Question
+from examples.demo.engine_settings import EngineSettings, Placement, engine_environment
 from examples.demo.model import ensure_model
 from examples.demo.model_size import ModelSize, TextSize, VisionSize
 from examples.demo.schedule_log import Step
@@ -41,6 +43,19 @@ OUTCOME_SECONDS = 10.0
 STORE_SECONDS = 5.0
 """Where a store is not heard in time, engines encode again what is stored, as they should; and a
 machine that is short of processors or memory may well stop for a second."""
+
+
+class Engine(DemoEngine):
+    """A real engine, whose process is a fork where it can be: see `fork_server`."""
+
+    def _started(self, connection: socket.socket) -> Process:
+        return fork_server.launch(
+            PROCESS_MODULE,
+            ["{0}"],
+            log=self.settings.log_path,
+            environment=os.environ | engine_environment(self.settings),
+            keep=[connection.fileno()],
+        )
 
 
 class TwoHosts:
@@ -250,7 +265,7 @@ def reference(album: Album, model: Path, tmp_path_factory: pytest.TempPathFactor
     questions = [album.about(number) for number in range(PICTURES)]
     questions += [album.about(*numbers) for numbers in (*SEVERAL, *CROSSED)]
     settings = engine_settings("reference", model, tmp_path_factory.mktemp("reference"))
-    with DemoEngine(settings) as engine:
+    with Engine(settings) as engine:
         engine.wait_ready(timeout_seconds=START_SECONDS)
         answers = {question: engine.generate(question) for question in questions}
         assert "lookup buffer" not in engine.settings.log_path.read_text()
@@ -300,7 +315,7 @@ def connector(node: NodeProcess, **extra: Any) -> dict[str, Any]:
 class EnginePair:
     """An engine on each of two hosts, under test; every answer is held against the reference."""
 
-    def __init__(self, a: DemoEngine, b: DemoEngine, album: Album, reference: Reference) -> None:
+    def __init__(self, a: Engine, b: Engine, album: Album, reference: Reference) -> None:
         self.a = a
         self.b = b
         self._album = album
@@ -318,7 +333,7 @@ class EnginePair:
     def tokens(self, question: Question) -> tuple[int, ...]:
         return self._reference.tokens(question)
 
-    def ask(self, engine: DemoEngine, question: Question, *, within_seconds: float) -> Answer:
+    def ask(self, engine: Engine, question: Question, *, within_seconds: float) -> Answer:
         """The answer, which is right and in time: `within_seconds` on an idle machine."""
         within_seconds = scaled(within_seconds)
         started = time.monotonic()
@@ -360,7 +375,7 @@ def engine_pair(
     ]
     prepare = getattr(request.module, "PREPARE", None)
     settings = [prepare(each) for each in settings] if prepare else settings
-    with DemoEngine(settings[0]) as a, DemoEngine(settings[1]) as b:
+    with Engine(settings[0]) as a, Engine(settings[1]) as b:
         for engine in (a, b):
             engine.wait_ready(timeout_seconds=START_SECONDS)
         yield EnginePair(a, b, album, reference)
@@ -455,7 +470,7 @@ class KvPair:
     """Engines a and b under test; every answer is held against one without a connector."""
 
     def __init__(
-        self, hosts: TwoHosts, a: DemoEngine, b: DemoEngine, reference: DemoEngine, fault: Path
+        self, hosts: TwoHosts, a: Engine, b: Engine, reference: Engine, fault: Path
     ) -> None:
         self.hosts = hosts
         self.fault = fault
@@ -468,7 +483,7 @@ class KvPair:
         plain = Question(question.images, question.prompt, question.tokens, question.token_ids)
         return self.reference.generate(plain).tokens
 
-    def ask(self, engine: DemoEngine, question: Question) -> Asked:
+    def ask(self, engine: Engine, question: Question) -> Asked:
         """The answer, which is right."""
         before = len(engine.schedule.steps())
         answer = engine.generate(question, timeout_seconds=ANSWER_SECONDS)
@@ -486,7 +501,7 @@ class KvPair:
             if any(location.node == node.node_id for location in record.locations)
         )
 
-    def ask_and_store(self, engine: DemoEngine, node: NodeProcess, question: Question) -> Asked:
+    def ask_and_store(self, engine: Engine, node: NodeProcess, question: Question) -> Asked:
         """Also wait until what is new of it was published: that comes after the answer."""
         before = self.stored(node)
         asked = self.ask(engine, question)
@@ -530,9 +545,9 @@ def kv_pair(
     paths = os.pathsep.join([str(ROOT / "tests" / "support"), os.environ.get("PYTHONPATH", "")])
     of_b.environment.update({FAULT_VARIABLE: str(fault), "PYTHONPATH": paths.rstrip(os.pathsep)})
     with (
-        DemoEngine(of_a) as a,
-        DemoEngine(of_b) as b,
-        DemoEngine(settings("reference", 0, one)) as reference,
+        Engine(of_a) as a,
+        Engine(of_b) as b,
+        Engine(settings("reference", 0, one)) as reference,
     ):
         for engine in (a, b, reference):
             engine.wait_ready(timeout_seconds=START_SECONDS)

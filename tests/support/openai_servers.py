@@ -8,9 +8,8 @@ import base64
 import http.client
 import json
 import os
+import select
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -20,6 +19,7 @@ from typing import Any
 
 import pytest
 
+import fork_server
 from examples.demo.counting_scheduler import LOG_SETTING
 from examples.demo.engine import Question
 from examples.demo.engine_settings import (
@@ -49,6 +49,8 @@ COMPLETIONS = "/v1/chat/completions"
 END_SECONDS = scaled(20.0)
 ASK_SECONDS = scaled(60.0)
 _LOG_TAIL_LINES = 60
+# `vllm serve` does the same, but looks for the version of a distribution called vllm.
+_MODULE = "vllm.entrypoints.openai.api_server"
 # vLLM's own choice on GPUs. On CPU its steps do not overlap all the same: `engine_plugins`.
 _SCHEDULER = "examples.demo.counting_scheduler.CountingAsyncScheduler"
 
@@ -93,22 +95,17 @@ class OpenAIServer:
         template = settings.work_directory / "chat.jinja"
         template.write_text(CHAT_TEMPLATE)
         self.port = free_port()
-        # `vllm serve` does the same, but looks for the version of a distribution called vllm.
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-        command += ["--host", "127.0.0.1", "--port", str(self.port)]
-        command += ["--served-model-name", MODEL_NAME, "--chat-template", str(template)]
-        command += ["--chat-template-content-format", "openai", "--scheduler-cls", _SCHEDULER]
-        command += ["--additional-config", json.dumps({LOG_SETTING: str(settings.schedule_path)})]
-        with settings.log_path.open("wb") as log:
-            self._process = subprocess.Popen(
-                [*command, *_flags(engine_arguments(settings)), *flags],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                cwd=ROOT,
-                env=os.environ | engine_environment(settings),
-                start_new_session=True,
-            )
+        arguments = ["--host", "127.0.0.1", "--port", str(self.port)]
+        arguments += ["--served-model-name", MODEL_NAME, "--chat-template", str(template)]
+        arguments += ["--chat-template-content-format", "openai", "--scheduler-cls", _SCHEDULER]
+        arguments += ["--additional-config", json.dumps({LOG_SETTING: str(settings.schedule_path)})]
+        self._process = fork_server.launch(
+            _MODULE,
+            [*arguments, *_flags(engine_arguments(settings)), *flags],
+            log=settings.log_path,
+            environment=os.environ | engine_environment(settings),
+        )
+        self._exit = os.pidfd_open(self._process.pid)
         self._closed = False
 
     def wait_ready(self, timeout_seconds: float) -> None:
@@ -194,18 +191,14 @@ class OpenAIServer:
             return
         self._closed = True
         os.kill(self._process.pid, signal.SIGTERM)
-        deadline = time.monotonic() + END_SECONDS
-        while not self._has_ended() and time.monotonic() < deadline:
-            time.sleep(0.02)
+        select.select([self._exit], [], [], END_SECONDS)
+        os.close(self._exit)
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait(timeout=10.0)
 
     def _has_ended(self) -> bool:
-        # WNOWAIT leaves the process unreaped: its number, which is also that of the group, stays
-        # ours until the group was killed.
-        options = os.WEXITED | os.WNOWAIT | os.WNOHANG
-        return os.waitid(os.P_PID, self._process.pid, options) is not None
+        return bool(select.select([self._exit], [], [], 0.0)[0])
 
     def __enter__(self) -> "OpenAIServer":
         return self

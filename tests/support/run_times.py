@@ -1,9 +1,10 @@
 """How long each test took: into build/test-times.json, with a summary at the end of the run.
 
-A pytest plugin. The file names each test's seconds of setup, call and teardown, and the processor
-seconds of the test's own thread in its call; then the sums of each file and of each tier, which is
-the file's folder. Of a run of several pytest processes (`scripts/run-tests`) each adds to the file
-that `TEST_TIMES` names; a single pytest begins it anew.
+A pytest plugin. The file names each test's seconds of setup, call and teardown, the processor
+seconds of the test's own thread in its call, and those of all processes that it waited for; then
+the sums of each file and of each tier, which is the file's folder. Of a run of several pytest
+processes (`scripts/run-tests`) each adds to the file that `TEST_TIMES` names; a single pytest
+begins it anew.
 """
 
 import json
@@ -22,8 +23,21 @@ ENVIRONMENT = "TEST_TIMES"
 SLOWEST_SHOWN = 30
 _PHASES = ("setup", "call", "teardown")
 _CPU = "cpu_seconds"
+_OF_CHILDREN = "children_cpu_seconds"
 
 Test = dict[str, float]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    _children_before[:] = [_of_children()]
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None]:
+    yield
+    item.user_properties.append((_OF_CHILDREN, round(_of_children() - _children_before[0], 3)))
 
 
 @pytest.hookimpl(wrapper=True)
@@ -31,6 +45,15 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
     began = time.thread_time()
     yield
     item.user_properties.append((_CPU, round(time.thread_time() - began, 3)))
+
+
+_children_before = [0.0]
+
+
+def _of_children() -> float:
+    """Processor seconds of the processes that this one has waited for."""
+    times = os.times()
+    return times.children_user + times.children_system
 
 
 class Times:
@@ -44,8 +67,9 @@ class Times:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         test = self.tests[report.nodeid]
         test[report.when] = round(test.get(report.when, 0.0) + report.duration, 3)
-        if report.when == "call":
-            test |= {name: value for name, value in report.user_properties if name == _CPU}  # type: ignore[misc]
+        for name, value in report.user_properties:
+            if name in (_CPU, _OF_CHILDREN):
+                test[name] = value  # type: ignore[assignment]
 
     def pytest_sessionfinish(self) -> None:
         tests = dict(self.tests)
@@ -65,10 +89,13 @@ class Times:
         for name, test in slowest:
             phases = " + ".join(f"{test.get(phase, 0.0):.2f}" for phase in _PHASES)
             terminalreporter.write_line(f"{seconds_of(test):7.2f} = {phases:22} {name}")
-        terminalreporter.section("seconds by tier: in tests, of that processor time, tests")
+        terminalreporter.section(
+            "seconds by tier: of tests, processor, processes' processor; tests"
+        )
         for tier, tally in sums(self.tests, tier_of).items():
             terminalreporter.write_line(
-                f"{tally['seconds']:8.1f} {tally[_CPU]:8.1f} {tally['tests']:6} {tier}"
+                f"{tally['seconds']:8.1f} {tally[_CPU]:8.1f} {tally[_OF_CHILDREN]:8.1f}"
+                f" {tally['tests']:6} {tier}"
             )
 
 
@@ -95,8 +122,11 @@ def sums(tests: dict[str, Test], group_of: Any) -> dict[str, dict[str, float]]:
     """Seconds, processor seconds and number of the tests of each group, the longest first."""
     found: dict[str, dict[str, float]] = {}
     for nodeid, test in tests.items():
-        tally = found.setdefault(group_of(nodeid), {"seconds": 0.0, _CPU: 0.0, "tests": 0})
+        tally = found.setdefault(
+            group_of(nodeid), {"seconds": 0.0, _CPU: 0.0, _OF_CHILDREN: 0.0, "tests": 0}
+        )
         tally["seconds"] = round(tally["seconds"] + seconds_of(test), 3)
-        tally[_CPU] = round(tally[_CPU] + test.get(_CPU, 0.0), 3)
+        for name in (_CPU, _OF_CHILDREN):
+            tally[name] = round(tally[name] + test.get(name, 0.0), 3)
         tally["tests"] += 1
     return dict(sorted(found.items(), key=lambda one: -one[1]["seconds"]))

@@ -8,6 +8,8 @@ from clusters import ValkeyCluster, slot_of
 from patience import scaled
 from resp import RespError
 
+pytestmark = pytest.mark.processes
+
 
 def test_slots_are_those_of_the_specification() -> None:
     assert slot_of("123456789") == 0x31C3

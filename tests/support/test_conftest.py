@@ -7,6 +7,7 @@ import pytest
 from command_line import run_of
 
 
+@pytest.mark.processes
 def test_a_full_collection_skips_the_objects_of_the_modules(tmp_path: Path) -> None:
     """Each full collection over them would stop all threads for half a second.
 

@@ -13,6 +13,8 @@ from command_line import run_of
 from leaks import LeakGuard
 from patience import scaled
 
+pytestmark = pytest.mark.processes
+
 SLEEPER = "import time; time.sleep(60)"
 # Detaches as a node does, so that it is no descendant of the test process any more.
 DETACHER = f"""

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import run_times
 
 TESTS = """
@@ -30,6 +32,7 @@ def ran(folder: Path, times: Path) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
+@pytest.mark.processes
 def test_two_runs_of_one_report(tmp_path: Path) -> None:
     times = tmp_path / "times.json"
     unit, node = ran(tmp_path / "unit", times), ran(tmp_path / "node", times)

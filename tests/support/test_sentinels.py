@@ -7,6 +7,8 @@ import pytest
 from clusters import Sentinels
 from resp import RespError
 
+pytestmark = pytest.mark.processes
+
 
 def test_a_master_and_its_replica(sentinels: Sentinels) -> None:
     assert sentinels.master() is sentinels.servers[0]

@@ -14,6 +14,8 @@ from nodes import wait_until
 from patience import STANDSTILL_SECONDS, Standstills, scaled
 from servers import alive
 
+pytestmark = pytest.mark.processes
+
 STOPPED_SECONDS = 0.5
 
 

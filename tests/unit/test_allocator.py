@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from hypothesis_profiles import examples
 from lookup_buffer.shm.allocator import Allocator
 
 
@@ -150,7 +151,7 @@ def brute_force(
     return costs
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 @given(st.data())
 def test_the_window_is_the_best_of_all(data: st.DataObject) -> None:
     allocator = Allocator(64 * data.draw(st.integers(1, 24)))
@@ -287,7 +288,9 @@ class AllocatorMachine(RuleBasedStateMachine):
 
 
 TestAllocatorMachine = AllocatorMachine.TestCase
-TestAllocatorMachine.settings = settings(max_examples=80, stateful_step_count=60, deadline=None)
+TestAllocatorMachine.settings = settings(
+    max_examples=examples(80), stateful_step_count=60, deadline=None
+)
 
 
 @pytest.mark.alone  # lists of that length move at the memory's pace, which others share

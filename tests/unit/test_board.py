@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lookup_buffer.key import QualifiedKey
@@ -92,7 +92,6 @@ CHANGES = st.lists(
 
 
 @given(CHANGES)
-@settings(deadline=None)
 def test_it_equals_a_dictionary_within_its_capacity(
     changes: list[tuple[int, tuple[TensorHeader, int] | None]],
 ) -> None:
@@ -243,6 +242,7 @@ print(found, missed, wrong)
 """
 
 
+@pytest.mark.processes
 def test_a_reader_of_another_process_never_sees_halves() -> None:
     """While a writer lists and strikes off without pause, all in one bucket."""
     with Both() as both:

@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hypothesis_profiles import examples
 from lookup_buffer.codec import (
     check_out,
     contiguous_bytes,
@@ -310,6 +311,7 @@ def test_large_copies_let_other_threads_run() -> None:
     assert torch.equal(out, source)
 
 
+@pytest.mark.processes
 def test_the_header_needs_no_torch() -> None:
     code = (
         "import sys, lookup_buffer.protocol.header, lookup_buffer.protocol.stream;"
@@ -321,7 +323,7 @@ def test_the_header_needs_no_torch() -> None:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(
     name=st.sampled_from(HERE),
     shape=st.lists(st.integers(0, 4), max_size=5),

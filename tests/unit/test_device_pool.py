@@ -5,6 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from hypothesis_profiles import examples
 from lookup_buffer.device.pool import DevicePool, Entry
 from lookup_buffer.errors import BufferFull, TensorTooLarge
 from lookup_buffer.key import QualifiedKey
@@ -141,4 +142,6 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPoolMachine = PoolMachine.TestCase
-TestPoolMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestPoolMachine.settings = settings(
+    max_examples=examples(60), stateful_step_count=40, deadline=None
+)

@@ -7,6 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from hypothesis_profiles import examples
 from lookup_buffer.errors import BufferFull, LookupBufferError
 from lookup_buffer.node.arrivals import Arrival, Arrivals
 from lookup_buffer.node.counters import Counters
@@ -307,5 +308,5 @@ class HandoffMachine(RuleBasedStateMachine):
 
 
 TestHandoffs = HandoffMachine.TestCase
-TestHandoffs.settings = settings(max_examples=250, stateful_step_count=50, deadline=None)
+TestHandoffs.settings = settings(max_examples=examples(250), stateful_step_count=50)
 assert BYTES_PER_SECOND_MIN > CAPACITY, "the size of an item does not count in its lease"

@@ -7,6 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from hypothesis_profiles import examples
 from lookup_buffer.errors import BufferFull, TensorTooLarge
 from lookup_buffer.node.inventory import Inventory, Item
 from lookup_buffer.protocol.header import TensorHeader
@@ -224,7 +225,7 @@ class InventoryMachine(RuleBasedStateMachine):
 
 
 TestInventory = InventoryMachine.TestCase
-TestInventory.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+TestInventory.settings = settings(max_examples=examples(120), stateful_step_count=40)
 
 
 def filled(inventory: Inventory, name: str, nbytes: int) -> Item:

@@ -98,6 +98,7 @@ def peer_process(mode: str) -> Iterator[tuple[FramedSocket, subprocess.Popen[byt
             process.wait(TIMEOUT)
 
 
+@pytest.mark.processes
 def test_a_killed_peer_in_the_middle_of_a_payload() -> None:
     with peer_process("half") as (link, process):
         link.recv_header(TIMEOUT)
@@ -111,6 +112,7 @@ def test_a_killed_peer_in_the_middle_of_a_payload() -> None:
             link.recv_header(TIMEOUT)
 
 
+@pytest.mark.processes
 def test_a_stopped_peer_costs_a_receiver_its_deadline() -> None:
     with peer_process("half") as (link, process):
         link.recv_header(TIMEOUT)
@@ -122,6 +124,7 @@ def test_a_stopped_peer_costs_a_receiver_its_deadline() -> None:
         assert link.closed
 
 
+@pytest.mark.processes
 def test_a_stopped_peer_costs_a_sender_its_deadline() -> None:
     with peer_process("idle") as (link, process):
         os.kill(process.pid, signal.SIGSTOP)

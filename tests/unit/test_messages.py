@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hypothesis_profiles import examples
 from lookup_buffer import errors
 from lookup_buffer.errors import LookupBufferError, ProtocolError
 from lookup_buffer.protocol import messages
@@ -99,7 +100,6 @@ plain = st.recursive(
 
 
 @given(requests)
-@settings(deadline=None)
 def test_every_request_survives_the_wire(request: Request) -> None:
     assert parse(unpack(pack(request.to_wire()))) == request
 
@@ -119,7 +119,7 @@ def test_garbage_is_a_protocol_error(garbage: Any) -> None:
 
 
 @given(requests, st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 def test_a_request_with_one_garbled_field_is_refused_or_still_valid(
     request: Request, data: st.DataObject
 ) -> None:
@@ -133,7 +133,6 @@ def test_a_request_with_one_garbled_field_is_refused_or_still_valid(
 
 
 @given(requests, st.data())
-@settings(deadline=None)
 def test_a_field_too_few_or_too_many_is_refused(request: Request, data: st.DataObject) -> None:
     wire = request.to_wire()
     fewer = dict(wire)

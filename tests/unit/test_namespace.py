@@ -44,6 +44,7 @@ def test_names_and_values_cannot_run_into_each_other() -> None:
     assert len({Namespace(text).fingerprint for text in texts}) == len(texts)
 
 
+@pytest.mark.processes
 def test_it_is_the_same_in_every_process() -> None:
     program = (
         "from lookup_buffer.namespace import Namespace;"

@@ -27,6 +27,7 @@ def test_a_name_that_does_not_exist_is_named() -> None:
         connected_socket("no-such-host.invalid", 1, time.monotonic() + 5.0)
 
 
+@pytest.mark.processes
 def test_a_first_connection_imports_nothing() -> None:
     program = (
         "import socket, sys, time\n"

@@ -249,6 +249,7 @@ def test_no_password_is_ever_shown(password: str, form: str) -> None:
         assert piece not in shown
 
 
+@pytest.mark.processes
 def test_a_store_imports_what_it_needs() -> None:
     """redis-py, which takes longer to import than a command takes, no store needs."""
     source = """
@@ -262,6 +263,7 @@ assert "hiredis" in sys.modules and "redis" not in sys.modules
     subprocess.run([sys.executable, "-c", source], check=True, timeout=scaled(60))
 
 
+@pytest.mark.processes
 def test_dialling_reads_no_file() -> None:
     """A disk that hangs would be waited for without a time-out."""
     source = """

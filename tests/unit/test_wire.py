@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hypothesis_profiles import examples
 from lookup_buffer.errors import ProtocolError
 from lookup_buffer.protocol.framing import (
     MAGIC,
@@ -53,7 +54,7 @@ def test_byte_by_byte() -> None:
 MAX = 256
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(
     st.lists(
         st.binary(max_size=80)

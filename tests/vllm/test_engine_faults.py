@@ -15,8 +15,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from engines import FETCH_WAIT_SECONDS, NONE_KNOWN, SIZE, Album, EnginePair, TwoHosts
-from examples.demo.engine import DemoEngine, Question
+from engines import FETCH_WAIT_SECONDS, NONE_KNOWN, SIZE, Album, Engine, EnginePair, TwoHosts
+from examples.demo.engine import Question
 from examples.demo.engine_settings import Placement
 from nodes import ROOT, NodeProcess, at_rest, wait_until
 from patience import scaled
@@ -54,11 +54,11 @@ def hosts(places: TwoHosts, engine_pair: EnginePair) -> Iterator[TwoHosts]:
         places.stop()
 
 
-def encoded(engine: DemoEngine, pair: EnginePair, question: Question, seconds: float) -> None:
+def encoded(engine: Engine, pair: EnginePair, question: Question, seconds: float) -> None:
     assert pair.ask(engine, question, within_seconds=seconds).origins == ("encoded",)
 
 
-def loaded(engine: DemoEngine, pair: EnginePair, question: Question, seconds: float) -> None:
+def loaded(engine: Engine, pair: EnginePair, question: Question, seconds: float) -> None:
     assert pair.ask(engine, question, within_seconds=seconds).origins == ("loaded",)
 
 

@@ -12,8 +12,7 @@ from dataclasses import replace
 
 import pytest
 
-from engines import EnginePair, TwoHosts
-from examples.demo.engine import DemoEngine
+from engines import Engine, EnginePair, TwoHosts
 from examples.demo.engine_settings import EngineSettings
 from nodes import NodeProcess, at_rest, wait_until
 
@@ -54,7 +53,7 @@ def offered(hosts: TwoHosts, identifier: str) -> bool:
     return any(record.devices for record in hosts.store.scan() if record.key == identifier)
 
 
-def shared(hosts: TwoHosts, pair: EnginePair, first: DemoEngine, second: DemoEngine) -> None:
+def shared(hosts: TwoHosts, pair: EnginePair, first: Engine, second: Engine) -> None:
     """A fresh image is encoded by the one engine and loaded by the other."""
     question = pair.fresh()
     assert pair.ask(first, question, within_seconds=ANSWER_SECONDS).origins == ("encoded",)
@@ -63,7 +62,7 @@ def shared(hosts: TwoHosts, pair: EnginePair, first: DemoEngine, second: DemoEng
 
 
 @contextmanager
-def stopped(engine: DemoEngine) -> Iterator[None]:
+def stopped(engine: Engine) -> Iterator[None]:
     os.killpg(engine.pid, signal.SIGSTOP)
     try:
         yield

@@ -32,7 +32,7 @@ from openai_servers import (
 )
 from servers import free_port
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.part(name="layouts")]
 CHUNK = 512
 """More than the prompt about an image has, so that its KV is not shared and its encoding is."""
 PROMPT_TOKENS = 600

@@ -19,6 +19,7 @@ from engines import (
     OUTCOME_SECONDS,
     START_SECONDS,
     Album,
+    Engine,
     ask_for,
     connector,
     engine_settings,
@@ -27,7 +28,7 @@ from engines import (
     prompt,
     weights,
 )
-from examples.demo.engine import DemoEngine, Question
+from examples.demo.engine import Question
 from examples.demo.engine_settings import EngineSettings, Placement
 from models import REPOSITORY, add_commit, commit_named, environment, hub_over, point
 from nodes import NodeProcess, StartNode, wait_until
@@ -38,8 +39,8 @@ FIRST, SECOND = commit_named("first"), commit_named("second")
 
 
 @contextmanager
-def started(settings: EngineSettings) -> Iterator[DemoEngine]:
-    with DemoEngine(settings) as engine:
+def started(settings: EngineSettings) -> Iterator[Engine]:
+    with Engine(settings) as engine:
         engine.wait_ready(timeout_seconds=START_SECONDS)
         yield engine
 
@@ -48,7 +49,7 @@ def stored(node: NodeProcess) -> int:
     return node.stats().get("inserts_stored", 0)
 
 
-def origin(engine: DemoEngine, question: Question, node: NodeProcess) -> str:
+def origin(engine: Engine, question: Question, node: NodeProcess) -> str:
     """How the engine came by a picture; what it encoded is stored afterwards."""
     before = stored(node)
     (where,) = engine.generate(question).origins
@@ -143,7 +144,7 @@ def test_a_byte_of_any_matrix_counts(start_node: StartNode, album: Album, tmp_pa
     assert {computed[name] for name in ("one", *alone)} == {PROMPT_TOKENS}
 
 
-def computed_of_prompt(engine: DemoEngine, node: NodeProcess) -> int:
+def computed_of_prompt(engine: Engine, node: NodeProcess) -> int:
     """How many tokens of one prompt the engine computed; their KV is stored afterwards."""
     before, steps = stored(node), len(engine.schedule.steps())
     answer = engine.generate(ask_for(prompt(PROMPT_TOKENS, seed=1), 1))

@@ -11,17 +11,17 @@ from engines import (
     CHUNK,
     SAVE_SECONDS,
     START_SECONDS,
+    Engine,
     TwoHosts,
     ask_for,
     kv_connector,
     kv_engine_settings,
     prompt,
 )
-from examples.demo.engine import DemoEngine
 from examples.demo.engine_settings import Placement
 from nodes import wait_until
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.part(name="layouts")]
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def test_both_workers_load_what_they_stored(hosts: TwoHosts, model: Path, tmp_pa
     settings = replace(settings, cores=(), environment=settings.environment | threads)
     question = ask_for(prompt(500, seed=80), answer=8)
     chunks = 500 // CHUNK
-    with DemoEngine(settings) as engine:
+    with Engine(settings) as engine:
         engine.wait_ready(timeout_seconds=START_SECONDS)
         first = engine.generate(question)
 

@@ -20,6 +20,7 @@ from engines import (
     CHUNK,
     SAVE_SECONDS,
     START_SECONDS,
+    Engine,
     TwoHosts,
     ask_for,
     interrupted,
@@ -27,7 +28,7 @@ from engines import (
     kv_engine_settings,
     prompt,
 )
-from examples.demo.engine import DemoEngine, Question
+from examples.demo.engine import Question
 from examples.demo.engine_settings import Placement
 from nodes import wait_until
 from openai_servers import MODEL_NAME, OpenAIServer, Reply, overlapping
@@ -56,7 +57,7 @@ class Pair:
     """Both servers; every answer is right."""
 
     def __init__(
-        self, hosts: TwoHosts, a: OpenAIServer, b: OpenAIServer, reference: DemoEngine
+        self, hosts: TwoHosts, a: OpenAIServer, b: OpenAIServer, reference: Engine
     ) -> None:
         self.hosts = hosts
         self.a = a
@@ -120,7 +121,7 @@ def pair(places: TwoHosts, model: Path, tmp_path_factory: pytest.TempPathFactory
     with (
         OpenAIServer(settings("a", 0, "kv_producer"), *FLAGS) as a,
         OpenAIServer(settings("b", 1, "kv_consumer"), *FLAGS) as b,
-        DemoEngine(kv_engine_settings("reference", model, work, 0, one)) as reference,
+        Engine(kv_engine_settings("reference", model, work, 0, one)) as reference,
     ):
         for engine in (a, b, reference):
             engine.wait_ready(timeout_seconds=START_SECONDS)

@@ -11,15 +11,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from engines import OUTCOME_SECONDS, START_SECONDS, Album, connector, engine_settings, weights
-from examples.demo.engine import DemoEngine
+from engines import (
+    OUTCOME_SECONDS,
+    START_SECONDS,
+    Album,
+    Engine,
+    connector,
+    engine_settings,
+    weights,
+)
 from lookup_buffer.client.buffer import LookupBuffer
 from lookup_buffer.key import TensorKey
 from lookup_buffer.namespace import Namespace
 from nodes import NodeProcess, StartNode, wait_until
 from store import open_store
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.part(name="layouts")]
 PRECISE = {"dtype": "bfloat16"}
 QUANTISED = {"dtype": "bfloat16", "quantization": "fp8_per_channel"}
 
@@ -27,7 +34,7 @@ QUANTISED = {"dtype": "bfloat16", "quantization": "fp8_per_channel"}
 @contextmanager
 def engine(
     name: str, arguments: dict[str, str], node: NodeProcess | None, work: Path
-) -> Iterator[DemoEngine]:
+) -> Iterator[Engine]:
     settings = engine_settings(
         name,
         weights(seed=0),
@@ -35,7 +42,7 @@ def engine(
         ec_transfer_config=None if node is None else connector(node),
         extra_arguments=arguments,
     )
-    with DemoEngine(settings) as started:
+    with Engine(settings) as started:
         started.wait_ready(timeout_seconds=START_SECONDS)
         yield started
 

@@ -20,13 +20,14 @@ from engines import (
     START_SECONDS,
     TWICE,
     Album,
+    Engine,
     EnginePair,
     TwoHosts,
     connector,
     engine_settings,
     weights,
 )
-from examples.demo.engine import Answer, DemoEngine, Question
+from examples.demo.engine import Answer, Question
 from lookup_buffer.client.buffer import LookupBuffer
 from lookup_buffer.key import TensorKey
 from lookup_buffer.namespace import Namespace
@@ -68,7 +69,7 @@ def retrained(
     model.unlink()
     model.symlink_to(weights(seed=1))
     try:
-        with DemoEngine(settings) as engine:
+        with Engine(settings) as engine:
             engine.wait_ready(timeout_seconds=START_SECONDS)
             answer = engine.generate(album.about(RETRAINED))
             hosts.wait_for_holder(answer.identifiers[0], hosts.a)

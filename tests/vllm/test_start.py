@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from connectors.plugin import CONNECTOR_NAME
-from engines import SIZE, START_SECONDS, Album, Reference, connector, engine_settings
-from examples.demo.engine import DemoEngine, EngineFailure, Question
+from engines import SIZE, START_SECONDS, Album, Engine, Reference, connector, engine_settings
+from examples.demo.engine import EngineFailure, Question
 from examples.demo.engine_settings import engine_arguments, engine_environment
 from models import Misfit, encoder_decoder, text_only
 from nodes import ROOT, StartNode, at_rest, wait_until
@@ -202,12 +202,12 @@ def absent_server(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("absent")
 
 
-def log_lines(engine: DemoEngine, text: str) -> list[str]:
+def log_lines(engine: Engine, text: str) -> list[str]:
     log = engine.settings.log_path.read_text(errors="replace")
     return [line for line in log.splitlines() if text in line]
 
 
-def ask(engine: DemoEngine, reference: Reference, *questions: Question) -> list[tuple[str, ...]]:
+def ask(engine: Engine, reference: Reference, *questions: Question) -> list[tuple[str, ...]]:
     """Where the images came from, after a look at the tokens."""
     origins = []
     for question in questions:
@@ -228,7 +228,7 @@ def test_redis_that_cannot_be_reached_is_a_warning_and_misses(
     node = start_node(store_url=f"unix://{absent_server}/server.sock")
     settings = engine_settings("lonely", model, tmp_path, ec_transfer_config=connector(node))
     first, other = album.about(0), album.about(1)
-    with DemoEngine(settings) as engine:
+    with Engine(settings) as engine:
         engine.wait_ready(timeout_seconds=START_SECONDS)
         (said,) = log_lines(engine, "cannot be reached")
         assert "WARNING" in said
@@ -262,7 +262,7 @@ def test_a_node_that_cannot_serve_ends_the_start_with_one_line(
         config["ec_connector_extra_config"]["capacity_bytes"] = 1 << 20
         named = [f"capacity_bytes = {node.config.capacity_bytes}", str(1 << 20)]
     settings = engine_settings("strict", model, tmp_path, ec_transfer_config=config)
-    with DemoEngine(settings) as engine:
+    with Engine(settings) as engine:
         with pytest.raises(EngineFailure, match=r"NodeUnavailable|NodeRefused"):
             engine.wait_ready(timeout_seconds=REFUSED_SECONDS)
         (said,) = log_lines(engine, "LookupBufferECConnector: ")
@@ -284,7 +284,7 @@ def test_an_output_larger_than_the_arena_is_counted_and_not_stored(
         counts = re.findall(r"save_skipped:too_large=(\d+)", "".join(log_lines(engine, "EC ")))
         return sum(map(int, counts))
 
-    with DemoEngine(settings) as engine:
+    with Engine(settings) as engine:
         engine.wait_ready(timeout_seconds=START_SECONDS)
         assert ask(engine, reference, first, other, first) == [("encoded",)] * 3
         wait_until(lambda: counted() == 3, ANSWER_SECONDS)

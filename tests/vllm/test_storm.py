@@ -28,10 +28,11 @@ from engines import (
     TELLING_MIN,
     TWICE,
     Album,
+    Engine,
     EnginePair,
     TwoHosts,
 )
-from examples.demo.engine import DemoEngine, Question
+from examples.demo.engine import Question
 from nodes import NodeProcess, at_rest, wait_until
 from patience import scaled
 from servers import command, flush, frozen
@@ -107,7 +108,7 @@ class Storm:
                 command(self._hosts.server.url, "CLIENT", "KILL", "ID", fields["id"])
 
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.part(name="storms")]
 PREPARE = gauged
 
 POOL = 20
@@ -149,7 +150,7 @@ def seed(request: pytest.FixtureRequest) -> int:
     return number
 
 
-def engines_of(pair: EnginePair) -> tuple[DemoEngine, DemoEngine]:
+def engines_of(pair: EnginePair) -> tuple[Engine, Engine]:
     return pair.a, pair.b
 
 
@@ -260,7 +261,7 @@ def test_a_pool_of_images_is_encoded_once_each(
 class Traffic:
     """One engine, asked batch after batch by a thread of its own; every answer is looked at."""
 
-    engine: DemoEngine
+    engine: Engine
     pair: EnginePair
     questions: list[Question]
     chance: random.Random

@@ -1,0 +1,199 @@
+"""Runs the tests in stages: `make quick`, `make test`, `make test-all`.
+
+    python scripts/run_tests.py quick          what needs only this process, with all static checks
+    python scripts/run_tests.py test           all of that, real servers and engines, and one part
+    python scripts/run_tests.py all            all of that, and every part
+    python scripts/run_tests.py part NAME ...  these parts alone
+
+A part is what takes long and seldom fails: each commit runs one, which its hash chooses. Every
+stage runs even if an earlier one failed: one run shows all failures. Each stage has a time limit of
+its own. A slower or busy machine gets more time, within the limit of the whole run. How long each
+test took: build/test-times.json.
+
+    TEST_MINUTES=180    limit of the whole run (default 85: CI has 90 with the environment)
+    TESTS_SLOWNESS=2    how many times slower than an idle machine; measured by default
+
+A stage's seconds are what an idle machine of two cores may take.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+BIN = Path(sys.executable).parent
+TIMES = Path("build/test-times.json")
+SLOWNESS = "TESTS_SLOWNESS"
+HYPOTHESIS = "HYPOTHESIS_PROFILE"
+TEST_MINUTES = 85.0
+KILL_SECONDS = 60.0
+NO_TEST_COLLECTED = 5
+USUAL = "not alone and not gpu and not part"
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    name: str
+    seconds: float
+    command: Sequence[str]
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+def pytest(*options: str, workers: int = 0) -> list[str]:
+    """A hang prints the stacks of all threads. Test files are run whole, in one process each, so
+    that a module's fixtures start once. A worker that ends early, after a hang, is not replaced:
+    pytest-xdist would run the same test again."""
+    command = [sys.executable, "-m", "pytest", "-o", f"faulthandler_timeout={_hang_seconds()}"]
+    if workers:
+        command += [f"--numprocesses={workers}", "--dist=loadfile", "--max-worker-restart=0"]
+    return [*command, *options]
+
+
+def _hang_seconds() -> int:
+    return int(300 * float(os.environ.get(SLOWNESS, "1")))
+
+
+def stages_of(command: str, commit: str, names: Sequence[str] = ()) -> list[Stage]:
+    """Raises ValueError for a command or a part that does not exist."""
+    quick = [
+        Stage("static checks", 120, ["scripts/run-checks", str(BIN)]),
+        Stage("this process", 180, pytest("-m", f"not processes and {USUAL}", workers=4)),
+    ]
+    usual = [
+        *quick,
+        # Most of these wait: for a lease, a timeout, the detection of a dead node.
+        Stage("processes", 600, pytest("-m", f"processes and not vllm and {USUAL}", workers=8)),
+        Stage("engines", 600, pytest("-m", f"vllm and {USUAL}", workers=2)),
+        Stage("alone", 240, pytest("-m", "alone and not gpu and not part")),
+    ]
+    parts = parts_by_name()
+    if command == "quick":
+        return quick
+    if command == "test":
+        return [*usual, parts[part_of_commit(commit, list(parts))]]
+    if command == "all":
+        return [*usual, *parts.values()]
+    if command == "part" and names and set(names) <= parts.keys():
+        return [parts[name] for name in names]
+    raise ValueError(f"usage: run_tests.py quick | test | all | part {' | '.join(parts)}")
+
+
+def parts_by_name() -> dict[str, Stage]:
+    """What the marker `part` names, and what needs another way of starting."""
+    marked = {"soaks": 4, "storms": 0, "layouts": 0}
+    parts = {
+        name: Stage(f"part {name}", 180, pytest("-m", f"part(name='{name}')", workers=workers))
+        for name, workers in marked.items()
+    }
+    many_examples = ["tests/unit", "tests/contract", "tests/connectors", "tests/pipes"]
+    parts["examples"] = Stage(
+        "part examples", 180,
+        pytest("-m", f"hypothesis and {USUAL}", *many_examples, workers=4),
+        {HYPOTHESIS: "long"},
+    )  # fmt: skip
+    for version in ("3.12", "3.13"):
+        parts[f"python{version}"] = Stage(
+            f"part python{version}", 600, ["scripts/test-python", version]
+        )
+    return parts
+
+
+def part_of_commit(commit: str, parts: Sequence[str]) -> str:
+    return parts[int(commit, 16) % len(parts)]
+
+
+def head() -> str:
+    """The hash of HEAD; of an unpacked archive, which has none, 0."""
+    asked = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    return asked.stdout.strip() if asked.returncode == 0 else "0"
+
+
+class Limits:
+    """How long each stage may take: more on a slow machine, as long as the later ones have their
+    usual time."""
+
+    def __init__(self, seconds: Sequence[float], slowness: float, whole_seconds: float) -> None:
+        self._left = list(seconds)
+        self._slowness = slowness
+        self._whole_seconds = whole_seconds
+
+    def next(self, elapsed_seconds: float) -> float:
+        """Of the next stage, in seconds, `elapsed_seconds` after the run began."""
+        usual = self._left.pop(0)
+        most = self._whole_seconds - elapsed_seconds - sum(self._left)
+        return max(usual, min(usual * self._slowness, most))
+
+
+def run(stage: Stage, limit_seconds: float) -> str:
+    """Why it failed, or an empty text."""
+    print(f"\n==== {stage.name} (at most {limit_seconds / 60:.0f} min)", flush=True)
+    began = time.monotonic()
+    process = subprocess.Popen(
+        stage.command, cwd=ROOT, env=os.environ | stage.environment, start_new_session=True
+    )
+    try:
+        code = process.wait(limit_seconds)
+    except (subprocess.TimeoutExpired, KeyboardInterrupt) as error:
+        _interrupt(process)
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        code = None
+    print(f"==== {stage.name}: {time.monotonic() - began:.0f} s", flush=True)
+    if code is None:
+        return "over its time limit"
+    return {0: "", NO_TEST_COLLECTED: "no test was collected"}.get(code, f"exit {code}")
+
+
+def _interrupt(process: "subprocess.Popen[bytes]") -> None:
+    """As Ctrl-C does, so that what it started ends; by force after a time."""
+    os.killpg(process.pid, signal.SIGINT)
+    try:
+        process.wait(KILL_SECONDS)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def main(arguments: Sequence[str], commit: str) -> int:
+    command, *names = arguments or [""]
+    if SLOWNESS not in os.environ:
+        os.environ[SLOWNESS] = _measured_slowness()
+    try:
+        stages = stages_of(command, commit, names)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(f"This machine is slower than an idle one by a factor of {os.environ[SLOWNESS]}.")
+    print("Stages:", ", ".join(stage.name for stage in stages))
+    os.environ["TEST_TIMES"] = str(TIMES)
+    (ROOT / TIMES).unlink(missing_ok=True)
+    whole_seconds = 60 * float(os.environ.get("TEST_MINUTES", TEST_MINUTES))
+    limit = Limits([stage.seconds for stage in stages], float(os.environ[SLOWNESS]), whole_seconds)
+    began = time.monotonic()
+    failed = []
+    for stage in stages:
+        if why := run(stage, limit.next(time.monotonic() - began)):
+            failed.append(f"FAILED: {stage.name}: {why}")
+    print(f"\n{len(stages)} stages in {time.monotonic() - began:.0f} s")
+    print(*failed or ["all stages passed"], sep="\n")
+    return bool(failed)
+
+
+def _measured_slowness() -> str:
+    """In a process of its own, so that the tests' support is not imported here."""
+    measured = subprocess.run(
+        [sys.executable, "tests/support/patience.py"],
+        cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True,
+    )  # fmt: skip
+    return measured.stdout.strip()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:], head()))

@@ -1,0 +1,210 @@
+"""Programs that use vLLM start by fork, from one process that has imported it.
+
+Each process of an engine imports vLLM and torch, which takes 13 of the 15 processor seconds of its
+start; an engine behind vLLM's server has three. Here the standard library's fork server imports
+them once, and every program is a fork of it: `python -m MODULE` with arguments, environment, log
+and session of its own. Where vLLM then spawns a process, that is a fork too; what it is told comes
+by pickle through a pipe, as where it is really spawned, and it keeps no other open file.
+
+Some variables are read before any line of Python runs, or while vLLM is imported. A program that
+wants others than the fork server has is executed as usual, and so is one that is to start as users
+start it.
+"""
+
+import gc
+import multiprocessing.util
+import os
+import re
+import runpy
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from multiprocessing.reduction import DupFd
+from pathlib import Path
+from typing import Any
+
+from examples.demo.engine_settings import MEMORY_VARIABLES
+
+SUPPORT = Path(__file__).resolve().parent
+ROOT = SUPPORT.parents[1]
+PRELOADED = "vllm_preloaded"
+"""The module that imports what all engines do."""
+_SET = {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "VLLM_NO_USAGE_STATS": "1",
+    **MEMORY_VARIABLES,
+}
+_READ_EARLY = ("HF_", "LD_PRELOAD", "MALLOC_", "OMP_", "TRANSFORMERS_", "TRITON_INTERPRET")
+_START_SECONDS = 120.0
+_FILE = re.compile(r"\{\d\}")
+
+
+class Forked:
+    """A running fork, as much of `subprocess.Popen` as who starts engines needs."""
+
+    def __init__(self, process: ForkServerProcess) -> None:
+        self._process = process
+        assert process.pid is not None
+        self.pid: int = process.pid
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit code; the negative number of a signal. Raises subprocess.TimeoutExpired."""
+        self._process.join(timeout)
+        code = self._process.exitcode
+        if code is None:
+            assert timeout is not None
+            raise subprocess.TimeoutExpired(self._process.name, timeout)
+        return code
+
+
+def launch(
+    module: str,
+    arguments: Sequence[str],
+    *,
+    log: Path,
+    environment: Mapping[str, str],
+    keep: Sequence[int] = (),
+    forked: bool = True,
+) -> "subprocess.Popen[bytes] | Forked":
+    """Run `python -m MODULE ARGUMENTS` as a session leader whose output goes to `log`.
+
+    `keep` are the numbers of files that the program inherits, to which its arguments refer by
+    "{0}", "{1}" and so on. Not as a fork, if `forked` is false or its environment does not allow.
+    """
+    if not (forked and _allows_fork(environment)):
+        with log.open("wb") as output:
+            return subprocess.Popen(
+                [sys.executable, "-m", module, *_numbered(arguments, keep)],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=dict(environment),
+                cwd=ROOT,
+                pass_fds=tuple(keep),
+                start_new_session=True,
+            )
+    context = _context()
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(
+        target=_run,
+        args=(theirs, module, list(arguments), str(log), dict(environment), _Files(keep)),
+        name=module,
+    )
+    process.start()
+    theirs.close()
+    with ours:  # by then it leads its session, and whoever kills that session kills it
+        assert ours.poll(_START_SECONDS), f"{module} was not forked"
+        ours.recv()
+    return Forked(process)
+
+
+def _allows_fork(environment: Mapping[str, str]) -> bool:
+    early = {name: value for name, value in environment.items() if name.startswith(_READ_EARLY)}
+    return all(_SET.get(name) == value for name, value in early.items())
+
+
+def _numbered(arguments: Sequence[str], files: Sequence[int]) -> list[str]:
+    return [
+        str(files[int(argument[1:-1])]) if _FILE.fullmatch(argument) else argument
+        for argument in arguments
+    ]
+
+
+def _context() -> ForkServerContext:
+    """Of the fork server, which runs with vLLM imported when this returns."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([PRELOADED])
+    before = dict(os.environ)
+    paths = [str(SUPPORT), before.get("PYTHONPATH", "")]
+    os.environ.update(_SET, PYTHONPATH=os.pathsep.join(filter(None, paths)))
+    try:
+        forkserver.ensure_running()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    return context
+
+
+class _Files:
+    """File descriptors, which get to the process that these are unpickled in."""
+
+    def __init__(self, numbers: Sequence[int]) -> None:
+        self._files: Sequence[Any] = numbers
+
+    def __getstate__(self) -> list[Any]:
+        return [DupFd(number) for number in self._files]
+
+    def __setstate__(self, files: list[Any]) -> None:
+        self._files = files
+
+    def numbers(self) -> list[int]:
+        return [file.detach() for file in self._files]
+
+
+def _run(
+    started: Connection,
+    module: str,
+    arguments: list[str],
+    log: str,
+    environment: dict[str, str],
+    files: _Files,
+) -> None:
+    os.setsid()
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    for number in (1, 2):
+        os.dup2(output, number)
+    os.close(output)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.path[:0] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
+    multiprocessing.util.spawnv_passfds = _spawn_by_fork  # type: ignore[assignment]
+    os.chdir(ROOT)
+    sys.argv = [module, *_numbered(arguments, files.numbers())]
+    started.send(True)
+    started.close()
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+_spawn = multiprocessing.util.spawnv_passfds
+
+
+def _spawn_by_fork(path: bytes, arguments: Sequence[Any], kept: Sequence[int]) -> int:
+    """In place of `multiprocessing.util.spawnv_passfds`: what `multiprocessing.spawn` executes is
+    run in a fork."""
+    if arguments[-1] != "--multiprocessing-fork":
+        return _spawn(path, arguments, kept)
+    gc.freeze()  # nothing that this process holds is finalised in the other
+    pid = os.fork()
+    if pid:
+        gc.unfreeze()
+        return pid
+    code = 1
+    try:
+        _close_files_except({0, 1, 2, *kept})
+        sys.argv = ["-c", "--multiprocessing-fork"]
+        exec(arguments[arguments.index("-c") + 1], {"__name__": "__main__"})
+    except SystemExit as exit:
+        code = exit.code if isinstance(exit.code, int) else 1
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        threading._shutdown()  # type: ignore[attr-defined]
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _close_files_except(kept: set[int]) -> None:
+    for name in os.listdir("/proc/self/fd"):
+        number = int(name)
+        if number not in kept:
+            try:
+                os.close(number)
+            except OSError:
+                pass  # the listing's own
