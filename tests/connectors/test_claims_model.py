@@ -336,7 +336,7 @@ TestTraffic = Traffic.TestCase
 TestFaultyTraffic = FaultyTraffic.TestCase
 
 
-def test_the_model_notices_who_keeps_claims_while_it_waits(
+def test_the_model_detects_a_request_that_waits_while_it_holds_claims(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The rule that all is given back on a conflict, broken."""

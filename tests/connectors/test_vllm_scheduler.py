@@ -261,7 +261,7 @@ def test_node_lost_before_any_call_of_the_scheduler(
 
 
 @pytest.mark.parametrize("room", ["plenty", "tight", "async"])
-def test_random_traffic_of_which_some_misnames_what_it_carries(
+def test_random_traffic_with_some_wrong_identifiers(
     room: str, fleet: LedgerFleet, make_engine: MakeEngine
 ) -> None:
     """vLLM may fail who finds other rows in its own cache; nobody is given what does not fit."""
@@ -275,7 +275,7 @@ def test_random_traffic_of_which_some_misnames_what_it_carries(
     assert min(len(engine.loaded), len(answered & traffic.misnaming)) > 10
 
 
-def test_an_image_repeated_in_a_prompt_is_loaded_again_where_it_was_driven_out(
+def test_an_evicted_image_that_a_prompt_repeats_is_loaded_again(
     fleet: LedgerFleet,
     make_engine: MakeEngine,
 ) -> None:

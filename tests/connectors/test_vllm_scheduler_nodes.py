@@ -101,7 +101,7 @@ def stack() -> Iterator[ExitStack]:
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["in step", "async"])
-def test_what_is_promised_is_not_overwritten(
+def test_promised_bytes_are_not_overwritten(
     is_async: bool, start_node: StartNode, stack: ExitStack
 ) -> None:
     node = start_node(capacity_bytes=2 * MIB)

@@ -124,7 +124,7 @@ def test_given_a_version_no_file_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("model", ["org/model", "s3://bucket/model", "empty"])
-def test_weights_that_nothing_names_are_not_shared(
+def test_weights_without_an_identity_are_not_shared(
     engines: Namings, model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "empty").mkdir()

@@ -76,7 +76,7 @@ def test_it_is_valid() -> None:
     assert not checker.is_valid(broken)
 
 
-def test_the_command_of_docker_finds_nothing_wrong(tmp_path: Path) -> None:
+def test_docker_compose_accepts_it(tmp_path: Path) -> None:
     """Debian's docker-compose, where it is installed: it needs no engine to read the file."""
     program = shutil.which("docker-compose")
     if program is None:
@@ -91,7 +91,7 @@ def test_the_command_of_docker_finds_nothing_wrong(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", SERVICES)
-def test_a_service_may_do_no_more_than_it_has_to(name: str) -> None:
+def test_a_service_has_only_the_rights_that_it_needs(name: str) -> None:
     service = document()["services"][name]
     assert service["read_only"] is True
     assert service["cap_drop"] == ["ALL"]
@@ -109,14 +109,14 @@ def test_a_service_may_do_no_more_than_it_has_to(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["replica-a", "replica-b", "encoder", "consumer"])
-def test_an_engine_may_write_where_libraries_keep_what_they_compile(name: str) -> None:
+def test_an_engine_may_write_to_the_caches_of_libraries(name: str) -> None:
     volumes = {volume.split(":")[1] for volume in Service(name).raw["volumes"]}
     given = image_environment("vllm")
     for variable in ("HOME", "HF_HOME", "VLLM_CACHE_ROOT"):  # Triton's, FlashInfer's are in HOME
         assert any(f"{given[variable]}/".startswith(f"{place}/") for place in volumes), variable
 
 
-def test_what_is_mounted_exists_and_every_secret_is_made(tmp_path: Path) -> None:
+def test_every_mount_exists_and_every_secret_is_made(tmp_path: Path) -> None:
     shutil.copy(ROOT / "deploy/make-secrets", tmp_path)
     for _ in range(2):  # the second time it changes nothing
         subprocess.run([tmp_path / "make-secrets"], check=True, timeout=scaled(30))
@@ -156,7 +156,7 @@ def test_two_nodes_share_a_tensor(stack: Stack) -> None:
         assert got.equal(tensor)
 
 
-def test_the_store_wants_its_password(stack: Stack) -> None:
+def test_the_store_requires_its_password(stack: Stack) -> None:
     service = Service("valkey")
     host = stack.translated(service, "127.0.0.1")
     said = [
@@ -172,7 +172,7 @@ def test_the_store_wants_its_password(stack: Stack) -> None:
     assert stack.secret("store_password").encode() not in words
 
 
-def test_a_node_wants_its_tokens(stack: Stack) -> None:
+def test_a_node_requires_its_tokens(stack: Stack) -> None:
     service = Service("node-a")
     url = stack.translated(service, "http://127.0.0.1:7731")
     assert _ask(f"{url}/healthz") == (200, "ok\n")
@@ -230,7 +230,7 @@ class _Replica(BaseHTTPRequestHandler):
         pass
 
 
-def test_the_balancer_asks_whoever_is_well(stack: Stack) -> None:
+def test_the_balancer_sends_requests_to_healthy_engines(stack: Stack) -> None:
     _want(stack, "haproxy", "wget")
     replicas = {}
     for name in ("replica-a", "replica-b"):
@@ -289,7 +289,7 @@ def test_a_node_runs_contained(contained: Stack) -> None:
     assert "ro" in root[5].split(",")
 
 
-def test_pins_of_an_engine_in_another_container_go_with_it(contained: Stack) -> None:
+def test_pins_of_an_engine_in_another_container_end_with_it(contained: Stack) -> None:
     """Its number means nothing to the node: it runs in another pid namespace."""
     config = client_config(contained, Service("node-a"))
     source = """
@@ -308,7 +308,7 @@ hear()
         wait_until(lambda: other.stats()["open_files"] <= before, 10.0, "and its descriptors")
 
 
-def test_sigterm_ends_each_in_order(stack: Stack) -> None:
+def test_sigterm_ends_each_service_cleanly(stack: Stack) -> None:
     """The last one, for it takes the stack down. As the first process of a pid namespace, too."""
     assert stack.stop("node-b") == 0
     url = stack.translated(Service("node-a"), "http://127.0.0.1:7731/metrics")

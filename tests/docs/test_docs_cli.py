@@ -68,7 +68,7 @@ def fleet(store: MetadataStore) -> Iterator[None]:
 @pytest.mark.parametrize(
     "example", [one for one in EXAMPLES if one.split()[0] not in ("doctor", "top", "bench")]
 )
-def test_an_example_is_what_is_printed(fleet: None, url: str, example: str) -> None:
+def test_an_example_equals_the_output(fleet: None, url: str, example: str) -> None:
     printed = run_at_terminal(*example.split(), LOOKUP_BUFFER_STORE_URL=url)
     assert undated(printed) == undated(EXAMPLES[example])
 

@@ -189,7 +189,7 @@ def test_a_fault_of_the_server_is_reported_and_nothing_is_left(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_server_that_falls_silent_is_given_up(
+def test_a_server_that_stops_sending_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fetch_host, "SILENCE_SECONDS", 0.2)

@@ -101,7 +101,7 @@ def test_a_recipe(title: str, shell: dict[str, str], namespace: str) -> None:
     assert re.fullmatch(wanted, done.stdout), done.stdout
 
 
-def test_a_namespace_is_dropped_whole(
+def test_a_namespace_is_removed_in_full(
     shell: dict[str, str], filled: EmbeddedServer, namespace: str
 ) -> None:
     subprocess.run(["/bin/sh", "-euc", RECIPES["Drop a namespace"]], env=shell, check=True)

@@ -55,7 +55,7 @@ def test_another_limit_of_the_whole(tmp_path: Path) -> None:
     assert limits == [3 * minutes for minutes in IDLE_MINUTES]
 
 
-def test_what_a_test_waits_for_has_more_time_on_a_slow_machine(
+def test_deadlines_of_tests_are_longer_on_a_slow_machine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv(ENVIRONMENT, "1.0")

@@ -32,7 +32,7 @@ def calls(server: EmbeddedServer) -> dict[str, int]:
     return {name: int(rest.partition(",")[0]) for name, rest in counted}
 
 
-def test_a_new_item_is_one_question_to_the_server(
+def test_a_new_item_costs_one_request_to_the_server(
     node_pair: Pair, valkey_server: EmbeddedServer
 ) -> None:
     """What the script said of the record is known, and answers the prefetch."""
@@ -108,7 +108,7 @@ def test_a_claim_on_a_slot_that_has_moved_is_decided_where_it_is(
             valkey_cluster.move_slot(slot_of(record), source)
 
 
-def test_engines_that_wait_for_the_same_keys_leave_the_server_alone(
+def test_waiting_engines_send_no_requests_to_the_server(
     node_pair: Pair, valkey_server: EmbeddedServer
 ) -> None:
     """Each takes the first key and gives it back, for the second is another's; and by that none

@@ -89,7 +89,7 @@ def ended(link: FramedSocket) -> bool:
     return False
 
 
-def test_whether_there_is_one(producer: Producer) -> None:
+def test_an_owner_reports_whether_it_has_the_item(producer: Producer) -> None:
     owner, buffer = producer
     name, asker = handoff(), Asker(owner, buffer.boot)
     with asker.link:
@@ -171,7 +171,7 @@ def test_a_request_to_an_earlier_boot_is_answered_stale(producer: Producer) -> N
         {"id": 1, "state": "won"},
     ],
 )
-def test_garbage_ends_that_link_alone(producer: Producer, message: dict[str, Any]) -> None:
+def test_garbage_ends_only_its_own_connection(producer: Producer, message: dict[str, Any]) -> None:
     owner, buffer = producer
     name, before = handoff(), owner.stats().get("protocol_errors", 0)
     hostile, other = Asker(owner, buffer.boot), Asker(owner, buffer.boot)
@@ -189,7 +189,7 @@ def test_garbage_ends_that_link_alone(producer: Producer, message: dict[str, Any
         assert other.hear() == (2, Answer("won"))
 
 
-def test_a_payload_where_there_is_none_ends_the_link(producer: Producer) -> None:
+def test_an_unexpected_payload_ends_the_connection(producer: Producer) -> None:
     owner, buffer = producer
     asker = Asker(owner, buffer.boot)
     asker.link.send(Acknowledge(1, 1).to_wire(), memoryview(bytes(100)), timeout=5.0)
@@ -230,7 +230,7 @@ class AheadOfTime(asyncio.SelectorEventLoop):
         self.run_forever()
 
 
-def test_a_link_is_needed_until_the_last_lease_on_it_is_over() -> None:
+def test_a_connection_stays_until_its_last_lease_ends() -> None:
     """For with the link ends what was taken by way of it."""
     loop, connecting = AheadOfTime(), list[Owner]()
     owner = Owner(Location("node", "boot", 1, 1), "tcp://nowhere:1", loop, connecting.append)
@@ -256,7 +256,7 @@ def test_a_link_is_needed_until_the_last_lease_on_it_is_over() -> None:
     loop.close()
 
 
-def test_attempts_to_connect_are_paced_and_end_with_the_questions() -> None:
+def test_attempts_to_connect_are_rate_limited_and_end_with_the_requests() -> None:
     loop, connecting, told = VirtualLoop(), list[Owner](), list[Answer]()
     parts: Any = loop
     owner = Owner(Location("node", "boot", 1, 1), "tcp://nowhere:1", parts, connecting.append)
@@ -276,7 +276,7 @@ def test_attempts_to_connect_are_paced_and_end_with_the_questions() -> None:
     assert len(connecting) == 10, "nobody asks any more"
 
 
-def test_a_token_is_its_sessions_alone(producer: Producer) -> None:
+def test_a_lease_belongs_to_one_session(producer: Producer) -> None:
     owner, buffer = producer
     name = handoff()
     buffer.insert(name, torch.arange(3))

@@ -66,9 +66,7 @@ def test_a_waiting_set_holds_no_claim(node_pair: Pair, valkey_server: EmbeddedSe
 
 
 @pytest.mark.parametrize("way", ["release", "close", "lease", "kill"])
-def test_the_end_of_the_claim_that_is_in_the_way_lets_the_next_have_all(
-    node_pair: Pair, way: str
-) -> None:
+def test_the_end_of_the_blocking_claim_grants_the_whole_next_set(node_pair: Pair, way: str) -> None:
     names = keys(2)
     source = """
 say(buffer.claim(hear(), lease_seconds=hear()).granted)
@@ -94,7 +92,7 @@ hear()
             assert not third.claim(names[0], lease_seconds=1.0).granted
 
 
-def test_an_intent_that_came_to_nothing_holds_others_for_a_second(node_pair: Pair) -> None:
+def test_an_unused_intent_blocks_others_for_a_second(node_pair: Pair) -> None:
     (name,) = keys(1)
     with node_pair[0].client() as holder, node_pair[1].client() as other:
         assert ask(holder, [name]).state is ClaimOutcome.GRANTED
@@ -181,7 +179,7 @@ def test_a_node_that_dies_fails_the_waiting_sets(start_node: StartNode, node_pai
         other.unclaim(names)
 
 
-def test_what_is_stored_here_or_elsewhere_is_not_granted(node_pair: Pair) -> None:
+def test_a_key_that_is_stored_on_any_host_is_not_granted(node_pair: Pair) -> None:
     names = keys(2)
     with node_pair[0].client() as here, node_pair[1].client() as there:
         here.insert(names[1], torch.ones(3))
@@ -213,7 +211,9 @@ def test_prefetched_and_claimed_in_one_message(node_pair: Pair) -> None:
             mine.release(handle)
 
 
-def test_prefetched_and_claimed_where_neither_can_be(start_node: StartNode) -> None:
+def test_prefetch_and_claim_fail_for_too_many_keys_and_without_a_node(
+    start_node: StartNode,
+) -> None:
     node = start_node()
     with node.client() as buffer:
         many = [TensorKey(f"{number}-{'k' * 200}") for number in range(2000)]

@@ -79,7 +79,7 @@ def waiting_for(
         wait.result()
 
 
-def test_a_claim_has_one_holder_until_it_is_over(node_pair: Pair) -> None:
+def test_a_claim_has_one_holder_until_it_ends(node_pair: Pair) -> None:
     name = key()
     with node_pair[1].client() as other:
         with node_pair[0].client() as holder:
@@ -135,9 +135,7 @@ def test_an_intent_becomes_encoding_and_others_see_it(node_pair: Pair) -> None:
         assert seen.holder.startswith(node_pair[0].node_id)
 
 
-def test_what_a_live_node_holds_needs_no_producer(
-    node_pair: Pair, valkey_server: EmbeddedServer
-) -> None:
+def test_a_key_of_a_live_node_is_stored(node_pair: Pair, valkey_server: EmbeddedServer) -> None:
     name = key()
     with node_pair[0].client() as here, node_pair[1].client() as there:
         here.insert(name, torch.ones(3))
@@ -148,7 +146,7 @@ def test_what_a_live_node_holds_needs_no_producer(
         assert claim_in(valkey_server, name) == b"$-1", "nothing is left that others wait for"
 
 
-def test_what_only_a_dead_node_holds_is_produced_anew(start_node: StartNode) -> None:
+def test_a_key_that_only_a_dead_node_holds_is_granted(start_node: StartNode) -> None:
     name, holder, other = key(), start_node(), start_node()
     with other.client() as there:
         with holder.client() as here:
@@ -182,7 +180,7 @@ def test_an_insert_ends_waits_on_the_same_node(
         wait_until(lambda: claim_in(valkey_server, name) == b"$-1", 2.0)
 
 
-def test_an_insert_of_what_is_there_already_ends_the_claim_too(
+def test_an_insert_of_a_present_item_ends_the_claim_too(
     start_server: StartServer, start_node: StartNode
 ) -> None:
     server = start_server()

@@ -62,7 +62,7 @@ def test_an_encode_that_ends_early_is_never_reported(
         assert not holds_within(lambda: claim_in(valkey_server, name) != b"$-1", 0.8)
 
 
-def test_what_the_engine_itself_is_encoding_is_waited_for(node_pair: Pair) -> None:
+def test_a_request_waits_for_its_own_engines_encode(node_pair: Pair) -> None:
     """Its output may have left the engine's own cache before it is stored."""
     first, second = keys(2)
     seat = EngineRank("encodes", None, 1)
@@ -76,7 +76,7 @@ def test_what_the_engine_itself_is_encoding_is_waited_for(node_pair: Pair) -> No
         assert settled(given_back, 2.0) is ClaimOutcome.GRANTED
 
 
-def test_what_the_engine_held_before_is_not_given_back(
+def test_an_older_claim_of_the_engine_is_not_released(
     node_pair: Pair, valkey_server: EmbeddedServer
 ) -> None:
     first, second = keys(2)

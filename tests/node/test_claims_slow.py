@@ -24,7 +24,7 @@ def node(start_node: StartNode) -> NodeProcess:
     return node
 
 
-def test_what_was_given_back_before_the_store_granted_it_is_not_held(
+def test_a_claim_released_before_its_grant_is_not_held(
     node: NodeProcess, valkey_server: EmbeddedServer
 ) -> None:
     """Else the engine would wait for an encode of its own that never comes."""

@@ -219,7 +219,7 @@ PLACES: Mapping[str, tuple[str, ...]] = {
 
 
 @pytest.mark.parametrize("write", [as_text, as_list, as_nonsense])
-def test_what_another_program_wrote(
+def test_values_of_another_program(
     start_server: StartServer, write: Callable[[str, int, str], None]
 ) -> None:
     url = start_server().url

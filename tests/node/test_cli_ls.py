@@ -78,7 +78,7 @@ def test_filters(
     ("option", "value"),
     [("--older-than", "soon"), ("--younger-than", "-1"), ("--larger-than", "big")],
 )
-def test_a_bound_that_is_none_is_2(url: str, option: str, value: str) -> None:
+def test_an_invalid_bound_is_2(url: str, option: str, value: str) -> None:
     done = run("ls", "--store-url", url, f"{option}={value}")
     assert_refused(done, 2, option, repr(value), "allowed")
 

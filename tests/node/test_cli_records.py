@@ -207,7 +207,7 @@ def test_show_takes_the_beginning_of_a_key(store: MetadataStore, url: str) -> No
     assert keys(run_json("show", "0123", "--store-url", url)) == {"0123"}
 
 
-def test_show_says_why_a_key_is_gone(store: MetadataStore, url: str) -> None:
+def test_show_prints_why_a_key_is_gone(store: MetadataStore, url: str) -> None:
     store.describe_namespace(SPACE, {"model": "siglip"})
     assert_refused(run("show", "photo", "--store-url", url), 1, "never published")
     publish(store, SPACE, "photo", "n1")
@@ -246,7 +246,7 @@ def test_stats(store: MetadataStore, url: str) -> None:
     assert ["others:", "evicted", "6"] in lines
 
 
-def test_what_is_not_ours_under_our_keys(store: MetadataStore, url: str) -> None:
+def test_foreign_values_under_our_keys(store: MetadataStore, url: str) -> None:
     publish(store, SPACE, "photo", "n1")
     command(url, "SET", f"lb:hits:{SPACE}", "foreign")
     assert_refused(run("ls", "--store-url", url), 1, "lb:*")

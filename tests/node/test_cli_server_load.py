@@ -11,7 +11,7 @@ HOLD_MILLISECONDS = 5.0
 
 
 @pytest.mark.alone
-def test_no_command_holds_the_server(start_server: StartServer) -> None:
+def test_no_command_blocks_the_server(start_server: StartServer) -> None:
     """By the server's own log of what took 0.1 ms and more; a million records: docs/scale.md.
 
     Nine of ten of each kind, in the best of a few runs: the machine stops a server, too. One that

@@ -158,7 +158,7 @@ def test_every_kind_of_hit_counts() -> None:
     assert _nodes(activity)[1][0][5] == f"{len(hits)}.0"
 
 
-def test_what_happened_between_two_samples() -> None:
+def test_the_difference_of_two_samples() -> None:
     activity = Activity(
         sample(10.0, {"a": 1, "b": 1}, {"a": {"hits_local": 5}, "b": {"hits_local": 9}}, x=3, y=9),
         sample(

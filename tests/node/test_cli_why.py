@@ -177,7 +177,7 @@ def test_gone_for_a_reason_of_another_version(
     assert "gone from a node: swallowed" in found[0].sentence
 
 
-def test_hit_once_and_ended_without_a_word(store: MetadataStore, start_node: StartNode) -> None:
+def test_hit_once_and_gone_without_a_reason(store: MetadataStore, start_node: StartNode) -> None:
     node, name = start_node(record_ttl_seconds=3), key()
     with node.client() as client:
         client.insert(name, torch.ones(3))
@@ -197,7 +197,7 @@ def test_never_published(store: MetadataStore) -> None:
 # -- whoever held it
 
 
-def test_what_becomes_of_holders(
+def test_states_of_holders(
     store: MetadataStore, start_node: StartNode, valkey_server: EmbeddedServer
 ) -> None:
     """Frozen, dead, stopped and started anew; what its peers do after a minute is done by hand."""
@@ -281,7 +281,7 @@ def test_a_holder_that_does_not_answer(store: MetadataStore, start_node: StartNo
         (("SET", "foreign"), "a string"),
     ],
 )
-def test_what_no_node_of_this_version_can_read(
+def test_a_record_of_another_version(
     store: MetadataStore, valkey_server: EmbeddedServer, words: tuple[str, ...], said: str
 ) -> None:
     name = key()

@@ -46,7 +46,7 @@ while True:
 
 
 @pytest.mark.alone
-def test_an_hour_leaves_nothing_behind(browser: Browser) -> None:
+def test_an_hour_leaks_no_memory(browser: Browser) -> None:
     told = json.dumps(SAMPLE_PAUSE_SECONDS).encode() + b"\n"
     server = HttpServer(None)
     server.listen("http://127.0.0.1:0")
@@ -90,7 +90,7 @@ def test_a_lost_connection_is_shown_and_made_again(browser: Browser, start_node:
         tab.forgive()  # browsers complain of each request that fails
 
 
-def test_the_token_is_asked_for_and_stays_in_the_tab(
+def test_the_page_requests_the_token_and_keeps_it_for_the_tab(
     browser: Browser, start_node: StartNode
 ) -> None:
     node = start_node(http_listen=f"http://127.0.0.1:{free_port()}", http_token=TOKEN)

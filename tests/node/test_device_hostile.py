@@ -111,7 +111,7 @@ def ends(valkey_server: EmbeddedServer) -> Iterator[Ends]:
             at_rest(end.node)
 
 
-def test_what_is_no_frame_and_what_is_no_pipes_ends_its_connection(ends: Ends) -> None:
+def test_garbage_ends_its_own_connection(ends: Ends) -> None:
     def told_at_once(data: bytes) -> bool:
         with socket.create_connection(("127.0.0.1", port), 5.0) as stream:
             stream.settimeout(3 * HANDSHAKE_SECONDS)
@@ -174,21 +174,21 @@ QUESTIONS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", QUESTIONS)
-def test_what_is_no_question_ends_its_pair(ends: Ends, name: str) -> None:
+def test_an_invalid_request_ends_its_pair(ends: Ends, name: str) -> None:
     question = QUESTIONS[name]
     with ForeignClient(ends.pool) as client:
         client.offer(question if torch.is_tensor(question) else protocol.message(question))
         assert client.hung_up()
 
 
-def test_a_question_that_is_larger_than_any_ends_its_pair(ends: Ends) -> None:
+def test_a_too_large_request_ends_its_pair(ends: Ends) -> None:
     for nbytes in (protocol.REQUEST_BYTES_MAX + 1, 1 << 39):
         with ForeignClient(ends.pool) as client:
             client.say(offer(1, None, nbytes))
             assert client.hung_up()
 
 
-def test_what_is_asked_of_another_pool_or_of_what_is_not_there_is_stale(ends: Ends) -> None:
+def test_a_request_for_another_pool_or_an_absent_item_is_stale(ends: Ends) -> None:
     put(ends.pool, "there", f"torch.zeros({LARGE}, dtype=torch.uint8)")
     newest = "[(*entry.address, entry.mark) for entry in lane.pool.own_entries()][-1]"
     namespace, _, mark = ends.pool.do(newest)
@@ -240,7 +240,7 @@ def _torn(name: str, value: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("name", TORN)
-def test_an_address_for_the_communicator_that_is_none_ends_its_pair(ends: Ends, name: str) -> None:
+def test_an_invalid_communicator_address_ends_its_pair(ends: Ends, name: str) -> None:
     """Gloo reads as many bytes as such a value states, and ended the process."""
     with ForeignClient(ends.pool) as client:
         client.ask({"ask": 0, "mark": 0})

@@ -59,7 +59,7 @@ def reads_all_the_same(second: DeviceEnd, read: str, expected: object) -> bool:
     return True
 
 
-def test_a_sender_that_is_killed_when_some_has_come(
+def test_a_sender_killed_during_a_payload(
     pair: tuple[DeviceEnd, DeviceEnd], start_end: StartEnd
 ) -> None:
     first, second = pair
@@ -76,7 +76,7 @@ def test_a_sender_that_is_killed_when_some_has_come(
     pytest.fail("it was never struck in the middle")
 
 
-def test_a_sender_that_is_stopped_when_some_has_come(pair: tuple[DeviceEnd, DeviceEnd]) -> None:
+def test_a_sender_stopped_during_a_payload(pair: tuple[DeviceEnd, DeviceEnd]) -> None:
     first, second = pair
     struck = 0
     for _ in range(TRIES):
@@ -95,7 +95,7 @@ def test_a_sender_that_is_stopped_when_some_has_come(pair: tuple[DeviceEnd, Devi
     pytest.fail("it was not struck twice in the middle")
 
 
-def test_a_reader_that_is_killed_when_some_has_come(
+def test_a_reader_killed_during_a_payload(
     pair: tuple[DeviceEnd, DeviceEnd], start_end: StartEnd
 ) -> None:
     first, second = pair

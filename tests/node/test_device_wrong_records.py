@@ -145,7 +145,7 @@ def test_a_port_without_a_listener(ends: Ends) -> None:
     [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", b"LB01" + 12 * b"\xff"],
     ids=["nothing", "http", "an exabyte"],
 )  # fmt: skip
-def test_a_port_of_what_is_no_pool(ends: Ends, data: bytes) -> None:
+def test_a_port_of_another_program(ends: Ends, data: bytes) -> None:
     with answering(data) as port:
         is_left_alone(ends, port)
 
@@ -159,7 +159,7 @@ def test_a_port_of_a_node(ends: Ends) -> None:
 
 
 @pytest.mark.parametrize("port", [0, 99999])
-def test_a_port_that_is_none(ends: Ends, port: int) -> None:
+def test_an_invalid_port(ends: Ends, port: int) -> None:
     is_left_alone(ends, port)
 
 
@@ -185,7 +185,7 @@ def test_another_library(ends: Ends) -> None:
 
 
 @pytest.mark.parametrize("field", ["no place", f"1:gloo:{'0' * 8}:1:short", "", "1:gloo"])
-def test_a_place_that_is_none_is_no_place(ends: Ends, field: str) -> None:
+def test_an_invalid_device_location_is_ignored(ends: Ends, field: str) -> None:
     assert ends.lies(lambda at: {f"on:{at.node}": field}) == {}
 
 
@@ -211,5 +211,5 @@ def test_more_bytes_than_any_pool_has(ends: Ends, nbytes: int) -> None:
     assert found.keys() <= {"no_room"}
 
 
-def test_a_size_that_contradicts_itself_is_not_asked_for(ends: Ends) -> None:
+def test_an_inconsistent_size_is_not_requested(ends: Ends) -> None:
     assert ends.lies(lambda _at: {"nbytes": str(LARGE + 1)}) == {}

@@ -157,7 +157,7 @@ def test_the_takers_node_killed_before_it_acknowledged(
 
 
 @pytest.mark.parametrize("place", ["here", "there"])
-def test_a_stopped_taker_loses_it_to_the_next(
+def test_a_stopped_taker_loses_it_to_the_next_taker(
     start_node: StartNode, takers: Callable[..., ClientProcess], place: str
 ) -> None:
     owner = owner_of(start_node, handoff_lease_seconds=1.0)
@@ -231,7 +231,7 @@ def test_all_waiting_takers_of_a_killed_owner_get_a_miss(
     nothing_held(node)
 
 
-def test_a_stopped_owner_is_missing_and_gives_nothing_twice(start_node: StartNode) -> None:
+def test_a_stopped_owner_is_a_miss_and_gives_no_item_twice(start_node: StartNode) -> None:
     owner, node = owner_of(start_node, handoff_lease_seconds=2.0), start_node()
     before, name = handoff(), handoff()
     with owner.client() as producer, node.client() as taker:
@@ -270,7 +270,7 @@ def test_an_owner_stopped_under_an_acknowledgement(
     assert set(acknowledged(owner, name).values()) == {1}
 
 
-def test_a_link_that_breaks_costs_nothing(
+def test_a_broken_connection_loses_nothing(
     start_node: StartNode, takers: Callable[..., ClientProcess]
 ) -> None:
     with PeerProxy() as proxy:
@@ -296,7 +296,7 @@ def test_a_link_that_breaks_costs_nothing(
         nothing_held(owner, node)
 
 
-def test_an_answer_that_is_lost_with_its_link_is_asked_for_again(
+def test_a_reply_lost_with_its_connection_is_requested_again(
     start_node: StartNode, takers: Callable[..., ClientProcess]
 ) -> None:
     with PeerProxy() as proxy:
@@ -339,7 +339,7 @@ def test_a_stopped_store_does_not_affect_takers_that_need_none(
     nothing_held(owner, node)
 
 
-def test_a_store_that_lost_its_data_gets_the_hand_offs_again(
+def test_hand_offs_are_published_again_after_the_store_lost_its_data(
     start_node: StartNode, start_server: StartServer
 ) -> None:
     server = start_server()

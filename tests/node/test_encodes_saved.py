@@ -17,7 +17,7 @@ def told_of(url: str) -> tuple[int | None, int | None]:
     return totals.get("encodes"), totals.get("encodes_saved")
 
 
-def test_each_engine_that_need_not_encode_counts(node_pair: Pair) -> None:
+def test_each_engine_with_a_saved_encode_counts(node_pair: Pair) -> None:
     first, second = node_pair
     with_store(first, second)
     claimed, told = key(), key()

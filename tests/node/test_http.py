@@ -89,7 +89,7 @@ def test_a_scrape_is_one_request_and_the_end(node: NodeProcess) -> None:
         (b"GET http://127.0.0.1/metrics HTTP/1.1", 404),
     ],
 )
-def test_only_get_of_what_there_is(node: NodeProcess, request_line: bytes, status: int) -> None:
+def test_only_get_of_existing_paths(node: NodeProcess, request_line: bytes, status: int) -> None:
     answer = say(node, request_line + b"\r\nHost: localhost\r\n\r\n")
     assert status_of(answer) == status
     assert (b"\r\nAllow: GET\r\n" in answer) == (status == 405)
@@ -119,7 +119,7 @@ def test_garbage_is_refused(node: NodeProcess, data: bytes) -> None:
         b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n" + b"X: y\r\n" * REQUEST_BYTES_MAX,
     ],
 )
-def test_no_end_of_a_request_is_waited_for_beyond_a_bound(node: NodeProcess, data: bytes) -> None:
+def test_the_wait_for_the_end_of_a_request_is_bounded(node: NodeProcess, data: bytes) -> None:
     before = time.monotonic()
     assert status_of(say(node, data, more=True)) == 431
     assert time.monotonic() - before < scaled(2 * EXCHANGE_SECONDS)
@@ -278,7 +278,7 @@ def test_wrong_settings_are_named(settings: dict[str, str], words: list[str]) ->
     assert "Worte" not in str(raised.value)
 
 
-def test_nothing_is_served_unless_it_is_asked_for() -> None:
+def test_without_the_setting_no_port_is_opened() -> None:
     assert BufferConfig.of({}).http_listen is None
 
 

@@ -38,7 +38,7 @@ def same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
     return one.dtype == other.dtype and torch.equal(one, other)
 
 
-def test_a_stopped_node_holds_no_reader_up(start_node: StartNode) -> None:
+def test_a_stopped_node_delays_no_local_read(start_node: StartNode) -> None:
     node = start_node()
     keys = [key() for _ in VALUES]
     deep, passing, absent = key(), key(), key()
@@ -68,7 +68,7 @@ def test_a_stopped_node_holds_no_reader_up(start_node: StartNode) -> None:
             assert client.select(name) is not None
 
 
-def test_without_time_only_the_board_is_asked(
+def test_with_a_timeout_of_zero_only_the_local_index_is_read(
     start_node: StartNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here, absent = key(), key()
@@ -135,7 +135,7 @@ def test_the_last_reads_before_a_close_are_reported(start_node: StartNode) -> No
     wait_until(lambda: node.stats().get("hits_local") == 5, 2.0)
 
 
-def test_what_is_read_is_not_evicted(start_node: StartNode) -> None:
+def test_an_item_being_read_is_not_evicted(start_node: StartNode) -> None:
     node, read, unread = start_node(capacity_bytes=4 * MIB), key(), key()
     large = torch.zeros(MIB // 8, dtype=torch.uint8)
     with node.client() as client:
@@ -152,7 +152,7 @@ def test_what_is_read_is_not_evicted(start_node: StartNode) -> None:
             client.select(unread)
 
 
-def test_a_restarted_node_has_a_board_of_its_own(start_node: StartNode) -> None:
+def test_a_restarted_node_has_a_new_local_index(start_node: StartNode) -> None:
     node, name, other = start_node(), key(), key()
     with node.client() as client:
         client.insert(name, torch.ones(3))

@@ -48,7 +48,7 @@ async def _who_gave_up_waiting_is_forgotten() -> None:
     locator.close()
 
 
-def test_what_is_absent_is_known_for_a_second(
+def test_an_absent_key_is_cached_for_a_second(
     valkey_server: EmbeddedServer, namespace: str
 ) -> None:
     asyncio.run(_what_is_absent_is_known_for_a_second(valkey_server.url, namespace))
@@ -71,7 +71,7 @@ async def _what_is_absent_is_known_for_a_second(url: str, namespace: str) -> Non
     storage.close()
 
 
-def test_what_is_struck_off_with_everything_is_listed_again(
+def test_keys_removed_with_all_others_are_listed_again(
     valkey_server: EmbeddedServer, namespace: str
 ) -> None:
     """A lane that is lost voids all; what others had read is still known, and true."""

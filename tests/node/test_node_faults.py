@@ -125,7 +125,7 @@ def test_a_holder_frozen_in_the_middle_of_a_transfer(
 
 
 @pytest.mark.parametrize("place", [100_000, 2 * MIB])
-def test_a_byte_flipped_on_the_way_is_noticed(
+def test_a_byte_flipped_in_transfer_is_detected(
     start_node: StartNode, proxies: ExitStack, place: int
 ) -> None:
     flipping = proxies.enter_context(PeerProxy(flip_after_bytes=place))
@@ -150,7 +150,7 @@ def test_a_byte_flipped_on_the_way_is_noticed(
 # -- the node of this host
 
 
-def test_a_restarted_node_voids_what_it_held(start_node: StartNode) -> None:
+def test_a_restarted_node_voids_its_former_locations(start_node: StartNode) -> None:
     holder, reader = start_node(listen=f"tcp://127.0.0.1:{free_port()}"), start_node()
     name, other = key(), key()
     with holder.client() as writer, reader.client() as client:

@@ -63,7 +63,7 @@ def test_an_id_with_a_foreign_live_boot_refuses_to_start(
         assert client.stats()["store_up"] == 1
 
 
-def test_an_id_that_stands_still_is_taken_over(
+def test_an_id_without_new_beats_is_taken_over(
     start_node: StartNode, valkey_server: EmbeddedServer
 ) -> None:
     node, reader = start_node(), start_node()

@@ -127,7 +127,7 @@ def misses_in_time(pair: Pair, remote: object) -> None:
     assert quickest(claim_by_many, 2.0) < 2.0
 
 
-def test_the_store_is_frozen_and_goes_on(pair: Pair) -> None:
+def test_the_store_is_frozen_and_resumed(pair: Pair) -> None:
     local, remote, tensor = key("local"), key("remote"), torch.randn(1000)
     known, known_too = key("known"), key("known too")
     pair.here.insert(local, tensor)
@@ -223,7 +223,7 @@ def test_a_flushed_store_is_filled_again(pair: Pair) -> None:
     assert pair.nodes[1].stats()["unpublished"] == 0
 
 
-def test_foreign_things_under_our_keys_are_misses(pair: Pair) -> None:
+def test_foreign_values_under_our_keys_are_misses(pair: Pair) -> None:
     name, healthy = key("poisoned"), key("healthy")
     pair.there.insert(name, torch.ones(3))
     wait_until(lambda: pair.here.has_caches([name], timeout=1.0)[0], BACK_SECONDS)
@@ -306,9 +306,7 @@ def test_a_full_store_grants_claims_and_takes_them_back(
     pair.end()
 
 
-def test_no_node_counts_as_dead_because_the_store_is_full(
-    start_server: StartServer, start_node: StartNode
-) -> None:
+def test_a_full_store_makes_no_node_dead(start_server: StartServer, start_node: StartNode) -> None:
     """Descriptions and counters are refused then; beats are not, and are read on."""
     pair = Pair(start_server(policy="noeviction"), start_node)
     name = key("published before")

@@ -53,7 +53,7 @@ CHANGES = st.lists(
 
 @given(CHANGES)
 @settings(deadline=None, max_examples=60)
-def test_it_lists_the_last_that_were_listed_and_not_struck_off(
+def test_it_lists_the_newest_keys_that_were_not_removed(
     changes: list[tuple[str, int] | None],
 ) -> None:
     table = RemoteIndex()
@@ -78,7 +78,7 @@ def test_it_lists_the_last_that_were_listed_and_not_struck_off(
     table.close()
 
 
-def test_what_was_struck_off_all_together_can_be_listed_again() -> None:
+def test_keys_removed_all_at_once_can_be_listed_again() -> None:
     table = RemoteIndex()
     reader = RemoteIndexReader(table.fd)
     first, second = CROWD[:2]
@@ -93,7 +93,7 @@ def test_what_was_struck_off_all_together_can_be_listed_again() -> None:
     table.close()
 
 
-def test_it_is_believed_for_a_second_after_it_was_confirmed() -> None:
+def test_it_is_valid_for_a_second_after_a_confirmation() -> None:
     now = [0]
     table = RemoteIndex()
     reader = RemoteIndexReader(table.fd, lambda: now[0])
@@ -159,7 +159,7 @@ def pair(start_pair: Callable[..., Pair]) -> Pair:
     return start_pair()
 
 
-def test_a_stopped_node_is_believed_for_a_moment_and_no_longer(pair: Pair) -> None:
+def test_the_index_of_a_stopped_node_is_soon_ignored(pair: Pair) -> None:
     names = tuple(key() for _ in range(32))
     pair.hold(*names)
     with pair.asked.frozen():
@@ -170,7 +170,7 @@ def test_a_stopped_node_is_believed_for_a_moment_and_no_longer(pair: Pair) -> No
     wait_until(lambda: pair.by_table(names), 5.0)
 
 
-def test_what_was_evicted_there_is_not_seen_any_more(start_pair: Callable[..., Pair]) -> None:
+def test_an_item_evicted_on_its_node_is_no_longer_listed(start_pair: Callable[..., Pair]) -> None:
     pair = start_pair(capacity_bytes=2 * MIB)
     name = key()
     pair.hold(name, nbytes=MIB // 8)
@@ -180,7 +180,7 @@ def test_what_was_evicted_there_is_not_seen_any_more(start_pair: Callable[..., P
     wait_until(lambda: not pair.sees(name), 2.0)
 
 
-def test_what_a_dead_node_held_is_not_seen_any_more(pair: Pair) -> None:
+def test_items_of_a_dead_node_are_no_longer_listed(pair: Pair) -> None:
     name = key()
     pair.hold(name)
     pair.holder.kill()
@@ -195,7 +195,7 @@ def test_what_a_dead_node_held_is_not_seen_any_more(pair: Pair) -> None:
     pair.hold(name)
 
 
-def test_a_node_that_leaves_takes_what_it_held_along(pair: Pair) -> None:
+def test_items_of_a_node_that_leaves_are_no_longer_listed(pair: Pair) -> None:
     name = key()
     pair.hold(name)
     pair.there.close()
@@ -204,7 +204,7 @@ def test_a_node_that_leaves_takes_what_it_held_along(pair: Pair) -> None:
     pair.holder.start()
 
 
-def test_a_store_that_lost_all_is_not_overlooked(
+def test_after_the_store_lost_its_data_nothing_is_listed(
     start_server: StartServer, start_pair: Callable[..., Pair]
 ) -> None:
     server = start_server()
@@ -216,7 +216,7 @@ def test_a_store_that_lost_all_is_not_overlooked(
     wait_until(lambda: not pair.listed(names), 1.0)
 
 
-def test_a_lost_connection_to_the_store_strikes_everything_off(
+def test_a_lost_connection_to_the_store_empties_the_index(
     start_server: StartServer, start_pair: Callable[..., Pair]
 ) -> None:
     server = start_server()

@@ -215,7 +215,7 @@ POOL_BYTES = 14 * MIB
 SECONDS = 40.0
 
 
-def test_nothing_is_left_of_a_storm(
+def test_many_joins_and_leaves_on_three_hosts_leak_nothing(
     start_node: StartNode, start_end: StartEnd, pytestconfig: pytest.Config
 ) -> None:
     chance = random.Random(pytestconfig.getoption("--soak-seed"))

@@ -262,7 +262,9 @@ REJOINED_SECONDS = 6.0
 """A node that was killed publishes nothing before it has watched its id for three seconds."""
 
 
-def test_exactly_one_takes_each(start_node: StartNode, pytestconfig: pytest.Config) -> None:
+def test_each_hand_off_is_taken_exactly_once(
+    start_node: StartNode, pytestconfig: pytest.Config
+) -> None:
     count: int = pytestconfig.getoption("--handoffs")
     processes = 8 if count > 1000 else 4
     kills = 10 if count > 1000 else 2

@@ -49,7 +49,7 @@ def store(own_cluster: ValkeyCluster) -> Iterator[MetadataStore]:
     ],
     indirect=["own_cluster"],
 )
-def test_a_master_goes_in_the_middle_of_a_write_load(
+def test_a_master_fails_during_writes(
     own_cluster: ValkeyCluster, store: MetadataStore, namespace: str, fault: str
 ) -> None:
     victim = own_cluster.owner(0)
@@ -138,7 +138,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return counts
 
 
-def test_all_members_are_frozen_and_wake(
+def test_all_members_are_frozen_and_resumed(
     own_cluster: ValkeyCluster, store: MetadataStore, namespace: str
 ) -> None:
     with under_load(store, namespace) as load:
@@ -185,7 +185,7 @@ def test_each_operation_of_a_frozen_cluster_has_one_budget(
             member.go_on()
 
 
-def test_servers_that_cannot_even_be_dialled_leave_time_for_the_others(
+def test_unreachable_servers_leave_time_for_the_others(
     valkey_cluster: ValkeyCluster, namespace: str
 ) -> None:
     publishings = [Publishing(a_record(namespace, "k"), a_location(), 60.0)]
@@ -233,7 +233,7 @@ def _published(store: MetadataStore, namespace: str) -> bool:
     return False
 
 
-def test_a_slot_that_nobody_serves_fails_alone(
+def test_only_the_keys_of_an_unserved_slot_fail(
     own_cluster: ValkeyCluster, store: MetadataStore, namespace: str
 ) -> None:
     keys = [f"k{n}" for n in range(8)]
@@ -273,7 +273,7 @@ def test_keys_of_one_place_lie_on_one_master(
     victim.go_on()
 
 
-def test_what_is_not_reached_is_no_miss(
+def test_a_server_that_is_not_reached_is_no_miss(
     own_cluster: ValkeyCluster, store: MetadataStore, namespace: str
 ) -> None:
     items = [(namespace, f"k{n}") for n in range(1200)]  # more than fit in one round trip

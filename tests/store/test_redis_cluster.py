@@ -56,7 +56,7 @@ def test_records_lie_on_all_masters(
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_a_slot_on_its_way_and_after(
+def test_a_slot_while_it_moves_and_afterwards(
     store: MetadataStore, valkey_cluster: ValkeyCluster, namespace: str, known: bool
 ) -> None:
     def on_its_way() -> None:

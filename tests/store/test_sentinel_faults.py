@@ -34,7 +34,7 @@ def store(own_sentinels: Sentinels) -> Iterator[MetadataStore]:
     ],
     indirect=["own_sentinels"],
 )
-def test_the_master_goes_in_the_middle_of_a_write_load(
+def test_the_master_fails_during_writes(
     own_sentinels: Sentinels, store: MetadataStore, namespace: str, fault: str
 ) -> None:
     old, new = own_sentinels.master(), own_sentinels.replica()

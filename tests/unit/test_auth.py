@@ -62,7 +62,7 @@ def hello(nonce: bytes | None = None, **changes: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("token", [None, TOKEN, "", "é\ud800"])
-def test_the_same_token_makes_a_link(token: str | None) -> None:
+def test_the_same_token_makes_a_connection(token: str | None) -> None:
     with Server(token) as server:
         link = connect("127.0.0.1", server.port, token=token, timeout=TIMEOUT)
         with link:
@@ -130,7 +130,7 @@ def test_the_token_never_travels_and_no_proof_comes_twice() -> None:
     assert len(secrets) == len(set(secrets)) == 8, "nonces and proofs are fresh each time"
 
 
-def test_without_the_token_a_client_learns_only_that_one_is_required(
+def test_without_the_token_a_client_gets_only_that_one_is_required(
     stranger: tuple[FramedSocket, Server],
 ) -> None:
     link, server = stranger
@@ -241,7 +241,9 @@ OTHER_WORDS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", OTHER_WORDS)
-def test_other_words_are_a_protocol_error(stranger: tuple[FramedSocket, Server], name: str) -> None:
+def test_invalid_handshake_messages_are_a_protocol_error(
+    stranger: tuple[FramedSocket, Server], name: str
+) -> None:
     link, server = stranger
     link.send(OTHER_WORDS[name], timeout=TIMEOUT)
     with pytest.raises(ProtocolError):
@@ -272,7 +274,7 @@ def test_a_client_that_trickles_is_dropped_in_time() -> None:
             server.outcome.result(TIMEOUT)
 
 
-def test_a_stranger_cannot_make_the_server_read_much() -> None:
+def test_an_unauthenticated_client_cannot_make_the_server_read_much() -> None:
     with Server(TOKEN) as server:
         loud = socket.create_connection(("127.0.0.1", server.port), timeout=TIMEOUT)
         with loud, pytest.raises(ProtocolError):

@@ -113,7 +113,7 @@ def test_a_password_in_a_url_is_never_repeated(url: str) -> None:
     assert caught.value.__context__ is None or SECRET not in str(caught.value.__context__)
 
 
-def test_secrets_show_nowhere() -> None:
+def test_secrets_are_never_shown() -> None:
     config = BufferConfig(token=SECRET, store_password=SECRET)
     shown = f"{config!r} {config} {config.model_dump()} {config.expectations()}"
     assert SECRET not in shown
@@ -200,7 +200,7 @@ def test_a_directory_of_another_user_is_refused(tmp_path: Path) -> None:
         BufferConfig(directory=path).runtime_directory()
 
 
-def test_clients_and_nodes_compare_what_they_must_agree_on() -> None:
+def test_clients_and_nodes_compare_shared_settings() -> None:
     base = BufferConfig(capacity_bytes=1 << 20)
     assert base.expectations() == BufferConfig(capacity_bytes=1 << 20).expectations()
     token = secrets.token_hex(16)

@@ -143,7 +143,7 @@ def test_an_entry_does_not_stand_for_the_next_one_in_its_place() -> None:
         assert not both.reader.is_unchanged(before)
 
 
-def test_what_is_half_written_is_not_there() -> None:
+def test_a_half_written_entry_is_not_found() -> None:
     """A writer that was stopped in the middle: an offset that cannot be packed stops it."""
     header = TensorHeader.for_tensor("uint8", (4,))
     with Both() as both:
@@ -157,7 +157,7 @@ def test_what_is_half_written_is_not_there() -> None:
         assert both.find(CROWD[1]) is not None
 
 
-def test_more_dimensions_than_fit_are_left_off() -> None:
+def test_items_with_too_many_dimensions_are_not_listed() -> None:
     with Both() as both:
         for dimensions in range(DIMENSIONS_MAX + 3):
             address = (NAMESPACE, str(dimensions))

@@ -165,7 +165,7 @@ def test_schemes(scheme: str, topology: str, tls: bool) -> None:
     st.text(min_size=1, max_size=12),
     st.text(min_size=1, max_size=12),
 )
-def test_what_is_quoted_comes_back(
+def test_quoted_parts_are_decoded(
     scheme: str, hosts: list[tuple[str, int]], username: str, password: str
 ) -> None:
     listed = ",".join(
@@ -249,7 +249,7 @@ def test_no_password_is_ever_shown(password: str, form: str) -> None:
         assert piece not in shown
 
 
-def test_a_store_imports_what_it_needs() -> None:
+def test_a_store_imports_its_driver_when_it_is_opened() -> None:
     """redis-py, which takes longer to import than a command takes, no store needs."""
     source = """
 import sys
@@ -262,7 +262,7 @@ assert "hiredis" in sys.modules and "redis" not in sys.modules
     subprocess.run([sys.executable, "-c", source], check=True, timeout=scaled(60))
 
 
-def test_dialling_reads_no_file() -> None:
+def test_parsing_a_url_reads_no_file() -> None:
     """A disk that hangs would be waited for without a time-out."""
     source = """
 import sys
