@@ -107,7 +107,7 @@ def test_files_that_change_during_the_hash_have_no_digest(
 
 
 def test_a_folder_is_hashed_once_and_later_changes_are_ignored(tmp_path: Path) -> None:
-    """vLLM holds what it loaded; only a new number says that it loaded again."""
+    """vLLM keeps the loaded weights; only a new number means that it loaded them again."""
     adapters, folder = Adapters(), adapter(tmp_path / "a")
     first = known(adapters, loaded(folder))
     adapter(folder, weights=b"trained on")

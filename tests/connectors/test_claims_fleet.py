@@ -108,7 +108,7 @@ class Engine:
 
 
 def run(*engines: Engine, until: Callable[[], object] | None = None, seconds: float = 30.0) -> None:
-    """Let the engines go on until all their requests were scheduled."""
+    """Run the engines until all their requests were scheduled."""
     deadline = time.monotonic() + scaled(seconds)
     until = until or (lambda: not any(engine.requests for engine in engines))
     while not until():

@@ -1,4 +1,4 @@
-"""What the demo promises: each promise can be broken, and the figures say what they should."""
+"""The checks of the demo: each of them can fail, and the figures are right."""
 
 import json
 from dataclasses import replace

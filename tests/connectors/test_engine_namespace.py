@@ -21,7 +21,7 @@ SETTINGS = ConnectorSettings(capacity_bytes=1 << 24)
 
 
 class HfConfig:
-    """Looks like a transformers config."""
+    """A stand-in for a transformers config."""
 
     def __init__(self, **values: Any) -> None:
         self.values = values
@@ -145,7 +145,7 @@ def test_formats_of_one_checkpoint_share() -> None:
 
 @dataclasses.dataclass
 class Options:
-    """Looks like one of vLLM's dataclasses within a configuration."""
+    """A stand-in for one of vLLM's dataclasses within a configuration."""
 
     mode: str = "fast"
     kernels: frozenset[str] = frozenset({"a", "b"})
@@ -234,7 +234,7 @@ FILES = ["preprocessor_config.json", "processor_config.json", "video_preprocesso
 
 @pytest.mark.parametrize("name", FILES)
 def test_how_a_local_folder_has_its_media_processed_counts(tmp_path: Path, name: str) -> None:
-    """Items are named by the media as the client sent them: nothing else would tell these apart."""
+    """Identifiers hash the media as the client sent them, so they do not depend on these files."""
     folders = [tmp_path / folder for folder in ("one", "copy", "other")]
     parts = []
     for folder in folders:
@@ -249,7 +249,7 @@ def test_how_a_local_folder_has_its_media_processed_counts(tmp_path: Path, name:
 
 @pytest.mark.parametrize("name", ["VLLM_VIDEO_LOADER_BACKEND", "VLLM_MEDIA_CONNECTOR"])
 def test_how_vllm_decodes_media_counts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A video is named by its file: the frames that are taken out of it do not tell."""
+    """A video's identifier is a hash of its file and does not depend on the sampled frames."""
     before = fingerprint(vllm_config())
     monkeypatch.setenv(name, "another")
     assert fingerprint(vllm_config()) != before

@@ -17,7 +17,7 @@ CHUNK_BYTES = 1000
 
 
 class Request:
-    """Looks like vLLM's, as far as the scheduler side reads it."""
+    """A stand-in for vLLM's, with what the scheduler side reads."""
 
     def __init__(self, name: str, length: int, seed: int = 0) -> None:
         self.request_id = name
@@ -145,7 +145,7 @@ def test_of_a_chunk_that_vllm_has_in_part_the_rest_is_loaded() -> None:
 
 
 def test_blocks_that_another_connector_loads_into_are_written_too() -> None:
-    """One of a MultiConnector hears of all blocks, and only that nothing is left for it to load."""
+    """A MultiConnector gives each connector all blocks, and 0 tokens if it loads none."""
     engine, request = Engine(), Request("r", 40)
     engine.side.matched(request, CHUNK)
     blocks = engine.allocate(request, 0, 40)

@@ -1,4 +1,4 @@
-"""What an engine says of its KV cache at start: its namespace, and whether it can be shared."""
+"""An engine's KV cache at start: its namespace, and whether it can be shared."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -50,7 +50,7 @@ def parts(changed: Callable[[Any], None] | None = None, **settings: Any) -> dict
 
 
 def differing(other: dict[str, str]) -> set[str]:
-    """What `lookup-buffer why` names when an engine with these parts looks."""
+    """What `lookup-buffer why` names for a look-up by an engine with these parts."""
     usual = parts()
     assert usual.keys() == other.keys()
     return {name for name in usual if usual[name] != other[name]}

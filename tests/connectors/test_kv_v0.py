@@ -104,7 +104,7 @@ def test_defect_the_first_consumer_removes_it_for_all_others(connect: Connect) -
 
 
 def test_defect_a_miss_hangs(connect: Connect) -> None:
-    """Nothing was sent, and nobody will send: the consumer's model runs at once."""
+    """No KV was sent and none will be: the consumer's model runs at once."""
     connector = connect()
     started = time.monotonic()
     assert run(connector, prompt(LONG, 12))[1] == LONG
@@ -112,7 +112,7 @@ def test_defect_a_miss_hangs(connect: Connect) -> None:
 
 
 def test_defect_chunked_prefill_is_mistaken_for_a_prompt(connect: Connect) -> None:
-    """A batch with the second half of a prompt: its tokens do not say what came before."""
+    """A batch with the second half of a prompt: its tokens do not determine the first half."""
     tokens = prompt(LONG, 13)
     half = CHUNK_TOKENS + 1
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""The KV connector's worker side with tensors of torch and a real node: right bytes, or told so."""
+"""The KV connector's worker side with real tensors and a node: right bytes or a reported fault."""
 
 import threading
 import time
@@ -23,7 +23,7 @@ SECONDS = 10.0
 
 
 class Rank:
-    """A worker and its cache, in which every block of every layer has content of its own."""
+    """A worker and its cache, in which every block of every layer has different content."""
 
     def __init__(self, buffer: LookupBuffer, rank: int = 0, **settings: Any) -> None:
         self.buffer = buffer
@@ -136,7 +136,7 @@ def test_blocks_that_get_other_content_are_copied_before(rank: Rank) -> None:
 def test_without_memory_for_its_copy_a_chunk_is_not_stored(
     rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor is what its blocks hold afterwards, and the model goes on."""
+    """Nor is the later content of its blocks stored, and the model continues."""
     gate = threading.Event()
     insert = rank.worker.saves._insert
     rank.worker.saves._insert = lambda *each: gate.wait(SECONDS) and insert(*each)

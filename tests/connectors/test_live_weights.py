@@ -153,7 +153,7 @@ def test_the_flag_leaves_nothing_behind(engine_id: str) -> None:
     made = WeightsFlag.create(engine_id)
     assert path.parent == Path("/dev/shm")
     assert path.exists()
-    again = WeightsFlag.create(engine_id)  # the worker was killed, and has been started anew
+    again = WeightsFlag.create(engine_id)  # the worker was killed and started again
     adopted = WeightsFlag.adopt(engine_id)
     assert not path.exists()
     made.set()
@@ -190,7 +190,7 @@ def flag(engine_id: str) -> WeightsFlag:
 
 
 def test_it_has_every_method_of_the_client_that_the_scheduler_side_calls() -> None:
-    """Where the types cannot tell, for it stands in for the client."""
+    """Types cannot show this, since it is a stand-in for the client."""
     modules = ("claims", "fetching", "items", "locating", "scheduler", "without_gate")
     sources = [(ROOT / "connectors/ec" / f"{name}.py").read_text() for name in modules]
     used = {name for source in sources for name in re.findall(r"self\._buffer\.(\w+)", source)}
@@ -219,7 +219,9 @@ def test_after_a_reload_no_item_is_promised(flag: WeightsFlag) -> None:
         assert bench.build().mm_datas == []
     assert bench.buffer.pinned == {}
     assert bench.scheduler.pins.held_bytes == 0
-    assert bench.buffer.fleet.encoding == [], "nobody waits for what will not be stored"
+    assert bench.buffer.fleet.encoding == [], (
+        "no other engine waits for an item that will not be stored"
+    )
     assert bench.scheduler.counters.totals()["miss:weights_changed"] == 1
 
 
@@ -264,7 +266,7 @@ def test_a_worker_stores_no_output_of_other_weights(watch: WeightsWatch, model: 
 
 
 class Experts(Part):
-    """A layer of four experts, of which vLLM may ask for its weights."""
+    """A layer of four experts, from which vLLM may request its weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -281,7 +283,7 @@ class Mixture(Model):
 
 
 class Alone:
-    """Looks like a process group of one, and its communicator."""
+    """A stand-in for a process group of one, and its communicator."""
 
     needs_profile_buffer_reservation = False
 
@@ -310,7 +312,7 @@ def balance(experts: Any) -> None:
     assert not torch.equal(experts.weight, torch.eye(4))
 
 
-@pytest.mark.parametrize("is_balanced", [True, False], ids=["enable_eplb", "by somebody else"])
+@pytest.mark.parametrize("is_balanced", [True, False], ids=["enable_eplb", "by another caller"])
 def test_experts_that_vllm_moves_are_no_other_weights(is_balanced: bool, engine_id: str) -> None:
     watch = WeightsWatch(engine_id, names=(), experts_move=is_balanced)
     model = Mixture()

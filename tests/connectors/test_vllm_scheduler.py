@@ -234,7 +234,7 @@ def test_node_lost_before_any_call_of_the_scheduler(
     fleet: LedgerFleet,
     make_engine: MakeEngine,
 ) -> None:
-    """And never found again: who needs it is failed, alone."""
+    """The node does not come back: only a request that needs it fails."""
     ends: set[str] = set()
     for fatal in range(1000):
         fleet.find_node()
@@ -264,7 +264,8 @@ def test_node_lost_before_any_call_of_the_scheduler(
 def test_random_traffic_with_some_wrong_identifiers(
     room: str, fleet: LedgerFleet, make_engine: MakeEngine
 ) -> None:
-    """vLLM may fail who finds other rows in its own cache; nobody is given what does not fit."""
+    """vLLM may fail a request with other rows in vLLM's cache; no request loads an item that does
+    not fit."""
     traffic = Traffic(fleet, seed=sum(room.encode()), misnamed=0.3)
     engine = make_engine(ROOMS[room])
     for _ in range(TURNS):

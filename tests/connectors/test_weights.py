@@ -280,7 +280,7 @@ def test_files_that_change_after_the_worker_looked(
 def test_files_that_worker_and_scheduler_see_differently(
     engines: Namings, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """In two processes: the scheduler's looks when the worker's has loaded the model."""
+    """In two processes: the scheduler's reads the files after the worker's has loaded the model."""
     folder = checkpoint(tmp_path / "model")
     before = weights_source(config(folder), "")
     assert when_settled(engines.start(before, mark=before.mark)) is not None

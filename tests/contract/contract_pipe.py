@@ -32,7 +32,7 @@ from store import EmbeddedServer
 TOKEN = "that of both ends, and of no other"
 
 SMALL, LARGE = 1000, 1 << 20
-"""Bytes: with their offer, and asked for, where a pipe makes that difference."""
+"""Bytes: sent with their offer, and sent on request, if a pipe distinguishes these."""
 SOON_SECONDS = scaled(5.0)
 """Bound on what takes milliseconds on a machine that is not busy."""
 SHORT_SECONDS = 0.05

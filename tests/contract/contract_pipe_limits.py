@@ -56,7 +56,7 @@ class PipeLimitsContract:
         assert same(b.recv_tensor(), block(LARGE, 4)), "the third was not sent"
 
     def test_a_refused_send_is_never_received(self, make_ends: MakeEnds) -> None:
-        """Nor is the next message taken for it, by who receives into memory of his own."""
+        """Nor is the next message mistaken for it in a receive with `out`."""
         a, b = make_ends(PipeLimits(buffer_bytes=LARGE))
         tensor, out = block(SMALL, 3), torch.zeros_like(block(SMALL, 3))
         a.send_tensor(tensor, "another")

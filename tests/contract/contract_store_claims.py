@@ -30,7 +30,7 @@ def ask(
     key: str = "k",
     state: ClaimState = ENCODING,
 ) -> ClaimAnswer:
-    """Claim for `who`, whose token follows from the name."""
+    """Claim for the claimant `who`, whose token follows from the name."""
     return store.claim(
         namespace,
         key,

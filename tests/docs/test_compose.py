@@ -64,7 +64,7 @@ def _want(stack: Stack, *programs: str) -> None:
             pytest.skip(f"no {program} on the PATH (scripts/install-system-packages installs it)")
 
 
-# -- what it says
+# -- its contents
 
 
 def test_it_is_valid() -> None:
@@ -217,7 +217,7 @@ def test_prometheus_scrapes_both_nodes(stack: Stack) -> None:
 
 
 class _Replica(BaseHTTPRequestHandler):
-    """Answers as a vLLM server that is well, with the address that it was asked at."""
+    """Answers as a healthy vLLM server, with the address of the request."""
 
     def do_GET(self) -> None:
         body = str(self.connection.getsockname()[0]).encode()
@@ -274,7 +274,7 @@ def contained(stack: Stack) -> Stack:
 
 
 def test_a_node_runs_contained(contained: Stack) -> None:
-    """So all other tests here saw it as a container has it."""
+    """So all other tests here ran under a container's limits."""
     pid = contained.pid("node-a")
     status = Path(f"/proc/{pid}/status").read_text()
     fields = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)

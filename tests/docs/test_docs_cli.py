@@ -101,7 +101,7 @@ def test_every_command_and_option_is_named() -> None:
     for name, one in app.commands.items():
         assert f"\n## {name}" in DOCUMENT
         section = DOCUMENT.split(f"\n## {name}")[1].split("\n## ")[0]
-        if name in ("serve", "demo"):  # their --help and docs/vllm.md tell
+        if name in ("serve", "demo"):  # documented by their --help and docs/vllm.md
             continue
         for parameter in one.params:
             shared = parameter.name in ("store_url", "store_password_file", "directory", "json")

@@ -135,7 +135,7 @@ def test_brings_the_python_files_and_nothing_else(
         assert (server.sent_bytes < COMPILED_BYTES / 100) is knows_ranges
         sent = server.sent_bytes
         assert fetch("9.9.9", tmp_path) == folder
-        assert server.sent_bytes == sent, "a second run asks nobody"
+        assert server.sent_bytes == sent, "a second run sends no request"
     assert (folder / "vllm/v1/request.py").read_bytes() == b"class Request: ...\n"
     assert not list(folder.rglob("*.so"))
     assert [path.name for path in tmp_path.iterdir()] == ["9.9.9"]

@@ -109,7 +109,7 @@ def test_services_and_policies_select_their_pods() -> None:
 
 
 def test_engine_and_node_agree() -> None:
-    """What a node compares when an engine connects, and where the engine looks for it."""
+    """What a node compares when an engine connects, and where the engine searches the node."""
     node, engine = _environment(), _engine_settings()
     assert engine["store_url"] == node["LOOKUP_BUFFER_STORE_URL"]
     assert engine["capacity_bytes"] == node["LOOKUP_BUFFER_CAPACITY_BYTES"]

@@ -129,7 +129,7 @@ def test_an_owner_that_does_not_answer_is_waited_for_until_it_is_dead(
         assert one.insert(name, torch.full((9,), 1)) is STORED
         with first.frozen(), ThreadPoolExecutor(1) as pool:
             inserting = pool.submit(other.insert, name, torch.full((9,), 2), timeout=1.0)
-            assert outcome_of(other, name, 0.3) == "LookupTimeout", "nobody has it meanwhile"
+            assert outcome_of(other, name, 0.3) == "LookupTimeout", "no taker gets it meanwhile"
             with pytest.raises(NodeUnavailable, match="does not answer"):
                 inserting.result()
             nothing_held(second)
@@ -152,7 +152,7 @@ def test_of_two_equal_hand_offs_one_remains_when_the_store_is_back(
             assert one.insert(name, torch.full((9,), 1)) is STORED
             assert other.insert(name, torch.full((9,), 2)) is STORED
             assert time.monotonic() - started < STORE_SECONDS / 2, (
-                "nobody waits for what is known to be away"
+                "no wait for a store that is known to be down"
             )
         wait_until(lambda: sum(map(holding, nodes)) == 1, SOON_SECONDS)
         taken = Counter(outcome_of(buffer, name, 1.0) for buffer in (one, other))
@@ -161,7 +161,7 @@ def test_of_two_equal_hand_offs_one_remains_when_the_store_is_back(
 
 
 def test_a_take_of_a_dead_owners_hand_off_returns_owner_dead(start_node: StartNode) -> None:
-    """However soon after the insert its owner dies, whoever waits for it is not left to wait."""
+    """However soon after the insert its owner dies, a waiting taker gets a miss."""
     owner, node = start_node(), start_node()
     inserted: list[TensorKey] = []
 

@@ -44,7 +44,7 @@ NAMESPACE = Namespace.named("tests").fingerprint
 
 
 class Asker:
-    """A node that is made by hand: it asks for hand-offs of `owner`."""
+    """A simulated node: it requests hand-offs of `owner`."""
 
     def __init__(self, owner: NodeProcess, boot: str) -> None:
         host, port = parse_tcp(owner.config.listen)
@@ -141,7 +141,7 @@ def test_a_taker_that_leaves_the_queue_gets_an_answer(producer: Producer) -> Non
         asker.take(name, 20.0, number=2)
         asker.say(Leave(3, 2))
         assert asker.hear() == (2, Answer("absent"))
-        asker.say(Leave(4, 77))  # nobody
+        asker.say(Leave(4, 77))  # no such request
         asker.take(name, 20.0, number=5)
         asker.say(GiveBack(6, answer.token))
         number, again = asker.hear()
@@ -167,7 +167,7 @@ def test_a_request_to_an_earlier_boot_is_answered_stale(producer: Producer) -> N
         {"op": "take", "id": 1, "namespace": "short", "key": "k@1", "wait_seconds": 0.0},
         {"op": "acknowledge", "id": 1, "token": -1},
         {"op": "leave", "id": 1, "take": "1"},
-        Stats(1).to_wire(),  # what clients ask
+        Stats(1).to_wire(),  # a client's request
         {"id": 1, "state": "won"},
     ],
 )
@@ -241,7 +241,7 @@ def test_a_connection_stays_until_its_last_lease_ends() -> None:
     assert connecting == [owner]
     owner.connected(ours)
     loop.ahead_seconds += 2 * OWNER_IDLE_SECONDS
-    idle = [owner.is_idle]  # not while somebody waits for an answer
+    idle = [owner.is_idle]  # not while a request waits for its answer
     theirs.sendall(encode_frame({"id": 1, "state": "leased", "lease_seconds": 200.0}))
     loop.run_for(0.2)
     assert [answer.state for answer in answers] == ["leased"]
@@ -252,7 +252,7 @@ def test_a_connection_stays_until_its_last_lease_ends() -> None:
     owner.ask(Take(2, NAMESPACE, "k@1", 5.0), answers.append)
     theirs.close()
     loop.run_for(0.2)
-    assert answers[1] is UNREACHED, "who asked is told that the link ended"
+    assert answers[1] is UNREACHED, "the request gets that the connection ended"
     loop.close()
 
 
@@ -273,7 +273,7 @@ def test_attempts_to_connect_are_rate_limited_and_end_with_the_requests() -> Non
     owner.ask(Take(20, NAMESPACE, "k@1", 5.0), told.append)
     owner.withdraw(Leave(21, 20))
     loop.run(10.0)
-    assert len(connecting) == 10, "nobody asks any more"
+    assert len(connecting) == 10, "no request is left"
 
 
 def test_a_lease_belongs_to_one_session(producer: Producer) -> None:

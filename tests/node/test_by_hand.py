@@ -19,7 +19,7 @@ SOON_SECONDS = 5.0
 
 
 class Pair:
-    """Two nodes on a server of their own."""
+    """Two nodes on a separate server."""
 
     def __init__(self, server: EmbeddedServer, start_node: StartNode) -> None:
         self.server = server
@@ -69,7 +69,7 @@ def test_a_foreign_value_under_the_key_of_a_node_stops_no_node(pair: Pair) -> No
     pair.shares()
     pair.put(described, "SET", described, "no node")
     time.sleep(1.2)
-    pair.shares()  # who has met it before knows where it is
+    pair.shares()  # a client that has used it before knows its socket
 
 
 def test_a_foreign_value_under_the_key_of_a_namespace_stops_no_node(pair: Pair) -> None:

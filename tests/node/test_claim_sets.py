@@ -45,9 +45,9 @@ def test_free_keys_are_granted_as_intents(node_pair: Pair, valkey_server: Embedd
 
 
 def test_a_waiting_set_holds_no_claim(node_pair: Pair, valkey_server: EmbeddedServer) -> None:
-    """Were the first of the set kept, two that want the same keys could hold each other up."""
+    """If it kept its first claim, two sets with the same keys could block each other."""
     with node_pair[0].client() as holder, node_pair[1].client() as other:
-        for _ in range(5):  # a busy machine may hold up one, or another
+        for _ in range(5):  # a busy machine may delay one or another
             first, second = keys(2)
             assert holder.claim(second, lease_seconds=600.0).granted
             waits = ask(other, [second, first])
@@ -57,7 +57,7 @@ def test_a_waiting_set_holds_no_claim(node_pair: Pair, valkey_server: EmbeddedSe
                 break
         else:
             pytest.fail("it is kept until its intent lapses")
-        # Late news of the second makes the waiter look again, for which it takes the first briefly.
+        # A late event of the second makes the waiter try again, which claims the first briefly.
         assert settled(ask(holder, [first])) is ClaimOutcome.GRANTED
         holder.unclaim([first])
         holder.insert(second, torch.ones(3))
@@ -140,7 +140,7 @@ def test_crossing_pairs_of_many_engines_all_get_their_turn(node_pair: Pair) -> N
         sets = {n: buffers[n].claim_all(pairs[n], wait_seconds=600.0) for n in range(8)}
         deadline = time.monotonic() + scaled(60.0)
         while min(rounds.values()) < 3:
-            assert time.monotonic() < deadline, f"somebody never has a turn: {rounds}"
+            assert time.monotonic() < deadline, f"a set is never granted: {rounds}"
             granted = [n for n, one in sets.items() if one.state is ClaimOutcome.GRANTED]
             assert all(sets[n].state in (ClaimOutcome.GRANTED, ClaimOutcome.PENDING) for n in sets)
             for n in granted:

@@ -119,7 +119,7 @@ def test_the_claims_of_a_killed_client_are_released(node_pair: Pair) -> None:
 
 def test_an_intent_becomes_encoding_and_others_see_it(node_pair: Pair) -> None:
     with node_pair[0].client() as holder, node_pair[1].client() as other:
-        for _ in range(5):  # on a busy machine it may lapse before the other one asks
+        for _ in range(5):  # on a busy machine it may expire before the other one's request
             name = key()
             meant = holder.claim(name, lease_seconds=60.0, state=ClaimState.INTENT)
             assert (meant.outcome, meant.state) == (ClaimOutcome.GRANTED, ClaimState.INTENT)
@@ -243,11 +243,11 @@ def test_of_a_killed_node_the_lease_is_the_bound(
 
 
 def _granted_after_kill(store_url: str, start_node: StartNode) -> float:
-    """Seconds until the claim of a killed node, whose lease has 2.4 s left, is granted anew."""
+    """Seconds until the claim of a killed node, whose lease has 2.4 s left, is granted again."""
     name, node, other = key(), start_node(store_url=store_url), start_node(store_url=store_url)
     with_store(node, other)
     with node.client() as holder, other.client() as waiter:
-        # Not of whole seconds: each second all who wait look again, whatever the lease.
+        # No whole number of seconds: all waiters check each second, independent of the lease.
         assert holder.claim(name, lease_seconds=2.4).granted
         started = time.monotonic()
         node.kill()
@@ -271,7 +271,7 @@ def test_a_claim_wait_that_times_out_names_the_claimant(node_pair: Pair) -> None
 def test_a_cancelled_wait_is_granted_nothing(
     start_server: StartServer, start_node: StartNode
 ) -> None:
-    server, name = start_server(), key()  # where no other node beats, or has to be struck off
+    server, name = start_server(), key()  # where no other node beats or has to be evicted
     nodes = [start_node(store_url=server.url) for _ in range(2)]
     with_store(*nodes)
     source = "say(buffer.boot); buffer.claim(hear(), lease_seconds=60.0, timeout=60.0)"

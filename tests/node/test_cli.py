@@ -46,7 +46,7 @@ def test_starting_loads_no_slow_module(arguments: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize(("before", "code"), [("", 130), ("signal.SIG_IGN", 0)])
 def test_ctrl_c_while_modules_are_imported(before: str, code: int) -> None:
-    """It ends without a word; and does nothing where it was ignored before, as by `nohup`."""
+    """It ends without output. It has no effect if SIGINT was ignored before, as under `nohup`."""
     program = (
         "import os, signal, sys\n"
         "from lookup_buffer.cli import main\n"

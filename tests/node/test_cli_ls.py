@@ -131,7 +131,7 @@ def test_many_pages(store: MetadataStore, url: str) -> None:
     found = [line.split("key")[1].split()[0] for line in lines if "key" in line]
     assert sorted(map(int, found)) == list(range(count))
     assert sum("other" in line.split()[:2] for line in lines) == 1
-    assert any(line.startswith("bbbbbbbb") for line in lines), "two namespaces are told apart"
+    assert any(line.startswith("bbbbbbbb") for line in lines), "two namespaces are distinguished"
     document = run_json("ls", "--store-url", url, "--limit", "2000")
     assert (len(document["records"]), document["truncated"]) == (2000, True)
     whole = run_json("ls", "--store-url", url, "--limit", str(count + 1))

@@ -75,7 +75,7 @@ def test_the_device_that_a_tensor_was_computed_on_is_named(
         wait_until(lambda: [len(record["locations"]) for record in shown()] == [2], 15.0)
         nodes[0].kill()
         command(url, "FLUSHALL")
-        wait_until(lambda: bool(shown()), 60.0)  # the copy's node publishes it anew
+        wait_until(lambda: bool(shown()), 60.0)  # the copy's node publishes it again
         text = run("show", image.text, "--store-url", url).stdout
     assert re.search(r"^device +H200$", text, re.MULTILINE)
 
@@ -199,7 +199,7 @@ def test_show_a_key(store: MetadataStore, url: str) -> None:
 
 
 def test_show_takes_the_beginning_of_a_key(store: MetadataStore, url: str) -> None:
-    publish(store, SPACE, LONG_KEY, "n1")  # in a namespace that nobody described
+    publish(store, SPACE, LONG_KEY, "n1")  # in a namespace without a description
     publish(store, SPACE, "0199", "n1")
     assert keys(run_json("show", "0123", "--store-url", url)) == {LONG_KEY}
     assert_refused(run("show", "01", "--store-url", url), 2, "2 keys begin with", "0199")

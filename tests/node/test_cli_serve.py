@@ -40,7 +40,7 @@ class Served:
         killer.join()
 
     def end(self, number: signal.Signals) -> tuple[int, str, str]:
-        """Exit code, and what was said after the ready line."""
+        """Exit code, and the output after the ready line."""
         self.process.send_signal(number)
         output, errors = self.process.communicate(timeout=END_SECONDS)
         return self.process.returncode, output, errors

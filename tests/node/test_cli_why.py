@@ -114,7 +114,7 @@ def test_claims(
         return found.seconds is not None and found.seconds >= 1.5
 
     wait_until(is_older, 10.0)
-    client.claim(name, lease_seconds=30.0)  # a sign of progress: it goes on since then
+    client.claim(name, lease_seconds=30.0)  # a sign of progress: the same claim continues
     assert is_older()
     client.release_claim(name)
     the_finding(store, name, Code.ABSENT)
@@ -194,13 +194,13 @@ def test_never_published(store: MetadataStore) -> None:
     the_finding(store, handoff(), Code.ABSENT, "over a minute", namespace="")
 
 
-# -- whoever held it
+# -- states of holders
 
 
 def test_states_of_holders(
     store: MetadataStore, start_node: StartNode, valkey_server: EmbeddedServer
 ) -> None:
-    """Frozen, dead, stopped and started anew; what its peers do after a minute is done by hand."""
+    """Frozen, dead, stopped and restarted; the test does what its peers do after a minute."""
     node, leaving, name, other = start_node(), start_node(), key(), key()
     with node.client() as client, leaving.client() as second:
         client.insert(name, torch.ones(3))

@@ -76,7 +76,7 @@ def test_a_pipe_that_closes_early(store: MetadataStore, url: str) -> None:
 
 
 def test_a_part_of_a_key_is_enough(store: MetadataStore, url: str) -> None:
-    publish(store, SPACE, f"{LONG_KEY}#lora-1", "n1")  # in a namespace that nobody described
+    publish(store, SPACE, f"{LONG_KEY}#lora-1", "n1")  # in a namespace without a description
     publish(store, OTHER_SPACE, f"{LONG_KEY}#lora-1", "n1")
     document = run_json("why", LONG_KEY[8:20], "--store-url", url, code=1)
     assert document["key"] == f"{LONG_KEY}#lora-1"

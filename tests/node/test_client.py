@@ -25,7 +25,7 @@ from patience import scaled
 
 Pair = tuple[NodeProcess, NodeProcess]
 HERE = [name for name in DTYPES if hasattr(torch, name)]
-SHARED_SECONDS = 5.0  # how long another node may take to hear of a key; 0.05 s without noise
+SHARED_SECONDS = 5.0  # until another node sees a new key; 0.05 s on an idle machine
 
 
 @pytest.fixture

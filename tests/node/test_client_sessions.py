@@ -1,4 +1,4 @@
-"""Sessions of clients: refused, closed, forked, with a seat in an engine, with claims."""
+"""Sessions of clients: refused, closed, forked, with an engine rank, with claims."""
 
 import multiprocessing
 import threading
@@ -144,7 +144,7 @@ def test_a_ticket_ends_when_all_ranks_have_released_it(node_pair: Pair) -> None:
                         rank.say(handle.order)  # pickled, as vLLM does
                         assert rank.hear() == int(tensor_of(str(name), 1000).sum())
                     wait_until(lambda n=expected: node.stats()["pins"] == n, 2.0)  # type: ignore[misc]
-                # One that the scheduler takes back, with no word from any rank.
+                # One that the scheduler releases without a message of any rank.
                 again = scheduler.prefetch(names[:1], timeout=2.0)
                 assert node.stats()["pins"] == 1
                 for _ in range(2):

@@ -27,7 +27,7 @@ FIRST_PAINT_SECONDS = 5.0
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedServer]:
-    """One of its own: its numbers are compared with the page's."""
+    """A separate server: its numbers are compared with the page's."""
     directory = tmp_path_factory.mktemp("valkey")
     with EmbeddedServer.start(
         directory, timeout_seconds=10.0, executable=valkey_executable()
@@ -104,7 +104,7 @@ def test_the_numbers_are_those_of_redis(
             tab.wait_for("parseFloat(document.getElementById('lookups').textContent) > 20")
             tab.wait_for("document.querySelector('.rate-line, .rate-dot') !== null")
             assert "2 of 2 alive" in tab.text("#alive")
-            # Three of four; in the first moments what was read by the board is not told yet.
+            # Three of four; reads by the local index are reported a moment later.
             rate = "parseFloat(document.getElementById('rate').textContent)"
             tab.wait_for(f"70 < {rate} && {rate} < 80")
         with first.client() as client, second.client() as other:

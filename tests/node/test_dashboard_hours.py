@@ -16,8 +16,8 @@ TOKEN = "nur-fuer-uns-und-niemanden"
 HOUR_SECONDS = 3600
 SAMPLE_PAUSE_SECONDS = 0.006
 HEAP_GROWTH_BYTES = 1_000_000
-# Says what an observer says of a busy fleet, a second each few milliseconds: keys and nodes come
-# and go, reasons of misses, too. Each second has one hit, so it can be seen how many were heard.
+# Writes an observer's lines for a busy fleet, one second every few milliseconds: keys, nodes and
+# reasons of misses appear and disappear. Each second has one hit, so the page's count is known.
 HASTE = """
 import json, sys, time
 pause = json.loads(sys.stdin.readline())

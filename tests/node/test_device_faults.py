@@ -1,7 +1,7 @@
 """A fault of a lane costs no tensor and no process: the bytes come over the hosts.
 
-Between processes on hosts of their own, over Gloo. A stand-in
-reports that a device has no memory or is gone; all other faults are real.
+Between processes on different hosts, over Gloo. A stand-in reports that a device has no memory or
+has failed; all other faults are real.
 """
 
 import time
@@ -104,8 +104,8 @@ def test_a_pool_of_another_version_gets_no_request(start_end: StartEnd) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"host": "127.0.0.2"}, {"token": "that of another fleet"}],  # its node says 127.0.0.1
-    ids=["nobody is there", "another token"],
+    [{"host": "127.0.0.2"}, {"token": "that of another fleet"}],  # its node's address is 127.0.0.1
+    ids=["no listener", "another token"],
 )
 def test_an_unreachable_pool_is_not_tried_again_for_a_while(
     start_end: StartEnd, options: dict[str, str]
@@ -235,7 +235,7 @@ def test_joins_and_leaves_leak_nothing(start_end: StartEnd, start_node: StartNod
     warm(first, other)
     other.do("lane.close()")
     wait_until(lambda: first.do("lane.pairs()") == 0, 20.0)
-    for end in (first, other):  # a communicator is given back on a thread of its own
+    for end in (first, other):  # a separate thread destroys a communicator
         wait_until(lambda end=end: "lb-pipe-abort" not in end.do("threads()"), 20.0)  # type: ignore[misc]
     before = first.do("(threads(), files())"), other.do("(threads(), files())")
     for _ in range(4):

@@ -1,7 +1,7 @@
 """Foreign connections to a pool's port, with any bytes: the pool's process continues, serves its
-readers meanwhile, and keeps nothing of them.
+readers meanwhile, and leaks nothing.
 
-The pool has a process of its own, which is the same one at the end; a reader has another.
+The pool is in one process, which still runs at the end; a reader is in another.
 """
 
 import socket
@@ -30,12 +30,12 @@ from store import EmbeddedServer
 
 AT_ONCE = 16
 NOTHING = {"pool": "0" * 12, "namespace": "n", "key": "k", "mark": 1}
-"""A question for what is not there."""
+"""A request for an absent item."""
 _numbers = count()
 
 
 class ForeignClient(RawEnd):
-    """A client that has shaken hands with a pool, and agreed on how the payload moves."""
+    """A client after the handshake with a pool, and the agreement on how the payload moves."""
 
     def __init__(self, pool: DeviceEnd) -> None:
         super().__init__(_address_of(pool), ["pair", "gloo", gloo.version()])
@@ -112,7 +112,7 @@ def ends(valkey_server: EmbeddedServer) -> Iterator[Ends]:
 
 
 def test_garbage_ends_its_own_connection(ends: Ends) -> None:
-    def told_at_once(data: bytes) -> bool:
+    def closed_at_once(data: bytes) -> bool:
         with socket.create_connection(("127.0.0.1", port), 5.0) as stream:
             stream.settimeout(3 * HANDSHAKE_SECONDS)
             try:
@@ -126,7 +126,7 @@ def test_garbage_ends_its_own_connection(ends: Ends) -> None:
                 pass  # the pool was faster
             return True
 
-    def told_after_a_handshake(data: bytes) -> bool:
+    def closed_after_a_handshake(data: bytes) -> bool:
         with ForeignClient(ends.pool) as client:
             client.say_bytes(data)
             return client.hung_up()
@@ -134,8 +134,8 @@ def test_garbage_ends_its_own_connection(ends: Ends) -> None:
     port = ends.pool.do("lane.port")
     said = hostile("frames", "node", "pipe")
     with ThreadPoolExecutor(AT_ONCE) as many:
-        assert all(many.map(told_at_once, said.values()))
-    left = dict(zip(said, map(told_after_a_handshake, said.values()), strict=True))
+        assert all(many.map(closed_at_once, said.values()))
+    left = dict(zip(said, map(closed_after_a_handshake, said.values()), strict=True))
     assert all(left.values()), [name for name, ended in left.items() if not ended]
     ends.reads()
 
@@ -148,7 +148,7 @@ def test_a_silent_connection_delays_others_at_most_a_handshake(ends: Ends) -> No
             stream.sendall(b"LB01")  # half of a handshake
         ends.reads()
 
-        def is_heard() -> bool:
+        def is_served() -> bool:
             try:
                 with ForeignClient(ends.pool) as client:
                     client.ask({"ask": 1, **NOTHING})
@@ -156,7 +156,7 @@ def test_a_silent_connection_delays_others_at_most_a_handshake(ends: Ends) -> No
             except PipeError:  # it waited for its turn for as long as a handshake may take
                 return False
 
-        wait_until(is_heard, 5 * HANDSHAKE_SECONDS)
+        wait_until(is_served, 5 * HANDSHAKE_SECONDS)
 
 
 QUESTIONS: dict[str, Any] = {

@@ -1,6 +1,6 @@
 """Pairs that exist before a read needs them: made when a pool is seen, ended when it is gone.
 
-Between processes with nodes of their own; and for one end alone, with a stand-in for its node.
+Between processes with different nodes; and for one end alone, with a stand-in for its node.
 """
 
 import secrets
@@ -40,7 +40,7 @@ def test_the_first_request_comes_by_the_lane_and_a_pool_that_dies_leaves_no_pair
     assert (reader.counted("lane_received_gloo"), fallbacks(reader)) == (1, 0)
     producer.kill()
     wait_until(lambda: reader.do("lane.pairs()") == 0, SECONDS)
-    assert fallbacks(reader) == 0, "nobody had to ask"
+    assert fallbacks(reader) == 0, "no request failed"
 
 
 def test_a_pool_is_found_again_after_its_nodes_restart(start_end: StartEnd) -> None:
@@ -135,13 +135,13 @@ def test_pairs_without_a_remote_end_do_not_count_towards_the_limit(ends: Ends) -
             stack.callback(lane.close)
         tell(ends, *crowd)
         wait_until(lambda: ends.ours.pairs() == WARM_MAX, SECONDS)
-    wait_until(lambda: ends.ours.pairs() == 0, SECONDS, "who has gone is not counted")
+    wait_until(lambda: ends.ours.pairs() == 0, SECONDS, "closed pools are not counted")
     tell(ends, ends.theirs)
     wait_until(lambda: ends.ours.pairs() == 1, SECONDS)
 
 
 def test_a_requested_pair_does_not_wait_for_pairs_made_on_discovery(ends: Ends) -> None:
-    """Those connect, and then say nothing for as long as they may."""
+    """Those connect, and are then silent until their deadline."""
     with ExitStack() as stack:
         silent = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(6)]
         for number, server in enumerate(silent):

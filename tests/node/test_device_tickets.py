@@ -110,7 +110,7 @@ class Ends:
         self.let_go()
 
     def let_go(self) -> None:
-        """Of all that was asked for."""
+        """Release all requested tickets."""
         self.ours.on_event({"event": "let_go", "tickets": list(range(self.last + 1)), "keys": []})
         assert self.ours.gauges().tickets == 0
 
@@ -226,8 +226,7 @@ def test_an_address_of_another_host_is_refused_and_leaves_no_thread() -> None:
 
 
 def test_an_offered_item_can_be_read_at_once(ends: Ends) -> None:
-    """And what was let go of meanwhile, or replaced, is not offered: its readers would ask for it
-    in vain."""
+    """An item that was released or replaced meanwhile is not offered: its reads would fail."""
     pins: list[tuple[str, int]] = []
 
     def to_node(request: "Request") -> None:

@@ -127,7 +127,9 @@ def test_a_prefetch_does_not_take_it(
 def test_a_waiting_taker_gets_a_later_insert(buffers: tuple[LookupBuffer, LookupBuffer]) -> None:
     producer, taker = buffers
     name, found = handoff(), list[torch.Tensor | None]()
-    for number in range(3):  # the same key again and again, by a waiter who knows its last fate
+    for number in range(
+        3
+    ):  # the same key repeatedly, by a taker that knows the outcome of the last one
         thread = threading.Thread(target=lambda: found.append(taker.drop_select(name, timeout=20)))
         thread.start()
         time.sleep(0.05)
@@ -283,7 +285,7 @@ def test_a_full_share_makes_the_writer_wait(start_node: StartNode) -> None:
         time.sleep(0.1)
         assert buffer.drop_select(names[1]) is not None
         writer.join(5.0)
-        assert not writer.is_alive(), "what was taken makes room for who waits"
+        assert not writer.is_alive(), "a take makes room for the waiting writer"
         for name in (names[0], *names[2:], late):  # content that many share never drives one out
             for number in range(8):
                 buffer.insert(key(), tensor_of(str(number), 2 * MIB))
@@ -293,7 +295,8 @@ def test_a_full_share_makes_the_writer_wait(start_node: StartNode) -> None:
 
 @BOTH
 def test_a_taker_gets_a_hand_off_without_room(start_node: StartNode, consumer: str) -> None:
-    """All room is taken by what the consumer does not ask for: it and the writer both go on."""
+    """The whole quota is full of hand-offs that the consumer does not take: it and the writer still
+    continue."""
     node = start_node(capacity_bytes=8 * MIB)
     other = node if consumer == "here" else start_node(capacity_bytes=8 * MIB)
     with node.client() as producer, other.client() as taker:

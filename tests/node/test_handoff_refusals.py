@@ -29,7 +29,7 @@ SIZES = (1, 600, 40_000)
 TIMEOUTS_SECONDS = (0.0, 0.3, 1.0, 3.0)
 PATIENCE_SECONDS = 30.0
 HOPELESS_SECONDS = 3.0
-"""How long each is asked for when the test has failed already."""
+"""Timeout of each take once the test has failed already."""
 FALSE_DEATH = "MissingTensor owner_dead"
 STORED, EXISTS = InsertOutcome.STORED, InsertOutcome.EXISTS
 CONTESTED_EVERY = 3

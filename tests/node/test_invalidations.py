@@ -24,7 +24,7 @@ from store import MetadataStore
 
 @pytest.fixture
 def url(start_server: StartServer) -> str:
-    """Of a server of its own: nodes that other tests have killed are silent."""
+    """On a separate server: nodes that other tests have killed do not beat."""
     return start_server().url
 
 
@@ -115,7 +115,7 @@ def test_an_invalid_namespace_is_refused(store: MetadataStore, url: str) -> None
     assert store.invalidations().keys().isdisjoint({common + end * 56 for end in "ab"})
 
 
-# -- one node's part, with a clock of its own
+# -- one node's part, with an injected clock
 
 
 class Part:

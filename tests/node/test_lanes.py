@@ -112,7 +112,7 @@ def test_a_prepared_device_location_is_published_with_its_copy(
         client.insert(other, tensor_of(other.text, NBYTES))
         wait_until(lambda: record_of(store, other), 10.0)
         assert devices(store, other) == ()
-        # What is there already was inserted by somebody else.
+        # Another client inserted the present item.
         pool.say(Prepare(next_request_id(), FINGERPRINT, other.text, MARK))
         client.insert(key(), tensor_of("a", NBYTES))
         assert devices(store, other) == ()
@@ -162,7 +162,7 @@ class Reading:
         self.theirs, self.ours = Told(self.producer), Told(self.reader, pool_bytes=pool_bytes)
 
     def begin(self) -> tuple[PrefetchHandle, dict[str, Any]]:
-        """A prefetch, and what the reader's pool is asked to receive."""
+        """A prefetch, and the request to the reader's pool to receive."""
         one = offered(self.producer, self.theirs, self.store)
         (handle,) = self.reader.prefetch([one])
         return handle, self.ours.hears("receive")
@@ -201,7 +201,7 @@ def test_an_item_that_a_pool_cannot_receive_comes_over_the_hosts(
 ) -> None:
     with reading:
         handle, asked = reading.begin()
-        reading.ours.answers(asked["id"] + 1)  # a ticket that is nobody's
+        reading.ours.answers(asked["id"] + 1)  # an unknown ticket
         reading.theirs.answers(asked["id"])  # one that is another's
         reading.ours.answers(asked["id"], reason)
         assert handle.wait(10.0) is PrefetchState.RESIDENT
@@ -218,7 +218,7 @@ def test_an_item_that_a_pool_cannot_receive_comes_over_the_hosts(
 def test_a_node_without_an_address_costs_nothing_but_its_copy(
     reading: Reading,
 ) -> None:
-    """What stands in Redis is a hint: also that of the keys asked for with it."""
+    """A location in Redis is a hint, also for keys that are requested together."""
     with reading:
         store = reading.store
         nowhere, there = key(), offered(reading.producer, reading.theirs, store)
@@ -275,7 +275,7 @@ def test_a_pool_that_ends_during_a_query_for_its_item_costs_nothing(
             (handle,) = reading.reader.prefetch([one])
             reading.ours.opening = (NBYTES, False, True)  # no reader's pool takes its place
             reading.ours.attached(reading.ours.say)
-            nodes[1].stats()  # a round trip: it has heard of both
+            nodes[1].stats()  # a round trip: it has received both
         assert handle.wait(30.0) is PrefetchState.RESIDENT
         assert handle.order is not None
         assert handle.order.lane == ""

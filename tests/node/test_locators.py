@@ -169,7 +169,7 @@ def test_a_look_up_in_the_mirror_needs_no_round_trip(
     before = _reads(pair.server)
     for _ in range(50):
         assert pair.has(*names) == [True, False, False, False]
-    # Beats and the directory go on reading one hash or two a second.
+    # Beats and the directory still read one or two hashes per second.
     assert _reads(pair.server) - before < 20
     pair.here.close()
     pair.there.close()

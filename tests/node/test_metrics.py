@@ -94,7 +94,7 @@ def test_each_event_is_counted(pair: Pair) -> None:
         assert number(first, "sessions") == 1
         assert number(first, "arena_capacity_bytes") == first.settings.capacity_bytes
         assert number(first, "arena_used_bytes") >= MIB
-        # What clients read by the board they tell a little later.
+        # Clients report reads by the local index a little later.
         wait_until(lambda: number(first, "hits_total", source="local") >= 2, 5.0)
     wait_until(lambda: number(second, "hits_total", source="remote") == 1, 5.0)
     assert number(first, "inserts_total", outcome="stored") == 2

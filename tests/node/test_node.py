@@ -31,7 +31,7 @@ TOKEN = "correct horse battery staple"
 
 
 def endpoint(node: NodeProcess, server: EmbeddedServer) -> tuple[str, int]:
-    """Where the node serves others, as others learn it."""
+    """The node's address for other nodes, from the store."""
     with open_store(server.url, call_timeout_seconds=2.0) as store:
         wait_until(lambda: node.node_id in store.node_infos([node.node_id]), 5.0)
         return parse_tcp(store.node_infos([node.node_id])[node.node_id].endpoint)

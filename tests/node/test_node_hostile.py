@@ -229,7 +229,7 @@ def test_descriptor_bombs(node: NodeProcess) -> None:
                 hostile.send(messages.Stats(1), files)
                 assert hostile.ended()
             with raw(node, session=session) as hostile:
-                for _ in range(8):  # a few at a time, none of them asked for
+                for _ in range(8):  # a few at a time, all of them unrequested
                     try:
                         hostile.socket.sendmsg(
                             [STATS[:1]],
@@ -291,7 +291,7 @@ def test_three_hundred_connections_at_once(node: NodeProcess) -> None:
         assert time.monotonic() - started < scaled(1.0)
         assert bystander.stats()["open_files"] > 300
         for client in crowd:
-            client.socket.close()  # without a goodbye
+            client.socket.close()  # without a last message
         bystander.stats()
 
 

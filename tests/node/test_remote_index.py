@@ -111,7 +111,7 @@ def test_it_is_valid_for_a_second_after_a_confirmation() -> None:
 
 
 class Pair:
-    """A node that holds, a node whose client asks; both clients for one namespace."""
+    """A node that holds items, and a node whose client looks them up; both in one namespace."""
 
     def __init__(self, start_node: StartNode, **settings: object) -> None:
         self.holder: NodeProcess = start_node(**settings)
@@ -129,8 +129,8 @@ class Pair:
         wait_until(lambda: self.by_table(names), 10.0, "the table lists them")
 
     def by_table(self, names: tuple[TensorKey, ...]) -> bool:
-        """Whether all are seen, without a word to the node."""
-        asked = self.here.has_caches(list(names))  # teaches the node, where it does not know yet
+        """Whether all are found without a request to the node."""
+        asked = self.here.has_caches(list(names))  # makes the node read unknown keys
         return all(asked) and self.listed(names)
 
     def listed(self, names: tuple[TensorKey, ...]) -> bool:
@@ -163,7 +163,7 @@ def test_the_index_of_a_stopped_node_is_soon_ignored(pair: Pair) -> None:
     names = tuple(key() for _ in range(32))
     pair.hold(*names)
     with pair.asked.frozen():
-        assert pair.here.has_caches(list(names)) == [True] * 32, "nobody else can have said so"
+        assert pair.here.has_caches(list(names)) == [True] * 32, "only the table can have answered"
         assert pair.here.has_caches(list(names), timeout=0.0) == [False] * 32, "not on this host"
         wait_until(lambda: not pair.listed(names), CURRENT_SECONDS + 0.5)
         assert pair.here.has_caches(list(names)) == [False] * 32, "in doubt, no"
@@ -211,7 +211,7 @@ def test_after_the_store_lost_its_data_nothing_is_listed(
     pair = start_pair(store_url=server.url)
     names = tuple(key() for _ in range(4))
     pair.hold(*names)
-    pair.holder.kill()  # nobody will publish them again
+    pair.holder.kill()  # no node will publish them again
     flush(server.url)
     wait_until(lambda: not pair.listed(names), 1.0)
 

@@ -51,7 +51,7 @@ class Counting(MemoryStore):
 
 
 class Fleet:
-    """A node that reads once a second by a clock of its own, and other living nodes."""
+    """A node that reads once a second by an injected clock, and other live nodes."""
 
     def __init__(self) -> None:
         self.now = 100.0

@@ -111,7 +111,7 @@ def test_the_token_for_the_metrics_has_the_same_rule(name: str) -> None:
 
 
 def test_a_connector_listens_beyond_loopback_with_a_token_file(tmp_path: Path) -> None:
-    """As README says it."""
+    """As documented in README."""
     settings = {
         "listen": "tcp://0.0.0.0:7730", "advertise": "tcp://192.0.2.1:7730",
         "device_lane": "gloo", "device_lane_host": "192.0.2.1",

@@ -183,7 +183,7 @@ class DeviceStorm:
             self.outcomes.update([said] if isinstance(said, str) else said or [])
             member.busy_since = None
         else:
-            assert time.monotonic() - member.busy_since < HANG_SECONDS, "somebody hangs"
+            assert time.monotonic() - member.busy_since < HANG_SECONDS, "a member hangs"
 
     def _strike(self) -> None:
         running = [one for one in self.members if one.stopped_until is None]

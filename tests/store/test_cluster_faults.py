@@ -147,7 +147,7 @@ def test_all_members_are_frozen_and_resumed(
             member.stop()
         time.sleep(4 * CALL_SECONDS)
         for caller in load.callers:
-            assert caller.raised, "frozen, but nobody noticed"
+            assert caller.raised, "frozen, but no call failed"
         for member in own_cluster.members:
             member.go_on()
         print(f"whole again after {load.moves(FAILOVER_SECONDS):.2f} s")
@@ -218,7 +218,7 @@ def test_the_whole_cluster_is_gone_and_comes_back_empty(
         started = time.monotonic()
         with pytest.raises(StoreUnavailable):
             store.publish(record, a_location())
-        assert time.monotonic() - started < MARGIN_SECONDS, "who is refused need not wait"
+        assert time.monotonic() - started < MARGIN_SECONDS, "a refused call does not wait"
     for member in own_cluster.members:
         member.restart()
     own_cluster.wait_until_whole()
@@ -259,7 +259,7 @@ def test_only_the_keys_of_an_unserved_slot_fail(
 def test_keys_of_one_place_lie_on_one_master(
     own_cluster: ValkeyCluster, store: MetadataStore, namespace: str
 ) -> None:
-    assert store.place_of(namespace, "k0") == "", "nobody was asked yet"
+    assert store.place_of(namespace, "k0") == "", "no server was queried yet"
     store.ping()
     for key in (f"k{n}" for n in range(30)):
         port = own_cluster.owner(layout.record(namespace, key)).port
@@ -269,7 +269,7 @@ def test_keys_of_one_place_lie_on_one_master(
     victim.stop()
     with pytest.raises(StoreUnavailable):
         store.locate(namespace, ["k0"])
-    assert store.place_of(namespace, "k0") == place, "who is in doubt keeps his keys"
+    assert store.place_of(namespace, "k0") == place, "a server in doubt keeps its keys"
     victim.go_on()
 
 

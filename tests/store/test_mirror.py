@@ -148,7 +148,9 @@ def test_a_watch_reports_records_and_claims(
     late = mirroring.watch(namespace, "k")
     for behind in ("the pushes", "what was read for them"):
         assert mirroring.has(namespace, behind) is False
-    assert (len(watching.seen), late.seen) == (count, []), "told, and there is nothing to be had"
+    assert (len(watching.seen), late.seen) == (count, []), (
+        "reported although the claim is still held"
+    )
     command(valkey_server.url, "DEL", claim)
     wait_until(lambda: len(watching.seen) > count and late.seen, 2.0)
     late.cancel()
@@ -174,7 +176,7 @@ def test_many_watches_on_one_key_and_one_that_ends_itself(
     counts = [len(watching.seen) for watching in many]
     store.withdraw(namespace, "k", "node-1", reason="evicted")
     mirroring.wait_to_know(namespace, "k", there=False, seconds=1.0)
-    assert [len(watching.seen) for watching in many] == counts, "a cancelled one was told"
+    assert [len(watching.seen) for watching in many] == counts, "a cancelled watch was notified"
     assert mirroring.do(lambda: len(mirroring.mirror._watches)) == 0
 
 

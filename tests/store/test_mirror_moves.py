@@ -21,7 +21,7 @@ KEYS = [f"k{n}" for n in range(24)]
 
 @pytest.fixture
 def other(request: pytest.FixtureRequest) -> Iterator[MetadataStore]:
-    """Another process' store, so that the mirror's own store learns of changes from servers
+    """Another process' store, so that the mirror's own store gets changes from servers
     only.
     """
     names = {"valkey_cluster", "own_cluster", "own_sentinels"} & set(request.fixturenames)

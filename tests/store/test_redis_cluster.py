@@ -63,7 +63,7 @@ def test_a_slot_while_it_moves_and_afterwards(
         (found,) = store.locate(namespace, ["k"])
         assert (found is not None) == known
         # While a slot moves, some keys of a script are on the old server, some on the new or on
-        # none; the cluster cannot tell these cases apart. The publisher retries.
+        # none; the cluster cannot distinguish these cases. The publisher retries.
         with pytest.raises(StoreUnavailable, match="TRYAGAIN"):
             store.publish(a_record(namespace, "k"), a_location("node-2"))
 

@@ -47,7 +47,7 @@ class Server:
 
 
 @pytest.fixture
-def stranger() -> Iterator[tuple[FramedSocket, Server]]:
+def raw_client() -> Iterator[tuple[FramedSocket, Server]]:
     """A hand-made client of a server with a token."""
     with (
         Server(TOKEN) as server,
@@ -131,9 +131,9 @@ def test_the_token_never_travels_and_no_proof_comes_twice() -> None:
 
 
 def test_without_the_token_a_client_gets_only_that_one_is_required(
-    stranger: tuple[FramedSocket, Server],
+    raw_client: tuple[FramedSocket, Server],
 ) -> None:
-    link, server = stranger
+    link, server = raw_client
     link.send(hello(has_token=False), timeout=TIMEOUT)
     assert link.recv_header(TIMEOUT) == (["refused"], 0)
     with pytest.raises(PipeError):
@@ -143,9 +143,9 @@ def test_without_the_token_a_client_gets_only_that_one_is_required(
 
 
 def test_the_server_proves_nothing_before_the_client_has(
-    stranger: tuple[FramedSocket, Server],
+    raw_client: tuple[FramedSocket, Server],
 ) -> None:
-    link, _ = stranger
+    link, _ = raw_client
     link.send(hello(), timeout=TIMEOUT)
     word, _, _, has_token = link.recv_header(TIMEOUT).header
     assert (word, has_token) == ("hello", True)
@@ -155,8 +155,8 @@ def test_the_server_proves_nothing_before_the_client_has(
 
 
 @pytest.mark.parametrize("role", [b"client", b"server"])
-def test_a_proof_is_bound_to_its_role(stranger: tuple[FramedSocket, Server], role: bytes) -> None:
-    link, _ = stranger
+def test_a_proof_is_bound_to_its_role(raw_client: tuple[FramedSocket, Server], role: bytes) -> None:
+    link, _ = raw_client
     nonce = os.urandom(32)
     link.send(hello(nonce), timeout=TIMEOUT)
     server_nonce = link.recv_header(TIMEOUT).header[2]
@@ -200,9 +200,9 @@ BOTH_VERSIONS = rf"version {PROTOCOL_VERSION + 1}, this one {PROTOCOL_VERSION}"
 
 
 def test_another_version_is_refused_and_both_are_named(
-    stranger: tuple[FramedSocket, Server],
+    raw_client: tuple[FramedSocket, Server],
 ) -> None:
-    link, server = stranger
+    link, server = raw_client
     link.send(hello(version=PROTOCOL_VERSION + 1), timeout=TIMEOUT)
     assert link.recv_header(TIMEOUT) == (["refused", PROTOCOL_VERSION], 0)
     with pytest.raises(NodeRefused, match=BOTH_VERSIONS):
@@ -242,9 +242,9 @@ OTHER_WORDS: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", OTHER_WORDS)
 def test_invalid_handshake_messages_are_a_protocol_error(
-    stranger: tuple[FramedSocket, Server], name: str
+    raw_client: tuple[FramedSocket, Server], name: str
 ) -> None:
-    link, server = stranger
+    link, server = raw_client
     link.send(OTHER_WORDS[name], timeout=TIMEOUT)
     with pytest.raises(ProtocolError):
         server.outcome.result(TIMEOUT)

@@ -165,7 +165,7 @@ def test_a_wrong_environment_is_a_config_error(clean_environment: pytest.MonkeyP
 
 
 def test_an_empty_variable_counts_as_unset(clean_environment: pytest.MonkeyPatch) -> None:
-    """To a node and to a command, so that both look in one place."""
+    """For a node and for a command, so that both use the same settings."""
     usual, asking = BufferConfig.from_environment(), StoreAccess.from_environment()
     for name in ("DIRECTORY", "STORE_URL", "STORE_TIMEOUT_SECONDS", "STORE_PASSWORD", "TOKEN_FILE"):
         clean_environment.setenv(f"LOOKUP_BUFFER_{name}", "")
@@ -191,7 +191,7 @@ def test_a_directory_that_others_may_enter_is_refused(tmp_path: Path, mode: int)
         BufferConfig(directory=path).runtime_directory()
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a directory to somebody else")
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can change the owner of a directory")
 def test_a_directory_of_another_user_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "theirs"
     path.mkdir(mode=0o700)

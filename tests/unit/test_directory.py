@@ -177,7 +177,7 @@ def test_locations_of_the_long_dead_are_remembered_when_they_are_found(fleet: Fl
 
 
 def test_a_boot_that_is_too_young_to_be_known_is_not_dead(fleet: Fleet) -> None:
-    """It beats before it publishes, so only a later reading of the beats can tell."""
+    """It beats before it publishes, so only a later read of the beats shows whether it is dead."""
     fleet.pass_seconds(10, "us", "a")
     assert not fleet.directory.is_dead(at("new")), "it may have begun to beat just now"
     assert not fleet.directory.is_dead(at("a", "next"))

@@ -117,7 +117,7 @@ def test_wait_readable_leaves_the_connection_usable(
     assert other.wait_readable(TIMEOUT)
 
 
-# --- the peer says what it should not ---
+# --- the remote end sends invalid bytes ---
 
 
 @pytest.mark.parametrize(

@@ -133,7 +133,9 @@ def test_when_it_is_taken_queued_takers_get_a_miss(owner: Owner) -> None:
     owner.handoffs.acknowledge(first.token)
     assert second.told == [None]
     owner.insert()
-    assert second.told == [None], "told once; he asks again when there is something"
+    assert second.told == [None], (
+        "notified once; the taker repeats its request when there is an item"
+    )
 
 
 def test_an_acknowledgement_after_the_lease_is_lost(owner: Owner) -> None:

@@ -129,7 +129,7 @@ def test_a_request_with_one_garbled_field_is_refused_or_still_valid(
         parsed = parse(wire)
     except ProtocolError:
         return
-    assert parsed.to_wire() == wire  # what was let through is what was said
+    assert parsed.to_wire() == wire  # an accepted message is unchanged
 
 
 @given(requests, st.data())

@@ -19,7 +19,7 @@ FOUND = Located(RECORD, ((Location("node", "boot", 1, 1), "tcp://127.0.0.1:1"),)
 
 
 class Questions(Locator):
-    """Keeps what it is asked, for the test to answer."""
+    """Keeps the requests, for the test to answer."""
 
     def __init__(self) -> None:
         self.answers: list[Answer] = []

@@ -228,8 +228,8 @@ def test_redact(url: str, shown: str) -> None:
     ),
 )  # fmt: skip
 def test_no_password_is_ever_shown(password: str, form: str) -> None:
-    # Behind an '@' that nobody escaped stands the host, where the form has none of its own, or the
-    # path of a socket.
+    # After an '@' without an escape the rest is the host, if the form has no host, or the path of
+    # a socket.
     has_host = ("@" in form or "?" in form) and not form.startswith("unix")
     assume("@" not in password or has_host)
     secret = f"zQ{password}Qz"
