@@ -172,7 +172,7 @@ class MetadataStore(ABC):
 
         Calling again with the same token:
 
-        - ENCODING renews the lease; an INTENT thereby becomes ENCODING.
+        - ENCODING renews the lease; it changes an INTENT to ENCODING.
         - INTENT renews nothing. It keeps the remaining lease, and an ENCODING claim stays ENCODING.
 
         `token` is the fencing token: unguessable, 1 to 128 of A-Z a-z 0-9 . _ - (so no colon).

@@ -292,7 +292,7 @@ class EcScheduler:
         """Encode items that an encode-only engine skipped because they were stored, and that are
         lost now.
 
-        vLLM takes such an item for encoded, asks no connector for it, and would never encode it.
+        vLLM counts such an item as encoded, calls no connector for it, and would never encode it.
         Its cache has the allocation already, and the step's encodes stay within vLLM's limit. This
         is the one place where the connector changes what vLLM has scheduled.
         """

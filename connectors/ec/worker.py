@@ -172,7 +172,7 @@ class EcWorker:
         if tensor is None or tensor.shape[0] >= item.num_token:
             return tensor
         # vLLM before 0.23 does not name the request. A client that gives content the hash of other
-        # content gets a wrong result, but the engine goes on: vLLM takes the rows that it needs.
+        # content gets a wrong result, but the engine continues: vLLM takes the rows that it needs.
         self._log.report("misfit", "item %s has too few rows and is loaded as zeros", item.mm_hash)
         self.counters.add("load_misfit")
         return tensor.new_zeros(item.num_token, *tensor.shape[1:])

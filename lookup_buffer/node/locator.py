@@ -62,7 +62,7 @@ class Locator(ABC):
 
     @abstractmethod
     def forget(self, address: QualifiedKey) -> None:
-        """Something newer of this key is known from elsewhere: the next `ask` reads the store."""
+        """This node has newer information on the key: the next `ask` reads the store."""
 
     @abstractmethod
     def tick(self) -> None:

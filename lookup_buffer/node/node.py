@@ -10,7 +10,7 @@ is not the loop's. The loop's thread is the process's main thread. `connection`,
                ├─► arrivals ─► handoffs             hand-offs that wait for space
                ├─► announcements ─► owners          ownership of a hand-off; queries the other owner
                ├─► claims ─► resolver               a stored output ends its claim
-               └─► resolver, waiting                readers of the key go on
+               └─► resolver, waiting                readers of the key continue
       desk ─► selection ─► resolver, loans, waiting select of an absent key
                resolver ─► locator ─► store         its holders [lb-locate, or the mirror]
                resolver ─► fetcher ─► other nodes   transfer [lb-fetch, 4 threads]

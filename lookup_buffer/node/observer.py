@@ -28,7 +28,7 @@ WATCHERS_MAX = 16
 QUESTIONS_MAX = 4
 LINE_BYTES_MAX = 16 << 20
 QUIET_SECONDS = 5.0
-"""After this long without news a comment is sent, so that a client's disconnection is detected."""
+"""After this long without an event a comment is sent, to detect a client's disconnection."""
 AGAIN_SECONDS = 2.0
 """Pause before a restart, after the process ended by itself."""
 _log = logging.getLogger(__name__)

@@ -80,7 +80,7 @@ def accept_handshake(
     """The accepting side of `connect`, for a newly accepted socket. Owns the socket from the call
     on.
 
-    The client sends its proof first, so an unauthenticated client learns only that a token is
+    The client sends its proof first, so an unauthenticated client gets only that a token is
     required.
 
     Raises:
@@ -124,7 +124,7 @@ def client_handshake(connection: FrameStream, token: str | None, deadline: float
 
 
 def server_handshake(connection: FrameStream, token: str | None, deadline: float) -> None:
-    """Run the listening side. An unauthenticated client learns only the version and whether a
+    """Run the listening side. An unauthenticated client gets only the version and whether a
     token is required."""
     version, theirs, has_token = _hello(_receive(connection, deadline))
     if version != PROTOCOL_VERSION:

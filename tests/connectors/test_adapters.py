@@ -61,7 +61,9 @@ def test_any_difference_makes_another_adapter(tmp_path: Path, other: dict[str, A
     assert one != another
 
 
-def test_it_never_waits_for_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_look_up_never_waits_for_the_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gate = threading.Event()
 
     def slowly(folder: Path) -> str:
@@ -77,7 +79,7 @@ def test_it_never_waits_for_the_files(tmp_path: Path, monkeypatch: pytest.Monkey
     assert known(adapters, request) == content_digest(tmp_path / "a")
 
 
-def test_what_is_no_folder_of_weights_is_never_known(tmp_path: Path) -> None:
+def test_a_path_without_weights_has_no_digest(tmp_path: Path) -> None:
     only_config = tmp_path / "config"
     only_config.mkdir()
     (only_config / "adapter_config.json").write_text("{}")
@@ -88,7 +90,7 @@ def test_what_is_no_folder_of_weights_is_never_known(tmp_path: Path) -> None:
         assert content_digest(path) == ""
 
 
-def test_what_changes_while_it_is_read_is_not_known(
+def test_files_that_change_during_the_hash_have_no_digest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = adapter(tmp_path / "a")
@@ -104,8 +106,8 @@ def test_what_changes_while_it_is_read_is_not_known(
     assert content_digest(folder) == ""
 
 
-def test_a_folder_is_read_once_and_what_lies_there_later_is_no_matter(tmp_path: Path) -> None:
-    """vLLM holds what it loaded; only a new number says that it loaded again."""
+def test_a_folder_is_hashed_once_and_later_changes_are_ignored(tmp_path: Path) -> None:
+    """vLLM keeps the loaded weights; only a new number means that it loaded them again."""
     adapters, folder = Adapters(), adapter(tmp_path / "a")
     first = known(adapters, loaded(folder))
     adapter(folder, weights=b"trained on")

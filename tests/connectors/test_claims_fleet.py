@@ -108,7 +108,7 @@ class Engine:
 
 
 def run(*engines: Engine, until: Callable[[], object] | None = None, seconds: float = 30.0) -> None:
-    """Let the engines go on until all their requests were scheduled."""
+    """Run the engines until all their requests were scheduled."""
     deadline = time.monotonic() + scaled(seconds)
     until = until or (lambda: not any(engine.requests for engine in engines))
     while not until():
@@ -167,7 +167,9 @@ def test_two_engines_of_one_node_share_an_encode_too(
     assert sum(len(engine.encoded) for engine in engines) == 1
 
 
-def test_pairs_in_crossed_order_do_not_stick(engines: tuple[Engine, Engine]) -> None:
+def test_requests_with_items_in_crossed_order_do_not_deadlock(
+    engines: tuple[Engine, Engine],
+) -> None:
     for _ in range(5):
         images = [key() for _ in range(4)]
         engines[0].add(images[0], images[1])
@@ -204,7 +206,9 @@ def test_an_aborted_request_lets_the_others_go_on_at_once(engines: tuple[Engine,
     assert least < 0.5, "it waits for the intent to lapse"
 
 
-def test_an_encode_that_is_not_stored_is_no_reason_to_wait(engines: tuple[Engine, Engine]) -> None:
+def test_waiters_continue_after_an_encode_that_is_not_stored(
+    engines: tuple[Engine, Engine],
+) -> None:
     holder, other = engines
     image = key()
     holder.add(image)
@@ -284,7 +288,7 @@ def test_the_wait_for_a_holder_that_is_too_slow_has_a_bound(
     assert later.loaded == [image.mm_hash]
 
 
-def test_a_preempted_request_goes_on_with_what_is_left_of_its_wait(
+def test_a_preempted_request_keeps_the_rest_of_its_wait_budget(
     node_pair: Pair, make_engine: MakeEngine
 ) -> None:
     def waiting_request() -> Any:

@@ -1,8 +1,8 @@
 """One encode per fleet under random traffic and faults, in virtual time.
 
-What must hold at every moment: nobody waits longer than the bound; nobody holds a claim that it
-neither encodes by nor was granted. In the end every request was served, and while nothing was lost
-or hung each item was encoded once.
+Invariants: no request waits longer than the bound; no engine holds a claim that was not granted to
+it or that it does not use for an encode. In the end every request was served, and without losses
+and hangs each item was encoded once.
 
 The fleet is the connector's scheduler sides and the client's part for sets of claims as they are,
 over `virtual_nodes`. Nothing runs by itself: `Fleet.run` lets time pass.
@@ -153,7 +153,7 @@ class VirtualEngine:
         return key in unseen | claims._intents._granted | claims._encodes._encodes.keys() or saving
 
     def preempt(self) -> None:
-        """vLLM takes back the last request of the step that runs; its encodes go on."""
+        """vLLM preempts the last request of the running step; its encodes continue."""
         if self.step is not None and self.step.requests:
             request = self.step.requests.pop()
             request.num_preemptions += 1
@@ -215,7 +215,7 @@ class Fleet:
         self.engines = [VirtualEngine(self, f"engine{n}") for n in range(engines)]
 
     def run(self, seconds: float) -> None:
-        """Let time pass; what must hold always is looked at in every pass."""
+        """Let time pass; the invariants are checked in every pass."""
         until = self.loop.now + seconds
         while self.loop.now < until:
             self.loop.run(PASS_SECONDS)
@@ -224,7 +224,7 @@ class Fleet:
             self.check()
 
     def check(self) -> None:
-        """Nobody holds what it neither encodes nor was granted: who waits holds nothing."""
+        """An engine holds only granted claims and those of its encodes, none for waits."""
         for key, (node, _, ends_at) in self.store.claims.items():
             engine = next((one for one in self.engines if one.node is node), None)
             ways = (engine.buffer.to_node, engine.buffer.from_node) if engine else ()
@@ -316,7 +316,7 @@ class FaultyTraffic(Traffic):
         self.is_faulty = True
         engine = self.pick(data)
         engine.hangs = not engine.hangs
-        engine.refused_at.clear()  # while it hung, nobody was refused
+        engine.refused_at.clear()  # no request was refused during the hang
 
     @rule(data=st.data())
     def vllm_has_no_room_or_has_it_again(self, data: st.DataObject) -> None:
@@ -336,7 +336,7 @@ TestTraffic = Traffic.TestCase
 TestFaultyTraffic = FaultyTraffic.TestCase
 
 
-def test_the_model_notices_who_keeps_claims_while_it_waits(
+def test_the_model_detects_a_request_that_waits_while_it_holds_claims(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The rule that all is given back on a conflict, broken."""

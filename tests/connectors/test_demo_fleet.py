@@ -36,7 +36,7 @@ def test_two_nodes_act_as_two_hosts(tmp_path: Path) -> None:
         assert len(sockets) == 2
 
 
-def test_a_node_that_cannot_start_says_why(tmp_path: Path) -> None:
+def test_the_error_of_a_node_that_cannot_start_has_its_output(tmp_path: Path) -> None:
     directory = tmp_path / "too-long-for-a-unix-socket-path".ljust(120, "-")
     with pytest.raises(NodeFailure, match="host-a"):
         start_node("host-a", directory, "unix:///nowhere", tmp_path / "log")

@@ -34,7 +34,7 @@ def test_equal_settings_write_equal_files_and_another_seed_other_weights(tmp_pat
     assert (other / "model.safetensors").read_bytes() != (second / "model.safetensors").read_bytes()
 
 
-def test_a_model_that_is_there_is_left_alone_and_nothing_else_is_left(tmp_path: Path) -> None:
+def test_an_existing_model_is_not_changed_and_no_other_file_remains(tmp_path: Path) -> None:
     written = ensure_model(TINY, tmp_path)
     before = (written / "model.safetensors").stat().st_mtime_ns
     assert ensure_model(TINY, tmp_path) == written
@@ -42,7 +42,7 @@ def test_a_model_that_is_there_is_left_alone_and_nothing_else_is_left(tmp_path: 
     assert [path.name for path in tmp_path.iterdir()] == [written.name]
 
 
-def test_a_failure_in_the_middle_leaves_nothing_that_looks_like_a_model(tmp_path: Path) -> None:
+def test_a_failure_leaves_no_partial_model(tmp_path: Path) -> None:
     def fail(made: int, total: int) -> None:
         raise InterruptedError(f"{made} of {total}")
 

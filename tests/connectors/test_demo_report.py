@@ -46,7 +46,7 @@ def test_nothing_is_cut_off(width: int) -> None:
         assert word in shown
 
 
-def test_a_line_tells_of_each_request_as_it_is_answered() -> None:
+def test_each_answered_request_has_a_line() -> None:
     line = describe(RESULT.outcomes[1])
     assert "other engine: cat to host-b: loaded: host-a over TCP" in line
     assert "3,641 ms" in line
@@ -63,7 +63,7 @@ def test_a_broken_promise_is_seen() -> None:
     assert "NO" in _shown(RESULT, Promise("it is true", False, "it is not"))
 
 
-def test_a_missed_time_is_named_and_is_no_broken_promise() -> None:
+def test_a_missed_deadline_is_reported_and_is_no_failed_check() -> None:
     missed = Promise("it is fast", False, "9 s", is_time=True)
     shown = _shown(RESULT, missed)
     assert "missed" in shown

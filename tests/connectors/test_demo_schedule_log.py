@@ -27,7 +27,7 @@ def test_a_line_still_being_written_waits(tmp_path: Path) -> None:
     assert log.steps() == [FIRST, SECOND]
 
 
-def test_only_what_was_encoded_counts_as_a_run(tmp_path: Path) -> None:
+def test_only_encodes_count_as_runs(tmp_path: Path) -> None:
     path = tmp_path / "log"
     path.write_text(FIRST.to_line() + SECOND.to_line() + FIRST.to_line())
     assert ScheduleLog(path).encoder_runs() == 2

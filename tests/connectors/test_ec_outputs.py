@@ -112,7 +112,7 @@ def test_only_possible_outputs_are_promised(
     assert not buffer.pinned
 
 
-def test_the_dtype_of_the_encoder_is_learned_from_a_workers_encode(
+def test_the_encoders_dtype_is_read_from_a_workers_output(
     buffer: LedgerBuffer,
 ) -> None:
     """The report goes through the connector, from worker to scheduler."""

@@ -91,7 +91,7 @@ def test_an_item_on_this_host_is_pinned_loaded_and_released() -> None:
 def test_an_unused_promise_ends_when_vllm_stops_asking() -> None:
     host = Host()
     host.store(A)
-    for _ in range(3):  # the request cannot be allocated yet, so vLLM asks in each pass
+    for _ in range(3):  # the request cannot be allocated yet, so vLLM looks it up in each pass
         assert host.has(A)
         host.build()
     assert host.prefetched() == [[A]], "prefetched once"

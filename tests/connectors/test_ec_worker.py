@@ -426,7 +426,7 @@ def test_counters_return_what_is_new() -> None:
 def test_a_load_is_retried_while_the_system_has_no_memory(
     seconds: float, start_node: StartNode
 ) -> None:
-    """A real allocation failure, in a process of its own."""
+    """A real allocation failure, in a separate process."""
     node, rows = start_node(capacity_bytes=256 << 20), 1024
     name, tensor = key(), torch.ones(rows, 16 << 10)
     with node.client() as buffer:

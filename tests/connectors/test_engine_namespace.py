@@ -21,7 +21,7 @@ SETTINGS = ConnectorSettings(capacity_bytes=1 << 24)
 
 
 class HfConfig:
-    """Looks like a transformers config."""
+    """A stand-in for a transformers config."""
 
     def __init__(self, **values: Any) -> None:
         self.values = values
@@ -112,7 +112,7 @@ def test_a_setting_of_ours_changes_the_fingerprint() -> None:
     assert fingerprint(vllm_config()) != fingerprint(vllm_config(), other)
 
 
-def test_no_two_changes_look_alike() -> None:
+def test_no_two_changes_give_the_same_namespace() -> None:
     seen = set()
     for apply in CHANGES.values():
         config = vllm_config()
@@ -131,7 +131,7 @@ def test_seed_counts_only_where_it_makes_the_weights() -> None:
 
 
 @pytest.mark.parametrize("name", ["_name_or_path", "transformers_version"])
-def test_what_differs_between_copies_of_a_model_does_not_count(name: str) -> None:
+def test_differences_between_copies_of_a_model_do_not_count(name: str) -> None:
     other = vllm_config()
     other.model_config.hf_config.values[name] = "another"
     assert fingerprint(vllm_config()) == fingerprint(other)
@@ -145,7 +145,7 @@ def test_formats_of_one_checkpoint_share() -> None:
 
 @dataclasses.dataclass
 class Options:
-    """Looks like one of vLLM's dataclasses within a configuration."""
+    """A stand-in for one of vLLM's dataclasses within a configuration."""
 
     mode: str = "fast"
     kernels: frozenset[str] = frozenset({"a", "b"})
@@ -153,7 +153,7 @@ class Options:
 
 @pytest.mark.parametrize("owner", ["model_config", "model_config.multimodal_config"])
 @pytest.mark.parametrize("value", [7, "on", ["a"], {"a": {"b": 1}}, Options(), Options("slow")])
-def test_a_setting_that_nobody_knows_counts(owner: str, value: object) -> None:
+def test_an_unknown_setting_counts(owner: str, value: object) -> None:
     """A later vLLM may have it."""
     others = [vllm_config() for _ in range(2)]
     for other in others:
@@ -161,7 +161,7 @@ def test_a_setting_that_nobody_knows_counts(owner: str, value: object) -> None:
     assert fingerprint(others[0]) == fingerprint(others[1]) != fingerprint(vllm_config())
 
 
-def test_values_of_an_unknown_setting_are_told_apart() -> None:
+def test_values_of_an_unknown_setting_are_distinguished() -> None:
     seen = set()
     for value in (7, "7", [7], {"a": 7}, Options(), Options("slow")):
         config = vllm_config()
@@ -234,7 +234,7 @@ FILES = ["preprocessor_config.json", "processor_config.json", "video_preprocesso
 
 @pytest.mark.parametrize("name", FILES)
 def test_how_a_local_folder_has_its_media_processed_counts(tmp_path: Path, name: str) -> None:
-    """Items are named by the media as the client sent them: nothing else would tell these apart."""
+    """Identifiers hash the media as the client sent them, so they do not depend on these files."""
     folders = [tmp_path / folder for folder in ("one", "copy", "other")]
     parts = []
     for folder in folders:
@@ -249,7 +249,7 @@ def test_how_a_local_folder_has_its_media_processed_counts(tmp_path: Path, name:
 
 @pytest.mark.parametrize("name", ["VLLM_VIDEO_LOADER_BACKEND", "VLLM_MEDIA_CONNECTOR"])
 def test_how_vllm_decodes_media_counts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A video is named by its file: the frames that are taken out of it do not tell."""
+    """A video's identifier is a hash of its file and does not depend on the sampled frames."""
     before = fingerprint(vllm_config())
     monkeypatch.setenv(name, "another")
     assert fingerprint(vllm_config()) != before
@@ -302,9 +302,7 @@ def test_which_identifiers_are_shared(
 
 
 @pytest.mark.parametrize("mm_hash", ["5f3a", None], ids=["told", "older host"])
-def test_an_item_that_an_unnamed_adapter_may_have_encoded_stays_here(
-    mm_hash: str | None, tmp_path: Path
-) -> None:
+def test_an_item_of_an_unnamed_adapter_is_not_shared(mm_hash: str | None, tmp_path: Path) -> None:
     """vLLM's Rust front end does not put the adapter's name in front of the item's."""
     (tmp_path / "adapter_model.bin").write_bytes(b"w")
     cats = SimpleNamespace(lora_name="cats", lora_int_id=1, lora_path=str(tmp_path))
@@ -323,7 +321,7 @@ def test_an_item_that_an_unnamed_adapter_may_have_encoded_stays_here(
     assert shared_key("b0b0", plain, adapters) == TensorKey("b0b0")
 
 
-def test_a_prefix_counts_by_the_name_that_the_host_says() -> None:
+def test_an_identifiers_prefix_is_that_of_the_vllm_release() -> None:
     """A client may call an item as if an adapter stood in front."""
     cats = SimpleNamespace(lora_name="cats", lora_int_id=1, lora_path="/nowhere")
     adapted = SimpleNamespace(request_id="r-1", lora_request=cats)

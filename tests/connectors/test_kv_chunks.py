@@ -62,7 +62,7 @@ def test_media_are_named_where_they_reach_into_a_chunk_and_behind() -> None:
         assert len({plain[index], cat[index], dog[index], moved[index]}) == 4
 
 
-def test_a_salt_keeps_prompts_apart() -> None:
+def test_a_salt_separates_prompts() -> None:
     assert not {*names(cache_salt="mine")} & {*names(cache_salt="yours")}
     assert not {*names(cache_salt="mine")} & {*names()}
     assert names(cache_salt="") == names(cache_salt=None) == names()
@@ -87,7 +87,7 @@ def test_adapters_count_by_their_content(tmp_path: Path) -> None:
     assert not {*one} & {*names()}
 
 
-def test_what_no_other_instance_could_name_is_not_shared() -> None:
+def test_chunks_without_a_fleet_wide_name_are_not_shared() -> None:
     with pytest.raises(NotShareable, match="prompt_embeds"):
         chain(prompt_embeds=object())
     with pytest.raises(NotShareable, match="session"):

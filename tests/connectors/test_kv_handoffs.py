@@ -28,7 +28,7 @@ def handed_over(engine: Engine, asked: Request) -> None:
         engine.buffer.stored[name] = Stored()
 
 
-def test_the_producer_hands_the_prompt_over_in_the_step_that_completes_it() -> None:
+def test_the_producer_stores_the_hand_off_in_the_step_that_completes_the_prompt() -> None:
     engine = Engine(role="producer")
     asked = request(do_remote_decode=True, transfer_id="id")
     assert engine.side.matched(asked, 0) == (0, False)
@@ -45,7 +45,7 @@ def test_the_producer_hands_the_prompt_over_in_the_step_that_completes_it() -> N
     assert engine.side.finished(asked) == transfer_params("id")
 
 
-def test_a_request_that_ends_before_its_prompt_was_computed_hands_nothing_over() -> None:
+def test_a_request_that_ends_before_its_prompt_is_computed_stores_no_hand_off() -> None:
     engine = Engine(role="producer")
     asked = request(do_remote_decode=True)
     engine.side.matched(asked, 0)
@@ -71,7 +71,7 @@ def test_the_consumer_takes_all_pieces_and_computes_one_token() -> None:
     assert not engine.buffer.pinned, "nothing is read that is to be taken"
 
 
-def test_pieces_that_vllm_has_are_taken_away_too() -> None:
+def test_pieces_that_vllm_has_are_taken_too() -> None:
     engine = Engine(role="consumer")
     asked = request(**transfer_params("id"))
     handed_over(engine, asked)
@@ -86,7 +86,7 @@ def test_pieces_that_vllm_has_are_taken_away_too() -> None:
     ]
 
 
-def test_what_was_never_sent_is_waited_for_and_then_computed() -> None:
+def test_a_hand_off_that_was_never_stored_is_computed_after_the_wait() -> None:
     """A second request with one id is the same: what was handed over is gone."""
     engine = Engine(role="consumer", handoff_wait_seconds=5.0)
     asked = request(**transfer_params("id"))
@@ -100,7 +100,7 @@ def test_what_was_never_sent_is_waited_for_and_then_computed() -> None:
     assert engine.side.counters.totals()["miss:not_handed_over"] == 1
 
 
-def test_the_node_is_asked_no_more_often_than_needed() -> None:
+def test_the_node_gets_no_unnecessary_requests() -> None:
     engine = Engine(role="consumer")
     asked = request(**transfer_params("id"))
     for _ in range(100):
@@ -132,7 +132,7 @@ def test_roles_do_not_mix() -> None:
 
 
 @pytest.mark.parametrize("wrong", [None, 7, "", "x" * 257, ["id"], {"id": 1}])
-def test_whatever_a_client_writes_is_no_id_and_no_error(wrong: Any) -> None:
+def test_an_invalid_transfer_id_is_ignored(wrong: Any) -> None:
     asked = SimpleNamespace(kv_transfer_params={"do_remote_prefill": True, "transfer_id": wrong})
     assert incoming_id(asked) == ""
     asked = SimpleNamespace(kv_transfer_params={"do_remote_decode": True, "transfer_id": wrong})
@@ -143,7 +143,7 @@ def test_whatever_a_client_writes_is_no_id_and_no_error(wrong: Any) -> None:
         assert outgoing_id(SimpleNamespace(kv_transfer_params=params)) == ""
 
 
-def test_what_is_left_of_a_prompt_is_named_by_all_of_it() -> None:
+def test_the_last_partial_chunk_is_named_by_the_whole_prompt() -> None:
     def rest(tokens: list[int], size: int = CHUNK) -> str:
         chain = ChunkChain(SimpleNamespace(request_id="r", mm_features=[]), size, Adapters())
         chain.grow(tokens, 100)

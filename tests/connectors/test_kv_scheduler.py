@@ -17,7 +17,7 @@ CHUNK_BYTES = 1000
 
 
 class Request:
-    """Looks like vLLM's, as far as the scheduler side reads it."""
+    """A stand-in for vLLM's, with what the scheduler side reads."""
 
     def __init__(self, name: str, length: int, seed: int = 0) -> None:
         self.request_id = name
@@ -106,7 +106,7 @@ class Engine:
         return metadata
 
 
-def test_what_is_here_in_one_run_is_promised_and_loaded() -> None:
+def test_the_chunks_of_a_prefix_on_this_host_are_promised_and_loaded() -> None:
     engine, request = Engine(), Request("r", 40)
     engine.know(request, [0, 1, 3])
     assert engine.side.matched(request, 0) == (2 * CHUNK, True)
@@ -145,7 +145,7 @@ def test_of_a_chunk_that_vllm_has_in_part_the_rest_is_loaded() -> None:
 
 
 def test_blocks_that_another_connector_loads_into_are_written_too() -> None:
-    """One of a MultiConnector hears of all blocks, and only that nothing is left for it to load."""
+    """A MultiConnector gives each connector all blocks, and 0 tokens if it loads none."""
     engine, request = Engine(), Request("r", 40)
     engine.side.matched(request, CHUNK)
     blocks = engine.allocate(request, 0, 40)
@@ -154,7 +154,7 @@ def test_blocks_that_another_connector_loads_into_are_written_too() -> None:
     assert engine.start(request, blocks, CHUNK).written == blocks[4 * CHUNK // BLOCK :]
 
 
-def test_what_vllm_lost_while_a_request_waited_is_loaded_too() -> None:
+def test_blocks_that_vllm_evicted_during_a_wait_are_loaded_too() -> None:
     """A request that waits holds no blocks: its prefix may leave vLLM's own cache meanwhile."""
     engine, request = Engine(), Request("r", 40)
     engine.know(request, [0, 1, 2])
@@ -166,7 +166,7 @@ def test_what_vllm_lost_while_a_request_waited_is_loaded_too() -> None:
     assert len(engine.buffer.pinned) == 3, "what was held before was let go of"
 
 
-def test_asking_anew_makes_no_request_wait_longer() -> None:
+def test_a_repeated_look_up_does_not_extend_the_wait() -> None:
     engine, request = Engine(fetch_wait_seconds=2.0), Request("r", 40)
     engine.know(request, range(3), needs_fetch=True)
     assert engine.side.matched(request, 2 * CHUNK) == (None, False)
@@ -176,20 +176,20 @@ def test_asking_anew_makes_no_request_wait_longer() -> None:
     assert engine.side.matched(request, 0) == (0, False)
 
 
-def test_nothing_here() -> None:
+def test_no_chunk_on_this_host() -> None:
     engine, request = Engine(), Request("r", 40)
     assert engine.side.matched(request, 0) == (0, False)
     engine.allocate(request, 0, 40)
     assert engine.side.counters.totals() == {"miss:absent": 1}
 
 
-def test_a_short_prompt_asks_nobody() -> None:
+def test_a_prompt_shorter_than_a_chunk_makes_no_look_up() -> None:
     engine = Engine()
     assert engine.side.matched(Request("r", CHUNK), 0) == (0, False)
     assert not engine.buffer.calls
 
 
-def test_what_is_on_its_way_is_waited_for_no_longer_than_it_may() -> None:
+def test_the_wait_for_a_fetch_is_bounded() -> None:
     engine, request = Engine(fetch_wait_seconds=2.0), Request("r", 40)
     engine.know(request, [0])
     engine.know(request, [1], needs_fetch=True)
@@ -213,7 +213,7 @@ def test_a_chunk_counts_when_every_rank_has_its_part() -> None:
     assert all(len(chunk.orders) == 2 for chunk in load.chunks)
 
 
-def test_no_more_is_held_than_there_is_room_for() -> None:
+def test_pins_stay_within_the_budget() -> None:
     engine = Engine(prefetch_bytes=3 * CHUNK_BYTES, fetch_wait_seconds=2.0)
     one, two = Request("1", 60, seed=1), Request("2", 60, seed=2)
     for request in (one, two):
@@ -229,7 +229,7 @@ def test_no_more_is_held_than_there_is_room_for() -> None:
     assert engine.side.matched(three, 0) == (3 * CHUNK, True)
 
 
-def test_an_aborted_request_holds_what_is_being_loaded_until_it_was() -> None:
+def test_an_aborted_request_keeps_its_pins_until_the_load_ends() -> None:
     engine, request = Engine(), Request("r", 40)
     engine.know(request, [0])
     engine.side.matched(request, 0)
@@ -241,7 +241,7 @@ def test_an_aborted_request_holds_what_is_being_loaded_until_it_was() -> None:
     assert not engine.buffer.pinned
 
 
-def test_a_request_that_goes_before_it_is_scheduled_gives_everything_back() -> None:
+def test_a_request_that_ends_before_it_is_scheduled_releases_its_pins() -> None:
     engine, request = Engine(), Request("r", 40)
     engine.know(request, range(4))
     engine.side.matched(request, 0)
@@ -262,7 +262,7 @@ def test_after_a_load_that_failed_nothing_is_promised_again() -> None:
     assert not engine.buffer.pinned
 
 
-def test_after_a_preemption_it_is_asked_anew() -> None:
+def test_after_a_preemption_the_look_up_is_repeated() -> None:
     engine, request = Engine(), Request("r", 40)
     engine.know(request, [0])
     engine.side.matched(request, 0)
@@ -293,7 +293,7 @@ def test_chunks_are_stored_by_the_step_that_completes_them() -> None:
         request.all_token_ids.append(token)
 
 
-def test_a_token_that_is_not_known_yet_names_no_chunk() -> None:
+def test_a_chunk_with_an_unknown_token_has_no_name() -> None:
     """vLLM may plan a step before it knows what the one before gave."""
     engine, request = Engine(), Request("r", CHUNK - 2)
     engine.side.matched(request, 0)

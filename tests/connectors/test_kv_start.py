@@ -1,4 +1,4 @@
-"""What an engine says of its KV cache at start: its namespace, and whether it can be shared."""
+"""An engine's KV cache at start: its namespace, and whether it can be shared."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -50,7 +50,7 @@ def parts(changed: Callable[[Any], None] | None = None, **settings: Any) -> dict
 
 
 def differing(other: dict[str, str]) -> set[str]:
-    """What `lookup-buffer why` names when an engine with these parts looks."""
+    """What `lookup-buffer why` names for a look-up by an engine with these parts."""
     usual = parts()
     assert usual.keys() == other.keys()
     return {name for name in usual if usual[name] != other[name]}
@@ -74,7 +74,7 @@ APART: dict[str, tuple[Callable[[Any], None], set[str]]] = {
 
 
 @pytest.mark.parametrize("what", APART)
-def test_engines_that_differ_share_nothing_and_it_is_said_in_what(
+def test_engines_that_differ_share_nothing_and_the_difference_is_named(
     what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("connectors.kv.engine._instructions", lambda *_: "vec")
@@ -82,7 +82,7 @@ def test_engines_that_differ_share_nothing_and_it_is_said_in_what(
     assert differing(parts(changed)) == expected
 
 
-def test_blocks_and_chunks_of_other_sizes_are_kept_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_and_chunks_of_other_sizes_are_separate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("connectors.kv.engine._instructions", lambda *_: "vec")
     assert differing(parts(block=64)) == {"block_size"}
     assert differing(parts(chunk_tokens=256)) == {"chunk_tokens"}
@@ -144,7 +144,7 @@ def cache(*specs: type[FullAttentionSpec]) -> Any:
     return SimpleNamespace(kv_cache_groups=groups, num_blocks=4)
 
 
-def test_a_plain_model_is_taken() -> None:
+def test_a_plain_model_is_accepted() -> None:
     validate_cache(config(), cache(FullAttentionSpec))
 
 
@@ -158,7 +158,7 @@ def test_a_plain_model_is_taken() -> None:
         ((), "0 kinds"),
     ],
 )
-def test_models_whose_kv_is_something_else(specs: tuple[Any, ...], says: str) -> None:
+def test_models_with_other_kinds_of_kv_are_refused(specs: tuple[Any, ...], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         validate_cache(config(), cache(*specs))
 
@@ -173,7 +173,9 @@ def test_models_whose_kv_is_something_else(specs: tuple[Any, ...], says: str) ->
         ("weight_transfer_config", object(), "weight"),
     ],
 )
-def test_engines_whose_kv_changes_its_meaning(path: str, value: Any, says: str) -> None:
+def test_engines_whose_kv_depends_on_more_than_tokens_are_refused(
+    path: str, value: Any, says: str
+) -> None:
     made = config()
     change(path, value)(made)
     with pytest.raises(ConfigError, match=says):
@@ -198,7 +200,7 @@ def test_the_shape_of_the_cache() -> None:
     assert not shape.stores_generated, "what was computed may be taken back"
 
 
-def test_both_connectors_of_an_engine_have_seats_of_their_own() -> None:
+def test_both_connectors_of_an_engine_have_separate_engine_ranks() -> None:
     assert engine_id(config()) == "id-kv"
 
 

@@ -32,7 +32,7 @@ OTHERS: dict[str, tuple[dict[str, Any], set[str]]] = {
 
 
 @pytest.mark.parametrize("what", OTHERS)
-def test_it_says_what_keeps_the_engines_apart(
+def test_why_names_the_difference_between_the_engines(
     what: str, node_pair: tuple[NodeProcess, NodeProcess], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("connectors.kv.engine._instructions", lambda *_: "vec")

@@ -1,4 +1,4 @@
-"""The KV connector's worker side with tensors of torch and a real node: right bytes, or told so."""
+"""The KV connector's worker side with real tensors and a node: right bytes or a reported fault."""
 
 import threading
 import time
@@ -23,7 +23,7 @@ SECONDS = 10.0
 
 
 class Rank:
-    """A worker and its cache, in which every block of every layer has content of its own."""
+    """A worker and its cache, in which every block of every layer has different content."""
 
     def __init__(self, buffer: LookupBuffer, rank: int = 0, **settings: Any) -> None:
         self.buffer = buffer
@@ -83,7 +83,7 @@ def rank(buffer: LookupBuffer) -> Iterator[Rank]:
     made.worker.close()
 
 
-def test_what_one_stores_another_loads_elsewhere(rank: Rank) -> None:
+def test_a_stored_chunk_is_loaded_into_other_blocks_by_another_engine(rank: Rank) -> None:
     expected = rank.content((4, 1, 7))
     rank.save(ChunkSave("chunk", (4, 1, 7)))
     results = rank.load(rank.chunk("chunk", (9, 10, 2)))
@@ -133,10 +133,10 @@ def test_blocks_that_get_other_content_are_copied_before(rank: Rank) -> None:
     assert rank.worker.counters.totals()["copied_early"] == 1
 
 
-def test_a_chunk_for_whose_copy_there_is_no_memory_is_not_stored(
+def test_without_memory_for_its_copy_a_chunk_is_not_stored(
     rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor is what its blocks hold afterwards, and the model goes on."""
+    """Nor is the later content of its blocks stored, and the model continues."""
     gate = threading.Event()
     insert = rank.worker.saves._insert
     rank.worker.saves._insert = lambda *each: gate.wait(SECONDS) and insert(*each)
@@ -175,7 +175,7 @@ def test_a_block_of_several_chunks_is_copied_for_each(rank: Rank) -> None:
         assert torch.equal(rank.content((8, 9)), content), name
 
 
-def test_what_this_host_holds_is_not_copied_again(rank: Rank) -> None:
+def test_a_chunk_on_this_host_is_not_copied_again(rank: Rank) -> None:
     rank.save(ChunkSave("chunk", (0, 1)))
     rank.save(ChunkSave("chunk", (0, 1)))
     assert rank.worker.counters.totals() == {"saved": 1, "save_exists": 1}
@@ -211,14 +211,14 @@ def test_from_the_first_chunk_that_does_not_load_all_blocks_are_lost(rank: Rank)
     ],
     ids=["dtype", "layers", "blocks", "page", "shape"],
 )
-def test_what_is_not_this_cache_is_never_put_there(rank: Rank, wrong: torch.Tensor) -> None:
+def test_bytes_of_another_cache_shape_are_never_loaded(rank: Rank, wrong: torch.Tensor) -> None:
     rank.buffer.insert(key_of("wrong", 0), wrong)
     before = rank.content(range(BLOCKS))
     assert rank.load(rank.chunk("wrong", (6, 7))).lost_blocks == {6, 7}
     assert torch.equal(rank.content(range(BLOCKS)), before)
 
 
-def test_a_node_that_is_gone_costs_the_chunks_alone(
+def test_a_lost_node_costs_only_its_chunks(
     start_node: Callable[..., NodeProcess], tmp_path: Path
 ) -> None:
     node = start_node()
@@ -234,7 +234,7 @@ def test_a_node_that_is_gone_costs_the_chunks_alone(
     rank.worker.close()
 
 
-def test_saving_holds_the_models_thread_for_an_enqueueing_alone(rank: Rank) -> None:
+def test_a_save_costs_the_models_thread_only_an_enqueue(rank: Rank) -> None:
     gate = threading.Event()
     insert = rank.worker.saves._insert
     rank.worker.saves._insert = lambda *each: gate.wait(SECONDS) and insert(*each)

@@ -98,7 +98,7 @@ def test_a_reload_is_known_before_the_first_tensor_changes(
     assert float(model.vision_tower.weight[0]) == 0.0
 
 
-def test_a_loader_that_somebody_else_puts_in_place_is_called(
+def test_a_replaced_load_weights_is_called(
     watch: WeightsWatch, model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the model's class, after it was loaded, or in the model itself, before."""
@@ -113,7 +113,7 @@ def test_a_loader_that_somebody_else_puts_in_place_is_called(
     assert watch.changed()
 
 
-def test_what_is_written_into_the_encoder_by_hand_is_seen_in_the_next_step(
+def test_a_write_into_the_encoders_weights_is_detected_in_the_next_step(
     watch: WeightsWatch, model: Model, engine_id: str
 ) -> None:
     watch.start()
@@ -140,7 +140,9 @@ def test_a_model_that_is_there_already_is_found(watch: WeightsWatch, engine_id: 
         late.close()
 
 
-def test_hosts_that_do_not_say_when_the_model_is_loaded(watch: WeightsWatch, model: Model) -> None:
+def test_a_reload_is_detected_without_a_report_of_the_first_load(
+    watch: WeightsWatch, model: Model
+) -> None:
     assert not watch.changed()
     model.load_weights([])
     assert watch.changed()
@@ -151,7 +153,7 @@ def test_the_flag_leaves_nothing_behind(engine_id: str) -> None:
     made = WeightsFlag.create(engine_id)
     assert path.parent == Path("/dev/shm")
     assert path.exists()
-    again = WeightsFlag.create(engine_id)  # the worker was killed, and has been started anew
+    again = WeightsFlag.create(engine_id)  # the worker was killed and started again
     adopted = WeightsFlag.adopt(engine_id)
     assert not path.exists()
     made.set()
@@ -187,8 +189,8 @@ def flag(engine_id: str) -> WeightsFlag:
     return WeightsFlag.adopt(engine_id)
 
 
-def test_it_has_all_that_the_schedulers_side_asks_of_the_client() -> None:
-    """Where the types cannot tell, for it stands in for the client."""
+def test_it_has_every_method_of_the_client_that_the_scheduler_side_calls() -> None:
+    """Types cannot show this, since it is a stand-in for the client."""
     modules = ("claims", "fetching", "items", "locating", "scheduler", "without_gate")
     sources = [(ROOT / "connectors/ec" / f"{name}.py").read_text() for name in modules]
     used = {name for source in sources for name in re.findall(r"self\._buffer\.(\w+)", source)}
@@ -196,7 +198,7 @@ def test_it_has_all_that_the_schedulers_side_asks_of_the_client() -> None:
     assert used <= vars(SchedulerClient).keys()
 
 
-def test_nothing_of_the_fleet_is_promised_any_more(flag: WeightsFlag) -> None:
+def test_after_a_reload_no_item_is_promised(flag: WeightsFlag) -> None:
     bench = bench_with(flag)
     bench.store("A")
     bench.store("B", needs_fetch=True)
@@ -217,11 +219,13 @@ def test_nothing_of_the_fleet_is_promised_any_more(flag: WeightsFlag) -> None:
         assert bench.build().mm_datas == []
     assert bench.buffer.pinned == {}
     assert bench.scheduler.pins.held_bytes == 0
-    assert bench.buffer.fleet.encoding == [], "nobody waits for what will not be stored"
+    assert bench.buffer.fleet.encoding == [], (
+        "no other engine waits for an item that will not be stored"
+    )
     assert bench.scheduler.counters.totals()["miss:weights_changed"] == 1
 
 
-def test_who_carries_no_media_fails_alone(flag: WeightsFlag) -> None:
+def test_a_request_without_media_fails_alone(flag: WeightsFlag) -> None:
     bench = bench_with(flag)
     bench.store("A")
     flag.set()
@@ -233,7 +237,7 @@ def test_who_carries_no_media_fails_alone(flag: WeightsFlag) -> None:
     assert why.reason == "weights_changed"
 
 
-def test_a_producer_encodes_what_is_stored_already(flag: WeightsFlag) -> None:
+def test_a_producer_encodes_items_that_are_stored_already(flag: WeightsFlag) -> None:
     bench = bench_with(flag, consumer=False)
     bench.store("A")
     before, after = make_request("before", "A"), make_request("after", "A")
@@ -262,7 +266,7 @@ def test_a_worker_stores_no_output_of_other_weights(watch: WeightsWatch, model: 
 
 
 class Experts(Part):
-    """A layer of four experts, of which vLLM may ask for its weights."""
+    """A layer of four experts, from which vLLM may request its weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -279,7 +283,7 @@ class Mixture(Model):
 
 
 class Alone:
-    """Looks like a process group of one, and its communicator."""
+    """A stand-in for a process group of one, and its communicator."""
 
     needs_profile_buffer_reservation = False
 
@@ -308,7 +312,7 @@ def balance(experts: Any) -> None:
     assert not torch.equal(experts.weight, torch.eye(4))
 
 
-@pytest.mark.parametrize("is_balanced", [True, False], ids=["enable_eplb", "by somebody else"])
+@pytest.mark.parametrize("is_balanced", [True, False], ids=["enable_eplb", "by another caller"])
 def test_experts_that_vllm_moves_are_no_other_weights(is_balanced: bool, engine_id: str) -> None:
     watch = WeightsWatch(engine_id, names=(), experts_move=is_balanced)
     model = Mixture()

@@ -49,7 +49,7 @@ def test_a_pass_with_something_to_run_does_not_wait(tokens: int) -> None:
         assert not bench.ensure(request)
         return time.monotonic() - started
 
-    # A busy machine holds up one or another, not all.
+    # A busy machine delays one or another, not all.
     assert (min(seconds_of_a_pass() for _ in range(5 if tokens else 1)) > SOON_SECONDS) is (
         tokens == 0
     )

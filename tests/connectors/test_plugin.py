@@ -21,7 +21,7 @@ KV_FACTORY = "vllm.distributed.kv_transfer.kv_connector.factory"
 
 
 class Registry:
-    """Looks like vLLM's `ECConnectorFactory`."""
+    """A stand-in for vLLM's `ECConnectorFactory`."""
 
     def __init__(self) -> None:
         self.known: dict[str, tuple[str, str]] = {}

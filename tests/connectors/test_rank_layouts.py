@@ -83,7 +83,9 @@ def test_layouts_that_both_connectors_serve(layout: str, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("layout", REFUSED)
-def test_others_are_refused_with_what_to_do(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_layouts_are_refused_with_advice(
+    layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     arguments, named = REFUSED[layout]
     made = engine(arguments, monkeypatch)
     for refuse in (

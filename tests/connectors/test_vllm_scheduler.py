@@ -234,7 +234,7 @@ def test_node_lost_before_any_call_of_the_scheduler(
     fleet: LedgerFleet,
     make_engine: MakeEngine,
 ) -> None:
-    """And never found again: who needs it is failed, alone."""
+    """The node does not come back: only a request that needs it fails."""
     ends: set[str] = set()
     for fatal in range(1000):
         fleet.find_node()
@@ -261,10 +261,11 @@ def test_node_lost_before_any_call_of_the_scheduler(
 
 
 @pytest.mark.parametrize("room", ["plenty", "tight", "async"])
-def test_random_traffic_of_which_some_misnames_what_it_carries(
+def test_random_traffic_with_some_wrong_identifiers(
     room: str, fleet: LedgerFleet, make_engine: MakeEngine
 ) -> None:
-    """vLLM may fail who finds other rows in its own cache; nobody is given what does not fit."""
+    """vLLM may fail a request with other rows in vLLM's cache; no request loads an item that does
+    not fit."""
     traffic = Traffic(fleet, seed=sum(room.encode()), misnamed=0.3)
     engine = make_engine(ROOMS[room])
     for _ in range(TURNS):
@@ -275,7 +276,7 @@ def test_random_traffic_of_which_some_misnames_what_it_carries(
     assert min(len(engine.loaded), len(answered & traffic.misnaming)) > 10
 
 
-def test_an_image_repeated_in_a_prompt_is_loaded_again_where_it_was_driven_out(
+def test_an_evicted_image_that_a_prompt_repeats_is_loaded_again(
     fleet: LedgerFleet,
     make_engine: MakeEngine,
 ) -> None:

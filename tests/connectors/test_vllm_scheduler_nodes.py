@@ -31,7 +31,7 @@ REST_SECONDS = scaled(20.0)
 
 
 class Host:
-    """An engine on a node, and a neighbour who puts items there and drives out all others."""
+    """An engine on a node, and a second client whose inserts evict all other items."""
 
     def __init__(self, node: NodeProcess, room: Room, stack: ExitStack) -> None:
         self.node = node
@@ -63,12 +63,12 @@ class Host:
         self.buffer.insert(TensorKey(identifier), output_of(identifier, WIDTH))
 
     def _drive_out(self, _: Any) -> bool:
-        """As a worker is about to read: whatever is not pinned is overwritten."""
+        """Before a worker reads: overwrite all items without a pin."""
         for _ in range(20):
             try:
                 self.buffer.insert(next(self._junk), torch.zeros(4, WIDTH))
             except LookupBufferError:
-                break  # the node was killed; nobody overwrites anything then
+                break  # the node was killed, so nothing is overwritten
         return True
 
     def finish(self) -> None:
@@ -101,7 +101,7 @@ def stack() -> Iterator[ExitStack]:
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["in step", "async"])
-def test_what_is_promised_is_not_overwritten(
+def test_promised_bytes_are_not_overwritten(
     is_async: bool, start_node: StartNode, stack: ExitStack
 ) -> None:
     node = start_node(capacity_bytes=2 * MIB)

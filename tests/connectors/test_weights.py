@@ -124,7 +124,7 @@ def test_given_a_version_no_file_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("model", ["org/model", "s3://bucket/model", "empty"])
-def test_weights_that_nothing_names_are_not_shared(
+def test_weights_without_an_identity_are_not_shared(
     engines: Namings, model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "empty").mkdir()
@@ -280,7 +280,7 @@ def test_files_that_change_after_the_worker_looked(
 def test_files_that_worker_and_scheduler_see_differently(
     engines: Namings, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """In two processes: the scheduler's looks when the worker's has loaded the model."""
+    """In two processes: the scheduler's reads the files after the worker's has loaded the model."""
     folder = checkpoint(tmp_path / "model")
     before = weights_source(config(folder), "")
     assert when_settled(engines.start(before, mark=before.mark)) is not None

@@ -32,7 +32,7 @@ from store import EmbeddedServer
 TOKEN = "that of both ends, and of no other"
 
 SMALL, LARGE = 1000, 1 << 20
-"""Bytes: with their offer, and asked for, where a pipe makes that difference."""
+"""Bytes: sent with their offer, and sent on request, if a pipe distinguishes these."""
 SOON_SECONDS = scaled(5.0)
 """Bound on what takes milliseconds on a machine that is not busy."""
 SHORT_SECONDS = 0.05
@@ -85,7 +85,7 @@ class PipeContract:
 
     # -- the seeds' pipe: no key, first in, first out
 
-    def test_code_written_for_the_first_pipe_runs(self, ends: Ends) -> None:
+    def test_code_for_vllms_pipe_runs(self, ends: Ends) -> None:
         a, b = ends
         for number in range(10):
             a.send_tensor(torch.full((3,), number))
@@ -107,7 +107,7 @@ class PipeContract:
         assert received is not None
         received.fill_(1)  # it is the receiver's own
 
-    def test_large_and_small_keep_their_order(self, ends: Ends) -> None:
+    def test_large_and_small_tensors_keep_their_order(self, ends: Ends) -> None:
         a, b = ends
         sent = [block(nbytes, seed) for seed, nbytes in enumerate([LARGE, SMALL, 0, LARGE, 1] * 3)]
         for tensor in sent:
@@ -173,9 +173,7 @@ class PipeContract:
         assert same(waiting.result(SOON_SECONDS), block(LARGE))
         assert same(b.recv_tensor(timeout=SOON_SECONDS), torch.tensor(1))
 
-    def test_who_waits_for_a_key_keeps_nobody_else_waiting(
-        self, ends: Ends, threads: Threads
-    ) -> None:
+    def test_a_receive_of_one_key_does_not_block_others(self, ends: Ends, threads: Threads) -> None:
         a, b = ends
         missed = threads.call(b.recv_tensor, "late", timeout=SOON_SECONDS)
         a.send_tensor(block(LARGE, 1), "early")
@@ -184,7 +182,7 @@ class PipeContract:
         a.send_tensor(block(LARGE, 2), "late")
         assert same(missed.result(SOON_SECONDS), block(LARGE, 2))
 
-    def test_none_under_a_key_wakes_who_waits_for_it(self, ends: Ends, threads: Threads) -> None:
+    def test_a_none_under_a_key_ends_the_wait_for_it(self, ends: Ends, threads: Threads) -> None:
         a, b = ends
         waiting = threads.call(b.recv_tensor, "k", timeout=SOON_SECONDS)
         a.send_tensor(None, "k")
@@ -225,7 +223,7 @@ class PipeContract:
         assert same(out, block(SMALL))
 
     @pytest.mark.parametrize("nbytes", [SMALL, LARGE])
-    def test_what_out_does_not_fit_is_not_lost(self, ends: Ends, nbytes: int) -> None:
+    def test_a_tensor_that_does_not_fit_out_is_not_lost(self, ends: Ends, nbytes: int) -> None:
         a, b = ends
         for number in range(2):
             a.send_tensor(block(2 * nbytes, number).view(2, nbytes), "k")
@@ -246,7 +244,7 @@ class PipeContract:
             b.recv_tensor("k", timeout=SOON_SECONDS, out=out)
             assert same(out, block(2 * nbytes, number).view(2, nbytes))
 
-    def test_out_is_left_alone_where_nothing_came(self, ends: Ends) -> None:
+    def test_out_is_unchanged_if_no_tensor_arrives(self, ends: Ends) -> None:
         a, b = ends
         out = torch.zeros(LARGE, dtype=torch.uint8)
         with pytest.raises(LookupTimeout):
@@ -290,7 +288,9 @@ class PipeContract:
         for tensor in tensors:
             assert same(b.recv_tensor(key, timeout=SOON_SECONDS), tensor.detach())
 
-    def test_what_cannot_be_carried_leaves_nothing_behind(self, ends: Ends) -> None:
+    def test_a_value_of_an_unsupported_type_is_refused_without_side_effects(
+        self, ends: Ends
+    ) -> None:
         a, b = ends
         for wrong in (torch.eye(3).to_sparse(), torch.empty(3, device="meta"), "text"):
             with pytest.raises(CodecError):

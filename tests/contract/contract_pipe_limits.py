@@ -55,8 +55,8 @@ class PipeLimitsContract:
         assert same(b.recv_tensor(), block(LARGE, 2))
         assert same(b.recv_tensor(), block(LARGE, 4)), "the third was not sent"
 
-    def test_what_was_refused_at_once_is_never_seen(self, make_ends: MakeEnds) -> None:
-        """Nor is the next message taken for it, by who receives into memory of his own."""
+    def test_a_refused_send_is_never_received(self, make_ends: MakeEnds) -> None:
+        """Nor is the next message mistaken for it in a receive with `out`."""
         a, b = make_ends(PipeLimits(buffer_bytes=LARGE))
         tensor, out = block(SMALL, 3), torch.zeros_like(block(SMALL, 3))
         a.send_tensor(tensor, "another")
@@ -67,14 +67,14 @@ class PipeLimitsContract:
             assert b.recv_tensor("key", timeout=SOON_SECONDS, out=out) is out
             assert same(out, tensor)
 
-    def test_none_and_nothing_are_finitely_many(self, make_ends: MakeEnds) -> None:
+    def test_messages_without_bytes_are_bounded_too(self, make_ends: MakeEnds) -> None:
         a, _ = make_ends(PipeLimits(buffer_bytes=4096))
         with pytest.raises(BufferFull):
             for _ in range(100):
                 a.send_tensor(None, timeout=SHORT_SECONDS)
 
     @pytest.mark.parametrize("nbytes", [SMALL, LARGE])
-    def test_who_wants_what_has_no_room_gets_it(
+    def test_a_waiting_receive_gets_a_message_without_room(
         self, make_ends: MakeEnds, threads: Threads, nbytes: int
     ) -> None:
         """The seeds' deadlock: full of one key while the consumer wants another."""
@@ -104,7 +104,7 @@ class PipeLimitsContract:
         wanted.result(SOON_SECONDS)
         assert _settled(lambda: a.used_bytes == 0)
 
-    def test_too_large_is_said_at_once_and_exactly_full_passes(self, make_ends: MakeEnds) -> None:
+    def test_a_message_larger_than_the_budget_is_refused_at_once(self, make_ends: MakeEnds) -> None:
         a, b = make_ends(PipeLimits(buffer_bytes=LARGE))
         started = time.monotonic()
         with pytest.raises(TensorTooLarge):
@@ -114,7 +114,7 @@ class PipeLimitsContract:
             a.send_tensor(block(LARGE, seed), timeout=SOON_SECONDS)
             assert same(b.recv_tensor(timeout=SOON_SECONDS), block(LARGE, seed))
 
-    def test_what_is_larger_than_this_end_receives_is_told_and_gone(
+    def test_a_message_larger_than_message_bytes_is_dropped_with_an_error(
         self, make_ends: MakeEnds, threads: Threads
     ) -> None:
         a, b = make_ends(PipeLimits(buffer_bytes=4 * LARGE, message_bytes=LARGE))
@@ -126,7 +126,7 @@ class PipeLimitsContract:
             assert same(b.recv_tensor(key, timeout=SOON_SECONDS), block(LARGE))
         assert _settled(lambda: a.used_bytes == 0)
 
-    def test_many_who_wait_for_room_are_no_flood(
+    def test_many_sends_waiting_for_room_are_no_flood(
         self, make_ends: MakeEnds, threads: Threads
     ) -> None:
         a, b = make_ends(PipeLimits(buffer_bytes=4096))
@@ -160,7 +160,9 @@ class PipeLimitsContract:
         a.send_tensor(block(LARGE), "k")
         assert same(b.recv_tensor("k", timeout=SOON_SECONDS), block(LARGE))
 
-    def test_each_of_many_who_wait_gets_one(self, ends: Ends, threads: Threads) -> None:
+    def test_each_of_many_waiting_receives_gets_one_message(
+        self, ends: Ends, threads: Threads
+    ) -> None:
         a, b = ends
         waiting = [threads.call(b.recv_tensor, "k", timeout=SOON_SECONDS) for _ in range(8)]
         for number in range(8):
@@ -169,9 +171,7 @@ class PipeLimitsContract:
 
     # -- the end
 
-    def test_what_was_sent_before_an_orderly_end_is_received(
-        self, ends: Ends, threads: Threads
-    ) -> None:
+    def test_messages_sent_before_a_close_are_received(self, ends: Ends, threads: Threads) -> None:
         a, b = ends
         for n in range(3):
             a.send_tensor(block(SMALL, n))
@@ -186,7 +186,7 @@ class PipeLimitsContract:
                 operation()
 
     @pytest.mark.parametrize("way", ["close", "abort"])
-    def test_an_end_wakes_its_own_waiters(
+    def test_closing_an_end_ends_its_own_waits(
         self, make_ends: MakeEnds, threads: Threads, way: str
     ) -> None:
         a, _ = make_ends(PipeLimits(buffer_bytes=LARGE, linger_seconds=0.1))
@@ -207,7 +207,7 @@ class PipeLimitsContract:
             a.send_tensor(None)
 
     @pytest.mark.parametrize("way", ["close", "abort"])
-    def test_an_end_wakes_the_others_waiters(
+    def test_closing_an_end_ends_the_waits_of_the_remote_end(
         self, make_ends: MakeEnds, threads: Threads, way: str
     ) -> None:
         a, b = make_ends(PipeLimits(buffer_bytes=LARGE, linger_seconds=0.1))
@@ -221,7 +221,7 @@ class PipeLimitsContract:
             with pytest.raises(PipeClosed if way == "close" else PipeBroken):
                 one.result(SOON_SECONDS)
 
-    def test_a_block_that_fails_aborts_what_it_sent(self, ends: Ends) -> None:
+    def test_an_exception_in_the_with_block_aborts_the_pipe(self, ends: Ends) -> None:
         a, b = ends
 
         def produce() -> None:

@@ -58,7 +58,9 @@ class StoreContract:
 
     # ---- publish and locate
 
-    def test_what_is_published_is_located_whole(self, store: MetadataStore, namespace: str) -> None:
+    def test_a_published_record_is_located_in_full(
+        self, store: MetadataStore, namespace: str
+    ) -> None:
         record = a_record(namespace, "k")
         assert store.publish(record, a_location()) is Publication.ADDED
         assert store.locate(namespace, ["k"]) == [record._replace(locations=(a_location(),))]
@@ -88,7 +90,9 @@ class StoreContract:
         assert found is not None
         assert (found.shape, found.nbytes, found.kind) == (shape, 0, "none")
 
-    def test_locate_keeps_order_and_says_none(self, store: MetadataStore, namespace: str) -> None:
+    def test_locate_keeps_the_order_and_returns_none_for_absent_keys(
+        self, store: MetadataStore, namespace: str
+    ) -> None:
         for key in ("a", "c"):
             store.publish(a_record(namespace, key), a_location())
         found = store.locate(namespace, ["c", "missing", "a", "c"])
@@ -117,7 +121,7 @@ class StoreContract:
         assert store.withdraw(namespace, key, "node-1", reason="evicted")
         assert store.gone(namespace, key) == "evicted"
 
-    def test_namespaces_are_apart(self, store: MetadataStore, namespace: str) -> None:
+    def test_namespaces_are_separate(self, store: MetadataStore, namespace: str) -> None:
         store.publish(a_record(namespace, "k"), a_location())
         assert [bool(one) for one in store.look_up([("o", "k"), (namespace, "k")])] == [False, True]
         assert not store.withdraw("other", "k", "node-1", reason="evicted")
@@ -130,7 +134,7 @@ class StoreContract:
         store.publish(record, a_location())
         assert store.publish(record, a_location()) is Publication.PRESENT
 
-    def test_who_encoded_it_when_does_not_conflict(
+    def test_producer_and_time_of_a_copy_do_not_conflict(
         self, store: MetadataStore, namespace: str
     ) -> None:
         store.publish(a_record(namespace, "k"), a_location())
@@ -167,7 +171,7 @@ class StoreContract:
             assert found is not None
             assert found.locations == (newer,)
 
-    def test_a_late_older_copy_does_not_come_back(
+    def test_an_older_copy_that_is_published_late_is_ignored(
         self, store: MetadataStore, namespace: str
     ) -> None:
         record = a_record(namespace, "k")
@@ -205,7 +209,7 @@ class StoreContract:
     @pytest.mark.parametrize(
         "changes", [{"boot": "no:colon"}, {"generation": 0}, {"checksum": 2**64}, {"node": ""}]
     )
-    def test_a_location_that_nobody_could_read_is_refused(
+    def test_an_unreadable_location_is_refused(
         self, store: MetadataStore, namespace: str, changes: dict[str, Any]
     ) -> None:
         with pytest.raises(ValueError):
@@ -217,7 +221,9 @@ class StoreContract:
             with pytest.raises(ValueError):
                 store.locate(namespace, ["k"])
 
-    def test_many_are_answered_in_their_order(self, store: MetadataStore, namespace: str) -> None:
+    def test_publications_are_answered_in_their_order(
+        self, store: MetadataStore, namespace: str
+    ) -> None:
         for n in range(LOCATIONS_MAX):
             store.publish(a_record(namespace, "full"), a_location(f"node-{n}"))
         for key in ("present", "conflict"):
@@ -236,7 +242,7 @@ class StoreContract:
         assert found == a_record(namespace, "added")._replace(locations=(mine,))
         assert store.publish_many([]) == []
 
-    def test_many_with_a_bad_one_among_them_are_refused_whole(
+    def test_a_batch_with_an_invalid_publication_is_refused_in_full(
         self, store: MetadataStore, namespace: str
     ) -> None:
         good = Publishing(a_record(namespace, "k"), a_location(), 60.0)
@@ -276,7 +282,9 @@ class StoreContract:
         assert [store.gone(namespace, key) for key in "abc"] == ["expired", None, "evicted"]
         assert store.withdraw_many([]) == []
 
-    def test_exactly_is_of_that_node(self, store: MetadataStore, namespace: str) -> None:
+    def test_an_exact_withdrawal_names_the_node_of_the_copy(
+        self, store: MetadataStore, namespace: str
+    ) -> None:
         """Two nodes' locations may have the same text; `exactly` names one of them."""
         for node in ("node-1", "node-2"):
             store.publish(a_record(namespace, "k"), a_location(node))
@@ -296,7 +304,9 @@ class StoreContract:
         assert found.locations == (a_location("node-2"),)
         assert store.gone(namespace, "k") is None, "it is not gone: node-2 has it"
 
-    def test_the_last_withdrawal_says_why(self, store: MetadataStore, namespace: str) -> None:
+    def test_the_last_withdrawal_gives_the_reason(
+        self, store: MetadataStore, namespace: str
+    ) -> None:
         store.publish(a_record(namespace, "k"), a_location())
         assert store.withdraw(namespace, "k", "node-1", reason="evicted on node-1")
         assert store.locate(namespace, ["k"]) == [None]
@@ -304,7 +314,7 @@ class StoreContract:
         store.publish(a_record(namespace, "k", dtype="float32"), a_location())
         assert store.gone(namespace, "k") is None
 
-    def test_withdraw_of_nothing(self, store: MetadataStore, namespace: str) -> None:
+    def test_withdraw_of_an_absent_copy(self, store: MetadataStore, namespace: str) -> None:
         assert not store.withdraw(namespace, "k", "node-1", reason="evicted")
         assert store.gone(namespace, "k") is None
 

@@ -30,7 +30,7 @@ def ask(
     key: str = "k",
     state: ClaimState = ENCODING,
 ) -> ClaimAnswer:
-    """Claim for `who`, whose token follows from the name."""
+    """Claim for the claimant `who`, whose token follows from the name."""
     return store.claim(
         namespace,
         key,
@@ -55,7 +55,7 @@ class ClaimContract:
         assert not store.release_claim(namespace, "k", token="token-of-a")
         assert ask(store, namespace, "b").granted
 
-    def test_claims_are_given_back_together(self, store: MetadataStore, namespace: str) -> None:
+    def test_claims_are_released_together(self, store: MetadataStore, namespace: str) -> None:
         ask(store, namespace, "a", key="mine")
         ask(store, namespace, "b", key="theirs")
         ask(store, "other", "a", key="mine")
@@ -112,7 +112,9 @@ class ClaimContract:
         again = ask(store, namespace, "a", 5, state=INTENT)
         assert (again.granted, again.state) == (True, INTENT)
 
-    def test_the_answer_has_the_record(self, store: MetadataStore, namespace: str) -> None:
+    def test_the_reply_to_a_claim_has_the_record(
+        self, store: MetadataStore, namespace: str
+    ) -> None:
         assert ask(store, namespace, "a").record is None
         assert ask(store, namespace, "b").record is None
         store.publish(a_record(namespace, "k"), a_location(checksum=7), claim_token="token-of-a")
@@ -133,7 +135,9 @@ class ClaimContract:
         assert found is not None
         assert found.key == key
 
-    def test_publishing_drops_my_claim_only(self, store: MetadataStore, namespace: str) -> None:
+    def test_a_publication_ends_only_the_publishers_claim(
+        self, store: MetadataStore, namespace: str
+    ) -> None:
         record = a_record(namespace, "k")
         ask(store, namespace, "a")
         store.publish(record, a_location("node-2"), claim_token="token-of-b")
@@ -143,7 +147,7 @@ class ClaimContract:
         store.publish(record, a_location(), claim_token="token-of-a")
         assert ask(store, namespace, "b").granted
 
-    def test_what_was_published_already_drops_the_claim_too(
+    def test_publishing_a_present_copy_ends_the_claim_too(
         self, store: MetadataStore, namespace: str
     ) -> None:
         for state in (INTENT, ENCODING):
@@ -153,7 +157,9 @@ class ClaimContract:
             assert again is Publication.PRESENT
             assert not store.release_claim(namespace, "k", token="token-of-a")
 
-    def test_a_full_record_drops_the_claim_too(self, store: MetadataStore, namespace: str) -> None:
+    def test_a_publication_to_a_full_record_ends_the_claim_too(
+        self, store: MetadataStore, namespace: str
+    ) -> None:
         for n in range(LOCATIONS_MAX):
             store.publish(a_record(namespace, "k"), a_location(f"node-{n}"))
         ask(store, namespace, "a")
@@ -163,7 +169,7 @@ class ClaimContract:
         assert full is Publication.FULL
         assert not store.release_claim(namespace, "k", token="token-of-a")
 
-    def test_a_conflict_leaves_the_claim(self, store: MetadataStore, namespace: str) -> None:
+    def test_a_conflict_does_not_end_the_claim(self, store: MetadataStore, namespace: str) -> None:
         store.publish(a_record(namespace, "k"), a_location())
         ask(store, namespace, "a")
         other = a_record(namespace, "k", dtype="float32")

@@ -26,7 +26,9 @@ def devices(store: MetadataStore, namespace: str) -> set[DeviceLocation]:
 class DeviceContract:
     """Subclasses provide `store` and `namespace` fixtures, empty at the start of each test."""
 
-    def test_it_stands_beside_a_location(self, store: MetadataStore, namespace: str) -> None:
+    def test_a_device_location_belongs_to_a_location(
+        self, store: MetadataStore, namespace: str
+    ) -> None:
         assert publish(store, namespace, a_location(), on_device()) is Publication.ADDED
         other = a_location("node-2")
         assert publish(store, namespace, other, on_device("node-2")) is Publication.ADDED
@@ -35,7 +37,7 @@ class DeviceContract:
         assert set(found.locations) == {a_location(), other}
         assert set(found.devices) == {on_device(), on_device("node-2")}
 
-    def test_it_comes_and_goes_beside_a_location_that_stays(
+    def test_a_device_location_changes_without_its_location(
         self, store: MetadataStore, namespace: str
     ) -> None:
         publish(store, namespace, a_location(), None)
@@ -47,7 +49,9 @@ class DeviceContract:
         assert publish(store, namespace, a_location(), None) is Publication.PRESENT
         assert devices(store, namespace) == set()
 
-    def test_it_goes_with_its_location(self, store: MetadataStore, namespace: str) -> None:
+    def test_a_device_location_is_removed_with_its_location(
+        self, store: MetadataStore, namespace: str
+    ) -> None:
         publish(store, namespace, a_location(), on_device())
         publish(store, namespace, a_location("node-2"), None)
         assert store.withdraw_many([Withdrawing(namespace, "k", "node-1", "evicted")]) == [True]
@@ -55,7 +59,7 @@ class DeviceContract:
         assert found is not None
         assert (found.locations, found.devices) == ((a_location("node-2"),), ())
 
-    def test_another_boot_or_generation_brings_its_own(
+    def test_another_boot_or_generation_has_its_own_device_location(
         self, store: MetadataStore, namespace: str
     ) -> None:
         publish(store, namespace, a_location(generation=2), on_device(mark=2))
@@ -69,7 +73,7 @@ class DeviceContract:
         [{"kind": "tcp"}, {"port": 0}, {"port": 70000}, {"pool": "p"}, {"mark": 0}, {"node": ""}],
         ids=str,
     )
-    def test_what_no_reader_could_read_is_refused(
+    def test_an_unreadable_device_location_is_refused(
         self, store: MetadataStore, namespace: str, wrong: dict[str, object]
     ) -> None:
         with pytest.raises(ValueError, match="device"):

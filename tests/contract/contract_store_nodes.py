@@ -27,7 +27,7 @@ class NodeContract:
             assert store.beats() == {"node-1": Beat(BOOT, 4)}, "nothing changed"
         assert store.beat("node-1", BOOT, 5), "its owner goes on"
 
-    def test_a_boot_that_stands_still_is_replaced(self, store: MetadataStore) -> None:
+    def test_a_boot_without_new_beats_is_replaced(self, store: MetadataStore) -> None:
         store.beat("node-1", BOOT, 4)
         assert not store.beat("node-1", OTHER_BOOT, 1, replacing=Beat(BOOT, 4)), "a first beat"
         assert store.beat("node-1", OTHER_BOOT, 2, replacing=Beat(BOOT, 4))
@@ -35,24 +35,24 @@ class NodeContract:
             store.beat("node-1", BOOT, 5)
         assert caught.value.beat == Beat(OTHER_BOOT, 2)
 
-    def test_of_two_that_replace_one_only_one_does(self, store: MetadataStore) -> None:
+    def test_of_two_replacements_of_a_boot_one_succeeds(self, store: MetadataStore) -> None:
         store.beat("node-1", BOOT, 4)
         store.beat("node-1", OTHER_BOOT, 1, replacing=Beat(BOOT, 4))
         with pytest.raises(NodeTaken):
             store.beat("node-1", "d" * 16, 1, replacing=Beat(BOOT, 4))
 
-    def test_replacing_what_has_left_is_a_first_beat(self, store: MetadataStore) -> None:
+    def test_replacing_a_boot_that_left_is_a_first_beat(self, store: MetadataStore) -> None:
         store.beat("node-1", BOOT, 4)
         store.leave("node-1", BOOT)
         assert not store.beat("node-1", OTHER_BOOT, 1, replacing=Beat(BOOT, 4))
 
-    def test_a_node_that_was_struck_off_is_told(self, store: MetadataStore) -> None:
+    def test_a_beat_of_an_evicted_node_reports_the_eviction(self, store: MetadataStore) -> None:
         store.beat("node-1", BOOT, 4)
         store.leave("node-1", BOOT)
         assert not store.beat("node-1", BOOT, 5)
         assert store.beat("node-1", BOOT, 6)
 
-    def test_leave_spares_a_newer_boot(self, store: MetadataStore) -> None:
+    def test_leave_does_not_remove_a_newer_boot(self, store: MetadataStore) -> None:
         info = NodeInfo("node-1", BOOT, "tcp://10.0.0.1:7000", "host", "0.1", 1 << 33, 12, 3, 2)
         store.beat("node-1", BOOT, 1)
         store.describe_node(info)
@@ -86,7 +86,7 @@ class NodeContract:
             with pytest.raises(ValueError):
                 store.describe_node(replace(info, pools=bad))
 
-    def test_a_boot_id_that_nobody_could_read_is_refused(self, store: MetadataStore) -> None:
+    def test_an_unreadable_boot_id_is_refused(self, store: MetadataStore) -> None:
         for node, boot in (("node-1", "no:colon"), ("node-1", ""), ("a b", BOOT)):
             with pytest.raises(ValueError):
                 store.beat(node, boot, 1)

@@ -11,7 +11,9 @@ from store import ClaimState, Failure, MetadataStore, Withdrawing
 class ReasonContract:
     """Subclasses provide a `store` fixture that is empty at the start of each test."""
 
-    def test_why_what_ended_by_itself_is_gone(self, store: MetadataStore, namespace: str) -> None:
+    def test_reasons_of_records_that_expired_or_were_evicted(
+        self, store: MetadataStore, namespace: str
+    ) -> None:
         ended = Withdrawing(namespace, "k", "node-1", "expired", may_have_ended=True)
         assert store.withdraw_many([ended]) == [False]
         assert store.gone(namespace, "k") == "expired"
@@ -36,7 +38,7 @@ class ReasonContract:
         assert store.failure(namespace, "another key") == other
         assert store.failure("other", "k") is None
 
-    def test_a_claim_says_since_when(self, store: MetadataStore, namespace: str) -> None:
+    def test_a_claim_has_its_start(self, store: MetadataStore, namespace: str) -> None:
         def ask(state: ClaimState, holder: str, token: str = "t") -> str:
             return store.claim(
                 namespace, "k", holder=holder, token=token, state=state, lease_seconds=30.0
@@ -51,7 +53,9 @@ class ReasonContract:
         assert store.release_claim(namespace, "k", token="t")
         assert ask(ENCODING, "b:7", token="other") == "b:7"
 
-    def test_a_namespace_that_is_given_up(self, store: MetadataStore, namespace: str) -> None:
+    def test_the_reason_of_an_invalidated_namespace(
+        self, store: MetadataStore, namespace: str
+    ) -> None:
         keys = [f"k{n}" for n in range(30)] + ["a key with spaces " + "x" * 200]
         for key in keys:
             for node in ("node-1", "node-2"):

@@ -26,7 +26,7 @@ class SoleContract:
     """Subclasses provide `store` and `namespace` fixtures, empty at the start of each test."""
 
     @pytest.mark.parametrize("changes", [{}, {"shape": (3, 3)}], ids=["alike", "another shape"])
-    def test_what_another_node_has_is_owned(
+    def test_a_hand_off_of_another_node_is_owned(
         self, store: MetadataStore, namespace: str, changes: dict[str, Any]
     ) -> None:
         first, second = a_location("node-1"), a_location("node-2", checksum=7)
@@ -38,7 +38,7 @@ class SoleContract:
         assert publish(store, namespace, second, **changes) is Publication.ADDED
         assert locations(store, namespace) == {second}
 
-    def test_its_owner_replaces_it_whatever_its_shape(
+    def test_the_owner_replaces_a_hand_off_of_any_shape(
         self, store: MetadataStore, namespace: str
     ) -> None:
         publish(store, namespace, a_location(generation=1))
@@ -49,7 +49,9 @@ class SoleContract:
             assert found is not None
             assert (found.shape, found.locations) == (shape["shape"], (newer,))
 
-    def test_an_offer_keeps_nobody_out(self, store: MetadataStore, namespace: str) -> None:
+    def test_an_offer_without_bytes_does_not_block_other_publications(
+        self, store: MetadataStore, namespace: str
+    ) -> None:
         offer, item = a_location("node-1", checksum=OFFER), a_location("node-2")
         assert publish(store, namespace, offer) is Publication.ADDED
         assert publish(store, namespace, item) is Publication.ADDED

@@ -46,7 +46,7 @@ def test_time_is_the_clock_it_was_given() -> None:
     assert store.gone("ns", "gone") is None
 
 
-def test_it_is_bounded_and_forgets_what_ended() -> None:
+def test_its_size_is_bounded_and_expired_entries_are_dropped() -> None:
     clock = Clock()
     store = MemoryStore(clock=clock, records_max=2000)
     for n in range(2000):

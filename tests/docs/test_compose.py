@@ -66,7 +66,7 @@ def _want(stack: Stack, *programs: str) -> None:
             pytest.skip(f"no {program} on the PATH (scripts/install-system-packages installs it)")
 
 
-# -- what it says
+# -- its contents
 
 
 def test_it_is_valid() -> None:
@@ -78,7 +78,7 @@ def test_it_is_valid() -> None:
     assert not checker.is_valid(broken)
 
 
-def test_the_command_of_docker_finds_nothing_wrong(tmp_path: Path) -> None:
+def test_docker_compose_accepts_it(tmp_path: Path) -> None:
     """Debian's docker-compose, where it is installed: it needs no engine to read the file."""
     program = shutil.which("docker-compose")
     if program is None:
@@ -93,7 +93,7 @@ def test_the_command_of_docker_finds_nothing_wrong(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", SERVICES)
-def test_a_service_may_do_no_more_than_it_has_to(name: str) -> None:
+def test_a_service_has_only_the_rights_that_it_needs(name: str) -> None:
     service = document()["services"][name]
     assert service["read_only"] is True
     assert service["cap_drop"] == ["ALL"]
@@ -111,14 +111,14 @@ def test_a_service_may_do_no_more_than_it_has_to(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["replica-a", "replica-b", "encoder", "consumer"])
-def test_an_engine_may_write_where_libraries_keep_what_they_compile(name: str) -> None:
+def test_an_engine_may_write_to_the_caches_of_libraries(name: str) -> None:
     volumes = {volume.split(":")[1] for volume in Service(name).raw["volumes"]}
     given = image_environment("vllm")
     for variable in ("HOME", "HF_HOME", "VLLM_CACHE_ROOT"):  # Triton's, FlashInfer's are in HOME
         assert any(f"{given[variable]}/".startswith(f"{place}/") for place in volumes), variable
 
 
-def test_what_is_mounted_exists_and_every_secret_is_made(tmp_path: Path) -> None:
+def test_every_mount_exists_and_every_secret_is_made(tmp_path: Path) -> None:
     shutil.copy(ROOT / "deploy/make-secrets", tmp_path)
     for _ in range(2):  # the second time it changes nothing
         subprocess.run([tmp_path / "make-secrets"], check=True, timeout=scaled(30))
@@ -158,7 +158,7 @@ def test_two_nodes_share_a_tensor(stack: Stack) -> None:
         assert got.equal(tensor)
 
 
-def test_the_store_wants_its_password(stack: Stack) -> None:
+def test_the_store_requires_its_password(stack: Stack) -> None:
     service = Service("valkey")
     host = stack.translated(service, "127.0.0.1")
     said = [
@@ -174,7 +174,7 @@ def test_the_store_wants_its_password(stack: Stack) -> None:
     assert stack.secret("store_password").encode() not in words
 
 
-def test_a_node_wants_its_tokens(stack: Stack) -> None:
+def test_a_node_requires_its_tokens(stack: Stack) -> None:
     service = Service("node-a")
     url = stack.translated(service, "http://127.0.0.1:7731")
     assert _ask(f"{url}/healthz") == (200, "ok\n")
@@ -219,7 +219,7 @@ def test_prometheus_scrapes_both_nodes(stack: Stack) -> None:
 
 
 class _Replica(BaseHTTPRequestHandler):
-    """Answers as a vLLM server that is well, with the address that it was asked at."""
+    """Answers as a healthy vLLM server, with the address of the request."""
 
     def do_GET(self) -> None:
         body = str(self.connection.getsockname()[0]).encode()
@@ -232,7 +232,7 @@ class _Replica(BaseHTTPRequestHandler):
         pass
 
 
-def test_the_balancer_asks_whoever_is_well(stack: Stack) -> None:
+def test_the_balancer_sends_requests_to_healthy_engines(stack: Stack) -> None:
     _want(stack, "haproxy", "wget")
     replicas = {}
     for name in ("replica-a", "replica-b"):
@@ -276,7 +276,7 @@ def contained(stack: Stack) -> Stack:
 
 
 def test_a_node_runs_contained(contained: Stack) -> None:
-    """So all other tests here saw it as a container has it."""
+    """So all other tests here ran under a container's limits."""
     pid = contained.pid("node-a")
     status = Path(f"/proc/{pid}/status").read_text()
     fields = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
@@ -291,7 +291,7 @@ def test_a_node_runs_contained(contained: Stack) -> None:
     assert "ro" in root[5].split(",")
 
 
-def test_pins_of_an_engine_in_another_container_go_with_it(contained: Stack) -> None:
+def test_pins_of_an_engine_in_another_container_end_with_it(contained: Stack) -> None:
     """Its number means nothing to the node: it runs in another pid namespace."""
     config = client_config(contained, Service("node-a"))
     source = """
@@ -310,7 +310,7 @@ hear()
         wait_until(lambda: other.stats()["open_files"] <= before, 10.0, "and its descriptors")
 
 
-def test_sigterm_ends_each_in_order(stack: Stack) -> None:
+def test_sigterm_ends_each_service_cleanly(stack: Stack) -> None:
     """The last one, for it takes the stack down. As the first process of a pid namespace, too."""
     assert stack.stop("node-b") == 0
     url = stack.translated(Service("node-a"), "http://127.0.0.1:7731/metrics")

@@ -68,7 +68,7 @@ def fleet(store: MetadataStore) -> Iterator[None]:
 @pytest.mark.parametrize(
     "example", [one for one in EXAMPLES if one.split()[0] not in ("doctor", "top", "bench")]
 )
-def test_an_example_is_what_is_printed(fleet: None, url: str, example: str) -> None:
+def test_an_example_equals_the_output(fleet: None, url: str, example: str) -> None:
     printed = run_at_terminal(*example.split(), LOOKUP_BUFFER_STORE_URL=url)
     assert undated(printed) == undated(EXAMPLES[example])
 
@@ -101,7 +101,7 @@ def test_every_command_and_option_is_named() -> None:
     for name, one in app.commands.items():
         assert f"\n## {name}" in DOCUMENT
         section = DOCUMENT.split(f"\n## {name}")[1].split("\n## ")[0]
-        if name in ("serve", "demo"):  # their --help and docs/vllm.md tell
+        if name in ("serve", "demo"):  # documented by their --help and docs/vllm.md
             continue
         for parameter in one.params:
             shared = parameter.name in ("store_url", "store_password_file", "directory", "json")

@@ -156,7 +156,7 @@ def _texts(module: Module) -> Iterator[tuple[int, str, list[Scope]]]:
             yield token.start[0], token.string, enclosing.get(token.start[0], [])
 
 
-def test_every_reference_of_the_product_leads_somewhere() -> None:
+def test_every_reference_in_the_product_resolves() -> None:
     broken = Product(ROOT).broken()
     assert not broken, "docstrings refer to what does not exist:\n" + "\n".join(broken)
 

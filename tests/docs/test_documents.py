@@ -52,7 +52,7 @@ def _blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", LIBRARY, flags=re.DOTALL | re.MULTILINE)
 
 
-def test_the_library_examples_import_only_what_there_is() -> None:
+def test_the_library_examples_import_existing_names() -> None:
     for example in _blocks("python"):
         nodes = ast.walk(ast.parse(example))
         imports = [node for node in nodes if isinstance(node, ast.ImportFrom)]
@@ -144,7 +144,7 @@ def test_every_class_that_the_architecture_names_is_defined() -> None:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_nothing_is_left_to_be_filled_in(document: str) -> None:
+def test_no_todo_is_left(document: str) -> None:
     text = (ROOT / document).read_text(encoding="utf-8")
     open_places = [line for line in text.splitlines() if "TODO" in line]
     assert not open_places

@@ -135,7 +135,7 @@ def test_brings_the_python_files_and_nothing_else(
         assert (server.sent_bytes < COMPILED_BYTES / 100) is knows_ranges
         sent = server.sent_bytes
         assert fetch("9.9.9", tmp_path) == folder
-        assert server.sent_bytes == sent, "a second run asks nobody"
+        assert server.sent_bytes == sent, "a second run sends no request"
     assert (folder / "vllm/v1/request.py").read_bytes() == b"class Request: ...\n"
     assert not list(folder.rglob("*.so"))
     assert [path.name for path in tmp_path.iterdir()] == ["9.9.9"]
@@ -189,7 +189,7 @@ def test_a_fault_of_the_server_is_reported_and_nothing_is_left(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_server_that_falls_silent_is_given_up(
+def test_a_server_that_stops_sending_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fetch_host, "SILENCE_SECONDS", 0.2)

@@ -86,7 +86,7 @@ def test_the_contracts_hold() -> None:
     ],
 )
 def test_a_planted_import_is_caught(copy: Path, module: str, imported: str) -> None:
-    # Inside a function, where a look at the top of the file would miss it.
+    # Inside a function, where a check of the top of the file would miss it.
     (copy / module).write_text(f"def late() -> None:\n    import {imported}\n")
     run = _lint_imports(copy)
     assert run.returncode == 1, run.stdout + run.stderr
@@ -132,7 +132,7 @@ def test_the_store_loads_nothing_heavy() -> None:
 
 
 def test_the_plugin_entry_point_loads_nothing_heavy() -> None:
-    """vLLM runs it in every process, also for people who never configured us."""
+    """vLLM runs it in every process, also without our connector in the configuration."""
     assert not _loaded_by("connectors.plugin")
 
 

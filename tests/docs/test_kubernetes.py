@@ -65,7 +65,7 @@ def _engine_settings() -> dict[str, Any]:
     return settings
 
 
-def test_kustomization_names_what_there_is() -> None:
+def test_the_kustomization_names_existing_files() -> None:
     named = yaml.safe_load((FOLDER / "kustomization.yaml").read_text())["resources"]
     here = {path.name for path in FOLDER.glob("*.yaml")}
     assert here - set(named) == {"kustomization.yaml", "monitoring.yaml"}
@@ -73,7 +73,7 @@ def test_kustomization_names_what_there_is() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(PODS))
-def test_a_pod_finds_what_it_mounts_and_may_do_no_more_than_it_has_to(name: str) -> None:
+def test_a_pods_mounts_exist_and_its_rights_are_minimal(name: str) -> None:
     pod = PODS[name]
     secret = OBJECTS["Secret", "lookup-buffer"]["stringData"]
     volumes = {volume["name"]: volume for volume in pod["volumes"]}
@@ -96,7 +96,7 @@ def test_a_pod_finds_what_it_mounts_and_may_do_no_more_than_it_has_to(name: str)
         assert resources["limits"]["memory"] == resources["requests"]["memory"]
 
 
-def test_services_and_policies_meet_their_pods() -> None:
+def test_services_and_policies_select_their_pods() -> None:
     for (kind, name), each in OBJECTS.items():
         if kind == "Service":
             (port,) = each["spec"]["ports"]
@@ -109,7 +109,7 @@ def test_services_and_policies_meet_their_pods() -> None:
 
 
 def test_engine_and_node_agree() -> None:
-    """What a node compares when an engine connects, and where the engine looks for it."""
+    """What a node compares when an engine connects, and where the engine searches the node."""
     node, engine = _environment(), _engine_settings()
     assert engine["store_url"] == node["LOOKUP_BUFFER_STORE_URL"]
     assert engine["capacity_bytes"] == node["LOOKUP_BUFFER_CAPACITY_BYTES"]

@@ -49,7 +49,7 @@ def _said(stack: Stack, name: str, *words: str) -> tuple[int, str]:
 
 
 def _quoted(sentence: str) -> str:
-    """A sentence that the document quotes, up to figures of its own."""
+    """A pattern of a sentence that the document quotes, with any figures."""
     assert sentence in " ".join(DOCUMENT.split()), sentence
     return sentence
 
@@ -254,7 +254,7 @@ def test_every_drill_goes_as_documented(stack: Stack) -> None:
 
 
 def test_the_password_of_the_store_is_rotated(stack: Stack) -> None:
-    """As the document says: both are taken while nodes are restarted one by one."""
+    """As documented: both passwords are accepted while nodes are restarted one by one."""
     assert "`ACL SETUSER default >new-password`" in DOCUMENT
     assert _valkey(stack, "acl setuser default '>new-password'") == "OK"
     old = stack.secret("store_password")

@@ -66,7 +66,7 @@ def _run_demo(packages: Path, directory: Path, *arguments: str) -> subprocess.Co
     )  # fmt: skip
 
 
-def test_it_holds_three_packages_and_nothing_else(wheel: zipfile.ZipFile) -> None:
+def test_the_wheel_has_three_packages_and_nothing_else(wheel: zipfile.ZipFile) -> None:
     tops = {name.split("/")[0] for name in wheel.namelist()}
     assert {top for top in tops if not top.endswith(".dist-info")} == set(PACKAGES)
 
@@ -89,7 +89,7 @@ def test_the_demonstration_is_not_in_it(wheel: zipfile.ZipFile) -> None:
     assert named == ["lookup_buffer/cli/demo.py"]  # the command
 
 
-def test_without_a_checkout_the_demo_says_what_to_do(unpacked: Path, tmp_path: Path) -> None:
+def test_without_a_checkout_the_demo_prints_what_to_do(unpacked: Path, tmp_path: Path) -> None:
     for arguments in ([], ["--help"], ["--model", "tiny"]):
         done = _run_demo(unpacked, tmp_path, *arguments)
         assert done.returncode == ExitCode.USAGE, done.stderr
@@ -100,7 +100,9 @@ def test_without_a_checkout_the_demo_says_what_to_do(unpacked: Path, tmp_path: P
     assert not list(tmp_path.iterdir())
 
 
-def test_folders_that_are_no_checkout_run_nothing(unpacked: Path, tmp_path: Path) -> None:
+def test_the_demo_does_not_run_in_a_folder_that_is_no_checkout(
+    unpacked: Path, tmp_path: Path
+) -> None:
     program = tmp_path / "examples" / "demo" / "__main__.py"
     program.parent.mkdir(parents=True)
     program.write_text("print('somebody else')")

@@ -53,7 +53,7 @@ PRINTED = {
 
 @pytest.fixture
 def filled(valkey_server: EmbeddedServer, namespace: str) -> EmbeddedServer:
-    """A server with everything that the recipes look at, written by the store itself."""
+    """A server with everything that the recipes read, written by the store itself."""
     flush(valkey_server.url)
     with open_store(valkey_server.url, call_timeout_seconds=5.0) as store:
         store.beat("node-1", BOOT, 3)
@@ -101,7 +101,7 @@ def test_a_recipe(title: str, shell: dict[str, str], namespace: str) -> None:
     assert re.fullmatch(wanted, done.stdout), done.stdout
 
 
-def test_a_namespace_is_dropped_whole(
+def test_a_namespace_is_removed_in_full(
     shell: dict[str, str], filled: EmbeddedServer, namespace: str
 ) -> None:
     subprocess.run(["/bin/sh", "-euc", RECIPES["Drop a namespace"]], env=shell, check=True)
@@ -159,7 +159,7 @@ def test_the_memory_of_a_record_in_redis(redis_server: EmbeddedServer, namespace
 
 
 def _measure(server: EmbeddedServer, namespace: str, *, column: int) -> None:
-    """Records of one to four copies take what the document's table says, to the width of a bin."""
+    """Records of one to four copies take the documented bytes, to the width of a bin."""
     flush(server.url)
     rows = [line.split("|")[1:-1] for line in re.findall(r"^\| [1-4] \|.*$", TEXT, re.MULTILINE)]
     keys = [secrets.token_hex(32) for _ in range(200)]

@@ -115,7 +115,7 @@ def test_ctrl_c_ends_the_stage_that_runs(tmp_path: Path) -> None:
         assert process.wait(scaled(20.0)) != 0
 
 
-def test_what_a_test_waits_for_has_more_time_on_a_slow_machine(
+def test_deadlines_of_tests_are_longer_on_a_slow_machine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv(ENVIRONMENT, "1.0")

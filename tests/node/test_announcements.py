@@ -45,7 +45,7 @@ def outcome_of(taker: LookupBuffer, name: TensorKey, timeout: float) -> str:
 
 
 @pytest.mark.parametrize("nbytes", [9, 300_000], ids=["alike", "another shape"])
-def test_what_one_node_has_is_not_inserted_on_another(start_node: StartNode, nbytes: int) -> None:
+def test_an_insert_of_another_nodes_hand_off_is_refused(start_node: StartNode, nbytes: int) -> None:
     first, second, name = start_node(), start_node(), handoff()
     with first.client() as one, second.client() as other:
         assert one.insert(name, torch.full((9,), 1, dtype=torch.uint8)) is STORED
@@ -75,7 +75,9 @@ def take(together: threading.Barrier, buffer: LookupBuffer, name: TensorKey) -> 
     return outcome_of(buffer, name, 0.3)
 
 
-def test_of_two_at_once_one_is_stored_and_one_taker_wins(start_node: StartNode) -> None:
+def test_of_two_concurrent_inserts_one_is_stored_and_one_taker_gets_it(
+    start_node: StartNode,
+) -> None:
     nodes = start_node(), start_node()
     names = [handoff() for _ in range(40)]
     with nodes[0].client() as one, nodes[1].client() as other, ThreadPoolExecutor(4) as pool:
@@ -127,7 +129,7 @@ def test_an_owner_that_does_not_answer_is_waited_for_until_it_is_dead(
         assert one.insert(name, torch.full((9,), 1)) is STORED
         with first.frozen(), ThreadPoolExecutor(1) as pool:
             inserting = pool.submit(other.insert, name, torch.full((9,), 2), timeout=1.0)
-            assert outcome_of(other, name, 0.3) == "LookupTimeout", "nobody has it meanwhile"
+            assert outcome_of(other, name, 0.3) == "LookupTimeout", "no taker gets it meanwhile"
             with pytest.raises(NodeUnavailable, match="does not answer"):
                 inserting.result()
             nothing_held(second)
@@ -136,7 +138,7 @@ def test_an_owner_that_does_not_answer_is_waited_for_until_it_is_dead(
         nothing_held(second)
 
 
-def test_what_two_nodes_have_when_the_store_comes_back_becomes_one(
+def test_of_two_equal_hand_offs_one_remains_when_the_store_is_back(
     start_node: StartNode, start_server: StartServer
 ) -> None:
     server = start_server()
@@ -150,7 +152,7 @@ def test_what_two_nodes_have_when_the_store_comes_back_becomes_one(
             assert one.insert(name, torch.full((9,), 1)) is STORED
             assert other.insert(name, torch.full((9,), 2)) is STORED
             assert time.monotonic() - started < STORE_SECONDS / 2, (
-                "nobody waits for what is known to be away"
+                "no wait for a store that is known to be down"
             )
         wait_until(lambda: sum(map(holding, nodes)) == 1, SOON_SECONDS)
         taken = Counter(outcome_of(buffer, name, 1.0) for buffer in (one, other))
@@ -158,8 +160,8 @@ def test_what_two_nodes_have_when_the_store_comes_back_becomes_one(
     nothing_held(*nodes)
 
 
-def test_whatever_was_inserted_is_known_to_be_lost_with_its_owner(start_node: StartNode) -> None:
-    """However soon after the insert its owner dies, whoever waits for it is not left to wait."""
+def test_a_take_of_a_dead_owners_hand_off_returns_owner_dead(start_node: StartNode) -> None:
+    """However soon after the insert its owner dies, a waiting taker gets a miss."""
     owner, node = start_node(), start_node()
     inserted: list[TensorKey] = []
 
@@ -189,7 +191,7 @@ def test_whatever_was_inserted_is_known_to_be_lost_with_its_owner(start_node: St
     nothing_held(node)
 
 
-def test_what_the_store_never_heard_of_is_waited_for_in_vain(
+def test_a_hand_off_without_a_record_is_a_timeout_after_its_owners_death(
     start_node: StartNode, start_server: StartServer
 ) -> None:
     """Only the owner knows of an insert that was made while the store was away."""

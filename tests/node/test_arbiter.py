@@ -32,10 +32,10 @@ def calls(server: EmbeddedServer) -> dict[str, int]:
     return {name: int(rest.partition(",")[0]) for name, rest in counted}
 
 
-def test_a_new_item_is_one_question_to_the_server(
+def test_a_new_item_costs_one_request_to_the_server(
     node_pair: Pair, valkey_server: EmbeddedServer
 ) -> None:
-    """What the script said of the record is known, and answers the prefetch."""
+    """The script's reply has the record, which answers the prefetch."""
     names = [key() for _ in range(100)]
     with node_pair[0].client() as buffer:
         ask(buffer, keys(1))  # the node is connected, the script known
@@ -48,7 +48,7 @@ def test_a_new_item_is_one_question_to_the_server(
         buffer.unclaim(names)
     asked = {name: after[name] - before.get(name, 0) for name in after}
     assert asked["set"] == len(names)
-    # Beats, by scripts as well, go on meanwhile; and each script that claims reads the record once.
+    # Beats are scripts, too, and continue; each script that claims reads the record once.
     assert len(names) <= asked["evalsha"] < 1.5 * len(names)
     assert len(names) <= asked["hgetall"] < 1.5 * len(names)
 
@@ -93,7 +93,7 @@ def test_a_claim_on_a_slot_that_has_moved_is_decided_where_it_is(
     source = valkey_cluster.owner(record)
     target = next(master for master in valkey_cluster.masters() if master is not source)
     with nodes[0].client() as first, nodes[1].client() as second:
-        for buffer in (first, second):  # both know who has the slot
+        for buffer in (first, second):  # both know the owner of the slot
             assert not any(buffer.has_caches([name], timeout=1.0))
         valkey_cluster.move_slot(slot_of(record), target)
         try:
@@ -108,7 +108,7 @@ def test_a_claim_on_a_slot_that_has_moved_is_decided_where_it_is(
             valkey_cluster.move_slot(slot_of(record), source)
 
 
-def test_engines_that_wait_for_the_same_keys_leave_the_server_alone(
+def test_waiting_engines_send_no_requests_to_the_server(
     node_pair: Pair, valkey_server: EmbeddedServer
 ) -> None:
     """Each takes the first key and gives it back, for the second is another's; and by that none
@@ -122,7 +122,7 @@ def test_engines_that_wait_for_the_same_keys_leave_the_server_alone(
         waits = [ask(buffer, [first, second]) for buffer in buffers]
         before = calls(valkey_server)["evalsha"]
         time.sleep(2.0)
-        # Each looks once a second by itself; thousands where they wake each other.
+        # Each checks once a second; there are thousands of checks if they notify each other.
         assert calls(valkey_server)["evalsha"] - before < 1000
         holder.insert(second, torch.ones(3))
         assert [settled(one, 5.0) for one in waits] == [ClaimOutcome.STORED] * len(waits)

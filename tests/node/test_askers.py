@@ -44,7 +44,7 @@ NAMESPACE = Namespace.named("tests").fingerprint
 
 
 class Asker:
-    """A node that is made by hand: it asks for hand-offs of `owner`."""
+    """A simulated node: it requests hand-offs of `owner`."""
 
     def __init__(self, owner: NodeProcess, boot: str) -> None:
         host, port = parse_tcp(owner.config.listen)
@@ -89,7 +89,7 @@ def ended(link: FramedSocket) -> bool:
     return False
 
 
-def test_whether_there_is_one(producer: Producer) -> None:
+def test_an_owner_reports_whether_it_has_the_item(producer: Producer) -> None:
     owner, buffer = producer
     name, asker = handoff(), Asker(owner, buffer.boot)
     with asker.link:
@@ -141,7 +141,7 @@ def test_a_taker_that_leaves_the_queue_gets_an_answer(producer: Producer) -> Non
         asker.take(name, 20.0, number=2)
         asker.say(Leave(3, 2))
         assert asker.hear() == (2, Answer("absent"))
-        asker.say(Leave(4, 77))  # nobody
+        asker.say(Leave(4, 77))  # no such request
         asker.take(name, 20.0, number=5)
         asker.say(GiveBack(6, answer.token))
         number, again = asker.hear()
@@ -167,11 +167,11 @@ def test_a_request_to_an_earlier_boot_is_answered_stale(producer: Producer) -> N
         {"op": "take", "id": 1, "namespace": "short", "key": "k@1", "wait_seconds": 0.0},
         {"op": "acknowledge", "id": 1, "token": -1},
         {"op": "leave", "id": 1, "take": "1"},
-        Stats(1).to_wire(),  # what clients ask
+        Stats(1).to_wire(),  # a client's request
         {"id": 1, "state": "won"},
     ],
 )
-def test_garbage_ends_that_link_alone(producer: Producer, message: dict[str, Any]) -> None:
+def test_garbage_ends_only_its_own_connection(producer: Producer, message: dict[str, Any]) -> None:
     owner, buffer = producer
     name, before = handoff(), owner.stats().get("protocol_errors", 0)
     hostile, other = Asker(owner, buffer.boot), Asker(owner, buffer.boot)
@@ -189,7 +189,7 @@ def test_garbage_ends_that_link_alone(producer: Producer, message: dict[str, Any
         assert other.hear() == (2, Answer("won"))
 
 
-def test_a_payload_where_there_is_none_ends_the_link(producer: Producer) -> None:
+def test_an_unexpected_payload_ends_the_connection(producer: Producer) -> None:
     owner, buffer = producer
     asker = Asker(owner, buffer.boot)
     asker.link.send(Acknowledge(1, 1).to_wire(), memoryview(bytes(100)), timeout=5.0)
@@ -230,7 +230,7 @@ class AheadOfTime(asyncio.SelectorEventLoop):
         self.run_forever()
 
 
-def test_a_link_is_needed_until_the_last_lease_on_it_is_over() -> None:
+def test_a_connection_stays_until_its_last_lease_ends() -> None:
     """For with the link ends what was taken by way of it."""
     loop, connecting = AheadOfTime(), list[Owner]()
     owner = Owner(Location("node", "boot", 1, 1), "tcp://nowhere:1", loop, connecting.append)
@@ -241,7 +241,7 @@ def test_a_link_is_needed_until_the_last_lease_on_it_is_over() -> None:
     assert connecting == [owner]
     owner.connected(ours)
     loop.ahead_seconds += 2 * OWNER_IDLE_SECONDS
-    idle = [owner.is_idle]  # not while somebody waits for an answer
+    idle = [owner.is_idle]  # not while a request waits for its answer
     theirs.sendall(encode_frame({"id": 1, "state": "leased", "lease_seconds": 200.0}))
     loop.run_for(0.2)
     assert [answer.state for answer in answers] == ["leased"]
@@ -252,11 +252,11 @@ def test_a_link_is_needed_until_the_last_lease_on_it_is_over() -> None:
     owner.ask(Take(2, NAMESPACE, "k@1", 5.0), answers.append)
     theirs.close()
     loop.run_for(0.2)
-    assert answers[1] is UNREACHED, "who asked is told that the link ended"
+    assert answers[1] is UNREACHED, "the request gets that the connection ended"
     loop.close()
 
 
-def test_attempts_to_connect_are_paced_and_end_with_the_questions() -> None:
+def test_attempts_to_connect_are_rate_limited_and_end_with_the_requests() -> None:
     loop, connecting, told = VirtualLoop(), list[Owner](), list[Answer]()
     parts: Any = loop
     owner = Owner(Location("node", "boot", 1, 1), "tcp://nowhere:1", parts, connecting.append)
@@ -273,10 +273,10 @@ def test_attempts_to_connect_are_paced_and_end_with_the_questions() -> None:
     owner.ask(Take(20, NAMESPACE, "k@1", 5.0), told.append)
     owner.withdraw(Leave(21, 20))
     loop.run(10.0)
-    assert len(connecting) == 10, "nobody asks any more"
+    assert len(connecting) == 10, "no request is left"
 
 
-def test_a_token_is_its_sessions_alone(producer: Producer) -> None:
+def test_a_lease_belongs_to_one_session(producer: Producer) -> None:
     owner, buffer = producer
     name = handoff()
     buffer.insert(name, torch.arange(3))

@@ -19,7 +19,7 @@ SOON_SECONDS = 5.0
 
 
 class Pair:
-    """Two nodes on a server of their own."""
+    """Two nodes on a separate server."""
 
     def __init__(self, server: EmbeddedServer, start_node: StartNode) -> None:
         self.server = server
@@ -69,7 +69,7 @@ def test_a_foreign_value_under_the_key_of_a_node_stops_no_node(pair: Pair) -> No
     pair.shares()
     pair.put(described, "SET", described, "no node")
     time.sleep(1.2)
-    pair.shares()  # who has met it before knows where it is
+    pair.shares()  # a client that has used it before knows its socket
 
 
 def test_a_foreign_value_under_the_key_of_a_namespace_stops_no_node(pair: Pair) -> None:
@@ -79,7 +79,7 @@ def test_a_foreign_value_under_the_key_of_a_namespace_stops_no_node(pair: Pair) 
         pair.shares()
 
 
-def test_a_foreign_thing_in_the_place_of_a_claim_is_taken_over(pair: Pair) -> None:
+def test_a_foreign_value_in_the_place_of_a_claim_is_replaced(pair: Pair) -> None:
     free, held = key(), key()
     for name in (free, held):
         claim = f"lb:claim:{NAMESPACE}:{{{name.text}}}"
@@ -93,7 +93,7 @@ def test_a_foreign_thing_in_the_place_of_a_claim_is_taken_over(pair: Pair) -> No
     assert not pair.there.release_claim(held)
 
 
-def test_a_copy_that_is_not_there_is_struck_off_by_its_node(pair: Pair) -> None:
+def test_a_node_withdraws_a_recorded_copy_that_it_does_not_have(pair: Pair) -> None:
     """Otherwise a client that wants the key is answered that it is stored, and never gets it."""
     name = key()
     node = pair.nodes[1].node_id
@@ -107,7 +107,7 @@ def test_a_copy_that_is_not_there_is_struck_off_by_its_node(pair: Pair) -> None:
     wait_until(lambda: pair.here.claim(name, lease_seconds=0.1).granted, SOON_SECONDS)
 
 
-def test_a_copy_under_a_wrong_generation_is_put_right(pair: Pair) -> None:
+def test_a_copy_with_a_wrong_generation_is_corrected(pair: Pair) -> None:
     name = key()
     field = f"at:{pair.nodes[1].node_id}"
     record = f"lb:rec:{NAMESPACE}:{{{name.text}}}"

@@ -45,9 +45,9 @@ def test_free_keys_are_granted_as_intents(node_pair: Pair, valkey_server: Embedd
 
 
 def test_a_waiting_set_holds_no_claim(node_pair: Pair, valkey_server: EmbeddedServer) -> None:
-    """Were the first of the set kept, two that want the same keys could hold each other up."""
+    """If it kept its first claim, two sets with the same keys could block each other."""
     with node_pair[0].client() as holder, node_pair[1].client() as other:
-        for _ in range(5):  # a busy machine may hold up one, or another
+        for _ in range(5):  # a busy machine may delay one or another
             first, second = keys(2)
             assert holder.claim(second, lease_seconds=600.0).granted
             waits = ask(other, [second, first])
@@ -57,7 +57,7 @@ def test_a_waiting_set_holds_no_claim(node_pair: Pair, valkey_server: EmbeddedSe
                 break
         else:
             pytest.fail("it is kept until its intent lapses")
-        # Late news of the second makes the waiter look again, for which it takes the first briefly.
+        # A late event of the second makes the waiter try again, which claims the first briefly.
         assert settled(ask(holder, [first])) is ClaimOutcome.GRANTED
         holder.unclaim([first])
         holder.insert(second, torch.ones(3))
@@ -66,9 +66,7 @@ def test_a_waiting_set_holds_no_claim(node_pair: Pair, valkey_server: EmbeddedSe
 
 
 @pytest.mark.parametrize("way", ["release", "close", "lease", "kill"])
-def test_the_end_of_the_claim_that_is_in_the_way_lets_the_next_have_all(
-    node_pair: Pair, way: str
-) -> None:
+def test_the_end_of_the_blocking_claim_grants_the_whole_next_set(node_pair: Pair, way: str) -> None:
     names = keys(2)
     source = """
 say(buffer.claim(hear(), lease_seconds=hear()).granted)
@@ -94,7 +92,7 @@ hear()
             assert not third.claim(names[0], lease_seconds=1.0).granted
 
 
-def test_an_intent_that_came_to_nothing_holds_others_for_a_second(node_pair: Pair) -> None:
+def test_an_unused_intent_blocks_others_for_a_second(node_pair: Pair) -> None:
     (name,) = keys(1)
     with node_pair[0].client() as holder, node_pair[1].client() as other:
         assert ask(holder, [name]).state is ClaimOutcome.GRANTED
@@ -142,7 +140,7 @@ def test_crossing_pairs_of_many_engines_all_get_their_turn(node_pair: Pair) -> N
         sets = {n: buffers[n].claim_all(pairs[n], wait_seconds=600.0) for n in range(8)}
         deadline = time.monotonic() + scaled(60.0)
         while min(rounds.values()) < 3:
-            assert time.monotonic() < deadline, f"somebody never has a turn: {rounds}"
+            assert time.monotonic() < deadline, f"a set is never granted: {rounds}"
             granted = [n for n, one in sets.items() if one.state is ClaimOutcome.GRANTED]
             assert all(sets[n].state in (ClaimOutcome.GRANTED, ClaimOutcome.PENDING) for n in sets)
             for n in granted:
@@ -181,7 +179,7 @@ def test_a_node_that_dies_fails_the_waiting_sets(start_node: StartNode, node_pai
         other.unclaim(names)
 
 
-def test_what_is_stored_here_or_elsewhere_is_not_granted(node_pair: Pair) -> None:
+def test_a_key_that_is_stored_on_any_host_is_not_granted(node_pair: Pair) -> None:
     names = keys(2)
     with node_pair[0].client() as here, node_pair[1].client() as there:
         here.insert(names[1], torch.ones(3))
@@ -213,7 +211,9 @@ def test_prefetched_and_claimed_in_one_message(node_pair: Pair) -> None:
             mine.release(handle)
 
 
-def test_prefetched_and_claimed_where_neither_can_be(start_node: StartNode) -> None:
+def test_prefetch_and_claim_fail_for_too_many_keys_and_without_a_node(
+    start_node: StartNode,
+) -> None:
     node = start_node()
     with node.client() as buffer:
         many = [TensorKey(f"{number}-{'k' * 200}") for number in range(2000)]

@@ -79,7 +79,7 @@ def waiting_for(
         wait.result()
 
 
-def test_a_claim_has_one_holder_until_it_is_over(node_pair: Pair) -> None:
+def test_a_claim_has_one_holder_until_it_ends(node_pair: Pair) -> None:
     name = key()
     with node_pair[1].client() as other:
         with node_pair[0].client() as holder:
@@ -119,7 +119,7 @@ def test_the_claims_of_a_killed_client_are_released(node_pair: Pair) -> None:
 
 def test_an_intent_becomes_encoding_and_others_see_it(node_pair: Pair) -> None:
     with node_pair[0].client() as holder, node_pair[1].client() as other:
-        for _ in range(5):  # on a busy machine it may lapse before the other one asks
+        for _ in range(5):  # on a busy machine it may expire before the other one's request
             name = key()
             meant = holder.claim(name, lease_seconds=60.0, state=ClaimState.INTENT)
             assert (meant.outcome, meant.state) == (ClaimOutcome.GRANTED, ClaimState.INTENT)
@@ -135,9 +135,7 @@ def test_an_intent_becomes_encoding_and_others_see_it(node_pair: Pair) -> None:
         assert seen.holder.startswith(node_pair[0].node_id)
 
 
-def test_what_a_live_node_holds_needs_no_producer(
-    node_pair: Pair, valkey_server: EmbeddedServer
-) -> None:
+def test_a_key_of_a_live_node_is_stored(node_pair: Pair, valkey_server: EmbeddedServer) -> None:
     name = key()
     with node_pair[0].client() as here, node_pair[1].client() as there:
         here.insert(name, torch.ones(3))
@@ -148,7 +146,7 @@ def test_what_a_live_node_holds_needs_no_producer(
         assert claim_in(valkey_server, name) == b"$-1", "nothing is left that others wait for"
 
 
-def test_what_only_a_dead_node_holds_is_produced_anew(start_node: StartNode) -> None:
+def test_a_key_that_only_a_dead_node_holds_is_granted(start_node: StartNode) -> None:
     name, holder, other = key(), start_node(), start_node()
     with other.client() as there:
         with holder.client() as here:
@@ -182,7 +180,7 @@ def test_an_insert_ends_waits_on_the_same_node(
         wait_until(lambda: claim_in(valkey_server, name) == b"$-1", 2.0)
 
 
-def test_an_insert_of_what_is_there_already_ends_the_claim_too(
+def test_an_insert_of_a_present_item_ends_the_claim_too(
     start_server: StartServer, start_node: StartNode
 ) -> None:
     server = start_server()
@@ -245,11 +243,11 @@ def test_of_a_killed_node_the_lease_is_the_bound(
 
 
 def _granted_after_kill(store_url: str, start_node: StartNode) -> float:
-    """Seconds until the claim of a killed node, whose lease has 2.4 s left, is granted anew."""
+    """Seconds until the claim of a killed node, whose lease has 2.4 s left, is granted again."""
     name, node, other = key(), start_node(store_url=store_url), start_node(store_url=store_url)
     with_store(node, other)
     with node.client() as holder, other.client() as waiter:
-        # Not of whole seconds: each second all who wait look again, whatever the lease.
+        # No whole number of seconds: all waiters check each second, independent of the lease.
         assert holder.claim(name, lease_seconds=2.4).granted
         started = time.monotonic()
         node.kill()
@@ -273,7 +271,7 @@ def test_a_claim_wait_that_times_out_names_the_claimant(node_pair: Pair) -> None
 def test_a_cancelled_wait_is_granted_nothing(
     start_server: StartServer, start_node: StartNode
 ) -> None:
-    server, name = start_server(), key()  # where no other node beats, or has to be struck off
+    server, name = start_server(), key()  # where no other node beats or has to be evicted
     nodes = [start_node(store_url=server.url) for _ in range(2)]
     with_store(*nodes)
     source = "say(buffer.boot); buffer.claim(hear(), lease_seconds=60.0, timeout=60.0)"

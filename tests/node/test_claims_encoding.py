@@ -25,7 +25,7 @@ def test_an_encode_is_reported_before_its_intent_expires(
     """And not at once, for most are published sooner, which ends the claim anyway."""
     with node_pair[0].client() as holder, node_pair[1].client() as other:
 
-        def is_told_in_time(name: TensorKey) -> bool:
+        def is_reported_in_time(name: TensorKey) -> bool:
             assert ask(holder, [name]).state is ClaimOutcome.GRANTED
             holder.encoding([name], lease_seconds=600.0)
             waits = ask(other, [name])
@@ -40,7 +40,7 @@ def test_an_encode_is_reported_before_its_intent_expires(
             return True
 
         # A node that gets no processor for half a second is late.
-        assert any(is_told_in_time(name) for name in keys(5))
+        assert any(is_reported_in_time(name) for name in keys(5))
 
 
 @pytest.mark.parametrize("way", ["insert", "unclaim"])
@@ -62,7 +62,7 @@ def test_an_encode_that_ends_early_is_never_reported(
         assert not holds_within(lambda: claim_in(valkey_server, name) != b"$-1", 0.8)
 
 
-def test_what_the_engine_itself_is_encoding_is_waited_for(node_pair: Pair) -> None:
+def test_a_request_waits_for_its_own_engines_encode(node_pair: Pair) -> None:
     """Its output may have left the engine's own cache before it is stored."""
     first, second = keys(2)
     seat = EngineRank("encodes", None, 1)
@@ -76,7 +76,7 @@ def test_what_the_engine_itself_is_encoding_is_waited_for(node_pair: Pair) -> No
         assert settled(given_back, 2.0) is ClaimOutcome.GRANTED
 
 
-def test_what_the_engine_held_before_is_not_given_back(
+def test_an_older_claim_of_the_engine_is_not_released(
     node_pair: Pair, valkey_server: EmbeddedServer
 ) -> None:
     first, second = keys(2)
@@ -101,7 +101,7 @@ def test_an_encode_belongs_to_the_session_that_reported_it(
         with node_pair[0].client(engine=seat) as last:
             assert ask(last, [name]).state is ClaimOutcome.GRANTED
             buffer.encoding([name], lease_seconds=20.0)
-            ask(buffer, keys(1))  # the node has heard it
+            ask(buffer, keys(1))  # the node has received it
         wait_until(lambda: b":encoding:" in claim_in(valkey_server, name), 2.0)
         buffer.unclaim([name])
 
@@ -115,7 +115,7 @@ def test_an_encode_is_reported_for_the_session_that_continues_it(
         with node_pair[0].client(engine=seat) as last:
             assert ask(last, [name]).state is ClaimOutcome.GRANTED
             last.encoding([name], lease_seconds=20.0)
-            ask(last, keys(1))  # the node has heard it
+            ask(last, keys(1))  # the node has received it
             assert buffer.claim(name, lease_seconds=20.0, state=ClaimState.INTENT).granted
         wait_until(lambda: b":encoding:" in claim_in(valkey_server, name), 2.0)
         buffer.unclaim([name])

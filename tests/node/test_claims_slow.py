@@ -24,10 +24,10 @@ def node(start_node: StartNode) -> NodeProcess:
     return node
 
 
-def test_what_was_given_back_before_the_store_granted_it_is_not_held(
+def test_a_claim_released_before_its_grant_is_not_held(
     node: NodeProcess, valkey_server: EmbeddedServer
 ) -> None:
-    """Else the engine would wait for an encode of its own that never comes."""
+    """Else the engine would wait for an encode of itself that never starts."""
     (name,) = keys(1)
     with node.client(engine=EngineRank("gives-back", None, 1)) as buffer:
         ask(buffer, keys(1))  # the node is connected
@@ -44,7 +44,7 @@ def test_what_was_given_back_before_the_store_granted_it_is_not_held(
 def test_a_prefetch_does_not_wait_for_the_claims_of_many_keys(
     start_server: StartServer, start_node: StartNode
 ) -> None:
-    """They are asked for one by one; what is to be fetched is located meanwhile."""
+    """Claims are sent one by one; the items to fetch are located meanwhile."""
     names = keys(50)
     with closing(Relay()) as relay:
         relay.connect_to(str(start_server().directory / "server.sock"))

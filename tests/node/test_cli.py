@@ -40,13 +40,13 @@ def loaded_after(*arguments: str, **settings: str) -> set[str]:
 @pytest.mark.parametrize(
     "arguments", [("--help",), ("ls", "--help"), ("why", "--help"), ("serve", "--help")]
 )
-def test_starting_loads_nothing_that_is_slow(arguments: tuple[str, ...]) -> None:
+def test_starting_loads_no_slow_module(arguments: tuple[str, ...]) -> None:
     assert not loaded_after(*arguments) & {*SLOW, "hiredis"}
 
 
 @pytest.mark.parametrize(("before", "code"), [("", 130), ("signal.SIG_IGN", 0)])
 def test_ctrl_c_while_modules_are_imported(before: str, code: int) -> None:
-    """It ends without a word; and does nothing where it was ignored before, as by `nohup`."""
+    """It ends without output. It has no effect if SIGINT was ignored before, as under `nohup`."""
     program = (
         "import os, signal, sys\n"
         "from lookup_buffer.cli import main\n"
@@ -74,7 +74,7 @@ SLOW = {"torch", "numpy", "vllm", "redis", "rich.console", "pydantic", "asyncio"
     "arguments",
     [("ls",), ("stats",), ("nodes",), ("top", "--interval", "0.2"), ("ls", "--json")],
 )
-def test_a_command_loads_the_driver_and_nothing_slow(
+def test_a_command_loads_the_driver_and_no_slow_module(
     valkey_server: EmbeddedServer, namespace: str, arguments: tuple[str, ...]
 ) -> None:
     with patient(valkey_server.url) as store:
@@ -151,7 +151,7 @@ def test_no_embedded_server_exits_3_with_advice(name: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("url", ["http://host", "nonsense", "unix://relative/path", "redis://h:x"])
-def test_a_url_that_is_none_is_2(url: str) -> None:
+def test_an_invalid_url_is_2(url: str) -> None:
     assert_refused(run("ls", "--store-url", url), 2)
 
 

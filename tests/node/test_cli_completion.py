@@ -26,7 +26,7 @@ def offered(line: str, home: Path) -> set[str]:
     words = line.split(" ")
     quoted = " ".join(f"'{word}'" for word in words)
     ask = (
-        # As bash's `complete` would: the function is looked up for the command, and called.
+        # As bash's `complete` does: find the function of the command, and call it.
         f"source '{script}'; set -e\n"
         "spec=$(complete -p lookup-buffer); function=${spec##*-F }; function=${function%% *}\n"
         f"COMP_WORDS=({quoted}); COMP_CWORD={len(words) - 1}; COMPREPLY=()\n"

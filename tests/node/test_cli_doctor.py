@@ -106,7 +106,7 @@ def test_a_store_that_is_down_or_hangs(start_server: StartServer, tmp_path: Path
 
 
 def test_a_variable_that_is_misspelt(tmp_path: Path) -> None:
-    """It says nothing; one that may be somebody else's is left alone."""
+    """It prints nothing about a variable that may belong to another program."""
     url = {"LOOKUP_BUFFER_STORE_URI": "redis://127.0.0.1:1", "LOOKUP_BUFFER_TOKN_FILE": "/x"}
     links = {"LOOKUP_BUFFER_SERVICE_HOST": "10.0.0.1", "LOOKUP_BUFFER_PORT_7730_TCP_PORT": "7730"}
     done = run_json("doctor", "--directory", str(tmp_path / "d"), code=0, **url, **links)

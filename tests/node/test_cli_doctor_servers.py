@@ -63,7 +63,7 @@ def test_every_command_that_is_sent_is_probed() -> None:
     ]
     used |= {name for text in modules for name in re.findall(r'\("([A-Z]{3,})"', text)}
     assert {"HGETALL", "SCAN", "EVALSHA", "ZMSCORE"} <= used
-    # ASK and its kin are answers; ASKING is for clusters, and as open to all as PING.
+    # ASK and MOVED are replies; ASKING is for clusters, and allowed for all users like PING.
     answers = {"ASK", "BUSY", "CLUSTERDOWN", "LOADING", "MASTERDOWN", "MISCONF", "MOVED", "NOAUTH"}
     answers |= {"NOPERM", "NOREPLICAS", "READONLY", "TRYAGAIN", "UNKILLABLE"}
     assert used - answers - {"ASKING"} <= {str(probe[0]) for probe in PROBES}

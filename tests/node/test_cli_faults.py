@@ -215,21 +215,21 @@ PLACES: Mapping[str, tuple[str, ...]] = {
     layout.stats("n1"): ("stats", "top"),
     layout.left("n1"): ("why",),
 }
-"""Where something else may stand than what nodes write, and the commands that look there."""
+"""Keys that may hold foreign values, and the commands that read them."""
 
 
 @pytest.mark.parametrize("write", [as_text, as_list, as_nonsense])
-def test_what_another_program_wrote(
+def test_values_of_another_program(
     start_server: StartServer, write: Callable[[str, int, str], None]
 ) -> None:
     url = start_server().url
     checks = []
-    with ThreadPoolExecutor(4) as pool:  # each place has a database of its own
+    with ThreadPoolExecutor(4) as pool:  # each key has a separate database
         for database, (name, commands) in enumerate(PLACES.items()):
             with patient(f"{url}?db={database}") as store:
                 store.describe_namespace(SPACE, {"model": "m"})
                 publish(store, SPACE, "key", "n1")
-                if name in (layout.node("n1"), layout.stats("n1")):  # asked for if it is listed
+                if name in (layout.node("n1"), layout.stats("n1")):  # read only if it is listed
                     store.beat("n1", "boot", 1)
             write(url, database, name)
             for what in commands:

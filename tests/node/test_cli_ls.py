@@ -78,7 +78,7 @@ def test_filters(
     ("option", "value"),
     [("--older-than", "soon"), ("--younger-than", "-1"), ("--larger-than", "big")],
 )
-def test_a_bound_that_is_none_is_2(url: str, option: str, value: str) -> None:
+def test_an_invalid_bound_is_2(url: str, option: str, value: str) -> None:
     done = run("ls", "--store-url", url, f"{option}={value}")
     assert_refused(done, 2, option, repr(value), "allowed")
 
@@ -131,7 +131,7 @@ def test_many_pages(store: MetadataStore, url: str) -> None:
     found = [line.split("key")[1].split()[0] for line in lines if "key" in line]
     assert sorted(map(int, found)) == list(range(count))
     assert sum("other" in line.split()[:2] for line in lines) == 1
-    assert any(line.startswith("bbbbbbbb") for line in lines), "two namespaces are told apart"
+    assert any(line.startswith("bbbbbbbb") for line in lines), "two namespaces are distinguished"
     document = run_json("ls", "--store-url", url, "--limit", "2000")
     assert (len(document["records"]), document["truncated"]) == (2000, True)
     whole = run_json("ls", "--store-url", url, "--limit", str(count + 1))

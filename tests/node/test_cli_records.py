@@ -75,7 +75,7 @@ def test_the_device_that_a_tensor_was_computed_on_is_named(
         wait_until(lambda: [len(record["locations"]) for record in shown()] == [2], 15.0)
         nodes[0].kill()
         command(url, "FLUSHALL")
-        wait_until(lambda: bool(shown()), 60.0)  # the copy's node publishes it anew
+        wait_until(lambda: bool(shown()), 60.0)  # the copy's node publishes it again
         text = run("show", image.text, "--store-url", url).stdout
     assert re.search(r"^device +H200$", text, re.MULTILINE)
 
@@ -199,7 +199,7 @@ def test_show_a_key(store: MetadataStore, url: str) -> None:
 
 
 def test_show_takes_the_beginning_of_a_key(store: MetadataStore, url: str) -> None:
-    publish(store, SPACE, LONG_KEY, "n1")  # in a namespace that nobody described
+    publish(store, SPACE, LONG_KEY, "n1")  # in a namespace without a description
     publish(store, SPACE, "0199", "n1")
     assert keys(run_json("show", "0123", "--store-url", url)) == {LONG_KEY}
     assert_refused(run("show", "01", "--store-url", url), 2, "2 keys begin with", "0199")
@@ -207,7 +207,7 @@ def test_show_takes_the_beginning_of_a_key(store: MetadataStore, url: str) -> No
     assert keys(run_json("show", "0123", "--store-url", url)) == {"0123"}
 
 
-def test_show_says_why_a_key_is_gone(store: MetadataStore, url: str) -> None:
+def test_show_prints_why_a_key_is_gone(store: MetadataStore, url: str) -> None:
     store.describe_namespace(SPACE, {"model": "siglip"})
     assert_refused(run("show", "photo", "--store-url", url), 1, "never published")
     publish(store, SPACE, "photo", "n1")
@@ -246,7 +246,7 @@ def test_stats(store: MetadataStore, url: str) -> None:
     assert ["others:", "evicted", "6"] in lines
 
 
-def test_what_is_not_ours_under_our_keys(store: MetadataStore, url: str) -> None:
+def test_foreign_values_under_our_keys(store: MetadataStore, url: str) -> None:
     publish(store, SPACE, "photo", "n1")
     command(url, "SET", f"lb:hits:{SPACE}", "foreign")
     assert_refused(run("ls", "--store-url", url), 1, "lb:*")

@@ -40,7 +40,7 @@ class Served:
         killer.join()
 
     def end(self, number: signal.Signals) -> tuple[int, str, str]:
-        """Exit code, and what was said after the ready line."""
+        """Exit code, and the output after the ready line."""
         self.process.send_signal(number)
         output, errors = self.process.communicate(timeout=END_SECONDS)
         return self.process.returncode, output, errors
@@ -68,7 +68,7 @@ def serve() -> Iterator[Serve]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_node_says_that_it_is_ready_and_ends_cleanly(
+def test_a_node_prints_that_it_is_ready_and_ends_cleanly(
     serve: Serve, directory: Path, valkey_server: EmbeddedServer, number: signal.Signals
 ) -> None:
     arguments = ("--store-url", valkey_server.url, "--directory", str(directory))
@@ -139,7 +139,7 @@ def test_every_setting_can_be_given() -> None:
     assert "--store-password " not in text
 
 
-def test_secrets_come_from_files_and_show_nowhere(
+def test_secrets_come_from_files_and_are_never_shown(
     serve: Serve, directory: Path, valkey_server: EmbeddedServer
 ) -> None:
     token = directory / "token"
@@ -156,7 +156,7 @@ def test_secrets_come_from_files_and_show_nowhere(
     assert "vertraulich" not in said + output + errors
 
 
-def test_the_ready_line_says_where_the_metrics_are(
+def test_the_ready_line_has_the_address_of_the_metrics(
     serve: Serve, directory: Path, valkey_server: EmbeddedServer
 ) -> None:
     token = directory / "http-token"
@@ -209,14 +209,14 @@ def test_a_wrong_file_is_2(directory: Path, text: str, word: str) -> None:
     assert_refused(run("serve", "--config", str(file)), 2, word)
 
 
-def test_a_place_where_no_socket_can_be_is_2(directory: Path) -> None:
+def test_a_directory_without_sockets_is_2(directory: Path) -> None:
     socket = directory / "no" / "such" / "folder.sock"
     done = run("serve", "--directory", str(directory), "--node-socket", str(socket),
                "--capacity-bytes", "8MiB")  # fmt: skip
     assert_refused(done, 2, "cannot run")
 
 
-def test_a_node_without_clients_ends_where_that_is_asked_for(
+def test_a_node_without_clients_ends_if_so_configured(
     serve: Serve, directory: Path, valkey_server: EmbeddedServer
 ) -> None:
     served = serve(

@@ -73,7 +73,7 @@ def test_once(start_server: StartServer, start_node: StartNode) -> None:
 
 @pytest.mark.parametrize("size", [(24, 80), (12, 40)])
 def test_live(start_server: StartServer, start_node: StartNode, size: tuple[int, int]) -> None:
-    """On a server of its own: the small screen has no room for nodes that other tests had."""
+    """On a separate server: the small screen has no room for nodes of other tests."""
     url = start_server().url
     here, _ = start_node(store_url=url), start_node(store_url=url)
     with busy(here, "hot"), terminal("top", url, size) as screen:
@@ -87,7 +87,7 @@ def test_a_lost_store_is_reported_and_waited_for(start_server: StartServer) -> N
     with terminal("top", server.url, (24, 80)) as screen:
         screen.wait_for("0 of 0 nodes live")
         server.close()
-        screen.wait_for("o such file")  # the path before it goes on below
+        screen.wait_for("o such file")  # the path before it is wrapped
         assert screen.process.poll() is None
         screen.interrupt()
         assert screen.process.wait(20.0) == 0
@@ -158,7 +158,7 @@ def test_every_kind_of_hit_counts() -> None:
     assert _nodes(activity)[1][0][5] == f"{len(hits)}.0"
 
 
-def test_what_happened_between_two_samples() -> None:
+def test_the_difference_of_two_samples() -> None:
     activity = Activity(
         sample(10.0, {"a": 1, "b": 1}, {"a": {"hits_local": 5}, "b": {"hits_local": 9}}, x=3, y=9),
         sample(

@@ -114,7 +114,7 @@ def test_claims(
         return found.seconds is not None and found.seconds >= 1.5
 
     wait_until(is_older, 10.0)
-    client.claim(name, lease_seconds=30.0)  # a sign of progress: it goes on since then
+    client.claim(name, lease_seconds=30.0)  # a sign of progress: the same claim continues
     assert is_older()
     client.release_claim(name)
     the_finding(store, name, Code.ABSENT)
@@ -177,7 +177,7 @@ def test_gone_for_a_reason_of_another_version(
     assert "gone from a node: swallowed" in found[0].sentence
 
 
-def test_hit_once_and_ended_without_a_word(store: MetadataStore, start_node: StartNode) -> None:
+def test_hit_once_and_gone_without_a_reason(store: MetadataStore, start_node: StartNode) -> None:
     node, name = start_node(record_ttl_seconds=3), key()
     with node.client() as client:
         client.insert(name, torch.ones(3))
@@ -194,13 +194,13 @@ def test_never_published(store: MetadataStore) -> None:
     the_finding(store, handoff(), Code.ABSENT, "over a minute", namespace="")
 
 
-# -- whoever held it
+# -- states of holders
 
 
-def test_what_becomes_of_holders(
+def test_states_of_holders(
     store: MetadataStore, start_node: StartNode, valkey_server: EmbeddedServer
 ) -> None:
-    """Frozen, dead, stopped and started anew; what its peers do after a minute is done by hand."""
+    """Frozen, dead, stopped and restarted; the test does what its peers do after a minute."""
     node, leaving, name, other = start_node(), start_node(), key(), key()
     with node.client() as client, leaving.client() as second:
         client.insert(name, torch.ones(3))
@@ -281,7 +281,7 @@ def test_a_holder_that_does_not_answer(store: MetadataStore, start_node: StartNo
         (("SET", "foreign"), "a string"),
     ],
 )
-def test_what_no_node_of_this_version_can_read(
+def test_a_record_of_another_version(
     store: MetadataStore, valkey_server: EmbeddedServer, words: tuple[str, ...], said: str
 ) -> None:
     name = key()

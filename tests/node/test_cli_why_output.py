@@ -76,7 +76,7 @@ def test_a_pipe_that_closes_early(store: MetadataStore, url: str) -> None:
 
 
 def test_a_part_of_a_key_is_enough(store: MetadataStore, url: str) -> None:
-    publish(store, SPACE, f"{LONG_KEY}#lora-1", "n1")  # in a namespace that nobody described
+    publish(store, SPACE, f"{LONG_KEY}#lora-1", "n1")  # in a namespace without a description
     publish(store, OTHER_SPACE, f"{LONG_KEY}#lora-1", "n1")
     document = run_json("why", LONG_KEY[8:20], "--store-url", url, code=1)
     assert document["key"] == f"{LONG_KEY}#lora-1"
@@ -107,7 +107,7 @@ def test_a_key_cannot_drive_the_terminal(store: MetadataStore, url: str) -> None
     ("key", "said"),
     [("", "not a key"), ("%zz", "not a key"), ("\udcff", "not a key"), ("k" * 5000, "at most")],
 )
-def test_what_is_no_key_is_2(url: str, key: str, said: str) -> None:
+def test_an_invalid_key_is_2(url: str, key: str, said: str) -> None:
     assert_refused(run("why", key, "--store-url", url), 2, said)
 
 
@@ -121,7 +121,7 @@ def test_an_empty_store_is_1(url: str) -> None:
     assert run("why", "photo", "--namespace", "*", "--store-url", url).returncode == 1
 
 
-def test_there_is_always_a_sentence(store: MetadataStore, url: str) -> None:
+def test_every_output_has_a_sentence(store: MetadataStore, url: str) -> None:
     """The value means nothing: a claim that no node wrote."""
     store.describe_namespace(SPACE, {"model": "siglip"})
     command(url, "SET", layout.claim(SPACE, "photo"), "by hand", "EX", "60")
@@ -132,7 +132,7 @@ def test_there_is_always_a_sentence(store: MetadataStore, url: str) -> None:
         assert finding["code"] == "absent"
 
 
-def test_what_is_not_ours_is_a_sentence(store: MetadataStore, url: str) -> None:
+def test_foreign_values_are_a_sentence(store: MetadataStore, url: str) -> None:
     store.describe_namespace(SPACE, {"model": "siglip"})
     command(url, "SET", layout.record(SPACE, "photo"), "foreign")
     command(url, "HSET", layout.record(SPACE, "newer"), "v", "2")
@@ -159,7 +159,7 @@ def test_a_user_without_rights_is_3(start_server: StartServer) -> None:
     assert_refused(done, 3, "NOPERM", "docs/redis-keys.md")
 
 
-def test_a_user_who_may_only_read_is_enough(start_server: StartServer) -> None:
+def test_a_read_only_user_is_enough(start_server: StartServer) -> None:
     server = start_server()
     with patient(server.url) as store:
         publish(store, SPACE, "photo", "n1")

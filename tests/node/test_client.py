@@ -25,7 +25,7 @@ from patience import scaled
 
 Pair = tuple[NodeProcess, NodeProcess]
 HERE = [name for name in DTYPES if hasattr(torch, name)]
-SHARED_SECONDS = 5.0  # how long another node may take to hear of a key; 0.05 s without noise
+SHARED_SECONDS = 5.0  # until another node sees a new key; 0.05 s on an idle machine
 
 
 @pytest.fixture
@@ -200,7 +200,7 @@ def test_misses(buffer: LookupBuffer) -> None:
         pass
 
 
-def test_namespaces_are_apart(node_pair: Pair) -> None:
+def test_namespaces_are_separate(node_pair: Pair) -> None:
     where = key()
     with node_pair[0].client("one") as one, node_pair[0].client("other") as other:
         one.insert(where, torch.ones(2))
@@ -214,7 +214,9 @@ def test_namespaces_are_apart(node_pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("node", [0, 1])
-def test_a_waiting_select_is_woken(node_pair: Pair, buffer: LookupBuffer, node: int) -> None:
+def test_a_waiting_select_returns_when_the_item_is_inserted(
+    node_pair: Pair, buffer: LookupBuffer, node: int
+) -> None:
     where, tensor, found = key(), torch.randn(100), list[torch.Tensor | None]()
     seconds = list[float]()
 
@@ -255,7 +257,7 @@ def test_time_to_live_travels_with_the_copies(
         reader.select(lasting)
 
 
-def test_what_has_expired_can_be_stored_again_at_once(buffer: LookupBuffer) -> None:
+def test_an_expired_key_can_be_stored_again_at_once(buffer: LookupBuffer) -> None:
     where = key()
     for value in range(3):
         outcome = buffer.insert(where, torch.full((3,), float(value)), ttl_seconds=0.05)

@@ -1,4 +1,4 @@
-"""Sessions of clients: refused, closed, forked, with a seat in an engine, with claims."""
+"""Sessions of clients: refused, closed, forked, with an engine rank, with claims."""
 
 import multiprocessing
 import threading
@@ -121,7 +121,7 @@ buffer.close()
 """
 
 
-def test_tickets_are_given_back_by_all_ranks(node_pair: Pair) -> None:
+def test_a_ticket_ends_when_all_ranks_have_released_it(node_pair: Pair) -> None:
     node = node_pair[0]
     names = [key("layer") for _ in range(3)]
     engine = f"engine-{names[0]}"
@@ -144,7 +144,7 @@ def test_tickets_are_given_back_by_all_ranks(node_pair: Pair) -> None:
                         rank.say(handle.order)  # pickled, as vLLM does
                         assert rank.hear() == int(tensor_of(str(name), 1000).sum())
                     wait_until(lambda n=expected: node.stats()["pins"] == n, 2.0)  # type: ignore[misc]
-                # One that the scheduler takes back, with no word from any rank.
+                # One that the scheduler releases without a message of any rank.
                 again = scheduler.prefetch(names[:1], timeout=2.0)
                 assert node.stats()["pins"] == 1
                 for _ in range(2):
@@ -170,7 +170,7 @@ def test_a_worker_that_attaches_again_counts(node_pair: Pair) -> None:
     at_rest(node)
 
 
-def test_an_engine_that_is_killed_gives_its_pins_back(node_pair: Pair) -> None:
+def test_the_pins_of_a_killed_engine_are_released(node_pair: Pair) -> None:
     node, name, engine = node_pair[0], key(), f"engine-{key()}"
     source = """
 name = hear()
@@ -194,7 +194,7 @@ hear()
 # -- prefetch
 
 
-def test_prefetch_brings_what_another_node_has(node_pair: Pair, buffer: LookupBuffer) -> None:
+def test_prefetch_fetches_an_item_of_another_node(node_pair: Pair, buffer: LookupBuffer) -> None:
     there, nowhere = [key() for _ in range(20)], key()
     with node_pair[1].client() as elsewhere:
         for name in there:
@@ -230,7 +230,7 @@ def test_a_handle_released_before_it_settles_leaves_no_pin(node_pair: Pair) -> N
         wait_until(lambda: all(buffer.has_caches(names)), 5.0)
 
 
-def test_more_is_wanted_than_may_be_pinned(node_pair: Pair, buffer: LookupBuffer) -> None:
+def test_a_prefetch_beyond_the_pin_budget_fails(node_pair: Pair, buffer: LookupBuffer) -> None:
     names = [key() for _ in range(5)]
     for name in names:
         buffer.insert(name, tensor_of(str(name), 6 * MIB))
@@ -245,7 +245,7 @@ def test_more_is_wanted_than_may_be_pinned(node_pair: Pair, buffer: LookupBuffer
         buffer.release(handle)
 
 
-def test_a_claim_stays_with_the_session_that_asked_for_it_last(node_pair: Pair) -> None:
+def test_a_claim_belongs_to_the_session_that_requested_it_last(node_pair: Pair) -> None:
     """An engine attaches again before the end of its last session was noticed."""
     name, seat = key(), EngineRank("engine-3", None, 1)
     first, again = node_pair[0].client(engine=seat), node_pair[0].client(engine=seat)

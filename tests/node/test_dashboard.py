@@ -27,7 +27,7 @@ FIRST_PAINT_SECONDS = 5.0
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedServer]:
-    """One of its own: its numbers are compared with the page's."""
+    """A separate server: its numbers are compared with the page's."""
     directory = tmp_path_factory.mktemp("valkey")
     with EmbeddedServer.start(
         directory, timeout_seconds=10.0, executable=valkey_executable()
@@ -104,7 +104,7 @@ def test_the_numbers_are_those_of_redis(
             tab.wait_for("parseFloat(document.getElementById('lookups').textContent) > 20")
             tab.wait_for("document.querySelector('.rate-line, .rate-dot') !== null")
             assert "2 of 2 alive" in tab.text("#alive")
-            # Three of four; in the first moments what was read by the board is not told yet.
+            # Three of four; reads by the local index are reported a moment later.
             rate = "parseFloat(document.getElementById('rate').textContent)"
             tab.wait_for(f"70 < {rate} && {rate} < 80")
         with first.client() as client, second.client() as other:
@@ -175,7 +175,7 @@ def test_dead_and_back_and_stopped(
         assert "3 of 3 alive" in tab.text("#alive")
 
 
-def test_redis_away_is_a_sentence(
+def test_a_lost_redis_is_shown_as_a_sentence(
     browser: Browser, pair: tuple[NodeProcess, NodeProcess], server: EmbeddedServer
 ) -> None:
     with dashboard(browser, pair[0]) as tab:
@@ -188,7 +188,7 @@ def test_redis_away_is_a_sentence(
         tab.wait_for(f"document.getElementById('banner').hidden && {LIVE}", 30.0)
 
 
-def test_the_box_answers_why(browser: Browser, pair: tuple[NodeProcess, NodeProcess]) -> None:
+def test_the_form_answers_why(browser: Browser, pair: tuple[NodeProcess, NodeProcess]) -> None:
     node = pair[0]
     stored, claimed, brief = key("stored"), key("claimed"), key("brief")
     with node.client() as client, dashboard(browser, node) as tab:
@@ -231,7 +231,7 @@ def test_the_box_answers_why(browser: Browser, pair: tuple[NodeProcess, NodeProc
         assert tab.run("document.getElementById('answer').hidden")
 
 
-def test_what_strangers_wrote_is_text(
+def test_values_of_other_programs_are_shown_as_text(
     browser: Browser, pair: tuple[NodeProcess, NodeProcess]
 ) -> None:
     node, hostile = pair[0], TensorKey(HOSTILE)
@@ -270,7 +270,7 @@ def test_the_first_paint(browser: Browser, pair: tuple[NodeProcess, NodeProcess]
 
 
 @pytest.mark.parametrize(("width", "dark"), [(360, False), (360, True), (1280, True)])
-def test_it_fits_phones_and_the_dark(
+def test_it_fits_phones_and_dark_mode(
     browser: Browser, pair: tuple[NodeProcess, NodeProcess], width: int, dark: bool
 ) -> None:
     with dashboard(browser, pair[0]) as tab:

@@ -16,8 +16,8 @@ TOKEN = "nur-fuer-uns-und-niemanden"
 HOUR_SECONDS = 3600
 SAMPLE_PAUSE_SECONDS = 0.006
 HEAP_GROWTH_BYTES = 1_000_000
-# Says what an observer says of a busy fleet, a second each few milliseconds: keys and nodes come
-# and go, reasons of misses, too. Each second has one hit, so it can be seen how many were heard.
+# Writes an observer's lines for a busy fleet, one second every few milliseconds: keys, nodes and
+# reasons of misses appear and disappear. Each second has one hit, so the page's count is known.
 HASTE = """
 import json, sys, time
 pause = json.loads(sys.stdin.readline())
@@ -46,7 +46,7 @@ while True:
 
 
 @pytest.mark.alone
-def test_an_hour_leaves_nothing_behind(browser: Browser) -> None:
+def test_an_hour_leaks_no_memory(browser: Browser) -> None:
     told = json.dumps(SAMPLE_PAUSE_SECONDS).encode() + b"\n"
     server = HttpServer(None)
     server.listen("http://127.0.0.1:0")
@@ -90,7 +90,7 @@ def test_a_lost_connection_is_shown_and_made_again(browser: Browser, start_node:
         tab.forgive()  # browsers complain of each request that fails
 
 
-def test_the_token_is_asked_for_and_stays_in_the_tab(
+def test_the_page_requests_the_token_and_keeps_it_for_the_tab(
     browser: Browser, start_node: StartNode
 ) -> None:
     node = start_node(http_listen=f"http://127.0.0.1:{free_port()}", http_token=TOKEN)

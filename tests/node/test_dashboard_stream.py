@@ -119,7 +119,7 @@ def test_an_observer_that_dies_is_started_again(start_node: StartNode) -> None:
         assert stream.event("now")["node"] == node.node_id
 
 
-def test_questions_are_answered_in_any_number(start_node: StartNode) -> None:
+def test_any_number_of_queries_is_answered(start_node: StartNode) -> None:
     node = watched(start_node)
     status, headers, text = get(node, f"/dashboard/why?key={key('never').text}")
     assert (status, headers["Content-Type"]) == (200, "application/json")
@@ -148,7 +148,7 @@ def test_questions_are_answered_in_any_number(start_node: StartNode) -> None:
         ("/dashboard/stream", (f"Authorization: Bearer {TOKEN}",), 200),
     ],
 )
-def test_a_token_guards_what_is_known_and_not_the_files(
+def test_a_token_guards_the_data_and_not_the_files(
     guarded: NodeProcess, path: str, headers: tuple[str, ...], status: int
 ) -> None:
     with Stream(guarded, *headers, path=path) as stream:
@@ -176,7 +176,7 @@ def test_other_sites_are_refused(start_node: StartNode) -> None:
         assert bare.recv(100).startswith(b"HTTP/1.1 421 ")
 
 
-def test_no_page_may_run_what_is_no_file_of_the_node(start_node: StartNode) -> None:
+def test_a_page_runs_only_scripts_of_the_node(start_node: StartNode) -> None:
     node = watched(start_node)
     _, headers, text = get(node, "/")
     policy = headers["Content-Security-Policy"]

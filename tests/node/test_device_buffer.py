@@ -91,7 +91,7 @@ def test_none_and_the_empty_come_over_the_hosts(ends: list[DeviceEnd], key: str)
     assert ends[1].do(f"read(TensorKey({key!r} + '-e'), timeout=5.0)")[1] == (0, 3)
 
 
-def test_what_is_there_already_stays(ends: list[DeviceEnd], key: str) -> None:
+def test_an_item_that_is_stored_already_stays(ends: list[DeviceEnd], key: str) -> None:
     put(ends[0], key, f"tensor_of('first', {LARGE})")
     again = f"insert(TensorKey({key!r}), tensor_of('second', {LARGE})).name"
     assert ends[0].do(again) == "EXISTS"
@@ -99,7 +99,7 @@ def test_what_is_there_already_stays(ends: list[DeviceEnd], key: str) -> None:
     assert found == facts(tensor_of("first", LARGE))
 
 
-def test_the_inserted_may_be_changed_and_the_read_as_well(ends: list[DeviceEnd], key: str) -> None:
+def test_inserted_and_read_tensors_may_be_changed(ends: list[DeviceEnd], key: str) -> None:
     ends[0].do(f"globals().__setitem__('mine', tensor_of('m', {LARGE}))")
     put(ends[0], key, "mine")
     ends[0].do("mine.zero_()")
@@ -109,7 +109,7 @@ def test_the_inserted_may_be_changed_and_the_read_as_well(ends: list[DeviceEnd],
     assert came_by_lane(ends[1], f"read(TensorKey({key!r}))") == expected
 
 
-def test_into_a_tensor_that_the_caller_brings(ends: list[DeviceEnd], key: str) -> None:
+def test_select_into_a_tensor_of_the_caller(ends: list[DeviceEnd], key: str) -> None:
     put(ends[0], key, f"tensor_of('o', {LARGE})")
     into = f"read(TensorKey({key!r}), out=torch.empty({LARGE}, dtype=torch.uint8))"
     assert came_by_lane(ends[1], into) == facts(tensor_of("o", LARGE))
@@ -126,7 +126,7 @@ def test_an_absent_key_is_missing_at_once_or_at_the_timeout(
         ends[1].do(f"read(TensorKey({key!r}), timeout=0.2)")
 
 
-def test_what_appears_while_it_is_waited_for_is_read(ends: list[DeviceEnd], key: str) -> None:
+def test_an_item_inserted_during_the_wait_is_read(ends: list[DeviceEnd], key: str) -> None:
     import threading
 
     found = []
@@ -139,7 +139,7 @@ def test_what_appears_while_it_is_waited_for_is_read(ends: list[DeviceEnd], key:
     assert found == [facts(tensor_of("late", LARGE))]
 
 
-def test_what_expires_is_gone_from_the_devices_too(ends: list[DeviceEnd], key: str) -> None:
+def test_an_expired_item_is_removed_from_the_devices_too(ends: list[DeviceEnd], key: str) -> None:
     put(ends[0], key, f"tensor_of('ttl', {LARGE})", ttl_seconds=1.5)
     address = f"(buffer._namespace.fingerprint, {key!r})"
     came_by_lane(ends[1], f"read(TensorKey({key!r}))")
@@ -155,7 +155,7 @@ def test_what_expires_is_gone_from_the_devices_too(ends: list[DeviceEnd], key: s
     wait_until(lambda: ends[0].do(f"not lane.pool.has({address})"), 10.0)
 
 
-def test_what_the_host_evicts_is_offered_no_more(ends: list[DeviceEnd], key: str) -> None:
+def test_an_item_that_the_host_evicts_is_no_longer_offered(ends: list[DeviceEnd], key: str) -> None:
     put(ends[0], key, f"tensor_of('e', {LARGE})")
     fillers = count()  # of its size, or they might only push out each other; and not for the pool
     with open_store(ends[0].node.config.store_url, call_timeout_seconds=2.0) as store:
@@ -172,7 +172,9 @@ def test_what_the_host_evicts_is_offered_no_more(ends: list[DeviceEnd], key: str
         ends[1].do(f"read(TensorKey({key!r}))")
 
 
-def test_what_the_pool_evicted_comes_over_the_hosts(ends: list[DeviceEnd], key: str) -> None:
+def test_an_item_that_the_pool_evicted_comes_over_the_hosts(
+    ends: list[DeviceEnd], key: str
+) -> None:
     put(ends[0], key, f"tensor_of('p', {LARGE})")
     # What was offered is known to the reader's node; the pool loses it behind everybody's back.
     ends[0].do(f"lane.pool.forget([(buffer._namespace.fingerprint, {key!r})])")
@@ -181,7 +183,7 @@ def test_what_the_pool_evicted_comes_over_the_hosts(ends: list[DeviceEnd], key: 
     assert ends[1].counted("lane_fallbacks_stale") == before + 1
 
 
-def test_the_view_is_the_pools_own_and_is_held(ends: list[DeviceEnd], key: str) -> None:
+def test_a_view_is_pinned_in_the_pool(ends: list[DeviceEnd], key: str) -> None:
     put(ends[0], key, f"tensor_of('v', {LARGE})")
     view = f"scope.enter_context(buffer.view(TensorKey({key!r})))"
     held = f"[(facts(there), lane.gauges().tickets) for there in [{view}]]"

@@ -1,7 +1,7 @@
 """A fault of a lane costs no tensor and no process: the bytes come over the hosts.
 
-Between processes on hosts of their own, over Gloo. A stand-in
-reports that a device has no memory or is gone; all other faults are real.
+Between processes on different hosts, over Gloo. A stand-in reports that a device has no memory or
+has failed; all other faults are real.
 """
 
 import time
@@ -92,7 +92,7 @@ def test_a_reader_that_is_stopped_holds_up_no_other(start_end: StartEnd) -> None
     assert second.hear() == expected
 
 
-def test_another_version_is_not_even_asked(start_end: StartEnd) -> None:
+def test_a_pool_of_another_version_gets_no_request(start_end: StartEnd) -> None:
     first, second = start_end(version="of torch 1.13.0"), start_end()
     for _ in range(3):
         read, expected = some(first)
@@ -104,10 +104,10 @@ def test_another_version_is_not_even_asked(start_end: StartEnd) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"host": "127.0.0.2"}, {"token": "that of another fleet"}],  # its node says 127.0.0.1
-    ids=["nobody is there", "another token"],
+    [{"host": "127.0.0.2"}, {"token": "that of another fleet"}],  # its node's address is 127.0.0.1
+    ids=["no listener", "another token"],
 )
-def test_a_pool_that_cannot_be_reached_is_left_alone(
+def test_an_unreachable_pool_is_not_tried_again_for_a_while(
     start_end: StartEnd, options: dict[str, str]
 ) -> None:
     first, second = start_end(**options, receives=False), start_end()
@@ -130,7 +130,7 @@ def test_a_pool_that_cannot_be_reached_is_left_alone(
     ],
     ids=["no memory", "gone"],
 )
-def test_a_device_that_takes_nothing(
+def test_a_device_without_free_memory(
     start_end: StartEnd, options: dict[str, object], reason: str
 ) -> None:
     first, second = start_end(), start_end(**options)
@@ -149,7 +149,7 @@ def test_a_device_that_takes_nothing(
     assert second.do("lane.gauges().used_bytes") == 0
 
 
-def test_a_pool_that_is_full_of_what_is_held(start_end: StartEnd) -> None:
+def test_a_pool_full_of_pinned_items(start_end: StartEnd) -> None:
     first, second = start_end(), start_end(pool_bytes=LARGE + MIB)
     warm(first, second)
     (held, _), (read, expected) = some(first), some(first)
@@ -162,7 +162,7 @@ def test_a_pool_that_is_full_of_what_is_held(start_end: StartEnd) -> None:
     second.do("held.__exit__(None, None, None)")
 
 
-def test_a_device_that_is_gone_when_others_want_what_is_on_it(start_end: StartEnd) -> None:
+def test_a_device_that_fails_while_others_read_from_it(start_end: StartEnd) -> None:
     first, second = start_end(device="dying"), start_end()
     warm(first, second)
     first.do("setattr(place, 'is_gone', True)")
@@ -179,7 +179,7 @@ def test_a_device_that_is_gone_when_others_want_what_is_on_it(start_end: StartEn
     assert first.do("lane.gauges().pinned_bytes") == 0
 
 
-def test_a_node_that_dies_takes_its_places_along_and_brings_them_back(
+def test_device_locations_end_with_their_node_and_return_after_its_restart(
     pair: tuple[DeviceEnd, DeviceEnd],
 ) -> None:
     first, second = pair
@@ -202,7 +202,7 @@ def test_a_node_that_dies_takes_its_places_along_and_brings_them_back(
     put(first, key, f"tensor_of({key!r}, {LARGE})")  # what the pool had is offered once more
 
 
-def test_what_a_node_promised_is_not_taken_for_what_the_next_one_does(
+def test_a_load_order_of_an_earlier_node_is_not_used_with_the_next_one(
     pair: tuple[DeviceEnd, DeviceEnd],
 ) -> None:
     first, second = pair
@@ -228,14 +228,14 @@ def test_what_a_node_promised_is_not_taken_for_what_the_next_one_does(
     assert second.do("[facts(buffer.host.load(order)) for order in orders]") == expected
 
 
-def test_joins_and_leaves_leave_nothing_behind(start_end: StartEnd, start_node: StartNode) -> None:
+def test_joins_and_leaves_leak_nothing(start_end: StartEnd, start_node: StartNode) -> None:
     first, host = start_end(), start_node()
     with_store(host)
     other = start_end(host)
     warm(first, other)
     other.do("lane.close()")
     wait_until(lambda: first.do("lane.pairs()") == 0, 20.0)
-    for end in (first, other):  # a communicator is given back on a thread of its own
+    for end in (first, other):  # a separate thread destroys a communicator
         wait_until(lambda end=end: "lb-pipe-abort" not in end.do("threads()"), 20.0)  # type: ignore[misc]
     before = first.do("(threads(), files())"), other.do("(threads(), files())")
     for _ in range(4):

@@ -11,7 +11,7 @@ a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 
 @pytest.mark.gpu
 @a_gpu
-def test_what_is_kept_is_as_it_was_when_the_callers_stream_came_so_far() -> None:
+def test_a_kept_tensor_has_its_value_at_that_point_of_the_callers_stream() -> None:
     place = CudaPoolMemory("cuda:0")
     tensor = torch.zeros(1 << 24, device="cuda:0")
     for number in range(8):
@@ -33,14 +33,14 @@ def test_room_is_made_for_any_dtype(dtype: str) -> None:
 
 @pytest.mark.gpu
 @a_gpu
-def test_a_place_is_named_as_tensors_name_theirs_and_keeps_what_is_on_the_host() -> None:
+def test_device_memory_has_torchs_device_name_and_copies_host_tensors() -> None:
     place = CudaPoolMemory("cuda")
     assert place.device == torch.zeros(1, device="cuda").device
     kept, ready = place.keep(torch.arange(12), immutable=False)
     assert torch.equal(place.on_caller_stream(kept, ready).cpu(), torch.arange(12))
 
 
-def test_the_host_keeps_what_is_alone_in_its_memory_and_copies_what_is_not() -> None:
+def test_a_tensor_that_shares_its_storage_is_copied_on_the_host() -> None:
     place = HostPoolMemory()
     batch = torch.arange(12).reshape(3, 4)
     alone, _ = place.keep(batch, immutable=True)

@@ -110,7 +110,7 @@ class Ends:
         self.let_go()
 
     def let_go(self) -> None:
-        """Of all that was asked for."""
+        """Release all requested tickets."""
         self.ours.on_event({"event": "let_go", "tickets": list(range(self.last + 1)), "keys": []})
         assert self.ours.gauges().tickets == 0
 
@@ -153,7 +153,7 @@ def test_a_tensor_no_longer_wanted_stays_unpinned_and_costs_no_pair(ends: Ends) 
     assert ends.hears(ends.ask()) == ""
 
 
-def test_pools_that_do_not_answer_hold_up_nothing_that_comes(ends: Ends) -> None:
+def test_pools_that_do_not_answer_delay_no_other_request(ends: Ends) -> None:
     ends.warm()
     with ExitStack() as stack:
         for number in range(8):
@@ -166,13 +166,13 @@ def test_pools_that_do_not_answer_hold_up_nothing_that_comes(ends: Ends) -> None
         assert time.monotonic() - started < SILENCE_SECONDS - 1.0, "it waited for them"
 
 
-def test_a_pair_that_could_not_be_made_for_a_devices_fault_is_made_later(ends: Ends) -> None:
+def test_after_a_fault_of_the_device_a_pair_is_made_later(ends: Ends) -> None:
     ends.place.fails = 1
     assert ends.hears(ends.ask()) == "cold"
     ends.warm()
 
 
-def test_another_length_than_was_published_is_the_peers_fault(ends: Ends) -> None:
+def test_a_length_that_differs_from_the_record_is_a_fault_of_the_remote_end(ends: Ends) -> None:
     ends.warm()
     other = TensorHeader.for_tensor("uint8", (LARGE + 1,)).to_fields()
     assert ends.hears(ends.ask(header=other)) == "peer_failed"
@@ -180,7 +180,7 @@ def test_another_length_than_was_published_is_the_peers_fault(ends: Ends) -> Non
     ends.warm()
 
 
-def test_a_reception_that_has_no_end_leaves_no_room_reserved(ends: Ends) -> None:
+def test_a_failed_receive_releases_its_reservation(ends: Ends) -> None:
     ends.warm()
     used = ends.ours.gauges().used_bytes
     assert ends.hears(ends.ask(checksums=[0], sources=[])) == "stale"
@@ -189,7 +189,7 @@ def test_a_reception_that_has_no_end_leaves_no_room_reserved(ends: Ends) -> None
     assert ends.ours.gauges().used_bytes == used
 
 
-def test_a_storm_of_joins_and_leaves_leaves_nothing_behind(ends: Ends) -> None:
+def test_many_joins_and_leaves_leak_nothing(ends: Ends) -> None:
     """Some leave before their pair is made, some while it is used, some when it is over."""
     before = threads(), files()
     ends.warm()  # a pair that so many others will push out
@@ -218,16 +218,15 @@ def test_a_storm_of_joins_and_leaves_leaves_nothing_behind(ends: Ends) -> None:
     ends.warm()
 
 
-def test_a_place_to_listen_at_that_is_not_ours_is_refused_and_leaves_no_thread() -> None:
+def test_an_address_of_another_host_is_refused_and_leaves_no_thread() -> None:
     before = threads()
     with pytest.raises(ConfigError, match=r"cannot listen at 192\.0\.2\.1"):
         DeviceLane("gloo", pool_bytes=POOL_BYTES, host="192.0.2.1", token="of a fleet elsewhere")
     assert threads() == before
 
 
-def test_what_is_offered_is_there_then(ends: Ends) -> None:
-    """And what was let go of meanwhile, or replaced, is not offered: its readers would ask for it
-    in vain."""
+def test_an_offered_item_can_be_read_at_once(ends: Ends) -> None:
+    """An item that was released or replaced meanwhile is not offered: its reads would fail."""
     pins: list[tuple[str, int]] = []
 
     def to_node(request: "Request") -> None:
@@ -244,7 +243,7 @@ def test_what_is_offered_is_there_then(ends: Ends) -> None:
     assert (ends.theirs.gauges().pinned_bytes, ends.theirs.gauges().used_bytes) == (0, LARGE)
 
 
-def test_what_many_long_keys_name_is_retracted_in_parts(ends: Ends) -> None:
+def test_many_items_with_long_keys_are_retracted_in_parts(ends: Ends) -> None:
     """One message of them would be longer than a node takes, and all of it would be lost."""
     keys = [f"{number:04000}" for number in range(400)]
     for key in keys:

@@ -84,7 +84,7 @@ def test_a_none_is_a_value(buffers: tuple[LookupBuffer, LookupBuffer]) -> None:
 
 
 @BOTH
-def test_looking_does_not_take(buffers: tuple[LookupBuffer, LookupBuffer]) -> None:
+def test_a_select_does_not_take_it(buffers: tuple[LookupBuffer, LookupBuffer]) -> None:
     producer, taker = buffers
     name, tensor = handoff(), tensor_of("look", MIB)
     producer.insert(name, tensor)
@@ -104,7 +104,7 @@ def test_looking_does_not_take(buffers: tuple[LookupBuffer, LookupBuffer]) -> No
 
 
 @BOTH
-def test_a_prefetched_one_is_still_to_be_taken(
+def test_a_prefetch_does_not_take_it(
     buffers: tuple[LookupBuffer, LookupBuffer],
 ) -> None:
     producer, taker = buffers
@@ -124,10 +124,12 @@ def test_a_prefetched_one_is_still_to_be_taken(
 
 
 @BOTH
-def test_a_waiter_gets_what_comes_later(buffers: tuple[LookupBuffer, LookupBuffer]) -> None:
+def test_a_waiting_taker_gets_a_later_insert(buffers: tuple[LookupBuffer, LookupBuffer]) -> None:
     producer, taker = buffers
     name, found = handoff(), list[torch.Tensor | None]()
-    for number in range(3):  # the same key again and again, by a waiter who knows its last fate
+    for number in range(
+        3
+    ):  # the same key repeatedly, by a taker that knows the outcome of the last one
         thread = threading.Thread(target=lambda: found.append(taker.drop_select(name, timeout=20)))
         thread.start()
         time.sleep(0.05)
@@ -184,7 +186,7 @@ def test_it_ends_after_its_time(buffers: tuple[LookupBuffer, LookupBuffer]) -> N
 
 
 @BOTH
-def test_what_is_shared_is_not_taken(buffers: tuple[LookupBuffer, LookupBuffer]) -> None:
+def test_shared_content_is_not_taken(buffers: tuple[LookupBuffer, LookupBuffer]) -> None:
     producer, taker = buffers
     name = key()
     producer.insert(name, torch.ones(2))
@@ -193,7 +195,7 @@ def test_what_is_shared_is_not_taken(buffers: tuple[LookupBuffer, LookupBuffer])
     assert producer.select(name) is not None
 
 
-def test_an_acknowledgement_needs_no_connection_that_others_wait_for(
+def test_an_acknowledgement_does_not_wait_for_other_requests(
     node_pair: tuple[NodeProcess, NodeProcess],
 ) -> None:
     """There are more threads than connections: a wait must not block an acknowledgement."""
@@ -283,7 +285,7 @@ def test_a_full_share_makes_the_writer_wait(start_node: StartNode) -> None:
         time.sleep(0.1)
         assert buffer.drop_select(names[1]) is not None
         writer.join(5.0)
-        assert not writer.is_alive(), "what was taken makes room for who waits"
+        assert not writer.is_alive(), "a take makes room for the waiting writer"
         for name in (names[0], *names[2:], late):  # content that many share never drives one out
             for number in range(8):
                 buffer.insert(key(), tensor_of(str(number), 2 * MIB))
@@ -292,8 +294,9 @@ def test_a_full_share_makes_the_writer_wait(start_node: StartNode) -> None:
 
 
 @BOTH
-def test_a_taker_gets_what_there_is_no_room_for(start_node: StartNode, consumer: str) -> None:
-    """All room is taken by what the consumer does not ask for: it and the writer both go on."""
+def test_a_taker_gets_a_hand_off_without_room(start_node: StartNode, consumer: str) -> None:
+    """The whole quota is full of hand-offs that the consumer does not take: it and the writer still
+    continue."""
     node = start_node(capacity_bytes=8 * MIB)
     other = node if consumer == "here" else start_node(capacity_bytes=8 * MIB)
     with node.client() as producer, other.client() as taker:
@@ -323,7 +326,7 @@ def test_a_taker_gets_what_there_is_no_room_for(start_node: StartNode, consumer:
     nothing_held(node)
 
 
-def test_many_times_what_there_is_room_for_in_any_order(start_node: StartNode) -> None:
+def test_hand_offs_of_many_times_the_quota_in_any_order(start_node: StartNode) -> None:
     """As the seed's own stress test has it, of which some orders could never end."""
     owner, other = (start_node(capacity_bytes=8 * MIB) for _ in range(2))
     names = [handoff() for _ in range(14)]

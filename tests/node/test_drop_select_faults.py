@@ -50,7 +50,7 @@ try:
 except Exception as error:
     say(type(error).__name__)
 """
-"""Says "taken" between having the bytes and acknowledging them, and goes on when it is told to."""
+"""Reports "taken" before it acknowledges the bytes, and continues after a message of the test."""
 
 
 @pytest.fixture
@@ -111,7 +111,7 @@ class Waiters:
         deadline = time.monotonic() + seconds
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
-        assert not any(thread.is_alive() for thread in self._threads), "somebody hangs"
+        assert not any(thread.is_alive() for thread in self._threads), "a taker hangs"
         self.buffer.close()
         return Counter(outcome for outcome, _ in self.outcomes)
 
@@ -157,7 +157,7 @@ def test_the_takers_node_killed_before_it_acknowledged(
 
 
 @pytest.mark.parametrize("place", ["here", "there"])
-def test_a_stopped_taker_loses_it_to_the_next(
+def test_a_stopped_taker_loses_it_to_the_next_taker(
     start_node: StartNode, takers: Callable[..., ClientProcess], place: str
 ) -> None:
     owner = owner_of(start_node, handoff_lease_seconds=1.0)
@@ -205,8 +205,8 @@ def test_a_queued_taker_gets_the_reason_that_another_took_it(
 def test_all_waiting_takers_of_a_killed_owner_get_a_miss(
     start_node: StartNode, takers: Callable[..., ClientProcess]
 ) -> None:
-    """Both by the failure detector alone, who stands in line and who comes later; who is just
-    acknowledging is told when its lease is surely over."""
+    """Queued and later takers get the miss from the failure detector alone. A taker whose
+    acknowledgement is in flight gets it when its lease has certainly expired."""
     owner, node = owner_of(start_node, handoff_lease_seconds=10.0), start_node()
     name, untouched, never = handoff(), handoff(), handoff()
     with owner.client() as producer, node.client() as late:
@@ -227,11 +227,11 @@ def test_all_waiting_takers_of_a_killed_owner_get_a_miss(
         assert time.monotonic() - killed < DEAD_SECONDS * SLACK
         taker.say("go on")
         assert taker.hear() == "MissingTensor"
-        assert elsewhere.end() == {"LookupTimeout": 1}, "what was never there is not lost"
+        assert elsewhere.end() == {"LookupTimeout": 1}, "a key that was never inserted is not lost"
     nothing_held(node)
 
 
-def test_a_stopped_owner_is_missing_and_gives_nothing_twice(start_node: StartNode) -> None:
+def test_a_stopped_owner_is_a_miss_and_gives_no_item_twice(start_node: StartNode) -> None:
     owner, node = owner_of(start_node, handoff_lease_seconds=2.0), start_node()
     before, name = handoff(), handoff()
     with owner.client() as producer, node.client() as taker:
@@ -244,7 +244,7 @@ def test_a_stopped_owner_is_missing_and_gives_nothing_twice(start_node: StartNod
             started = time.monotonic()
             assert waiters.end() == {"MissingTensor": 4}
             assert time.monotonic() - started < DEAD_SECONDS * SLACK
-        # It lives again as soon as it is seen to. What they had asked for is taken by nobody.
+        # It is alive again with its next beat. No taker gets the hand-offs that they waited for.
         wait_until(lambda: taker.has_caches([name], timeout=1.0)[0], 5.0)
         assert taker.drop_select(name, timeout=20.0) is not None
     assert set(acknowledged(owner, name).values()) == {1}
@@ -270,7 +270,7 @@ def test_an_owner_stopped_under_an_acknowledgement(
     assert set(acknowledged(owner, name).values()) == {1}
 
 
-def test_a_link_that_breaks_costs_nothing(
+def test_a_broken_connection_loses_nothing(
     start_node: StartNode, takers: Callable[..., ClientProcess]
 ) -> None:
     with PeerProxy() as proxy:
@@ -284,7 +284,7 @@ def test_a_link_that_breaks_costs_nothing(
             time.sleep(0.2)
             proxy.cut()
             taker.say("go on")
-            # Its lease ended with the link; now either it or one of those in line wins.
+            # Its lease ended with the connection; now either it or one of the queued takers wins.
             heard = taker.hear()
             if heard == "taken":
                 taker.say("go on")
@@ -296,7 +296,7 @@ def test_a_link_that_breaks_costs_nothing(
         nothing_held(owner, node)
 
 
-def test_an_answer_that_is_lost_with_its_link_is_asked_for_again(
+def test_a_reply_lost_with_its_connection_is_requested_again(
     start_node: StartNode, takers: Callable[..., ClientProcess]
 ) -> None:
     with PeerProxy() as proxy:
@@ -312,7 +312,7 @@ def test_an_answer_that_is_lost_with_its_link_is_asked_for_again(
             proxy.hold_after_bytes = None
             proxy.cut()
             proxy.release()
-            assert taker.hear() == 6, "it had won, and is told so"
+            assert taker.hear() == 6, "it had won, and gets this reply"
         assert list(acknowledged(owner, name).values()) == [1]
 
 
@@ -339,7 +339,7 @@ def test_a_stopped_store_does_not_affect_takers_that_need_none(
     nothing_held(owner, node)
 
 
-def test_a_store_that_lost_its_data_gets_the_hand_offs_again(
+def test_hand_offs_are_published_again_after_the_store_lost_its_data(
     start_node: StartNode, start_server: StartServer
 ) -> None:
     server = start_server()

@@ -12,12 +12,12 @@ Pair = tuple[NodeProcess, NodeProcess]
 ENCODE_SECONDS = 0.3
 
 
-def told_of(url: str) -> tuple[int | None, int | None]:
+def printed_by(url: str) -> tuple[int | None, int | None]:
     totals = run_json("stats", "--store-url", url)["totals"]
     return totals.get("encodes"), totals.get("encodes_saved")
 
 
-def test_each_engine_that_need_not_encode_counts(node_pair: Pair) -> None:
+def test_each_engine_with_a_saved_encode_counts(node_pair: Pair) -> None:
     first, second = node_pair
     with_store(first, second)
     claimed, told = key(), key()
@@ -27,7 +27,7 @@ def test_each_engine_that_need_not_encode_counts(node_pair: Pair) -> None:
         time.sleep(ENCODE_SECONDS)  # what an encode is, as far as a node can see it
         for name in (claimed, told, claimed):  # the last one is there already: nothing was encoded
             encoder.insert(name, torch.ones(3))
-        encoder.insert(key(), torch.ones(3))  # nobody had said that it is encoded
+        encoder.insert(key(), torch.ones(3))  # without a report that it is being encoded
     with second.client(engine=EngineRank("loads", 0, 1, encodes=True)) as engine:
         wait_until(lambda: all(engine.has_caches([claimed, told])), 5.0)
         for name in (claimed, claimed, told):
@@ -42,7 +42,7 @@ def test_each_engine_that_need_not_encode_counts(node_pair: Pair) -> None:
     assert "encodes_saved" not in encoded
     url = first.config.store_url
     assert url is not None
-    wait_until(lambda: told_of(url) == (2, 3), 10.0, "both nodes have said what they counted")
+    wait_until(lambda: printed_by(url) == (2, 3), 10.0, "both nodes have said what they counted")
     mean_seconds = encoded["encode_milliseconds"] / 2e3
     document = run_json("stats", "--store-url", url)
     assert document["seconds_saved"] == round(3 * mean_seconds, 3)

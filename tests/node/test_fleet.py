@@ -70,7 +70,9 @@ def test_a_thousand_inserts_and_selects_from_four_processes_on_two_nodes(
     finally:
         for client in clients:
             client.__exit__()
-    wait_until(lambda: sum(map(hits_of, nodes)) >= TENSORS, 5.0)  # the last are told at the close
+    wait_until(
+        lambda: sum(map(hits_of, nodes)) >= TENSORS, 5.0
+    )  # the last are reported at the close
     stats = [node.stats() for node in nodes]
     assert sum(one["inserts_stored"] for one in stats) == TENSORS
     assert sum(one["bytes_inserted"] for one in stats) == total_bytes

@@ -29,7 +29,7 @@ SIZES = (1, 600, 40_000)
 TIMEOUTS_SECONDS = (0.0, 0.3, 1.0, 3.0)
 PATIENCE_SECONDS = 30.0
 HOPELESS_SECONDS = 3.0
-"""How long each is asked for when the test has failed already."""
+"""Timeout of each take once the test has failed already."""
 FALSE_DEATH = "MissingTensor owner_dead"
 STORED, EXISTS = InsertOutcome.STORED, InsertOutcome.EXISTS
 CONTESTED_EVERY = 3
@@ -218,7 +218,7 @@ def test_a_taker_without_time_to_wait_gets_that_the_owner_was_not_reached(
     at_rest(owner)
 
 
-def test_what_an_unreached_owner_has_is_not_stored_elsewhere(
+def test_the_hand_off_of_an_unreachable_owner_is_not_stored_on_another_node(
     pair: Pair, proxy: RefusingProxy
 ) -> None:
     owner, node = pair
@@ -237,7 +237,7 @@ def test_what_an_unreached_owner_has_is_not_stored_elsewhere(
             one.drop_select(name)
 
 
-def test_an_acknowledgement_whose_answer_is_lost_counts_once(
+def test_an_acknowledgement_whose_reply_is_lost_counts_once(
     pair: Pair, proxy: RefusingProxy
 ) -> None:
     owner, node = pair

@@ -47,9 +47,9 @@ def connected(node: NodeProcess) -> Iterator[socket.socket]:
 
 
 def say(node: NodeProcess, data: bytes, *, more: bool = False) -> bytes:
-    """All that is answered to `data`; the end of what we say is said too, unless there is more."""
+    """The whole reply to `data`; the sending side is shut down afterwards, unless `more`."""
     with connected(node) as bare:
-        with suppress(OSError):  # it may have heard enough
+        with suppress(OSError):  # the server may have closed the connection already
             bare.sendall(data)
             if not more:
                 bare.shutdown(socket.SHUT_WR)
@@ -89,7 +89,7 @@ def test_a_scrape_is_one_request_and_the_end(node: NodeProcess) -> None:
         (b"GET http://127.0.0.1/metrics HTTP/1.1", 404),
     ],
 )
-def test_only_get_of_what_there_is(node: NodeProcess, request_line: bytes, status: int) -> None:
+def test_only_get_of_existing_paths(node: NodeProcess, request_line: bytes, status: int) -> None:
     answer = say(node, request_line + b"\r\nHost: localhost\r\n\r\n")
     assert status_of(answer) == status
     assert (b"\r\nAllow: GET\r\n" in answer) == (status == 405)
@@ -98,8 +98,8 @@ def test_only_get_of_what_there_is(node: NodeProcess, request_line: bytes, statu
 @pytest.mark.parametrize(
     "data",
     [
-        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(500),  # who speaks TLS
-        b"LB01" + bytes(60),  # who takes it for the nodes' port
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(500),  # a TLS client
+        b"LB01" + bytes(60),  # a node's handshake
         b"GET /metrics\r\n\r\n",
         b"GET /metrics HTTP/1.1\r\n\r\n",  # no host
         b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nno colon\r\n\r\n",
@@ -119,7 +119,7 @@ def test_garbage_is_refused(node: NodeProcess, data: bytes) -> None:
         b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n" + b"X: y\r\n" * REQUEST_BYTES_MAX,
     ],
 )
-def test_no_end_of_a_request_is_waited_for_beyond_a_bound(node: NodeProcess, data: bytes) -> None:
+def test_the_wait_for_the_end_of_a_request_is_bounded(node: NodeProcess, data: bytes) -> None:
     before = time.monotonic()
     assert status_of(say(node, data, more=True)) == 431
     assert time.monotonic() - before < scaled(2 * EXCHANGE_SECONDS)
@@ -154,7 +154,7 @@ def test_a_slow_client_loses_only_its_own_connection(node: NodeProcess) -> None:
 
 
 def test_at_the_connection_limit_a_new_connection_is_still_served(guarded: NodeProcess) -> None:
-    """Without the token: they say nothing, or half of a request, or ask and do not leave."""
+    """Clients without the token send nothing, a part of a request or all of it, and stay."""
     request = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n"
     with ExitStack() as held:
         for said in (b"", request[:9], request):
@@ -164,7 +164,7 @@ def test_at_the_connection_limit_a_new_connection_is_still_served(guarded: NodeP
 
 
 def test_a_client_that_does_not_read_its_reply_is_disconnected(node: NodeProcess) -> None:
-    """He asked, and neither reads nor leaves."""
+    """It has sent a request, and neither reads nor disconnects."""
     with connected(node) as bare:
         bare.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
         began = time.monotonic()
@@ -229,7 +229,7 @@ def test_a_node_ends_while_a_client_is_connected(start_node: StartNode) -> None:
 def test_a_connection_made_while_the_node_ends_leaves_nothing(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At whatever moment the end comes: before a connection was heard of, or in its midst."""
+    """Whether the end comes before the connection is accepted or during it."""
     lost: list[Any] = []
     monkeypatch.setattr(sys, "unraisablehook", lost.append)
     for turn in range(200):
@@ -278,7 +278,7 @@ def test_wrong_settings_are_named(settings: dict[str, str], words: list[str]) ->
     assert "Worte" not in str(raised.value)
 
 
-def test_nothing_is_served_unless_it_is_asked_for() -> None:
+def test_without_the_setting_no_port_is_opened() -> None:
     assert BufferConfig.of({}).http_listen is None
 
 

@@ -24,7 +24,7 @@ from store import MetadataStore
 
 @pytest.fixture
 def url(start_server: StartServer) -> str:
-    """Of a server of its own: nodes that other tests have killed are silent."""
+    """On a separate server: nodes that other tests have killed do not beat."""
     return start_server().url
 
 
@@ -105,7 +105,7 @@ def test_a_node_started_later_has_nothing_to_drop(
         assert buffer.has_caches([name], timeout=5.0) == [True]
 
 
-def test_what_is_no_namespace_is_refused(store: MetadataStore, url: str) -> None:
+def test_an_invalid_namespace_is_refused(store: MetadataStore, url: str) -> None:
     common = secrets.token_hex(4)
     for end in "ab":
         store.describe_namespace(common + end * 56, {"name": end})
@@ -115,7 +115,7 @@ def test_what_is_no_namespace_is_refused(store: MetadataStore, url: str) -> None
     assert store.invalidations().keys().isdisjoint({common + end * 56 for end in "ab"})
 
 
-# -- one node's part, with a clock of its own
+# -- one node's part, with an injected clock
 
 
 class Part:
@@ -152,7 +152,7 @@ def part() -> Iterator[Part]:
     part.shelf.close()
 
 
-def test_nodes_that_read_of_it_later_drop_their_copies_too(part: Part) -> None:
+def test_nodes_that_read_the_mark_later_drop_their_copies_too(part: Part) -> None:
     assert part.heed() == []
     part.hold("old")
     part.store.mark_invalid("ns", 5001.0)
@@ -169,7 +169,7 @@ def test_nodes_that_read_of_it_later_drop_their_copies_too(part: Part) -> None:
 
 
 @pytest.mark.parametrize(("at", "gone"), [(4999.0, []), (5000.5, ["first"])])
-def test_what_is_read_first_counts_if_it_is_younger_than_the_node(
+def test_the_first_mark_read_counts_if_it_is_younger_than_the_node(
     part: Part, at: float, gone: list[str]
 ) -> None:
     part.hold("first")

@@ -74,7 +74,7 @@ def offered(client: LookupBuffer, pool: Told, store: MetadataStore) -> TensorKey
     return one
 
 
-def test_what_a_process_offers_is_published_and_goes_with_it(
+def test_offered_copies_are_published_and_withdrawn_with_their_process(
     node_pair: tuple[NodeProcess, NodeProcess], store: MetadataStore
 ) -> None:
     node, _ = node_pair
@@ -95,7 +95,7 @@ def test_what_a_process_offers_is_published_and_goes_with_it(
         assert record_of(store, TensorKey("never-stored")) is None
 
 
-def test_what_was_prepared_is_published_with_the_copy(
+def test_a_prepared_device_location_is_published_with_its_copy(
     node_pair: tuple[NodeProcess, NodeProcess], store: MetadataStore
 ) -> None:
     """A waiter for the copy gets the device from the same record."""
@@ -112,13 +112,13 @@ def test_what_was_prepared_is_published_with_the_copy(
         client.insert(other, tensor_of(other.text, NBYTES))
         wait_until(lambda: record_of(store, other), 10.0)
         assert devices(store, other) == ()
-        # What is there already was inserted by somebody else.
+        # Another client inserted the present item.
         pool.say(Prepare(next_request_id(), FINGERPRINT, other.text, MARK))
         client.insert(key(), tensor_of("a", NBYTES))
         assert devices(store, other) == ()
 
 
-def test_a_copy_that_goes_takes_its_place_on_the_device_along(
+def test_a_withdrawn_copy_withdraws_its_device_location(
     node_pair: tuple[NodeProcess, NodeProcess], store: MetadataStore
 ) -> None:
     with store, node_pair[0].client() as client:
@@ -130,7 +130,7 @@ def test_a_copy_that_goes_takes_its_place_on_the_device_along(
         assert record_of(store, one) is None
 
 
-def test_a_place_on_a_device_stands_only_beside_the_same_bytes(
+def test_a_device_location_needs_a_copy_of_the_same_bytes(
     node_pair: tuple[NodeProcess, NodeProcess], store: MetadataStore
 ) -> None:
     """A pool outlives its node; the next one may have been given other bytes under that key."""
@@ -162,7 +162,7 @@ class Reading:
         self.theirs, self.ours = Told(self.producer), Told(self.reader, pool_bytes=pool_bytes)
 
     def begin(self) -> tuple[PrefetchHandle, dict[str, Any]]:
-        """A prefetch, and what the reader's pool is asked to receive."""
+        """A prefetch, and the request to the reader's pool to receive."""
         one = offered(self.producer, self.theirs, self.store)
         (handle,) = self.reader.prefetch([one])
         return handle, self.ours.hears("receive")
@@ -181,7 +181,7 @@ def reading(node_pair: tuple[NodeProcess, NodeProcess], store: MetadataStore) ->
     return Reading(node_pair, store)
 
 
-def test_what_a_pool_received_is_resident_and_held_until_it_is_released(reading: Reading) -> None:
+def test_an_item_received_by_a_pool_is_pinned_until_its_release(reading: Reading) -> None:
     with reading:
         handle, asked = reading.begin()
         ((host, *where, _checksum),) = asked["sources"]
@@ -196,10 +196,12 @@ def test_what_a_pool_received_is_resident_and_held_until_it_is_released(reading:
 
 
 @pytest.mark.parametrize("reason", ["cold", "no_room", "peer_failed"])
-def test_what_a_pool_cannot_receive_comes_over_the_hosts(reading: Reading, reason: str) -> None:
+def test_an_item_that_a_pool_cannot_receive_comes_over_the_hosts(
+    reading: Reading, reason: str
+) -> None:
     with reading:
         handle, asked = reading.begin()
-        reading.ours.answers(asked["id"] + 1)  # a ticket that is nobody's
+        reading.ours.answers(asked["id"] + 1)  # an unknown ticket
         reading.theirs.answers(asked["id"])  # one that is another's
         reading.ours.answers(asked["id"], reason)
         assert handle.wait(10.0) is PrefetchState.RESIDENT
@@ -216,7 +218,7 @@ def test_what_a_pool_cannot_receive_comes_over_the_hosts(reading: Reading, reaso
 def test_a_node_without_an_address_costs_nothing_but_its_copy(
     reading: Reading,
 ) -> None:
-    """What stands in Redis is a hint: also that of the keys asked for with it."""
+    """A location in Redis is a hint, also for keys that are requested together."""
     with reading:
         store = reading.store
         nowhere, there = key(), offered(reading.producer, reading.theirs, store)
@@ -249,7 +251,7 @@ def test_a_silent_pool_costs_the_deadline_of_the_lane(reading: Reading) -> None:
         reading.reader.release(handle)
 
 
-def test_what_does_not_fit_into_a_pool_is_not_asked_of_it(
+def test_an_item_larger_than_the_pool_is_not_requested_of_it(
     node_pair: tuple[NodeProcess, NodeProcess], store: MetadataStore
 ) -> None:
     with Reading(node_pair, store, pool_bytes=NBYTES - 1) as reading:
@@ -262,7 +264,7 @@ def test_what_does_not_fit_into_a_pool_is_not_asked_of_it(
         assert node_pair[1].stats()["lane_fallbacks_no_room"] == before + 1
 
 
-def test_a_pool_that_goes_while_it_is_asked_where_the_bytes_are_costs_nothing(
+def test_a_pool_that_ends_during_a_query_for_its_item_costs_nothing(
     start_node: StartNode, valkey_server: EmbeddedServer
 ) -> None:
     nodes = start_node(), start_node(store_timeout_seconds=30.0)
@@ -273,7 +275,7 @@ def test_a_pool_that_goes_while_it_is_asked_where_the_bytes_are_costs_nothing(
             (handle,) = reading.reader.prefetch([one])
             reading.ours.opening = (NBYTES, False, True)  # no reader's pool takes its place
             reading.ours.attached(reading.ours.say)
-            nodes[1].stats()  # a round trip: it has heard of both
+            nodes[1].stats()  # a round trip: it has received both
         assert handle.wait(30.0) is PrefetchState.RESIDENT
         assert handle.order is not None
         assert handle.order.lane == ""
@@ -283,7 +285,7 @@ def test_a_pool_that_goes_while_it_is_asked_where_the_bytes_are_costs_nothing(
         assert "lane_fallbacks_timeout" not in counted
 
 
-def test_a_pool_that_goes_in_the_middle_costs_nothing(
+def test_a_pool_that_ends_during_a_transfer_costs_nothing(
     reading: Reading, node_pair: tuple[NodeProcess, NodeProcess]
 ) -> None:
     with reading:

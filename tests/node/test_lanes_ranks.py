@@ -1,6 +1,6 @@
 """Lanes of an engine with several ranks, one of which ends while it is sent a message.
 
-Connections are real, and the loop runs only where a test runs it. So a test sees what happens at
+Connections are real, and the loop runs only when a test runs it. So a test checks what happens at
 once. The locator is a stand-in, since it must answer at once.
 """
 

@@ -12,7 +12,7 @@ from proxies import Relay
 from servers import StartServer
 
 
-def test_each_place_has_a_line_of_its_own_and_its_order() -> None:
+def test_each_shard_has_its_own_ordered_queue() -> None:
     lines, done, hold = Lines("test"), [], threading.Event()
     lines.submit("slow", lambda _: hold.wait(10.0))
     for n in range(20):
@@ -24,7 +24,7 @@ def test_each_place_has_a_line_of_its_own_and_its_order() -> None:
     assert done == [(place, n) for place in ("fast", "slow") for n in range(20)]
 
 
-def test_each_place_has_a_breaker_of_its_own() -> None:
+def test_each_shard_has_its_own_breaker() -> None:
     lines, allowed = Lines("test"), []
     for _ in range(3):
         lines.submit("dead", lambda breaker: breaker.failed())
@@ -34,7 +34,7 @@ def test_each_place_has_a_breaker_of_its_own() -> None:
     assert sorted(allowed) == [False, True]
 
 
-def test_what_is_wrong_with_one_piece_does_not_stop_the_line(
+def test_a_failed_task_does_not_stop_the_queue(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     lines, done = Lines("test"), threading.Event()
@@ -45,7 +45,7 @@ def test_what_is_wrong_with_one_piece_does_not_stop_the_line(
     assert "ZeroDivisionError" in caplog.text
 
 
-def test_the_end_is_bounded_and_drops_what_is_left() -> None:
+def test_closing_is_bounded_and_drops_the_remaining_tasks() -> None:
     lines, hold = Lines("test"), threading.Event()
     done: list[object] = []
     lines.submit("frozen", lambda _: hold.wait(60.0))
@@ -59,7 +59,7 @@ def test_the_end_is_bounded_and_drops_what_is_left() -> None:
     assert done == []
 
 
-def test_a_node_ends_in_time_whatever_is_still_to_be_given_back(
+def test_a_node_ends_in_time_with_releases_pending(
     start_server: StartServer, start_node: StartNode
 ) -> None:
     relay = Relay()

@@ -38,7 +38,7 @@ def same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
     return one.dtype == other.dtype and torch.equal(one, other)
 
 
-def test_a_stopped_node_holds_no_reader_up(start_node: StartNode) -> None:
+def test_a_stopped_node_delays_no_local_read(start_node: StartNode) -> None:
     node = start_node()
     keys = [key() for _ in VALUES]
     deep, passing, absent = key(), key(), key()
@@ -68,7 +68,7 @@ def test_a_stopped_node_holds_no_reader_up(start_node: StartNode) -> None:
             assert client.select(name) is not None
 
 
-def test_without_time_only_the_board_is_asked(
+def test_with_a_timeout_of_zero_only_the_local_index_is_read(
     start_node: StartNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here, absent = key(), key()
@@ -91,7 +91,7 @@ def test_a_busy_reader_of_a_stopped_node_keeps_its_session(start_node: StartNode
         reads = 0
         before = node.stats().get("hits_local", 0)
         with node.frozen():
-            until = time.monotonic() + 1.5  # each tick has 140 kB of keys to tell
+            until = time.monotonic() + 1.5  # each tick reports 140 kB of keys
             while time.monotonic() < until:
                 for name in keys:
                     client.select(name)
@@ -135,7 +135,7 @@ def test_the_last_reads_before_a_close_are_reported(start_node: StartNode) -> No
     wait_until(lambda: node.stats().get("hits_local") == 5, 2.0)
 
 
-def test_what_is_read_is_not_evicted(start_node: StartNode) -> None:
+def test_an_item_being_read_is_not_evicted(start_node: StartNode) -> None:
     node, read, unread = start_node(capacity_bytes=4 * MIB), key(), key()
     large = torch.zeros(MIB // 8, dtype=torch.uint8)
     with node.client() as client:
@@ -147,12 +147,12 @@ def test_what_is_read_is_not_evicted(start_node: StartNode) -> None:
             assert time.monotonic() - started < scaled(60.0)
             assert client.select(read) is not None
             client.insert(key(), large)
-            time.sleep(0.01)  # else the arena is filled anew between two ticks
+            time.sleep(0.01)  # else the whole arena is overwritten between two ticks
         with pytest.raises(MissingTensor):
             client.select(unread)
 
 
-def test_a_restarted_node_has_a_board_of_its_own(start_node: StartNode) -> None:
+def test_a_restarted_node_has_a_new_local_index(start_node: StartNode) -> None:
     node, name, other = start_node(), key(), key()
     with node.client() as client:
         client.insert(name, torch.ones(3))
@@ -289,8 +289,8 @@ def test_readers_of_an_arena_that_is_always_written_anew(start_node: StartNode) 
     """Two processes insert without pause, which evicts all the time; three read. What they get is
     what belongs to the key, always; a miss is allowed.
 
-    That it can fail was seen: without the second look at the board, or with entries struck off
-    only after their bytes were given to another, readers get wrong bytes within this time.
+    It can fail: without the second read of the index, or if entries are removed only after their
+    bytes were reused, readers get wrong bytes within this time.
     """
     node = start_node(capacity_bytes=10 * MIB)  # half of it all
     sources = [WRITER] * 2 + [READER] * 3
@@ -311,5 +311,5 @@ def test_readers_of_an_arena_that_is_always_written_anew(start_node: StartNode) 
         assert missed > 100
     assert stored > 500
     at_rest(node)
-    # A read that was given up is no hit; one of what was evicted before it was told is lost.
+    # An abandoned read is no hit; a read is not counted if its item is evicted before the report.
     assert 0 < node.stats()["hits_local"] <= sum(found for found, *_ in answers)

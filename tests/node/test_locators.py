@@ -49,7 +49,7 @@ def soon(condition: Callable[[], object], seconds: float = SOON_SECONDS) -> floa
     return wait_until(condition, seconds)
 
 
-def test_what_was_not_there_is_there_as_soon_as_it_is_published(pair: Pair) -> None:
+def test_an_absent_key_is_found_as_soon_as_it_is_published(pair: Pair) -> None:
     names = [key() for _ in range(8)]
     assert pair.has(*names) == [False] * 8
     assert pair.has(*names) == [False] * 8
@@ -57,14 +57,14 @@ def test_what_was_not_there_is_there_as_soon_as_it_is_published(pair: Pair) -> N
     soon(lambda: pair.has(*names) == [True] + [False] * 7)
 
 
-def test_what_was_withdrawn_is_gone(pair: Pair) -> None:
+def test_a_withdrawn_key_is_gone(pair: Pair) -> None:
     name = key()
     pair.there.insert(name, torch.arange(3), ttl_seconds=2.0)
     soon(lambda: pair.has(name) == [True])
     soon(lambda: pair.has(name) == [False], 4.0)
 
 
-def test_a_waiting_select_is_woken_by_a_publication_elsewhere(pair: Pair) -> None:
+def test_a_publication_of_another_node_ends_a_waiting_select(pair: Pair) -> None:
     for _ in range(5):
         name, tensor = key(), torch.randn(100)
         found: list[torch.Tensor | None] = []
@@ -102,7 +102,7 @@ def test_all_waiters_for_one_key_get_it(pair: Pair) -> None:
     assert all(one is not None and torch.equal(one, tensor) for one in found)
 
 
-def test_the_death_of_the_holder_is_noticed(pair: Pair) -> None:
+def test_the_death_of_the_holder_is_detected(pair: Pair) -> None:
     name = key()
     pair.there.insert(name, torch.arange(3))
     soon(lambda: pair.has(name) == [True])
@@ -143,7 +143,7 @@ def test_cut_connections_come_back(pair: Pair) -> None:
     soon(lambda: pair.has(before, after) == [True, True], 4.0)
 
 
-def test_a_record_that_names_a_copy_in_vain_is_repaired_by_its_holder(pair: Pair) -> None:
+def test_a_record_of_a_missing_copy_is_repaired_by_its_holder(pair: Pair) -> None:
     name, anchor = key(), key()
     pair.there.insert(anchor, torch.arange(3))
     soon(lambda: pair.has(anchor) == [True])
@@ -159,7 +159,7 @@ def test_a_record_that_names_a_copy_in_vain_is_repaired_by_its_holder(pair: Pair
     soon(lambda: pair.has(name) == [False])
 
 
-def test_a_mirror_is_asked_without_a_round_trip(
+def test_a_look_up_in_the_mirror_needs_no_round_trip(
     start_server: StartServer, start_node: StartNode
 ) -> None:
     pair = Pair(start_server(), start_node, mirror=True)
@@ -169,7 +169,7 @@ def test_a_mirror_is_asked_without_a_round_trip(
     before = _reads(pair.server)
     for _ in range(50):
         assert pair.has(*names) == [True, False, False, False]
-    # Beats and the directory go on reading one hash or two a second.
+    # Beats and the directory still read one or two hashes per second.
     assert _reads(pair.server) - before < 20
     pair.here.close()
     pair.there.close()

@@ -31,7 +31,7 @@ def _equal(got: torch.Tensor | None, value: torch.Tensor) -> bool:
     return got is not None and torch.equal(got, value)
 
 
-def test_the_reference_lists_exactly_what_a_node_exposes(pair: Pair) -> None:
+def test_the_reference_lists_exactly_the_metrics_of_a_node(pair: Pair) -> None:
     text = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
     section = text.partition("\n## Metrics of a node\n")[2].partition("\n## ")[0]
     explained = {}
@@ -76,7 +76,7 @@ def test_both_formats_have_the_same_values(pair: Pair) -> None:
     assert plain == open_metrics
 
 
-def test_what_happens_is_counted_where_it_happens(pair: Pair) -> None:
+def test_each_event_is_counted(pair: Pair) -> None:
     first, second = pair
     shared = key()
     value = tensor_of("metrics", MIB)
@@ -94,7 +94,7 @@ def test_what_happens_is_counted_where_it_happens(pair: Pair) -> None:
         assert number(first, "sessions") == 1
         assert number(first, "arena_capacity_bytes") == first.settings.capacity_bytes
         assert number(first, "arena_used_bytes") >= MIB
-        # What clients read by the board they tell a little later.
+        # Clients report reads by the local index a little later.
         wait_until(lambda: number(first, "hits_total", source="local") >= 2, 5.0)
     wait_until(lambda: number(second, "hits_total", source="remote") == 1, 5.0)
     assert number(first, "inserts_total", outcome="stored") == 2
@@ -132,7 +132,7 @@ def test_claims_are_counted_by_their_answer(pair: Pair) -> None:
         assert number(first, "claims_held") == 0
 
 
-def test_a_full_arena_shows_what_it_evicts_and_what_it_refuses(start_node: StartNode) -> None:
+def test_a_full_arena_counts_evictions_and_refusals(start_node: StartNode) -> None:
     node = start_node(
         http_listen=f"http://127.0.0.1:{free_port()}", capacity_bytes=8 * MIB
     )  # fmt: skip

@@ -147,7 +147,7 @@ def _use(pair: list[NodeProcess]) -> None:
             there.select(name, timeout=5.0)
 
 
-def test_it_scrapes_what_the_nodes_count(prometheus: Prometheus) -> None:
+def test_it_scrapes_the_counters_of_the_nodes(prometheus: Prometheus) -> None:
     expression = 'sum(lookup_buffer_hits_total{source="remote"})'
     wait_until(
         lambda: [each["value"][1] for each in prometheus.query(expression)] == ["3"],
@@ -180,7 +180,7 @@ def test_every_rule_is_evaluated_and_none_fires(prometheus: Prometheus) -> None:
     assert {rule["state"] for rule in evaluated()} == {"inactive"}
 
 
-def test_what_dashboard_and_rules_name_exists_on_a_node(prometheus: Prometheus) -> None:
+def test_every_metric_of_dashboard_and_rules_exists(prometheus: Prometheus) -> None:
     exposed = {name for name, _ in samples(prometheus.nodes[0])}
     texts = [*_queries().values(), *(rule["expr"] for rule in _rules())]
     named = set().union(*map(_named, texts))

@@ -27,10 +27,10 @@ def nothing() -> None: ...
 
 
 def test_a_cancelled_wait_is_dropped() -> None:
-    asyncio.run(_who_gave_up_waiting_is_forgotten())
+    asyncio.run(_a_cancelled_wait_is_dropped())
 
 
-async def _who_gave_up_waiting_is_forgotten() -> None:
+async def _a_cancelled_wait_is_dropped() -> None:
     storage = Unopened()
     locator = MirrorLocator(asyncio.get_running_loop(), storage, Directory("us"), RemoteIndex())
     locator.start()
@@ -48,7 +48,7 @@ async def _who_gave_up_waiting_is_forgotten() -> None:
     locator.close()
 
 
-def test_what_is_absent_is_known_for_a_second(
+def test_an_absent_key_is_cached_for_a_second(
     valkey_server: EmbeddedServer, namespace: str
 ) -> None:
     asyncio.run(_what_is_absent_is_known_for_a_second(valkey_server.url, namespace))
@@ -71,14 +71,14 @@ async def _what_is_absent_is_known_for_a_second(url: str, namespace: str) -> Non
     storage.close()
 
 
-def test_what_is_struck_off_with_everything_is_listed_again(
+def test_keys_removed_with_all_others_are_listed_again(
     valkey_server: EmbeddedServer, namespace: str
 ) -> None:
     """A lane that is lost voids all; what others had read is still known, and true."""
-    asyncio.run(_what_is_struck_off_is_listed_again(valkey_server.url, namespace))
+    asyncio.run(_removed_keys_are_listed_again(valkey_server.url, namespace))
 
 
-async def _what_is_struck_off_is_listed_again(url: str, namespace: str) -> None:
+async def _removed_keys_are_listed_again(url: str, namespace: str) -> None:
     loop = asyncio.get_running_loop()
     config = BufferConfig.of({"store_url": url, "store_timeout_seconds": 5.0})
     storage, directory, elsewhere = Storage(config), Directory("us"), RemoteIndex()
@@ -112,10 +112,10 @@ def test_the_mirror_does_not_contradict_the_reply_to_a_claim(
     valkey_server: EmbeddedServer, namespace: str
 ) -> None:
     """The push may come later than an answer on another connection: here it is never read."""
-    asyncio.run(_what_a_claim_was_told_is_not_denied(valkey_server.url, namespace))
+    asyncio.run(_the_mirror_agrees_with_the_reply_to_a_claim(valkey_server.url, namespace))
 
 
-async def _what_a_claim_was_told_is_not_denied(url: str, namespace: str) -> None:
+async def _the_mirror_agrees_with_the_reply_to_a_claim(url: str, namespace: str) -> None:
     loop = asyncio.get_running_loop()
     storage = Storage(BufferConfig.of({"store_url": url, "store_timeout_seconds": 5.0}))
     locator = MirrorLocator(loop, storage, Directory("us"), RemoteIndex())

@@ -31,7 +31,7 @@ TOKEN = "correct horse battery staple"
 
 
 def endpoint(node: NodeProcess, server: EmbeddedServer) -> tuple[str, int]:
-    """Where the node serves others, as others learn it."""
+    """The node's address for other nodes, from the store."""
     with open_store(server.url, call_timeout_seconds=2.0) as store:
         wait_until(lambda: node.node_id in store.node_infos([node.node_id]), 5.0)
         return parse_tcp(store.node_infos([node.node_id])[node.node_id].endpoint)
@@ -214,7 +214,7 @@ def ended(connection: socket.socket, seconds: float) -> bool:
     return True
 
 
-def test_a_silent_or_slow_peer_is_cut_off(
+def test_a_silent_or_slow_peer_is_disconnected(
     guarded: NodeProcess, valkey_server: EmbeddedServer
 ) -> None:
     address = endpoint(guarded, valkey_server)
@@ -232,7 +232,7 @@ def test_a_silent_or_slow_peer_is_cut_off(
 
 
 @pytest.mark.parametrize("token", [None, "wrong", TOKEN + " "])
-def test_without_the_token_nothing_is_learnt(
+def test_without_the_token_a_peer_gets_no_information(
     guarded: NodeProcess, valkey_server: EmbeddedServer, token: str | None
 ) -> None:
     with pytest.raises(NodeRefused) as caught:
@@ -282,7 +282,7 @@ def ask(link: FramedSocket, **request: object) -> tuple[object, int]:
     return answer, nbytes
 
 
-def test_what_a_peer_may_ask(guarded: NodeProcess, valkey_server: EmbeddedServer) -> None:
+def test_requests_that_a_peer_may_send(guarded: NodeProcess, valkey_server: EmbeddedServer) -> None:
     address, name, before = endpoint(guarded, valkey_server), key(), protocol_errors(guarded)
     with guarded.client() as client:
         client.insert(name, tensor_of("x", 1000))

@@ -59,7 +59,7 @@ def test_a_holder_killed_in_the_middle_of_a_transfer(
         handle = client.prefetch([name])[0]
         assert proxy.held.wait(scaled(5.0))
         time.sleep(0.1)
-        # In the middle: reserved, partly written, and seen by nobody.
+        # In the middle: reserved, partly written, and not visible to clients.
         stats = reader.stats()
         assert stats["reserved_bytes"] == BIG_BYTES
         assert stats["pins"] == 0
@@ -125,7 +125,7 @@ def test_a_holder_frozen_in_the_middle_of_a_transfer(
 
 
 @pytest.mark.parametrize("place", [100_000, 2 * MIB])
-def test_a_byte_flipped_on_the_way_is_noticed(
+def test_a_byte_flipped_in_transfer_is_detected(
     start_node: StartNode, proxies: ExitStack, place: int
 ) -> None:
     flipping = proxies.enter_context(PeerProxy(flip_after_bytes=place))
@@ -142,7 +142,7 @@ def test_a_byte_flipped_on_the_way_is_noticed(
         assert reader.stats()["misses_checksum"] == 1
         nothing_left(reader)
         second.insert(name, tensor)
-        found = client.select(name, timeout=5.0)  # whichever is asked first
+        found = client.select(name, timeout=5.0)  # whichever holder is tried first
         assert found is not None
         assert torch.equal(found, tensor)
 
@@ -150,7 +150,7 @@ def test_a_byte_flipped_on_the_way_is_noticed(
 # -- the node of this host
 
 
-def test_a_restarted_node_voids_what_it_held(start_node: StartNode) -> None:
+def test_a_restarted_node_voids_its_former_locations(start_node: StartNode) -> None:
     holder, reader = start_node(listen=f"tcp://127.0.0.1:{free_port()}"), start_node()
     name, other = key(), key()
     with holder.client() as writer, reader.client() as client:
@@ -194,7 +194,7 @@ def test_orders_of_a_dead_node_can_still_be_loaded(start_node: StartNode) -> Non
         assert client.prefetch([name])[0].reason == "node_down"
         with pytest.raises(NodeUnavailable):
             client.select(name, timeout=120.0)
-        assert time.monotonic() - started < 60.0, "nobody waits for who is known to be away"
+        assert time.monotonic() - started < 60.0, "no wait for a node that is known to be dead"
 
 
 def test_a_frozen_node_bounds_its_clients_and_then_serves_them(start_node: StartNode) -> None:

@@ -132,7 +132,7 @@ def test_a_frame_in_single_bytes_is_a_frame(node: NodeProcess) -> None:
         assert "stats" in slow._one(slow.socket.recv(65536))
 
 
-def test_the_announced_is_not_allocated(node: NodeProcess) -> None:
+def test_an_announced_size_is_not_allocated(node: NodeProcess) -> None:
     """A hundred clients that announce 4 MiB each and send nothing."""
 
     def resident_bytes() -> int:
@@ -194,7 +194,7 @@ def test_another_version_or_configuration_is_refused_by_name(node: NodeProcess) 
 
 
 @pytest.mark.parametrize("version", [messages.VERSION - 1, messages.VERSION + 1])
-def test_an_engine_of_another_version_gets_an_error_that_says_so(
+def test_an_engine_of_another_version_gets_an_error_that_names_it(
     node: NodeProcess, version: int
 ) -> None:
     """Whatever its version puts into a hello."""
@@ -214,7 +214,7 @@ def test_joining_a_session_that_is_not_there(node: NodeProcess) -> None:
         assert hostile.ask(messages.Join(3, 12345))["error"] == "NodeRefused"
 
 
-def test_silence_is_cut_off(node: NodeProcess) -> None:
+def test_silent_clients_are_disconnected(node: NodeProcess) -> None:
     with raw(node, session=False) as silent:
         assert silent.ended(7.0)
 
@@ -229,7 +229,7 @@ def test_descriptor_bombs(node: NodeProcess) -> None:
                 hostile.send(messages.Stats(1), files)
                 assert hostile.ended()
             with raw(node, session=session) as hostile:
-                for _ in range(8):  # a few at a time, none of them asked for
+                for _ in range(8):  # a few at a time, all of them unrequested
                     try:
                         hostile.socket.sendmsg(
                             [STATS[:1]],
@@ -252,7 +252,7 @@ def test_descriptor_bombs(node: NodeProcess) -> None:
             os.close(file)
 
 
-def test_a_client_that_never_reads_is_cut_off(node: NodeProcess) -> None:
+def test_a_client_that_never_reads_is_disconnected(node: NodeProcess) -> None:
     with raw(node) as deaf:
         deaf.socket.setblocking(False)
         flood, deadline = STATS * 200, time.monotonic() + 20.0
@@ -267,7 +267,7 @@ def test_a_client_that_never_reads_is_cut_off(node: NodeProcess) -> None:
             pytest.fail("the node goes on answering")
 
 
-def test_pins_of_one_session_are_not_anothers(node: NodeProcess) -> None:
+def test_a_session_cannot_release_the_pins_of_another(node: NodeProcess) -> None:
     with node.client() as owner, raw(node) as thief:
         name = key()
         owner.insert(name, torch.ones(3))
@@ -291,11 +291,11 @@ def test_three_hundred_connections_at_once(node: NodeProcess) -> None:
         assert time.monotonic() - started < scaled(1.0)
         assert bystander.stats()["open_files"] > 300
         for client in crowd:
-            client.socket.close()  # without a goodbye
+            client.socket.close()  # without a last message
         bystander.stats()
 
 
-def test_a_select_that_its_client_gave_up_leaves_no_pin(node: NodeProcess) -> None:
+def test_a_cancelled_select_leaves_no_pin(node: NodeProcess) -> None:
     name = key()
     with raw(node) as anchor, node.client() as writer:
         with raw(node, session=False) as waits:

@@ -24,7 +24,7 @@ WATCH_SECONDS = 3.0
 LONG_DEAD = 10.0
 """Seconds: more than those after which a node counts as dead."""
 PAUSE_SECONDS = 2.0
-"""Without a beat: after a little more the silence of others is counted anew, see liveness."""
+"""Without a beat: after a little more the silence of others is counted from zero, see liveness."""
 
 
 def run_node(node: NodeProcess, directory: Path) -> "subprocess.CompletedProcess[bytes]":
@@ -63,7 +63,7 @@ def test_an_id_with_a_foreign_live_boot_refuses_to_start(
         assert client.stats()["store_up"] == 1
 
 
-def test_an_id_that_stands_still_is_taken_over(
+def test_an_id_without_new_beats_is_taken_over(
     start_node: StartNode, valkey_server: EmbeddedServer
 ) -> None:
     node, reader = start_node(), start_node()
@@ -113,7 +113,7 @@ def test_a_frozen_node_that_was_replaced_ends(
         assert part in node.log_text()
     assert second.stats()["store_up"] == 1
     with open_store(valkey_server.url, call_timeout_seconds=2.0) as store:
-        assert store.beats()[node.node_id].boot == new_boot, "it did not strike the other off"
+        assert store.beats()[node.node_id].boot == new_boot, "it did not remove the other's beat"
 
 
 def test_a_node_that_left_makes_room_at_once(start_node: StartNode) -> None:
@@ -161,7 +161,7 @@ def test_after_a_loss_the_inventory_comes_back_at_its_pace_and_fresh_keys_at_onc
         wait_until(lambda: published() == items, 20.0)
         seconds = time.monotonic() - started
         assert (items - before) / seconds < 1.3 * per_second
-        # Nobody counted as gone although nobody's beat was there.
+        # No node counted as dead although no node's beat was there.
         assert reader.has_caches([names[0]], timeout=5.0) == [True]
 
 
@@ -210,7 +210,7 @@ def test_a_node_dead_for_long_is_evicted(
             beats, now = store.beats(), time.monotonic()
             if beats[observer.node_id] != before:
                 if now - moved_at > PAUSE_SECONDS:
-                    counted_from = now  # as the observer does, which was held up
+                    counted_from = now  # as the observer does, which was delayed
                 moved_at = now
             if counted_from - started > 60.0:
                 pytest.skip("the machine was held up too late to wait for it once more")
@@ -225,6 +225,6 @@ def test_a_node_dead_for_long_is_evicted(
             return found.code
 
         assert code() is Code.HOLDER_DIED
-        with pytest.raises(MissingTensor):  # who asks for it has it struck off
+        with pytest.raises(MissingTensor):  # a look-up withdraws its location
             reader.select(name)
         wait_until(lambda: code() is Code.OWNER_DEAD, 10.0)

@@ -114,7 +114,7 @@ def test_a_thousand_changes_take_a_few_round_trips(
     assert None not in found
 
 
-def test_claims_of_what_is_not_published_are_given_back_together(
+def test_claims_of_unpublished_keys_are_released_together(
     bench: Bench, valkey_server: EmbeddedServer
 ) -> None:
     names = [f"k{n}" for n in range(BATCH)]
@@ -164,7 +164,7 @@ def test_while_a_slot_moves_its_publications_wait_and_the_others_do_not(
     valkey_cluster.wait_until_whole()
 
 
-def test_dead_holders_give_their_places_up(bench: Bench) -> None:
+def test_locations_of_dead_nodes_are_replaced(bench: Bench) -> None:
     others = [f"n{n}" for n in range(LOCATIONS_MAX)]
     bench.pass_seconds(3, *others)
     bench.insert("k")
@@ -182,7 +182,7 @@ def test_dead_holders_give_their_places_up(bench: Bench) -> None:
     assert bench.held_by("k") == {*others[1:], "us"}
 
 
-def test_the_live_keep_their_places_whatever_the_directory_missed(bench: Bench) -> None:
+def test_locations_of_live_nodes_are_kept(bench: Bench) -> None:
     """Nodes that came up after the last refresh are no dead ones."""
     bench.pass_seconds(70)
     others = [f"n{n}" for n in range(LOCATIONS_MAX)]
@@ -199,7 +199,7 @@ def test_the_live_keep_their_places_whatever_the_directory_missed(bench: Bench) 
     assert bench.held_by("k") == set(others)
 
 
-def test_what_readers_find_of_the_long_dead_is_withdrawn(bench: Bench) -> None:
+def test_locations_of_long_dead_nodes_are_withdrawn_when_read(bench: Bench) -> None:
     bench.pass_seconds(3, "a", "b")
     bench.insert("k")
     bench.write()
@@ -214,7 +214,7 @@ def test_what_readers_find_of_the_long_dead_is_withdrawn(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("why", ["added", "present", "conflict", "evicted"])
-def test_the_claim_ends_with_the_insert_whatever_becomes_of_it(bench: Bench, why: str) -> None:
+def test_an_insert_ends_its_claim_even_if_its_publication_fails(bench: Bench, why: str) -> None:
     if why in ("present", "conflict"):
         bench.insert("k")
         bench.write()
@@ -230,7 +230,7 @@ def test_the_claim_ends_with_the_insert_whatever_becomes_of_it(bench: Bench, why
     assert ask(bench.store, bench.namespace, "b").granted
 
 
-def test_what_is_refused_is_counted_and_gives_its_claim_back(namespace: str) -> None:
+def test_a_refused_publication_is_counted_and_releases_its_claim(namespace: str) -> None:
     bench = Bench(MemoryStore(records_max=1), namespace)
     bench.insert("first")
     bench.write()
@@ -244,7 +244,7 @@ def test_what_is_refused_is_counted_and_gives_its_claim_back(namespace: str) -> 
     bench.shelf.close()
 
 
-def test_a_foreign_key_does_not_hold_up_the_others(
+def test_a_foreign_key_does_not_block_the_others(
     bench: Bench, valkey_server: EmbeddedServer
 ) -> None:
     command(valkey_server.url, "SET", layout.record(bench.namespace, "k5"), "a string")
@@ -256,7 +256,7 @@ def test_a_foreign_key_does_not_hold_up_the_others(
     assert len(bench.backlog) == 0
 
 
-def test_what_failed_is_written_when_the_store_is_back(bench: Bench) -> None:
+def test_failed_writes_are_repeated_when_the_store_is_back(bench: Bench) -> None:
     gone = MemoryStore()
     gone.close()
     for n in range(100):
@@ -272,7 +272,7 @@ def test_what_failed_is_written_when_the_store_is_back(bench: Bench) -> None:
     assert held == [n != 3 for n in range(100)]
 
 
-def test_the_record_is_what_the_shelf_holds_in_the_end(bench: Bench) -> None:
+def test_the_record_has_the_last_state_of_the_arena(bench: Bench) -> None:
     dice = random.Random(3)
     held = set()
     for _ in range(500):
@@ -314,7 +314,7 @@ def test_a_hand_off_that_another_node_has_is_reported_until_that_is_void(bench: 
     assert bench.counters.totals().get("publish_conflict", 0) == 0
 
 
-def test_hand_offs_change_their_shape_and_are_soon_forgotten(
+def test_hand_offs_may_change_their_shape_and_are_withdrawn_soon(
     bench: Bench, valkey_server: EmbeddedServer
 ) -> None:
     """There may be thousands in a second, and each ends by being taken."""

@@ -116,7 +116,7 @@ def test_claims_on_other_shards_are_decided_and_at_once(
                 client.close()
 
 
-def test_where_asking_does_not_reach_is_down_and_not_absent(
+def test_keys_of_an_unreachable_shard_are_store_down_and_not_absent(
     own_cluster: ValkeyCluster, shard: Shard, start_node: StartNode
 ) -> None:
     there, here = (
@@ -140,7 +140,7 @@ def test_where_asking_does_not_reach_is_down_and_not_absent(
             assert torch.equal(found, torch.ones(3))
 
 
-def test_what_others_hold_is_published_where_a_node_itself_cannot_be_described(
+def test_copies_are_published_while_the_nodes_own_description_cannot_be(
     own_cluster: ValkeyCluster, shard: Shard, start_node: StartNode
 ) -> None:
     unlucky = start(start_node, own_cluster, node_id=shard.node_id(here=True))
@@ -159,7 +159,7 @@ def test_what_others_hold_is_published_where_a_node_itself_cannot_be_described(
         wait_until(lambda: own_cluster.owner(described).command("TTL", described) > 86395, 15.0)
 
 
-def test_what_was_answered_stored_is_found_despite_earlier_look_ups(
+def test_a_key_reported_as_stored_is_found_despite_earlier_look_ups(
     own_cluster: ValkeyCluster, shard: Shard, start_node: StartNode
 ) -> None:
     """A question for many keys waits for the frozen shard, with an answer that is out of date."""

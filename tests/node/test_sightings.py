@@ -51,7 +51,7 @@ class Counting(MemoryStore):
 
 
 class Fleet:
-    """A node that reads once a second by a clock of its own, and other living nodes."""
+    """A node that reads once a second by an injected clock, and other live nodes."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -89,7 +89,7 @@ def fleet() -> Iterator[Fleet]:
     fleet.loop.close()
 
 
-def test_pools_of_others_are_seen_and_lost_sight_of(fleet: Fleet) -> None:
+def test_pools_of_other_nodes_are_discovered_and_removed(fleet: Fleet) -> None:
     fleet.join("a")
     fleet.join("b", FIRST)
     assert fleet.pass_seconds() == {FIRST: "b.example"}
@@ -102,7 +102,7 @@ def test_pools_of_others_are_seen_and_lost_sight_of(fleet: Fleet) -> None:
     assert fleet.pass_seconds() == {}
 
 
-def test_a_node_that_dies_has_no_pools_and_one_that_is_only_late_has(fleet: Fleet) -> None:
+def test_a_dead_node_has_no_pools_and_a_late_one_has(fleet: Fleet) -> None:
     fleet.join("a", FIRST)
     fleet.pass_seconds(3)
     del fleet.lives["a"]
@@ -110,7 +110,7 @@ def test_a_node_that_dies_has_no_pools_and_one_that_is_only_late_has(fleet: Flee
     assert fleet.pass_seconds(5) == {}
 
 
-def test_a_store_that_lost_its_data_takes_no_pool_away(fleet: Fleet) -> None:
+def test_a_loss_of_the_stores_data_removes_no_pool(fleet: Fleet) -> None:
     fleet.join("a", FIRST)
     fleet.pass_seconds(3)
     for node in ("us", "a"):
@@ -146,7 +146,7 @@ def test_of_a_large_fleet_a_few_are_read_with_each_beat_and_all_in_turn(fleet: F
     assert len(fleet.readers.seen) == len(read)
 
 
-def test_what_is_known_is_bounded_and_keeps_its_place(fleet: Fleet) -> None:
+def test_the_known_pools_are_bounded_and_keep_their_order(fleet: Fleet) -> None:
     pools = iter(range(1, 10 * SEEN_MAX))
     for number in range(NODES_A_BEAT):
         fleet.join(f"n{number}", *(f"{next(pools):012x}" for _ in range(POOLS_MAX)))

@@ -85,7 +85,7 @@ SOURCES = [
 
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("token", BAD.values(), ids=BAD.keys())
-def test_a_token_that_anybody_guesses_is_refused(
+def test_a_guessable_token_is_refused(
     source: Callable[[str, Path], str], token: str, tmp_path: Path
 ) -> None:
     said = source(token, tmp_path)
@@ -111,7 +111,7 @@ def test_the_token_for_the_metrics_has_the_same_rule(name: str) -> None:
 
 
 def test_a_connector_listens_beyond_loopback_with_a_token_file(tmp_path: Path) -> None:
-    """As README says it."""
+    """As documented in README."""
     settings = {
         "listen": "tcp://0.0.0.0:7730", "advertise": "tcp://192.0.2.1:7730",
         "device_lane": "gloo", "device_lane_host": "192.0.2.1",
@@ -139,7 +139,7 @@ def test_a_device_lane_listens_beyond_loopback_with_a_token_only() -> None:
 NAMED = "redis://alice@127.0.0.1:1/0"
 
 
-def test_a_user_without_a_password_is_no_default_user(tmp_path: Path) -> None:
+def test_a_user_without_a_password_is_refused(tmp_path: Path) -> None:
     for done in (run("serve", "--store-url", NAMED), run("stats", "--store-url", NAMED)):
         assert done.returncode == 2, done.stdout + done.stderr
         assert "'store_password_file'" in done.stderr
@@ -158,6 +158,6 @@ def test_a_user_without_a_password_is_no_default_user(tmp_path: Path) -> None:
     assert parse_settings({"store_url": NAMED, **password}).buffer_config().store_url == NAMED
 
 
-def test_what_stands_in_the_place_of_the_user_is_not_shown() -> None:
+def test_the_user_part_of_a_url_is_not_shown() -> None:
     """It may be a password, with its colon forgotten."""
     assert "pa55word" not in run("stats", "--store-url", "redis://pa55word@127.0.0.1:1").stderr

@@ -21,7 +21,7 @@ from nodes import NodeProcess, handoff, key
 
 WAIT_SECONDS = 120.0
 AT_WORK_SECONDS = 0.15
-"""After so long a wait has begun, and its next look is far away."""
+"""After this time a wait has begun, and its next check is far away."""
 SOON_SECONDS = LOOK_AGAIN_SECONDS / 2
 TRIES = 6
 

@@ -49,7 +49,7 @@ class TestMemoryOfADevice(PipeContract, PipeLimitsContract):
 def test_a_device_that_fails_while_a_communicator_is_made_ends_the_pipe(
     closing: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torch raises an error of its own; callers that wait for the communicator get PipeBroken."""
+    """torch raises its own error; callers that wait for the communicator get PipeBroken."""
 
     def fails(*_: object) -> None:
         raise RuntimeError("CUDA error: unknown error")

@@ -1,7 +1,7 @@
 """Pipes against hostile remote ends: refused at the first bytes, before memory is allocated.
 
-The ends are connected ones of `tcp`, `shm`, `gloo` and `redis`. Without the token no stranger gets
-so far. The hostile bytes are in `hostile/`.
+The ends are connected ones of `tcp`, `shm`, `gloo` and `redis`, which a client without the token
+cannot reach. The hostile bytes are in `hostile/`.
 """
 
 import itertools

@@ -182,7 +182,7 @@ def test_an_abort_is_detected_before_the_next_check(
     assert quickest(open_and_abort, CHECK_SECONDS / 2) < CHECK_SECONDS / 2
 
 
-def test_what_a_killed_end_leaves_expires(valkey_server: EmbeddedServer, threads: Threads) -> None:
+def test_keys_of_a_killed_end_expire(valkey_server: EmbeddedServer, threads: Threads) -> None:
     flush(valkey_server.url)
     uri = URI.format(valkey_server.url)
     with open_pipe(uri, listen=True) as a:

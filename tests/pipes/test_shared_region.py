@@ -34,7 +34,7 @@ def put(memory: SharedMemory, content: bytes) -> int:
     return placed[1]
 
 
-def test_the_other_end_reads_what_was_put(pair: Pair) -> None:
+def test_the_remote_end_reads_the_bytes(pair: Pair) -> None:
     a, b = pair
     contents = [os.urandom(PLACED_BYTES + n) for n in range(10)]
     places = [put(a, content) for content in contents]

@@ -151,7 +151,7 @@ def test_a_missing_directory(tmp_path: Path) -> None:
         open_pipe(uri, timeout=0.05)
 
 
-def test_what_a_dead_end_has_put_into_memory_is_received(make_ends: MakeEnds) -> None:
+def test_bytes_of_a_dead_end_in_shared_memory_are_received(make_ends: MakeEnds) -> None:
     a, b = make_ends()
     a.send_tensor(block(LARGE), "put")
     a.send_tensor(None)

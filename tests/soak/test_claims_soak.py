@@ -8,7 +8,7 @@ happened is printed as JSON lines; times are seconds of CLOCK_MONOTONIC:
 
     held     key, token, from, until      the claim was surely held
     publish  key, node, shape, outcome
-    woken    key, seconds                 from the publication by its record until it was noticed
+    woken    key, seconds                 from the publication in its record until the event
     asleep   key                          a watch was not armed, or did not report a publication
     done
 """
@@ -141,7 +141,7 @@ class Contender:
         process = self._process
         try:
             await asyncio.wait_for(changed.wait(), lease_seconds + 0.05)
-        except TimeoutError:  # the holder fell silent, or renewed; or we were not woken
+        except TimeoutError:  # the holder is silent, or has renewed; or the event is missing
             found = await process.call(lambda: process.store.locate(process.namespace, [key]))
             if found and found[0] is not None:
                 await asyncio.wait_for(changed.wait(), ASLEEP_SECONDS)
@@ -232,7 +232,7 @@ def _start(url: str, namespace: str, seed: int, output: Path) -> "subprocess.Pop
 
 
 def _torment(processes: list["subprocess.Popen[bytes]"], chance: random.Random) -> None:
-    """Freeze some for longer than a lease, and kill some for good."""
+    """Freeze some for longer than a lease, and kill some without a restart."""
     for _ in range(FREEZES):
         time.sleep(0.5)
         frozen = chance.choice(processes[KILLED:])
@@ -287,7 +287,7 @@ def test_contenders_for_the_same_keys(
     told = _told(outputs)
     assert len(told["done"]) == PROCESSES - KILLED
     assert len(told["held"]) > 5_000
-    assert len(told["woken"]) > 1_000, "nobody waited for anybody"
+    assert len(told["woken"]) > 1_000, "no process waited for another"
     assert _overlaps(told["held"]) == [], "two holders of one claim at a time"
     assert told["asleep"] == [], "a waiter slept through a publication"
     late = [entry for entry in told["woken"] if entry[1] > WAKE_SECONDS_MAX]
@@ -299,11 +299,11 @@ def test_contenders_for_the_same_keys(
 
     shapes = {(key, node): shape for key, node, shape, _ in told["publish"]}
     outcomes = [outcome for *_, outcome in told["publish"]]
-    assert "conflict" in outcomes, "nobody tried to merge what differs"
+    assert "conflict" in outcomes, "no publication differed from its record"
     with open_store(server.url, call_timeout_seconds=5.0) as store:
         for record in store.scan(namespace):
             for at in record.locations:
-                # A killed process may not have told of its last publication.
+                # A killed process may not have reported its last publication.
                 shape = shapes.get((record.key, at.node), record.shape[0])
                 assert (shape,) == record.shape, f"a conflict was merged at {record.key}"
 

@@ -104,7 +104,7 @@ class Producer:
                 self.inserted[number] = time.monotonic()
                 return
             except BufferFull:
-                continue  # whoever is to take what fills it is stopped, or dead
+                continue  # the takers of the hand-offs that fill it are stopped or dead
             except NodeUnavailable:
                 self.uncertain.add(number)
                 return
@@ -129,7 +129,7 @@ class HandoffStorm:
     def __init__(self, nodes: list[NodeProcess], processes: int, chance: random.Random) -> None:
         self.nodes = nodes
         self.outcomes: dict[int, list[str]] = defaultdict(list)
-        """What became of each time that a key was asked for."""
+        """The outcome of each take of a key."""
         self.killed_at: dict[NodeProcess, list[float]] = defaultdict(list)
         self.done: Counter[str] = Counter()
         self._log_starts = {node: [0] for node in nodes}
@@ -143,7 +143,7 @@ class HandoffStorm:
     # -- the run
 
     def run(self, producers: list[Producer], faults: list[str]) -> None:
-        """Until each key has been asked for and has had an end."""
+        """Until each key has been requested and settled."""
         count = sum(len(producer.numbers) for producer in producers)
         self._due.extend(range(count))
         self._producers = producers
@@ -195,7 +195,7 @@ class HandoffStorm:
         now = time.monotonic()
         for one in self._consumers:
             for number, since in one.busy.values():
-                assert now - since < HANG_SECONDS, f"whoever asked for {number} hangs"
+                assert now - since < HANG_SECONDS, f"the take of {number} hangs"
 
     def _told(self, one: Consumers, number: int, outcome: str) -> None:
         self._ended += 1
@@ -203,7 +203,9 @@ class HandoffStorm:
         if outcome == "NodeUnavailable":
             one.rests_until = time.monotonic() + AWAY_SECONDS
             if "won" not in self.outcomes[number]:
-                self._due.appendleft(number)  # not at the end: nobody asks for what is not due
+                self._due.appendleft(
+                    number
+                )  # not at the end: a key that is not due is not requested
 
     # -- faults
 
@@ -216,7 +218,7 @@ class HandoffStorm:
         if fault == "consumers stopped":
             os.kill(one.process.pid, signal.SIGSTOP)
             self._frozen[one] = time.monotonic() + self._chance.uniform(0.5, 3.0)
-            # Others may have what it has; who comes second waits in vain.
+            # Others may have its items; the second taker times out.
             self._due.extendleft(number for number, _ in list(one.busy.values())[:2])
         else:
             one.process.kill()
@@ -241,7 +243,7 @@ class HandoffStorm:
                 for who, (number, _) in one.busy.items():
                     one.busy[who] = (number, time.monotonic())
 
-    # -- what the owners say
+    # -- the owners' logs
 
     def acknowledged(self) -> Counter[tuple[Any, ...]]:
         """How often each generation was: (node, its start, key's number, generation)."""
@@ -258,13 +260,15 @@ class HandoffStorm:
 NODES = 4
 PRODUCERS = 8
 PUBLISHED_SECONDS = scaled(1.0)
-"""What was inserted longer ago is known to the store, busy as the machine may be. Of what is not,
-nobody can tell who waits for it that it was lost."""
+"""An item that was inserted longer ago is in the store, even on a busy machine. The loss of an item
+that is not in the store cannot be reported to its takers."""
 REJOINED_SECONDS = 6.0
 """A node that was killed publishes nothing before it has watched its id for three seconds."""
 
 
-def test_exactly_one_takes_each(start_node: StartNode, pytestconfig: pytest.Config) -> None:
+def test_each_hand_off_is_taken_exactly_once(
+    start_node: StartNode, pytestconfig: pytest.Config
+) -> None:
     count: int = pytestconfig.getoption("--handoffs")
     processes = 8 if count > 1000 else 4
     kills = 10 if count > 1000 else 2

@@ -85,7 +85,7 @@ class Soaker:
         return len(keys)
 
     async def work(self, operations: int) -> dict[str, object]:
-        """Change records on a thread, and meanwhile ask the mirror on the loop."""
+        """Change records on a thread, and meanwhile query the mirror on the loop."""
         done = threading.Event()
         failed = 0
 
@@ -110,7 +110,7 @@ class Soaker:
         return {"operations": operations, "failed": failed, "asked": asked}
 
     async def look(self) -> dict[str, object]:
-        """Ask for all keys until all are known."""
+        """Query all keys until all are known."""
         for _ in range(50):
             if not any(isinstance(found, StoreError) for found in await self._ask(KEYS)):
                 break
@@ -124,7 +124,7 @@ class Soaker:
         return await answered
 
     async def compare(self) -> dict[str, object]:
-        """How many entries the mirror has, and which differ from the store for good."""
+        """How many entries the mirror has, and which differ from the store permanently."""
         assert self._mirror is not None
         give_up = time.monotonic() + AGREE_SECONDS
         while True:

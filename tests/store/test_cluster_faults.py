@@ -49,7 +49,7 @@ def store(own_cluster: ValkeyCluster) -> Iterator[MetadataStore]:
     ],
     indirect=["own_cluster"],
 )
-def test_a_master_goes_in_the_middle_of_a_write_load(
+def test_a_master_fails_during_writes(
     own_cluster: ValkeyCluster, store: MetadataStore, namespace: str, fault: str
 ) -> None:
     victim = own_cluster.owner(0)
@@ -138,7 +138,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return counts
 
 
-def test_all_members_are_frozen_and_wake(
+def test_all_members_are_frozen_and_resumed(
     own_cluster: ValkeyCluster, store: MetadataStore, namespace: str
 ) -> None:
     with under_load(store, namespace) as load:
@@ -147,7 +147,7 @@ def test_all_members_are_frozen_and_wake(
             member.stop()
         time.sleep(4 * CALL_SECONDS)
         for caller in load.callers:
-            assert caller.raised, "frozen, but nobody noticed"
+            assert caller.raised, "frozen, but no call failed"
         for member in own_cluster.members:
             member.go_on()
         print(f"whole again after {load.moves(FAILOVER_SECONDS):.2f} s")
@@ -185,7 +185,7 @@ def test_each_operation_of_a_frozen_cluster_has_one_budget(
             member.go_on()
 
 
-def test_servers_that_cannot_even_be_dialled_leave_time_for_the_others(
+def test_unreachable_servers_leave_time_for_the_others(
     valkey_cluster: ValkeyCluster, namespace: str
 ) -> None:
     publishings = [Publishing(a_record(namespace, "k"), a_location(), 60.0)]
@@ -218,7 +218,7 @@ def test_the_whole_cluster_is_gone_and_comes_back_empty(
         started = time.monotonic()
         with pytest.raises(StoreUnavailable):
             store.publish(record, a_location())
-        assert time.monotonic() - started < MARGIN_SECONDS, "who is refused need not wait"
+        assert time.monotonic() - started < MARGIN_SECONDS, "a refused call does not wait"
     for member in own_cluster.members:
         member.restart()
     own_cluster.wait_until_whole()
@@ -233,7 +233,7 @@ def _published(store: MetadataStore, namespace: str) -> bool:
     return False
 
 
-def test_a_slot_that_nobody_serves_fails_alone(
+def test_only_the_keys_of_an_unserved_slot_fail(
     own_cluster: ValkeyCluster, store: MetadataStore, namespace: str
 ) -> None:
     keys = [f"k{n}" for n in range(8)]
@@ -259,7 +259,7 @@ def test_a_slot_that_nobody_serves_fails_alone(
 def test_keys_of_one_place_lie_on_one_master(
     own_cluster: ValkeyCluster, store: MetadataStore, namespace: str
 ) -> None:
-    assert store.place_of(namespace, "k0") == "", "nobody was asked yet"
+    assert store.place_of(namespace, "k0") == "", "no server was queried yet"
     store.ping()
     for key in (f"k{n}" for n in range(30)):
         port = own_cluster.owner(layout.record(namespace, key)).port
@@ -269,11 +269,11 @@ def test_keys_of_one_place_lie_on_one_master(
     victim.stop()
     with pytest.raises(StoreUnavailable):
         store.locate(namespace, ["k0"])
-    assert store.place_of(namespace, "k0") == place, "who is in doubt keeps his keys"
+    assert store.place_of(namespace, "k0") == place, "a server in doubt keeps its keys"
     victim.go_on()
 
 
-def test_what_is_not_reached_is_no_miss(
+def test_a_server_that_is_not_reached_is_no_miss(
     own_cluster: ValkeyCluster, store: MetadataStore, namespace: str
 ) -> None:
     items = [(namespace, f"k{n}") for n in range(1200)]  # more than fit in one round trip

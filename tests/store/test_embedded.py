@@ -183,7 +183,7 @@ def test_a_server_whose_owner_is_already_gone_does_not_start() -> None:
 # ---- one server for a directory
 
 
-def test_what_a_killed_server_left_is_replaced(tmp_path: Path) -> None:
+def test_files_of_a_killed_server_are_replaced(tmp_path: Path) -> None:
     owner, server = owner_of(tmp_path / "s")
     os.kill(owner, signal.SIGKILL)
     with EmbeddedServer.start(tmp_path / "s") as again, open_store(again.url) as store:
@@ -228,7 +228,7 @@ def test_no_server_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
         find_server()
 
 
-def test_an_executable_that_is_none(tmp_path: Path) -> None:
+def test_an_invalid_executable(tmp_path: Path) -> None:
     with pytest.raises(EmbeddedServerError, match="not a program"):
         EmbeddedServer.start(tmp_path / "s", executable="/nonexistent/valkey-server")
 
@@ -244,7 +244,7 @@ def test_the_wheel_comes_before_the_path(tmp_path: Path, monkeypatch: pytest.Mon
     assert find_server("/bin/sh") == "/bin/sh"
 
 
-def test_a_server_that_fails_says_why(tmp_path: Path) -> None:
+def test_the_error_has_the_output_of_a_failed_server(tmp_path: Path) -> None:
     with pytest.raises(EmbeddedServerError, match=r"did not start: .*maxmemory-policy"):
         EmbeddedServer.start(tmp_path / "s", policy="no-such-policy")
 

@@ -32,7 +32,7 @@ def known(entries: Entries) -> set[str]:
     return set(found)
 
 
-def test_what_a_lane_had_read_goes_at_once() -> None:
+def test_entries_are_dropped_with_their_connection() -> None:
     entries, connections = Entries(10 * MANY), [a_connection(), a_connection()]
     keys = [[f"{n}-{m}" for m in range(MANY)] for n in range(2)]
     started = time.thread_time()
@@ -46,7 +46,7 @@ def test_what_a_lane_had_read_goes_at_once() -> None:
     assert entries.of(NAMESPACE).get(keys[0][0]) is None
 
 
-def test_what_is_lost_is_freed_in_pieces_and_nothing_else_with_it() -> None:
+def test_lost_entries_are_freed_in_steps() -> None:
     entries, lost, kept = Entries(MANY), a_connection(), a_connection()
     put(entries, lost, *(f"l{n}" for n in range(10_000)))
     put(entries, kept, "old", now=1.0)
@@ -64,7 +64,7 @@ def test_what_is_lost_is_freed_in_pieces_and_nothing_else_with_it() -> None:
     assert not entries.drop_older(2.0)
 
 
-def test_past_the_most_the_longest_unread_go_whoever_had_read_them() -> None:
+def test_beyond_the_limit_the_least_recently_read_entries_are_evicted() -> None:
     entries, connections = Entries(10), [a_connection(), a_connection(), a_connection()]
     for n in range(15):
         put(entries, connections[n % 2], f"k{n}", now=float(n))
@@ -74,7 +74,7 @@ def test_past_the_most_the_longest_unread_go_whoever_had_read_them() -> None:
     assert known(entries) == {"k5", *(f"k{n}" for n in range(7, 16))}
 
 
-def test_a_key_that_moved_is_the_new_lanes() -> None:
+def test_a_key_that_moved_belongs_to_the_new_connection() -> None:
     entries, before, after = Entries(10), a_connection(), a_connection()
     put(entries, before, "moved", "stays")
     put(entries, after, "moved", now=2.0)
@@ -86,7 +86,7 @@ def test_a_key_that_moved_is_the_new_lanes() -> None:
     assert known(entries) == set()
 
 
-def test_what_is_absent_is_read_again_after_a_second(
+def test_an_absent_key_is_read_again_after_a_second(
     valkey_server: EmbeddedServer, namespace: str
 ) -> None:
     """Bounds what a lost push could hide; a present key is not read again."""

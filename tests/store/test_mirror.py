@@ -41,7 +41,7 @@ def publish(store: MetadataStore, namespace: str, key: str, *, ttl_seconds: floa
 # ---- pushes
 
 
-def test_what_is_absent_appears_and_goes_again(
+def test_an_absent_record_appears_and_is_removed_again(
     mirroring: Mirroring, store: MetadataStore, namespace: str
 ) -> None:
     assert mirroring.has(namespace, "k") is False
@@ -82,7 +82,7 @@ def _commands(url: str) -> int:
     ],
     ids=["expiry", "field", "rename", "foreign", "flushall", "flushdb"],
 )
-def test_however_a_record_ends_it_is_pushed(
+def test_every_end_of_a_record_is_pushed(
     mirroring: Mirroring,
     store: MetadataStore,
     valkey_server: EmbeddedServer,
@@ -98,7 +98,7 @@ def test_however_a_record_ends_it_is_pushed(
     watching.cancel()
 
 
-def test_what_is_no_record_is_watched_as_well(
+def test_keys_without_a_valid_record_are_watched_too(
     mirroring: Mirroring, store: MetadataStore, valkey_server: EmbeddedServer, namespace: str
 ) -> None:
     name = layout.record(namespace, "k")
@@ -133,7 +133,7 @@ def _exists(url: str, namespace: str, key: str) -> bool:
 # ---- watches
 
 
-def test_a_watch_tells_of_records_and_of_claims(
+def test_a_watch_reports_records_and_claims(
     mirroring: Mirroring, store: MetadataStore, valkey_server: EmbeddedServer, namespace: str
 ) -> None:
     claim = layout.claim(namespace, "k")
@@ -148,7 +148,9 @@ def test_a_watch_tells_of_records_and_of_claims(
     late = mirroring.watch(namespace, "k")
     for behind in ("the pushes", "what was read for them"):
         assert mirroring.has(namespace, behind) is False
-    assert (len(watching.seen), late.seen) == (count, []), "told, and there is nothing to be had"
+    assert (len(watching.seen), late.seen) == (count, []), (
+        "reported although the claim is still held"
+    )
     command(valkey_server.url, "DEL", claim)
     wait_until(lambda: len(watching.seen) > count and late.seen, 2.0)
     late.cancel()
@@ -174,11 +176,11 @@ def test_many_watches_on_one_key_and_one_that_ends_itself(
     counts = [len(watching.seen) for watching in many]
     store.withdraw(namespace, "k", "node-1", reason="evicted")
     mirroring.wait_to_know(namespace, "k", there=False, seconds=1.0)
-    assert [len(watching.seen) for watching in many] == counts, "a cancelled one was told"
+    assert [len(watching.seen) for watching in many] == counts, "a cancelled watch was notified"
     assert mirroring.do(lambda: len(mirroring.mirror._watches)) == 0
 
 
-def test_what_is_told_may_fail_and_harms_nobody_else(
+def test_an_exception_in_a_watcher_does_not_affect_others(
     mirroring: Mirroring, store: MetadataStore, namespace: str
 ) -> None:
     def fail(*_: object) -> None:
@@ -218,7 +220,7 @@ def test_no_entry_is_older_than_allowed(valkey_server: EmbeddedServer, namespace
 # ---- connections end
 
 
-def test_a_lost_lane_is_forgotten_and_what_is_watched_read_again(
+def test_after_a_lost_connection_watched_keys_are_read_again(
     mirroring: Mirroring, store: MetadataStore, valkey_server: EmbeddedServer, namespace: str
 ) -> None:
     publish(store, namespace, "there")
@@ -290,7 +292,7 @@ def test_a_killed_server_that_comes_back_empty(server: EmbeddedServer, namespace
         watching.cancel()
 
 
-def test_a_server_that_refuses_tracking_says_so(server: EmbeddedServer, namespace: str) -> None:
+def test_a_server_that_refuses_tracking_is_logged(server: EmbeddedServer, namespace: str) -> None:
     command(server.url, "ACL", "SETUSER", "lb", "on", ">pw", "~lb:*", "+@all", "-client|tracking")
     with Mirroring(f"unix://lb:pw@{server.url.removeprefix('unix://')}") as mirroring:
         for _ in range(3):
@@ -304,7 +306,7 @@ def test_a_server_that_refuses_tracking_says_so(server: EmbeddedServer, namespac
 # ---- size of requests
 
 
-def test_a_question_that_does_not_fit_into_the_socket(
+def test_a_request_larger_than_the_socket_buffer(
     valkey_server: EmbeddedServer, store: MetadataStore, namespace: str
 ) -> None:
     keys = [f"{n:064x}" + "x" * 60 for n in range(2000)]
@@ -339,7 +341,7 @@ def test_closing_leaves_no_descriptors_and_no_threads(
     assert threading.active_count() <= threads
 
 
-def test_a_closed_mirror_answers_and_dials_no_more(
+def test_a_closed_mirror_neither_answers_nor_connects(
     valkey_server: EmbeddedServer, namespace: str
 ) -> None:
     with Mirroring(valkey_server.url) as mirroring:

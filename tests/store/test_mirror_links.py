@@ -60,7 +60,7 @@ def test_cut_in_the_middle_of_replies(
     assert {one.key for one in found if one is not None} == set(there)  # type: ignore[union-attr]
 
 
-def test_pushes_that_are_swallowed_are_missed(
+def test_lost_pushes_are_detected(
     mirroring: Mirroring, relay: Relay, store: MetadataStore, namespace: str
 ) -> None:
     """The connection stays open at both ends and carries nothing, as behind a firewall."""
@@ -80,7 +80,7 @@ def test_pushes_that_are_swallowed_are_missed(
     watching.cancel()
 
 
-def test_late_replies_reach_nobody(
+def test_late_replies_are_dropped(
     mirroring: Mirroring, relay: Relay, store: MetadataStore, namespace: str
 ) -> None:
     assert mirroring.has(namespace, "k") is False

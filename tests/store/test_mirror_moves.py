@@ -21,7 +21,7 @@ KEYS = [f"k{n}" for n in range(24)]
 
 @pytest.fixture
 def other(request: pytest.FixtureRequest) -> Iterator[MetadataStore]:
-    """Another process' store, so that the mirror's own store learns of changes from servers
+    """Another process' store, so that the mirror's own store gets changes from servers
     only.
     """
     names = {"valkey_cluster", "own_cluster", "own_sentinels"} & set(request.fixturenames)
@@ -53,7 +53,7 @@ def move(cluster: ValkeyCluster, slot: int, target: ServerProcess, how: str) -> 
 
 
 @pytest.mark.parametrize("how", ["key by key", "at once"])
-def test_what_is_known_of_a_slot_that_moved_becomes_true(
+def test_entries_of_a_moved_slot_are_corrected(
     valkey_cluster: ValkeyCluster, other: MetadataStore, namespace: str, how: str
 ) -> None:
     masters, owners = where_all_are(valkey_cluster, namespace)
@@ -87,7 +87,7 @@ def test_what_is_known_of_a_slot_that_moved_becomes_true(
 
 
 @pytest.mark.parametrize("how", ["key by key", "at once"])
-def test_an_empty_slot_that_moved_without_a_sign(
+def test_an_empty_slot_moves_without_a_redirection(
     valkey_cluster: ValkeyCluster, other: MetadataStore, namespace: str, how: str
 ) -> None:
     """The old master has nothing to push and gets no request: only a check of the slot map shows
@@ -105,7 +105,7 @@ def test_an_empty_slot_that_moved_without_a_sign(
     move(valkey_cluster, slot, source, how)
 
 
-def test_while_a_slot_is_on_its_way_only_its_missing_keys_are_unknown(
+def test_while_a_slot_moves_only_its_missing_keys_are_unknown(
     valkey_cluster: ValkeyCluster, other: MetadataStore, namespace: str
 ) -> None:
     masters, owners = where_all_are(valkey_cluster, namespace)
@@ -126,7 +126,7 @@ def test_while_a_slot_is_on_its_way_only_its_missing_keys_are_unknown(
 
 
 @pytest.mark.parametrize("fault", ["killed", "stopped"])
-def test_a_master_of_a_cluster_goes(
+def test_a_master_of_a_cluster_fails(
     own_cluster: ValkeyCluster, other: MetadataStore, namespace: str, fault: str
 ) -> None:
     for member in own_cluster.members:
@@ -171,7 +171,7 @@ def _published(store: MetadataStore, namespace: str) -> bool:
 
 
 @pytest.mark.parametrize("fault", ["killed", "stopped"])
-def test_the_master_behind_sentinels_goes(
+def test_the_master_behind_sentinels_fails(
     own_sentinels: Sentinels, other: MetadataStore, namespace: str, fault: str
 ) -> None:
     old, new = own_sentinels.master(), own_sentinels.replica()

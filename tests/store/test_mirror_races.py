@@ -47,7 +47,7 @@ def racing(valkey_server: EmbeddedServer) -> Iterator[tuple[MetadataStore, Mirro
     phases=[Phase.generate],  # shrinking does not reproduce a race
 )
 @given(of_the_store=STEPS, of_the_mirror=STEPS)
-def test_after_quiet_the_mirror_says_what_redis_says(
+def test_after_a_pause_the_mirror_equals_redis(
     racing: tuple[MetadataStore, Mirroring, str],
     of_the_store: list[Step],
     of_the_mirror: list[Step],

@@ -56,14 +56,14 @@ def test_records_lie_on_all_masters(
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_a_slot_on_its_way_and_after(
+def test_a_slot_while_it_moves_and_afterwards(
     store: MetadataStore, valkey_cluster: ValkeyCluster, namespace: str, known: bool
 ) -> None:
     def on_its_way() -> None:
         (found,) = store.locate(namespace, ["k"])
         assert (found is not None) == known
         # While a slot moves, some keys of a script are on the old server, some on the new or on
-        # none; the cluster cannot tell these cases apart. The publisher retries.
+        # none; the cluster cannot distinguish these cases. The publisher retries.
         with pytest.raises(StoreUnavailable, match="TRYAGAIN"):
             store.publish(a_record(namespace, "k"), a_location("node-2"))
 

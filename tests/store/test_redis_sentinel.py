@@ -51,7 +51,9 @@ def test_sentinels_that_are_dead(own_sentinels: Sentinels, namespace: str) -> No
         store.locate(namespace, ["k"])
 
 
-def test_the_passwords_can_stand_apart(own_sentinels: Sentinels, namespace: str) -> None:
+def test_the_passwords_can_be_passed_beside_the_url(
+    own_sentinels: Sentinels, namespace: str
+) -> None:
     url = own_sentinels.url.replace(":of-servers@", "")
     with patient(url, password="of-servers") as store:
         assert store.locate(namespace, ["k"]) == [None]
@@ -64,7 +66,7 @@ def test_the_passwords_can_stand_apart(own_sentinels: Sentinels, namespace: str)
         assert "of-servers" not in str(caught.value)
 
 
-def test_a_service_that_nobody_knows(sentinels: Sentinels, namespace: str) -> None:
+def test_an_unknown_service_name(sentinels: Sentinels, namespace: str) -> None:
     with patient(sentinels.url.replace(SERVICE, "another")) as store:
         with pytest.raises(StoreUnavailable) as caught:
             store.locate(namespace, ["k"])

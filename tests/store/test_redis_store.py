@@ -53,7 +53,7 @@ def store(valkey_server: EmbeddedServer) -> Iterator[MetadataStore]:
 # ---- the documented layout, as redis-cli shows it
 
 
-def test_the_layout_is_what_it_says(
+def test_the_layout_is_as_documented(
     store: MetadataStore, valkey_server: EmbeddedServer, namespace: str
 ) -> None:
     url = valkey_server.url
@@ -171,7 +171,7 @@ def test_one_garbled_copy_does_not_hide_the_others(
     assert found.locations == (a_location(),)
 
 
-def test_what_is_foreign_or_garbled_is_no_owner_of_a_hand_off(
+def test_a_foreign_or_garbled_record_names_no_owner_of_a_hand_off(
     store: MetadataStore, valkey_server: EmbeddedServer, namespace: str
 ) -> None:
     name = layout.record(namespace, "k@r")
@@ -203,7 +203,7 @@ def test_a_foreign_type_is_a_miss_to_readers_and_a_conflict_to_writers(
 
 
 @pytest.mark.parametrize("value", ["a:1:token-of-old", "a:1:pondering:t", "no colon", ""])
-def test_a_claim_that_nobody_can_read_is_taken_over(
+def test_an_unreadable_claim_is_taken_over(
     store: MetadataStore, valkey_server: EmbeddedServer, namespace: str, value: str
 ) -> None:
     command(valkey_server.url, "SET", layout.claim(namespace, "k"), value, "PX", 60_000)
@@ -224,7 +224,7 @@ def test_a_claim_without_an_end_is_taken_over(
     [("SET", "a string"), ("HSET", "key", "another"), ("HDEL", "dtype"), ("HSET", "v", "2")],
     ids=["foreign type", "colliding", "incomplete", "other version"],
 )
-def test_a_claim_goes_on_beside_a_record_that_is_none(
+def test_a_claim_is_granted_beside_an_invalid_record(
     store: MetadataStore, valkey_server: EmbeddedServer, namespace: str, garble: tuple[str, ...]
 ) -> None:
     key = "a key whose name is a hash"
@@ -236,7 +236,7 @@ def test_a_claim_goes_on_beside_a_record_that_is_none(
 
 
 @pytest.mark.parametrize("value", ["no beat", f"{BOOT}:", ":3", f"{BOOT}:-1", "b:" + "9" * 20])
-def test_a_beat_that_nobody_can_read_takes_no_id(
+def test_an_unreadable_beat_occupies_no_id(
     store: MetadataStore, valkey_server: EmbeddedServer, value: str
 ) -> None:
     command(valkey_server.url, "HSET", "lb:nodes", "node-1", value)
@@ -244,7 +244,7 @@ def test_a_beat_that_nobody_can_read_takes_no_id(
     assert store.beat("node-1", BOOT[:15], 2)
 
 
-def test_many_go_out_in_one_round_trip_and_come_back_after_a_flush_of_scripts(
+def test_a_batch_takes_one_round_trip_and_survives_a_script_flush(
     store: MetadataStore, valkey_server: EmbeddedServer, namespace: str
 ) -> None:
     many = [Publishing(a_record(namespace, f"k{n}"), a_location(), 60.0) for n in range(64)]
@@ -261,7 +261,7 @@ def test_many_go_out_in_one_round_trip_and_come_back_after_a_flush_of_scripts(
     assert store.withdraw_many(withdrawings) == [True] * 64
 
 
-def test_one_foreign_key_among_many_does_not_keep_the_others_from_being_written(
+def test_one_foreign_key_in_a_batch_does_not_block_the_others(
     store: MetadataStore, valkey_server: EmbeddedServer, namespace: str
 ) -> None:
     command(valkey_server.url, "SET", layout.record(namespace, "bad"), "a string")
@@ -273,7 +273,7 @@ def test_one_foreign_key_among_many_does_not_keep_the_others_from_being_written(
     assert [record and record.key for record in found] == ["first", None, "last"]
 
 
-def test_a_foreign_type_under_a_claims_name_stops_nobody(
+def test_a_foreign_type_under_a_claims_name_blocks_no_claim(
     store: MetadataStore, valkey_server: EmbeddedServer, namespace: str
 ) -> None:
     claim = layout.claim(namespace, "key")
@@ -286,7 +286,7 @@ def test_a_foreign_type_under_a_claims_name_stops_nobody(
     assert not ask(store, namespace, "b", key="key").granted
 
 
-def test_hits_that_somebody_wrote_by_hand_are_some_number(
+def test_hit_counts_written_by_hand_are_read_as_numbers(
     store: MetadataStore, valkey_server: EmbeddedServer, namespace: str
 ) -> None:
     scores = ["inf", "a", "-inf", "b", "1e300", "c", "2.5", "d"]
@@ -294,7 +294,7 @@ def test_hits_that_somebody_wrote_by_hand_are_some_number(
     assert store.hits(namespace, list("abcde")) == [2**63, 0, 2**63, 2, 0]
 
 
-def test_scripts_come_back_by_themselves(
+def test_scripts_are_loaded_again_after_a_flush(
     store: MetadataStore, valkey_server: EmbeddedServer, namespace: str
 ) -> None:
     store.beat("node-1", BOOT, 1)
@@ -302,7 +302,7 @@ def test_scripts_come_back_by_themselves(
     assert store.beat("node-1", BOOT, 2)
 
 
-def test_a_server_that_lost_its_data_is_noticed_by_the_next_beat(
+def test_the_next_beat_detects_a_server_that_lost_its_data(
     store: MetadataStore, valkey_server: EmbeddedServer
 ) -> None:
     store.beat("node-1", BOOT, 1)

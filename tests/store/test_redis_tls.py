@@ -22,7 +22,7 @@ class TestTlsStore(StoreContract, ClaimContract, NodeContract, ReasonContract):
             yield store
 
 
-def test_the_password_can_stand_apart(tls_server: TlsServer, namespace: str) -> None:
+def test_the_password_can_be_passed_beside_the_url(tls_server: TlsServer, namespace: str) -> None:
     with patient(tls_server.url_of(password=""), password=PASSWORD) as store:
         assert store.locate(namespace, ["k"]) == [None]
 
@@ -35,7 +35,9 @@ def test_the_password_can_stand_apart(tls_server: TlsServer, namespace: str) -> 
         {"certificate": False},
     ],
 )
-def test_who_is_not_let_in(tls_server: TlsServer, namespace: str, wrong: dict[str, object]) -> None:
+def test_refused_users_and_certificates(
+    tls_server: TlsServer, namespace: str, wrong: dict[str, object]
+) -> None:
     url = tls_server.url_of(**wrong)  # type: ignore[arg-type]
     with patient(url) as store, pytest.raises(StoreUnavailable) as caught:
         store.locate(namespace, ["k"])
@@ -52,13 +54,13 @@ def test_an_authority_that_did_not_sign(tls_server: TlsServer, namespace: str) -
         store.locate(namespace, ["k"])
 
 
-def test_without_tls_nothing_is_said(tls_server: TlsServer, namespace: str) -> None:
+def test_a_connection_without_tls_is_refused(tls_server: TlsServer, namespace: str) -> None:
     url = f"redis://127.0.0.1:{tls_server.process.port}"
     with patient(url) as store, pytest.raises(StoreUnavailable):
         store.locate(namespace, ["k"])
 
 
-def test_connecting_and_the_handshake_share_one_time_out() -> None:
+def test_connecting_and_the_handshake_share_one_timeout() -> None:
     """A host that accepts the second connect, after a second, and then sends nothing."""
     with Blackhole() as host:
         opening = threading.Timer(0.5, host.take_in, [2.5])

@@ -34,11 +34,11 @@ def store(own_sentinels: Sentinels) -> Iterator[MetadataStore]:
     ],
     indirect=["own_sentinels"],
 )
-def test_the_master_goes_in_the_middle_of_a_write_load(
+def test_the_master_fails_during_writes(
     own_sentinels: Sentinels, store: MetadataStore, namespace: str, fault: str
 ) -> None:
     old, new = own_sentinels.master(), own_sentinels.replica()
-    frozen = own_sentinels.sentinels[0]  # it would be asked first
+    frozen = own_sentinels.sentinels[0]  # it would be queried first
     with under_load(store, namespace, keys=MANY_KEYS) as load:
         load.moves(5.0)
         load.within_budget()
@@ -109,7 +109,7 @@ def test_sentinels_are_needed_only_to_find_a_master(
     for sentinel in others:
         sentinel.kill() if fault == "killed" else sentinel.stop()
     assert store.publish(record, a_location(generation=2)) is Publication.ADDED
-    # Also after a failure, after which it would ask the sentinels.
+    # Also after a failure, which makes it query the sentinels.
     own_sentinels.ask(own_sentinels.servers[0], "CLIENT", "PAUSE", 700, "ALL")
     with pytest.raises(StoreUnavailable):
         store.publish(record, a_location(generation=3))
@@ -121,7 +121,7 @@ def test_sentinels_are_needed_only_to_find_a_master(
         started = time.monotonic()
         assert store.publish(record, a_location(generation=generation)) is Publication.ADDED
         slowest = max(slowest, time.monotonic() - started)
-    assert slowest < MARGIN_SECONDS, "each call asks in vain who is master"
+    assert slowest < MARGIN_SECONDS, "each call queries dead sentinels for the master"
     with open_store(
         own_sentinels.url, call_timeout_seconds=CALL_SECONDS, connect_timeout_seconds=CALL_SECONDS
     ) as fresh:

@@ -114,7 +114,7 @@ def test_a_frozen_server_costs_one_timeout(
     call(store)
 
 
-def test_replies_to_abandoned_calls_reach_nobody(
+def test_replies_to_abandoned_calls_are_dropped(
     store: MetadataStore, server: EmbeddedServer
 ) -> None:
     for n in range(3):
@@ -143,7 +143,7 @@ def test_a_killed_server_is_refused_at_once_and_used_again_when_it_is_back(
         assert store.locate("ns", ["k"]) == [None]
 
 
-def test_a_server_restarted_between_two_calls_is_not_even_noticed(
+def test_a_restart_of_the_server_between_two_calls_costs_nothing(
     store: MetadataStore, server: EmbeddedServer
 ) -> None:
     store.ping()
@@ -153,7 +153,7 @@ def test_a_server_restarted_between_two_calls_is_not_even_noticed(
 
 
 @pytest.mark.parametrize("which", ["valkey", "redis"])
-def test_a_full_server_takes_no_copies_but_all_that_frees_memory(
+def test_a_full_server_refuses_copies_and_accepts_removals(
     start_server: StartServer, which: str
 ) -> None:
     executable = valkey_executable() if which == "valkey" else redis_executable()
@@ -205,7 +205,7 @@ def test_a_replica_refuses_writes(store: MetadataStore, server: EmbeddedServer) 
     store.publish(a_record("ns", "k"), a_location())
 
 
-def test_a_wrong_password_is_unavailable_and_stays_secret(server: EmbeddedServer) -> None:
+def test_a_wrong_password_is_unavailable_and_not_shown(server: EmbeddedServer) -> None:
     command(server.url, "CONFIG", "SET", "requirepass", "the-right-one")
     path = server.url.removeprefix("unix://")
     right = f"unix://:the-right-one@{path}"
@@ -238,7 +238,7 @@ def test_a_user_without_rights_is_unavailable(server: EmbeddedServer) -> None:
             store.locate("ns", ["k"])
 
 
-def test_nobody_listens(tmp_path: Path) -> None:
+def test_an_address_without_a_listener(tmp_path: Path) -> None:
     with open_store(f"unix://{tmp_path}/nothing.sock") as store:
         fails_within(MARGIN_SECONDS, lambda: store.locate("ns", ["k"]))
     with socket.socket() as free:
@@ -272,7 +272,7 @@ def test_nobody_listens(tmp_path: Path) -> None:
         "garbled",
     ],
 )
-def test_whoever_answers_like_that_is_unavailable(reply: bytes) -> None:
+def test_a_server_with_unexpected_replies_is_unavailable(reply: bytes) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(5)
 

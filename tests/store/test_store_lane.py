@@ -26,7 +26,7 @@ def relay(valkey_server: EmbeddedServer) -> Iterator[Relay]:
     relay.close()
 
 
-def test_a_server_that_hangs_costs_one_time_out(start_server: StartServer, namespace: str) -> None:
+def test_a_server_that_hangs_costs_one_timeout(start_server: StartServer, namespace: str) -> None:
     server = start_server()
     with Mirroring(server.url, call_seconds=CALL_SECONDS) as mirroring:
         watching = mirroring.watch(namespace, "k")
@@ -45,7 +45,7 @@ def test_a_server_that_hangs_costs_one_time_out(start_server: StartServer, names
         watching.cancel()
 
 
-def test_who_was_cut_off_asks_again_after_the_pause(
+def test_a_cut_connection_is_retried_after_the_pause(
     valkey_server: EmbeddedServer, namespace: str
 ) -> None:
     with Mirroring(valkey_server.url) as mirroring:
@@ -56,7 +56,7 @@ def test_who_was_cut_off_asks_again_after_the_pause(
             time.sleep(lane.PAUSE_SECONDS_MIN + 0.05)
 
 
-def test_it_is_tried_without_being_asked_one_try_at_a_time(
+def test_it_reconnects_in_the_background_one_attempt_at_a_time(
     valkey_server: EmbeddedServer, relay: Relay, namespace: str
 ) -> None:
     with Mirroring(f"redis://127.0.0.1:{relay.port}", call_seconds=HASTY_SECONDS) as mirroring:
@@ -79,7 +79,7 @@ def tracked_open(url: str) -> int:
 
 
 @pytest.mark.parametrize("watched", [False, True])
-def test_nobody_is_tried_for_whom_nobody_asks(
+def test_an_unused_server_is_not_reconnected(
     monkeypatch: pytest.MonkeyPatch, relay: Relay, namespace: str, watched: bool
 ) -> None:
     monkeypatch.setattr(lane, "RETRY_SECONDS", 0.5)

@@ -31,7 +31,7 @@ def refusal(**options: str | Path) -> str:
     return str(caught.value)
 
 
-def test_what_is_in_order_is_taken(files: Certificates) -> None:
+def test_valid_files_are_accepted(files: Certificates) -> None:
     context = tls_context(
         {
             "ssl_ca_certs": str(files.authority),
@@ -73,7 +73,7 @@ def test_a_key_and_no_certificate(files: Certificates) -> None:
     assert "no private key" in refusal(ssl_certfile=files.client)
 
 
-def test_a_passphrase_is_not_asked_for_at_the_terminal(files: Certificates, tmp_path: Path) -> None:
+def test_no_passphrase_is_requested_at_the_terminal(files: Certificates, tmp_path: Path) -> None:
     key = serialization.load_pem_private_key(files.client_key.read_bytes(), None)
     encrypted = tmp_path / "encrypted.pem"
     encrypted.write_bytes(
@@ -88,7 +88,7 @@ def test_a_passphrase_is_not_asked_for_at_the_terminal(files: Certificates, tmp_
     assert "without a passphrase" in said
 
 
-def test_a_file_that_goes_while_we_run(files: Certificates, tmp_path: Path) -> None:
+def test_a_file_that_is_removed_at_run_time(files: Certificates, tmp_path: Path) -> None:
     """As during a renewal of certificates: the file may return, so the store is only
     unavailable.
     """
@@ -100,7 +100,7 @@ def test_a_file_that_goes_while_we_run(files: Certificates, tmp_path: Path) -> N
             store.ping()
 
 
-def test_commands_and_nodes_do_not_start_by_it(tmp_path: Path) -> None:
+def test_commands_and_nodes_do_not_start_with_an_unusable_file(tmp_path: Path) -> None:
     settings = {
         "LOOKUP_BUFFER_STORE_URL": "rediss://127.0.0.1:1/0?ssl_ca_certs=/not/there.pem",
         "LOOKUP_BUFFER_DIRECTORY": str(tmp_path / "d"),

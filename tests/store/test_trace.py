@@ -86,7 +86,7 @@ class TraceContract:
         found = {key for space, key in traces_of(store).find(part) if space == namespace}
         assert found == wanted
 
-    def test_how_nodes_went(self, store: MetadataStore) -> None:
+    def test_how_nodes_left(self, store: MetadataStore) -> None:
         unknown, left = "never-heard-of", "node-that-left"
         store.beat(left, BOOT, 1)
         store.leave(left, BOOT, reason="stopped")
@@ -124,7 +124,7 @@ def the_trace(url: str, namespace: str, key: str = "k") -> Trace:
     return trace
 
 
-def test_what_is_not_ours_is_no_error(url: str, namespace: str) -> None:
+def test_foreign_values_are_no_error(url: str, namespace: str) -> None:
     names = [
         layout.record(namespace, "k"), layout.claim(namespace, "k"), layout.gone(namespace, "k"),
         layout.fail(namespace, "k"), layout.hits(namespace),
@@ -154,7 +154,7 @@ def test_a_claim_as_versions_before_wrote_it(url: str, namespace: str) -> None:
     assert claim[:2] == ("node:boot", ClaimState.ENCODING)
 
 
-def test_a_note_that_was_just_written_is_no_seconds_old(url: str, namespace: str) -> None:
+def test_an_entry_that_was_just_written_has_age_zero(url: str, namespace: str) -> None:
     with patient(url) as store:
         store.note_failures([Failure(namespace, "k", "checksum", "a", "b")])
         time.sleep(0.2)

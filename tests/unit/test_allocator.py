@@ -318,7 +318,7 @@ def test_a_hundred_thousand_blocks_do_not_slow_it_down() -> None:
 
 
 class Ages:
-    """Blocks by age, and how many of them were asked for."""
+    """Blocks by age, and how many of them were requested."""
 
     def __init__(self, ages: Mapping[int, float]) -> None:
         self.ages = sorted((time, offset) for offset, time in ages.items())

@@ -42,7 +42,7 @@ def passed(arena: Arena) -> Iterator[int]:
     os.close(descriptor)
 
 
-def test_a_client_reads_what_the_node_wrote(arena: Arena, passed: int) -> None:
+def test_a_client_reads_the_nodes_bytes(arena: Arena, passed: int) -> None:
     mapping = Mapping(passed, NBYTES, writable=False)
     mapping.populate(0, NBYTES)
     assert bytes(mapping.view[:5]) == b"bytes"
@@ -180,7 +180,7 @@ def test_a_descriptor_that_could_kill_or_exhaust_the_node_is_refused(
         os.close(descriptor)
 
 
-def test_what_is_no_memfd_is_refused(tmp_path: Path) -> None:
+def test_a_descriptor_that_is_no_memfd_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(bytes(4096))
     reader, writer = os.pipe()
     ours, theirs = socket.socketpair()

@@ -42,7 +42,7 @@ def test_hand_offs_that_appeared_come_first() -> None:
     assert keys(backlog.take()) == ["first@r", "gone@r", "b", "a", "second@r"]
 
 
-def test_rewriting_has_a_pace_and_fresh_changes_have_none() -> None:
+def test_rewrites_are_rate_limited_and_new_changes_are_not() -> None:
     clock = Clock()
     backlog = Backlog(clock)
     backlog.repeat([("ns", f"old{n}") for n in range(10_000)], AGAIN_PER_SECOND_MAX)
@@ -83,14 +83,14 @@ def test_an_address_is_in_it_once_and_the_newest_change_counts() -> None:
     assert backlog.take() == [of("b"), of("a", "evicted")]
 
 
-def test_a_claim_is_not_forgotten_by_a_later_change() -> None:
+def test_a_later_change_keeps_the_claim() -> None:
     backlog = Backlog(Clock())
     backlog.add(of("a", token="t1"))
     backlog.add(of("a", "evicted"))
     assert backlog.take() == [of("a", "evicted", "t1")]
 
 
-def test_what_failed_comes_back_but_does_not_cover_what_changed_since() -> None:
+def test_a_failed_write_is_repeated_unless_the_key_changed_since() -> None:
     backlog = Backlog(Clock())
     backlog.add(of("a", token="t1"))
     backlog.add(of("b"))
@@ -119,7 +119,7 @@ def test_the_last_minute_is_written_again_and_no_more() -> None:
     assert backlog.take() == [of("inserted"), of("withdrawn", "evicted")]
 
 
-def test_rewriting_that_failed_keeps_its_pace() -> None:
+def test_failed_rewrites_stay_rate_limited() -> None:
     clock = Clock()
     backlog = Backlog(clock)
     backlog.add(of("fresh"))
@@ -141,7 +141,7 @@ def test_rewriting_that_failed_keeps_its_pace() -> None:
     assert len(backlog) == 1000
 
 
-def test_rewriting_that_failed_does_not_cover_what_changed_since() -> None:
+def test_a_failed_rewrite_is_repeated_unless_the_key_changed_since() -> None:
     backlog = Backlog(Clock())
     backlog.repeat([("ns", "a"), ("ns", "b")], 1000.0)
     taken = backlog.take()
@@ -150,7 +150,7 @@ def test_rewriting_that_failed_does_not_cover_what_changed_since() -> None:
     assert backlog.take() == [of("a", "evicted", "t1"), of("b")]
 
 
-def test_what_is_repeated_after_a_failover_is_paced_as_well() -> None:
+def test_writes_repeated_after_a_failover_are_rate_limited_too() -> None:
     backlog = Backlog(Clock())
     backlog.add(of("a"))
     backlog.take()

@@ -56,7 +56,7 @@ def test_the_table_has_the_widths_that_torch_has() -> None:
     assert required <= set(HERE)
 
 
-def test_no_dtype_with_plain_bytes_is_forgotten() -> None:
+def test_every_dtype_with_plain_bytes_is_in_the_table() -> None:
     all_dtypes = {str(d)[6:] for d in vars(torch).values() if isinstance(d, torch.dtype)}
     unsupported = {n for n in all_dtypes - set(DTYPES) if not n.startswith(("q", "bits"))}
     assert unsupported - {"bit"} == set()
@@ -136,7 +136,7 @@ def test_a_lazily_conjugated_destination_gets_the_value() -> None:
     del owner
 
 
-def test_a_gradient_stays_behind() -> None:
+def test_a_gradient_is_not_carried() -> None:
     tensor = torch.nn.Parameter(torch.randn(3))
     owner, address, nbytes = contiguous_bytes(tensor)
     assert not owner.requires_grad
@@ -229,7 +229,7 @@ def test_tensor_over_refuses_a_strided_buffer() -> None:
         torch.zeros(3, 4).to_sparse(),
     ],
 )
-def test_check_out_refuses_what_cannot_take_the_value(out: torch.Tensor) -> None:
+def test_check_out_refuses_a_destination_that_does_not_fit(out: torch.Tensor) -> None:
     with pytest.raises(CodecError):
         check_out(out, TensorHeader.for_tensor("float32", (3, 4)))
 

@@ -113,7 +113,7 @@ def test_a_password_in_a_url_is_never_repeated(url: str) -> None:
     assert caught.value.__context__ is None or SECRET not in str(caught.value.__context__)
 
 
-def test_secrets_show_nowhere() -> None:
+def test_secrets_are_never_shown() -> None:
     config = BufferConfig(token=SECRET, store_password=SECRET)
     shown = f"{config!r} {config} {config.model_dump()} {config.expectations()}"
     assert SECRET not in shown
@@ -165,7 +165,7 @@ def test_a_wrong_environment_is_a_config_error(clean_environment: pytest.MonkeyP
 
 
 def test_an_empty_variable_counts_as_unset(clean_environment: pytest.MonkeyPatch) -> None:
-    """To a node and to a command, so that both look in one place."""
+    """For a node and for a command, so that both use the same settings."""
     usual, asking = BufferConfig.from_environment(), StoreAccess.from_environment()
     for name in ("DIRECTORY", "STORE_URL", "STORE_TIMEOUT_SECONDS", "STORE_PASSWORD", "TOKEN_FILE"):
         clean_environment.setenv(f"LOOKUP_BUFFER_{name}", "")
@@ -191,7 +191,7 @@ def test_a_directory_that_others_may_enter_is_refused(tmp_path: Path, mode: int)
         BufferConfig(directory=path).runtime_directory()
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a directory to somebody else")
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can change the owner of a directory")
 def test_a_directory_of_another_user_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "theirs"
     path.mkdir(mode=0o700)
@@ -200,7 +200,7 @@ def test_a_directory_of_another_user_is_refused(tmp_path: Path) -> None:
         BufferConfig(directory=path).runtime_directory()
 
 
-def test_clients_and_nodes_compare_what_they_must_agree_on() -> None:
+def test_clients_and_nodes_compare_shared_settings() -> None:
     base = BufferConfig(capacity_bytes=1 << 20)
     assert base.expectations() == BufferConfig(capacity_bytes=1 << 20).expectations()
     token = secrets.token_hex(16)

@@ -37,8 +37,8 @@ class Met:
 
 @pytest.mark.parametrize("answers", [0, 1, 3])
 def test_messages_sent_before_a_close_are_received_though_replies_fail(answers: int) -> None:
-    """Else its goodbye is lost where the node was about to tell it something: its pins would stay
-    as long as those of a client that was lost, which may be in the middle of a copy."""
+    """Else its last message is lost if the node is sending an event at that moment: its pins would
+    stay as long as those of a lost client, which may be in the middle of a copy."""
 
     async def meet() -> Met:
         met = Met(answers=answers)

@@ -22,7 +22,7 @@ def test_hits_that_are_not_written_are_bounded() -> None:
     assert hits["ns", "k0"] == 2
 
 
-def test_what_comes_back_is_added_and_bounded() -> None:
+def test_returned_hits_are_added_and_bounded() -> None:
     counters = Counters()
     for n in range(HITS_KEYS_MAX):
         counters.hit(item_of(f"k{n}"))
@@ -47,7 +47,7 @@ def test_hits_and_their_bytes_are_counted_by_source() -> None:
     assert set(hits) == {("ns", "a"), ("ns", "b")}
 
 
-def test_a_histogram_counts_what_took_at_most_so_long() -> None:
+def test_a_histogram_counts_durations_up_to_each_bound() -> None:
     histogram = Histogram()
     for seconds in (0.0004, 0.001, 0.0011, 0.3, 99.0):
         histogram.observe(seconds)

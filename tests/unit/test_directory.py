@@ -103,7 +103,7 @@ class Slow(MemoryStore):
         return found
 
 
-def test_an_older_reading_that_comes_late_is_no_sign_of_life(fleet: Fleet) -> None:
+def test_an_older_reading_that_arrives_late_is_no_sign_of_life(fleet: Fleet) -> None:
     fleet.store = store = Slow()
     fleet.pass_seconds(3, "us", "a")
     slow = threading.Thread(target=fleet.directory.refresh, args=(store,), name="slow")
@@ -177,7 +177,7 @@ def test_locations_of_the_long_dead_are_remembered_when_they_are_found(fleet: Fl
 
 
 def test_a_boot_that_is_too_young_to_be_known_is_not_dead(fleet: Fleet) -> None:
-    """It beats before it publishes, so only a later reading of the beats can tell."""
+    """It beats before it publishes, so only a later read of the beats shows whether it is dead."""
     fleet.pass_seconds(10, "us", "a")
     assert not fleet.directory.is_dead(at("new")), "it may have begun to beat just now"
     assert not fleet.directory.is_dead(at("a", "next"))
@@ -212,7 +212,7 @@ def test_a_boot_that_is_silent_is_dead_but_not_replaced(fleet: Fleet) -> None:
     assert not fleet.directory.is_replaced(at("a")), "it may thaw"
 
 
-def test_what_it_remembers_is_bounded_and_judged_again(fleet: Fleet) -> None:
+def test_its_memory_is_bounded_and_checked_again(fleet: Fleet) -> None:
     fleet.pass_seconds(3, "us", "a")
     fleet.pass_seconds(int(LONG_DEAD_SECONDS) + 1, "us")
     for n in range(VOID_MAX + 10):

@@ -34,7 +34,7 @@ class Beats:
         return done
 
 
-def test_one_that_fails_rests_and_the_others_do_not() -> None:
+def test_a_failed_task_pauses_and_the_others_continue() -> None:
     beats = Beats()
     errands = [beats.errand("a"), beats.errand("b", StoreUnavailable("gone")), beats.errand("c")]
     beats.errands.run_until(beats.now + 1.0, errands)
@@ -47,7 +47,7 @@ def test_one_that_fails_rests_and_the_others_do_not() -> None:
     assert beats.told() == ["a", "b", "c"]
 
 
-def test_what_takes_long_leaves_the_rest_to_the_next_beat() -> None:
+def test_after_a_long_task_the_others_run_in_the_next_beat() -> None:
     beats = Beats()
     errands = [beats.errand("a"), beats.errand("b", StoreUnavailable("gone"), 2.0)]
     errands += [beats.errand("c", StoreUnavailable("gone"), 2.0), beats.errand("d")]
@@ -58,19 +58,19 @@ def test_what_takes_long_leaves_the_rest_to_the_next_beat() -> None:
 
 
 @pytest.mark.parametrize("error", [StoreFull("full"), ValueError("a bug")])
-def test_no_errand_ends_what_the_others_do(error: Exception) -> None:
+def test_an_error_in_one_task_does_not_end_the_others(error: Exception) -> None:
     beats = Beats()
     beats.errands.run_until(beats.now + 1.0, [beats.errand("a", error), beats.errand("b")])
     assert beats.told() == ["a", "b"]
 
 
-def test_a_node_that_has_to_end_is_not_kept() -> None:
+def test_an_error_that_must_end_the_node_is_raised() -> None:
     beats = Beats()
     with pytest.raises(ConfigError):
         beats.errands.run(*beats.errand("a", ConfigError("another has the name")))
 
 
-def test_a_store_that_is_new_wakes_all() -> None:
+def test_a_new_store_makes_all_tasks_due() -> None:
     beats = Beats()
     failing = beats.errand("a", StoreUnavailable("gone"))
     for _ in range(2):

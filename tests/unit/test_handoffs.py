@@ -111,7 +111,7 @@ def test_a_taker_of_an_absent_key_gets_a_miss(owner: Owner) -> None:
     assert not owner.handoffs.acknowledge(12345)
 
 
-def test_others_stand_in_line_in_their_order(owner: Owner) -> None:
+def test_other_takers_are_queued_in_order(owner: Owner) -> None:
     owner.insert()
     first, *others = [Taker(owner).take() for _ in range(4)]
     hasty = Taker(owner).take(patient=False)
@@ -133,10 +133,12 @@ def test_when_it_is_taken_queued_takers_get_a_miss(owner: Owner) -> None:
     owner.handoffs.acknowledge(first.token)
     assert second.told == [None]
     owner.insert()
-    assert second.told == [None], "told once; he asks again when there is something"
+    assert second.told == [None], (
+        "notified once; the taker repeats its request when there is an item"
+    )
 
 
-def test_a_lease_that_is_over_is_lost(owner: Owner) -> None:
+def test_an_acknowledgement_after_the_lease_is_lost(owner: Owner) -> None:
     owner.insert()
     frozen, second = Taker(owner).take(), Taker(owner).take()
     owner.loop.run(LEASE_SECONDS - 0.1)
@@ -147,7 +149,7 @@ def test_a_lease_that_is_over_is_lost(owner: Owner) -> None:
     assert owner.handoffs.acknowledge(second.token)
 
 
-def test_an_owner_that_was_stopped_keeps_to_the_time(owner: Owner) -> None:
+def test_an_owner_that_was_stopped_expires_leases_on_time(owner: Owner) -> None:
     """After it thaws it may read the acknowledgement before its timers run."""
     owner.insert()
     taker = Taker(owner).take()
@@ -177,7 +179,7 @@ def test_a_replaced_generation_is_acknowledged_by_its_taker(owner: Owner) -> Non
     assert not owner.is_there()
 
 
-def test_a_replaced_generation_that_is_given_back_is_gone(owner: Owner) -> None:
+def test_a_replaced_generation_that_is_released_is_dropped(owner: Owner) -> None:
     owner.insert()
     first = Taker(owner).take()
     new = owner.insert()
@@ -188,7 +190,7 @@ def test_a_replaced_generation_that_is_given_back_is_gone(owner: Owner) -> None:
     assert Taker(owner).take().told == [None]
 
 
-def test_what_expires_in_a_lease_is_finished_and_not_had_again(owner: Owner) -> None:
+def test_an_item_that_expires_in_a_lease_is_not_taken_again(owner: Owner) -> None:
     for acknowledged in (True, False):
         owner.insert(ttl_seconds=2.0)
         first, second = Taker(owner).take(), Taker(owner).take()
@@ -201,7 +203,7 @@ def test_what_expires_in_a_lease_is_finished_and_not_had_again(owner: Owner) -> 
         assert second.told == [None]
 
 
-def test_an_offer_keeps_the_line_until_it_is_withdrawn(owner: Owner) -> None:
+def test_an_offer_keeps_the_queue_until_it_is_withdrawn(owner: Owner) -> None:
     asked = []
     offer = lambda: asked.append(True)  # noqa: E731
     header = TensorHeader("uint8", (9,), 9)

@@ -69,7 +69,7 @@ class HandoffMachine(RuleBasedStateMachine):
     def address(self, key: str) -> tuple[str, str]:
         return ("f" * 64, key)
 
-    # -- what the parts say
+    # -- answers of the parts
 
     def on_change(self, address: tuple[str, str], reason: str) -> None:
         entry = self.entries[address[1]]
@@ -95,7 +95,7 @@ class HandoffMachine(RuleBasedStateMachine):
             assert entry.token is None, "what another has was given away"
             taker = str(lease.taker)
             ahead = [one for one in entry.line if one not in bid]
-            assert not ahead or bid == entry.line[:1], "somebody was passed over"
+            assert not ahead or bid == entry.line[:1], "a queued taker was skipped"
             content = bytes(self.shelf.bytes_of(lease.held.item))
             assert content == bytes([entry.value.number % 256]) * entry.value.nbytes
             self.leases[lease.token] = ModelLease(key, entry.value, taker, lease.until)
@@ -180,7 +180,7 @@ class HandoffMachine(RuleBasedStateMachine):
     def a_session_ends(self, taker: str) -> None:
         for entry in self.entries.values():
             entry.line = [bid for bid in entry.line if bid.taker != taker]
-        # One after the other, as the owner does it: each may be given to who is next.
+        # One after the other, as the owner does it: each may be leased to the next taker.
         for token in [token for token, lease in self.leases.items() if lease.taker == taker]:
             self.drop_lease(token)
         self.handoffs.end(taker)
@@ -288,16 +288,16 @@ class HandoffMachine(RuleBasedStateMachine):
         assert self.shelf.gauges().handoff_bytes >= sum(value.nbytes for value in values)
 
     @invariant()
-    def nobody_waits_in_vain(self) -> None:
-        self.loop.run(0.0)  # whoever waits for room is told soon, not at once
+    def no_taker_waits_without_an_item(self) -> None:
+        self.loop.run(0.0)  # waiters for room are notified soon, not at once
         for key, entry in self.entries.items():
-            if entry.line:  # be it behind one whose lease outlives what he has
+            if entry.line:  # also if it is queued behind a lease that outlives its item
                 leased = any(lease.key == key for lease in self.leases.values())
-                assert leased or entry.offered, f"in line for {key}, for nothing"
+                assert leased or entry.offered, f"queued for {key} without an item"
             if entry.offered:
                 assert self.shelf.gauges().used_bytes, "a writer waits before an empty arena"
             if entry.line and self.is_offered(key):
-                # Both wait for the same: only for who was let in on those terms before.
+                # Both wait for the same: only for hand-offs that were admitted before.
                 shares = self.shelf._inventory._shares
                 gap = self.shelf._inventory._room._allocator.largest_free_bytes
                 smallest = min(one.header.nbytes for one in entry.offered)

@@ -53,7 +53,7 @@ def fields(**changes: Any) -> dict[str, Any]:
         PayloadHeader("n", "k", 1, 5, 1, TensorHeader.for_tensor("int8", (1,) * MAX_DIMENSIONS)),
     ],
 )
-def test_a_true_header_comes_back(header: PayloadHeader) -> None:
+def test_a_valid_header_is_decoded(header: PayloadHeader) -> None:
     assert PayloadHeader.unpack(header.pack()) == header
     assert PayloadHeader.unpack(memoryview(bytearray(header.pack()))) == header
 
@@ -121,7 +121,7 @@ LIES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("lie", LIES, ids=repr)
-def test_a_lie_is_refused(lie: dict[str, Any]) -> None:
+def test_an_inconsistent_header_is_refused(lie: dict[str, Any]) -> None:
     with pytest.raises(ProtocolError):
         PayloadHeader.from_fields(fields(**lie))
     with pytest.raises(ProtocolError):
@@ -226,7 +226,7 @@ BOMBS = {
 
 
 @pytest.mark.parametrize("name", BOMBS)
-def test_a_bomb_is_refused_without_the_memory_it_claims(name: str) -> None:
+def test_a_bomb_is_refused_without_allocating_its_stated_size(name: str) -> None:
     tracemalloc.start()
     try:
         with pytest.raises(ProtocolError):

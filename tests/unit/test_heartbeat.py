@@ -49,7 +49,7 @@ def test_a_store_that_lost_its_data_is_distinguished_from_a_known_node(
     assert mine.established
 
 
-def test_a_boot_that_stands_still_is_replaced(clock: Clock, store: MemoryStore) -> None:
+def test_a_boot_without_new_beats_is_replaced(clock: Clock, store: MemoryStore) -> None:
     store.beat("node-1", "old", 7)
     mine = heart(clock)
     while clock.now < 100.0 + WATCH_SECONDS:
@@ -62,7 +62,7 @@ def test_a_boot_that_stands_still_is_replaced(clock: Clock, store: MemoryStore) 
     assert store.beats()["node-1"].boot == "mine"
 
 
-def test_a_boot_that_lives_makes_it_give_up(clock: Clock, store: MemoryStore) -> None:
+def test_a_boot_with_new_beats_keeps_its_id(clock: Clock, store: MemoryStore) -> None:
     store.beat("node-1", "other", 7)
     store.describe_node(NodeInfo("node-1", "other", "tcp://10.0.0.1:1", "far", "0", 1, 0, 0))
     mine = heart(clock)
@@ -76,7 +76,7 @@ def test_a_boot_that_lives_makes_it_give_up(clock: Clock, store: MemoryStore) ->
     assert store.beats() == {"node-1": Beat("other", 8)}
 
 
-def test_two_that_wait_for_one_id_do_not_both_get_it(clock: Clock, store: MemoryStore) -> None:
+def test_of_two_nodes_that_wait_for_one_id_one_gets_it(clock: Clock, store: MemoryStore) -> None:
     store.beat("node-1", "old", 7)
     hearts = [heart(clock, "first"), heart(clock, "second")]
     given_up = []

@@ -246,7 +246,7 @@ def test_the_least_recently_used_goes_first() -> None:
     assert [(i.address[1], why) for i, why in inventory.take_removed()] == [("1", "evicted")]
 
 
-def test_looking_without_touching_does_not_keep_an_item() -> None:
+def test_a_look_up_without_a_touch_does_not_keep_an_item() -> None:
     clock = [0.0]
     inventory = Inventory(2 * 64, lambda: clock[0])
     for number in range(2):

@@ -132,8 +132,8 @@ def test_after_a_loss_of_the_store_no_node_counts_as_shut_down() -> None:
     liveness = watched(until=75, beats={"x": ("b", 9)})
     liveness.observe({}, 75.5, complete=False)
     assert liveness.alive("y", "b", 75.5)
-    assert not liveness.alive("x", "b", 75.5), "who was silent before did not come to life"
-    assert liveness.dead_seconds("x", "b") == 0.0, "but for how long begins anew"
+    assert not liveness.alive("x", "b", 75.5), "a node that was silent before stays dead"
+    assert liveness.dead_seconds("x", "b") == 0.0, "but the silence is counted from zero"
     liveness.observe({"y": ("b", 76)}, 76.5)
     assert liveness.alive("y", "b", 76.5)
     assert not liveness.alive("x", "b", 76.5)

@@ -129,7 +129,7 @@ def test_a_request_with_one_garbled_field_is_refused_or_still_valid(
         parsed = parse(wire)
     except ProtocolError:
         return
-    assert parsed.to_wire() == wire  # what was let through is what was said
+    assert parsed.to_wire() == wire  # an accepted message is unchanged
 
 
 @given(requests, st.data())
@@ -211,14 +211,14 @@ def test_reads_that_no_client_can_have_made_are_refused(reads: object) -> None:
         {},
     ],
 )
-def test_a_seat_that_no_engine_has_is_refused(seat: object) -> None:
+def test_an_invalid_engine_rank_is_refused(seat: object) -> None:
     hello = messages.Hello(1, messages.VERSION, ["engine", 1, 2, False, "cpu"], {})
     assert parse(hello.to_wire()) == hello
     with pytest.raises(ProtocolError):
         parse({**hello.to_wire(), "seat": seat})
 
 
-def test_messages_of_errors_do_not_repeat_what_was_sent() -> None:
+def test_error_messages_do_not_repeat_the_request() -> None:
     """A garbled request may hold anything, a secret included."""
     with pytest.raises(ProtocolError) as caught:
         parse({"op": "hello", "id": 1, "version": "s3cret", "seat": None, "expects": {}})

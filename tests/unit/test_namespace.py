@@ -71,6 +71,6 @@ def test_the_parts_belong_to_the_namespace() -> None:
 @pytest.mark.parametrize(
     "wrong", [{"a": 1}, {"": "x"}, {1: "x"}, {"a": None}, {str(n): "" for n in range(257)}]
 )
-def test_what_no_node_would_take_is_refused_where_it_is_made(wrong: dict[str, str]) -> None:
+def test_an_invalid_namespace_is_refused_when_it_is_made(wrong: dict[str, str]) -> None:
     with pytest.raises(ConfigError):
         Namespace(wrong)

@@ -1,4 +1,4 @@
-"""Reasons of misses and of withdrawn copies: one word each, the same text on the wire."""
+"""Reasons of misses and of withdrawn copies: one value each, the same text on the wire."""
 
 from enum import StrEnum
 from typing import Any

@@ -103,7 +103,7 @@ def test_after_a_failover_the_last_minute_is_written_again() -> None:
         assert not holds_within(lambda: held(store, "kept") == [True], 2.5)
 
 
-def test_after_a_server_was_lost_all_is_written_again_but_not_all_the_time() -> None:
+def test_after_a_server_was_lost_the_inventory_is_written_again_at_a_bounded_rate() -> None:
     store, ahead_seconds = FailingOver(), [0.0]
     with registrar_on(store, clock=lambda: time.monotonic() + ahead_seconds[0]) as (_, shelf):
         insert(shelf, "old")
@@ -119,7 +119,7 @@ def test_after_a_server_was_lost_all_is_written_again_but_not_all_the_time() -> 
         wait_until(lambda: held(store, "old") == [True], 4.0)
 
 
-def test_a_node_that_was_struck_off_publishes_all_it_has() -> None:
+def test_an_evicted_node_publishes_its_whole_inventory() -> None:
     store = MemoryStore()
     with registrar_on(store) as (_, shelf):
         for n in range(100):

@@ -19,7 +19,7 @@ FOUND = Located(RECORD, ((Location("node", "boot", 1, 1), "tcp://127.0.0.1:1"),)
 
 
 class Questions(Locator):
-    """Keeps what it is asked, for the test to answer."""
+    """Keeps the requests, for the test to answer."""
 
     def __init__(self) -> None:
         self.answers: list[Answer] = []
@@ -62,7 +62,7 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
 
 
 @pytest.mark.parametrize("found", [FOUND, ABSENT], ids=["there", "gone again"])
-def test_what_was_published_while_it_was_located_is_located_once_more(
+def test_a_key_published_during_its_look_up_is_looked_up_again(
     loop: asyncio.AbstractEventLoop, found: Located
 ) -> None:
     locator, fetcher = Questions(), Fetches()

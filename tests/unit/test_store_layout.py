@@ -105,7 +105,7 @@ def test_a_record_is_read_as_it_was_written(record: Record) -> None:
 
 
 @given(RECORDS, st.dictionaries(FIELDS, GARBAGE, max_size=3), st.sets(FIELDS, max_size=2))
-def test_what_a_hand_wrote_is_a_miss_or_a_record_that_may_be_stored(
+def test_a_record_written_by_hand_is_a_miss_or_valid(
     record: Record, changes: dict[bytes, bytes], without: set[bytes]
 ) -> None:
     fields = fields_of(record) | changes
@@ -126,7 +126,7 @@ def test_what_a_hand_wrote_is_a_miss_or_a_record_that_may_be_stored(
     ("name", "text"),
     [(name, GOOD_TEXT) for name in BAD_NAMES] + [(b"at:n", text) for text in BAD_TEXTS],
 )
-def test_a_copy_that_no_node_wrote_is_passed_over(name: bytes, text: bytes) -> None:
+def test_an_invalid_copy_is_skipped(name: bytes, text: bytes) -> None:
     mine = Location("mine", "boot", 2, 3)
     record = Record("ns", "key", "uint8", (2,), 2, "tensor", 1.5, (mine,))
     assert record_fields.read_record("ns", "key", {name: text} | fields_of(record)) == record
@@ -170,20 +170,20 @@ def test_pools_of_an_unknown_form_are_skipped(other: bytes) -> None:
 
 
 @given(st.binary(max_size=200))
-def test_pools_that_a_hand_wrote_may_be_named(value: bytes) -> None:
+def test_pools_written_by_hand_are_read_if_valid(value: bytes) -> None:
     info = described(value)
     assert info is not None
     info.check()
 
 
-def test_a_node_that_names_no_end_of_pools_is_read_up_to_a_bound() -> None:
+def test_the_pools_of_a_node_are_read_up_to_a_limit() -> None:
     info = described(b" ".join([POOL.text.encode()] * 100_000))
     assert info is not None
     assert info.pools == (POOL,) * POOLS_MAX
 
 
 @given(st.text(max_size=140))
-def test_a_name_spells_out_what_needs_no_hash_and_nothing_else(key: str) -> None:
+def test_a_name_is_hashed_only_if_necessary(key: str) -> None:
     harmless = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789._%#@=+,/-"
     spelled = 0 < len(key) <= 128 and set(key) <= set(harmless) and not key.startswith("h.")
     assert (layout.key_name(key) == key) == spelled

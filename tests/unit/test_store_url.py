@@ -165,7 +165,7 @@ def test_schemes(scheme: str, topology: str, tls: bool) -> None:
     st.text(min_size=1, max_size=12),
     st.text(min_size=1, max_size=12),
 )
-def test_what_is_quoted_comes_back(
+def test_quoted_parts_are_decoded(
     scheme: str, hosts: list[tuple[str, int]], username: str, password: str
 ) -> None:
     listed = ",".join(
@@ -228,8 +228,8 @@ def test_redact(url: str, shown: str) -> None:
     ),
 )  # fmt: skip
 def test_no_password_is_ever_shown(password: str, form: str) -> None:
-    # Behind an '@' that nobody escaped stands the host, where the form has none of its own, or the
-    # path of a socket.
+    # After an '@' without an escape the rest is the host, if the form has no host, or the path of
+    # a socket.
     has_host = ("@" in form or "?" in form) and not form.startswith("unix")
     assume("@" not in password or has_host)
     secret = f"zQ{password}Qz"
@@ -250,7 +250,7 @@ def test_no_password_is_ever_shown(password: str, form: str) -> None:
 
 
 @pytest.mark.processes
-def test_a_store_imports_what_it_needs() -> None:
+def test_a_store_imports_its_driver_when_it_is_opened() -> None:
     """redis-py, which takes longer to import than a command takes, no store needs."""
     source = """
 import sys
@@ -264,7 +264,7 @@ assert "hiredis" in sys.modules and "redis" not in sys.modules
 
 
 @pytest.mark.processes
-def test_dialling_reads_no_file() -> None:
+def test_parsing_a_url_reads_no_file() -> None:
     """A disk that hangs would be waited for without a time-out."""
     source = """
 import sys

@@ -49,7 +49,7 @@ def test_neither_secrets_nor_folders_are_published(path: str, value: object) -> 
     "value",
     ["org/model", "models/siglip", "s3://bucket/model", {"size": {"edge": [1, 2.5, None, True]}}],
 )
-def test_what_is_no_secret_stays_as_it_is(value: object) -> None:
+def test_values_that_are_no_secret_are_unchanged(value: object) -> None:
     assert redacted(value) == value
 
 

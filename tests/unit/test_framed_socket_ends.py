@@ -183,7 +183,7 @@ def test_the_deadline_grows_with_the_payload(raw: tuple[FramedSocket, socket.soc
 
 
 @pytest.mark.parametrize("end", ["close", "abort"])
-def test_ending_wakes_the_threads_inside(
+def test_closing_ends_the_calls_of_other_threads(
     raw: tuple[FramedSocket, socket.socket], pool: ThreadPoolExecutor, end: str
 ) -> None:
     link, _ = raw

@@ -77,7 +77,7 @@ class RicherBatch:
 @pytest.mark.parametrize(
     "other", [{"multi_modal_kwargs": {"pixel_values": 1}}, {"lora_requests": {"adapter"}}], ids=str
 )
-def test_defect_pictures_and_adapters_are_mistaken_for_the_tokens(
+def test_defect_images_and_adapters_are_mistaken_for_the_tokens(
     connect: Connect, other: dict[str, Any]
 ) -> None:
     """Neither taken from a prompt with the same tokens, nor given to one."""
@@ -235,7 +235,7 @@ def test_caches_of_other_dtypes_share_nothing_and_each_has_its_own(connect: Conn
         connector.send_kv_caches_and_hidden_states(host, batch, host.kv_caches, hidden)
 
 
-def test_hosts_with_other_block_sizes_share_what_is_named_by_slots(connect: Connect) -> None:
+def test_hosts_with_other_block_sizes_share_chunks(connect: Connect) -> None:
     tokens = prompt(LONG, 14)
     run(connect(), tokens)
     host = Host(block=2 * BLOCK)
@@ -291,7 +291,7 @@ def test_a_cache_of_another_layout_is_refused(connect: Connect, shape: tuple[int
         connect().recv_kv_caches_and_hidden_states(host, host.batch(prompt(3, 19)), caches)
 
 
-def test_tokens_without_a_slot_are_left_to_the_model(connect: Connect) -> None:
+def test_tokens_without_a_slot_are_computed_by_the_model(connect: Connect) -> None:
     """Behind a window of attention; the old hosts wrote -1."""
     tokens, host = prompt(SHORT, 20), Host()
     batch = host.batch(tokens)

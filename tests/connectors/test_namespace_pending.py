@@ -1,6 +1,6 @@
 """An engine whose weights are still being hashed: it serves, and shares nothing until that is done.
 
-Another engine of this host holds the lock of the hashing, so the test says when it goes on.
+Another engine of this host holds the lock of the hashing, so the test decides when it continues.
 """
 
 import threading
@@ -81,7 +81,7 @@ def test_encoder_outputs_are_shared_once_the_weights_are_hashed(
     assert not bench.allocate(before)
     metadata = bench.build()
     assert (metadata.namespace, metadata.mm_datas, metadata.saves) == ("", [], {})
-    assert bench.buffer.calls == [], "nobody was asked"
+    assert bench.buffer.calls == [], "no request was sent"
     assert bench.buffer.fleet.sets == []
     assert bench.buffer.fleet.encoding == []
     if consumer:
@@ -111,7 +111,7 @@ def test_kv_is_shared_once_the_weights_are_hashed(start: Start) -> None:
         assert engine.side.matched(request, 0) == (0, False), "it waits for nothing"
         metadata = engine.start(request, engine.allocate(request, 0, CHUNKS), CHUNKS)
         assert (metadata.namespace, metadata.loads, metadata.saves) == ("", [], [])
-        assert engine.side.finished(request) is None, "nobody is told to take anything over"
+        assert engine.side.finished(request) is None, "no hand-off is reported"
     assert engine.buffer.calls == []
     assert engine.side.counters.totals()["miss:namespace_pending"] >= 1
     fingerprint = start.go_on()

@@ -54,7 +54,7 @@ CHANGES = st.lists(
 
 @given(CHANGES)
 @settings(max_examples=examples(60))
-def test_it_lists_the_last_that_were_listed_and_not_struck_off(
+def test_it_lists_the_newest_keys_that_were_not_removed(
     changes: list[tuple[str, int] | None],
 ) -> None:
     table = RemoteIndex()
@@ -79,7 +79,7 @@ def test_it_lists_the_last_that_were_listed_and_not_struck_off(
     table.close()
 
 
-def test_what_was_struck_off_all_together_can_be_listed_again() -> None:
+def test_keys_removed_all_at_once_can_be_listed_again() -> None:
     table = RemoteIndex()
     reader = RemoteIndexReader(table.fd)
     first, second = CROWD[:2]
@@ -94,7 +94,7 @@ def test_what_was_struck_off_all_together_can_be_listed_again() -> None:
     table.close()
 
 
-def test_it_is_believed_for_a_second_after_it_was_confirmed() -> None:
+def test_it_is_valid_for_a_second_after_a_confirmation() -> None:
     now = [0]
     table = RemoteIndex()
     reader = RemoteIndexReader(table.fd, lambda: now[0])
@@ -112,7 +112,7 @@ def test_it_is_believed_for_a_second_after_it_was_confirmed() -> None:
 
 
 class Pair:
-    """A node that holds, a node whose client asks; both clients for one namespace."""
+    """A node that holds items, and a node whose client looks them up; both in one namespace."""
 
     def __init__(self, start_node: StartNode, **settings: object) -> None:
         self.holder: NodeProcess = start_node(**settings)
@@ -130,8 +130,8 @@ class Pair:
         wait_until(lambda: self.by_table(names), 10.0, "the table lists them")
 
     def by_table(self, names: tuple[TensorKey, ...]) -> bool:
-        """Whether all are seen, without a word to the node."""
-        asked = self.here.has_caches(list(names))  # teaches the node, where it does not know yet
+        """Whether all are found without a request to the node."""
+        asked = self.here.has_caches(list(names))  # makes the node read unknown keys
         return all(asked) and self.listed(names)
 
     def listed(self, names: tuple[TensorKey, ...]) -> bool:
@@ -160,18 +160,18 @@ def pair(start_pair: Callable[..., Pair]) -> Pair:
     return start_pair()
 
 
-def test_a_stopped_node_is_believed_for_a_moment_and_no_longer(pair: Pair) -> None:
+def test_the_index_of_a_stopped_node_is_soon_ignored(pair: Pair) -> None:
     names = tuple(key() for _ in range(32))
     pair.hold(*names)
     with pair.asked.frozen():
-        assert pair.here.has_caches(list(names)) == [True] * 32, "nobody else can have said so"
+        assert pair.here.has_caches(list(names)) == [True] * 32, "only the table can have answered"
         assert pair.here.has_caches(list(names), timeout=0.0) == [False] * 32, "not on this host"
         wait_until(lambda: not pair.listed(names), CURRENT_SECONDS + 0.5)
         assert pair.here.has_caches(list(names)) == [False] * 32, "in doubt, no"
     wait_until(lambda: pair.by_table(names), 5.0)
 
 
-def test_what_was_evicted_there_is_not_seen_any_more(start_pair: Callable[..., Pair]) -> None:
+def test_an_item_evicted_on_its_node_is_no_longer_listed(start_pair: Callable[..., Pair]) -> None:
     pair = start_pair(capacity_bytes=2 * MIB)
     name = key()
     pair.hold(name, nbytes=MIB // 8)
@@ -181,7 +181,7 @@ def test_what_was_evicted_there_is_not_seen_any_more(start_pair: Callable[..., P
     wait_until(lambda: not pair.sees(name), 2.0)
 
 
-def test_what_a_dead_node_held_is_not_seen_any_more(pair: Pair) -> None:
+def test_items_of_a_dead_node_are_no_longer_listed(pair: Pair) -> None:
     name = key()
     pair.hold(name)
     pair.holder.kill()
@@ -196,7 +196,7 @@ def test_what_a_dead_node_held_is_not_seen_any_more(pair: Pair) -> None:
     pair.hold(name)
 
 
-def test_a_node_that_leaves_takes_what_it_held_along(pair: Pair) -> None:
+def test_items_of_a_node_that_leaves_are_no_longer_listed(pair: Pair) -> None:
     name = key()
     pair.hold(name)
     pair.there.close()
@@ -205,19 +205,19 @@ def test_a_node_that_leaves_takes_what_it_held_along(pair: Pair) -> None:
     pair.holder.start()
 
 
-def test_a_store_that_lost_all_is_not_overlooked(
+def test_after_the_store_lost_its_data_nothing_is_listed(
     start_server: StartServer, start_pair: Callable[..., Pair]
 ) -> None:
     server = start_server()
     pair = start_pair(store_url=server.url)
     names = tuple(key() for _ in range(4))
     pair.hold(*names)
-    pair.holder.kill()  # nobody will publish them again
+    pair.holder.kill()  # no node will publish them again
     flush(server.url)
     wait_until(lambda: not pair.listed(names), 1.0)
 
 
-def test_a_lost_connection_to_the_store_strikes_everything_off(
+def test_a_lost_connection_to_the_store_empties_the_index(
     start_server: StartServer, start_pair: Callable[..., Pair]
 ) -> None:
     server = start_server()

@@ -1,7 +1,7 @@
 """A process that is killed or stopped when some of a payload has come, and the rest has not.
 
 The reader's process stops or kills it when its own memory changes; afterwards the rest of that
-memory must be untouched. Over Gloo, between processes on hosts of their own.
+memory must be untouched. Over Gloo, between processes on different hosts.
 """
 
 import os
@@ -59,7 +59,7 @@ def reads_all_the_same(second: DeviceEnd, read: str, expected: object) -> bool:
     return True
 
 
-def test_a_sender_that_is_killed_when_some_has_come(
+def test_a_sender_killed_during_a_payload(
     pair: tuple[DeviceEnd, DeviceEnd], start_end: StartEnd
 ) -> None:
     first, second = pair
@@ -73,10 +73,10 @@ def test_a_sender_that_is_killed_when_some_has_come(
         warm(first, second)
         if in_the_middle:
             return
-    pytest.fail("it was never struck in the middle")
+    pytest.fail("no fault fell into the middle of a payload")
 
 
-def test_a_sender_that_is_stopped_when_some_has_come(pair: tuple[DeviceEnd, DeviceEnd]) -> None:
+def test_a_sender_stopped_during_a_payload(pair: tuple[DeviceEnd, DeviceEnd]) -> None:
     first, second = pair
     struck = 0
     for _ in range(TRIES):
@@ -92,10 +92,10 @@ def test_a_sender_that_is_stopped_when_some_has_come(pair: tuple[DeviceEnd, Devi
         warm(first, second)
         if struck == 2:
             return
-    pytest.fail("it was not struck twice in the middle")
+    pytest.fail("fewer than two faults fell into the middle of a payload")
 
 
-def test_a_reader_that_is_killed_when_some_has_come(
+def test_a_reader_killed_during_a_payload(
     pair: tuple[DeviceEnd, DeviceEnd], start_end: StartEnd
 ) -> None:
     first, second = pair

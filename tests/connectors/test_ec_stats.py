@@ -21,7 +21,7 @@ ENGINES: dict[int, list[object]] = {0: ["model", "0"], 1: ["model", "1"]}
 
 
 class Metrics:
-    """The metrics as vLLM's API server makes them, on a registry of its own."""
+    """The metrics as vLLM's API server makes them, on a separate registry."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()

@@ -6,7 +6,7 @@
  4. one address, one pair: test_several_ends_share_one_address
  5. signals queue behind payload: test_a_signal_overtakes_unreceived_payload
  6. received bytes are copied twice more: test_bytes_are_received_into_the_callers_memory
- 7. one thread sends and receives: test_first_pipe, 5
+ 7. one thread sends and receives: test_vllm_pipe_defects, 5
  8. a None that is put is ignored: test_missing_empty_and_none_differ
  9. the result of a put is ignored: test_a_put_without_effect_is_reported
 10. tensors arrive on the producer's device: test_no_device_travels
@@ -17,7 +17,7 @@
 15. layers are found by counting: test_layers_have_names
 16. nothing is ever deleted: test_an_item_expires
 
-P2pNcclEngine: test_rival_engine.
+P2pNcclEngine: test_p2p_nccl_defects.
 """
 
 import time

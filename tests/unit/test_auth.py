@@ -47,7 +47,7 @@ class Server:
 
 
 @pytest.fixture
-def stranger() -> Iterator[tuple[FramedSocket, Server]]:
+def raw_client() -> Iterator[tuple[FramedSocket, Server]]:
     """A hand-made client of a server with a token."""
     with (
         Server(TOKEN) as server,
@@ -62,7 +62,7 @@ def hello(nonce: bytes | None = None, **changes: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("token", [None, TOKEN, "", "é\ud800"])
-def test_the_same_token_makes_a_link(token: str | None) -> None:
+def test_the_same_token_makes_a_connection(token: str | None) -> None:
     with Server(token) as server:
         link = connect("127.0.0.1", server.port, token=token, timeout=TIMEOUT)
         with link:
@@ -130,10 +130,10 @@ def test_the_token_never_travels_and_no_proof_comes_twice() -> None:
     assert len(secrets) == len(set(secrets)) == 8, "nonces and proofs are fresh each time"
 
 
-def test_without_the_token_a_client_learns_only_that_one_is_required(
-    stranger: tuple[FramedSocket, Server],
+def test_without_the_token_a_client_gets_only_that_one_is_required(
+    raw_client: tuple[FramedSocket, Server],
 ) -> None:
-    link, server = stranger
+    link, server = raw_client
     link.send(hello(has_token=False), timeout=TIMEOUT)
     assert link.recv_header(TIMEOUT) == (["refused"], 0)
     with pytest.raises(PipeError):
@@ -143,9 +143,9 @@ def test_without_the_token_a_client_learns_only_that_one_is_required(
 
 
 def test_the_server_proves_nothing_before_the_client_has(
-    stranger: tuple[FramedSocket, Server],
+    raw_client: tuple[FramedSocket, Server],
 ) -> None:
-    link, _ = stranger
+    link, _ = raw_client
     link.send(hello(), timeout=TIMEOUT)
     word, _, _, has_token = link.recv_header(TIMEOUT).header
     assert (word, has_token) == ("hello", True)
@@ -155,8 +155,8 @@ def test_the_server_proves_nothing_before_the_client_has(
 
 
 @pytest.mark.parametrize("role", [b"client", b"server"])
-def test_a_proof_is_bound_to_its_role(stranger: tuple[FramedSocket, Server], role: bytes) -> None:
-    link, _ = stranger
+def test_a_proof_is_bound_to_its_role(raw_client: tuple[FramedSocket, Server], role: bytes) -> None:
+    link, _ = raw_client
     nonce = os.urandom(32)
     link.send(hello(nonce), timeout=TIMEOUT)
     server_nonce = link.recv_header(TIMEOUT).header[2]
@@ -200,9 +200,9 @@ BOTH_VERSIONS = rf"version {PROTOCOL_VERSION + 1}, this one {PROTOCOL_VERSION}"
 
 
 def test_another_version_is_refused_and_both_are_named(
-    stranger: tuple[FramedSocket, Server],
+    raw_client: tuple[FramedSocket, Server],
 ) -> None:
-    link, server = stranger
+    link, server = raw_client
     link.send(hello(version=PROTOCOL_VERSION + 1), timeout=TIMEOUT)
     assert link.recv_header(TIMEOUT) == (["refused", PROTOCOL_VERSION], 0)
     with pytest.raises(NodeRefused, match=BOTH_VERSIONS):
@@ -241,8 +241,10 @@ OTHER_WORDS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", OTHER_WORDS)
-def test_other_words_are_a_protocol_error(stranger: tuple[FramedSocket, Server], name: str) -> None:
-    link, server = stranger
+def test_invalid_handshake_messages_are_a_protocol_error(
+    raw_client: tuple[FramedSocket, Server], name: str
+) -> None:
+    link, server = raw_client
     link.send(OTHER_WORDS[name], timeout=TIMEOUT)
     with pytest.raises(ProtocolError):
         server.outcome.result(TIMEOUT)
@@ -272,7 +274,7 @@ def test_a_client_that_trickles_is_dropped_in_time() -> None:
             server.outcome.result(TIMEOUT)
 
 
-def test_a_stranger_cannot_make_the_server_read_much() -> None:
+def test_an_unauthenticated_client_cannot_make_the_server_read_much() -> None:
     with Server(TOKEN) as server:
         loud = socket.create_connection(("127.0.0.1", server.port), timeout=TIMEOUT)
         with loud, pytest.raises(ProtocolError):

@@ -1,7 +1,7 @@
 """Foreign connections to a pool's port, with any bytes: the pool's process continues, serves its
-readers meanwhile, and keeps nothing of them.
+readers meanwhile, and leaks nothing.
 
-The pool has a process of its own, which is the same one at the end; a reader has another.
+The pool is in one process, which still runs at the end; a reader is in another.
 """
 
 import socket
@@ -30,12 +30,12 @@ from store import EmbeddedServer
 
 AT_ONCE = 16
 NOTHING = {"pool": "0" * 12, "namespace": "n", "key": "k", "mark": 1}
-"""A question for what is not there."""
+"""A request for an absent item."""
 _numbers = count()
 
 
-class Stranger(RawEnd):
-    """A client that has shaken hands with a pool, and agreed on how the payload moves."""
+class ForeignClient(RawEnd):
+    """A client after the handshake with a pool, and the agreement on how the payload moves."""
 
     def __init__(self, pool: DeviceEnd) -> None:
         super().__init__(_address_of(pool), ["pair", "gloo", gloo.version()])
@@ -69,8 +69,8 @@ class Ends:
     def __init__(self, stack: ExitStack, nodes: Nodes) -> None:
         both = [nodes(), nodes()]
         with_store(*both)
-        self.pool = DeviceEnd(both[0], "strangers", receives=False)
-        self.reader = DeviceEnd(both[1], "strangers")
+        self.pool = DeviceEnd(both[0], "foreign", receives=False)
+        self.reader = DeviceEnd(both[1], "foreign")
         for end in (self.pool, self.reader):
             stack.callback(end.end)
         self.pool.do("insert(TensorKey('one'), torch.zeros(3))")  # and has a connection for it
@@ -111,8 +111,8 @@ def ends(valkey_server: EmbeddedServer) -> Iterator[Ends]:
             at_rest(end.node)
 
 
-def test_what_is_no_frame_and_what_is_no_pipes_ends_its_connection(ends: Ends) -> None:
-    def told_at_once(data: bytes) -> bool:
+def test_garbage_ends_its_own_connection(ends: Ends) -> None:
+    def closed_at_once(data: bytes) -> bool:
         with socket.create_connection(("127.0.0.1", port), 5.0) as stream:
             stream.settimeout(3 * HANDSHAKE_SECONDS)
             try:
@@ -126,16 +126,16 @@ def test_what_is_no_frame_and_what_is_no_pipes_ends_its_connection(ends: Ends) -
                 pass  # the pool was faster
             return True
 
-    def told_after_a_handshake(data: bytes) -> bool:
-        with Stranger(ends.pool) as stranger:
-            stranger.say_bytes(data)
-            return stranger.hung_up()
+    def closed_after_a_handshake(data: bytes) -> bool:
+        with ForeignClient(ends.pool) as client:
+            client.say_bytes(data)
+            return client.hung_up()
 
     port = ends.pool.do("lane.port")
     said = hostile("frames", "node", "pipe")
     with ThreadPoolExecutor(AT_ONCE) as many:
-        assert all(many.map(told_at_once, said.values()))
-    left = dict(zip(said, map(told_after_a_handshake, said.values()), strict=True))
+        assert all(many.map(closed_at_once, said.values()))
+    left = dict(zip(said, map(closed_after_a_handshake, said.values()), strict=True))
     assert all(left.values()), [name for name, ended in left.items() if not ended]
     ends.reads()
 
@@ -148,15 +148,15 @@ def test_a_silent_connection_delays_others_at_most_a_handshake(ends: Ends) -> No
             stream.sendall(b"LB01")  # half of a handshake
         ends.reads()
 
-        def is_heard() -> bool:
+        def is_served() -> bool:
             try:
-                with Stranger(ends.pool) as stranger:
-                    stranger.ask({"ask": 1, **NOTHING})
-                    return bool(stranger.verdict() == {"status": "stale"})
+                with ForeignClient(ends.pool) as client:
+                    client.ask({"ask": 1, **NOTHING})
+                    return bool(client.verdict() == {"status": "stale"})
             except PipeError:  # it waited for its turn for as long as a handshake may take
                 return False
 
-        wait_until(is_heard, 5 * HANDSHAKE_SECONDS)
+        wait_until(is_served, 5 * HANDSHAKE_SECONDS)
 
 
 QUESTIONS: dict[str, Any] = {
@@ -174,44 +174,44 @@ QUESTIONS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", QUESTIONS)
-def test_what_is_no_question_ends_its_pair(ends: Ends, name: str) -> None:
+def test_an_invalid_request_ends_its_pair(ends: Ends, name: str) -> None:
     question = QUESTIONS[name]
-    with Stranger(ends.pool) as stranger:
-        stranger.offer(question if torch.is_tensor(question) else protocol.message(question))
-        assert stranger.hung_up()
+    with ForeignClient(ends.pool) as client:
+        client.offer(question if torch.is_tensor(question) else protocol.message(question))
+        assert client.hung_up()
 
 
-def test_a_question_that_is_larger_than_any_ends_its_pair(ends: Ends) -> None:
+def test_a_too_large_request_ends_its_pair(ends: Ends) -> None:
     for nbytes in (protocol.REQUEST_BYTES_MAX + 1, 1 << 39):
-        with Stranger(ends.pool) as stranger:
-            stranger.say(offer(1, None, nbytes))
-            assert stranger.hung_up()
+        with ForeignClient(ends.pool) as client:
+            client.say(offer(1, None, nbytes))
+            assert client.hung_up()
 
 
-def test_what_is_asked_of_another_pool_or_of_what_is_not_there_is_stale(ends: Ends) -> None:
+def test_a_request_for_another_pool_or_an_absent_item_is_stale(ends: Ends) -> None:
     put(ends.pool, "there", f"torch.zeros({LARGE}, dtype=torch.uint8)")
     newest = "[(*entry.address, entry.mark) for entry in lane.pool.own_entries()][-1]"
     namespace, _, mark = ends.pool.do(newest)
     there = {"pool": ends.pool.do("lane.id"), "namespace": namespace, "key": "there", "mark": mark}
     others = ({"pool": "0" * 12}, {"namespace": "0" * 64}, {"key": "no"}, {"mark": mark + 1})
-    with Stranger(ends.pool) as stranger:
+    with ForeignClient(ends.pool) as client:
         for number, other in enumerate(others, start=1):
-            stranger.ask({"ask": number, **there, **other})
-            assert stranger.verdict() == {"status": "stale"}
-        stranger.ask({"ask": 9, **there})
-        assert stranger.verdict() == {"status": "ok"}
+            client.ask({"ask": number, **there, **other})
+            assert client.verdict() == {"status": "stale"}
+        client.ask({"ask": 9, **there})
+        assert client.verdict() == {"status": "ok"}
 
 
 def test_unrequested_bytes_do_not_fill_the_memory(ends: Ends) -> None:
     few, room = torch.zeros(60_000, dtype=torch.uint8), 2 * protocol.INBOX_BYTES
-    with Stranger(ends.pool) as stranger:
+    with ForeignClient(ends.pool) as client:
         is_over = False
         try:
             for number in range(room // few.nbytes):
-                stranger.offer(few, b"k%d" % number)
+                client.offer(few, b"k%d" % number)
         except PipeError:
             is_over = True
-        assert is_over or stranger.hung_up()
+        assert is_over or client.hung_up()
 
 
 TORN = [
@@ -240,31 +240,31 @@ def _torn(name: str, value: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("name", TORN)
-def test_an_address_for_the_communicator_that_is_none_ends_its_pair(ends: Ends, name: str) -> None:
+def test_an_invalid_communicator_address_ends_its_pair(ends: Ends, name: str) -> None:
     """Gloo reads as many bytes as such a value states, and ended the process."""
-    with Stranger(ends.pool) as stranger:
-        stranger.ask({"ask": 0, "mark": 0})
-        number = stranger.heard()[1]
-        stranger.say(["pull", number])
-        while (heard := stranger.heard())[0] != "pair":
+    with ForeignClient(ends.pool) as client:
+        client.ask({"ask": 0, "mark": 0})
+        number = client.heard()[1]
+        client.say(["pull", number])
+        while (heard := client.heard())[0] != "pair":
             pass
         _, theirs, value = heard
         rank = theirs.removesuffix("0") + "1"
-        stranger.say(["pair", rank, _torn(name, value)])
-        assert stranger.hung_up()
+        client.say(["pair", rank, _torn(name, value)])
+        assert client.hung_up()
     ends.reads()
 
 
 def test_at_the_limit_the_longest_idle_connection_is_closed(ends: Ends) -> None:
     with ExitStack() as crowd:
-        strangers = [crowd.enter_context(Stranger(ends.pool)) for _ in range(INCOMING_PAIRS_MAX)]
-        for stranger in (*strangers, strangers[0]):
-            stranger.ask({"ask": 1, **NOTHING})
-            assert stranger.verdict() == {"status": "stale"}
-        with Stranger(ends.pool) as newest:
+        clients = [crowd.enter_context(ForeignClient(ends.pool)) for _ in range(INCOMING_PAIRS_MAX)]
+        for client in (*clients, clients[0]):
+            client.ask({"ask": 1, **NOTHING})
+            assert client.verdict() == {"status": "stale"}
+        with ForeignClient(ends.pool) as newest:
             newest.ask({"ask": 1, **NOTHING})
             assert newest.verdict() == {"status": "stale"}
-            assert strangers[1].hung_up()
-            strangers[0].ask({"ask": 2, **NOTHING})
-            assert strangers[0].verdict() == {"status": "stale"}
+            assert clients[1].hung_up()
+            clients[0].ask({"ask": 2, **NOTHING})
+            assert clients[0].verdict() == {"status": "stale"}
     warm(ends.pool, ends.reader)  # which may have been pushed out as well

@@ -102,7 +102,9 @@ def test_both_directions_at_once_keep_their_own_deadlines(
     assert waiting.result(TIMEOUT) == (["late"], 0)
 
 
-def test_wait_readable_leaves_the_link_usable(links: tuple[FramedSocket, FramedSocket]) -> None:
+def test_wait_readable_leaves_the_connection_usable(
+    links: tuple[FramedSocket, FramedSocket],
+) -> None:
     one, other = links
     assert not other.wait_readable(0.01)
     one.send([1], timeout=TIMEOUT)
@@ -115,7 +117,7 @@ def test_wait_readable_leaves_the_link_usable(links: tuple[FramedSocket, FramedS
     assert other.wait_readable(TIMEOUT)
 
 
-# --- the peer says what it should not ---
+# --- the remote end sends invalid bytes ---
 
 
 @pytest.mark.parametrize(
@@ -133,7 +135,7 @@ def test_wait_readable_leaves_the_link_usable(links: tuple[FramedSocket, FramedS
     ],
     ids=repr,
 )
-def test_what_is_no_frame_ends_the_link(said: bytes) -> None:
+def test_invalid_frames_end_the_connection(said: bytes) -> None:
     one, other = tcp_pair()
     link = FramedSocket(one, FramedSocketLimits(max_header_bytes=100, max_payload_bytes=1000))
     with other:
@@ -147,7 +149,7 @@ def test_what_is_no_frame_ends_the_link(said: bytes) -> None:
 
 
 @pytest.mark.parametrize("header", ["text", {"a": object()}, ["x" * (2 * MIB)]])
-def test_what_cannot_be_encoded_leaves_the_link_in_step(
+def test_a_message_that_cannot_be_encoded_leaves_the_connection_usable(
     links: tuple[FramedSocket, FramedSocket], header: Any
 ) -> None:
     one, other = links

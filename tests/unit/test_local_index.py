@@ -39,7 +39,7 @@ NAMESPACE = "0123456789abcdef" * 4
 
 
 def crowded(bucket: int, count: int) -> list[QualifiedKey]:
-    """Addresses that all belong to one bucket of the smallest board."""
+    """Addresses that all belong to one bucket of the smallest index."""
     found: list[QualifiedKey] = []
     number = 0
     while len(found) < count:
@@ -60,7 +60,7 @@ HEADERS = st.one_of(
 
 @dataclass
 class Both:
-    """A board and its reader."""
+    """A local index and its reader."""
 
     local_index: LocalIndex = field(default_factory=lambda: LocalIndex(1 << 20))
     reader: LocalIndexReader = field(init=False)
@@ -81,7 +81,7 @@ class Both:
         self.local_index.close()
 
 
-# (index into CROWD, what is listed there at which offset; None: struck off)
+# (index into CROWD, what is listed there at which offset; None: removed)
 CHANGES = st.lists(
     st.tuples(
         st.integers(0, len(CROWD) - 1),
@@ -127,7 +127,7 @@ def test_it_equals_a_dictionary_within_its_capacity(
 
 
 def test_an_entry_does_not_stand_for_the_next_one_in_its_place() -> None:
-    """Also where all of it is the same, because the bytes were written anew."""
+    """Even if all fields are equal, because the bytes were written again."""
     header, address = TensorHeader.for_tensor("uint8", (4,)), CROWD[0]
     with Both() as both:
         both.local_index.add(address, header, 64)
@@ -142,7 +142,7 @@ def test_an_entry_does_not_stand_for_the_next_one_in_its_place() -> None:
         assert not both.reader.is_unchanged(before)
 
 
-def test_what_is_half_written_is_not_there() -> None:
+def test_a_half_written_entry_is_not_found() -> None:
     """A writer that was stopped in the middle: an offset that cannot be packed stops it."""
     header = TensorHeader.for_tensor("uint8", (4,))
     with Both() as both:
@@ -156,7 +156,7 @@ def test_what_is_half_written_is_not_there() -> None:
         assert both.find(CROWD[1]) is not None
 
 
-def test_more_dimensions_than_fit_are_left_off() -> None:
+def test_items_with_too_many_dimensions_are_not_listed() -> None:
     with Both() as both:
         for dimensions in range(DIMENSIONS_MAX + 3):
             address = (NAMESPACE, str(dimensions))
@@ -175,7 +175,7 @@ def test_the_largest_numbers_fit() -> None:
 
 
 def test_a_digest_in_the_wrong_place_is_not_found() -> None:
-    """A client chooses the sizes of what has no bytes: they may look like another's digest."""
+    """A client chooses the sizes of an empty tensor: they may equal the digest of another item."""
     honest, forged = CROWD[0], CROWD[1]
     sizes = struct.unpack("<4Q", digest_of(*honest))
     with Both() as both:
@@ -183,7 +183,7 @@ def test_a_digest_in_the_wrong_place_is_not_found() -> None:
         assert both.find(honest) is None
         both.local_index.add(honest, TensorHeader.for_tensor("uint8", (1,)), 64)
         entry = both.find(honest)
-        assert entry is None or entry.offset == 64  # None: the node is asked
+        assert entry is None or entry.offset == 64  # None: the client queries the node
 
 
 def test_digests_with_an_equal_beginning_are_distinguished(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,7 +244,7 @@ print(found, missed, wrong)
 
 @pytest.mark.processes
 def test_a_reader_of_another_process_never_sees_halves() -> None:
-    """While a writer lists and strikes off without pause, all in one bucket."""
+    """While a writer adds and removes entries without pause, all in one bucket."""
     with Both() as both:
         headers = [TensorHeader.for_tensor("int8", (n,) * (n % 9)) for n in range(len(CROWD))]
         reader = subprocess.Popen(

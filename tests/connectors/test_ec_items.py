@@ -46,7 +46,7 @@ def test_the_variants_are_those_of_the_request_being_scheduled() -> None:
 def test_an_identifier_reused_for_longer_content_is_encoded(
     is_first: bool, has_space: bool
 ) -> None:
-    """A load would end the engine, because vLLM asks for the item by its name alone."""
+    """A load would end the engine, because vLLM requests the item by its identifier alone."""
     bench = Bench(claim_wait_seconds=0)
     bench.store("A")
     fitting, misfit = make_request("fitting", "A"), longer(make_request("misfit", "A"))

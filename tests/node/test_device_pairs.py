@@ -1,6 +1,6 @@
 """Pairs that exist before a read needs them: made when a pool is seen, ended when it is gone.
 
-Between processes with nodes of their own; and for one end alone, with a stand-in for its node.
+Between processes with different nodes; and for one end alone, with a stand-in for its node.
 """
 
 import secrets
@@ -40,7 +40,7 @@ def test_the_first_request_comes_by_the_lane_and_a_pool_that_dies_leaves_no_pair
     assert (reader.counted("lane_received_gloo"), fallbacks(reader)) == (1, 0)
     producer.kill()
     wait_until(lambda: reader.do("lane.pairs()") == 0, SECONDS)
-    assert fallbacks(reader) == 0, "nobody had to ask"
+    assert fallbacks(reader) == 0, "no request failed"
 
 
 def test_a_pool_is_found_again_after_its_nodes_restart(start_end: StartEnd) -> None:
@@ -76,7 +76,7 @@ def place_of(ends: Ends, lane: DeviceLane) -> dict[str, object]:
     return {**where, "port": lane.port, "pool": lane.id}
 
 
-def test_a_pool_that_was_seen_is_asked_at_once(ends: Ends) -> None:
+def test_a_discovered_pool_gets_the_first_request_at_once(ends: Ends) -> None:
     tell(ends, ends.theirs)
     wait_until(lambda: ends.ours.pairs() == 1, SECONDS)
     assert ends.hears(ends.ask()) == ""
@@ -97,7 +97,7 @@ class Slow(HostPoolMemory):
         assert self.open.wait(SECONDS)
 
 
-def test_a_pair_that_is_used_outlives_the_news_that_its_pool_is_gone(ends: Ends) -> None:
+def test_a_used_pair_outlives_the_report_that_its_pool_is_gone(ends: Ends) -> None:
     """A node that was killed counts as gone with its processes' pools, and these live."""
     place = Slow()
     with closing(DeviceLane("gloo", pool_bytes=POOL_BYTES, memory=place)) as slow:
@@ -112,7 +112,7 @@ def test_a_pair_that_is_used_outlives_the_news_that_its_pool_is_gone(ends: Ends)
         ends.let_go()
 
 
-def test_pools_that_are_only_seen_take_no_more_than_their_share(ends: Ends) -> None:
+def test_pairs_made_on_discovery_stay_within_their_limit(ends: Ends) -> None:
     with ExitStack() as stack:
         crowd = [DeviceLane("gloo", pool_bytes=POOL_BYTES) for _ in range(WARM_MAX + 2)]
         for lane in crowd:
@@ -128,20 +128,20 @@ def test_pools_that_are_only_seen_take_no_more_than_their_share(ends: Ends) -> N
         ends.let_go()
 
 
-def test_pairs_whose_other_end_has_gone_take_no_share(ends: Ends) -> None:
+def test_pairs_without_a_remote_end_do_not_count_towards_the_limit(ends: Ends) -> None:
     with ExitStack() as stack:
         crowd = [DeviceLane("gloo", pool_bytes=POOL_BYTES) for _ in range(WARM_MAX)]
         for lane in crowd:
             stack.callback(lane.close)
         tell(ends, *crowd)
         wait_until(lambda: ends.ours.pairs() == WARM_MAX, SECONDS)
-    wait_until(lambda: ends.ours.pairs() == 0, SECONDS, "who has gone is not counted")
+    wait_until(lambda: ends.ours.pairs() == 0, SECONDS, "closed pools are not counted")
     tell(ends, ends.theirs)
     wait_until(lambda: ends.ours.pairs() == 1, SECONDS)
 
 
-def test_a_wanted_pair_does_not_wait_for_pairs_only_seen(ends: Ends) -> None:
-    """Those connect, and then say nothing for as long as they may."""
+def test_a_requested_pair_does_not_wait_for_pairs_made_on_discovery(ends: Ends) -> None:
+    """Those connect, and are then silent until their deadline."""
     with ExitStack() as stack:
         silent = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(6)]
         for number, server in enumerate(silent):
@@ -153,7 +153,7 @@ def test_a_wanted_pair_does_not_wait_for_pairs_only_seen(ends: Ends) -> None:
         ends.let_go()
 
 
-def test_a_pool_that_many_have_seen_accepts_pairs_that_are_wanted(ends: Ends) -> None:
+def test_a_pool_that_many_discovered_accepts_requested_pairs(ends: Ends) -> None:
     with ExitStack() as stack:
         readers = [DeviceLane("gloo", pool_bytes=POOL_BYTES) for _ in range(DISCOVERED_PAIRS_MAX)]
         for reader in readers:
@@ -169,7 +169,7 @@ def test_a_pool_that_many_have_seen_accepts_pairs_that_are_wanted(ends: Ends) ->
     assert "warned:abandoned" not in ends.ours.stats()
 
 
-def test_pools_of_another_dialect_are_let_be(ends: Ends) -> None:
+def test_pools_of_another_protocol_version_are_ignored(ends: Ends) -> None:
     tell(ends, ends.theirs, pool=secrets.token_hex(6), lane="nccl")
     tell(ends, ends.theirs, pool=secrets.token_hex(6), library="0" * 8)
     ends.warm()  # and what is begun later is done later

@@ -96,7 +96,7 @@ def test_defect_partial_kv_is_thrown_away(connect: Connect) -> None:
     assert torch.allclose(logits, alone(longer), atol=1e-5)
 
 
-def test_defect_the_first_consumer_takes_it_from_all_others(connect: Connect) -> None:
+def test_defect_the_first_consumer_removes_it_for_all_others(connect: Connect) -> None:
     tokens = prompt(SHORT, 11)
     run(connect(), tokens)
     for _ in range(3):
@@ -104,7 +104,7 @@ def test_defect_the_first_consumer_takes_it_from_all_others(connect: Connect) ->
 
 
 def test_defect_a_miss_hangs(connect: Connect) -> None:
-    """Nothing was sent, and nobody will send: the consumer's model runs at once."""
+    """No KV was sent and none will be: the consumer's model runs at once."""
     connector = connect()
     started = time.monotonic()
     assert run(connector, prompt(LONG, 12))[1] == LONG
@@ -112,7 +112,7 @@ def test_defect_a_miss_hangs(connect: Connect) -> None:
 
 
 def test_defect_chunked_prefill_is_mistaken_for_a_prompt(connect: Connect) -> None:
-    """A batch with the second half of a prompt: its tokens do not say what came before."""
+    """A batch with the second half of a prompt: its tokens do not determine the first half."""
     tokens = prompt(LONG, 13)
     half = CHUNK_TOKENS + 1
     for _ in range(2):
@@ -160,7 +160,7 @@ def test_defect_close_fails_and_leaves_a_thread(connect: Connect) -> None:
     assert run(connector, prompt(SHORT, 17))[1] == SHORT, "closed, and the host goes on"
 
 
-def test_a_node_that_is_gone_costs_a_computation(start_node: Callable[..., NodeProcess]) -> None:
+def test_a_lost_node_costs_a_computation(start_node: Callable[..., NodeProcess]) -> None:
     node = start_node()
     config = config_of(node, Namespace.named("gone"))
     connector = LookupBufferKVConnectorV0(0, 0, config)

@@ -1,7 +1,7 @@
 """A device location in a Redis record is a hint: if it is wrong, the bytes still arrive in time.
 Each wrong location is counted, logged once, and leaves nothing behind.
 
-The record is written by hand after an honest one; the reader's node has not asked for it before.
+The test replaces a valid record; the reader's node has not read it before.
 """
 
 import secrets
@@ -44,14 +44,14 @@ class Ends:
         warm(self.first, self.second)
         warm(self.third, self.second)
 
-    def lies(self, lie: Callable[[DeviceLocation], Fields]) -> dict[str, int]:
-        """Which fall-backs it costs to read what the record lies about; the bytes are right."""
-        key = f"lie-{next(_numbers)}"
+    def fallbacks_of(self, change: Callable[[DeviceLocation], Fields]) -> dict[str, int]:
+        """The fallbacks that a read by the changed record costs; the bytes are right."""
+        key = f"changed-{next(_numbers)}"
         put(self.first, key, f"tensor_of({key!r}, {LARGE})")
         with open_store(self._url, call_timeout_seconds=2.0) as store:
             (record,) = [record for record in store.scan() if record.key == key]
         name = f"lb:rec:{record.namespace}:{{{key}}}"
-        for field, text in lie(record.devices[0]).items():
+        for field, text in change(record.devices[0]).items():
             assert command(self._url, "HSET", name, field, text).startswith(b":")
         before, started = self._fallbacks(), time.monotonic()
         assert self.second.do(f"read(TensorKey({key!r}))") == facts(tensor_of(key, LARGE))
@@ -92,13 +92,13 @@ def ends(valkey_server: EmbeddedServer) -> Iterator[Ends]:
         at_rest(made.second.node)
 
 
-def elsewhere(at: DeviceLocation, **other: Any) -> Fields:
+def changed(at: DeviceLocation, **other: Any) -> Fields:
     return {f"on:{at.node}": at._replace(**other).text}
 
 
 @contextmanager
 def answering(data: bytes | None) -> Iterator[int]:
-    """A port where this is said to whoever connects, and then nothing, or nothing at all."""
+    """A port that sends `data` to each client and is then silent; with None it sends nothing."""
     with socket.create_server(("127.0.0.1", 0)) as listener, ExitStack() as open_ones:
 
         def serve() -> None:
@@ -121,13 +121,13 @@ def answering(data: bytes | None) -> Iterator[int]:
 
 
 def is_left_alone(ends: Ends, port: int) -> None:
-    """The pair with a pool there is made in vain, and then rests."""
+    """Making the pair with a pool there fails, and then pauses."""
     pool = secrets.token_hex(6)
     seen: set[str] = set()
 
     def comes_to_rest() -> bool:
         time.sleep(0.05)
-        seen.update(ends.lies(lambda at: elsewhere(at, port=port, pool=pool)))
+        seen.update(ends.fallbacks_of(lambda at: changed(at, port=port, pool=pool)))
         return "abandoned" in seen
 
     wait_until(comes_to_rest, 40.0, f"{port}")
@@ -145,7 +145,7 @@ def test_a_port_without_a_listener(ends: Ends) -> None:
     [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", b"LB01" + 12 * b"\xff"],
     ids=["nothing", "http", "an exabyte"],
 )  # fmt: skip
-def test_a_port_of_what_is_no_pool(ends: Ends, data: bytes) -> None:
+def test_a_port_of_another_program(ends: Ends, data: bytes) -> None:
     with answering(data) as port:
         is_left_alone(ends, port)
 
@@ -159,7 +159,7 @@ def test_a_port_of_a_node(ends: Ends) -> None:
 
 
 @pytest.mark.parametrize("port", [0, 99999])
-def test_a_port_that_is_none(ends: Ends, port: int) -> None:
+def test_an_invalid_port(ends: Ends, port: int) -> None:
     is_left_alone(ends, port)
 
 
@@ -168,7 +168,7 @@ def test_the_port_of_another_pool(ends: Ends) -> None:
     seen: set[str] = set()
 
     def is_stale() -> bool:
-        seen.update(ends.lies(lambda at: elsewhere(at, port=port, pool=pool)))
+        seen.update(ends.fallbacks_of(lambda at: changed(at, port=port, pool=pool)))
         return "stale" in seen
 
     wait_until(is_stale, 40.0)
@@ -177,16 +177,16 @@ def test_the_port_of_another_pool(ends: Ends) -> None:
 
 
 def test_another_mark(ends: Ends) -> None:
-    assert ends.lies(lambda at: elsewhere(at, mark=at.mark + 7)) == {"stale": 1}
+    assert ends.fallbacks_of(lambda at: changed(at, mark=at.mark + 7)) == {"stale": 1}
 
 
 def test_another_library(ends: Ends) -> None:
-    assert ends.lies(lambda at: elsewhere(at, library="00000000")) == {"version": 1}
+    assert ends.fallbacks_of(lambda at: changed(at, library="00000000")) == {"version": 1}
 
 
 @pytest.mark.parametrize("field", ["no place", f"1:gloo:{'0' * 8}:1:short", "", "1:gloo"])
-def test_a_place_that_is_none_is_no_place(ends: Ends, field: str) -> None:
-    assert ends.lies(lambda at: {f"on:{at.node}": field}) == {}
+def test_an_invalid_device_location_is_ignored(ends: Ends, field: str) -> None:
+    assert ends.fallbacks_of(lambda at: {f"on:{at.node}": field}) == {}
 
 
 @pytest.mark.parametrize(
@@ -201,15 +201,15 @@ def test_a_place_that_is_none_is_no_place(ends: Ends, field: str) -> None:
 def test_bytes_that_differ_from_their_announcement_cost_a_fallback(
     ends: Ends, fields: Fields
 ) -> None:
-    assert ends.lies(lambda _at: fields) == {"peer_failed": 1}
+    assert ends.fallbacks_of(lambda _at: fields) == {"peer_failed": 1}
     warm(ends.first, ends.second)
 
 
 @pytest.mark.parametrize("nbytes", [128 << 20, 1 << 39, 1 << 45], ids=["pool", "half TiB", "more"])
 def test_more_bytes_than_any_pool_has(ends: Ends, nbytes: int) -> None:
-    found = ends.lies(lambda _at: {"shape": f"[{nbytes}]", "nbytes": str(nbytes)})
+    found = ends.fallbacks_of(lambda _at: {"shape": f"[{nbytes}]", "nbytes": str(nbytes)})
     assert found.keys() <= {"no_room"}
 
 
-def test_a_size_that_contradicts_itself_is_not_asked_for(ends: Ends) -> None:
-    assert ends.lies(lambda _at: {"nbytes": str(LARGE + 1)}) == {}
+def test_an_inconsistent_size_is_not_requested(ends: Ends) -> None:
+    assert ends.fallbacks_of(lambda _at: {"nbytes": str(LARGE + 1)}) == {}

@@ -209,7 +209,7 @@ def _sorted(record: Record | None) -> Record | None:
     return record and record._replace(locations=tuple(sorted(record.locations, key=str)))
 
 
-def test_redis_answers_as_memory_does(store: MetadataStore) -> None:
+def test_redis_and_memory_return_the_same(store: MetadataStore) -> None:
     run_state_machine_as_test(
         lambda: SameAsMemory(store),  # type: ignore[arg-type]  # any factory will do
         settings=settings(

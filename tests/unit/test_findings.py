@@ -15,7 +15,7 @@ def test_the_most_alike_come_first_each_beside_the_nearest_that_has_it() -> None
         "none": {"model": "m", "dtype": "a", "processor": '{"size":"1"}'},
         "four": {"tower": "t"},
     }
-    without = {"nobody says", "four", "two", "one, too", "one", "none"}
+    without = {"undescribed", "four", "two", "one, too", "one", "none"}
     found = most_alike(described, without, ["has-2", "has-1"])
     assert list(found.items()) == [
         ("none", "has-1"),
@@ -23,7 +23,7 @@ def test_the_most_alike_come_first_each_beside_the_nearest_that_has_it() -> None
         ("one, too", "has-1"),
         ("two", "has-1"),
         ("four", "has-1"),
-        ("nobody says", "has-1"),
+        ("undescribed", "has-1"),
     ]
     assert differences(described["none"], described["has-1"]) == {}
 

@@ -11,7 +11,7 @@
  9. close joins threads that never end: test_close_is_bounded
 10. a send to an end that dies hangs: test_a_send_to_an_end_that_dies_in_the_middle_ends
 11. a too large message becomes a None: test_a_too_large_message_does_not_reach_its_receiver
-12. a missing message is a None: test_rivals, 8
+12. a missing message is a None: test_mooncake_defects, 8
 13. gigabytes are pinned at the start: test_shared_region,
     test_a_large_memory_is_not_allocated_at_once
 

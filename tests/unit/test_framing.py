@@ -111,7 +111,7 @@ def test_frames_that_are_refused(frame: bytes) -> None:
         FrameDecoder().feed(frame)
 
 
-def test_a_claim_is_refused_before_its_bytes_are_awaited() -> None:
+def test_a_too_large_length_is_refused_before_its_bytes_arrive() -> None:
     decoder = FrameDecoder(max_header_bytes=100)
     with pytest.raises(ProtocolError):
         decoder.feed(MAGIC + struct.pack(">IQ", 101, 0))

@@ -57,7 +57,7 @@ def automatic(valkey_server: EmbeddedServer, tmp_path: Path) -> Iterator[BufferC
     shutil.rmtree(directory)
 
 
-def test_two_that_start_at_once_get_one_node_which_ends_when_idle(automatic: BufferConfig) -> None:
+def test_two_concurrent_starts_give_one_node_which_ends_when_idle(automatic: BufferConfig) -> None:
     source = """
 hear()
 say((buffer.boot, buffer.stats()["sessions_opened"]))
@@ -124,7 +124,7 @@ def test_the_examples_of_the_library_run_one_after_the_other(
         exec(compile(example, "the documents", "exec"), {"torch": torch})
 
 
-def test_without_torch_the_library_says_what_to_install() -> None:
+def test_without_torch_the_error_names_what_to_install() -> None:
     without = "import sys; sys.modules['torch'] = None; from lookup_buffer import LookupBuffer"
     done = subprocess.run(
         [sys.executable, "-c", without],

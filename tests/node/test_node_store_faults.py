@@ -1,4 +1,5 @@
-"""The store killed, frozen, flushed, full or garbled: local hits go on, the rest misses in time."""
+"""The store killed, frozen, flushed, full or garbled: local hits continue, the rest misses in
+time."""
 
 import os
 import signal
@@ -31,7 +32,7 @@ def seconds_of(use: Callable[[], object]) -> float:
 
 
 class Pair:
-    """Two nodes on a store of their own, as hasty with it as by default, and a client of each."""
+    """Two nodes on a separate store, with the default timeouts, and a client of each."""
 
     def __init__(self, server: EmbeddedServer, start_node: StartNode) -> None:
         self.server = server
@@ -127,7 +128,7 @@ def misses_in_time(pair: Pair, remote: object) -> None:
     assert quickest(claim_by_many, 2.0) < 2.0
 
 
-def test_the_store_is_frozen_and_goes_on(pair: Pair) -> None:
+def test_the_store_is_frozen_and_resumed(pair: Pair) -> None:
     local, remote, tensor = key("local"), key("remote"), torch.randn(1000)
     known, known_too = key("known"), key("known too")
     pair.here.insert(local, tensor)
@@ -135,7 +136,7 @@ def test_the_store_is_frozen_and_goes_on(pair: Pair) -> None:
         pair.there.insert(name, tensor)
     wait_until(lambda: all(pair.here.has_caches([known, known_too], timeout=1.0)), BACK_SECONDS)
     with frozen(pair.server):
-        # What the mirror knows goes on, as long as the other node may be believed to live.
+        # Look-ups use the mirror's entries until the other node counts as dead.
         selected = pair.here.select(known)
         assert selected is not None
         assert torch.equal(selected, tensor)
@@ -223,7 +224,7 @@ def test_a_flushed_store_is_filled_again(pair: Pair) -> None:
     assert pair.nodes[1].stats()["unpublished"] == 0
 
 
-def test_foreign_things_under_our_keys_are_misses(pair: Pair) -> None:
+def test_foreign_values_under_our_keys_are_misses(pair: Pair) -> None:
     name, healthy = key("poisoned"), key("healthy")
     pair.there.insert(name, torch.ones(3))
     wait_until(lambda: pair.here.has_caches([name], timeout=1.0)[0], BACK_SECONDS)
@@ -233,7 +234,7 @@ def test_foreign_things_under_our_keys_are_misses(pair: Pair) -> None:
         if line.startswith("lb:rec:") and name.mm_hash in line
     )
     assert command(pair.server.url, "SET", record, "not a hash") == b"+OK"
-    # Until the server's word of the change is here, what was read before it counts.
+    # Until the server's invalidation arrives, the entry that was read before is used.
     wait_until(lambda: not pair.here.has_caches([name], timeout=1.0)[0], BACK_SECONDS)
     with pytest.raises(MissingTensor):
         pair.here.select(name)
@@ -302,13 +303,11 @@ def test_a_full_store_grants_claims_and_takes_them_back(
     assert command(pair.server.url, "CONFIG", "SET", "maxmemory", "1") == b"+OK"
     for _ in range(6):
         assert pair.here.claim(key(), lease_seconds=9.0).granted
-    assert pair.here.release_claim(name), "nobody waits for a lease that could have ended"
+    assert pair.here.release_claim(name), "no wait for a lease that could have ended"
     pair.end()
 
 
-def test_no_node_counts_as_dead_because_the_store_is_full(
-    start_server: StartServer, start_node: StartNode
-) -> None:
+def test_a_full_store_makes_no_node_dead(start_server: StartServer, start_node: StartNode) -> None:
     """Descriptions and counters are refused then; beats are not, and are read on."""
     pair = Pair(start_server(policy="noeviction"), start_node)
     name = key("published before")
