@@ -11,15 +11,18 @@ wants others than the fork server has is executed as usual, and so is one that i
 start it.
 """
 
+import ctypes
 import gc
 import multiprocessing.util
 import os
 import re
 import runpy
+import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, ForkServerProcess
@@ -41,6 +44,8 @@ _SET = {
     **MEMORY_VARIABLES,
 }
 _READ_EARLY = ("HF_", "LD_PRELOAD", "MALLOC_", "OMP_", "TRANSFORMERS_", "TRITON_INTERPRET")
+_FILL, _M_PERTURB = "MALLOC_PERTURB_", -6
+"""The one variable of glibc's that a running process can follow: `mallopt(3)`."""
 _START_SECONDS = 120.0
 _FILE = re.compile(r"\{\d\}")
 
@@ -104,8 +109,34 @@ def launch(
     return Forked(process)
 
 
+def finished(
+    source: str,
+    arguments: Sequence[str],
+    *,
+    folder: Path,
+    environment: Mapping[str, str],
+    timeout_seconds: float,
+) -> tuple[int, str]:
+    """The exit code and the output of a program that runs to its end; its files are in `folder`."""
+    name = "program_of_test"
+    (folder / f"{name}.py").write_text(source)
+    path = os.pathsep.join(filter(None, [str(folder), environment.get("PYTHONPATH", "")]))
+    log = folder / f"{name}.log"
+    process = launch(name, arguments, log=log, environment={**environment, "PYTHONPATH": path})
+    try:
+        code = process.wait(timeout_seconds)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    return code, log.read_text(errors="replace")
+
+
 def _allows_fork(environment: Mapping[str, str]) -> bool:
-    early = {name: value for name, value in environment.items() if name.startswith(_READ_EARLY)}
+    early = {
+        name: value
+        for name, value in environment.items()
+        if name.startswith(_READ_EARLY) and name != _FILL
+    }
     return all(_SET.get(name) == value for name, value in early.items())
 
 
@@ -162,6 +193,8 @@ def _run(
     os.close(output)
     os.environ.clear()
     os.environ.update(environment)
+    if fill := environment.get(_FILL):
+        ctypes.CDLL(None).mallopt(_M_PERTURB, int(fill))
     sys.path[:0] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
     multiprocessing.util.spawnv_passfds = _spawn_by_fork  # type: ignore[assignment]
     os.chdir(ROOT)

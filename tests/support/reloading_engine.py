@@ -1,11 +1,13 @@
-"""A vLLM engine that is given other weights while it runs: `python reloading_engine.py < JSON`.
+"""A vLLM engine that is given other weights while it runs: `python reloading_engine.py SOCKET`.
 
-Its cache holds one picture, and it gets requests about two, by turns. Prints its answers about the
-second: with the weights of its start, and then with the others, twice, the second time under an
-unknown name.
+SOCKET is the number of an inherited socket, on which it is told what to do and answers. Its cache
+holds one picture, and it gets requests about two, by turns. Its answers are those about the second:
+with the weights of its start, and then with the others, twice, the second time under an unknown
+name.
 """
 
 import json
+import socket
 import sys
 from typing import Any
 
@@ -16,7 +18,8 @@ def main() -> None:
     from PIL import Image
     from vllm import LLM, SamplingParams
 
-    given = json.loads(sys.stdin.readline())
+    connection = socket.socket(fileno=int(sys.argv[1])).makefile("rw")
+    given = json.loads(connection.readline())
     first, second = (Image.open(path).convert("RGB") for path in given["pictures"])
     sampling = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     engine = LLM(**given["arguments"])
@@ -28,14 +31,14 @@ def main() -> None:
 
     ask(first)
     answers = [ask(second)]
-    print("STORED", flush=True)
-    sys.stdin.readline()
+    print("STORED", file=connection, flush=True)
+    connection.readline()
     ask(first)
     engine.collective_rpc("reload_weights", kwargs={"weights_path": given["other_weights"]})
     engine.llm_engine.reset_encoder_cache()  # as vLLM wants it done when weights have changed
     answers.append(ask(second))
     answers.append(ask(second, multi_modal_uuids={"image": ["a name of its own"]}))
-    print("ANSWERS", json.dumps(answers), flush=True)
+    print("ANSWERS", json.dumps(answers), file=connection, flush=True)
     engine.llm_engine.engine_core.shutdown(timeout=10.0)
 
 

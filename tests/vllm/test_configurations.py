@@ -8,8 +8,6 @@ real nodes stand for the engines that ask why.
 import itertools
 import json
 import os
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+import fork_server
 from command_line import run, run_json
 from connectors.plugin import CONNECTOR_NAME
 from engines import START_SECONDS, engine_settings
@@ -24,7 +23,7 @@ from examples.demo.engine_settings import engine_arguments, engine_environment
 from lookup_buffer.client.buffer import LookupBuffer
 from lookup_buffer.errors import MissingTensor
 from lookup_buffer.namespace import Namespace
-from nodes import ROOT, NodeProcess, key, wait_until
+from nodes import NodeProcess, key, wait_until
 
 pytestmark = pytest.mark.vllm
 
@@ -114,7 +113,7 @@ import json, sys
 from vllm.engine.arg_utils import EngineArgs
 from connectors.namespace import namespace_parts
 from connectors.settings import ConnectorSettings
-for arguments in json.load(sys.stdin):
+for arguments in json.loads(sys.argv[1]):
     config = EngineArgs(**arguments).create_engine_config()
     parts = namespace_parts(config, ConnectorSettings(capacity_bytes=1 << 24))
     print("PARTS", json.dumps(parts), flush=True)
@@ -125,22 +124,22 @@ for arguments in json.load(sys.stdin):
 def parts(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
     """By arguments, the parts of the namespace. Of two processes, as engines have."""
     usual = engine_settings("configured", model, tmp_path_factory.mktemp("configured"))
+    work = tmp_path_factory.mktemp("programs")
     pairs = [(one, other) for one, other, _ in APART.values()] + list(TOGETHER.values())
 
     def of_one_process(position: int) -> list[tuple[str, dict[str, str]]]:
         cases = [pair[position] for pair in pairs]
-        finished = subprocess.run(
-            [sys.executable, "-c", PARTS],
-            input=json.dumps([engine_arguments(usual) | USUAL | case for case in cases]),
-            capture_output=True,
-            text=True,
-            timeout=START_SECONDS,
-            cwd=ROOT,
-            env=os.environ | engine_environment(usual),
-            check=False,
+        folder = work / str(position)
+        folder.mkdir()
+        _, output = fork_server.finished(
+            PARTS,
+            [json.dumps([engine_arguments(usual) | USUAL | case for case in cases])],
+            folder=folder,
+            environment=os.environ | engine_environment(usual),
+            timeout_seconds=START_SECONDS,
         )
-        lines = [x for x in finished.stdout.splitlines() if x.startswith("PARTS ")]
-        assert len(lines) == len(cases), finished.stderr
+        lines = [x for x in output.splitlines() if x.startswith("PARTS ")]
+        assert len(lines) == len(cases), output
         made = [json.loads(line.removeprefix("PARTS ")) for line in lines]
         return [(f"{position} {case}", parts) for case, parts in zip(cases, made, strict=True)]
 

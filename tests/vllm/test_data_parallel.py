@@ -58,7 +58,7 @@ class Pulse:
             self._longest = max(self._longest, began - before - EVERY_SECONDS)
 
 
-pytestmark = [pytest.mark.vllm, pytest.mark.part(name="layouts")]
+pytestmark = [pytest.mark.vllm, pytest.mark.part(name="engines")]
 RANKS = (0, 1)
 ROUNDS = 5
 ROUNDS_MAX = 20

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from engines import Engine
 from examples.demo.engine import DemoEngine, EngineFailure, Question
 from examples.demo.engine_settings import (
     EngineSettings,
@@ -93,7 +94,7 @@ def engine(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, tiny_model: Path
 ) -> Iterator[DemoEngine]:
     settings = _settings(tmp_path_factory.mktemp("engine"), tiny_model, request.param)
-    with DemoEngine(settings) as running:
+    with Engine(settings) as running:
         running.wait_ready()
         yield running
     assert _group_is_gone(running.pid, 5.0)
@@ -138,7 +139,7 @@ def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:
 
 @pytest.mark.vllm
 def test_a_killed_engine_is_gone_with_all_its_processes(tmp_path: Path, tiny_model: Path) -> None:
-    engine = DemoEngine(_settings(tmp_path, tiny_model, Placement.TWO_PROCESSES))
+    engine = Engine(_settings(tmp_path, tiny_model, Placement.TWO_PROCESSES))
     engine.wait_ready()
     engine.submit([question("cat")])
     engine.kill()

@@ -2,13 +2,13 @@
 
 import json
 import os
-import subprocess
-import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+import fork_server
 from engines import (
     BLOCK,
     OUTCOME_SECONDS,
@@ -21,7 +21,7 @@ from engines import (
 )
 from examples.demo.engine import Question
 from examples.demo.engine_settings import Placement, engine_arguments, engine_environment
-from nodes import ROOT, StartNode, wait_until
+from nodes import StartNode, wait_until
 from openai_servers import (
     COMPLETIONS,
     MODEL_NAME,
@@ -32,7 +32,7 @@ from openai_servers import (
 )
 from servers import free_port
 
-pytestmark = [pytest.mark.vllm, pytest.mark.part(name="layouts")]
+pytestmark = [pytest.mark.vllm, pytest.mark.part(name="engines")]
 CHUNK = 512
 """More than the prompt about an image has, so that its KV is not shared and its encoding is."""
 PROMPT_TOKENS = 600
@@ -128,26 +128,24 @@ def test_workers_of_an_external_launcher_are_refused_in_one_line(
     launcher |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
     environment = os.environ | engine_environment(settings) | launcher
     arguments = json.dumps(engine_arguments(settings))
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", LAUNCHED, arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd=ROOT,
-            env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+
+    def launched(rank: int) -> tuple[int, str]:
+        folder = tmp_path / str(rank)
+        folder.mkdir()
+        return fork_server.finished(
+            LAUNCHED,
+            [arguments],
+            folder=folder,
+            environment=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            timeout_seconds=REFUSED_SECONDS,
         )
-        for rank in (0, 1)
-    ]
-    try:
-        said = [process.communicate(timeout=REFUSED_SECONDS)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+
+    with ThreadPoolExecutor(max_workers=2) as launcher_threads:
+        ended = list(launcher_threads.map(launched, (0, 1)))
+    said = [output for _, output in ended]
     name = f"LookupBuffer{kind.upper()}Connector: "
     lines = [line for output in said for line in output.splitlines() if name in line]
     assert len(lines) == 1, said
     assert "external_launcher" in lines[0]
     assert "use the backend mp" in lines[0]
-    assert all(process.returncode not in (0, None) for process in processes)
+    assert all(code != 0 for code, _ in ended)

@@ -21,7 +21,7 @@ from engines import (
 from examples.demo.engine_settings import Placement
 from nodes import wait_until
 
-pytestmark = [pytest.mark.vllm, pytest.mark.part(name="layouts")]
+pytestmark = [pytest.mark.vllm, pytest.mark.part(name="engines")]
 
 
 @pytest.fixture

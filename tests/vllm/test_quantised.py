@@ -26,7 +26,7 @@ from lookup_buffer.namespace import Namespace
 from nodes import NodeProcess, StartNode, wait_until
 from store import open_store
 
-pytestmark = [pytest.mark.vllm, pytest.mark.part(name="layouts")]
+pytestmark = [pytest.mark.vllm, pytest.mark.part(name="engines")]
 PRECISE = {"dtype": "bfloat16"}
 QUANTISED = {"dtype": "bfloat16", "quantization": "fp8_per_channel"}
 

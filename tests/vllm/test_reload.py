@@ -2,15 +2,17 @@
 
 import json
 import os
-import subprocess
-import sys
+import signal
+import socket
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+import fork_server
 from engines import OUTCOME_SECONDS, START_SECONDS, Album, connector, engine_settings, weights
 from examples.demo.engine_settings import Placement, engine_arguments, engine_environment
-from nodes import ROOT, StartNode, wait_until
+from nodes import StartNode, wait_until
 
 pytestmark = pytest.mark.vllm
 
@@ -31,37 +33,31 @@ def test_an_engine_with_other_weights_loads_nothing_of_before_and_stores_nothing
         "pictures": [str(path) for path in album.paths[:2]],
         "other_weights": str(weights(seed=1)),
     }
-    with (
-        (tmp_path / "engine.log").open("w+") as log,
-        subprocess.Popen(
-            [sys.executable, ROOT / "tests" / "support" / "reloading_engine.py"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-            cwd=ROOT,
-            env=os.environ | engine_environment(settings) | {"PYTHONPATH": str(ROOT)},
-        ) as engine,
-        node.client("stats") as client,
-    ):
-        assert engine.stdin is not None
-        assert engine.stdout is not None
+    log = tmp_path / "engine.log"
+    ours, theirs = socket.socketpair()
+    with ours, ours.makefile("rw") as connection, node.client("stats") as client:
+        engine = fork_server.launch(
+            "reloading_engine",
+            ["{0}"],
+            log=log,
+            environment=os.environ | engine_environment(settings),
+            keep=[theirs.fileno()],
+        )
+        theirs.close()
         try:
-            engine.stdin.write(json.dumps(given) + "\n")
-            engine.stdin.flush()
-            lines = iter(engine.stdout)
-            assert any(line.startswith("STORED") for line in lines), log.name
+            ours.settimeout(START_SECONDS)
+            print(json.dumps(given), file=connection, flush=True)
+            assert connection.readline() == "STORED\n", log.read_text()
             wait_until(lambda: client.stats()["items"] == 2, OUTCOME_SECONDS)
-            engine.stdin.write("\n")
-            engine.stdin.flush()
-            said = list(lines)
+            print(file=connection, flush=True)
+            answers = connection.readline()
             assert engine.wait(START_SECONDS) == 0
         finally:
-            engine.kill()
+            with suppress(ProcessLookupError):
+                os.killpg(engine.pid, signal.SIGKILL)
         stats = client.stats()
-    (told,) = [line for line in said if line.startswith("ANSWERS")]
-    before, after, encoded = json.loads(told.removeprefix("ANSWERS"))
+    before, after, encoded = json.loads(answers.removeprefix("ANSWERS"))
     assert after == encoded != before
     assert stats["hits_local"] == 1, "before its weights changed, it loaded what was stored"
     assert (stats["inserts_stored"], stats.get("inserts_exists", 0)) == (2, 0)
-    assert any("weights of this engine have changed" in line for line in said)
+    assert "weights of this engine have changed" in log.read_text()

@@ -7,8 +7,6 @@ shows, by which all tokens here are judged.
 import json
 import os
 import re
-import subprocess
-import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,12 +14,13 @@ from typing import Any
 
 import pytest
 
+import fork_server
 from connectors.plugin import CONNECTOR_NAME
 from engines import SIZE, START_SECONDS, Album, Engine, Reference, connector, engine_settings
 from examples.demo.engine import EngineFailure, Question
 from examples.demo.engine_settings import engine_arguments, engine_environment
 from models import Misfit, encoder_decoder, text_only
-from nodes import ROOT, StartNode, at_rest, wait_until
+from nodes import StartNode, at_rest, wait_until
 from patience import scaled
 from servers import valkey_executable
 from store import EmbeddedServer, open_store
@@ -103,7 +102,7 @@ MISTAKES = {
 STARTS = """
 import json, sys
 from vllm import LLM
-for name, arguments in json.load(sys.stdin).items():
+for name, arguments in json.loads(sys.argv[1]).items():
     print(f"==== {name}", flush=True)
     try:
         LLM(**arguments)
@@ -131,18 +130,15 @@ def refusals(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
             wrong.model(misfit, model)
             settings = replace(settings, model_directory=misfit)
         starts[name] = engine_arguments(settings)
-    finished = subprocess.run(
-        [sys.executable, "-c", STARTS],
-        input=json.dumps(starts),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=START_SECONDS,
-        cwd=ROOT,
-        env=os.environ | engine_environment(usual),
-        check=True,
+    code, output = fork_server.finished(
+        STARTS,
+        [json.dumps(starts)],
+        folder=work,
+        environment=os.environ | engine_environment(usual),
+        timeout_seconds=START_SECONDS,
     )
-    sections = finished.stdout.split("==== ")[1:]
+    assert code == 0, output
+    sections = output.split("==== ")[1:]
     return dict(section.split("\n", 1) for section in sections)
 
 
@@ -170,29 +166,23 @@ def test_the_server_ends_with_a_failure_and_tells_no_secret(model: Path, tmp_pat
         "ec_connector_extra_config": {"token_file": str(secret_file), "prefetch_byte": 0},
     }
     settings = engine_settings("server", model, tmp_path)
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-    command += ["--model", str(model), "--dtype", "float32", "--enforce-eager"]
-    command += ["--max-model-len", "512", "--kv-cache-memory-bytes", str(1 << 26)]
-    command += ["--host", "127.0.0.1", "--port", "0", "--ec-transfer-config", json.dumps(config)]
+    arguments = ["--model", str(model), "--dtype", "float32", "--enforce-eager"]
+    arguments += ["--max-model-len", "512", "--kv-cache-memory-bytes", str(1 << 26)]
+    arguments += ["--host", "127.0.0.1", "--port", "0", "--ec-transfer-config", json.dumps(config)]
     environment = os.environ | engine_environment(settings)
     del environment["VLLM_ENABLE_V1_MULTIPROCESSING"]
+    log = tmp_path / "server.log"
     started = time.monotonic()
-    finished = subprocess.run(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=START_SECONDS,
-        cwd=ROOT,
-        env=environment,
-        check=False,
+    server = fork_server.launch(
+        "vllm.entrypoints.openai.api_server", arguments, log=log, environment=environment
     )
+    assert server.wait(START_SECONDS) != 0
+    output = log.read_text()
     seconds = time.monotonic() - started
-    assert finished.returncode not in (0, None)
-    ours = [line for line in finished.stdout.splitlines() if "LookupBufferECConnector: " in line]
-    assert len(ours) == 1, finished.stdout
+    ours = [line for line in output.splitlines() if "LookupBufferECConnector: " in line]
+    assert len(ours) == 1, output
     assert "unknown setting 'prefetch_byte'; did you mean 'prefetch_bytes'?" in ours[0]
-    assert SECRET not in finished.stdout
+    assert SECRET not in output
     assert seconds < REFUSED_SECONDS
 
 
