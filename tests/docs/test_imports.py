@@ -4,10 +4,12 @@ The contracts live in pyproject.toml. Here they are run, and shown to be able to
 import must be caught and named.
 """
 
+import ast
 import json
 import shutil
 import subprocess
 import sys
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -42,6 +44,40 @@ def _loaded_by(module: str) -> set[str]:
     )
     assert run.returncode == 0, run.stderr
     return set(json.loads(run.stdout))
+
+
+def _modules(root: Path) -> dict[str, Path]:
+    """The modules of our packages below `root`, by name."""
+    modules = {}
+    for path in sorted(file for name in PACKAGES for file in (root / name).rglob("*.py")):
+        parts = path.relative_to(root).with_suffix("").parts
+        modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return modules
+
+
+def _circle(root: Path) -> list[str]:
+    """The modules of one import circle, in order; empty without one.
+
+    Counts imports inside functions and those for type checkers alone. That a module's package is
+    imported with it does not count.
+    """
+    modules = _modules(root)
+    graph: dict[str, set[str]] = {}
+    for module, path in modules.items():
+        names: set[str] = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                for alias in node.names:
+                    name = f"{node.module}.{alias.name}"
+                    names.add(name if name in modules else node.module)
+        graph[module] = names & modules.keys() - {module}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
 
 
 @pytest.fixture
@@ -90,6 +126,32 @@ def test_a_planted_import_is_caught(copy: Path, module: str, imported: str) -> N
     assert run.returncode == 1, run.stdout + run.stderr
     assert module.removesuffix(".py").replace("/", ".") in run.stdout
     assert imported.split(".")[0] in run.stdout
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    assert not _circle(ROOT)
+
+
+@pytest.mark.parametrize(
+    "back",
+    [
+        "from store import first\n",
+        "import store.first\n",
+        "from store.first import Name\n",
+        "def late() -> None:\n    from store.first import Name\n",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from store.first import Name\n",
+    ],
+)
+def test_a_planted_circle_is_found(tmp_path: Path, back: str) -> None:
+    package = tmp_path / "store"
+    package.mkdir()
+    (package / "__init__.py").write_text("from store.first import Name\n")
+    (package / "first.py").write_text("from store.second import helper\nclass Name: ...\n")
+    (package / "second.py").write_text("import store.third\n")
+    (package / "third.py").write_text("import os\n")
+    assert not _circle(tmp_path)
+    (package / "third.py").write_text(back)
+    assert set(_circle(tmp_path)) == {"store.first", "store.second", "store.third"}
 
 
 def test_the_command_line_loads_nothing_heavy() -> None:
