@@ -1,4 +1,5 @@
-"""Settings from environment variables: `LOOKUP_BUFFER_<NAME>`, and files that hold them.
+"""Settings from environment variables: `LOOKUP_BUFFER_<NAME>`, and files that hold them; the
+installed version.
 
 The only module that reads the environment. It must not import pydantic, so that a command with a
 single query to a store starts quickly. Its callers have the list of settings and validate the
@@ -68,3 +69,13 @@ def read_secret(path: Path, what: str) -> str:
     if not text:
         raise ConfigError(f"{what}, {path}, is empty")
     return text
+
+
+def distribution_version() -> str:
+    """The version of the installed distribution that this code is."""
+    from importlib.metadata import PackageNotFoundError, version  # takes 10 ms
+
+    try:
+        return version("lookup-buffer")
+    except PackageNotFoundError:  # run from a checkout that was not installed
+        return "0+checkout"

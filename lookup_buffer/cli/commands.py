@@ -108,7 +108,7 @@ def _script(context: click.Context, shell: str) -> str:
 
 def _version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
     if wanted:
-        from lookup_buffer.node.identity import distribution_version
+        from lookup_buffer.environment import distribution_version
 
         click.echo(f"lookup-buffer {distribution_version()}")
         context.exit()
