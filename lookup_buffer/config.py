@@ -33,9 +33,8 @@ from lookup_buffer.access import (
     check_store_url,
     runtime_directory,
 )
-from lookup_buffer.environment import settings_of_environment
+from lookup_buffer.environment import parse_bytes, settings_of_environment
 from lookup_buffer.errors import ConfigError
-from lookup_buffer.sizes import parse_bytes
 from store import redact
 from store.url import SCHEMES
 
