@@ -314,7 +314,7 @@ class KvPins:
         if names and free < 1:
             return False
         if len(names) > free:
-            self._counters.add("over_budget")
+            self._counters.add(MissReason.OVER_BUDGET.value)
         state.is_requested = True
         if names:
             self._prefetch(state, names[:free])
