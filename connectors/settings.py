@@ -193,6 +193,12 @@ def unsupported_layout(parallel: Any) -> str:
             f"{parallel.world_size} processes has its own scheduler, and these may differ in what "
             "they load; use the backend mp, which has one scheduler for all workers"
         )
+    if _is_run_by_ray(parallel) and parallel.world_size > 1:
+        return (
+            f"with distributed_executor_backend=ray the {parallel.world_size} workers of an engine "
+            "may run on other hosts than its scheduler, and the memory of a lookup buffer node is "
+            "shared on one host only; use the backend mp, which keeps them on one host"
+        )
     nodes = getattr(parallel, "nnodes_within_dp", 1)
     if nodes > 1:
         return (
@@ -203,6 +209,13 @@ def unsupported_layout(parallel: Any) -> str:
     if getattr(parallel, "enable_elastic_ep", False):
         return "--enable-elastic-ep adds and removes workers while the engine runs"
     return ""
+
+
+def _is_run_by_ray(parallel: Any) -> bool:
+    """Also where vLLM chose the backend itself, in a placement group or by
+    `--data-parallel-backend ray`."""
+    backend = getattr(parallel, "distributed_executor_backend", None)
+    return backend == "ray" or getattr(backend, "uses_ray", False) is True
 
 
 def _is_externally_launched(parallel: Any) -> bool:
