@@ -16,7 +16,15 @@ from typing import Any, Literal, TypeVar
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from connectors.pass_time import FIRST_SIGHT_SECONDS, IDLE_SECONDS
-from lookup_buffer.config import GIB, SECRETS, BufferConfig, Bytes, explain, guard_listener
+from lookup_buffer.config import (
+    GIB,
+    SECRETS,
+    BufferConfig,
+    Bytes,
+    explain,
+    guard_listener,
+    setting_advice,
+)
 from lookup_buffer.environment import read_secret
 from lookup_buffer.errors import ConfigError
 from lookup_buffer.protocol.fields import SECONDS_MAX
@@ -112,7 +120,8 @@ class ConnectorSettings(SharedSettings):
     @model_validator(mode="after")
     def _guarded_lane(self) -> "ConnectorSettings":
         if self.device_lane != "off" and self.device_lane_host is not None:
-            guard_listener("'device_lane_host'", self.device_lane_host, "token", self.token)
+            advice = setting_advice("token")
+            guard_listener("'device_lane_host'", self.device_lane_host, advice, self.token)
         return self
 
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from lookup_buffer.client.session import next_request_id
 from lookup_buffer.codec import header_of
-from lookup_buffer.config import check_token_of, guard_listener
+from lookup_buffer.config import ARGUMENT_ADVICE, check_token_of, guard_listener
 from lookup_buffer.device import protocol
 from lookup_buffer.device.memory import PoolMemory, memory_for
 from lookup_buffer.device.pairs import Pairs, PoolReceiver
@@ -101,7 +101,7 @@ class DeviceLane:
         memory: PoolMemory | None = None,
     ) -> None:
         check_token_of("a device lane", token)
-        guard_listener("a device lane", host, "token", token)
+        guard_listener("a device lane", host, ARGUMENT_ADVICE, token)
         self._memory: PoolMemory = memory or memory_for(device)
         self.version = version or version_of(lane, self._memory)
         self.id = secrets.token_hex(6)
