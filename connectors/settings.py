@@ -16,7 +16,15 @@ from typing import Any, Literal, TypeVar
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from connectors.pass_time import FIRST_SIGHT_SECONDS, IDLE_SECONDS
-from lookup_buffer.config import GIB, SECRETS, BufferConfig, Bytes, explain, guard_listener
+from lookup_buffer.config import (
+    GIB,
+    SECRETS,
+    BufferConfig,
+    Bytes,
+    explain,
+    guard_listener,
+    setting_advice,
+)
 from lookup_buffer.environment import read_secret
 from lookup_buffer.errors import ConfigError
 from lookup_buffer.protocol.fields import SECONDS_MAX
@@ -112,7 +120,8 @@ class ConnectorSettings(SharedSettings):
     @model_validator(mode="after")
     def _guarded_lane(self) -> "ConnectorSettings":
         if self.device_lane != "off" and self.device_lane_host is not None:
-            guard_listener("'device_lane_host'", self.device_lane_host, "token", self.token)
+            advice = setting_advice("token")
+            guard_listener("'device_lane_host'", self.device_lane_host, advice, self.token)
         return self
 
 
@@ -193,6 +202,12 @@ def unsupported_layout(parallel: Any) -> str:
             f"{parallel.world_size} processes has its own scheduler, and these may differ in what "
             "they load; use the backend mp, which has one scheduler for all workers"
         )
+    if _is_run_by_ray(parallel) and parallel.world_size > 1:
+        return (
+            f"with distributed_executor_backend=ray the {parallel.world_size} workers of an engine "
+            "may run on other hosts than its scheduler, and the memory of a lookup buffer node is "
+            "shared on one host only; use the backend mp, which keeps them on one host"
+        )
     nodes = getattr(parallel, "nnodes_within_dp", 1)
     if nodes > 1:
         return (
@@ -203,6 +218,13 @@ def unsupported_layout(parallel: Any) -> str:
     if getattr(parallel, "enable_elastic_ep", False):
         return "--enable-elastic-ep adds and removes workers while the engine runs"
     return ""
+
+
+def _is_run_by_ray(parallel: Any) -> bool:
+    """Also where vLLM chose the backend itself, in a placement group or by
+    `--data-parallel-backend ray`."""
+    backend = getattr(parallel, "distributed_executor_backend", None)
+    return backend == "ray" or getattr(backend, "uses_ray", False) is True
 
 
 def _is_externally_launched(parallel: Any) -> bool:

@@ -33,9 +33,8 @@ from lookup_buffer.access import (
     check_store_url,
     runtime_directory,
 )
-from lookup_buffer.environment import settings_of_environment
+from lookup_buffer.environment import parse_bytes, settings_of_environment
 from lookup_buffer.errors import ConfigError
-from lookup_buffer.sizes import parse_bytes
 from store import redact
 from store.url import SCHEMES
 
@@ -161,9 +160,9 @@ class BufferConfig(BaseModel):
     def _guarded(self) -> "BufferConfig":
         if self.http_listen is not None:
             host, _ = parse_http(self.http_listen)
-            guard_listener("'http_listen'", host, "http_token", self.http_token)
+            guard_listener("'http_listen'", host, setting_advice("http_token"), self.http_token)
         host, _ = parse_tcp(self.listen)
-        guard_listener("'listen'", host, "token", self.token)
+        guard_listener("'listen'", host, setting_advice("token"), self.token)
         if host in WILDCARDS and self.advertise is None:
             raise ValueError(
                 f"'listen' is {self.listen!r}, to which no peer can connect; set 'advertise' to an "
@@ -261,17 +260,27 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def guard_listener(what: str, host: str, needed: str, token: object) -> None:
+def guard_listener(what: str, host: str, advice: str, token: object) -> None:
     """Refuse a listener that other hosts can reach, unless it requires a token.
 
     Raises:
-        ConfigError: `what` listens at `host`, which is not loopback, and `token` is None.
+        ConfigError: `what` listens at `host`, which is not loopback, and `token` is None. The
+            message ends with `advice`: how the caller gives the token.
     """
     if token is None and not is_loopback(host):
-        raise ConfigError(
-            f"{what} is at {host!r}, which is not loopback: set {needed!r} "
-            f"(or the setting '{needed}_file')"
-        )
+        raise ConfigError(f"{what} is at {host!r}, which is not loopback: {advice}")
+
+
+def setting_advice(secret: str) -> str:
+    """How a secret is set where there are settings."""
+    return f"set {secret!r} (or the setting '{secret}_file')"
+
+
+ARGUMENT_ADVICE = (
+    f"pass token=... (at least {TOKEN_CHARACTERS_MIN} characters, the same at both ends), or use "
+    "127.0.0.1 for processes of this host"
+)
+"""How the token is given where there are no settings."""
 
 
 def parse_tcp(address: str) -> tuple[str, int]:

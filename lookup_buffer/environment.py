@@ -1,4 +1,5 @@
-"""Settings from environment variables: `LOOKUP_BUFFER_<NAME>`, and files that hold them.
+"""Settings from environment variables: `LOOKUP_BUFFER_<NAME>`, files that hold them, and sizes as
+`8GiB`; the installed version.
 
 The only module that reads the environment. It must not import pydantic, so that a command with a
 single query to a store starts quickly. Its callers have the list of settings and validate the
@@ -6,12 +7,15 @@ values. Any thread; starts none.
 """
 
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
 from lookup_buffer.errors import ConfigError
 
 ENVIRONMENT_PREFIX = "LOOKUP_BUFFER_"
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kKmMgGtT]?)(i?[bB])?\s*")
+_SIZE_STEPS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
 def settings_of_environment(names: Iterable[str]) -> dict[str, str]:
@@ -68,3 +72,23 @@ def read_secret(path: Path, what: str) -> str:
     if not text:
         raise ConfigError(f"{what}, {path}, is empty")
     return text
+
+
+def parse_bytes(value: object) -> object:
+    """The bytes of `8GiB`, `512MB` or a plain number; any other value is returned unchanged, for
+    the caller to refuse."""
+    if isinstance(value, str) and len(value) < 32 and (match := _SIZE.fullmatch(value)):
+        number, step, suffix = match.groups()
+        base = 1000 if suffix in ("b", "B") and step else 1024
+        return int(float(number) * base ** _SIZE_STEPS[step.lower()])
+    return value
+
+
+def distribution_version() -> str:
+    """The version of the installed distribution that this code is."""
+    from importlib.metadata import PackageNotFoundError, version  # takes 10 ms
+
+    try:
+        return version("lookup-buffer")
+    except PackageNotFoundError:  # run from a checkout that was not installed
+        return "0+checkout"

@@ -98,7 +98,7 @@ class GoneReason(StrEnum):
     """A hand-off whose producer gave up waiting for admission."""
     STALE = "stale"
     """The record named a copy that was not there."""
-    OWNER_DEAD = "owner dead"
+    OWNER_DEAD = "owner_dead"
     INVALIDATED = "invalidated"
     """Its whole namespace was invalidated."""
     ELSEWHERE = "elsewhere"

@@ -25,6 +25,7 @@ from connectors.ec.watch import RequestItem, RequestState
 from connectors.identifiers import ItemPayload
 from connectors.settings import ConnectorSettings
 from lookup_buffer.client.handles import ClaimHandle
+from lookup_buffer.errors import MissReason
 from lookup_buffer.key import TensorKey
 from lookup_buffer.protocol.messages import ClaimOutcome
 from lookup_buffer.times import INTENT_SECONDS
@@ -450,9 +451,8 @@ class EcClaims:
                 if now < min(bound, claims.deadline):
                     claims.not_granted_at = now
                     return ClaimDecision.WAIT
-                return self._refused(
-                    request_id, claims, ClaimOutcome.HELD if handle.holder else "no_answer"
-                )
+                reason = ClaimOutcome.HELD if handle.holder else MissReason.NO_ANSWER
+                return self._refused(request_id, claims, reason)
             case ClaimOutcome.GRANTED:
                 return self._granted(request_id, claims)
             case ClaimOutcome.STORED:

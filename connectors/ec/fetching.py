@@ -99,7 +99,7 @@ class FetchingSource(ItemSource):
         state.wait_for_space(now, wait_seconds)
         if not (state.awaits_space or state.over_budget):
             state.over_budget = True
-            self._counters.add("over_budget")
+            self._counters.add(MissReason.OVER_BUDGET.value)
 
     def settle(self, state: RequestState) -> bool:
         pending: list[str] = []

@@ -14,6 +14,7 @@ from vllm.distributed.ec_transfer.ec_connector.metrics import (
 )
 
 from connectors.counters import CountedFamilies, EventCounts, Family
+from lookup_buffer.errors import MissReason
 
 
 @dataclass
@@ -89,7 +90,7 @@ FAMILIES: Final = (
     Family(
         "vllm:lookup_buffer_ec_prefetches_over_budget",
         "Requests that continued without a prefetch, because prefetch_bytes was used up.",
-        events={"over_budget": ""},
+        events={MissReason.OVER_BUDGET.value: ""},
     ),
     Family(
         "vllm:lookup_buffer_ec_broken_promises",

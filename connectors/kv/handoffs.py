@@ -25,7 +25,7 @@ from lookup_buffer.key import TensorKey
 if TYPE_CHECKING:
     from connectors.kv.chunks import ChunkChain
     from connectors.kv.engine import KvShape
-    from connectors.kv.scheduler import KvRequest
+    from connectors.kv.requests import KvRequest
     from lookup_buffer.client.buffer import LookupBuffer
 
 ID_CHARACTERS_MAX: Final = 256

@@ -11,7 +11,6 @@ has one run of chunks.
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +26,7 @@ from connectors.kv.metadata import (
     KvWorkerReport,
     RequestLoad,
 )
+from connectors.kv.requests import ChunkPin, KvRequest
 from connectors.pass_time import IDLE_SECONDS, IdleTime, PassTime, PassTimes
 from lookup_buffer.client.handles import PrefetchState
 from lookup_buffer.errors import MissReason
@@ -34,7 +34,7 @@ from lookup_buffer.errors import MissReason
 if TYPE_CHECKING:
     from connectors.kv.engine import KvSettings
     from lookup_buffer.client.buffer import LookupBuffer
-    from lookup_buffer.client.handles import LoadOrder, PrefetchHandle
+    from lookup_buffer.client.handles import PrefetchHandle
 
 Match = tuple[int | None, bool]
 """The number of tokens to load, None if it is not known yet; and whether they load
@@ -42,78 +42,6 @@ asynchronously."""
 NO_MATCH: Match = (0, False)
 UNDECIDED: Match = (None, False)
 """vLLM calls again in a later pass."""
-
-
-@dataclass(slots=True, eq=False)
-class ChunkPin:
-    """One requested chunk: a handle for each rank."""
-
-    name: str
-    handles: "list[PrefetchHandle]"
-
-    @property
-    def state(self) -> PrefetchState:
-        """RESIDENT if the parts of all ranks are. FAILED or MISSING if one part is. Otherwise
-        PENDING."""
-        states = {handle.state for handle in self.handles}
-        if states == {PrefetchState.RESIDENT}:
-            return PrefetchState.RESIDENT
-        for bad in (PrefetchState.FAILED, PrefetchState.MISSING):
-            if bad in states:
-                return bad
-        return PrefetchState.PENDING
-
-    @property
-    def reason(self) -> MissReason:
-        return next((handle.reason for handle in self.handles if handle.reason), MissReason.ABSENT)
-
-    @property
-    def source(self) -> str:
-        local = all(handle.source == "local" for handle in self.handles)
-        return "local" if local else "remote"
-
-    @property
-    def orders(self) -> "tuple[LoadOrder, ...]":
-        return tuple(handle.order for handle in self.handles if handle.order is not None)
-
-
-@dataclass(slots=True, eq=False)
-class KvRequest:
-    """The scheduler side's state of one request."""
-
-    request: Any
-    """vLLM's request."""
-    chain: "ChunkChain | None"
-    """None if nothing of the request may be shared."""
-    pins: list[ChunkPin] = field(default_factory=list)
-    """The requested chunks, in order from chunk number `first` on."""
-    first: int = 0
-    present: int = 0
-    """The number of leading `pins` that are known to be on this host."""
-    is_requested: bool = False
-    deadline: float = 0.0
-    """Until when it may wait for chunks in flight, for the budget of pins, or for its hand-off; 0
-    before it waits."""
-    next_check: float = 0.0
-    """When to check again whether the hand-off is complete."""
-    computed: int = 0
-    """Tokens that vLLM had computed at its last call of `matched`."""
-    loading: bool = False
-    """A load was announced to vLLM, and its end is not reported yet."""
-    failed: bool = False
-    """A load failed: vLLM computes the missing KV, even if the buffer has it."""
-    blocks: list[int] = field(default_factory=list)
-    """vLLM's blocks for its tokens, as far as vLLM has reported them."""
-    outgoing: str = ""
-    """The transfer id under which this engine hands over its prompt's KV; empty without one."""
-    is_sent: bool = False
-    """The saves of the outgoing hand-off are in a step's metadata."""
-    incoming: str = ""
-    """The transfer id of the hand-off to this engine, until that is loaded or abandoned."""
-    has_arrived: bool = False
-    """All pieces of the incoming hand-off are in the buffer."""
-    stored: int = 0
-    """The number of its leading chunks that are in the buffer or need not be stored."""
 
 
 class KvScheduler:
@@ -386,7 +314,7 @@ class KvPins:
         if names and free < 1:
             return False
         if len(names) > free:
-            self._counters.add("over_budget")
+            self._counters.add(MissReason.OVER_BUDGET.value)
         state.is_requested = True
         if names:
             self._prefetch(state, names[:free])

@@ -14,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 
 from connectors.counters import CountedFamilies, EventCounts, Family
+from lookup_buffer.errors import MissReason
 
 
 @dataclass
@@ -85,7 +86,7 @@ FAMILIES: Final = (
     Family(
         "vllm:lookup_buffer_kv_prefetches_over_budget",
         "Requests that prefetched fewer chunks than they could use: prefetch_bytes was used up.",
-        events={"over_budget": ""},
+        events={MissReason.OVER_BUDGET.value: ""},
     ),
 )
 

@@ -1,12 +1,17 @@
-"""The group of all commands, one module each, and the options for shell completion.
+"""The group of all commands, one module each; `demo`; the options for shell completion.
 
 The start must be cheap: modules of this package import at their top only what `--help` needs. A
 command imports the rest (pydantic, rich, and the driver behind `store`) inside its function.
 
 Shell completion: the script for a shell is printed, or written to where the shell finds it. The
 script runs the command itself for proposals, controlled by environment variables: see click.
+
+`demo` replaces this process by `python -m examples.demo`. Only a checkout has that package; the
+installed wheel does not.
 """
 
+import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
@@ -14,7 +19,6 @@ from typing import Final
 import click
 
 from lookup_buffer.cli.bench import bench
-from lookup_buffer.cli.demo import demo
 from lookup_buffer.cli.doctor import doctor
 from lookup_buffer.cli.exits import Commands
 from lookup_buffer.cli.invalidate import invalidate
@@ -43,6 +47,10 @@ Exit codes:
   130  ended by Ctrl-C
   141  the reader of the output closed it
 """
+_PACKAGES: Final = Path(__file__).resolve().parent.parent.parent
+_FILES_OF_A_CHECKOUT: Final = (
+    "pyproject.toml", "lookup_buffer/cli/commands.py", "examples/demo/__main__.py",
+)  # fmt: skip
 SCRIPT_PATHS: Final = {
     "bash": ".local/share/bash-completion/completions/lookup-buffer",
     "zsh": ".zfunc/_lookup-buffer",
@@ -56,6 +64,42 @@ _NEXT_STEP: Final = {
     "autoload -Uz compinit && compinit",
     "fish": "new shells load it",
 }
+
+
+@click.command(
+    add_help_option=False,  # the demo explains its own options
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+@click.pass_context
+def demo(context: click.Context) -> None:
+    """Two real vLLM engines share encoder outputs (from a checkout).
+
+    `demo --help` lists its options.
+    """
+    from lookup_buffer.environment import environment_importing_from
+
+    # -P: a folder named `store` in the working directory must not shadow our package. This process
+    # is replaced, so the demo itself handles signals and sets the exit code. The environment passes
+    # the checkout's root to every process of the demo, also to those that vLLM starts.
+    command = [sys.executable, "-P", "-m", "examples.demo", *context.args]
+    os.execve(command[0], command, environment_importing_from(_checkout()))
+
+
+def _checkout() -> Path:
+    """The root of the checkout that holds this package, as after `pip install -e`; otherwise the
+    working directory.
+
+    Raises:
+        CommandError: neither is the root of a checkout.
+    """
+    for folder in (_PACKAGES, Path()):
+        if all((folder / name).is_file() for name in _FILES_OF_A_CHECKOUT):
+            return folder.resolve()
+    raise CommandError(
+        "the demonstration is not in the installed package: clone the repository of Lookup Buffer "
+        "and run `make demo` in its root",
+        ExitCode.USAGE,
+    )
 
 
 def completion_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -108,7 +152,7 @@ def _script(context: click.Context, shell: str) -> str:
 
 def _version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
     if wanted:
-        from lookup_buffer.node.identity import distribution_version
+        from lookup_buffer.environment import distribution_version
 
         click.echo(f"lookup-buffer {distribution_version()}")
         context.exit()

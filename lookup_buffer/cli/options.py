@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from lookup_buffer.access import StoreAccess
-from lookup_buffer.environment import read_secret
+from lookup_buffer.environment import parse_bytes, read_secret
 from lookup_buffer.inspection.access import CommandError, ExitCode
-from lookup_buffer.sizes import parse_bytes
 
 if TYPE_CHECKING:
     from lookup_buffer.config import BufferConfig

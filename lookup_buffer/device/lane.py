@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from lookup_buffer.client.session import next_request_id
 from lookup_buffer.codec import header_of
-from lookup_buffer.config import check_token_of, guard_listener
+from lookup_buffer.config import ARGUMENT_ADVICE, check_token_of, guard_listener
 from lookup_buffer.device import protocol
 from lookup_buffer.device.memory import PoolMemory, memory_for
 from lookup_buffer.device.pairs import Pairs, PoolReceiver
@@ -101,7 +101,7 @@ class DeviceLane:
         memory: PoolMemory | None = None,
     ) -> None:
         check_token_of("a device lane", token)
-        guard_listener("a device lane", host, "token", token)
+        guard_listener("a device lane", host, ARGUMENT_ADVICE, token)
         self._memory: PoolMemory = memory or memory_for(device)
         self.version = version or version_of(lane, self._memory)
         self.id = secrets.token_hex(6)
@@ -206,8 +206,8 @@ class DeviceLane:
 
         Returns the entry, which the caller passes to `settle`; None if the tensor is not kept.
         """
-        address = (namespace, key)
-        if self.pool.has(address):
+        qualified_key = (namespace, key)
+        if self.pool.has(qualified_key):
             return None
         try:
             nbytes = header_of(tensor).nbytes
@@ -222,7 +222,7 @@ class DeviceLane:
             self._stats.count("kept_not")
             self._stats.warn(Fallback.DEVICE, error)
             return None
-        entry = self.pool.put(address, value, nbytes)
+        entry = self.pool.put(qualified_key, value, nbytes)
         self._to_node(Prepare(next_request_id(), namespace, key, entry.mark))
         return entry
 
@@ -234,25 +234,25 @@ class DeviceLane:
         """
         if entry is None:
             return
-        namespace, key = entry.address
+        namespace, key = entry.key
         # The entry is still pinned, so the pool can evict and retract it only after this offer.
         if checksum is not None and not entry.removed:
             entry.checksum = checksum
             self._offer(entry)
             self._stats.count("kept")
         else:
-            self.pool.forget([entry.address])
+            self.pool.forget([entry.key])
             self._to_node(Retract(next_request_id(), namespace, [key]))
         self.pool.unpin(entry)
 
     def _offer(self, entry: Entry) -> None:
         if entry.checksum is not None:  # without one, `settle` offers it after its insert
-            of = (next_request_id(), *entry.address)
+            of = (next_request_id(), *entry.key)
             self._to_node(Offer(*of, entry.mark, entry.checksum))
 
-    def _evicted(self, addresses: list[QualifiedKey]) -> None:
+    def _evicted(self, evicted: list[QualifiedKey]) -> None:
         by_namespace: dict[str, list[str]] = {}
-        for namespace, key in addresses:
+        for namespace, key in evicted:
             by_namespace.setdefault(namespace, []).append(key)
         for namespace, keys in by_namespace.items():
             for part in split(keys):
@@ -284,11 +284,11 @@ class DeviceLane:
     def _receive(self, message: dict[str, Any], deadline: float) -> None:
         ticket, source = message["id"], 0
         reason: MaybeFallback = ""
-        address = (message["namespace"], message["key"])
-        entry = self.pool.pin(address, checksums=message["checksums"])
+        key = (message["namespace"], message["key"])
+        entry = self.pool.pin(key, checksums=message["checksums"])
         if entry is None:
             entry, reason, source = self._receiver.receive(
-                message, address, deadline, lambda: ticket in self._pending
+                message, key, deadline, lambda: ticket in self._pending
             )
         if entry is not None and not self._assign(ticket, entry):
             return

@@ -345,7 +345,7 @@ class PoolReceiver:
     def receive(
         self,
         message: dict[str, Any],
-        address: QualifiedKey,
+        key: QualifiedKey,
         deadline: float,
         is_wanted: Callable[[], bool],
     ) -> tuple[Entry | None, MaybeFallback, int]:
@@ -362,7 +362,7 @@ class PoolReceiver:
             if not reason:
                 if not is_wanted():
                     return None, Fallback.TIMEOUT, 0
-                entry, reason = self._from(source, header, address, deadline)
+                entry, reason = self._from(source, header, key, deadline)
                 if entry is not None:
                     return entry, "", number
             elif reason == Fallback.VERSION:
@@ -373,7 +373,7 @@ class PoolReceiver:
         return None, reason, 0
 
     def _from(
-        self, source: Source, header: TensorHeader, address: QualifiedKey, deadline: float
+        self, source: Source, header: TensorHeader, key: QualifiedKey, deadline: float
     ) -> tuple[Entry | None, MaybeFallback]:
         try:
             self._pool.reserve(header.nbytes)
@@ -387,9 +387,9 @@ class PoolReceiver:
                 # then waits for the model's pending work on the former content of that memory.
                 tensor = self._memory.empty(header)
                 left = max(0.0, deadline - time.monotonic())
-                self._pairs.receive(source, *address, tensor, left)
+                self._pairs.receive(source, *key, tensor, left)
             self._check(tensor, source)
-            return self._pool.put(address, (tensor, None), header.nbytes, source.checksum), ""
+            return self._pool.put(key, (tensor, None), header.nbytes, source.checksum), ""
         except MissingTensor:
             reason = Fallback.STALE
         except PipeClosed:

@@ -18,7 +18,7 @@ from lookup_buffer.key import QualifiedKey
 class Entry:
     """One tensor. Each entry gets a new `mark`, so a request by mark finds exactly this entry."""
 
-    address: QualifiedKey
+    key: QualifiedKey
     value: Any
     nbytes: int
     mark: int
@@ -44,13 +44,13 @@ class DevicePool:
     """Thread-safe.
 
     Args:
-        on_evicted: called, without the lock, with the addresses evicted to make room.
+        on_evicted: called, without the lock, with the keys evicted to make room.
     """
 
     def __init__(
         self,
         capacity_bytes: int,
-        on_evicted: Callable[[list[QualifiedKey]], None] = lambda _addresses: None,
+        on_evicted: Callable[[list[QualifiedKey]], None] = lambda _keys: None,
     ) -> None:
         self._capacity_bytes = capacity_bytes
         self._on_evicted = on_evicted
@@ -87,60 +87,58 @@ class DevicePool:
                 self._drop(entry)
             self._used_bytes += nbytes
         if in_the_way:
-            self._on_evicted([entry.address for entry in in_the_way])
+            self._on_evicted([entry.key for entry in in_the_way])
 
     def cancel(self, nbytes: int) -> None:
         with self._lock:
             self._used_bytes -= nbytes
 
-    def put(
-        self, address: QualifiedKey, value: Any, nbytes: int, checksum: int | None = None
-    ) -> Entry:
+    def put(self, key: QualifiedKey, value: Any, nbytes: int, checksum: int | None = None) -> Entry:
         """Add the entry for a reservation, pinned once for the caller. It replaces an earlier entry
-        of that address."""
+        of that key."""
         with self._lock:
-            former = self._entries.get(address)
+            former = self._entries.get(key)
             if former is not None:
                 self._forget(former)
             self._last_mark += 1
             is_own = checksum is None
-            entry = Entry(address, value, nbytes, self._last_mark, checksum, is_own, pins=1)
-            self._entries[address] = entry
+            entry = Entry(key, value, nbytes, self._last_mark, checksum, is_own, pins=1)
+            self._entries[key] = entry
             return entry
 
     # -- finding
 
     def pin(
         self,
-        address: QualifiedKey,
+        key: QualifiedKey,
         *,
         mark: int | None = None,
         checksums: Collection[int] | None = None,
     ) -> Entry | None:
         """The entry, pinned until `unpin`. None: it is absent, or its mark or checksum differs."""
         with self._lock:
-            entry = self._entries.get(address)
+            entry = self._entries.get(key)
             if entry is None or (mark is not None and entry.mark != mark):
                 return None
             if checksums is not None and entry.checksum not in checksums:
                 return None
             entry.pins += 1
-            self._entries.move_to_end(address)
+            self._entries.move_to_end(key)
             return entry
 
-    def has(self, address: QualifiedKey) -> bool:
+    def has(self, key: QualifiedKey) -> bool:
         with self._lock:
-            return address in self._entries
+            return key in self._entries
 
     def unpin(self, entry: Entry) -> None:
         with self._lock:
             self._unpin(entry)
 
-    def forget(self, addresses: Iterable[QualifiedKey]) -> None:
+    def forget(self, keys: Iterable[QualifiedKey]) -> None:
         """Remove these entries from lookup. Their bytes stay until the last pin is released."""
         with self._lock:
-            for address in addresses:
-                entry = self._entries.get(address)
+            for key in keys:
+                entry = self._entries.get(key)
                 if entry is not None:
                     self._forget(entry)
 
@@ -193,11 +191,11 @@ class DevicePool:
 
     def _forget(self, entry: Entry) -> None:
         if entry.pins:
-            del self._entries[entry.address]
+            del self._entries[entry.key]
             entry.removed = True
         else:
             self._drop(entry)
 
     def _drop(self, entry: Entry) -> None:
-        del self._entries[entry.address]
+        del self._entries[entry.key]
         self._used_bytes -= entry.nbytes

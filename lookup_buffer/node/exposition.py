@@ -17,9 +17,9 @@ from prometheus_client.core import (
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
+from lookup_buffer.environment import distribution_version
 from lookup_buffer.node.counters import BOUNDS_SECONDS
 from lookup_buffer.node.http_page import Page, Request
-from lookup_buffer.node.identity import distribution_version
 from lookup_buffer.node.metrics import BUILD_INFO, BUILD_LABELS, FAMILIES, HISTOGRAMS, PREFIX
 from lookup_buffer.node.vitals import Vitals
 from lookup_buffer.protocol.auth import PROTOCOL_VERSION

@@ -6,8 +6,8 @@ Created by `node.py`; plain data for all threads.
 import secrets
 import socket
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 
+from lookup_buffer.environment import distribution_version
 from lookup_buffer.node.inventory import Gauges
 from store import NodeInfo, PoolEndpoint
 
@@ -38,10 +38,3 @@ class Identity:
             claims=claims,
             pools=pools,
         )
-
-
-def distribution_version() -> str:
-    try:
-        return version("lookup-buffer")
-    except PackageNotFoundError:  # run from a checkout that was not installed
-        return "0+checkout"

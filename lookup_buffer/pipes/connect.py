@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
 
-from lookup_buffer.config import guard_listener, parse_tcp
+from lookup_buffer.config import ARGUMENT_ADVICE, guard_listener, parse_tcp
 from lookup_buffer.errors import ConfigError, LookupBufferError, PipeBroken, PipeTimeout
 from lookup_buffer.pipes.pipe import PipeLimits
 from lookup_buffer.pipes.stream import Memory, StreamPipe
@@ -58,7 +58,7 @@ def open_tcp_end(
     except ValueError as error:
         raise ConfigError(f"{uri!r} is not an address of the form {scheme}://host:port") from error
     if listen:
-        guard_listener(f"a pipe of {scheme}", host, "token", token)
+        guard_listener(f"a pipe of {scheme}", host, ARGUMENT_ADVICE, token)
         return _ListeningPipe(scheme, host, port, token, limits, upgrade, memory)
     deadline = time.monotonic() + timeout
     refused: PipeBroken | None = None

@@ -57,13 +57,13 @@ def test_a_pass_with_something_to_run_does_not_wait(tokens: int) -> None:
 
 def test_an_idle_pass_waits_once_for_all_its_requests() -> None:
     bench = make_bench()
-    requests = [make_request(f"r{n}", f"A{n}") for n in range(8)]
+    requests = [make_request(f"r{n}", f"A{n}") for n in range(32)]
     for request in requests:
         bench.ensure(request)
     bench.build(0)
     started = time.monotonic()
     assert not any(bench.ensure(request) for request in requests)
-    assert time.monotonic() - started < 4.0
+    assert time.monotonic() - started < 30.0, "each waited for a second"
 
 
 def test_time_that_was_spent_is_gone_until_the_next_pass() -> None:

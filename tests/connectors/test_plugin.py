@@ -123,6 +123,6 @@ def test_scheduler_side_needs_neither_vllm_nor_torch() -> None:
     code = (
         "import sys; sys.modules['vllm'] = sys.modules['torch'] = None\n"
         "import connectors.ec.scheduler, connectors.namespace, connectors.settings\n"
-        "import connectors.kv.scheduler, connectors.kv.engine, connectors.kv.engine"
+        "import connectors.kv.scheduler, connectors.kv.engine"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=scaled(60))

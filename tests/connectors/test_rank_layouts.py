@@ -8,6 +8,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from vllm.config import ParallelConfig
+from vllm.v1.executor import Executor, ray_utils
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
 from connectors.kv.engine import validate_cache
@@ -16,6 +17,14 @@ from lookup_buffer.errors import ConfigError
 from test_kv_start import FullAttentionSpec, cache, config
 
 EXTERNAL = "external_launcher"
+
+
+class RayExecutor(Executor):  # type: ignore[misc]
+    """What vLLM's own two declare, which cannot be imported without Ray."""
+
+    uses_ray = True
+
+
 SERVED: dict[str, dict[str, Any]] = {
     "one worker": {},
     "tensor parallel": {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"},
@@ -32,6 +41,7 @@ SERVED: dict[str, dict[str, Any]] = {
         "distributed_executor_backend": "mp",
     },
     "one worker, launched from outside": {"distributed_executor_backend": EXTERNAL},
+    "one worker, by ray": {"distributed_executor_backend": "ray"},
 }
 REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "launched from outside": (
@@ -48,6 +58,18 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "data parallel, launched from outside": (
         {"data_parallel_size": 2, "distributed_executor_backend": EXTERNAL},
         (EXTERNAL, "use the backend mp"),
+    ),
+    "by ray": (
+        {"tensor_parallel_size": 2, "distributed_executor_backend": "ray"},
+        ("backend=ray", "use the backend mp"),
+    ),
+    "by ray's executor": (
+        {"tensor_parallel_size": 2, "distributed_executor_backend": RayExecutor},
+        ("backend=ray", "use the backend mp"),
+    ),
+    "engines placed by ray": (
+        {"tensor_parallel_size": 2, "data_parallel_size": 2, "data_parallel_backend": "ray"},
+        ("backend=ray", "use the backend mp"),
     ),
     "one engine on two hosts": (
         {"tensor_parallel_size": 2, "nnodes": 2, "distributed_executor_backend": "mp"},
@@ -69,6 +91,7 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 def engine(arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("RANK", "0")  # as a launcher sets them
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(ray_utils, "assert_ray_available", lambda: None)
     made = config()
     made.model_config.multimodal_config = SimpleNamespace()
     made.parallel_config = ParallelConfig(**arguments)

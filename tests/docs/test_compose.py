@@ -26,9 +26,9 @@ from deployment import (
     why_not_contained,
 )
 from lookup_buffer.client.buffer import LookupBuffer
+from lookup_buffer.environment import parse_bytes
 from lookup_buffer.errors import NodeRefused
 from lookup_buffer.namespace import Namespace
-from lookup_buffer.sizes import parse_bytes
 from nodes import MIB, ROOT, ClientProcess, key, tensor_of, wait_until
 from patience import scaled
 

@@ -12,10 +12,10 @@ import torch
 
 from connectors.settings import ConnectorSettings, parse_settings
 from lookup_buffer.config import SECRETS
+from lookup_buffer.environment import parse_bytes
 from lookup_buffer.inspection.findings import Code
 from lookup_buffer.protocol import messages
 from lookup_buffer.protocol.auth import PROTOCOL_VERSION
-from lookup_buffer.sizes import parse_bytes
 from patience import scaled
 from store import layout
 

@@ -4,10 +4,12 @@ The contracts live in pyproject.toml. Here they are run, and shown to be able to
 import must be caught and named.
 """
 
+import ast
 import json
 import shutil
 import subprocess
 import sys
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -46,6 +48,40 @@ def _loaded_by(module: str) -> set[str]:
     return set(json.loads(run.stdout))
 
 
+def _modules(root: Path) -> dict[str, Path]:
+    """The modules of our packages below `root`, by name."""
+    modules = {}
+    for path in sorted(file for name in PACKAGES for file in (root / name).rglob("*.py")):
+        parts = path.relative_to(root).with_suffix("").parts
+        modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return modules
+
+
+def _circle(root: Path) -> list[str]:
+    """The modules of one import circle, in order; empty without one.
+
+    Counts imports inside functions and those for type checkers alone. That a module's package is
+    imported with it does not count.
+    """
+    modules = _modules(root)
+    graph: dict[str, set[str]] = {}
+    for module, path in modules.items():
+        names: set[str] = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                for alias in node.names:
+                    name = f"{node.module}.{alias.name}"
+                    names.add(name if name in modules else node.module)
+        graph[module] = names & modules.keys() - {module}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
@@ -66,32 +102,79 @@ def test_the_contracts_hold() -> None:
 @pytest.mark.parametrize(
     ("module", "imported"),
     [
-        ("store/planted.py", "lookup_buffer.errors"),
-        ("lookup_buffer/planted.py", "connectors"),
-        ("lookup_buffer/planted.py", "examples.demo.model"),
-        ("connectors/planted.py", "examples.demo.engine"),
-        ("lookup_buffer/planted.py", "vllm.config"),
-        ("store/planted.py", "vllm"),
-        ("lookup_buffer/planted.py", "torch"),
-        ("lookup_buffer/planted.py", "numpy"),
-        ("lookup_buffer/node/planted.py", "lookup_buffer.codec"),
-        ("lookup_buffer/node/planted.py", "lookup_buffer.cli.why"),
-        ("lookup_buffer/device/planted.py", "lookup_buffer.node.pools"),
-        ("lookup_buffer/pipes/planted.py", "lookup_buffer.node.loop"),
-        ("lookup_buffer/client/planted.py", "lookup_buffer.node.loop"),
-        ("lookup_buffer/planted.py", "redis"),
-        ("connectors/planted.py", "redis.client"),
-        ("connectors/planted.py", "pickle"),
-        ("examples/planted.py", "pickle"),
+        ("store/record.py", "lookup_buffer.errors"),
+        ("store/record.py", "vllm"),
+        ("store/record.py", "store.answers"),
+        ("store/link.py", "store.mirror"),
+        ("lookup_buffer/errors.py", "connectors"),
+        ("lookup_buffer/errors.py", "examples.demo.model"),
+        ("lookup_buffer/errors.py", "vllm.config"),
+        ("lookup_buffer/errors.py", "torch"),
+        ("lookup_buffer/errors.py", "numpy"),
+        ("lookup_buffer/errors.py", "redis"),
+        ("lookup_buffer/config.py", "lookup_buffer.runtime"),
+        ("lookup_buffer/key.py", "lookup_buffer.environment"),
+        ("lookup_buffer/runtime.py", "lookup_buffer.node.main"),
+        ("lookup_buffer/node/loop.py", "lookup_buffer.codec"),
+        ("lookup_buffer/node/loop.py", "lookup_buffer.cli.why"),
+        ("lookup_buffer/device/pool.py", "lookup_buffer.node.pools"),
+        ("lookup_buffer/pipes/pipe.py", "lookup_buffer.node.loop"),
+        ("lookup_buffer/client/load.py", "lookup_buffer.node.loop"),
+        ("lookup_buffer/inspection/access.py", "lookup_buffer.node.identity"),
+        ("lookup_buffer/cli/commands.py", "lookup_buffer.node.identity"),
+        ("connectors/paged.py", "redis.client"),
+        ("connectors/paged.py", "pickle"),
+        ("connectors/paged.py", "examples.demo.engine"),
+        ("connectors/paged.py", "connectors.kv.metadata"),
+        ("connectors/ec/shape.py", "connectors.kv.metadata"),
+        ("connectors/kv/metadata.py", "connectors.ec.shape"),
+        ("examples/__init__.py", "pickle"),
     ],
 )
 def test_a_planted_import_is_caught(copy: Path, module: str, imported: str) -> None:
     # Inside a function, where a check of the top of the file would miss it.
-    (copy / module).write_text(f"def late() -> None:\n    import {imported}\n")
+    with (copy / module).open("a") as file:
+        file.write(f"\n\ndef planted() -> None:\n    import {imported}\n")
     run = _lint_imports(copy)
     assert run.returncode == 1, run.stdout + run.stderr
-    assert module.removesuffix(".py").replace("/", ".") in run.stdout
-    assert imported.split(".")[0] in run.stdout
+    importer = module.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    # Of packages that are not ours, import-linter names the top alone.
+    shown = imported if imported.split(".")[0] in PACKAGES else imported.split(".")[0]
+    assert f"{importer} -> {shown}" in " ".join(run.stdout.split())
+
+
+@pytest.mark.parametrize("folder", ["store", "lookup_buffer", "connectors"])
+def test_a_new_module_needs_a_place_among_the_layers(copy: Path, folder: str) -> None:
+    (copy / folder / "planted.py").touch()
+    run = _lint_imports(copy)
+    assert run.returncode == 1, run.stdout + run.stderr
+    assert f"- {folder}.planted" in run.stdout
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    assert not _circle(ROOT)
+
+
+@pytest.mark.parametrize(
+    "back",
+    [
+        "from store import first\n",
+        "import store.first\n",
+        "from store.first import Name\n",
+        "def late() -> None:\n    from store.first import Name\n",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from store.first import Name\n",
+    ],
+)
+def test_a_planted_circle_is_found(tmp_path: Path, back: str) -> None:
+    package = tmp_path / "store"
+    package.mkdir()
+    (package / "__init__.py").write_text("from store.first import Name\n")
+    (package / "first.py").write_text("from store.second import helper\nclass Name: ...\n")
+    (package / "second.py").write_text("import store.third\n")
+    (package / "third.py").write_text("import os\n")
+    assert not _circle(tmp_path)
+    (package / "third.py").write_text(back)
+    assert set(_circle(tmp_path)) == {"store.first", "store.second", "store.third"}
 
 
 def test_the_command_line_loads_nothing_heavy() -> None:

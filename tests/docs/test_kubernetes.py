@@ -17,8 +17,7 @@ import yaml
 from connectors.settings import parse_settings
 from deployment import Service, Stack, running_stack
 from lookup_buffer.config import BufferConfig
-from lookup_buffer.environment import ENVIRONMENT_PREFIX
-from lookup_buffer.sizes import parse_bytes
+from lookup_buffer.environment import ENVIRONMENT_PREFIX, parse_bytes
 from nodes import MIB, ROOT, wait_until
 
 FOLDER = ROOT / "deploy/kubernetes"

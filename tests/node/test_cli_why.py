@@ -228,7 +228,7 @@ def test_states_of_holders(
     (record,) = store.locate(SPACE, [name.text])
     assert record is not None
     (location,) = record.locations
-    store.withdraw(SPACE, name.text, node.node_id, reason="owner dead", exactly=location)
+    store.withdraw(SPACE, name.text, node.node_id, reason="owner_dead", exactly=location)
     the_finding(store, name, Code.OWNER_DEAD, node.node_id, "other nodes removed the copy")
 
     assert leaving.terminate() == 0

@@ -190,7 +190,7 @@ def test_a_too_large_request_ends_its_pair(ends: Ends) -> None:
 
 def test_a_request_for_another_pool_or_an_absent_item_is_stale(ends: Ends) -> None:
     put(ends.pool, "there", f"torch.zeros({LARGE}, dtype=torch.uint8)")
-    newest = "[(*entry.address, entry.mark) for entry in lane.pool.own_entries()][-1]"
+    newest = "[(*entry.key, entry.mark) for entry in lane.pool.own_entries()][-1]"
     namespace, _, mark = ends.pool.do(newest)
     there = {"pool": ends.pool.do("lane.id"), "namespace": namespace, "key": "there", "mark": mark}
     others = ({"pool": "0" * 12}, {"namespace": "0" * 64}, {"key": "no"}, {"mark": mark + 1})

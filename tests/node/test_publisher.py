@@ -31,7 +31,7 @@ from store import (
     open_store,
 )
 
-CALL_SECONDS = 2.0
+CALL_SECONDS = 5.0
 HEADER = TensorHeader("uint8", (4,), 4)
 
 

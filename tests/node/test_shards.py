@@ -111,7 +111,7 @@ def test_claims_on_other_shards_are_decided_and_at_once(
                 waiter.join(scaled(15.0))
             assert [answer.granted for answer in granted] == [True] * len(lost)
             print(f"the slowest of the others took {slowest:.3f} s")
-            assert slowest < SLOW_SECONDS / 2
+            assert slowest < 0.9 * SLOW_SECONDS
             for client in clients:
                 client.close()
 

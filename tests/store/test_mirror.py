@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 
 from contract_store import a_location, a_record
-from mirrors import HASTY_SECONDS, MARGIN_SECONDS, Mirroring, kill_tracked
+from mirrors import HASTY_SECONDS, Mirroring, kill_tracked
 from nodes import wait_until
 from servers import StartServer, alive, command, flush, frozen, valkey_executable
 from store import EmbeddedServer, MetadataStore, StoreUnavailable, layout, open_store
@@ -246,17 +246,18 @@ def server(start_server: StartServer) -> EmbeddedServer:
 
 
 def test_a_frozen_server(server: EmbeddedServer, namespace: str) -> None:
-    with Mirroring(server.url, call_seconds=HASTY_SECONDS) as mirroring:
+    call_seconds = 4.0
+    with Mirroring(server.url, call_seconds=call_seconds) as mirroring:
         assert mirroring.has(namespace, "k") is False
         watching = mirroring.watch(namespace, "k")
         watching.wait(there=False)
         with frozen(server):
             assert mirroring.has(namespace, "other") is None
-            assert HASTY_SECONDS * 0.9 < mirroring.slowest < HASTY_SECONDS + MARGIN_SECONDS
+            assert call_seconds * 0.9 < mirroring.slowest < call_seconds * 1.9
             started = time.monotonic()
             for _ in range(100):
                 assert mirroring.has(namespace, "other") is None
-            assert time.monotonic() - started < 20 * HASTY_SECONDS, "it tries all the time"
+            assert time.monotonic() - started < 20 * call_seconds, "it tries all the time"
         waited = mirroring.wait_to_know(namespace, "other", there=False, seconds=RECOVERED_SECONDS)
         print(f"answers {waited:.3f} s after the server woke")
         publish(mirroring.store, namespace, "k")

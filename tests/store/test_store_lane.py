@@ -12,7 +12,7 @@ from proxies import Relay
 from servers import StartServer, command, frozen
 from store import EmbeddedServer, lane
 
-CALL_SECONDS = 2.0
+CALL_SECONDS = 5.0
 HANG_SECONDS = 6.0
 """Long enough for many retries: the pauses between them are 0.1 to 1 s."""
 RECOVERED_SECONDS = 2.0
@@ -38,7 +38,7 @@ def test_a_server_that_hangs_costs_one_timeout(start_server: StartServer, namesp
             while time.monotonic() < until:
                 assert mirroring.has(namespace, "other") is None
                 time.sleep(0.01)
-            assert mirroring.slowest < CALL_SECONDS / 2, "another caller waited for it"
+            assert mirroring.slowest < 0.9 * CALL_SECONDS, "another caller waited for it"
         mirroring.wait_to_know(namespace, "other", there=False, seconds=RECOVERED_SECONDS)
         mirroring.store.publish(a_record(namespace, "k"), a_location())
         watching.wait(there=True, seconds=RECOVERED_SECONDS)

@@ -9,8 +9,8 @@ from pydantic import ValidationError
 
 from lookup_buffer.access import StoreAccess
 from lookup_buffer.config import BufferConfig, memory_bytes
+from lookup_buffer.environment import parse_bytes
 from lookup_buffer.errors import ConfigError
-from lookup_buffer.sizes import parse_bytes
 
 SECRET = "hunter2-hunter2-hunter2"
 

@@ -127,7 +127,7 @@ def test_an_evicted_node_publishes_its_whole_inventory() -> None:
         keys = [f"k{n}" for n in range(100)]
         wait_until(lambda: all(held(store, *keys)), 3.0)
         for key in keys:
-            store.withdraw(NAMESPACE, key, "us", reason="owner dead")
+            store.withdraw(NAMESPACE, key, "us", reason="owner_dead")
         store.leave("us", "usboot")
         wait_until(lambda: all(held(store, *keys)), 3.0)
         assert "us" in store.beats()
