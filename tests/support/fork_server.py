@@ -6,13 +6,14 @@ them once, and every program is a fork of it: `python -m MODULE` with arguments,
 and session of its own. Where vLLM then spawns a process, that is a fork too; what it is told comes
 by pickle through a pipe, as where it is really spawned, and it keeps no other open file.
 
-Some variables are read before any line of Python runs, or while vLLM is imported. A program that
-wants others than the fork server has is executed as usual, and so is one that is to start as users
-start it.
+Some variables are read before any line of Python runs, or while vLLM is imported: each set of them
+has a fork server of its own, which lives as long as this process. A program that is to start as
+users start it is executed.
 """
 
 import ctypes
 import gc
+import multiprocessing
 import multiprocessing.util
 import os
 import re
@@ -23,9 +24,10 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from multiprocessing import forkserver
+from multiprocessing import forkserver, popen_forkserver
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerContext, ForkServerProcess
+from multiprocessing.context import ForkServerProcess
+from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import DupFd
 from pathlib import Path
 from typing import Any
@@ -36,7 +38,7 @@ SUPPORT = Path(__file__).resolve().parent
 ROOT = SUPPORT.parents[1]
 PRELOADED = "vllm_preloaded"
 """The module that imports what all engines do."""
-_SET = {
+_USUAL = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
@@ -80,9 +82,9 @@ def launch(
     """Run `python -m MODULE ARGUMENTS` as a session leader whose output goes to `log`.
 
     `keep` are the numbers of files that the program inherits, to which its arguments refer by
-    "{0}", "{1}" and so on. Not as a fork, if `forked` is false or its environment does not allow.
+    "{0}", "{1}" and so on.
     """
-    if not (forked and _allows_fork(environment)):
+    if not forked:
         with log.open("wb") as output:
             return subprocess.Popen(
                 [sys.executable, "-m", module, *_numbered(arguments, keep)],
@@ -94,13 +96,13 @@ def launch(
                 pass_fds=tuple(keep),
                 start_new_session=True,
             )
-    context = _context()
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(
+    ours, theirs = multiprocessing.Pipe(duplex=False)
+    process = _Process(
         target=_run,
         args=(theirs, module, list(arguments), str(log), dict(environment), _Files(keep)),
         name=module,
     )
+    process.early = _early(environment)
     process.start()
     theirs.close()
     with ours:  # by then it leads its session, and whoever kills that session kills it
@@ -131,13 +133,56 @@ def finished(
     return code, log.read_text(errors="replace")
 
 
-def _allows_fork(environment: Mapping[str, str]) -> bool:
-    early = {
+class _Process(ForkServerProcess):
+    """A process that a server with its early variables forks."""
+
+    early: tuple[tuple[str, str], ...]
+
+    @staticmethod
+    def _Popen(process_obj: BaseProcess) -> popen_forkserver.Popen:
+        assert isinstance(process_obj, _Process)
+        server = _server(process_obj.early)
+        with _starting:
+            usual = forkserver.connect_to_new_process
+            forkserver.connect_to_new_process = server.connect_to_new_process
+            try:
+                return popen_forkserver.Popen(process_obj)
+            finally:
+                forkserver.connect_to_new_process = usual
+
+
+_starting = threading.Lock()
+_servers: dict[tuple[tuple[str, str], ...], forkserver.ForkServer] = {}
+
+
+def _early(environment: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    """The variables that a program's fork server must have been started with."""
+    wanted = {
         name: value
         for name, value in environment.items()
         if name.startswith(_READ_EARLY) and name != _FILL
     }
-    return all(_SET.get(name) == value for name, value in early.items())
+    if "TRITON_INTERPRET" in wanted:  # and with the backend that it is for
+        wanted["PYTHONPATH"] = environment["PYTHONPATH"]
+    return tuple(sorted((_USUAL | wanted).items()))
+
+
+def _server(early: tuple[tuple[str, str], ...]) -> forkserver.ForkServer:
+    with _starting:
+        if early not in _servers:
+            server = forkserver.ForkServer()
+            server.set_forkserver_preload([PRELOADED])
+            before = dict(os.environ)
+            paths = [str(SUPPORT), dict(early).get("PYTHONPATH", before.get("PYTHONPATH", ""))]
+            os.environ.update(early)
+            os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+            try:
+                server.ensure_running()
+            finally:
+                os.environ.clear()
+                os.environ.update(before)
+            _servers[early] = server
+        return _servers[early]
 
 
 def _numbered(arguments: Sequence[str], files: Sequence[int]) -> list[str]:
@@ -145,21 +190,6 @@ def _numbered(arguments: Sequence[str], files: Sequence[int]) -> list[str]:
         str(files[int(argument[1:-1])]) if _FILE.fullmatch(argument) else argument
         for argument in arguments
     ]
-
-
-def _context() -> ForkServerContext:
-    """Of the fork server, which runs with vLLM imported when this returns."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([PRELOADED])
-    before = dict(os.environ)
-    paths = [str(SUPPORT), before.get("PYTHONPATH", "")]
-    os.environ.update(_SET, PYTHONPATH=os.pathsep.join(filter(None, paths)))
-    try:
-        forkserver.ensure_running()
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-    return context
 
 
 class _Files:

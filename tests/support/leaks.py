@@ -121,7 +121,7 @@ class LeakGuard:
             if process.pid != mine
             and process.identity not in self._strangers
             and (_descends(process, mine, table) or self._is_marked(process.pid))
-            and not process.lasts()
+            and not (process.lasts() and not _was_forked(process, table))
         ]
 
     def _is_marked(self, pid: int) -> bool:
@@ -162,6 +162,12 @@ def _descends(process: Process, ancestor: int, table: dict[int, Process]) -> boo
         seen.add(parent)
         parent = table[parent].parent
     return False
+
+
+def _was_forked(process: Process, table: dict[int, Process]) -> bool:
+    """Whether a lasting helper has made it: it then bears that helper's command line."""
+    parent = table.get(process.parent)
+    return parent is not None and parent.lasts()
 
 
 def _describe(thread: threading.Thread) -> str:
