@@ -205,6 +205,7 @@ class Album:
     paths: tuple[Path, ...]
 
     def about(self, *numbers: int) -> Question:
+        """Without numbers it is a question about none."""
         images = tuple(str(self.paths[number]) for number in numbers)
         return Question(images, "<image>" * len(images) + PROMPT)
 
@@ -263,7 +264,7 @@ def weights(*, seed: int) -> Path:
 def reference(album: Album, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Reference:
     """Also the engine of somebody who merely installed us: nothing of ours may show in it."""
     questions = [album.about(number) for number in range(PICTURES)]
-    questions += [album.about(*numbers) for numbers in (*SEVERAL, *CROSSED)]
+    questions += [album.about(*numbers) for numbers in ((), *SEVERAL, *CROSSED)]
     settings = engine_settings("reference", model, tmp_path_factory.mktemp("reference"))
     with Engine(settings) as engine:
         engine.wait_ready(timeout_seconds=START_SECONDS)

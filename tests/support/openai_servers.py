@@ -118,7 +118,7 @@ class OpenAIServer:
     def is_healthy(self) -> bool:
         """As a load balancer asks: 503 when the engine is dead."""
         try:
-            with self._connection(5.0) as connection:
+            with connected(self.port, 5.0) as connection:
                 connection.request("GET", "/health")
                 return connection.getresponse().status == 200
         except OSError:
@@ -133,16 +133,11 @@ class OpenAIServer:
         return self.ask(*parts_of(question), tokens=question.tokens, **fields)
 
     def post(self, path: str, body: dict[str, Any], **headers: str) -> Reply:
-        started = time.monotonic()
-        with self._connection(ASK_SECONDS) as connection:
-            _send(connection, path, body, **headers)
-            response = connection.getresponse()
-            text = response.read()
-        return Reply(response.status, json.loads(text or "{}"), time.monotonic() - started)
+        return post(self.port, path, body, **headers)
 
     def metrics(self) -> str:
         """vLLM's own /metrics."""
-        with self._connection(ASK_SECONDS) as connection:
+        with connected(self.port, ASK_SECONDS) as connection:
             connection.request("GET", "/metrics")
             return connection.getresponse().read().decode()
 
@@ -163,17 +158,9 @@ class OpenAIServer:
     @contextmanager
     def posting(self, path: str, body: dict[str, Any]) -> Iterator[None]:
         """As `asking`, whatever is asked."""
-        with self._connection(ASK_SECONDS) as connection:
+        with connected(self.port, ASK_SECONDS) as connection:
             _send(connection, path, body)
             yield
-
-    @contextmanager
-    def _connection(self, timeout_seconds: float) -> Iterator[http.client.HTTPConnection]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_seconds)
-        try:
-            yield connection
-        finally:
-            connection.close()
 
     def origins(self, reply: Reply) -> tuple[str, ...]:
         """ "encoded" or "loaded" for each item that vLLM's own encoder cache did not hold."""
@@ -205,6 +192,25 @@ class OpenAIServer:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def post(port: int, path: str, body: dict[str, Any], **headers: str) -> Reply:
+    """To a server of this machine."""
+    started = time.monotonic()
+    with connected(port, ASK_SECONDS) as connection:
+        _send(connection, path, body, **headers)
+        response = connection.getresponse()
+        text = response.read()
+    return Reply(response.status, json.loads(text or "{}"), time.monotonic() - started)
+
+
+@contextmanager
+def connected(port: int, timeout_seconds: float) -> Iterator[http.client.HTTPConnection]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout_seconds)
+    try:
+        yield connection
+    finally:
+        connection.close()
 
 
 def overlapping(settings: EngineSettings) -> EngineSettings:
