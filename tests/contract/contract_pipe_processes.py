@@ -5,8 +5,6 @@ The test module has a fixture `make_listening`, which makes an end that listens.
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -18,6 +16,7 @@ from contract_pipe import LARGE, SMALL, SOON_SECONDS, Threads, block, same
 from lookup_buffer.errors import ConfigError, LookupTimeout, PipeBroken, PipeTimeout
 from lookup_buffer.pipes import KVPipe, PipeLimits
 from patience import scaled
+from pipe_child import Child, launch_child
 
 START_SECONDS = scaled(30.0)
 """A child imports torch."""
@@ -27,14 +26,13 @@ four others want."""
 SILENCE_SECONDS = 3.0
 HUGE = 64 << 20
 MakeListening = Callable[[PipeLimits], KVPipe]
-StartChild = Callable[..., "subprocess.Popen[bytes]"]
+StartChild = Callable[..., Child]
 
 
 @pytest.fixture
-def start_child(closing: ExitStack) -> StartChild:
-    def start(pipe: KVPipe, name: str = "child") -> "subprocess.Popen[bytes]":
-        child = Path(__file__).parents[1] / "support" / "pipe_child.py"
-        process = subprocess.Popen([sys.executable, str(child), "echo", pipe.uri, name])
+def start_child(closing: ExitStack, tmp_path: Path) -> StartChild:
+    def start(pipe: KVPipe, name: str = "child") -> Child:
+        process = launch_child(tmp_path, "echo", pipe.uri, name)
 
         def end() -> None:
             process.kill()
@@ -48,6 +46,14 @@ def start_child(closing: ExitStack) -> StartChild:
 
 
 @pytest.fixture
+def patient(make_listening: MakeListening, closing: ExitStack) -> KVPipe:
+    """Its peer may get no processor for a while: that is not what is tested."""
+    pipe = make_listening(PipeLimits(silence_seconds=PATIENT_SECONDS, linger_seconds=1.0))
+    closing.callback(pipe.abort)
+    return pipe
+
+
+@pytest.fixture
 def listening(make_listening: MakeListening, closing: ExitStack) -> KVPipe:
     pipe = make_listening(PipeLimits(silence_seconds=SILENCE_SECONDS, linger_seconds=1.0))
     closing.callback(pipe.abort)
@@ -58,12 +64,12 @@ def listening(make_listening: MakeListening, closing: ExitStack) -> KVPipe:
 class ProcessContract:
     """Inherit it in a class `Test…` of a module with the fixture `make_listening`."""
 
-    def test_there_and_back(self, listening: KVPipe, start_child: StartChild) -> None:
-        child = start_child(listening)
+    def test_there_and_back(self, patient: KVPipe, start_child: StartChild) -> None:
+        child = start_child(patient)
         for nbytes in (SMALL, LARGE, HUGE, 0):
-            listening.send_tensor(block(nbytes))
-            assert same(listening.recv_tensor("child", timeout=PATIENT_SECONDS), block(nbytes))
-        listening.send_tensor(None)
+            patient.send_tensor(block(nbytes))
+            assert same(patient.recv_tensor("child", timeout=PATIENT_SECONDS), block(nbytes))
+        patient.send_tensor(None)
         assert child.wait(PATIENT_SECONDS) == 0
 
     def test_a_peer_that_is_killed_wakes_who_waits(
@@ -114,21 +120,21 @@ class ProcessContract:
                 waiting = threads.call(listening.recv_tensor, "child", timeout=60.0)
 
     def test_several_senders_to_one_receiver(
-        self, listening: KVPipe, start_child: StartChild
+        self, patient: KVPipe, start_child: StartChild
     ) -> None:
         names = ["one", "two", "three"]
         children = []
         for name in names:  # one after the other, for an end with several peers only receives
-            children.append(start_child(listening, name))
+            children.append(start_child(patient, name))
             if len(children) == 1:
-                listening.send_tensor(block(LARGE))
+                patient.send_tensor(block(LARGE))
         with pytest.raises(ConfigError, match="3 ends"):
-            listening.send_tensor(None)
-        assert same(listening.recv_tensor("one", timeout=SOON_SECONDS), block(LARGE))
+            patient.send_tensor(None)
+        assert same(patient.recv_tensor("one", timeout=SOON_SECONDS), block(LARGE))
         children[0].kill()
         with pytest.raises(LookupTimeout):
-            listening.recv_tensor("one", timeout=SILENCE_SECONDS / 3)
+            patient.recv_tensor("one", timeout=SILENCE_SECONDS / 3)
         for child in children[1:]:
             child.kill()
         with pytest.raises(PipeBroken):
-            listening.recv_tensor("one", timeout=SOON_SECONDS)
+            patient.recv_tensor("one", timeout=SOON_SECONDS)

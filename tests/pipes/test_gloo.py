@@ -34,6 +34,7 @@ from contract_pipe_processes import (
     MakeListening,
     ProcessContract,
     listening,
+    patient,
     start_child,
 )
 from lookup_buffer.codec import torch_version, writable_bytes
@@ -52,9 +53,10 @@ from lookup_buffer.pipes.pair import Exchange, agree
 from lookup_buffer.protocol.auth import connect
 from lookup_buffer.protocol.stream import FramedSocket
 from patience import scaled
+from pipe_child import launch_child
 from pipe_ends import TokenContract, connected_ends
 
-__all__ = ["closing", "listening", "start_child", "threads"]
+__all__ = ["closing", "listening", "patient", "start_child", "threads"]
 
 
 @pytest.fixture
@@ -202,10 +204,13 @@ def pipe_threads() -> list[threading.Thread]:
 @pytest.mark.parametrize(("signal", "error"), [("SIGKILL", PipeBroken), ("SIGSTOP", PipeTimeout)])
 @pytest.mark.processes
 def test_an_end_that_dies_between_its_announcement_and_its_bytes(
-    listening: KVPipe, closing: ExitStack, signal: str, error: type[LookupBufferError]
+    listening: KVPipe,
+    closing: ExitStack,
+    signal: str,
+    error: type[LookupBufferError],
+    tmp_path: Path,
 ) -> None:
-    child = Path(__file__).parents[1] / "support" / "pipe_child.py"
-    process = subprocess.Popen([sys.executable, str(child), "end", listening.uri, signal])
+    process = launch_child(tmp_path, "end", listening.uri, signal)
     closing.callback(process.wait)
     closing.callback(process.kill)
     assert listening.recv_tensor("there", timeout=START_SECONDS) is None

@@ -14,6 +14,7 @@ from contract_pipe_processes import (
     MakeListening,
     ProcessContract,
     listening,
+    patient,
     start_child,
 )
 from lookup_buffer.pipes import open_pipe
@@ -21,7 +22,7 @@ from patience import scaled
 from pipe_ends import TokenContract, connected_ends
 from store import EmbeddedServer
 
-__all__ = ["closing", "listening", "start_child", "threads"]
+__all__ = ["closing", "listening", "patient", "start_child", "threads"]
 _names = count()
 
 

@@ -30,6 +30,7 @@ from contract_pipe_processes import (
     MakeListening,
     ProcessContract,
     listening,
+    patient,
     start_child,
 )
 from lookup_buffer.codec import header_of, writable_bytes
@@ -46,7 +47,7 @@ from lookup_buffer.protocol.auth import connect, request_handshake
 from patience import scaled
 from pipe_ends import TokenContract, connected_ends
 
-__all__ = ["closing", "listening", "start_child", "threads"]
+__all__ = ["closing", "listening", "patient", "start_child", "threads"]
 
 
 @pytest.fixture

@@ -11,13 +11,14 @@ from contract_pipe_processes import (
     MakeListening,
     ProcessContract,
     listening,
+    patient,
     start_child,
 )
 from lookup_buffer.errors import ConfigError, PipeTimeout
 from lookup_buffer.pipes import open_pipe
 from pipe_ends import TokenContract, connected_ends
 
-__all__ = ["closing", "listening", "start_child", "threads"]
+__all__ = ["closing", "listening", "patient", "start_child", "threads"]
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Programs that use vLLM start by fork, from one process that has imported it.
+"""Programs that import much start by fork, from one process that has imported it.
 
 Each process of an engine imports vLLM and torch, which takes 13 of the 15 processor seconds of its
 start; an engine behind vLLM's server has three. Here the standard library's fork server imports
@@ -24,6 +24,7 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from multiprocessing import forkserver, popen_forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
@@ -60,6 +61,10 @@ class Forked:
         assert process.pid is not None
         self.pid: int = process.pid
 
+    def kill(self) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+
     def wait(self, timeout: float | None = None) -> int:
         """The exit code; the negative number of a signal. Raises subprocess.TimeoutExpired."""
         self._process.join(timeout)
@@ -77,6 +82,7 @@ def launch(
     log: Path,
     environment: Mapping[str, str],
     keep: Sequence[int] = (),
+    preloaded: str = PRELOADED,
     forked: bool = True,
 ) -> "subprocess.Popen[bytes] | Forked":
     """Run `python -m MODULE ARGUMENTS` as a session leader whose output goes to `log`.
@@ -102,7 +108,7 @@ def launch(
         args=(theirs, module, list(arguments), str(log), dict(environment), _Files(keep)),
         name=module,
     )
-    process.early = _early(environment)
+    process.server = _Server(preloaded, _early(environment))
     process.start()
     theirs.close()
     with ours:  # by then it leads its session, and whoever kills that session kills it
@@ -136,12 +142,12 @@ def finished(
 class _Process(ForkServerProcess):
     """A process that a server with its early variables forks."""
 
-    early: tuple[tuple[str, str], ...]
+    server: "_Server"
 
     @staticmethod
     def _Popen(process_obj: BaseProcess) -> popen_forkserver.Popen:
         assert isinstance(process_obj, _Process)
-        server = _server(process_obj.early)
+        server = process_obj.server.running()
         with _starting:
             usual = forkserver.connect_to_new_process
             forkserver.connect_to_new_process = server.connect_to_new_process
@@ -152,7 +158,36 @@ class _Process(ForkServerProcess):
 
 
 _starting = threading.Lock()
-_servers: dict[tuple[tuple[str, str], ...], forkserver.ForkServer] = {}
+_running: dict["_Server", forkserver.ForkServer] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class _Server:
+    """What a fork server has imported, and the variables that it was started with."""
+
+    preloaded: str
+    variables: tuple[tuple[str, str], ...]
+
+    def running(self) -> forkserver.ForkServer:
+        """Start it, if it does not run."""
+        with _starting:
+            if self not in _running:
+                _running[self] = self._start()
+            return _running[self]
+
+    def _start(self) -> forkserver.ForkServer:
+        server = forkserver.ForkServer()
+        server.set_forkserver_preload([self.preloaded])
+        before = dict(os.environ)
+        path = dict(self.variables).get("PYTHONPATH", before.get("PYTHONPATH", ""))
+        os.environ.update(self.variables)
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(SUPPORT), path]))
+        try:
+            server.ensure_running()
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
+        return server
 
 
 def _early(environment: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
@@ -165,24 +200,6 @@ def _early(environment: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
     if "TRITON_INTERPRET" in wanted:  # and with the backend that it is for
         wanted["PYTHONPATH"] = environment["PYTHONPATH"]
     return tuple(sorted((_USUAL | wanted).items()))
-
-
-def _server(early: tuple[tuple[str, str], ...]) -> forkserver.ForkServer:
-    with _starting:
-        if early not in _servers:
-            server = forkserver.ForkServer()
-            server.set_forkserver_preload([PRELOADED])
-            before = dict(os.environ)
-            paths = [str(SUPPORT), dict(early).get("PYTHONPATH", before.get("PYTHONPATH", ""))]
-            os.environ.update(early)
-            os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-            try:
-                server.ensure_running()
-            finally:
-                os.environ.clear()
-                os.environ.update(before)
-            _servers[early] = server
-        return _servers[early]
 
 
 def _numbered(arguments: Sequence[str], files: Sequence[int]) -> list[str]:

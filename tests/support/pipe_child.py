@@ -7,9 +7,22 @@ stops itself, or dies, once it has announced its bytes.
 
 import os
 import signal
+import subprocess
 import sys
+from pathlib import Path
 
+import fork_server
 from lookup_buffer.pipes import PipeLimits, open_pipe
+
+Child = subprocess.Popen[bytes] | fork_server.Forked
+
+
+def launch_child(folder: Path, *arguments: str) -> Child:
+    """Start it, as a fork of a process that has imported torch; its log is in `folder`."""
+    log = folder / f"{arguments[-1]}.log"
+    return fork_server.launch(
+        "pipe_child", arguments, log=log, environment=os.environ, preloaded="pipe_child"
+    )
 
 
 def echo(uri: str, name: str) -> None:
