@@ -61,9 +61,19 @@ class Forked:
         assert process.pid is not None
         self.pid: int = process.pid
 
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
     def kill(self) -> None:
-        with suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)
+        self.send_signal(signal.SIGKILL)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def poll(self) -> int | None:
+        """The exit code, once it has ended."""
+        return self._process.exitcode
 
     def wait(self, timeout: float | None = None) -> int:
         """The exit code; the negative number of a signal. Raises subprocess.TimeoutExpired."""
@@ -84,20 +94,23 @@ def launch(
     keep: Sequence[int] = (),
     preloaded: str = PRELOADED,
     forked: bool = True,
+    appends: bool = False,
 ) -> "subprocess.Popen[bytes] | Forked":
     """Run `python -m MODULE ARGUMENTS` as a session leader whose output goes to `log`.
 
     `keep` are the numbers of files that the program inherits, to which its arguments refer by
-    "{0}", "{1}" and so on.
+    "{0}", "{1}" and so on. With `appends`, what the log holds already stays.
     """
+    if not appends:
+        log.write_bytes(b"")
     if not forked:
-        with log.open("wb") as output:
+        with log.open("ab") as output:
             return subprocess.Popen(
                 [sys.executable, "-m", module, *_numbered(arguments, keep)],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=dict(environment),
+                env={**environment, "PYTHONPATH": _path(environment)},
                 cwd=ROOT,
                 pass_fds=tuple(keep),
                 start_new_session=True,
@@ -179,9 +192,8 @@ class _Server:
         server = forkserver.ForkServer()
         server.set_forkserver_preload([self.preloaded])
         before = dict(os.environ)
-        path = dict(self.variables).get("PYTHONPATH", before.get("PYTHONPATH", ""))
         os.environ.update(self.variables)
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(SUPPORT), path]))
+        os.environ["PYTHONPATH"] = _path(os.environ)
         try:
             server.ensure_running()
         finally:
@@ -200,6 +212,11 @@ def _early(environment: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
     if "TRITON_INTERPRET" in wanted:  # and with the backend that it is for
         wanted["PYTHONPATH"] = environment["PYTHONPATH"]
     return tuple(sorted((_USUAL | wanted).items()))
+
+
+def _path(environment: Mapping[str, str]) -> str:
+    """PYTHONPATH, with the modules of the tests' support."""
+    return os.pathsep.join(filter(None, [str(SUPPORT), environment.get("PYTHONPATH", "")]))
 
 
 def _numbered(arguments: Sequence[str], files: Sequence[int]) -> list[str]:
@@ -234,7 +251,7 @@ def _run(
     files: _Files,
 ) -> None:
     os.setsid()
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for number in (1, 2):
         os.dup2(output, number)
     os.close(output)

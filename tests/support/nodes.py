@@ -13,7 +13,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +23,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+import fork_server
+import node_program
 from lookup_buffer.client.buffer import EngineRank, LookupBuffer
 from lookup_buffer.config import BufferConfig
 from lookup_buffer.errors import MissingTensor
@@ -65,7 +66,7 @@ class NodeProcess:
         self.node_id = self.settings.node_id or ""
         self.socket_path = self.config.socket_path()
         self.log = self.config.runtime_directory() / "node.log"
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | fork_server.Forked | None = None
 
     @property
     def pid(self) -> int:
@@ -73,18 +74,15 @@ class NodeProcess:
         return self._process.pid
 
     def start(self) -> "NodeProcess":
-        program = (
-            f"import faulthandler, sys; sys.path.insert(0, {str(ROOT)!r}); faulthandler.enable()\n"
-            f"{self._prelude}\n"
-            "from lookup_buffer.node.main import main; main()"
+        self._process = fork_server.launch(
+            "node_program",
+            [to_json(self.settings), self._prelude],
+            log=self.log,
+            environment=os.environ,
+            preloaded=node_program.PRELOADED,
+            forked=not self._prelude,  # which comes before all imports
+            appends=True,
         )
-        with self.log.open("ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", program], stdin=subprocess.PIPE, stderr=log
-            )
-        assert self._process.stdin is not None
-        with self._process.stdin as configuration:
-            configuration.write(to_json(self.settings).encode())
         wait_until(self._answers, START_SECONDS, f"node {self.node_id} starts: {self.log_text()}")
         return self
 
