@@ -12,6 +12,7 @@ users start it is executed.
 """
 
 import ctypes
+import faulthandler
 import gc
 import multiprocessing
 import multiprocessing.util
@@ -283,6 +284,8 @@ def _spawn_by_fork(path: bytes, arguments: Sequence[Any], kept: Sequence[int]) -
         return pid
     code = 1
     try:
+        faulthandler.enable()
+        _reset_signals()
         _close_files_except({0, 1, 2, *kept})
         sys.argv = ["-c", "--multiprocessing-fork"]
         exec(arguments[arguments.index("-c") + 1], {"__name__": "__main__"})
@@ -295,6 +298,15 @@ def _spawn_by_fork(path: bytes, arguments: Sequence[Any], kept: Sequence[int]) -
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def _reset_signals() -> None:
+    """As after an execution: what the other process handled is handled by default."""
+    signal.set_wakeup_fd(-1)
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _close_files_except(kept: set[int]) -> None:

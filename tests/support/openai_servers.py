@@ -87,7 +87,7 @@ class Reply:
 class OpenAIServer:
     """A running server. `close` is idempotent; several may start at the same time."""
 
-    def __init__(self, settings: EngineSettings, *flags: str) -> None:
+    def __init__(self, settings: EngineSettings, *flags: str, forked: bool = True) -> None:
         # The API server has a process of its own whatever the settings say.
         self.settings = settings = replace(settings, placement=Placement.TWO_PROCESSES)
         self.schedule = ScheduleLog(settings.schedule_path)
@@ -104,6 +104,7 @@ class OpenAIServer:
             [*arguments, *_flags(engine_arguments(settings)), *flags],
             log=settings.log_path,
             environment=os.environ | engine_environment(settings),
+            forked=forked,
         )
         self._exit = os.pidfd_open(self._process.pid)
         self._closed = False
