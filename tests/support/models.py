@@ -24,7 +24,7 @@ import os
 import shutil
 import threading
 import wave
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -49,17 +49,31 @@ _MEL_BINS, _POSITIONS = 32, 50 * CLIP_SECONDS_MAX
 _TOWER, _TOWER_FFN, _TOWER_LAYERS = 64, 128, 2
 _TEXT, _TEXT_FFN, _TEXT_LAYERS, _HEADS, _KV_HEADS = 256, 256, 2, 4, 2
 EMBEDDING_WIDTH = _TEXT
+LANGUAGE_CONFIG = {
+    "hidden_size": _TEXT,
+    "intermediate_size": _TEXT_FFN,
+    "max_position_embeddings": MODEL_TOKENS_MAX,
+    "model_type": "qwen2",
+    "num_attention_heads": _HEADS,
+    "num_hidden_layers": _TEXT_LAYERS,
+    "num_key_value_heads": _KV_HEADS,
+    "tie_word_embeddings": False,
+    "vocab_size": _VOCABULARY,
+}
 _NAME = "audio-1"
 """Raise the number when the files change."""
 
 
 def ensure_audio_model(directory: Path) -> Path:
+    return ensure_written(directory / _NAME, _write)
+
+
+def ensure_written(target: Path, write: Callable[[Path], None]) -> Path:
     """The model's directory; made once, safe against two callers at the same time."""
-    target = directory / _NAME
     if not target.is_dir():
-        draft = directory / f".{_NAME}.{os.getpid()}"
+        draft = target.with_name(f".{target.name}.{os.getpid()}")
         draft.mkdir(parents=True)
-        _write(draft)
+        write(draft)
         try:
             draft.rename(target)
         except OSError:  # another process was faster; its files are equal to ours
@@ -85,10 +99,20 @@ def clip(number: int, seconds: float = 1.0) -> dict[str, Any]:
 
 
 def _write(directory: Path) -> None:
-    for name, content in _settings().items():
+    write_model(directory, _settings(), _SPECIAL_TOKENS, _plans())
+
+
+def write_model(
+    directory: Path,
+    settings: Mapping[str, Any],
+    special_tokens: Sequence[str],
+    plans: Iterable[WeightPlan],
+) -> None:
+    """Settings by the names of their files; special tokens have the lowest numbers."""
+    for name, content in settings.items():
         (directory / f"{name}.json").write_text(json.dumps(content, indent=2))
-    _write_tokenizer(directory)
-    tensors = {plan.name: make_tensor(plan, seed=0) for plan in _plans()}
+    _write_tokenizer(directory, special_tokens)
+    tensors = {plan.name: make_tensor(plan, seed=0) for plan in plans}
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
 
@@ -104,24 +128,13 @@ def _settings() -> dict[str, dict[str, Any]]:
         "model_type": "qwen2_audio_encoder",
         "num_mel_bins": _MEL_BINS,
     }
-    language = {
-        "hidden_size": _TEXT,
-        "intermediate_size": _TEXT_FFN,
-        "max_position_embeddings": MODEL_TOKENS_MAX,
-        "model_type": "qwen2",
-        "num_attention_heads": _HEADS,
-        "num_hidden_layers": _TEXT_LAYERS,
-        "num_key_value_heads": _KV_HEADS,
-        "tie_word_embeddings": False,
-        "vocab_size": _VOCABULARY,
-    }
     return {
         "config": {
             "architectures": ["Qwen2AudioForConditionalGeneration"],
             "audio_config": audio,
             "audio_token_index": _SPECIAL_TOKENS.index(AUDIO_TOKENS[0]),
             "model_type": "qwen2_audio",
-            "text_config": language | ids,
+            "text_config": LANGUAGE_CONFIG | ids,
             **ids,
         },
         "preprocessor_config": {
@@ -144,53 +157,59 @@ def _settings() -> dict[str, dict[str, Any]]:
     }
 
 
-def _write_tokenizer(directory: Path) -> None:
+def _write_tokenizer(directory: Path, special_tokens: Sequence[str]) -> None:
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-    entries = [*_SPECIAL_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    entries = [*special_tokens, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     entries += [f"<unused_{number}>" for number in range(_VOCABULARY - len(entries))]
     vocabulary = {entry: number for number, entry in enumerate(entries)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in _SPECIAL_TOKENS])
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special_tokens])
     tokenizer.save(str(directory / "tokenizer.json"))
 
 
 def _plans() -> Iterator[WeightPlan]:
     """Scales as in `examples.demo.weights`: the tokens then depend on the clip."""
-    tower, language = "audio_tower", "language_model.model"
-    yield from _linear(f"{tower}.conv1", _TOWER, _MEL_BINS, 3, gain=2.0)
-    yield from _linear(f"{tower}.conv2", _TOWER, _TOWER, 3)
+    tower = "audio_tower"
+    yield from linear(f"{tower}.conv1", _TOWER, _MEL_BINS, 3, gain=2.0)
+    yield from linear(f"{tower}.conv2", _TOWER, _TOWER, 3)
     yield WeightPlan(f"{tower}.embed_positions.weight", (_POSITIONS, _TOWER), 0.3)
     for index in range(_TOWER_LAYERS):
         layer = f"{tower}.layers.{index}"
         for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
-            yield from _linear(f"{layer}.self_attn.{name}", _TOWER, _TOWER, bias=name != "k_proj")
-        yield from _linear(f"{layer}.fc1", _TOWER_FFN, _TOWER)
-        yield from _linear(f"{layer}.fc2", _TOWER, _TOWER_FFN)
-        yield from _norm(f"{layer}.self_attn_layer_norm", _TOWER)
-        yield from _norm(f"{layer}.final_layer_norm", _TOWER)
-    yield from _norm(f"{tower}.layer_norm", _TOWER)
-    yield from _linear("multi_modal_projector.linear", _TEXT, _TOWER)
+            yield from linear(f"{layer}.self_attn.{name}", _TOWER, _TOWER, bias=name != "k_proj")
+        yield from linear(f"{layer}.fc1", _TOWER_FFN, _TOWER)
+        yield from linear(f"{layer}.fc2", _TOWER, _TOWER_FFN)
+        yield from norm(f"{layer}.self_attn_layer_norm", _TOWER)
+        yield from norm(f"{layer}.final_layer_norm", _TOWER)
+    yield from norm(f"{tower}.layer_norm", _TOWER)
+    yield from linear("multi_modal_projector.linear", _TEXT, _TOWER)
+    yield from language_plans()
+
+
+def language_plans() -> Iterator[WeightPlan]:
+    """The model that `LANGUAGE_CONFIG` describes."""
+    language = "language_model.model"
     yield WeightPlan(f"{language}.embed_tokens.weight", (_VOCABULARY, _TEXT), 1.0)
     narrow = _TEXT // _HEADS * _KV_HEADS
     for index in range(_TEXT_LAYERS):
         layer = f"{language}.layers.{index}"
-        yield from _linear(f"{layer}.self_attn.q_proj", _TEXT, _TEXT, gain=2.0)
-        yield from _linear(f"{layer}.self_attn.k_proj", narrow, _TEXT, gain=2.0)
-        yield from _linear(f"{layer}.self_attn.v_proj", narrow, _TEXT)
-        yield from _linear(f"{layer}.self_attn.o_proj", _TEXT, _TEXT, gain=2.0, bias=False)
-        yield from _linear(f"{layer}.mlp.gate_proj", _TEXT_FFN, _TEXT, bias=False)
-        yield from _linear(f"{layer}.mlp.up_proj", _TEXT_FFN, _TEXT, bias=False)
-        yield from _linear(f"{layer}.mlp.down_proj", _TEXT, _TEXT_FFN, bias=False)
-        yield from list(_norm(f"{layer}.input_layernorm", _TEXT))[:1]
-        yield from list(_norm(f"{layer}.post_attention_layernorm", _TEXT))[:1]
-    yield from list(_norm(f"{language}.norm", _TEXT))[:1]
-    yield from _linear("language_model.lm_head", _VOCABULARY, _TEXT, gain=8.0, bias=False)
+        yield from linear(f"{layer}.self_attn.q_proj", _TEXT, _TEXT, gain=2.0)
+        yield from linear(f"{layer}.self_attn.k_proj", narrow, _TEXT, gain=2.0)
+        yield from linear(f"{layer}.self_attn.v_proj", narrow, _TEXT)
+        yield from linear(f"{layer}.self_attn.o_proj", _TEXT, _TEXT, gain=2.0, bias=False)
+        yield from linear(f"{layer}.mlp.gate_proj", _TEXT_FFN, _TEXT, bias=False)
+        yield from linear(f"{layer}.mlp.up_proj", _TEXT_FFN, _TEXT, bias=False)
+        yield from linear(f"{layer}.mlp.down_proj", _TEXT, _TEXT_FFN, bias=False)
+        yield from list(norm(f"{layer}.input_layernorm", _TEXT))[:1]
+        yield from list(norm(f"{layer}.post_attention_layernorm", _TEXT))[:1]
+    yield from list(norm(f"{language}.norm", _TEXT))[:1]
+    yield from linear("language_model.lm_head", _VOCABULARY, _TEXT, gain=8.0, bias=False)
 
 
-def _linear(
+def linear(
     root: str, outputs: int, *inputs: int, gain: float = 1.0, bias: bool = True
 ) -> Iterator[WeightPlan]:
     std = gain / math.sqrt(math.prod(inputs))
@@ -199,7 +218,7 @@ def _linear(
         yield WeightPlan(f"{root}.bias", (outputs,), 0.1)
 
 
-def _norm(root: str, width: int) -> Iterator[WeightPlan]:
+def norm(root: str, width: int) -> Iterator[WeightPlan]:
     yield WeightPlan(f"{root}.weight", (width,), 0.1, mean=1.0)
     yield WeightPlan(f"{root}.bias", (width,), 0.1)
 

@@ -40,6 +40,7 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}{% for part in message.content %}"
     "{% if part.type == 'text' %}{{ part.text }}"
     "{% elif part.type == 'audio' %}<|audio_bos|><|AUDIO|><|audio_eos|>"
+    "{% elif part.type == 'video' %}<video>"
     "{% else %}<image>{% endif %}"
     "{% endfor %}{% endfor %}"
 )
