@@ -243,7 +243,8 @@ class ClaimDecision(enum.Enum):
 
 
 class EcClaims:
-    """See the module. Enabled only on engines that produce; others encode for themselves alone."""
+    """See the module. An engine that stores nothing (`ec_consumer`) claims as well, and so waits
+    while a producer encodes; what it is granted it releases at once."""
 
     def __init__(
         self,
@@ -260,7 +261,8 @@ class EcClaims:
         self._engine_cache = engine_cache
         self._counters = counters
         self._clock = clock
-        self.enabled = shape.is_producer and settings.claim_wait_seconds != 0
+        self.enabled = settings.claim_wait_seconds != 0
+        self._stores = shape.is_producer
         self._claims: dict[str, RequestClaims] = {}
         self._intents = Intents()
         self._late_seconds_left = LATE_SECONDS
@@ -463,6 +465,9 @@ class EcClaims:
                 return self._refused(request_id, claims, "failed")
 
     def _granted(self, request_id: str, claims: RequestClaims) -> ClaimDecision:
+        if not self._stores:
+            self._release(request_id, claims)
+            return ClaimDecision.ENCODE
         self._counters.add(f"claim:{ClaimOutcome.GRANTED}")
         if self._clock() < claims.not_granted_at + INTENT_SECONDS:
             claims.late_grants = 0

@@ -34,6 +34,15 @@ ANSWER_SECONDS = 300.0
 _NAMED = re.compile(r"lookup buffer: (namespace [0-9a-f]{64}|.*shares nothing)")
 
 
+def knows_namespace(settings: EngineSettings) -> bool:
+    """Whether the engine's connector, if any, has logged its namespace, or that it shares nothing:
+    before that it misses whatever it is asked for."""
+    arguments = json.dumps(engine_arguments(settings), default=str)
+    if CONNECTOR_NAME not in arguments and KV_CONNECTOR_NAME not in arguments:
+        return True
+    return _NAMED.search(settings.log_path.read_text(errors="replace")) is not None
+
+
 class EngineFailure(Exception):
     """The engine did not start, did not answer in time, or ended. The text ends with its log."""
 
@@ -150,11 +159,7 @@ class DemoEngine:
         return self.facts
 
     def _wait_named(self, deadline: float) -> None:
-        """Wait until the connector logs its namespace, or that it shares nothing."""
-        arguments = json.dumps(engine_arguments(self.settings), default=str)
-        if CONNECTOR_NAME not in arguments and KV_CONNECTOR_NAME not in arguments:
-            return
-        while not _NAMED.search(self.settings.log_path.read_text(errors="replace")):
+        while not knows_namespace(self.settings):
             if time.monotonic() > deadline:
                 raise self._failure("did not log its namespace in time")
             time.sleep(_POLL_SECONDS)

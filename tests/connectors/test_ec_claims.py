@@ -175,14 +175,40 @@ def test_a_cached_prefix_does_not_make_a_waiting_request_a_running_one() -> None
     assert claimed(bench) == [["A"]]
 
 
-def test_no_claims_on_consumers_for_metadata_items_or_when_disabled() -> None:
-    for bench in (make_bench(producer=False), make_bench(claim_wait_seconds=0)):
-        request = make_request("r", "A")
-        assert bench.ensure(request)
-        bench.allocate(request)
-        bench.build()
-        assert claimed(bench) == []
-        assert bench.buffer.fleet.encoding == []
+def test_a_consumer_waits_for_a_producers_encode_and_loads_it() -> None:
+    """The producer may have answered already, and publish a moment later."""
+    bench = make_bench(producer=False)
+    request = make_request("r", "A")
+    assert not bench.ensure(request)
+    bench.buffer.fleet.settle(ClaimOutcome.PENDING)
+    bench.build(0)
+    assert not bench.ensure(request)
+    bench.store("A")
+    bench.buffer.fleet.settle(ClaimOutcome.STORED)
+    assert bench.ensure(request)
+    assert bench.allocate(request)
+    assert counted(bench) == {"claim:waited": 1, "claim:published": 1}
+
+
+def test_a_consumer_releases_a_claim_at_once_and_encodes_for_itself() -> None:
+    bench = make_bench(ClaimOutcome.GRANTED, producer=False)
+    request = make_request("r", "A")
+    assert bench.ensure(request)
+    assert bench.buffer.fleet.given_back == ["A"]
+    assert not bench.allocate(request)
+    bench.build()
+    assert bench.buffer.fleet.encoding == []
+    assert counted(bench) == {}
+
+
+def test_no_claims_for_metadata_items_or_when_disabled() -> None:
+    bench = make_bench(claim_wait_seconds=0)
+    request = make_request("r", "A")
+    assert bench.ensure(request)
+    bench.allocate(request)
+    bench.build()
+    assert claimed(bench) == []
+    assert bench.buffer.fleet.encoding == []
     bench = make_bench()
     request = make_request("r", "A", "B")
     request.mm_features[1].data = None

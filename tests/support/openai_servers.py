@@ -21,7 +21,7 @@ import pytest
 
 import fork_server
 from examples.demo.counting_scheduler import LOG_SETTING
-from examples.demo.engine import Question
+from examples.demo.engine import Question, knows_namespace
 from examples.demo.engine_settings import (
     EngineSettings,
     Placement,
@@ -111,8 +111,9 @@ class OpenAIServer:
         self._closed = False
 
     def wait_ready(self, timeout_seconds: float) -> None:
+        """Until it answers, and its connector shares."""
         deadline = time.monotonic() + timeout_seconds
-        while not self.is_healthy():
+        while not (self.is_healthy() and knows_namespace(self.settings)):
             if self._has_ended() or time.monotonic() > deadline:
                 pytest.fail(f"the server does not start:\n{self.log_tail()}")
             time.sleep(0.1)

@@ -110,6 +110,15 @@ def test_two_engines_of_two_workers_share_encodings_and_kv(
         assert "Traceback" not in server.log_text(), server.log_tail()
 
 
+@pytest.fixture
+def _no_memory_of_ended_workers() -> None:
+    """Launched from outside, vLLM's shared memory on CPU has one name for all engines, and stays
+    where a worker is killed."""
+    for path in Path("/dev/shm").glob("-tp:*-cpushm_*"):
+        path.unlink()
+
+
+@pytest.mark.usefixtures("_no_memory_of_ended_workers")
 @pytest.mark.parametrize("kind", ["ec", "kv"])
 def test_workers_of_an_external_launcher_are_refused_in_one_line(
     kind: str, model: Path, tmp_path: Path
