@@ -97,9 +97,10 @@ def parts_by_name() -> dict[str, Stage]:
         {HYPOTHESIS: "long"},
     )  # fmt: skip
     for version in ("3.12", "3.13"):
-        parts[f"python{version}"] = Stage(
-            f"part python{version}", 600, ["scripts/test-python", version]
-        )
+        for name, tiers in (("", ["unit", "contract", "store"]), ("-node", ["node"])):
+            parts[f"python{version}{name}"] = Stage(
+                f"part python{version}{name}", 240, ["scripts/test-python", version, *tiers]
+            )
     return parts
 
 
