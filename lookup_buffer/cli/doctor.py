@@ -35,6 +35,7 @@ from lookup_buffer.inspection.access import (
 )
 from lookup_buffer.inspection.heartbeats import HeartbeatMonitor
 from lookup_buffer.inspection.records import size_text
+from lookup_buffer.shm.index import IS_ORDERED, WITHOUT_ORDER
 from store import EmbeddedServerError, MetadataStore, NodeInfo, ServerInfo, StoreError, layout
 from store.embedded import find_server
 from store.url import parse
@@ -448,6 +449,8 @@ def _try_handshake(info: NodeInfo, token: str | None) -> None:
 def host_checks(config: "BufferConfig") -> Iterator[Check]:
     """Checks of this host: variables, runtime directory, node and arena."""
     yield from _variable_checks(config)
+    if not IS_ORDERED:
+        yield warn("index", WITHOUT_ORDER, "expect slower lookups; only x86-64 is supported")
     try:
         path = config.socket_path()
         yield _directory_check(config, path)

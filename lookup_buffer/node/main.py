@@ -8,6 +8,7 @@ configuration is wrong, or another node already serves this directory.
 """
 
 import json
+import logging
 import os
 import sys
 from typing import Any
@@ -16,6 +17,9 @@ from lookup_buffer.config import BufferConfig
 from lookup_buffer.errors import ConfigError, NodeUnavailable
 from lookup_buffer.node.node import Node
 from lookup_buffer.runtime import lock
+from lookup_buffer.shm.index import IS_ORDERED, WITHOUT_ORDER
+
+_log = logging.getLogger(__name__)
 
 LOCK_SECONDS = 5.0
 """How long to wait for the lock on the directory: a node that is shutting down releases it
@@ -25,6 +29,8 @@ within this time."""
 def serve(config: BufferConfig, *, ends_when_idle: bool) -> int:
     """Run the node of the configured directory until it is stopped. Returns the exit code."""
     directory = config.runtime_directory()
+    if not IS_ORDERED:
+        _log.warning("lookup buffer: %s", WITHOUT_ORDER)
     try:
         with lock(directory / "node.lock", timeout=LOCK_SECONDS):
             node = Node(config, ends_when_idle=ends_when_idle)

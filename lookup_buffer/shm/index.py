@@ -28,6 +28,10 @@ from lookup_buffer.protocol.header import DTYPES, TensorHeader
 from lookup_buffer.shm.memory import Mapping, SealedMemory
 
 IS_ORDERED: Final = platform.machine() in ("x86_64", "AMD64")
+WITHOUT_ORDER: Final = (
+    f"on {platform.machine()} the local and the remote index are off: each read asks the node, "
+    "and has_caches without a timeout finds nothing"
+)
 BUCKET_ENTRIES: Final = 8
 DIGEST_BYTES: Final = 32
 WORD_BYTES: Final = 8

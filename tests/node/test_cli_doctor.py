@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from command_line import environment, run, run_at_terminal, run_json
+from lookup_buffer.cli import doctor
+from lookup_buffer.config import BufferConfig
 from nodes import NodeProcess, StartNode, wait_until
 from patience import scaled
 from servers import StartServer, command, frozen
@@ -54,6 +56,14 @@ def test_all_is_well(start_node: StartNode, start_server: StartServer) -> None:
     assert checks["store version"]["found"].startswith("valkey ")
     text = run("doctor", **settings_of(node)).stdout
     assert [line.split()[0] for line in text.splitlines()] == ["ok"] * len(checks)
+
+
+def test_a_machine_without_the_index(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(doctor, "IS_ORDERED", False)
+    config = BufferConfig.of({"directory": tmp_path / "d"})
+    (check,) = [each for each in doctor.host_checks(config) if each.name == "index"]
+    assert check.verdict == "warn"
+    assert "local and the remote index are off" in check.found
 
 
 def test_redis_of_debian_will_do(redis_server: EmbeddedServer, tmp_path: Path) -> None:

@@ -85,6 +85,20 @@ node.END_SECONDS, registrar.Registrar.close = 1.0, close"""
     assert "in close" in node.log_text()
 
 
+def test_a_machine_that_reorders_stores_has_no_index_and_says_so(start_node: StartNode) -> None:
+    node = start_node(prelude="import platform\nplatform.machine = lambda: 'aarch64'")
+    assert node.log_text().count("on aarch64 the local and the remote index are off") == 1
+    image = key()
+    with node.client() as client:
+        client.insert(image, torch.arange(6))
+        assert client.has_caches([image], timeout=0.0) == [False]
+        assert client.has_caches([image], timeout=scaled(5.0)) == [True]
+        found = client.select(image)
+        assert found is not None
+        assert torch.equal(found, torch.arange(6))
+        assert client.stats()["hits_local"] == 1
+
+
 def test_a_second_node_in_a_directory_gives_up(start_node: StartNode) -> None:
     node = start_node()
     program = "from lookup_buffer.node.main import main; main()"
