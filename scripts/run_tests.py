@@ -68,7 +68,7 @@ def stages_of(command: str, commit: str, names: Sequence[str] = ()) -> list[Stag
         *quick,
         # Most of these wait: for a lease, a timeout, the detection of a dead node.
         Stage("processes", 600, pytest("-m", f"processes and not vllm and {USUAL}", workers=8)),
-        Stage("engines", 600, pytest("-m", f"vllm and {USUAL}", workers=2)),
+        Stage("engines", 600, pytest("-m", f"vllm and {USUAL}", workers=4)),
         Stage("alone", 240, pytest("-m", "alone and not gpu and not part")),
     ]
     parts = parts_by_name()
