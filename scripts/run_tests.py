@@ -34,6 +34,14 @@ TEST_MINUTES = 85.0
 KILL_SECONDS = 60.0
 NO_TEST_COLLECTED = 5
 USUAL = "not alone and not gpu and not part"
+IMPORT_VLLM = [
+    "tests/connectors",
+    "tests/vllm",
+    "tests/docs/test_docs_vllm.py",
+    "tests/support/test_host_calls.py",
+]
+"""Each worker imports all test files of its stage, and vLLM takes 5 s: with these in a stage of
+their own, eight workers need not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +72,13 @@ def stages_of(command: str, commit: str, names: Sequence[str] = ()) -> list[Stag
         Stage("static checks", 120, ["scripts/run-checks", str(BIN)]),
         Stage("this process", 180, pytest("-m", f"not processes and {USUAL}", workers=4)),
     ]
+    with_processes = ["-m", f"processes and {USUAL}"]
+    apart = [f"--ignore={path}" for path in IMPORT_VLLM]
     usual = [
         *quick,
         # Most of these wait: for a lease, a timeout, the detection of a dead node.
-        Stage("processes", 600, pytest("-m", f"processes and not vllm and {USUAL}", workers=8)),
-        Stage("engines", 600, pytest("-m", f"vllm and {USUAL}", workers=4)),
+        Stage("processes", 600, pytest(*with_processes, *apart, workers=8)),
+        Stage("vLLM", 600, pytest(*with_processes, *IMPORT_VLLM, workers=4)),
         Stage("alone", 240, pytest("-m", "alone and not gpu and not part")),
     ]
     parts = parts_by_name()

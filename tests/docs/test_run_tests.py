@@ -15,7 +15,16 @@ import pytest
 
 from nodes import ROOT
 from patience import ENVIRONMENT, SLOWNESS_MAX, scaled
-from scripts.run_tests import Limits, Stage, main, part_of_commit, parts_by_name, run, stages_of
+from scripts.run_tests import (
+    IMPORT_VLLM,
+    Limits,
+    Stage,
+    main,
+    part_of_commit,
+    parts_by_name,
+    run,
+    stages_of,
+)
 
 WHOLE_SECONDS = 85 * 60.0
 
@@ -65,6 +74,21 @@ def test_every_test_belongs_to_a_stage_of_all() -> None:
     assert marks
     for mark in marks:
         assert any(f"part(name='{mark}')" in command for command in commands), mark
+
+
+def test_what_imports_vllm_is_in_the_stage_of_its_own() -> None:
+    """Elsewhere each of eight workers would import it."""
+    importing = {
+        path.relative_to(ROOT)
+        for path in (ROOT / "tests").glob("*/test_*.py")
+        if re.search(
+            r"^(from|import) (vllm|host_checks|connector_standins)\b", path.read_text(), re.M
+        )
+    }
+    assert importing
+    for path in importing:
+        assert any(path.is_relative_to(apart) for apart in IMPORT_VLLM), path
+    assert all((ROOT / apart).exists() for apart in IMPORT_VLLM)
 
 
 def test_all_begins_with_what_quick_and_test_run() -> None:
