@@ -35,9 +35,9 @@ from lookup_buffer.protocol.messages import (
 )
 from lookup_buffer.protocol.stream import FramedSocket
 from lookup_buffer.times import OWNER_IDLE_SECONDS
-from nodes import NodeProcess, Nodes, at_rest, handoff, wait_until
+from nodes import NodeProcess, StartNode, at_rest, handoff, wait_until
 from servers import free_port
-from store import EmbeddedServer, Location
+from store import Location
 from virtual_nodes import VirtualLoop
 
 NAMESPACE = Namespace.named("tests").fingerprint
@@ -64,10 +64,8 @@ class Asker:
 
 
 @pytest.fixture(scope="module")
-def owner(valkey_server: EmbeddedServer) -> Iterator[NodeProcess]:
-    nodes = Nodes(valkey_server.url)
-    yield nodes(listen=f"tcp://127.0.0.1:{free_port()}", handoff_lease_seconds=30.0)
-    nodes.end()
+def owner(module_nodes: StartNode) -> NodeProcess:
+    return module_nodes(listen=f"tcp://127.0.0.1:{free_port()}", handoff_lease_seconds=30.0)
 
 
 @pytest.fixture

@@ -12,17 +12,16 @@ import pytest
 
 from device_ends import LARGE, DeviceEnd, facts, put, start_end, warm
 from lookup_buffer.errors import CodecError, LookupTimeout, MissingTensor
-from nodes import Nodes, at_rest, tensor_of, wait_until, with_store
-from store import EmbeddedServer, open_store
+from nodes import StartNode, at_rest, tensor_of, wait_until, with_store
+from store import open_store
 
 __all__ = ["start_end"]
 DTYPES = ["bool", "bfloat16", "float8_e4m3fn", "complex32", "uint4", "float64"]
 
 
 @pytest.fixture(scope="module")
-def ends(valkey_server: EmbeddedServer) -> Iterator[list[DeviceEnd]]:
-    nodes = Nodes(valkey_server.url)
-    three = [nodes() for _ in range(3)]
+def ends(module_nodes: StartNode) -> Iterator[list[DeviceEnd]]:
+    three = [module_nodes() for _ in range(3)]
     with_store(*three)
     with ExitStack() as stack:
         made = [DeviceEnd(node, "device") for node in three]
@@ -34,7 +33,6 @@ def ends(valkey_server: EmbeddedServer) -> Iterator[list[DeviceEnd]]:
         for end in made:
             at_rest(end.node)
             assert end.do("lane.gauges().tickets") == 0
-    nodes.end()
 
 
 @pytest.fixture

@@ -24,9 +24,8 @@ from lookup_buffer.pipes import gloo
 from lookup_buffer.protocol.acceptor import HANDSHAKE_SECONDS
 from lookup_buffer.protocol.framing import unpack
 from lookup_buffer.protocol.header import TensorHeader
-from nodes import Nodes, at_rest, tensor_of, wait_until, with_store
+from nodes import StartNode, at_rest, tensor_of, wait_until, with_store
 from raw_ends import RawEnd, hostile, offer
-from store import EmbeddedServer
 
 AT_ONCE = 16
 NOTHING = {"pool": "0" * 12, "namespace": "n", "key": "k", "mark": 1}
@@ -66,7 +65,7 @@ def _address_of(pool: DeviceEnd) -> str:
 
 
 class Ends:
-    def __init__(self, stack: ExitStack, nodes: Nodes) -> None:
+    def __init__(self, stack: ExitStack, nodes: StartNode) -> None:
         both = [nodes(), nodes()]
         with_store(*both)
         self.pool = DeviceEnd(both[0], "foreign", receives=False)
@@ -100,11 +99,9 @@ class Ends:
 
 
 @pytest.fixture(scope="module")
-def ends(valkey_server: EmbeddedServer) -> Iterator[Ends]:
-    nodes = Nodes(valkey_server.url)
+def ends(module_nodes: StartNode) -> Iterator[Ends]:
     with ExitStack() as stack:
-        stack.callback(nodes.end)
-        made = Ends(stack, nodes)
+        made = Ends(stack, module_nodes)
         yield made
         made.at_rest()
         for end in (made.pool, made.reader):

@@ -17,7 +17,7 @@ import pytest
 
 from device_ends import LARGE, DeviceEnd, facts, put, warm
 from lookup_buffer.errors import MissingTensor
-from nodes import Nodes, at_rest, tensor_of, wait_until, with_store
+from nodes import StartNode, at_rest, tensor_of, wait_until, with_store
 from patience import scaled
 from servers import command
 from store import DeviceLocation, EmbeddedServer, open_store
@@ -31,7 +31,7 @@ Fields = dict[str, str]
 class Ends:
     """`first` has what `second` reads; `third` is another pool."""
 
-    def __init__(self, stack: ExitStack, nodes: Nodes, url: str) -> None:
+    def __init__(self, stack: ExitStack, nodes: StartNode, url: str) -> None:
         self._url = url
         three = [nodes() for _ in range(3)]
         with_store(*three)
@@ -82,11 +82,9 @@ class Ends:
 
 
 @pytest.fixture(scope="module")
-def ends(valkey_server: EmbeddedServer) -> Iterator[Ends]:
-    nodes = Nodes(valkey_server.url)
+def ends(module_nodes: StartNode, valkey_server: EmbeddedServer) -> Iterator[Ends]:
     with ExitStack() as stack:
-        stack.callback(nodes.end)
-        made = Ends(stack, nodes, valkey_server.url)
+        made = Ends(stack, module_nodes, valkey_server.url)
         yield made
         made.at_rest()
         at_rest(made.second.node)

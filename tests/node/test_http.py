@@ -15,29 +15,24 @@ from lookup_buffer.config import BufferConfig
 from lookup_buffer.errors import ConfigError
 from lookup_buffer.node.http_exchange import EXCHANGE_SECONDS, REQUEST_BYTES_MAX
 from lookup_buffer.node.http_server import CONNECTIONS_MAX, HttpServer
-from nodes import NodeProcess, Nodes, StartNode, wait_until
+from nodes import NodeProcess, StartNode, wait_until
 from observing import ANSWER_SECONDS, address_of, get
 from patience import scaled
 from servers import free_port
-from store import EmbeddedServer
 
 TOKEN = "nur-fuer-uns-und-niemanden"
 
 
 @pytest.fixture(scope="module")
-def node(valkey_server: EmbeddedServer) -> Iterator[NodeProcess]:
-    nodes = Nodes(valkey_server.url)
-    node = nodes(http_listen=f"http://127.0.0.1:{free_port()}")
+def node(module_nodes: StartNode) -> NodeProcess:
+    node = module_nodes(http_listen=f"http://127.0.0.1:{free_port()}")
     wait_until(lambda: get(node, "/healthz")[0] == 200, 10.0, "the node joins")
-    yield node
-    nodes.end()
+    return node
 
 
 @pytest.fixture(scope="module")
-def guarded(valkey_server: EmbeddedServer) -> Iterator[NodeProcess]:
-    nodes = Nodes(valkey_server.url)
-    yield nodes(http_listen=f"http://127.0.0.1:{free_port()}", http_token=TOKEN)
-    nodes.end()
+def guarded(module_nodes: StartNode) -> NodeProcess:
+    return module_nodes(http_listen=f"http://127.0.0.1:{free_port()}", http_token=TOKEN)
 
 
 @contextmanager

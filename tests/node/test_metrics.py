@@ -1,7 +1,6 @@
 """`/metrics` and `/healthz` of real nodes: each event is counted."""
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,21 +9,18 @@ import torch
 from lookup_buffer.errors import BufferFull, MissingTensor
 from lookup_buffer.node.counters import COUNTERS
 from lookup_buffer.node.metrics import FAMILIES
-from nodes import MIB, NodeProcess, Nodes, StartNode, handoff, key, tensor_of, wait_until
+from nodes import MIB, NodeProcess, StartNode, handoff, key, tensor_of, wait_until
 from observing import families, get, number, samples
 from servers import StartServer, free_port
-from store import EmbeddedServer
 
 ROOT = Path(__file__).resolve().parents[2]
 Pair = tuple[NodeProcess, NodeProcess]
 
 
 @pytest.fixture(scope="module")
-def pair(valkey_server: EmbeddedServer) -> Iterator[Pair]:
-    nodes = Nodes(valkey_server.url)
-    first, second = (nodes(http_listen=f"http://127.0.0.1:{free_port()}") for _ in range(2))
-    yield first, second
-    nodes.end()
+def pair(module_nodes: StartNode) -> Pair:
+    first, second = (module_nodes(http_listen=f"http://127.0.0.1:{free_port()}") for _ in range(2))
+    return first, second
 
 
 def _equal(got: torch.Tensor | None, value: torch.Tensor) -> bool:

@@ -15,11 +15,10 @@ from typing import Any
 import pytest
 import yaml
 
-from nodes import MIB, NodeProcess, Nodes, key, tensor_of, wait_until
+from nodes import MIB, NodeProcess, StartNode, key, tensor_of, wait_until
 from observing import get, samples
 from patience import scaled
 from servers import free_port
-from store import EmbeddedServer
 
 ROOT = Path(__file__).resolve().parents[2]
 RULES = ROOT / "deploy/prometheus/rules.yml"
@@ -88,41 +87,39 @@ class Prometheus:
 
 @pytest.fixture(scope="module")
 def prometheus(
-    valkey_server: EmbeddedServer, tmp_path_factory: pytest.TempPathFactory
+    module_nodes: StartNode, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Prometheus]:
     """It scrapes two nodes, which were used, each second; one of them wants a token."""
     program = _program("prometheus")
     directory = tmp_path_factory.mktemp("prometheus")
     (directory / "token").write_text("for-prometheus-alone")
-    nodes = Nodes(valkey_server.url)
+    pair = [
+        module_nodes(http_listen=f"http://127.0.0.1:{free_port()}"),
+        module_nodes(
+            http_listen=f"http://127.0.0.1:{free_port()}", http_token="for-prometheus-alone"
+        ),
+    ]
+    (directory / "prometheus.yml").write_text(_configuration(pair, directory))
+    port = free_port()
+    with (directory / "log").open("wb") as log:
+        process = subprocess.Popen(
+            [
+                program,
+                f"--config.file={directory}/prometheus.yml",
+                f"--storage.tsdb.path={directory}/data",
+                f"--web.listen-address=127.0.0.1:{port}",
+            ],
+            stdout=log,
+            stderr=log,
+        )
     try:
-        pair = [
-            nodes(http_listen=f"http://127.0.0.1:{free_port()}"),
-            nodes(http_listen=f"http://127.0.0.1:{free_port()}", http_token="for-prometheus-alone"),
-        ]
-        (directory / "prometheus.yml").write_text(_configuration(pair, directory))
-        port = free_port()
-        with (directory / "log").open("wb") as log:
-            process = subprocess.Popen(
-                [
-                    program,
-                    f"--config.file={directory}/prometheus.yml",
-                    f"--storage.tsdb.path={directory}/data",
-                    f"--web.listen-address=127.0.0.1:{port}",
-                ],
-                stdout=log,
-                stderr=log,
-            )
-        try:
-            running = Prometheus(f"http://127.0.0.1:{port}", pair)
-            wait_until(running.up, START_SECONDS, (directory / "log").read_text())
-            _use(pair)
-            yield running
-        finally:
-            process.terminate()
-            process.wait(20.0)
+        running = Prometheus(f"http://127.0.0.1:{port}", pair)
+        wait_until(running.up, START_SECONDS, (directory / "log").read_text())
+        _use(pair)
+        yield running
     finally:
-        nodes.end()
+        process.terminate()
+        process.wait(20.0)
 
 
 def _configuration(pair: list[NodeProcess], directory: Path) -> str:

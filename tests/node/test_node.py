@@ -21,7 +21,7 @@ from lookup_buffer.protocol.auth import connect
 from lookup_buffer.protocol.header import PayloadHeader
 from lookup_buffer.protocol.stream import FramedSocket
 from lookup_buffer.runtime import to_json
-from nodes import MIB, ROOT, NodeProcess, Nodes, StartNode, at_rest, key, tensor_of, wait_until
+from nodes import MIB, ROOT, NodeProcess, StartNode, at_rest, key, tensor_of, wait_until
 from patience import scaled
 from store import EmbeddedServer, open_store
 
@@ -168,10 +168,8 @@ def test_an_evicted_tensor_is_withdrawn(start_node: StartNode) -> None:
 
 
 @pytest.fixture(scope="module")
-def guarded_node(valkey_server: EmbeddedServer) -> Iterator[NodeProcess]:
-    nodes = Nodes(valkey_server.url)
-    yield nodes(token=TOKEN)
-    nodes.end()
+def guarded_node(module_nodes: StartNode) -> NodeProcess:
+    return module_nodes(token=TOKEN)
 
 
 @pytest.fixture

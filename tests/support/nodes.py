@@ -1,8 +1,8 @@
 """Nodes for tests: each a process of its own with a directory of its own, all sharing one Valkey.
 
-`start_node` starts them for one test, `node_pair` is two that live as long as a module. Clients
-made by `NodeProcess.client` never start a node by themselves, so a node that was killed stays
-dead until the test restarts it.
+`start_node` starts them for one test, and `module_nodes` for all tests of a module; `node_pair` is
+two of the latter. Clients made by `NodeProcess.client` never start a node by themselves, so a node
+that was killed stays dead until the test restarts it.
 """
 
 import json
@@ -191,12 +191,19 @@ def start_node(valkey_server: EmbeddedServer) -> Iterator[StartNode]:
 
 
 @pytest.fixture(scope="module")
-def node_pair(valkey_server: EmbeddedServer) -> Iterator[tuple[NodeProcess, NodeProcess]]:
-    """Two nodes for all tests of a module, as if on two hosts."""
+def module_nodes(valkey_server: EmbeddedServer) -> Iterator[StartNode]:
+    """The same, for nodes that end with the module."""
     nodes = Nodes(valkey_server.url)
-    first, second = nodes(), nodes()
-    yield first, second
-    nodes.end()
+    try:
+        yield nodes
+    finally:
+        nodes.end()
+
+
+@pytest.fixture(scope="module")
+def node_pair(module_nodes: StartNode) -> tuple[NodeProcess, NodeProcess]:
+    """Two nodes for all tests of a module, as if on two hosts."""
+    return module_nodes(), module_nodes()
 
 
 def with_store(*nodes: NodeProcess) -> None:
