@@ -117,7 +117,8 @@ def test_the_examples_of_the_library_run_one_after_the_other(
     here = partial(BufferConfig, **place, idle_exit_seconds=2.0)
     monkeypatch.setattr(lookup_buffer, "BufferConfig", here, raising=False)
     # Its 50 ms are for engines, which rather encode than wait: a busy machine may take longer.
-    monkeypatch.setitem(LookupBuffer.has_caches.__kwdefaults__, "timeout", scaled(5.0))
+    patient = {"timeout": scaled(5.0)}
+    monkeypatch.setattr(LookupBuffer.has_caches, "__kwdefaults__", patient)
     text = "".join((ROOT / name).read_text() for name in ("README.md", "docs/library.md"))
     examples = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     of_the_library = [example for example in examples if "LookupBuffer(" in example]
