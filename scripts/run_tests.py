@@ -33,6 +33,8 @@ HYPOTHESIS = "HYPOTHESIS_PROFILE"
 TEST_MINUTES = 85.0
 KILL_SECONDS = 60.0
 NO_TEST_COLLECTED = 5
+PART_SECONDS = 360.0
+"""A part is to take three minutes on an idle machine."""
 USUAL = "not alone and not gpu and not part"
 IMPORT_VLLM = [
     "tests/connectors",
@@ -97,19 +99,23 @@ def parts_by_name() -> dict[str, Stage]:
     """What the marker `part` names, and what needs another way of starting."""
     marked = {"soaks": 4, "storms": 0, "engines": 0}
     parts = {
-        name: Stage(f"part {name}", 180, pytest("-m", f"part(name='{name}')", workers=workers))
+        name: Stage(
+            f"part {name}", PART_SECONDS, pytest("-m", f"part(name='{name}')", workers=workers)
+        )
         for name, workers in marked.items()
     }
     many_examples = ["tests/unit", "tests/contract", "tests/connectors", "tests/pipes"]
     parts["examples"] = Stage(
-        "part examples", 180,
+        "part examples", PART_SECONDS,
         pytest("-m", f"hypothesis and {USUAL}", *many_examples, workers=4),
         {HYPOTHESIS: "long"},
     )  # fmt: skip
     for version in ("3.12", "3.13"):
         for name, tiers in (("", ["unit", "contract", "store"]), ("-node", ["node"])):
             parts[f"python{version}{name}"] = Stage(
-                f"part python{version}{name}", 240, ["scripts/test-python", version, *tiers]
+                f"part python{version}{name}",
+                PART_SECONDS,
+                ["scripts/test-python", version, *tiers],
             )
     return parts
 
