@@ -44,12 +44,13 @@ from openai_servers import (
     parts_of,
     text,
 )
-from patience import scaled
+from patience import scaled, slowness
 
 pytestmark = pytest.mark.vllm
 AT_ONCE_SECONDS = scaled(5.0)
-WAIT_SECONDS = 8.0
-"""`fetch_wait_seconds` and `metadata_wait_seconds` of both replicas."""
+WAIT_SECONDS = 8.0 * slowness()
+"""`fetch_wait_seconds` and `metadata_wait_seconds` of both replicas. A request has to be aborted
+within them."""
 ABORTED = "aborted"
 """Name of the request that is."""
 WAITING = "vllm:num_requests_waiting{"
