@@ -95,11 +95,18 @@ class SchedulerClient:
         return [PrefetchHandle(key, self._changed, PrefetchState.FAILED, reason) for key in keys]
 
     def prefetch_and_claim(
-        self, keys: "Sequence[TensorKey]", *, wait_seconds: float, timeout: float = 0.0
+        self,
+        keys: "Sequence[TensorKey]",
+        *,
+        wait_seconds: float,
+        timeout: float = 0.0,
+        keeps: bool = True,
     ) -> tuple[list[PrefetchHandle], ClaimHandle]:
         reason = self.unshared_reason
         if not reason:
-            return self._buffer.prefetch_and_claim(keys, wait_seconds=wait_seconds, timeout=timeout)
+            return self._buffer.prefetch_and_claim(
+                keys, wait_seconds=wait_seconds, timeout=timeout, keeps=keeps
+            )
         return self._failed(keys, reason), self._failed_claim(keys)
 
     def _failed_claim(self, keys: "Sequence[TensorKey]") -> ClaimHandle:
@@ -111,11 +118,16 @@ class SchedulerClient:
         return self._buffer.has_caches(keys, timeout=timeout)
 
     def claim_all(
-        self, keys: "Sequence[TensorKey]", *, wait_seconds: float, timeout: float = 0.0
+        self,
+        keys: "Sequence[TensorKey]",
+        *,
+        wait_seconds: float,
+        timeout: float = 0.0,
+        keeps: bool = True,
     ) -> ClaimHandle:
         if self.unshared_reason:
             return self._failed_claim(keys)
-        return self._buffer.claim_all(keys, wait_seconds=wait_seconds, timeout=timeout)
+        return self._buffer.claim_all(keys, wait_seconds=wait_seconds, timeout=timeout, keeps=keeps)
 
     def encoding(self, keys: "Sequence[TensorKey]", *, lease_seconds: float) -> None:
         if not self.unshared_reason:

@@ -22,6 +22,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -104,7 +105,8 @@ def parts_by_name() -> dict[str, Stage]:
         )
         for name, workers in marked.items()
     }
-    many_examples = ["tests/unit", "tests/contract", "tests/connectors", "tests/pipes"]
+    folders = ("unit", "contract", "connectors", "pipes", "node", "store")
+    many_examples = [f"tests/{folder}" for folder in folders]
     parts["examples"] = Stage(
         "part examples", PART_SECONDS,
         pytest("-m", f"hypothesis and {USUAL}", *many_examples, workers=4),
@@ -126,9 +128,12 @@ def part_of_commit(commit: str, parts: Sequence[str]) -> str:
 
 def head() -> str:
     """The hash of HEAD; of an unpacked archive, which has none, 0."""
-    asked = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    try:
+        asked = subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
+        )
+    except FileNotFoundError:  # no git on this machine
+        return "0"
     return asked.stdout.strip() if asked.returncode == 0 else "0"
 
 
@@ -157,11 +162,11 @@ def run(stage: Stage, limit_seconds: float) -> str:
     )
     try:
         code = process.wait(limit_seconds)
-    except (subprocess.TimeoutExpired, KeyboardInterrupt) as error:
-        _interrupt(process)
-        if isinstance(error, KeyboardInterrupt):
-            raise
+    except subprocess.TimeoutExpired:
         code = None
+    finally:  # also after Ctrl-C
+        if process.poll() is None:
+            _interrupt(process)
     print(f"==== {stage.name}: {time.monotonic() - began:.0f} s", flush=True)
     if code is None:
         return "over its time limit"
@@ -172,9 +177,11 @@ def _interrupt(process: "subprocess.Popen[bytes]") -> None:
     """As Ctrl-C does, so that what it started ends; by force after a time."""
     os.killpg(process.pid, signal.SIGINT)
     try:
-        process.wait(KILL_SECONDS)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(KILL_SECONDS)
+    finally:  # also after another Ctrl-C
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 
@@ -213,4 +220,5 @@ def _measured_slowness() -> str:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the stage ends too
     sys.exit(main(sys.argv[1:], head()))

@@ -244,7 +244,7 @@ class ClaimDecision(enum.Enum):
 
 class EcClaims:
     """See the module. An engine that stores nothing (`ec_consumer`) claims as well, and so waits
-    while a producer encodes; what it is granted it releases at once."""
+    while a producer encodes; its client gives back at once what is granted."""
 
     def __init__(
         self,
@@ -301,7 +301,7 @@ class EcClaims:
         claims = self._claims[state.request_id] = RequestClaims(now + self.wait_seconds)
         self._begin(state, claims, keys, now)
         handles, claims.handle = self._buffer.prefetch_and_claim(
-            ordered, wait_seconds=claims.deadline - now, timeout=timeout
+            ordered, wait_seconds=claims.deadline - now, timeout=timeout, keeps=self._stores
         )
         return handles
 
@@ -341,7 +341,7 @@ class EcClaims:
             return False
         keys = {item.identifier: item.key for item in state.items if item.identifier in missing}
         self._begin(state, claims, keys, now)
-        self._claim(claims, now, timeout)
+        self._claim(claims, now, timeout, keeps=self._stores)
         return True
 
     def _begin(
@@ -353,11 +353,12 @@ class EcClaims:
         claims.not_granted_at = now
         claims.answer_deadline = now + self._settings.fetch_wait_seconds
 
-    def _claim(self, claims: RequestClaims, now: float, timeout: float) -> None:
+    def _claim(self, claims: RequestClaims, now: float, timeout: float, *, keeps: bool) -> None:
         claims.handle = self._buffer.claim_all(
             sorted(claims.keys.values(), key=lambda key: key.text),
             wait_seconds=claims.deadline - now,
             timeout=timeout,
+            keeps=keeps,
         )
 
     def wait(self, state: RequestState, timeout: float) -> bool:
@@ -382,12 +383,12 @@ class EcClaims:
         claims = self._claims[state.request_id]
         now = self._clock()
         if claims.handle is not None and claims.handle.state is ClaimOutcome.GRANTED:
-            is_late = now >= claims.not_granted_at + INTENT_SECONDS
+            is_late = self._stores and now >= claims.not_granted_at + INTENT_SECONDS
             if is_late and claims.late_grants < LATE_MAX and now < claims.deadline:
                 claims.late_grants += 1
                 self._counters.add("claim:late")
                 self._begin(state, claims, claims.keys, now)
-                self._claim(claims, now, max(timeout, self._late_seconds_left))
+                self._claim(claims, now, max(timeout, self._late_seconds_left), keeps=self._stores)
                 self._late_seconds_left -= self._clock() - now
         decision = self._decide(state.request_id, claims)
         if decision is ClaimDecision.REFETCH:
@@ -404,7 +405,7 @@ class EcClaims:
         """
         claims = RequestClaims(until, keys)
         self._intents.want(keys, request_id)
-        self._claim(claims, self._clock(), 0.0)
+        self._claim(claims, self._clock(), 0.0, keeps=True)
         return claims
 
     def end_query(self, request_id: str, claims: RequestClaims) -> None:
@@ -465,8 +466,10 @@ class EcClaims:
                 return self._refused(request_id, claims, "failed")
 
     def _granted(self, request_id: str, claims: RequestClaims) -> ClaimDecision:
-        if not self._stores:
-            self._release(request_id, claims)
+        if not self._stores:  # the client has given the claims back already
+            claims.handle = None
+            for identifier in claims.keys:
+                self._intents.release(identifier, request_id)
             return ClaimDecision.ENCODE
         self._counters.add(f"claim:{ClaimOutcome.GRANTED}")
         if self._clock() < claims.not_granted_at + INTENT_SECONDS:

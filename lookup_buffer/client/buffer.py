@@ -310,11 +310,16 @@ class LookupBuffer:
         return self._prefetches.start(keys, timeout, wait_seconds=clamped_seconds(wait_seconds))
 
     def prefetch_and_claim(
-        self, keys: Sequence[TensorKey], *, wait_seconds: float, timeout: float = 0.0
+        self,
+        keys: Sequence[TensorKey],
+        *,
+        wait_seconds: float,
+        timeout: float = 0.0,
+        keeps: bool = True,
     ) -> tuple[list[PrefetchHandle], ClaimHandle]:
         """`prefetch` and `claim_all` of the same keys in one message, which saves a round trip for
         the claims of absent keys. Returns when `prefetch` does; the set may settle later."""
-        claims = self._claims.register(keys)
+        claims = self._claims.register(keys, keeps)
         wait = clamped_seconds(wait_seconds)
         claimer = claims.request_id
         # If the set cannot be claimed (too many keys), nothing waits for claims or bytes.
@@ -385,7 +390,12 @@ class LookupBuffer:
         return bool(self._session.call(request, CALL_SECONDS)["released"])
 
     def claim_all(
-        self, keys: Sequence[TensorKey], *, wait_seconds: float, timeout: float = 0.0
+        self,
+        keys: Sequence[TensorKey],
+        *,
+        wait_seconds: float,
+        timeout: float = 0.0,
+        keeps: bool = True,
     ) -> ClaimHandle:
         """Claim the right to produce all of `keys`, as intents, or none of them.
 
@@ -393,8 +403,11 @@ class LookupBuffer:
         after `timeout` seconds. The node waits up to `wait_seconds` for claims that others hold,
         and holds none of the set during that wait; the set then settles later. The caller passes
         the set to `unclaim` unless all keys are produced. Never raises.
+
+        Without `keeps` the client gives the claims back as soon as it hears that they are granted:
+        a caller that produces nothing only waits for those who do.
         """
-        return self._claims.claim_all(keys, wait_seconds, timeout)
+        return self._claims.claim_all(keys, wait_seconds, timeout, keeps)
 
     def encoding(self, keys: Sequence[TensorKey], *, lease_seconds: float) -> None:
         """Claim `keys`, which are being produced, or renew the claims. One-way; never raises."""

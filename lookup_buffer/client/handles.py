@@ -126,6 +126,8 @@ class ClaimHandle:
     holder: str = ""
     """The claimant of `key`, as `node:boot`; set while PENDING if another client holds `key`."""
     request_id: int = 0
+    keeps: bool = True
+    """False: the client gives the claims back as soon as they are granted."""
 
     def wait_for_answer(self, timeout: float) -> None:
         """Wait, at most `timeout` seconds, for the node's first answer: the set has settled, or it

@@ -116,10 +116,10 @@ class PendingClaims:
         self._pending: dict[int, ClaimHandle] = {}
 
     def claim_all(
-        self, keys: Sequence[TensorKey], wait_seconds: float, timeout: float
+        self, keys: Sequence[TensorKey], wait_seconds: float, timeout: float, keeps: bool
     ) -> ClaimHandle:
         """See `LookupBuffer.claim_all`."""
-        handle = self.register(keys)
+        handle = self.register(keys, keeps)
         texts, wait = sorted(key.text for key in keys), clamped_seconds(wait_seconds)
         if handle.state is not ClaimOutcome.PENDING:
             return handle
@@ -129,12 +129,12 @@ class PendingClaims:
             self.fail([handle.request_id])
         return handle
 
-    def register(self, keys: Sequence[TensorKey]) -> ClaimHandle:
+    def register(self, keys: Sequence[TensorKey], keeps: bool) -> ClaimHandle:
         """A new handle, which the events of its request id settle. FAILED if the keys do not fit
         one message: they could then not be claimed all or none."""
         if len(list(split([key.text for key in keys]))) > 1:
             return ClaimHandle(keys, self._settled, ClaimOutcome.FAILED)
-        handle = ClaimHandle(keys, self._settled, request_id=next_request_id())
+        handle = ClaimHandle(keys, self._settled, request_id=next_request_id(), keeps=keeps)
         with self._settled:
             self._pending[handle.request_id] = handle
         return handle
@@ -168,6 +168,8 @@ class PendingClaims:
             if handle.state is not ClaimOutcome.PENDING:
                 del self._pending[handle.request_id]
             self._settled.notify_all()
+        if handle.state is ClaimOutcome.GRANTED and not handle.keeps:
+            self.unclaim(handle.keys, None)
 
     def on_lost(self) -> None:
         """The node is lost, and its claims with it: fail all pending sets."""

@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import pytest
@@ -39,14 +40,14 @@ class Engine:
     An encode takes `encode_seconds`, in which there are no passes.
     """
 
-    def __init__(self, node: NodeProcess, name: str, **raw: Any) -> None:
+    def __init__(self, node: NodeProcess, name: str, produces: bool = True, **raw: Any) -> None:
         raw = {"claim_wait_seconds": BOUND_SECONDS, "capacity_bytes": "64MiB", **raw}
         seats = [EngineRank(name, rank, 1) for rank in (None, 0)]
         self.worker = node.client(engine=seats[1])
         self.scheduler = EcScheduler(
             node.client(engine=seats[0]),
             ConnectorSettings(**raw),
-            EngineShape(True, True, 1, EMBED_BYTES),
+            EngineShape(produces, True, 1, EMBED_BYTES),
             metadata_fields=lambda _: set(),
         )
         self.encode_seconds = ENCODE_SECONDS
@@ -165,6 +166,40 @@ def test_two_engines_of_one_node_share_an_encode_too(
         engines[number % 2].add(image)
     run(*engines)
     assert sum(len(engine.encoded) for engine in engines) == 1
+
+
+def test_consumers_that_encode_for_themselves_do_not_wait_for_each_other(
+    node_pair: Pair, make_engine: MakeEngine
+) -> None:
+    """None of them stores what it encodes, and a step takes long."""
+    consumers = [make_engine(node_pair[number % 2], produces=False) for number in range(6)]
+    for consumer in consumers:
+        consumer.encode_seconds = 3.0
+    least = math.inf
+    for _ in range(3):
+        image, before = key(), [len(consumer.encoded) for consumer in consumers]
+        started = time.monotonic()
+        for consumer in consumers:
+            consumer.add(image)
+        run(*consumers)
+        least = min(least, max(max(c.finished_at.values()) for c in consumers) - started)
+        assert [len(consumer.encoded) for consumer in consumers] == [n + 1 for n in before]
+        run(*consumers, until=lambda: all(c._step_ends < time.monotonic() for c in consumers))
+    assert least < 3.0, "behind each other, the last waits for five steps"
+
+
+def test_a_consumer_that_is_asked_while_a_producer_encodes_loads(
+    node_pair: Pair, make_engine: MakeEngine
+) -> None:
+    producer, consumer = make_engine(node_pair[0]), make_engine(node_pair[1], produces=False)
+    for _ in range(5):
+        image = key()
+        producer.add(image)
+        run(producer, until=partial(producer.encoded.__contains__, image.mm_hash))
+        consumer.add(image)
+        run(producer, consumer)
+        assert consumer.loaded[-1] == image.mm_hash
+    assert consumer.encoded == []
 
 
 def test_requests_with_items_in_crossed_order_do_not_deadlock(

@@ -87,9 +87,14 @@ class VirtualBuffer(LedgerBuffer):
         self.settle(self.pending.index(handle), state)
 
     def claim_all(
-        self, keys: Sequence[TensorKey], *, wait_seconds: float, timeout: float = 0.0
+        self,
+        keys: Sequence[TensorKey],
+        *,
+        wait_seconds: float,
+        timeout: float = 0.0,
+        keeps: bool = True,
     ) -> ClaimHandle:
-        return self.claims.claim_all(keys, wait_seconds, 0.0)
+        return self.claims.claim_all(keys, wait_seconds, 0.0, keeps)
 
     def encoding(self, keys: Sequence[TensorKey], *, lease_seconds: float) -> None:
         self.claims.encoding(keys, lease_seconds)

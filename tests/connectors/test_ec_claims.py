@@ -190,11 +190,11 @@ def test_a_consumer_waits_for_a_producers_encode_and_loads_it() -> None:
     assert counted(bench) == {"claim:waited": 1, "claim:published": 1}
 
 
-def test_a_consumer_releases_a_claim_at_once_and_encodes_for_itself() -> None:
+def test_a_consumer_keeps_no_claim_and_encodes_for_itself() -> None:
     bench = make_bench(ClaimOutcome.GRANTED, producer=False)
     request = make_request("r", "A")
     assert bench.ensure(request)
-    assert bench.buffer.fleet.given_back == ["A"]
+    assert [one.keeps for one in bench.buffer.fleet.sets] == [False]
     assert not bench.allocate(request)
     bench.build()
     assert bench.buffer.fleet.encoding == []

@@ -103,10 +103,10 @@ def test_waits_after_late_grants_share_one_limit_per_pass(
         bench.buffer.fleet.settle(ClaimOutcome.GRANTED)
     ask, timeouts = bench.buffer.claim_all, []
 
-    def claim_slowly(keys: Any, *, wait_seconds: float, timeout: float) -> Any:
+    def claim_slowly(keys: Any, *, wait_seconds: float, timeout: float, keeps: bool) -> Any:
         timeouts.append(timeout)
         bench.clock.now += min(timeout, LATE_SECONDS * 0.7)
-        one = ask(keys, wait_seconds=wait_seconds, timeout=timeout)
+        one = ask(keys, wait_seconds=wait_seconds, timeout=timeout, keeps=keeps)
         one.state = ClaimOutcome.GRANTED
         return one
 

@@ -107,10 +107,15 @@ class LedgerBuffer:
         return handles
 
     def prefetch_and_claim(
-        self, keys: Sequence[TensorKey], *, wait_seconds: float, timeout: float = 0.0
+        self,
+        keys: Sequence[TensorKey],
+        *,
+        wait_seconds: float,
+        timeout: float = 0.0,
+        keeps: bool = True,
     ) -> tuple[list[LedgerHandle], ClaimHandle]:
         ordered = sorted(keys, key=lambda key: key.text)
-        claims = self.claim_all(ordered, wait_seconds=wait_seconds)
+        claims = self.claim_all(ordered, wait_seconds=wait_seconds, keeps=keeps)
         return self.prefetch(keys, timeout=timeout), claims
 
     def _settle(
@@ -162,9 +167,14 @@ class LedgerBuffer:
         return [item is not None and (timeout > 0 or not item.needs_fetch) for item in found]
 
     def claim_all(
-        self, keys: Sequence[TensorKey], *, wait_seconds: float, timeout: float = 0.0
+        self,
+        keys: Sequence[TensorKey],
+        *,
+        wait_seconds: float,
+        timeout: float = 0.0,
+        keeps: bool = True,
     ) -> ClaimHandle:
-        one = ClaimHandle(list(keys), threading.Condition(), self.fleet.answers)
+        one = ClaimHandle(list(keys), threading.Condition(), self.fleet.answers, keeps=keeps)
         self.fleet.sets.append(one)
         self.fleet.waits_seconds.append(wait_seconds)
         return one

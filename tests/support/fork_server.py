@@ -11,6 +11,7 @@ has a fork server of its own, which lives as long as this process. A program tha
 users start it is executed.
 """
 
+import atexit
 import ctypes
 import faulthandler
 import gc
@@ -51,6 +52,8 @@ _READ_EARLY = ("HF_", "LD_PRELOAD", "MALLOC_", "OMP_", "TRANSFORMERS_", "TRITON_
 _FILL, _M_PERTURB = "MALLOC_PERTURB_", -6
 """The one variable of glibc's that a running process can follow: `mallopt(3)`."""
 _START_SECONDS = 120.0
+_SERVER_LOST = 255
+"""The exit code that the library reports of a fork that may still run."""
 _FILE = re.compile(r"\{\d\}")
 
 
@@ -67,7 +70,9 @@ class Forked:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
+        if self.poll() in (None, _SERVER_LOST):
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
 
     def terminate(self) -> None:
         self.send_signal(signal.SIGTERM)
@@ -186,21 +191,23 @@ class _Server:
         """Start it, if it does not run."""
         with _starting:
             if self not in _running:
-                _running[self] = self._start()
+                _running[self] = forkserver.ForkServer()
+                _running[self].set_forkserver_preload([self.preloaded])
+            self._ensure_running(_running[self])
             return _running[self]
 
-    def _start(self) -> forkserver.ForkServer:
-        server = forkserver.ForkServer()
-        server.set_forkserver_preload([self.preloaded])
+    def _ensure_running(self, server: forkserver.ForkServer) -> None:
         before = dict(os.environ)
         os.environ.update(self.variables)
         os.environ["PYTHONPATH"] = _path(os.environ)
         try:
             server.ensure_running()
         finally:
-            os.environ.clear()
-            os.environ.update(before)
-        return server
+            for name in (*dict(self.variables), "PYTHONPATH"):
+                if name in before:
+                    os.environ[name] = before[name]
+                else:
+                    del os.environ[name]
 
 
 def _early(environment: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
@@ -266,7 +273,10 @@ def _run(
     sys.argv = [module, *_numbered(arguments, files.numbers())]
     started.send(True)
     started.close()
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    finally:  # the library ends a fork without them
+        atexit._run_exitfuncs()
 
 
 _spawn = multiprocessing.util.spawnv_passfds

@@ -121,7 +121,7 @@ class LeakGuard:
             if process.pid != mine
             and process.identity not in self._strangers
             and (_descends(process, mine, table) or self._is_marked(process.pid))
-            and not (process.lasts() and not _was_forked(process, table))
+            and not (process.lasts() and _helps_a_living_process(process, table))
         ]
 
     def _is_marked(self, pid: int) -> bool:
@@ -164,10 +164,10 @@ def _descends(process: Process, ancestor: int, table: dict[int, Process]) -> boo
     return False
 
 
-def _was_forked(process: Process, table: dict[int, Process]) -> bool:
-    """Whether a lasting helper has made it: it then bears that helper's command line."""
+def _helps_a_living_process(process: Process, table: dict[int, Process]) -> bool:
+    """What a fork server has forked bears its command line, also when it is left as an orphan."""
     parent = table.get(process.parent)
-    return parent is not None and parent.lasts()
+    return parent is not None and parent.pid != 1 and not parent.lasts()
 
 
 def _describe(thread: threading.Thread) -> str:

@@ -180,7 +180,8 @@ class OpenAIServer:
         if self._closed:
             return
         self._closed = True
-        os.kill(self._process.pid, signal.SIGTERM)
+        with suppress(ProcessLookupError):
+            os.kill(self._process.pid, signal.SIGTERM)
         select.select([self._exit], [], [], END_SECONDS)
         os.close(self._exit)
         with suppress(ProcessLookupError):
