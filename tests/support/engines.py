@@ -545,6 +545,7 @@ def kv_pair(
     fault = work / "fault"
     paths = os.pathsep.join([str(ROOT / "tests" / "support"), os.environ.get("PYTHONPATH", "")])
     of_b.environment.update({FAULT_VARIABLE: str(fault), "PYTHONPATH": paths.rstrip(os.pathsep)})
+    of_b.environment["PYTHONHASHSEED"] = "1"  # as in engines that nobody forked: not that of a
     with (
         Engine(of_a) as a,
         Engine(of_b) as b,

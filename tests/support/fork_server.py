@@ -48,7 +48,9 @@ _USUAL = {
     "VLLM_NO_USAGE_STATS": "1",
     **MEMORY_VARIABLES,
 }
-_READ_EARLY = ("HF_", "LD_PRELOAD", "MALLOC_", "OMP_", "TRANSFORMERS_", "TRITON_INTERPRET")
+_READ_EARLY = (
+    "HF_", "LD_PRELOAD", "MALLOC_", "OMP_", "PYTHONHASHSEED", "TRANSFORMERS_", "TRITON_INTERPRET",
+)  # fmt: skip
 _FILL, _M_PERTURB = "MALLOC_PERTURB_", -6
 """The one variable of glibc's that a running process can follow: `mallopt(3)`."""
 _START_SECONDS = 120.0

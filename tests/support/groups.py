@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from hypothesis_profiles import profile
+from patience import slowness
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -69,7 +70,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
     yield
     used = time.thread_time() - began
     is_long = profile() == "long" or item.get_closest_marker("alone")
-    if used > UNIT_CPU_SECONDS and item.path.parent.name == "unit" and not is_long:
+    if used > UNIT_CPU_SECONDS * slowness() and item.path.parent.name == "unit" and not is_long:
         pytest.fail(f"a unit test may compute for {UNIT_CPU_SECONDS} s; this one took {used:.2f} s")
 
 

@@ -39,7 +39,7 @@ def outcomes(folder: Path, profile: str, *options: str) -> dict[str, str]:
     done = subprocess.run(
         [*command, *settings, "test_inner.py"],
         cwd=folder, capture_output=True, text=True, check=False,
-        env={**os.environ, "HYPOTHESIS_PROFILE": profile,
+        env={**os.environ, "HYPOTHESIS_PROFILE": profile, "TESTS_SLOWNESS": "1",
              "PYTHONPATH": str(Path(groups.__file__).parent)},
     )  # fmt: skip
     lines = [line for line in done.stdout.splitlines() if line.startswith("test_inner.py::")]
