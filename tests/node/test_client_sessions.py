@@ -222,10 +222,11 @@ def test_a_handle_released_before_it_settles_leaves_no_pin(node_pair: Pair) -> N
         for name in names:
             elsewhere.insert(name, tensor_of(str(name), MIB))
         wait_until(lambda: all(buffer.has_caches(names, timeout=1.0)), 5.0)
-        handles = buffer.prefetch(names)
-        assert handles[-1].state is PrefetchState.PENDING
-        for handle in handles:
-            buffer.release(handle)
+        with node_pair[1].frozen():
+            handles = buffer.prefetch(names)
+            assert handles[-1].state is PrefetchState.PENDING
+            for handle in handles:
+                buffer.release(handle)
         at_rest(node_pair[0])
         wait_until(lambda: all(buffer.has_caches(names)), 5.0)
 
