@@ -205,7 +205,7 @@ class _Server:
         try:
             server.ensure_running()
         finally:
-            for name in (*dict(self.variables), "PYTHONPATH"):
+            for name in {*dict(self.variables), "PYTHONPATH"}:
                 if name in before:
                     os.environ[name] = before[name]
                 else:
