@@ -227,6 +227,7 @@ from lookup_buffer.shm.index import digest_of
 reader = LocalIndexReader(int(sys.argv[1]))
 names = sys.argv[4:]
 digests = [digest_of(sys.argv[3], name) for name in names]
+print("begins", flush=True)
 until = time.monotonic() + float(sys.argv[2])
 found = missed = wrong = 0
 while time.monotonic() < until:
@@ -248,12 +249,14 @@ def test_a_reader_of_another_process_never_sees_halves() -> None:
     with Both() as both:
         headers = [TensorHeader.for_tensor("int8", (n,) * (n % 9)) for n in range(len(CROWD))]
         reader = subprocess.Popen(
-            [sys.executable, "-c", READER, str(both.local_index.fd), "1.5", NAMESPACE]
+            [sys.executable, "-c", READER, str(both.local_index.fd), "0.6", NAMESPACE]
             + [key for _, key in CROWD],
             pass_fds=[both.local_index.fd],
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             stdout=subprocess.PIPE,
         )
+        assert reader.stdout is not None
+        reader.stdout.readline()
         until = time.monotonic() + 20.0
         turn = 0
         while reader.poll() is None and time.monotonic() < until:
