@@ -9,6 +9,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from hypothesis_profiles import examples
 from patience import scaled
 from store import StoreUrlError, open_store, redact
 from store.url import SCHEMES, StoreUrl, parse
@@ -149,6 +150,7 @@ def test_schemes(scheme: str, topology: str, tls: bool) -> None:
     assert (StoreUrl(scheme).topology, StoreUrl(scheme).tls) == (topology, tls)
 
 
+@settings(max_examples=examples(40))  # names from a regular expression take long to draw
 @given(
     st.sampled_from(["redis-cluster", "valkeys-sentinel"]),
     st.lists(
