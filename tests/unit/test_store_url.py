@@ -6,7 +6,7 @@ import traceback
 from urllib.parse import quote
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from hypothesis_profiles import examples
