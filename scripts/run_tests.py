@@ -62,6 +62,7 @@ def pytest(*options: str, workers: int = 0) -> list[str]:
     command = [sys.executable, "-m", "pytest", "-o", f"faulthandler_timeout={_hang_seconds()}"]
     if workers:
         command += [f"--numprocesses={workers}", "--dist=loadfile", "--max-worker-restart=0"]
+        command += ["--no-loadscope-reorder"]  # else files of few tests, often long ones, are last
     return [*command, *options]
 
 
