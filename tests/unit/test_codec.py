@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -268,9 +269,14 @@ def test_a_tensor_without_its_storage_is_refused(left: int, view: slice) -> None
     assert copy_of(tensor) is not None
 
 
-def test_fake_and_foreign_values_are_not_carried() -> None:
-    fake_tensor = pytest.importorskip("torch._subclasses.fake_tensor")
-    with fake_tensor.FakeTensorMode():
+@pytest.fixture(scope="module")
+def fake_mode() -> Any:
+    """Made here, since torch imports for seconds where it is made first."""
+    return pytest.importorskip("torch._subclasses.fake_tensor").FakeTensorMode()
+
+
+def test_fake_and_foreign_values_are_not_carried(fake_mode: Any) -> None:
+    with fake_mode:
         fake = torch.empty(3)
     with pytest.raises(CodecError):
         contiguous_bytes(fake)
