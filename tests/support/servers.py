@@ -348,6 +348,7 @@ def _sign(
     now = datetime.datetime.now(datetime.UTC)
     here = [x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
     issuer_identifier = x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key.public_key())
+    is_authority = subject == issuer
     return (
         x509.CertificateBuilder()
         .subject_name(_name(subject))
@@ -357,10 +358,26 @@ def _sign(
         .not_valid_before(now - datetime.timedelta(minutes=5))
         .not_valid_after(now + datetime.timedelta(days=1))
         .add_extension(x509.SubjectAlternativeName(here), critical=False)
-        .add_extension(x509.BasicConstraints(subject == issuer, None), critical=True)
+        .add_extension(x509.BasicConstraints(is_authority, None), critical=True)
+        .add_extension(_key_usage(is_authority), critical=True)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
         .add_extension(issuer_identifier, critical=False)
         .sign(issuer_key, hashes.SHA256())
+    )
+
+
+def _key_usage(is_authority: bool) -> x509.KeyUsage:
+    """What a key may do. Python 3.13 refuses an authority that does not say it."""
+    return x509.KeyUsage(
+        digital_signature=not is_authority,
+        key_cert_sign=is_authority,
+        crl_sign=is_authority,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        encipher_only=False,
+        decipher_only=False,
     )
 
 

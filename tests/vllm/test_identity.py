@@ -58,7 +58,7 @@ def origin(engine: Engine, question: Question, node: NodeProcess) -> str:
     return where
 
 
-@pytest.mark.part(name="engines")  # a hub's variables are read early: each engine is executed
+@pytest.mark.part(name="engines")  # a hub's variables: a fork server each
 def test_a_hubs_model_offline_and_online(
     start_node: StartNode, album: Album, tmp_path: Path
 ) -> None:
