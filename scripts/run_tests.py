@@ -113,12 +113,18 @@ def parts_by_name() -> dict[str, Stage]:
         pytest("-m", f"hypothesis and {USUAL}", *many_examples, workers=4),
         {HYPOTHESIS: "long"},
     )  # fmt: skip
+    of_node = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/node/test_*.py"))
+    of_other_pythons = {
+        "store": ["tests/unit", "tests/contract", "tests/store"],
+        "node-1": of_node[::2],
+        "node-2": of_node[1::2],
+    }
     for version in ("3.12", "3.13"):
-        for name, tiers in (("", ["unit", "contract", "store"]), ("-node", ["node"])):
-            parts[f"python{version}{name}"] = Stage(
-                f"part python{version}{name}",
+        for name, paths in of_other_pythons.items():
+            parts[f"python{version}-{name}"] = Stage(
+                f"part python{version}-{name}",
                 PART_SECONDS,
-                ["scripts/test-python", version, *tiers],
+                ["scripts/test-python", version, *paths],
             )
     return parts
 

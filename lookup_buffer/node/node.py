@@ -246,13 +246,13 @@ class Node:
         sys.setswitchinterval(SWITCH_SECONDS)
         gc.set_threshold(*GARBAGE_THRESHOLDS)
         first = min(FIRST_BYTES, self._config.capacity_bytes)
+        self._control.listen(socket_path)  # may fail, so before any thread is started
         self._shelf.arena.populate(0, first)
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, self._loop.stop)
         self._peers.start(self._identity.boot)
         self._locator.start()
         self._registrar.start()
-        self._control.listen(socket_path)
         self._shelf.arena.populate_in_background(skip_bytes=first)
         if self._http is not None:
             self._http.start(pages_of(self._vitals, self._config))

@@ -89,8 +89,8 @@ def test_a_command_loads_the_driver_and_no_slow_module(
 def test_it_starts_at_once(valkey_server: EmbeddedServer, arguments: tuple[str, ...]) -> None:
     """0.15 s of processor with --help and 0.19 with a store, where an empty Python takes 0.012.
 
-    The bounds are for a slower machine with other work to do; pydantic alone would take 0.15 more,
-    redis-py 0.35, torch seconds.
+    Which modules are loaded decides it; the test above counts them, `benchmarks/commands.py`
+    measures. The bound here is for what neither sees, such as a wait.
     """
     settings = {"LOOKUP_BUFFER_STORE_URL": valkey_server.url}
     spent, bare = [], []
@@ -102,7 +102,7 @@ def test_it_starts_at_once(valkey_server: EmbeddedServer, arguments: tuple[str, 
         subprocess.run([sys.executable, "-c", "import re, json, socket, ssl"], check=True)
         bare.append(children_seconds() - before)
     print(f"{min(spent):.3f} s, {min(spent) / min(bare):.1f} x an interpreter with a few modules")
-    assert min(spent) < 10 * min(bare)
+    assert min(spent) < 50 * min(bare)
 
 
 def children_seconds() -> float:
