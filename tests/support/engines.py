@@ -545,7 +545,7 @@ def kv_pair(
     fault = work / "fault"
     paths = os.pathsep.join([str(ROOT / "tests" / "support"), os.environ.get("PYTHONPATH", "")])
     of_b.environment.update({FAULT_VARIABLE: str(fault), "PYTHONPATH": paths.rstrip(os.pathsep)})
-    of_b.environment["PYTHONHASHSEED"] = "1"  # another seed than that of a: a fork server of its own
+    of_b.environment["PYTHONHASHSEED"] = "1"  # unlike a: a fork server of its own
     with (
         Engine(of_a) as a,
         Engine(of_b) as b,
