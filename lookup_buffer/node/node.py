@@ -246,10 +246,10 @@ class Node:
         sys.setswitchinterval(SWITCH_SECONDS)
         gc.set_threshold(*GARBAGE_THRESHOLDS)
         first = min(FIRST_BYTES, self._config.capacity_bytes)
-        self._control.listen(socket_path)  # may fail, so before any thread is started
         self._shelf.arena.populate(0, first)
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, self._loop.stop)
+        self._control.listen(socket_path)  # may fail, so before any thread is started
         self._peers.start(self._identity.boot)
         self._locator.start()
         self._registrar.start()

@@ -133,9 +133,9 @@ def is_left_alone(ends: Ends, port: int) -> None:
 
 
 def test_a_port_without_a_listener(ends: Ends) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as gone:
-        port = gone.getsockname()[1]
-    is_left_alone(ends, port)
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))  # bound, so that no other process listens there meanwhile
+        is_left_alone(ends, silent.getsockname()[1])
 
 
 @pytest.mark.parametrize(
