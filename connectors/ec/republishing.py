@@ -5,7 +5,8 @@ never restore it for others. A node loses items when it dies, when a time to liv
 namespace is invalidated. Each request is checked once, against this host alone. That needs no
 message, and information about other hosts may be out of date until a dead node is detected. If
 another host has the item, one more copy exists. An item with a time to live is not visible to this
-check. It is offered again, at most once a second, and the node reports that it exists.
+check. It is offered again, at most once a second to one boot of the node, which reports that it
+exists.
 
 `EcGate` and `EcScheduler` call it on vLLM's scheduler thread.
 """
@@ -45,12 +46,17 @@ class EcRepublishing:
         self._lost: dict[str, str] = {}
         self._blocked_until: dict[str, float] = {}
         """By identifier: until when the item is not given to the workers again."""
+        self._boot = ""
+        """The boot of the node that the workers stored in. A new one has nothing yet."""
 
     def check(self, state: RequestState) -> None:
         """Find the request's items that vLLM's cache holds and this host has lost."""
         key_of = self._engine_cache.key_of
         held = [item for item in state.items if key_of(item.identifier) == item.key]
         if held:
+            if self._boot != self._buffer.boot:
+                self._boot = self._buffer.boot
+                self._blocked_until.clear()
             found = self._buffer.has_caches([item.key for item in held], timeout=0.0)
             for item, is_stored in zip(held, found, strict=True):
                 if not is_stored:

@@ -52,6 +52,16 @@ def test_a_lost_item_is_stored_again(role: dict[str, Any]) -> None:
     assert bench.serve("fifth", "A").metadata.lost == {"A": "A"}, "it was not stored after all"
 
 
+def test_a_new_boot_of_the_node_gets_the_item_at_once() -> None:
+    """The order of a moment ago went to a node that has died since."""
+    bench = Engine()
+    bench.serve("first", "A")
+    assert bench.serve("second", "A").metadata.lost == {"A": "A"}
+    assert bench.serve("third", "A").metadata.lost == {}
+    bench.buffer.boot = "c" * 16
+    assert bench.serve("fourth", "A").metadata.lost == {"A": "A"}
+
+
 def test_a_loaded_item_that_was_lost_is_stored_again() -> None:
     bench = Engine()
     bench.store("A")
