@@ -135,6 +135,7 @@ def test_ctrl_c_ends_the_stage_that_runs(tmp_path: Path) -> None:
         deadline = time.monotonic() + scaled(20.0)
         while not begun.exists() and time.monotonic() < deadline:
             time.sleep(0.01)
+        time.sleep(scaled(0.2))  # until the runner has its own end of what has begun
         process.send_signal(signal.SIGINT)
         assert process.wait(scaled(20.0)) != 0
 

@@ -54,7 +54,8 @@ def reads_all_the_same(second: DeviceEnd, read: str, expected: object) -> bool:
     assert second.counted("lane_received_gloo") == before[1]
     failed = second.counted("lane_fallbacks_timeout") + second.counted("lane_fallbacks_peer_failed")
     assert failed >= 1, second.node.stats()
-    wait_until(lambda: second.do("lane.gauges().used_bytes") == before[0], BOUND_SECONDS)
+    # Less than before where an earlier item has ended meanwhile.
+    wait_until(lambda: second.do("lane.gauges().used_bytes") <= before[0], BOUND_SECONDS)
     at_rest(second.node)
     return True
 

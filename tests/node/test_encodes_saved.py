@@ -38,7 +38,7 @@ def test_each_engine_with_a_saved_encode_counts(node_pair: Pair) -> None:
     wait_until(lambda: second.stats().get("encodes_saved") == 3, 5.0)
     encoded, loaded = first.stats(), second.stats()
     assert (encoded["encodes"], "encodes" in loaded) == (2, False)
-    assert ENCODE_SECONDS * 2e3 <= encoded["encode_milliseconds"] < 2 * 5e3
+    assert ENCODE_SECONDS * 1e3 < encoded["encode_milliseconds"] < 2 * 5e3
     assert "encodes_saved" not in encoded
     url = first.config.store_url
     assert url is not None
