@@ -2,8 +2,9 @@
 
 The store decides. If the store, or the key's server in a cluster, is down or slow, the claim is
 granted without it: a fault may cost a second encode, but no endless wait. A claim belongs to the
-client's engine (or to the session, if there is no engine). Another request renews it. It ends with
-the publication of the item, on request, with the session that last requested it, or with its lease.
+client's engine (or to the session, if there is no engine). A request in the state ENCODING renews
+it. It ends with the publication of the item, on request, with the session that last requested it,
+or with its lease.
 Called by `desk`, `claim_sets` and `intake` on the loop's thread; `arbiter` calls the store.
 """
 

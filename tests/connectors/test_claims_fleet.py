@@ -261,13 +261,13 @@ def test_waiters_continue_after_an_encode_that_is_not_stored(
 HOLDER = """
 from types import SimpleNamespace
 from test_claims_fleet import Engine, run
-config, tests = BufferConfig.of(json.loads(hear())), Namespace.named("tests")
+config, tests = BufferConfig.of(json.loads(receive())), Namespace.named("tests")
 node = SimpleNamespace(client=lambda **seat: LookupBuffer(config, tests, **seat))
-engine = Engine(node, "holder", claim_lease_seconds=hear())
+engine = Engine(node, "holder", claim_lease_seconds=receive())
 engine.encode_seconds = 3600.0
-engine.add(TensorKey(hear()))
+engine.add(TensorKey(receive()))
 run(engine)
-say(engine.encoded)
+send(engine.encoded)
 while True:
     engine.poll()
     time.sleep(0.001)
@@ -280,10 +280,10 @@ def test_a_holder_that_is_lost_in_the_middle_of_its_encode_is_replaced(
 ) -> None:
     image, other = key(), make_engine(node_pair[1])
     with ClientProcess(node_pair[0].config, HOLDER) as holder:
-        holder.say(to_json(node_pair[0].config))
-        holder.say(300.0 if how == "killed" else 3.0)
-        holder.say(image.mm_hash)
-        assert holder.hear() == [image.mm_hash]
+        holder.send(to_json(node_pair[0].config))
+        holder.send(300.0 if how == "killed" else 3.0)
+        holder.send(image.mm_hash)
+        assert holder.receive() == [image.mm_hash]
         taken_at = time.monotonic()
         other.add(image)
         run(other, until=lambda: other.counted("claim:waited"))

@@ -298,13 +298,13 @@ def test_pins_of_an_engine_in_another_container_end_with_it(contained: Stack) ->
     source = """
 name = TensorKey("held")
 buffer.insert(name, tensor_of("held", 10 << 20))
-say(buffer.prefetch([name], timeout=5.0)[0].state.value)
-hear()
+send(buffer.prefetch([name], timeout=5.0)[0].state.value)
+receive()
 """
     with _client(contained, "node-a") as other:
         before = other.stats()["open_files"]
         with ClientProcess(config, source) as client:
-            assert client.hear() == "resident"
+            assert client.receive() == "resident"
             assert other.stats()["pinned_bytes"] == 10 * MIB
             client.kill()
             wait_until(lambda: other.stats()["pins"] == 0, 10.0, "the pins are given back")

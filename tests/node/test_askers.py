@@ -52,15 +52,15 @@ class Asker:
         self.link.send({"op": "handoffs", "boot": boot}, timeout=5.0)
         self.welcome = self.link.recv_header(timeout=5.0).header
 
-    def say(self, request: Request | dict[str, Any]) -> None:
+    def send(self, request: Request | dict[str, Any]) -> None:
         message = request if isinstance(request, dict) else request.to_wire()
         self.link.send(message, timeout=5.0)
 
-    def hear(self) -> tuple[int, Answer]:
+    def receive(self) -> tuple[int, Answer]:
         return Answer.parse(self.link.recv_header(timeout=5.0).header)
 
     def take(self, name: TensorKey, wait_seconds: float = 0.0, number: int = 1) -> None:
-        self.say(Take(number, NAMESPACE, name.text, wait_seconds))
+        self.send(Take(number, NAMESPACE, name.text, wait_seconds))
 
 
 @pytest.fixture(scope="module")
@@ -91,19 +91,19 @@ def test_an_owner_reports_whether_it_has_the_item(producer: Producer) -> None:
     owner, buffer = producer
     name, asker = handoff(), Asker(owner, buffer.boot)
     with asker.link:
-        asker.say(Holds(1, NAMESPACE, name.text))
-        assert asker.hear() == (1, Answer("absent"))
+        asker.send(Holds(1, NAMESPACE, name.text))
+        assert asker.receive() == (1, Answer("absent"))
         buffer.insert(name, torch.ones(3))
-        asker.say(Holds(2, NAMESPACE, name.text))
-        assert asker.hear() == (2, Answer("present"))
+        asker.send(Holds(2, NAMESPACE, name.text))
+        assert asker.receive() == (2, Answer("present"))
         asker.take(name, number=3)
-        _, leased = asker.hear()
-        asker.say(Holds(4, NAMESPACE, name.text))
-        assert asker.hear() == (4, Answer("present")), "it may be had again"
-        asker.say(Acknowledge(5, leased.token))
-        assert asker.hear() == (5, Answer("won"))
-        asker.say(Holds(6, NAMESPACE, name.text))
-        assert asker.hear() == (6, Answer("absent"))
+        _, leased = asker.receive()
+        asker.send(Holds(4, NAMESPACE, name.text))
+        assert asker.receive() == (4, Answer("present")), "it may be had again"
+        asker.send(Acknowledge(5, leased.token))
+        assert asker.receive() == (5, Answer("won"))
+        asker.send(Holds(6, NAMESPACE, name.text))
+        assert asker.receive() == (6, Answer("absent"))
 
 
 def test_a_take_and_its_acknowledgement(producer: Producer) -> None:
@@ -112,19 +112,19 @@ def test_a_take_and_its_acknowledgement(producer: Producer) -> None:
     assert asker.welcome == {"status": "ok"}
     with asker.link:
         asker.take(name)
-        assert asker.hear() == (1, Answer("absent"))
+        assert asker.receive() == (1, Answer("absent"))
         buffer.insert(name, torch.arange(10, dtype=torch.uint8))
         asker.take(name, number=2)
-        number, answer = asker.hear()
+        number, answer = asker.receive()
         assert (number, answer.state, answer.nbytes) == (2, "leased", 10)
         assert answer.lease_seconds == pytest.approx(30.0, abs=0.1)
         asker.take(name, number=3)
-        assert asker.hear() == (3, Answer("absent")), "another has it, and this one cannot wait"
+        assert asker.receive() == (3, Answer("absent")), "another has it, and this one cannot wait"
         for number in (4, 5):
-            asker.say(Acknowledge(number, answer.token))
-            assert asker.hear() == (number, Answer("won"))
-        asker.say(Acknowledge(6, answer.token + 1))
-        assert asker.hear() == (6, Answer("lost"))
+            asker.send(Acknowledge(number, answer.token))
+            assert asker.receive() == (number, Answer("won"))
+        asker.send(Acknowledge(6, answer.token + 1))
+        assert asker.receive() == (6, Answer("lost"))
         with pytest.raises(MissingTensor):
             buffer.drop_select(name)
 
@@ -135,18 +135,18 @@ def test_a_taker_that_leaves_the_queue_gets_an_answer(producer: Producer) -> Non
     buffer.insert(name, torch.arange(3))
     with asker.link:
         asker.take(name, number=1)
-        _, answer = asker.hear()
+        _, answer = asker.receive()
         asker.take(name, 20.0, number=2)
-        asker.say(Leave(3, 2))
-        assert asker.hear() == (2, Answer("absent"))
-        asker.say(Leave(4, 77))  # no such request
+        asker.send(Leave(3, 2))
+        assert asker.receive() == (2, Answer("absent"))
+        asker.send(Leave(4, 77))  # no such request
         asker.take(name, 20.0, number=5)
-        asker.say(GiveBack(6, answer.token))
-        number, again = asker.hear()
+        asker.send(GiveBack(6, answer.token))
+        number, again = asker.receive()
         assert (number, again.state) == (5, "leased")
         assert again.token != answer.token
-        asker.say(Acknowledge(7, answer.token))
-        assert asker.hear() == (7, Answer("lost"))
+        asker.send(Acknowledge(7, answer.token))
+        assert asker.receive() == (7, Answer("lost"))
     assert buffer.drop_select(name, timeout=5.0) is not None, "with the link went what it had"
 
 
@@ -175,16 +175,16 @@ def test_garbage_ends_only_its_own_connection(producer: Producer, message: dict[
     hostile, other = Asker(owner, buffer.boot), Asker(owner, buffer.boot)
     buffer.insert(name, torch.arange(3))
     hostile.take(name)
-    assert hostile.hear()[1].state == "leased"
-    hostile.say(message)
+    assert hostile.receive()[1].state == "leased"
+    hostile.send(message)
     assert ended(hostile.link)
     assert owner.stats()["protocol_errors"] == before + 1
     with other.link:
         other.take(name, 5.0)
-        number, answer = other.hear()
+        number, answer = other.receive()
         assert (number, answer.state) == (1, "leased")
-        other.say(Acknowledge(2, answer.token))
-        assert other.hear() == (2, Answer("won"))
+        other.send(Acknowledge(2, answer.token))
+        assert other.receive() == (2, Answer("won"))
 
 
 def test_an_unexpected_payload_ends_the_connection(producer: Producer) -> None:

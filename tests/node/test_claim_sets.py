@@ -69,24 +69,24 @@ def test_a_waiting_set_holds_no_claim(node_pair: Pair, valkey_server: EmbeddedSe
 def test_the_end_of_the_blocking_claim_grants_the_whole_next_set(node_pair: Pair, way: str) -> None:
     names = keys(2)
     source = """
-say(buffer.claim(hear(), lease_seconds=hear()).granted)
-if hear() == "release":
-    buffer.unclaim([hear()])
+send(buffer.claim(receive(), lease_seconds=receive()).granted)
+if receive() == "release":
+    buffer.unclaim([receive()])
 else:
     buffer.close()
-hear()
+receive()
 """
     with ClientProcess(node_pair[0].config, source) as holder, node_pair[1].client() as other:
-        holder.say(names[1])
-        holder.say(1.0 if way == "lease" else 600.0)
-        assert holder.hear() is True
+        holder.send(names[1])
+        holder.send(1.0 if way == "lease" else 600.0)
+        assert holder.receive() is True
         waits = ask(other, names)
         assert waits.state is ClaimOutcome.PENDING
         if way == "kill":
             holder.kill()
         elif way != "lease":
-            holder.say(way)
-            holder.say(names[1])
+            holder.send(way)
+            holder.send(names[1])
         assert settled(waits) is ClaimOutcome.GRANTED
         with node_pair[0].client() as third:
             assert not third.claim(names[0], lease_seconds=1.0).granted

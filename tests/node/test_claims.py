@@ -108,10 +108,10 @@ def test_a_claim_has_one_holder_until_it_ends(node_pair: Pair) -> None:
 
 def test_the_claims_of_a_killed_client_are_released(node_pair: Pair) -> None:
     name = key()
-    source = "say(buffer.claim(hear(), lease_seconds=60.0).granted); hear()"
+    source = "send(buffer.claim(receive(), lease_seconds=60.0).granted); receive()"
     with ClientProcess(node_pair[0].config, source) as client, node_pair[1].client() as other:
-        client.say(name)
-        assert client.hear() is True
+        client.send(name)
+        assert client.receive() is True
         assert not other.claim(name, lease_seconds=1.0).granted
         client.kill()
         wait_until(lambda: other.claim(name, lease_seconds=1.0).granted, 2.0)
@@ -216,10 +216,10 @@ def test_the_end_of_a_claim_ends_waits(node_pair: Pair, how: str) -> None:
 
 def test_a_killed_claimant_ends_waits(node_pair: Pair) -> None:
     name = key()
-    source = "say(buffer.claim(hear(), lease_seconds=600.0).granted); hear()"
+    source = "send(buffer.claim(receive(), lease_seconds=600.0).granted); receive()"
     with ClientProcess(node_pair[0].config, source) as client, node_pair[1].client() as other:
-        client.say(name)
-        assert client.hear() is True
+        client.send(name)
+        assert client.receive() is True
         wait = Wait(other, name, LEASE_SECONDS)
         time.sleep(0.2)
         client.kill()
@@ -274,12 +274,12 @@ def test_a_cancelled_wait_is_granted_nothing(
     server, name = start_server(), key()  # where no other node beats or has to be evicted
     nodes = [start_node(store_url=server.url) for _ in range(2)]
     with_store(*nodes)
-    source = "say(buffer.boot); buffer.claim(hear(), lease_seconds=60.0, timeout=60.0)"
+    source = "send(buffer.boot); buffer.claim(receive(), lease_seconds=60.0, timeout=60.0)"
     with nodes[0].client() as holder:
         assert holder.claim(name, lease_seconds=30.0).granted
         with ClientProcess(nodes[1].config, source) as client:
-            client.hear()
-            client.say(name)
+            client.receive()
+            client.send(name)
             time.sleep(0.3)
             client.kill()
         time.sleep(0.1)
@@ -338,7 +338,7 @@ def test_of_many_contenders_one_produces(node_pair: Pair) -> None:
 import time
 from lookup_buffer.protocol.messages import ClaimOutcome
 produced, wrong = [], []
-for name in hear():
+for name in receive():
     answer = buffer.claim(TensorKey(name), lease_seconds=20.0, timeout=20.0)
     if answer.granted:
         time.sleep(0.002)
@@ -349,15 +349,15 @@ for name in hear():
     found = buffer.select(TensorKey(name), timeout=5.0)
     if not torch.equal(found, tensor_of(name, 100)):
         wrong.append(name)
-say((produced, wrong))
-hear()
+send((produced, wrong))
+receive()
 """
     names = [key(f"many{number}").text for number in range(60)]
     clients = [ClientProcess(node_pair[number % 2].config, source) for number in range(4)]
     try:
         for client in clients:
-            client.say(names)
-        answers = [client.hear(60.0) for client in clients]
+            client.send(names)
+        answers = [client.receive(60.0) for client in clients]
     finally:
         for client in clients:
             client.__exit__()

@@ -113,9 +113,9 @@ def test_a_forked_child_is_refused_and_does_not_hurt_its_parent(buffer: LookupBu
 # -- tickets of an engine
 
 WORKER = """
-say("attached")
-while (order := hear()) is not None:
-    say(int(buffer.load(order).sum()))
+send("attached")
+while (order := receive()) is not None:
+    send(int(buffer.load(order).sum()))
     buffer.done([order])
 buffer.close()
 """
@@ -129,20 +129,20 @@ def test_a_ticket_ends_when_all_ranks_have_released_it(node_pair: Pair) -> None:
         for name in names:
             scheduler.insert(name, tensor_of(str(name), 1000))
         with ClientProcess(node.config, WORKER, seat=(engine, 0, 2)) as first:
-            assert first.hear() == "attached"
+            assert first.receive() == "attached"
             early = scheduler.prefetch(names, timeout=2.0)
             assert {(h.state, h.reason) for h in early} == {
                 (PrefetchState.FAILED, "ranks_not_attached")
             }
             with ClientProcess(node.config, WORKER, seat=(engine, 1, 2)) as second:
-                assert second.hear() == "attached"
+                assert second.receive() == "attached"
                 handles = scheduler.prefetch([*names, key()], timeout=2.0)
                 assert [h.state.value for h in handles] == ["resident"] * 3 + ["missing"]
                 assert node.stats()["pins"] == 3
                 for rank, expected in ((first, 3), (second, 0)):
                     for name, handle in zip(names, handles, strict=False):
-                        rank.say(handle.order)  # pickled, as vLLM does
-                        assert rank.hear() == int(tensor_of(str(name), 1000).sum())
+                        rank.send(handle.order)  # pickled, as vLLM does
+                        assert rank.receive() == int(tensor_of(str(name), 1000).sum())
                     wait_until(lambda n=expected: node.stats()["pins"] == n, 2.0)  # type: ignore[misc]
                 # One that the scheduler releases without a message of any rank.
                 again = scheduler.prefetch(names[:1], timeout=2.0)
@@ -150,7 +150,7 @@ def test_a_ticket_ends_when_all_ranks_have_released_it(node_pair: Pair) -> None:
                 for _ in range(2):
                     scheduler.release(again[0])
                 wait_until(lambda: node.stats()["pins"] == 0, 2.0)
-                second.say(None)
+                second.send(None)
                 assert second.wait() == 0
             gone = scheduler.prefetch(names, timeout=2.0)
             assert {h.reason for h in gone} == {"ranks_not_attached"}
@@ -173,19 +173,19 @@ def test_a_worker_that_attaches_again_counts(node_pair: Pair) -> None:
 def test_the_pins_of_a_killed_engine_are_released(node_pair: Pair) -> None:
     node, name, engine = node_pair[0], key(), f"engine-{key()}"
     source = """
-name = hear()
+name = receive()
 buffer.insert(name, tensor_of("x", 5 << 20))
-hear()
+receive()
 handles = buffer.prefetch([name], timeout=5.0)
-say(handles[0].state.value)
-hear()
+send(handles[0].state.value)
+receive()
 """
     with ClientProcess(node.config, source, seat=(engine, None, 1)) as scheduler:
-        scheduler.say(name)
+        scheduler.send(name)
         with ClientProcess(node.config, WORKER, seat=(engine, 0, 1)) as worker:
-            assert worker.hear() == "attached"
-            scheduler.say("go")
-            assert scheduler.hear() == "resident"
+            assert worker.receive() == "attached"
+            scheduler.send("go")
+            assert scheduler.receive() == "resident"
             assert node.stats()["pinned_bytes"] == 5 * MIB
             scheduler.kill()
             at_rest(node, seconds=2.0)

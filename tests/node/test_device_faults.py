@@ -53,7 +53,7 @@ def test_a_peer_that_is_stopped_in_the_middle_costs_one_deadline(
         time.sleep(wait_seconds)  # before its question, behind it, or in the middle of the bytes
         with first.stopped():
             started = time.monotonic()
-            assert second.hear() == expected
+            assert second.receive() == expected
             assert time.monotonic() - started < scaled(LANE_SECONDS)
         warm(first, second)
     assert {"timeout", "peer_failed"} & fallbacks(second).keys()
@@ -69,7 +69,7 @@ def test_a_process_killed_during_a_transfer_ends_no_other(
     second.begin(read)
     time.sleep(0.01)
     first.kill()
-    assert second.hear() == expected
+    assert second.receive() == expected
     assert second.do(again) == also
     assert second.do(third) == rest
     with open_store(first.node.config.store_url, call_timeout_seconds=2.0) as store:
@@ -97,7 +97,7 @@ def test_a_reader_that_is_stopped_holds_up_no_other(start_end: StartEnd) -> None
             other, also = some(first)
             assert third.do(other) == also
         assert third.counted("hits_lane") >= 3
-    assert second.hear() == expected
+    assert second.receive() == expected
 
 
 def test_a_pool_of_another_version_gets_no_request(start_end: StartEnd) -> None:

@@ -48,7 +48,7 @@ class ForeignClient(RawEnd):
         name = str(value.dtype).removeprefix("torch.")
         header = TensorHeader.for_tensor(name, tuple(value.shape)).to_fields()
         raw = bytes(writable_bytes(value)) if value.nbytes else None
-        self.say(["offer", self._last, key, header], raw)
+        self.send(["offer", self._last, key, header], raw)
 
     def verdict(self) -> Any:
         """The answer to its request."""
@@ -125,7 +125,7 @@ def test_garbage_ends_its_own_connection(ends: Ends) -> None:
 
     def closed_after_a_handshake(data: bytes) -> bool:
         with ForeignClient(ends.pool) as client:
-            client.say_bytes(data)
+            client.send_bytes(data)
             return client.hung_up()
 
     port = ends.pool.do("lane.port")
@@ -181,7 +181,7 @@ def test_an_invalid_request_ends_its_pair(ends: Ends, name: str) -> None:
 def test_a_too_large_request_ends_its_pair(ends: Ends) -> None:
     for nbytes in (protocol.REQUEST_BYTES_MAX + 1, 1 << 39):
         with ForeignClient(ends.pool) as client:
-            client.say(offer(1, None, nbytes))
+            client.send(offer(1, None, nbytes))
             assert client.hung_up()
 
 
@@ -241,13 +241,13 @@ def test_an_invalid_communicator_address_ends_its_pair(ends: Ends, name: str) ->
     """Gloo reads as many bytes as such a value states, and ended the process."""
     with ForeignClient(ends.pool) as client:
         client.ask({"ask": 0, "mark": 0})
-        number = client.heard()[1]
-        client.say(["pull", number])
-        while (heard := client.heard())[0] != "pair":
+        number = client.receive()[1]
+        client.send(["pull", number])
+        while (header := client.receive())[0] != "pair":
             pass
-        _, theirs, value = heard
+        _, theirs, value = header
         rank = theirs.removesuffix("0") + "1"
-        client.say(["pair", rank, _torn(name, value)])
+        client.send(["pair", rank, _torn(name, value)])
         assert client.hung_up()
     ends.reads()
 

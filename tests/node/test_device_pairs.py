@@ -79,7 +79,7 @@ def place_of(ends: Ends, lane: DeviceLane) -> dict[str, object]:
 def test_a_discovered_pool_gets_the_first_request_at_once(ends: Ends) -> None:
     tell(ends, ends.theirs)
     wait_until(lambda: ends.ours.pairs() == 1, SECONDS)
-    assert ends.hears(ends.ask()) == ""
+    assert ends.settled(ends.ask()) == ""
     tell(ends, gone=(ends.theirs,))
     assert ends.ours.pairs() == 0
     wait_until(lambda: ends.theirs.pairs() == 0, SECONDS)
@@ -107,7 +107,7 @@ def test_a_used_pair_outlives_the_report_that_its_pool_is_gone(ends: Ends) -> No
         assert place.reached.wait(SECONDS)
         tell(ends, gone=(slow,))
         place.open.set()
-        assert ends.hears(ticket) == ""
+        assert ends.settled(ticket) == ""
         assert ends.ours.pairs() == 1
         ends.let_go()
 
@@ -121,9 +121,9 @@ def test_pairs_made_on_discovery_stay_within_their_limit(ends: Ends) -> None:
         tell(ends, *crowd)
         wait_until(lambda: ends.ours.pairs() == WARM_MAX, SECONDS)
         asked, last = crowd[0], crowd[-1]
-        assert ends.hears(ends.ask(of=asked)) == ""
-        assert ends.hears(ends.ask(of=last)) == "cold", "there was no room for it at sight"
-        wait_until(lambda: ends.hears(ends.ask(of=last)) == "", SECONDS)
+        assert ends.settled(ends.ask(of=asked)) == ""
+        assert ends.settled(ends.ask(of=last)) == "cold", "there was no room for it at sight"
+        wait_until(lambda: ends.settled(ends.ask(of=last)) == "", SECONDS)
         assert ends.ours.pairs() == WARM_MAX + 1
         ends.let_go()
 
@@ -148,7 +148,7 @@ def test_a_requested_pair_does_not_wait_for_pairs_made_on_discovery(ends: Ends) 
             tell(ends, ends.theirs, port=server.getsockname()[1], pool=f"{number:012x}")
         tell(ends, ends.theirs)
         started = time.monotonic()
-        wait_until(lambda: ends.hears(ends.ask()) == "", SECONDS)
+        wait_until(lambda: ends.settled(ends.ask()) == "", SECONDS)
         assert time.monotonic() - started < len(silent) * SILENCE_SECONDS / 2
         ends.let_go()
 
@@ -184,9 +184,9 @@ def test_a_pool_that_cannot_be_reached_is_tried_once_and_by_a_record(
     wait_until(lambda: ends.place.fails == 1, SECONDS)
     for _ in range(3):
         tell(ends, ends.theirs)
-    assert ends.hears(ends.ask()) == "abandoned", "it rests"
+    assert ends.settled(ends.ask()) == "abandoned", "it rests"
     assert ends.place.fails == 1, "news are no reason to try again"
-    wait_until(lambda: ends.hears(ends.ask()) == "cold", SECONDS)
+    wait_until(lambda: ends.settled(ends.ask()) == "cold", SECONDS)
     ends.warm()
     said = [record for record in caplog.records if "no pair with" in record.getMessage()]
     assert len(said) == 1

@@ -106,9 +106,9 @@ def test_a_reader_killed_during_a_payload(
     read, _ = some(first)
     second.do(f"place.strike({second.pid}, {int(signal.SIGKILL)})")
     second.begin(read)
-    wait_until(second.has_said, 20.0)
+    wait_until(second.has_sent, 20.0)
     with pytest.raises(EOFError):
-        second.hear()  # what it read; but it has ended
+        second.receive()  # what it read; but it has ended
     second.kill()
     at_rest(second.node, seconds=20.0)
     wait_until(lambda: first.do("lane.gauges().pinned_bytes") == 0, 20.0)

@@ -94,7 +94,7 @@ class Ends:
     def dialect(self) -> tuple[str, str]:
         return self.ours.version.lane, self.ours.version.library
 
-    def hears(self, ticket: int) -> str:
+    def settled(self, ticket: int) -> str:
         """Why the reader's pool did not receive it; "" where it did."""
 
         def answers() -> list[str]:
@@ -106,7 +106,7 @@ class Ends:
         return reason
 
     def warm(self) -> None:
-        wait_until(lambda: self.hears(self.ask()) == "", SECONDS, "a lane")
+        wait_until(lambda: self.settled(self.ask()) == "", SECONDS, "a lane")
         self.let_go()
 
     def let_go(self) -> None:
@@ -150,7 +150,7 @@ def test_a_tensor_no_longer_wanted_stays_unpinned_and_costs_no_pair(ends: Ends) 
         ends.ours.on_event({"event": "let_go", "tickets": [ticket], "keys": []})
     wait_until(lambda: ends.ours.gauges().pinned_bytes == 0, SECONDS)
     assert ends.ours.gauges().tickets == 0
-    assert ends.hears(ends.ask()) == ""
+    assert ends.settled(ends.ask()) == ""
 
 
 def test_pools_that_do_not_answer_delay_no_other_request(ends: Ends) -> None:
@@ -160,22 +160,22 @@ def test_pools_that_do_not_answer_delay_no_other_request(ends: Ends) -> None:
             deaf = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
             port, pool = deaf.getsockname()[1], f"{number:012x}"
             source = ["127.0.0.1", 1, *ends.dialect, port, pool, 0]
-            assert ends.hears(ends.ask(sources=[source])) == "cold"
+            assert ends.settled(ends.ask(sources=[source])) == "cold"
         started = time.monotonic()
-        assert ends.hears(ends.ask()) == ""
+        assert ends.settled(ends.ask()) == ""
         assert time.monotonic() - started < SILENCE_SECONDS - 1.0, "it waited for them"
 
 
 def test_after_a_fault_of_the_device_a_pair_is_made_later(ends: Ends) -> None:
     ends.place.fails = 1
-    assert ends.hears(ends.ask()) == "cold"
+    assert ends.settled(ends.ask()) == "cold"
     ends.warm()
 
 
 def test_a_length_that_differs_from_the_record_is_a_fault_of_the_remote_end(ends: Ends) -> None:
     ends.warm()
     other = TensorHeader.for_tensor("uint8", (LARGE + 1,)).to_fields()
-    assert ends.hears(ends.ask(header=other)) == "peer_failed"
+    assert ends.settled(ends.ask(header=other)) == "peer_failed"
     assert ends.ours.gauges().pinned_bytes == 0
     ends.warm()
 
@@ -183,9 +183,9 @@ def test_a_length_that_differs_from_the_record_is_a_fault_of_the_remote_end(ends
 def test_a_failed_receive_releases_its_reservation(ends: Ends) -> None:
     ends.warm()
     used = ends.ours.gauges().used_bytes
-    assert ends.hears(ends.ask(checksums=[0], sources=[])) == "stale"
+    assert ends.settled(ends.ask(checksums=[0], sources=[])) == "stale"
     ends.place.has_memory = False
-    assert ends.hears(ends.ask()) == "device"
+    assert ends.settled(ends.ask()) == "device"
     assert ends.ours.gauges().used_bytes == used
 
 
@@ -200,12 +200,12 @@ def test_many_joins_and_leaves_leak_nothing(ends: Ends) -> None:
         for lane in soon:
             lane.close()
         for lane in (*meanwhile, *late):
-            wait_until(lambda lane=lane: ends.hears(ends.ask(of=lane)) == "", SECONDS)  # type: ignore[misc]
+            wait_until(lambda lane=lane: ends.settled(ends.ask(of=lane)) == "", SECONDS)  # type: ignore[misc]
         for lane in meanwhile:
             asked.append(ends.ask(of=lane))
             lane.close()
         for ticket in asked:
-            ends.hears(ticket)
+            ends.settled(ticket)
         for lane in late:
             lane.close()
         ends.let_go()

@@ -38,17 +38,17 @@ from lookup_buffer.client.load import Loads
 
 def load(order, out=None):
     tensor = Loads.load(buffer._loads, order, out=out)
-    say("taken")
-    hear()
+    send("taken")
+    receive()
     return tensor
 
 buffer._loads.load = load
-key = TensorKey("h", request_id=hear())
+key = TensorKey("h", request_id=receive())
 try:
-    tensor = buffer.drop_select(key, timeout=hear())
-    say(int(tensor[0]))
+    tensor = buffer.drop_select(key, timeout=receive())
+    send(int(tensor[0]))
 except Exception as error:
-    say(type(error).__name__)
+    send(type(error).__name__)
 """
 """Reports "taken" before it acknowledges the bytes, and continues after a message of the test."""
 
@@ -60,8 +60,8 @@ def takers() -> Iterator[Callable[[NodeProcess, TensorKey], ClientProcess]]:
 
         def start(node: NodeProcess, name: TensorKey, timeout: float = 20.0) -> ClientProcess:
             taker = stack.enter_context(ClientProcess(node.config, TAKER))
-            taker.say(name.request_id)
-            taker.say(timeout)
+            taker.send(name.request_id)
+            taker.send(timeout)
             return taker
 
         yield start
@@ -126,7 +126,7 @@ def test_a_taker_killed_before_it_acknowledged(
     with owner.client() as producer:
         producer.insert(name, tensor)
         taker = takers(node, name)
-        assert taker.hear() == "taken"
+        assert taker.receive() == "taken"
         next_in_line = Waiters(owner, name, 1, timeout=20.0)
         time.sleep(0.2)
         assert not next_in_line.outcomes
@@ -145,12 +145,12 @@ def test_the_takers_node_killed_before_it_acknowledged(
     with owner.client() as producer:
         producer.insert(name, tensor_of("kill", MIB))
         taker = takers(node, name)
-        assert taker.hear() == "taken"
+        assert taker.receive() == "taken"
         node.kill()
         found = producer.drop_select(name, timeout=5.0)
         assert found is not None
-        taker.say("go on")
-        assert taker.hear() == "NodeUnavailable"
+        taker.send("go on")
+        assert taker.receive() == "NodeUnavailable"
     assert set(acknowledged(owner, name).values()) == {1}
     nothing_held(owner)
 
@@ -165,22 +165,22 @@ def test_a_stopped_taker_loses_it_to_the_next_taker(
     with owner.client() as producer:
         producer.insert(name, tensor_of("ice", MIB))
         taker = takers(node, name, 4.0)
-        assert taker.hear() == "taken"
+        assert taker.receive() == "taken"
         os.kill(taker.pid, signal.SIGSTOP)
         try:
             started = time.monotonic()
             assert producer.drop_select(name, timeout=60.0) is not None
             assert time.monotonic() - started < 30.0
-            taker.say("go on")
+            taker.send("go on")
         finally:
             os.kill(taker.pid, signal.SIGCONT)
-        assert taker.hear() == "LookupTimeout", "it has lost, and waited on"
+        assert taker.receive() == "LookupTimeout", "it has lost, and waited on"
         # Another generation is another matter.
         again = takers(node, name)
         producer.insert(name, torch.full((9,), 5))
-        assert again.hear() == "taken"
-        again.say("go on")
-        assert again.hear() == 5
+        assert again.receive() == "taken"
+        again.send("go on")
+        assert again.receive() == 5
     assert list(acknowledged(owner, name).values()) == [1, 1]
     nothing_held(owner, node)
 
@@ -193,7 +193,7 @@ def test_a_queued_taker_gets_the_reason_that_another_took_it(
     with owner.client() as producer, node.client() as buffer:
         producer.insert(name, tensor_of("line", MIB))
         taker = takers(owner, name)
-        assert taker.hear() == "taken"
+        assert taker.receive() == "taken"
         with pytest.raises(LookupTimeout, match="taken"):
             buffer.drop_select(name, timeout=0.5)
         taker.kill()
@@ -213,7 +213,7 @@ def test_all_waiting_takers_of_a_killed_owner_get_a_miss(
         producer.insert(untouched, torch.ones(3))
         wait_until(lambda: late.has_caches([untouched], timeout=1.0)[0], 5.0)
         taker = takers(node, name)
-        assert taker.hear() == "taken"
+        assert taker.receive() == "taken"
         in_line = Waiters(node, name, 5, timeout=60.0)
         elsewhere = Waiters(node, never, 1, timeout=3.0)
         time.sleep(0.3)
@@ -224,8 +224,8 @@ def test_all_waiting_takers_of_a_killed_owner_get_a_miss(
         with pytest.raises(MissingTensor):
             late.drop_select(untouched, timeout=60.0)
         assert time.monotonic() - killed < DEAD_SECONDS * SLACK
-        taker.say("go on")
-        assert taker.hear() == "MissingTensor"
+        taker.send("go on")
+        assert taker.receive() == "MissingTensor"
         assert elsewhere.end() == {"LookupTimeout": 1}, "a key that was never inserted is not lost"
     nothing_held(node)
 
@@ -259,11 +259,11 @@ def test_an_owner_stopped_under_an_acknowledgement(
     with owner.client() as producer:
         producer.insert(name, torch.full((9,), 3))
         taker = takers(node, name)
-        assert taker.hear() == "taken"
+        assert taker.receive() == "taken"
         with owner.frozen():
-            taker.say("go on")
+            taker.send("go on")
             time.sleep(2.0)
-        assert taker.hear() == 3
+        assert taker.receive() == 3
         with pytest.raises(MissingTensor):
             producer.drop_select(name)
     assert set(acknowledged(owner, name).values()) == {1}
@@ -278,18 +278,18 @@ def test_a_broken_connection_loses_nothing(
         with owner.client() as producer:
             producer.insert(name, torch.full((9,), 4))
             taker = takers(node, name, 3.0)
-            assert taker.hear() == "taken"
+            assert taker.receive() == "taken"
             in_line = Waiters(node, name, 3, timeout=3.0)
             time.sleep(0.2)
             proxy.cut()
-            taker.say("go on")
+            taker.send("go on")
             # Its lease ended with the connection; now either it or one of the queued takers wins.
-            heard = taker.hear()
-            if heard == "taken":
-                taker.say("go on")
-                heard = taker.hear()
+            answer = taker.receive()
+            if answer == "taken":
+                taker.send("go on")
+                answer = taker.receive()
             outcomes = in_line.end()
-            assert (heard == 4) + outcomes["won"] == 1
+            assert (answer == 4) + outcomes["won"] == 1
             assert outcomes["won"] + outcomes["LookupTimeout"] == 3
         assert set(acknowledged(owner, name).values()) == {1}
         nothing_held(owner, node)
@@ -304,14 +304,14 @@ def test_a_reply_lost_with_its_connection_is_requested_again(
         with owner.client() as producer:
             producer.insert(name, torch.full((9,), 6))
             taker = takers(node, name)
-            assert taker.hear() == "taken"
+            assert taker.receive() == "taken"
             proxy.hold_after_bytes = 0
-            taker.say("go on")
+            taker.send("go on")
             wait_until(lambda: acknowledged(owner, name), 5.0)
             proxy.hold_after_bytes = None
             proxy.cut()
             proxy.release()
-            assert taker.hear() == 6, "it had won, and gets this reply"
+            assert taker.receive() == 6, "it had won, and gets this reply"
         assert list(acknowledged(owner, name).values()) == [1]
 
 

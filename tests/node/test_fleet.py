@@ -15,7 +15,7 @@ READS = (2, 0, 3, 1)
 
 WORKER = """
 import random
-mine, others = hear()
+mine, others = receive()
 wrong = []
 where = random.Random(repr(mine))
 seen = 0
@@ -29,8 +29,8 @@ for (name, nbytes), (other, other_nbytes) in zip(mine, others):
     seen += 1
     if not torch.equal(found.flatten(), tensor_of(other, other_nbytes)):
         wrong.append(other)
-say((seen, wrong))
-hear()
+send((seen, wrong))
+receive()
 buffer.close()
 """
 
@@ -61,11 +61,11 @@ def test_a_thousand_inserts_and_selects_from_four_processes_on_two_nodes(
     clients = [ClientProcess(nodes[number % 2].config, WORKER) for number in range(PROCESSES)]
     try:
         for number, client in enumerate(clients):
-            client.say((plans[number], plans[READS[number]]))
-        answers = [client.hear(60.0) for client in clients]
+            client.send((plans[number], plans[READS[number]]))
+        answers = [client.receive(60.0) for client in clients]
         assert answers == [(KEYS, [])] * PROCESSES
         for client in clients:
-            client.say("end")
+            client.send("end")
         assert [client.wait() for client in clients] == [0] * PROCESSES
     finally:
         for client in clients:
@@ -93,7 +93,7 @@ def test_a_small_arena_under_pressure_from_both_sides(start_node: StartNode) -> 
     source = """
 import random
 from lookup_buffer.errors import BufferFull, MissingTensor
-dice, wrong, done = random.Random(hear()), [], 0
+dice, wrong, done = random.Random(receive()), [], 0
 while done < 150:
     name = f"pressure-{dice.randrange(60)}"
     nbytes = 100_000 + 7_000 * int(name.split("-")[1])
@@ -109,15 +109,15 @@ while done < 150:
     except BufferFull:
         continue
     done += 1
-say(wrong)
-hear()
+send(wrong)
+receive()
 """
     nodes = [start_node(capacity_bytes=4 * MIB) for _ in range(2)]
     clients = [ClientProcess(nodes[number % 2].config, source) for number in range(PROCESSES)]
     try:
         for number, client in enumerate(clients):
-            client.say(number)
-        assert [client.hear(60.0) for client in clients] == [[]] * PROCESSES
+            client.send(number)
+        assert [client.receive(60.0) for client in clients] == [[]] * PROCESSES
         assert sum(node.stats()["evicted"] for node in nodes) > 20
         assert sum(node.stats().get("bytes_fetched", 0) for node in nodes) > 0
     finally:

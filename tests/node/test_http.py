@@ -41,7 +41,7 @@ def connected(node: NodeProcess) -> Iterator[socket.socket]:
         yield bare
 
 
-def say(node: NodeProcess, data: bytes, *, more: bool = False) -> bytes:
+def exchange(node: NodeProcess, data: bytes, *, more: bool = False) -> bytes:
     """The whole reply to `data`; the sending side is shut down afterwards, unless `more`."""
     with connected(node) as bare:
         with suppress(OSError):  # the server may have closed the connection already
@@ -85,7 +85,7 @@ def test_a_scrape_is_one_request_and_the_end(node: NodeProcess) -> None:
     ],
 )
 def test_only_get_of_existing_paths(node: NodeProcess, request_line: bytes, status: int) -> None:
-    answer = say(node, request_line + b"\r\nHost: localhost\r\n\r\n")
+    answer = exchange(node, request_line + b"\r\nHost: localhost\r\n\r\n")
     assert status_of(answer) == status
     assert (b"\r\nAllow: GET\r\n" in answer) == (status == 405)
 
@@ -103,7 +103,7 @@ def test_only_get_of_existing_paths(node: NodeProcess, request_line: bytes, stat
     ],
 )
 def test_garbage_is_refused(node: NodeProcess, data: bytes) -> None:
-    assert status_of(say(node, data)) == 400
+    assert status_of(exchange(node, data)) == 400
     assert get(node, "/healthz")[0] == 200
 
 
@@ -116,7 +116,7 @@ def test_garbage_is_refused(node: NodeProcess, data: bytes) -> None:
 )
 def test_the_wait_for_the_end_of_a_request_is_bounded(node: NodeProcess, data: bytes) -> None:
     before = time.monotonic()
-    assert status_of(say(node, data, more=True)) == 431
+    assert status_of(exchange(node, data, more=True)) == 431
     assert time.monotonic() - before < scaled(2 * EXCHANGE_SECONDS)
     assert get(node, "/healthz")[0] == 200
 
@@ -182,7 +182,7 @@ def test_without_a_token_only_names_of_loopback_are_answered(
     node: NodeProcess, host: str, status: int
 ) -> None:
     """A page of the web could have its own name resolved to 127.0.0.1."""
-    answer = say(node, b"GET /metrics HTTP/1.1\r\nHost: %s\r\n\r\n" % host.encode())
+    answer = exchange(node, b"GET /metrics HTTP/1.1\r\nHost: %s\r\n\r\n" % host.encode())
     assert status_of(answer) == status
 
 
@@ -200,7 +200,7 @@ def test_without_a_token_only_names_of_loopback_are_answered(
 )
 def test_the_token_opens_the_metrics(guarded: NodeProcess, said: str, status: int) -> None:
     header = b"Authorization: %s\r\n" % said.encode("latin-1")
-    answer = say(guarded, b"GET /metrics HTTP/1.1\r\nHost: any.where\r\n%s\r\n" % header)
+    answer = exchange(guarded, b"GET /metrics HTTP/1.1\r\nHost: any.where\r\n%s\r\n" % header)
     assert status_of(answer) == status
     assert (b"lookup_buffer_hits_total" in answer) == (status == 200)
     assert (b"WWW-Authenticate: Bearer" in answer) == (status == 401)

@@ -83,12 +83,12 @@ def test_offered_copies_are_published_and_withdrawn_with_their_process(
         kept, taken_back = offered(client, pool, store), offered(client, pool, store)
         expected = DeviceLocation(node.node_id, MARK, "nccl", LIBRARY, PORT, POOL)
         assert devices(store, kept) == (expected,)
-        pool.say(Retract(next_request_id(), FINGERPRINT, [taken_back.text]))
+        pool.send(Retract(next_request_id(), FINGERPRINT, [taken_back.text]))
         wait_until(lambda: not devices(store, taken_back), 10.0)
         assert record_of(store, taken_back) is not None
         # Nothing stands beside a copy that is not there.
         pool.offers(TensorKey("never-stored"), 1)
-        assert pool.hears("let_go")["keys"] == [[FINGERPRINT, "never-stored"]]
+        assert pool.wait_for("let_go")["keys"] == [[FINGERPRINT, "never-stored"]]
         client.close()
         wait_until(lambda: not devices(store, kept), 10.0)
         assert record_of(store, kept) is not None
@@ -102,18 +102,18 @@ def test_a_prepared_device_location_is_published_with_its_copy(
     with store, node_pair[0].client() as client:
         pool, one, other = Told(client), key(), key()
         for each in (one, other):
-            pool.say(Prepare(next_request_id(), FINGERPRINT, each.text, MARK))
+            pool.send(Prepare(next_request_id(), FINGERPRINT, each.text, MARK))
         time.sleep(0.1)  # on another connection than the insert
         client.insert(one, tensor_of(one.text, NBYTES))
         wait_until(lambda: record_of(store, one), 10.0)
         assert len(devices(store, one)) == 1
-        pool.say(Retract(next_request_id(), FINGERPRINT, [one.text, other.text]))
+        pool.send(Retract(next_request_id(), FINGERPRINT, [one.text, other.text]))
         wait_until(lambda: not devices(store, one), 10.0)
         client.insert(other, tensor_of(other.text, NBYTES))
         wait_until(lambda: record_of(store, other), 10.0)
         assert devices(store, other) == ()
         # Another client inserted the present item.
-        pool.say(Prepare(next_request_id(), FINGERPRINT, other.text, MARK))
+        pool.send(Prepare(next_request_id(), FINGERPRINT, other.text, MARK))
         client.insert(key(), tensor_of("a", NBYTES))
         assert devices(store, other) == ()
 
@@ -125,7 +125,7 @@ def test_a_withdrawn_copy_withdraws_its_device_location(
         pool = Told(client)
         one = key()
         pool.offers(one, stored(client, one, ttl_seconds=2.0))
-        told = pool.hears("let_go")
+        told = pool.wait_for("let_go")
         assert (told["tickets"], told["keys"]) == ([], [[FINGERPRINT, one.text]])
         assert record_of(store, one) is None
 
@@ -141,7 +141,7 @@ def test_a_device_location_needs_a_copy_of_the_same_bytes(
         client.insert(one, tensor_of("another", NBYTES), on_stored=told.append)
         assert told == [], "it is there already"
         pool.offers(one, checksum ^ 1)
-        message = pool.hears("let_go")
+        message = pool.wait_for("let_go")
         assert (message["tickets"], message["keys"]) == ([], [[FINGERPRINT, one.text]])
         assert devices(store, one) == ()
         pool.offers(one, checksum)
@@ -165,7 +165,7 @@ class Reading:
         """A prefetch, and the request to the reader's pool to receive."""
         one = offered(self.producer, self.theirs, self.store)
         (handle,) = self.reader.prefetch([one])
-        return handle, self.ours.hears("receive")
+        return handle, self.ours.wait_for("receive")
 
     def __enter__(self) -> "Reading":
         return self
@@ -192,7 +192,7 @@ def test_an_item_received_by_a_pool_is_pinned_until_its_release(reading: Reading
         assert handle.order is not None
         assert (handle.order.lane, handle.order.ticket) == ("nccl", asked["id"])
         reading.reader.release(handle)
-        assert reading.ours.hears("let_go")["tickets"] == [asked["id"]]
+        assert reading.ours.wait_for("let_go")["tickets"] == [asked["id"]]
 
 
 @pytest.mark.parametrize("reason", ["cold", "no_room", "peer_failed"])
@@ -210,7 +210,7 @@ def test_an_item_that_a_pool_cannot_receive_comes_over_the_hosts(
         loaded = reading.reader.load(handle.order)
         assert loaded is not None
         assert torch.equal(loaded, tensor_of(handle.key.text, NBYTES))
-        assert reading.ours.hears("let_go")["tickets"] == [asked["id"]]
+        assert reading.ours.wait_for("let_go")["tickets"] == [asked["id"]]
         reading.ours.answers(asked["id"])  # too late, and twice
         reading.reader.release(handle)
 
@@ -230,7 +230,7 @@ def test_a_node_without_an_address_costs_nothing_but_its_copy(
         store.publish_many([Publishing(record, at, 60.0, device=device)])
         missing, handle = reading.reader.prefetch([nowhere, there])
         assert missing.wait(10.0) is PrefetchState.MISSING
-        asked = reading.ours.hears("receive")
+        asked = reading.ours.wait_for("receive")
         assert asked["key"] == there.text
         reading.ours.answers(asked["id"])
         assert handle.wait(10.0) is PrefetchState.RESIDENT
@@ -247,7 +247,7 @@ def test_a_silent_pool_costs_the_deadline_of_the_lane(reading: Reading) -> None:
         assert time.monotonic() - started >= BASE_SECONDS
         assert handle.order is not None
         assert handle.order.lane == ""
-        assert reading.ours.hears("let_go")["tickets"] == [asked["id"]]
+        assert reading.ours.wait_for("let_go")["tickets"] == [asked["id"]]
         reading.reader.release(handle)
 
 
@@ -274,7 +274,7 @@ def test_a_pool_that_ends_during_a_query_for_its_item_costs_nothing(
         with frozen(valkey_server):
             (handle,) = reading.reader.prefetch([one])
             reading.ours.opening = (NBYTES, False, True)  # no reader's pool takes its place
-            reading.ours.attached(reading.ours.say)
+            reading.ours.attached(reading.ours.send)
             nodes[1].stats()  # a round trip: it has received both
         assert handle.wait(30.0) is PrefetchState.RESIDENT
         assert handle.order is not None
@@ -291,7 +291,7 @@ def test_a_pool_that_ends_during_a_transfer_costs_nothing(
     with reading:
         before = node_pair[1].stats().get("lane_fallbacks_ended", 0)
         handle, _ = reading.begin()
-        reading.ours.attached(reading.ours.say)  # another pool of that session: the first is void
+        reading.ours.attached(reading.ours.send)  # another pool of that session: the first is void
         assert handle.wait(10.0) is PrefetchState.RESIDENT
         assert handle.order is not None
         assert handle.order.lane == ""

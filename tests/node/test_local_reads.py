@@ -222,7 +222,7 @@ time.sleep(0.2)
 buffer.close()
 for thread in threads:
     thread.join(10.0)
-say(ended)
+send(ended)
 """
 
 
@@ -231,7 +231,7 @@ def test_close_unmaps_nothing_under_a_reader(start_node: StartNode) -> None:
     node = start_node(capacity_bytes=160 * MIB)
     for _ in range(3):
         with ClientProcess(node.config, CLOSED_WHILE_IT_READS) as client:
-            assert client.hear() == [True, True]
+            assert client.receive() == [True, True]
             assert client.wait() == 0
 
 
@@ -250,14 +250,14 @@ def name(number):
 WRITER = (
     TENSORS
     + """
-until, stored = time.monotonic() + hear(), 0
+until, stored = time.monotonic() + receive(), 0
 while time.monotonic() < until:
     number = random.randrange(KEYS)
     try:
         stored += buffer.insert(name(number), expected[number]).value == "stored"
     except BufferFull:
         pass
-say(stored)
+send(stored)
 """
 )
 READER = (
@@ -265,7 +265,7 @@ READER = (
     + """
 apart = [torch.empty(len(value), 3, dtype=value.dtype)[:, 1] for value in expected]
 outs = [[None, torch.empty_like(value), slow] for value, slow in zip(expected, apart)]
-until, found, missed, wrong = time.monotonic() + hear(), 0, 0, []
+until, found, missed, wrong = time.monotonic() + receive(), 0, 0, []
 while time.monotonic() < until:
     number = random.randrange(KEYS)
     try:
@@ -279,7 +279,7 @@ while time.monotonic() < until:
         found += 1
     else:
         wrong.append(number)
-say([found, missed, wrong[:5], len(wrong)])
+send([found, missed, wrong[:5], len(wrong)])
 """
 )
 STRESS_SECONDS = 5.0
@@ -297,9 +297,9 @@ def test_readers_of_an_arena_that_is_always_written_anew(start_node: StartNode) 
     clients = [ClientProcess(node.config, source) for source in sources]
     try:
         for client in clients:
-            client.say(STRESS_SECONDS)
-        stored = sum(client.hear() for client in clients[:2])
-        answers = [client.hear() for client in clients[2:]]
+            client.send(STRESS_SECONDS)
+        stored = sum(client.receive() for client in clients[:2])
+        answers = [client.receive() for client in clients[2:]]
         assert [client.wait() for client in clients] == [0] * 5
     finally:
         for client in clients:

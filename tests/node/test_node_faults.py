@@ -246,7 +246,7 @@ import itertools
 name = TensorKey("held")
 buffer.insert(name, tensor_of("held", 10 << 20))
 handles = [buffer.prefetch([name], timeout=5.0)[0] for _ in range(5)]
-say([handle.state.value for handle in handles])
+send([handle.state.value for handle in handles])
 tensor = tensor_of("much", 16 << 20)
 for number in itertools.count():
     buffer.insert(TensorKey(f"n{number}"), tensor)
@@ -254,7 +254,7 @@ for number in itertools.count():
     files = node.open_files()
     for pause in (0.0, 0.02, 0.05):
         with ClientProcess(node.config, source) as client:
-            assert client.hear() == ["resident"] * 5
+            assert client.receive() == ["resident"] * 5
             assert node.stats()["pins"] >= 5
             time.sleep(pause)
             client.kill()
@@ -275,21 +275,21 @@ tensor = tensor_of("held", 10 << 20)
 buffer.insert(name, tensor)
 order = buffer.prefetch([name], timeout=5.0)[0].order
 buffer._session._open_session.main_connection._socket.shutdown(socket.SHUT_RDWR)
-say("broken")
-hear()
-say(bool(torch.equal(buffer.load(order), tensor)))
-hear()
+send("broken")
+receive()
+send(bool(torch.equal(buffer.load(order), tensor)))
+receive()
 """
     with ClientProcess(node.config, source) as client, node.client() as other:
-        assert client.hear() == "broken"
+        assert client.receive() == "broken"
         time.sleep(0.3)
         assert node.stats()["pinned_bytes"] == 10 * MIB
         for number in range(8):  # all else is evicted
             other.insert(key(), tensor_of(str(number), 5 * MIB // 8))
         for number in range(30):
             other.insert(key(), tensor_of(str(number), 512 << 10))
-        client.say("load")
-        assert client.hear() is True
+        client.send("load")
+        assert client.receive() is True
         assert node.stats()["pinned_bytes"] == 10 * MIB
         client.kill()
         at_rest(node, seconds=2.0)

@@ -59,15 +59,15 @@ def automatic(valkey_server: EmbeddedServer, tmp_path: Path) -> Iterator[BufferC
 
 def test_two_concurrent_starts_give_one_node_which_ends_when_idle(automatic: BufferConfig) -> None:
     source = """
-hear()
-say((buffer.boot, buffer.stats()["sessions_opened"]))
-hear()
+receive()
+send((buffer.boot, buffer.stats()["sessions_opened"]))
+receive()
 """
     assert automatic.directory is not None
     with ClientProcess(automatic, source) as one, ClientProcess(automatic, source) as two:
-        one.say("go")
-        two.say("go")
-        boots = {one.hear()[0], two.hear()[0]}
+        one.send("go")
+        two.send("go")
+        boots = {one.receive()[0], two.receive()[0]}
         assert len(boots) == 1
         (pid,) = node_pids(automatic.directory)
         with LookupBuffer(automatic) as third:

@@ -33,7 +33,7 @@ def pipe() -> Iterator[KVPipe]:
 @pytest.fixture
 def raw(pipe: KVPipe) -> Iterator[RawEnd]:
     with RawEnd(pipe) as raw:
-        raw.say(["offer", 1, b"met", offer(1, b"", 3)[3]], b"abc")
+        raw.send(["offer", 1, b"met", offer(1, b"", 3)[3]], b"abc")
         pipe.recv_tensor("met", timeout=SOON_SECONDS)
         yield raw
 
@@ -61,25 +61,25 @@ def test_an_incomplete_frame_does_not_delay_a_timeout(
     pipe: KVPipe, raw: RawEnd, threads: Threads, cut: int
 ) -> None:
     waiting = threads.call(pipe.recv_tensor, "k", timeout=10 * SHORT_SECONDS)
-    raw.say_bytes(WHOLE[:cut])
+    raw.send_bytes(WHOLE[:cut])
     with pytest.raises(LookupTimeout):
         waiting.result(SOON_SECONDS)
-    raw.say_bytes(WHOLE[cut:])
+    raw.send_bytes(WHOLE[cut:])
     assert same(pipe.recv_tensor("k", timeout=SOON_SECONDS), block(SMALL))
 
 
 def test_the_bytes_of_another_message_do_not_delay_a_timeout(
     pipe: KVPipe, raw: RawEnd, threads: Threads
 ) -> None:
-    raw.say(offer(2, b"large", 64 * LARGE))
+    raw.send(offer(2, b"large", 64 * LARGE))
     short = threads.call(pipe.recv_tensor, "k", timeout=20 * SHORT_SECONDS)
     large = threads.call(pipe.recv_tensor, "large")
-    assert raw.heard()[0] == "received", "for the message of the fixture"
-    assert raw.heard() == ["pull", 2]
-    raw.say_bytes(encode_frame(["data", 2], 64 * LARGE) + b"x" * 32 * LARGE)
+    assert raw.receive()[0] == "received", "for the message of the fixture"
+    assert raw.receive() == ["pull", 2]
+    raw.send_bytes(encode_frame(["data", 2], 64 * LARGE) + b"x" * 32 * LARGE)
     with pytest.raises(LookupTimeout):
         short.result(SOON_SECONDS)
-    raw.say_bytes(b"x" * 32 * LARGE)
+    raw.send_bytes(b"x" * 32 * LARGE)
     assert large.result(SOON_SECONDS)[-1] == ord("x")
 
 
@@ -92,7 +92,7 @@ def test_a_caller_with_its_message_leaves_later_frames_to_others(
     whole = b""
     for number, key in enumerate((b"first", b"second", b"third"), 2):
         whole += encode_frame(offer(number, key, SMALL), SMALL) + bytes(SMALL)
-    raw.say_bytes(whole)
+    raw.send_bytes(whole)
     for one in (first, second):
         assert not one.result(SOON_SECONDS).any()
     assert pipe.recv_tensor("third", timeout=SOON_SECONDS) is not None
@@ -104,7 +104,7 @@ def test_an_interrupted_wait_leaves_the_pipe_usable(
     with pytest.raises(Interrupted):
         signal.setitimer(signal.ITIMER_REAL, 4 * SHORT_SECONDS)
         pipe.recv_tensor("k")
-    raw.say(["offer", 2, b"k", offer(2, b"k", SMALL)[3]], bytes(block(SMALL).numpy()))
+    raw.send(["offer", 2, b"k", offer(2, b"k", SMALL)[3]], bytes(block(SMALL).numpy()))
     assert same(pipe.recv_tensor("k", timeout=SOON_SECONDS), block(SMALL))
 
 
@@ -115,14 +115,14 @@ def test_an_interrupt_within_a_payload_ends_the_pipe_unless_the_thread_reads_it(
     out = torch.zeros(LARGE, dtype=torch.uint8)
 
     def answer() -> None:
-        while raw.heard() != ["pull", 2]:
+        while raw.receive() != ["pull", 2]:
             pass
-        raw.say_bytes(encode_frame(["data", 2], LARGE) + b"x" * (LARGE // 2))
+        raw.send_bytes(encode_frame(["data", 2], LARGE) + b"x" * (LARGE // 2))
         while not out[LARGE // 4]:
             time.sleep(SHORT_SECONDS)
         os.kill(os.getpid(), signal.SIGALRM)
 
-    raw.say(offer(2, b"k", LARGE))
+    raw.send(offer(2, b"k", LARGE))
     answering = threads.call(answer)
     with pytest.raises(Interrupted):
         pipe.recv_tensor("k", out=out)
@@ -132,8 +132,8 @@ def test_an_interrupt_within_a_payload_ends_the_pipe_unless_the_thread_reads_it(
     except PipeBroken:
         return
     except LookupTimeout:
-        raw.say_bytes(b"x" * (LARGE // 2))
-        raw.say(["offer", 3, b"other", offer(3, b"other", SMALL)[3]], bytes(SMALL))
+        raw.send_bytes(b"x" * (LARGE // 2))
+        raw.send(["offer", 3, b"other", offer(3, b"other", SMALL)[3]], bytes(SMALL))
         received = pipe.recv_tensor("other", timeout=SOON_SECONDS)
         assert received is not None
         assert received.numel() == SMALL
@@ -143,13 +143,13 @@ def test_an_interrupt_within_a_payload_ends_the_pipe_unless_the_thread_reads_it(
 def test_a_receipt_is_sent_without_another_frame(
     pipe: KVPipe, raw: RawEnd, threads: Threads, waits: bool
 ) -> None:
-    raw.say(["offer", 2, b"k", offer(2, b"k", SMALL)[3]], bytes(SMALL))
+    raw.send(["offer", 2, b"k", offer(2, b"k", SMALL)[3]], bytes(SMALL))
     pipe.recv_tensor("k", timeout=SOON_SECONDS)
     if waits:
         threads.call(pipe.recv_tensor, "later", timeout=2 * SHORT_SECONDS)
     told: list[int] = []
     while 2 not in told:
-        word, *numbers = raw.heard()
+        word, *numbers = raw.receive()
         assert word == "received"
         told += numbers
 
@@ -160,15 +160,15 @@ def test_frames_are_read_while_no_caller_waits(pipe: KVPipe, raw: RawEnd) -> Non
         tensor = block(LARGE, number)
         pipe.send_tensor(tensor, f"k{number}")
         time.sleep(seconds)
-        heard = raw.heard()
-        while heard[0] != "offer":
-            heard = raw.heard()
-        raw.say(["pull", heard[1]])
+        header = raw.receive()
+        while header[0] != "offer":
+            header = raw.receive()
+        raw.send(["pull", header[1]])
         while (frame := raw.link.recv_header(SOON_SECONDS)).header[0] != "data":
             pass
         received = torch.empty(LARGE, dtype=torch.uint8)
         raw.link.recv_into(writable_bytes(received), timeout=SOON_SECONDS)
-        assert frame.header == ["data", heard[1]]
+        assert frame.header == ["data", header[1]]
         assert same(received, tensor)
 
 

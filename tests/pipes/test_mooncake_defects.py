@@ -188,10 +188,10 @@ def test_an_item_is_received_in_full_or_not_at_all(closing: ExitStack, threads: 
     item = packed([tokens, roi, block(LARGE), block(LARGE), block(LARGE)])
     whole = bytes(writable_bytes(item))
     with RawEnd(pipe) as raw:
-        raw.say(offer(1, name_of(tokens, roi).encode(), len(whole)))
+        raw.send(offer(1, name_of(tokens, roi).encode(), len(whole)))
         selecting = threads.call(PipeBuffer(pipe).drop_select, tokens, roi)
-        assert raw.heard() == ["pull", 1]
-        raw.say_bytes(encode_frame(["data", 1], len(whole)) + whole[: len(whole) // 2])
+        assert raw.receive() == ["pull", 1]
+        raw.send_bytes(encode_frame(["data", 1], len(whole)) + whole[: len(whole) // 2])
     with pytest.raises(PipeBroken):
         selecting.result(SOON_SECONDS)
 

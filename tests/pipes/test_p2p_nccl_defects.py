@@ -75,9 +75,9 @@ def test_an_end_that_stops_in_the_middle_does_not_block_others(
     closing.callback(pipe.abort)
     other = closing.enter_context(open_pipe(pipe.uri))
     with RawEnd(pipe) as stopped:
-        stopped.say(offer(1, b"stopped", 64 * LARGE))
+        stopped.send(offer(1, b"stopped", 64 * LARGE))
         waiting = threads.call(pipe.recv_tensor, "stopped")
-        assert stopped.heard() == ["pull", 1]
+        assert stopped.receive() == ["pull", 1]
         for number in range(5):
             other.send_tensor(block(LARGE, number), "k")
             assert same(pipe.recv_tensor("k", timeout=SOON_SECONDS), block(LARGE, number))
@@ -166,7 +166,7 @@ def test_close_waits_until_messages_are_received(
 def test_close_is_bounded() -> None:
     a = open_pipe("tcp://127.0.0.1:0", listen=True, limits=PipeLimits(linger_seconds=0.1))
     with RawEnd(a) as raw:
-        raw.say(offer(1, None, 4), b"abcd")
+        raw.send(offer(1, None, 4), b"abcd")
         a.recv_tensor(timeout=SOON_SECONDS)
         a.send_tensor(block(64 * LARGE))  # which the other end does not request
         started = time.monotonic()
@@ -182,8 +182,8 @@ def test_a_send_to_an_end_that_dies_in_the_middle_ends(
     with RawEnd(a) as raw:
         a.send_tensor(block(LARGE))
         sending = threads.call(a.send_tensor, block(64 * LARGE), "k")
-        assert [raw.heard()[:2] for _ in range(2)] == [["offer", 1], ["offer", 2]]
-        raw.say(["pull", 2])
+        assert [raw.receive()[:2] for _ in range(2)] == [["offer", 1], ["offer", 2]]
+        raw.send(["pull", 2])
         time.sleep(2 * SHORT_SECONDS)  # it is in flight, from the sender's own memory
         assert not sending.done()
     with pytest.raises(PipeBroken):

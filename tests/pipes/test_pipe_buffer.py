@@ -210,8 +210,8 @@ def test_the_producer_gets_an_error_at_a_consumers_death(pipe: KVPipe) -> None:
     producer = PipeBuffer(pipe)
     with RawEnd(pipe) as consumer:
         insert(producer, [1], 1)
-        assert consumer.heard()[:2] == ["offer", 1]
-        consumer.say(["pull", 1])
+        assert consumer.receive()[:2] == ["offer", 1]
+        consumer.send(["pull", 1])
     with pytest.raises(PipeBroken):
         while True:  # until it has detected the end
             insert(producer, [2], 2)
@@ -234,8 +234,8 @@ def test_a_slow_consumer_stalls_no_insert(pipe: KVPipe) -> None:
     tokens, roi = torch.tensor([1]), torch.tensor([True])
     with RawEnd(pipe) as consumer:
         producer.insert(tokens, roi, block(64 << 20), None, None)
-        assert consumer.heard()[:2] == ["offer", 1]
-        consumer.say(["pull", 1])  # without reading the bytes
+        assert consumer.receive()[:2] == ["offer", 1]
+        consumer.send(["pull", 1])  # without reading the bytes
         started = time.monotonic()
         for number in range(50):
             insert(producer, [number], number, timeout=SOON_SECONDS)

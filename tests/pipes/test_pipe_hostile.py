@@ -211,11 +211,11 @@ def test_a_too_large_message_is_refused_before_memory_is_allocated(
         open_pipe("tcp://127.0.0.1:0", listen=True, limits=PipeLimits(buffer_bytes=1 << 30))
     )
     with RawEnd(pipe) as other:
-        other.say(offer(1, b"k", nbytes))
-        other.say(offer(2, b"k", 4), b"abcd")
+        other.send(offer(1, b"k", nbytes))
+        other.send(offer(2, b"k", 4), b"abcd")
         with pytest.raises(TensorTooLarge, match=str(nbytes)):
             pipe.recv_tensor("k", timeout=SOON_SECONDS)
-        assert other.heard() == ["received", 1]
+        assert other.receive() == ["received", 1]
         found = pipe.recv_tensor("k", timeout=SOON_SECONDS)
         assert found is not None
         assert bytes(found.tolist()) == b"abcd"

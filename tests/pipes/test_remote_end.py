@@ -39,13 +39,13 @@ def raw(pipe: KVPipe) -> Iterator[RawEnd]:
 def test_late_bytes_are_kept_and_not_written_to_the_callers_tensor(
     pipe: KVPipe, raw: RawEnd, threads: Threads
 ) -> None:
-    raw.say(offer(1, b"k", LARGE))
+    raw.send(offer(1, b"k", LARGE))
     out = torch.zeros(LARGE, dtype=torch.uint8)
     receiving = threads.call(pipe.recv_tensor, "k", out=out)
-    assert raw.heard() == ["pull", 1]
+    assert raw.receive() == ["pull", 1]
     with pytest.raises(LookupTimeout):
         receiving.result(2 * SILENCE_SECONDS + SOON_SECONDS)
-    raw.say(["data", 1], bytes(block(LARGE).numpy()))
+    raw.send(["data", 1], bytes(block(LARGE).numpy()))
     again = torch.zeros(LARGE, dtype=torch.uint8)
     assert pipe.recv_tensor("k", timeout=SOON_SECONDS, out=again) is again
     assert same(again, block(LARGE))
@@ -56,11 +56,11 @@ def test_after_an_error_nothing_writes_to_the_callers_tensor(
     pipe: KVPipe, raw: RawEnd, threads: Threads
 ) -> None:
     """In the middle of its bytes: the reader thread writes no more when the error is raised."""
-    raw.say(offer(1, b"k", 64 * LARGE))
+    raw.send(offer(1, b"k", 64 * LARGE))
     out = torch.zeros(64 * LARGE, dtype=torch.uint8)
     receiving = threads.call(pipe.recv_tensor, "k", out=out)
-    assert raw.heard() == ["pull", 1]
-    raw.say_bytes(encode_frame(["data", 1], 64 * LARGE) + b"x" * 32 * LARGE)
+    assert raw.receive() == ["pull", 1]
+    raw.send_bytes(encode_frame(["data", 1], 64 * LARGE) + b"x" * 32 * LARGE)
     while not out[16 * LARGE]:
         time.sleep(0.001)
     pipe.abort()
@@ -78,11 +78,11 @@ def test_a_message_without_memory_for_it_raises_and_frees_its_budget(
     limits = PipeLimits(message_bytes=1 << 40)
     pipe = closing.enter_context(open_pipe("tcp://127.0.0.1:0", listen=True, limits=limits))
     raw = closing.enter_context(RawEnd(pipe))
-    raw.say(["offer", 1, b"k", TensorHeader.for_tensor("uint8", shape).to_fields()])
+    raw.send(["offer", 1, b"k", TensorHeader.for_tensor("uint8", shape).to_fields()])
     with pytest.raises(CodecError, match="no memory for a tensor of 1099511627776 bytes"):
         pipe.recv_tensor("k", timeout=SOON_SECONDS)
-    assert raw.heard() == ["received", 1], "so its budget is free"
-    raw.say(offer(2, b"k", 3), b"abc")
+    assert raw.receive() == ["received", 1], "so its budget is free"
+    raw.send(offer(2, b"k", 3), b"abc")
     assert same(pipe.recv_tensor("k", timeout=SOON_SECONDS), torch.tensor(list(b"abc")).byte())
 
 

@@ -238,7 +238,7 @@ def test_a_pickle_is_not_loaded(closing: ExitStack, name: str) -> None:
     a = closing.enter_context(open_pipe("tcp://127.0.0.1:0", listen=True))
     b = closing.enter_context(open_pipe(a.uri))
     with RawEnd(a) as raw, suppress(ConnectionError):
-        raw.say_bytes(hostile("frames")[name])
+        raw.send_bytes(hostile("frames")[name])
         assert raw.hung_up()
     b.send_tensor(block(SMALL))
     assert same(a.recv_tensor(timeout=SOON_SECONDS), block(SMALL))

@@ -123,7 +123,7 @@ class Contender:
 
         outcome = await process.call(publish)
         if outcome is not None:
-            process.say("publish", key, self._node, shape[0], outcome.value)
+            process.log("publish", key, self._node, shape[0], outcome.value)
 
     async def _wait(self, key: str, answer: ClaimAnswer) -> None:
         """For the publication, the release, or the end of the lease."""
@@ -133,7 +133,7 @@ class Contender:
         try:
             await self._sleep(key, changed, answer.remaining_seconds)
         except TimeoutError:
-            process.say("asleep", key)
+            process.log("asleep", key)
         finally:
             cancel()
 
@@ -148,7 +148,7 @@ class Contender:
         record = await process.record(key)
         if record is not None:
             # `created` is the publisher's monotonic clock in this test.
-            process.say("woken", key, round(time.monotonic() - record.created, 6))
+            process.log("woken", key, round(time.monotonic() - record.created, 6))
 
 
 class Process:
@@ -191,9 +191,9 @@ class Process:
         """From now on it may be another's."""
         if token in self._holding:
             key, since, until = self._holding.pop(token)
-            self.say("held", key, token, since, min(until, time.monotonic()))
+            self.log("held", key, token, since, min(until, time.monotonic()))
 
-    def say(self, *what: object) -> None:
+    def log(self, *what: object) -> None:
         print(json.dumps(what), flush=False)
 
 

@@ -180,8 +180,8 @@ class DeviceStorm:
     def _hear(self, member: Member) -> None:
         if member.busy_since is None or member.stopped_until is not None:
             return
-        if member.end.has_said():
-            said = member.end.hear()
+        if member.end.has_sent():
+            said = member.end.receive()
             self.outcomes.update([said] if isinstance(said, str) else said or [])
             member.busy_since = None
         else:

@@ -49,13 +49,13 @@ def consume(consumer):
         except Exception as error:
             outcome = type(error).__name__
         with speaking:
-            say((consumer, number, outcome))
+            send((consumer, number, outcome))
 
-speaking, work = threading.Lock(), [queue.Queue() for _ in range(hear())]
+speaking, work = threading.Lock(), [queue.Queue() for _ in range(receive())]
 for consumer in range(len(work)):
     threading.Thread(target=consume, args=(consumer,), daemon=True).start()
 while True:
-    consumer, number, timeout = hear()
+    consumer, number, timeout = receive()
     work[consumer].put((number, timeout))
 """
 
@@ -170,7 +170,7 @@ class HandoffStorm:
 
     def _start(self, node: NodeProcess) -> Consumers:
         process = ClientProcess(node.config, CONSUMERS)
-        process.say(CONSUMERS_PER_PROCESS)
+        process.send(CONSUMERS_PER_PROCESS)
         return Consumers(process, node)
 
     def _give(self) -> None:
@@ -182,14 +182,14 @@ class HandoffStorm:
             if one in self._frozen or time.monotonic() < one.rests_until:
                 continue
             number = self._due.popleft()
-            one.process.say((who, number, TIMEOUT_SECONDS))
+            one.process.send((who, number, TIMEOUT_SECONDS))
             one.busy[who] = (number, time.monotonic())
 
     def _hear(self) -> None:
         pipes = {one.process.pipe: one for one in self._consumers}
         for pipe in wait(list(pipes), timeout=0.05):
             one = pipes[pipe]  # type: ignore[index]
-            who, number, outcome = one.process.hear()
+            who, number, outcome = one.process.receive()
             del one.busy[who]
             self._told(one, number, outcome)
         now = time.monotonic()

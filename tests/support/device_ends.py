@@ -75,19 +75,19 @@ class DeviceEnd:
         return self._hear()
 
     def begin(self, source: str) -> None:
-        """Begin with it, and hear of it later."""
+        """Begin with it; its end is received later."""
         self._pipe.send(source)
 
     def counted(self, name: str) -> int:
         """Of its node's counters."""
         return self.node.stats().get(name, 0)
 
-    def hear(self) -> Any:
+    def receive(self) -> Any:
         """What came of what was begun."""
         return self._hear()
 
-    def has_said(self) -> bool:
-        """Whether `hear` has something, and be it that the process has ended."""
+    def has_sent(self) -> bool:
+        """Whether `receive` has something, or the process has ended."""
         return bool(self._pipe.poll(0))
 
     @contextmanager
@@ -296,7 +296,7 @@ TOLD_POOL_BYTES = 10 * NBYTES
 class Told:
     """A pool that keeps what it is told, and says nothing by itself but what it is.
 
-    What it hears of other pools comes with their nodes' beats, in between, and is apart."""
+    What it receives of other pools comes with their nodes' beats, in between, and is apart."""
 
     def __init__(
         self,
@@ -312,11 +312,11 @@ class Told:
         self.sees: dict[str, SeenPool] = {}
         """The pools of others that are there, as it was told."""
         self.lost_sight: list[str] = []
-        self.say: Callable[[Request], None] = lambda _request: None
+        self.send: Callable[[Request], None] = lambda _request: None
         client.join_lane(self)
 
     def attached(self, to_node: Callable[[Request], None]) -> None:
-        self.say = to_node
+        self.send = to_node
         to_node(OpenPool(next_request_id(), "nccl", LIBRARY, PORT, self.name, *self.opening))
 
     def lost(self) -> None:
@@ -334,13 +334,13 @@ class Told:
     def tensor(self, ticket: int) -> torch.Tensor:
         raise AssertionError("nobody loads here")
 
-    def hears(self, event: str) -> dict[str, Any]:
+    def wait_for(self, event: str) -> dict[str, Any]:
         message = self.events.get(timeout=10.0)
         assert message["event"] == event, message
         return message
 
     def offers(self, one: TensorKey, checksum: int) -> None:
-        self.say(Offer(next_request_id(), FINGERPRINT, one.text, MARK, checksum))
+        self.send(Offer(next_request_id(), FINGERPRINT, one.text, MARK, checksum))
 
     def answers(self, ticket: int, reason: str = "", source: int = 1) -> None:
-        self.say(Received(next_request_id(), ticket, reason, source))
+        self.send(Received(next_request_id(), ticket, reason, source))

@@ -267,9 +267,9 @@ def tensor_of(seed: str, nbytes: int) -> torch.Tensor:
 
 
 class ClientProcess:
-    """A client in a process of its own: `source` finds `buffer` opened, and `say` and `hear`.
+    """A client in a process of its own: `source` finds `buffer` opened, and `send` and `receive`.
 
-    `say(value)` and `hear()` exchange values with the test. The processes are forked from one
+    `send(value)` and `receive()` exchange values with the test. The processes are forked from one
     that has torch imported, which else costs seconds each.
     """
 
@@ -295,10 +295,10 @@ class ClientProcess:
         assert self._process.pid is not None
         return self._process.pid
 
-    def say(self, value: Any) -> None:
+    def send(self, value: Any) -> None:
         self.pipe.send(value)
 
-    def hear(self, timeout: float = 30.0) -> Any:
+    def receive(self, timeout: float = 30.0) -> Any:
         """The next value, which on an idle machine comes within `timeout`."""
         if not self.pipe.poll(scaled(timeout)):
             pytest.fail(f"the client process said nothing for {scaled(timeout):.0f} s")
@@ -336,4 +336,4 @@ def _run_client(
     settings = BufferConfig.of(json.loads(config))
     engine = EngineRank(*seat) if seat else None
     buffer = LookupBuffer(settings, Namespace.named(namespace), engine=engine)
-    exec(source, {**globals(), "buffer": buffer, "say": pipe.send, "hear": pipe.recv})
+    exec(source, {**globals(), "buffer": buffer, "send": pipe.send, "receive": pipe.recv})

@@ -45,17 +45,17 @@ class RawEnd:
         self._beating = threading.Thread(target=self._beat)
         self._beating.start()
 
-    def say(self, header: list[Any], payload: bytes | None = None) -> None:
+    def send(self, header: list[Any], payload: bytes | None = None) -> None:
         with self._sending:
             self.link.send(header, memoryview(payload) if payload else None, timeout=SECONDS)
 
-    def say_bytes(self, data: bytes) -> None:
+    def send_bytes(self, data: bytes) -> None:
         """Whatever they mean; it does not beat from then on."""
         self._ended.set()
         with self._sending:
             self._stream.sendall(data)
 
-    def heard(self) -> list[Any]:
+    def receive(self) -> list[Any]:
         """The next frame that is not a beat; none of those that come here has bytes."""
         while (header := self.link.recv_header(SECONDS).header) == ["beat"]:
             pass
@@ -79,7 +79,7 @@ class RawEnd:
     def _beat(self) -> None:
         while not self._ended.wait(BEAT_SECONDS) and not self.link.closed:
             try:
-                self.say(["beat"])
+                self.send(["beat"])
             except Exception:  # the pipe under test ended; what that means the test says
                 return
 

@@ -9,6 +9,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -90,13 +91,17 @@ def test_outputs_go_from_worker_to_worker(hosts: TwoHosts, pair: EnginePair, way
 def test_a_worker_that_is_stopped_costs_a_deadline_and_no_encode(
     hosts: TwoHosts, pair: EnginePair
 ) -> None:
-    question = pair.fresh()
-    pair.ask(pair.a, question, within_seconds=ANSWER_SECONDS)
-    wait_until(lambda: offered(hosts, pair.identifier(question)), 10.0)
-    with stopped(pair.a):
-        answer = pair.ask(pair.b, question, within_seconds=ANSWER_SECONDS)
-    assert answer.origins == ("loaded",)
-    assert counted(hosts.b, "lane_fallbacks_timeout") >= 1
+    for _ in range(5):  # until the reader's node knows in time that the image is offered
+        question = pair.fresh()
+        pair.ask(pair.a, question, within_seconds=ANSWER_SECONDS)
+        wait_until(partial(offered, hosts, pair.identifier(question)), 10.0)
+        with stopped(pair.a):
+            answer = pair.ask(pair.b, question, within_seconds=ANSWER_SECONDS)
+        assert answer.origins == ("loaded",)
+        if counted(hosts.b, "lane_fallbacks_timeout"):
+            break
+    else:
+        pytest.fail(f"no transfer from the stopped worker was begun: {hosts.b.stats()}")
     assert "was not used, and the bytes came over the hosts" in pair.b.settings.log_path.read_text()
     shared(hosts, pair, pair.a, pair.b)  # by whichever way
 
