@@ -196,10 +196,10 @@ def test_a_consumer_encodes_what_it_does_not_get(fleet: Fleet) -> None:
         (item,) = (item for _, item in fleet.encoder.schedule.images(reply.request))
         hosts.wait_for_holder(item.identifier, hosts.a)
         with loss:
-            for consumer in fleet.consumers:
+            for number, consumer in enumerate(fleet.consumers):
                 answer = fleet.checked(consumer.ask_about(lost), lost)
                 assert answer.seconds < FETCH_SECONDS + ANSWER_SECONDS
-                assert consumer.origins(answer) in expected
+                assert consumer.origins(answer) in expected, (number, hosts.b.stats())
     encoder, _ = fleet.encodes()
     wait_until(lambda: fleet.ask(fleet.fresh()) == ("loaded",), ANSWER_SECONDS)
     assert fleet.encodes()[0] > encoder
