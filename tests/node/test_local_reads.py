@@ -307,9 +307,9 @@ def test_readers_of_an_arena_that_is_always_written_anew(start_node: StartNode) 
                 pass
     for found, missed, wrong, count in answers:
         assert not wrong, f"{count} wrong of {found + count}: keys {wrong}"
-        assert found > 100
-        assert missed > 100
-    assert stored > 500
+        assert found > 20
+        assert missed > 20
+    assert stored > 100
     at_rest(node)
     # An abandoned read is no hit; a read is not counted if its item is evicted before the report.
     assert 0 < node.stats()["hits_local"] <= sum(found for found, *_ in answers)

@@ -152,6 +152,7 @@ def test_the_store_is_frozen_and_resumed(pair: Pair) -> None:
     pair.share()
 
 
+@pytest.mark.alone
 def test_no_call_waits_for_a_frozen_store(pair: Pair) -> None:
     wanted = [key() for _ in range(20)]
     budget = 0.05
